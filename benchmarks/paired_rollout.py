@@ -29,11 +29,13 @@ from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.records import StepRecord
+from bubblespec.rewards.scorer import Scoring
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.table import RowTable
 from bubblespec.setup import build
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.trainer import Trainer
-from bubblespec.types import Row
+from bubblespec.types import Row, Samples
 
 PAPER = (
     "paper (arXiv 2605.08862, its own hardware): decoding steps -50%, rollout throughput up to 1.8x"
@@ -105,15 +107,7 @@ def paired_step(
     result["differing_rows"] = int(ranks.sum_(torch.tensor(differing)).item())
     if inspect is not None:
         inspect(*map(list, zip(*pairs, strict=True)))
-    samples = sampler.gather(table, rows["none"], scoring)
-    rewards = sampler.combined(samples.rewards, samples.lengths)
-    rewards = rewards.reshape(len(launch.groups), -1)
-    advantages = estimate_advantages(
-        rewards, config.loss.advantage_estimator, config.loss.scale_rewards
-    ).ravel()
-    trainer.learner.update(samples, advantages, step)
-    sampler.observe_samples(samples, rewards.ravel())
-    sampler.schedule.finish(samples, {})
+    samples, rewards = learn(trainer, table, rows["none"], scoring, step)
     record = StepRecord(
         step=step,
         samples=samples,
@@ -135,6 +129,23 @@ def paired_step(
         "longest": int(samples.lengths.max()),
     }
     return result | {"exchange_s": result["timing_s/exchange"], "reward": float(rewards.mean())}
+
+
+def learn(
+    trainer: Trainer, table: RowTable, rows: dict[int, Row], scoring: Scoring, step: int
+) -> tuple[Samples, np.ndarray]:
+    """Train the policy on a step's rows. Returns the samples and their rewards by group."""
+    config, sampler = trainer.config, trainer.sampler
+    samples = sampler.gather(table, rows, scoring)
+    rewards = sampler.combined(samples.rewards, samples.lengths)
+    rewards = rewards.reshape(len(table.launch.groups), -1)
+    advantages = estimate_advantages(
+        rewards, config.loss.advantage_estimator, config.loss.scale_rewards
+    ).ravel()
+    trainer.learner.update(samples, advantages, step)
+    sampler.observe_samples(samples, rewards.ravel())
+    sampler.schedule.finish(samples, {})
+    return samples, rewards
 
 
 def summarise(steps: list[dict]) -> dict:

@@ -144,8 +144,8 @@ class EnvironmentConfig:
     max_observation_length: int = key(512, at_least(1))
     """Tokens between two turns, or added to the prompt; longer text is cut."""
     num_workers: int = key(4, at_least(0), resume=SAFE)
-    """Processes per rank that run environments, each one call at a time; 0 runs them in the main
-    process, unprotected from what hangs or crashes."""
+    """Processes per rank that run environments, each one call at a time, and as many again for
+    drafts; 0 runs them in the main process, unprotected from what hangs or crashes."""
     timeout_s: float = key(60.0, above(0), resume=SAFE)
     """Seconds that a call may take in a worker; taking longer is the tool's error."""
     deterministic: bool = key(True, resume=SAFE)

@@ -10,11 +10,12 @@ import sys
 import pytest
 import torch
 
-from benchmarks import generate, paired_rollout, systems, vs_trl
+from benchmarks import episodes, generate, paired_rollout, slow_game, systems, vs_trl
 from bubblespec.config import load_config
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.trainer import Trainer
+from tests.helpers.runs import ALWAYS_DRAFT
 
 CONFIG = "configs/tiny_cpu.yaml"
 SMALL = [
@@ -41,10 +42,10 @@ def nothing_stays(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def run_benchmark(benchmark, folder, *overrides: str, **options) -> dict:
+def run_benchmark(benchmark, folder, *overrides: str, config: str = CONFIG, **options) -> dict:
     """What a benchmark has written."""
     out = folder / "out.json"
-    given = {"config": CONFIG, "json": str(out), "overrides": [*SMALL, *overrides]}
+    given = {"config": config, "json": str(out), "overrides": [*SMALL, *overrides]}
     benchmark.run(argparse.Namespace(**given | options), str(folder))
     return json.loads(out.read_text())
 
@@ -69,6 +70,29 @@ def test_paired_rollouts_generate_the_same_rows(tmp_path):
     keys = ["speculative.planning=always", f"run.output_dir={tmp_path}/run"]
     result = run_benchmark(paired_rollout, tmp_path, *keys, useless_drafts=True)
     assert (result["differing_rows"], result["rows"], len(result["steps"])) == (0, 8, 2)
+
+
+def test_episodes_are_the_same_in_all_ways(monkeypatch, tmp_path):
+    """With tools that take a millisecond or two, in this process. Lock-step runs none before all
+    rows wait."""
+    asked = []
+    act = episodes.LockStep.act
+
+    def noted_act(environments, name, ids):
+        asked.append(len(environments._held))
+        act(environments, name, ids)
+
+    monkeypatch.setattr(episodes.LockStep, "act", noted_act)
+    for name, seconds in {"SHORTEST": 0.001, "MEDIAN": 0.001, "LONGEST": 0.002}.items():
+        monkeypatch.setattr(slow_game, f"{name}_S", seconds)
+    keys = ["environment.num_workers=0", "rollout.num_slots=16", ALWAYS_DRAFT]
+    keys.append("rollout.max_completion_length=80")
+    result = run_benchmark(episodes, tmp_path, *keys, config="configs/tiny_episodes.yaml")
+    assert (result["differing_rows"], result["rows"], len(result["steps"])) == (0, 8, 2)
+    assert asked[:4] == [0, 1, 2, 3]
+    assert all(result[name] > 0 for name in ("overlap", "drafts", "speculation"))
+    first, _ = result["steps"]
+    assert first["turns"] > 4 and first["drafted_tokens"] > 0
 
 
 def test_systems_side_by_side(tmp_path):

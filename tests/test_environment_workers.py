@@ -35,12 +35,13 @@ class Player:
         self.tokenizer = tokenizer
         self.seen: dict = {}
 
-    def begin(self, *names, seed: int = 0, **columns) -> list[Observation]:
+    def begin(self, *names, seed: int = 0, is_draft=False, **columns) -> list[Observation]:
         for name in names:
             text = make_prompt().text
             form, schemas = self.environments.form, self.environments.schemas
             base = base_ids(self.tokenizer, text, schemas, form.adds_text)
-            self.environments.begin(name, make_prompt(text, base, **columns), seed)
+            prompt = make_prompt(text, base, **columns)
+            self.environments.begin(name, prompt, seed, is_draft=is_draft)
         return self.await_all(*names)
 
     def say(self, name, text: str) -> None:
@@ -229,6 +230,15 @@ def test_abandoned_episodes_are_not_run(make_player, clock, tmp_path):
     assert player.text(*player.await_all("c")) == "3"
     assert all(future.result(PATIENCE_S).reward is None for future in futures)
     assert not pids_in(paths[1]) and not player.seen
+
+
+def test_calls_of_drafts_delay_no_others(make_player, tmp_path):
+    player, path = make_player(), tmp_path / "pids"
+    player.begin("draft", is_draft=True)
+    player.say("draft", call_text("chatml", "hang", path=str(path)))
+    await_pids(path, 2)
+    player.begin("own")
+    assert player.call("own", "add", a=1, b=2) == "3"
 
 
 def test_close_ends_busy_workers(make_player, tmp_path):

@@ -138,9 +138,9 @@ def test_what_is_kept_follows_real_observations(shapes, monkeypatch, tmp_path):
     """In a random environment, whose observations come late."""
     real, poll, begin = defaultdict(list), games.delay(Environments.poll), Environments.begin
 
-    def noted_begin(environments, row, *arguments):
+    def noted_begin(environments, row, *arguments, **options):
         real[row.id] = []  # the row of the step comes after drafts of the same name
-        begin(environments, row, *arguments)
+        begin(environments, row, *arguments, **options)
 
     def noted_poll(environments):
         observations = poll(environments)

@@ -85,21 +85,24 @@ class Environments:
         self._running: dict[Hashable, _Running] = {}
         self._arrived: deque[tuple[_Running, Observation | dict | Exception]] = deque()
         self._has_arrived = threading.Condition()
-        worker = (config.factory, config.tools, config.deterministic)
-        self._places = [Worker(*worker) for _ in range(config.num_workers)]
-        self._places = self._places or [InProcess(self.form)]
-        self._load = dict.fromkeys(self._places, 0)  # episodes
+        self._load: dict[InProcess | Worker, int] = {}  # episodes
+        self._places = self._make_places()
+        # Made for the first draft. Calls of this step must not wait for those of drafts, even of
+        # the rollout before, whose tools may be slow.
+        self._draft_places: list[InProcess | Worker] = []
 
     @property
     def num_differing(self) -> int:
         """How often a replay differed where `deterministic` is false."""
-        return sum(place.num_differing for place in self._places)
+        return sum(place.num_differing for place in self._load)
 
-    def begin(self, name: Hashable, prompt: Prompt, seed: int) -> None:
+    def begin(self, name: Hashable, prompt: Prompt, seed: int, *, is_draft: bool = False) -> None:
         """Start an episode under a name that no running one has. prompt.token_ids are its base ids
         (`tokens.base_ids`)."""
         assert name not in self._running, name
-        place = min(self._places, key=self._load.__getitem__)
+        if is_draft:
+            self._draft_places = self._draft_places or self._make_places()
+        place = min(self._draft_places if is_draft else self._places, key=self._load.__getitem__)
         self._load[place] += 1
         episode = Episode(next(self._numbers))
         running = _Running(name, prompt, place, episode, list(prompt.token_ids))
@@ -168,8 +171,15 @@ class Environments:
 
     def close(self) -> None:
         """End all workers, also busy ones. Can be called again."""
-        for place in self._places:
+        for place in self._load:
             place.close()
+
+    def _make_places(self) -> list[InProcess | Worker]:
+        config = self._config
+        worker = (config.factory, config.tools, config.deterministic)
+        places = [Worker(*worker) for _ in range(config.num_workers)] or [InProcess(self.form)]
+        self._load |= dict.fromkeys(places, 0)
+        return places
 
     def _submit(self, running: _Running, method: str, *arguments) -> None:
         limit_s = self._config.timeout_s * max(1, len(running.calls))

@@ -89,7 +89,8 @@ class Episodes:
         row.has_turns = True
         self._running[row] = _Episode(row, is_own, self.clock.perf_counter())
         prompt, (uid, visit, _) = self.prompts[row.id.uid], row.id
-        self.environments.begin(row, prompt, episode_seed(self.seed, uid, visit))
+        seed = episode_seed(self.seed, uid, visit)
+        self.environments.begin(row, prompt, seed, is_draft=not is_own)
 
     def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
         """Ask environments about rows that the engine has returned, take in what others have

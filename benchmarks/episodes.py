@@ -1,0 +1,175 @@
+"""Episodes whose tools take their time, in four ways: torchrun --nproc_per_node=2
+benchmarks/episodes.py --config configs/tiny_episodes.yaml [--json OUT] [overrides]
+
+For each training step the *same batch* is rolled out with the *same weights*
+
+- in lock-step, as TRL does it: once all rows of a rank have ended a turn, tools run one call after
+  another, and then all rows go on;
+- overlapped: rows that wait are left out, and calls run in `environment.num_workers` processes;
+- with drafts that were made in the idle time of the step before, by the same rule as in training;
+- with observation speculation as well,
+
+in an order that changes from step to step, each from the same drafts and statistics; the tokens are
+compared; then the policy is trained on them and the next step follows. The first step, which has no
+drafts, is left out of the medians. A call takes 50 ms to 2 s (`benchmarks/slow_game.py`), in real
+time. Wall time is the slowest rank's, with the exchange of drafts in it; `longest_chain_s`, what
+the calls of one row take at most, is a bound for all ways.
+"""
+
+import argparse
+import dataclasses
+import gc
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Hashable
+from contextlib import nullcontext
+from functools import partial
+from unittest import mock
+
+import numpy as np
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from benchmarks import slow_game
+from benchmarks.paired_rollout import learn, timed
+from benchmarks.shared import commit, main, make_parser, markdown, plain_engine, write_json
+from bubblespec.config import load_config
+from bubblespec.dist.ranks import ranks_from_environment
+from bubblespec.engine.engine import Engine
+from bubblespec.environments.environments import Environments, Observation
+from bubblespec.errors import InputError
+from bubblespec.records import RolloutRecord
+from bubblespec.rollout.episodes import Episodes
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.setup import build
+from bubblespec.trainer import Trainer
+
+ARMS = ("lock_step", "overlapped", "drafts", "speculation")
+COUNTS = ("turns", "environment_s", "waiting_s", "idle_s", "guesses", "guesses_kept")
+DEFAULTS = ["environment.factory=benchmarks.slow_game.SlowGame", "environment.num_workers=8"]
+
+
+class LockStep(Environments):
+    """Calls wait for each other, and so do their results."""
+
+    def __init__(self, config, tokenizer):
+        num_workers = min(config.num_workers, 1)
+        super().__init__(dataclasses.replace(config, num_workers=num_workers), tokenizer)
+        self._held: dict[Hashable, np.ndarray] = {}
+        self._answers: list[tuple[Hashable, Observation]] = []
+        self.tool_s: Counter[Hashable] = Counter()
+
+    def act(self, name, ids) -> None:
+        self._held[name] = ids
+
+    def poll(self) -> list[tuple[Hashable, Observation]]:
+        if len(self._held) == len(self._running):  # nobody generates any more
+            for name, ids in self._held.items():
+                super().act(name, ids)
+            self._held.clear()
+        self._answers += super().poll()
+        if len(self._answers) < len(self._running):
+            return []
+        answers, self._answers = self._answers, []
+        for name, answer in answers:
+            self.tool_s[name] += answer.seconds
+        return answers
+
+
+def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step: int) -> dict:
+    """Roll out a step once per arm, then learn from it."""
+    config, ranks, sampler = trainer.config, trainer.ranks, trainer.sampler
+    launch, state = sampler.schedule.launch(step), sampler.state_dict()
+    table, placed, scoring = sampler.begin(launch, step)
+    length, prompts = config.rollout.max_completion_length, [of.prompt for of in launch.groups]
+    rows = {arm: {index: table.make_row(index, length) for index in placed} for arm in ARMS}
+    records: dict[str, RolloutRecord] = {}
+
+    def without_drafts(arm: str) -> int:
+        environments = lock_step if arm == "lock_step" else sampler.environments
+        options = {"seed": config.run.seed, "clock": ranks.clock, "runs_drafts": False}
+        episodes = Episodes(environments, plain, prompts, **options)
+        loop = RolloutLoop(plain, ranks, sampler.params, episodes=episodes)
+        records[arm] = loop.run(rows[arm], table)
+        scoring.outcomes |= episodes.outcomes
+        return records[arm].own_forwards
+
+    def with_drafts(arm: str) -> int:
+        records[arm], tasks = sampler.roll_out(table, rows[arm], step, launch.groups)
+        sampler.conclude(records[arm], tasks, table, rows[arm], step)
+        return records[arm].own_forwards
+
+    result = {"step": step, "rows": len(table.rank_of)}
+    for arm in np.roll(ARMS, step).tolist():
+        sampler.load_state_dict(state)
+        has_drafts = arm in ("drafts", "speculation")
+        no_guess = mock.patch.object(Episodes, "_guess", lambda *_: None)
+        with no_guess if arm == "drafts" else nullcontext():
+            timing = timed(trainer, partial(with_drafts if has_drafts else without_drafts, arm))
+        result[f"{arm}_s"], result[f"{arm}_forwards"] = timing
+        if has_drafts:
+            time.sleep(slow_game.LONGEST_S)  # calls of drafts that were left unfinished
+        if arm == "speculation":
+            next_state = sampler.state_dict()
+    sampler.load_state_dict(next_state)
+    wanted = rows["lock_step"]
+    pairs = [(row.tokens, wanted[at].tokens) for own in rows.values() for at, row in own.items()]
+    chain_s = max((lock_step.tool_s[row] for row in wanted.values()), default=0.0)
+    result["longest_chain_s"] = float(ranks.gather(np.array([chain_s])).max())
+    local = {name: getattr(records["speculation"].episodes, name) for name in COUNTS}
+    local["differing_rows"] = sum(not np.array_equal(*pair) for pair in pairs)
+    local["drafted_tokens"] = records["speculation"].drafted_tokens
+    totals = ranks.gather(np.array(list(local.values()), np.float64)).sum(axis=0)
+    learn(trainer, table, rows["overlapped"], scoring, step)
+    return result | dict(zip(local, totals.tolist(), strict=True))
+
+
+def summarise(steps: list[dict]) -> dict:
+    """The first step has no drafts, so it is not timed."""
+    timed_steps = steps[1:] or steps
+    median_s = {arm: float(np.median([s[f"{arm}_s"] for s in timed_steps])) for arm in ARMS}
+    return {
+        "median_s": median_s,
+        "overlap": median_s["lock_step"] / median_s["overlapped"],
+        "drafts": median_s["overlapped"] / median_s["drafts"],
+        "speculation": median_s["overlapped"] / median_s["speculation"],
+        "longest_chain_s": float(np.median([s["longest_chain_s"] for s in timed_steps])),
+        "differing_rows": int(sum(s["differing_rows"] for s in steps)),
+        "rows": sum(s["rows"] for s in steps),
+    }
+
+
+def run(arguments: argparse.Namespace, folder: str) -> None:
+    overrides = [*DEFAULTS, *arguments.overrides]
+    config = load_config(arguments.config, [*overrides, f"run.output_dir={folder}"])
+    with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
+        if "bubble" not in config.speculative.method:
+            raise InputError(f"speculative.method: {config.speculative.method} makes no drafts")
+        trainer, steps = build(config, ranks), []
+        plain = plain_engine(trainer)
+        lock_step = LockStep(config.environment, trainer.sampler.scorer.tokenizer)
+        gc.collect()
+        gc.freeze()  # as in a run, see Trainer.open
+        for step in range(config.run.max_steps):
+            steps.append(s := step_in_all_ways(trainer, plain, lock_step, step))
+            if ranks.is_main:
+                seconds = ", ".join(f"{arm} {s[f'{arm}_s']:.2f} s" for arm in ARMS)
+                print(f"step {step}: {seconds}", flush=True)
+        lock_step.close()
+        if ranks.is_main:
+            summary = summarise(steps)
+            print(markdown([{arm: f"{s:.2f} s" for arm, s in summary["median_s"].items()}]))
+            print(
+                f"overlap {summary['overlap']:.2f}x over lock-step; over that, drafts "
+                f"{summary['drafts']:.2f}x and with speculation {summary['speculation']:.2f}x; "
+                f"{summary['differing_rows']} of {summary['rows']} rows differ; the calls of one "
+                f"row alone take up to {summary['longest_chain_s']:.2f} s"
+            )
+            settings = {"config": arguments.config, "overrides": overrides, "commit": commit()}
+            write_json(arguments.json, summary | settings | {"steps": steps})
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, make_parser("Episodes with slow tools, in four ways")))
