@@ -21,10 +21,10 @@ class SlowGame(SumGame):
 
     def init(self, prompt: str, seed: int) -> None:
         """See `SumGame`."""
-        super().init(prompt, seed)
+        super().init(prompt)
         self.seed = seed
 
     def step(self, action: str) -> dict:
         """See `SumGame`."""
-        time.sleep(delay_s(self.seed, self.num_turns, action))
+        time.sleep(delay_s(self.seed, self.num_tries, action))
         return super().step(action)
