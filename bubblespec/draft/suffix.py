@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from bubblespec.engine.ragged import doubled, ragged
+from bubblespec.engine.ragged import doubled, ragged, spans
 from bubblespec.records import SOURCES
 
 # Source of a proposal: own draft, other sample, prompt or own tokens, earlier epoch.
@@ -176,9 +176,8 @@ class SuffixIndex:
             self._add_text(tokens, group, owner, kind, len(tokens))
             for tokens, owner, kind in zip(texts, owners, kinds, strict=True)
         ]
-        begin, end = self.begin[numbers], self.end[numbers]
-        which, offset = ragged(end - begin - MAX_MATCH)
-        self._index((begin + MAX_MATCH)[which] + offset)
+        begin = self.begin[numbers] + MAX_MATCH
+        self._index(spans(begin, self.end[numbers] - begin))
         return numbers
 
     def add_row(self, group: int, sample: int, max_tokens: int) -> int:
@@ -222,9 +221,9 @@ class SuffixIndex:
     def extend(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         """Append newly accepted tokens, int [sum of counts], to different rows, int64 [R]."""
         live = self.rows[rows, LIVE]
-        which, offset = ragged(counts)
-        self.text[self.end[live][which] + offset] = tokens
-        self.end[live] += counts
+        end = self.end[live]
+        self.text[spans(end, counts)] = tokens
+        self.end[live] = end + counts
         is_indexed = self.indexed[rows] != NOT_YET
         # What a row says whose draft is trusted is in the draft already, but for little.
         weight = np.where(self.rows[rows, BONUS] > 0, 1 / max(len(rows), 1), 1.0)
