@@ -16,12 +16,8 @@ import numpy as np
 from bubblespec.records import ACCEPT_BINS
 
 WINDOWS = np.array(ACCEPT_BINS)
-SIZES = np.diff(
-    WINDOWS, prepend=0
-)  # of segments: the i-th leads from the window before to the i-th
+SIZES = np.diff(WINDOWS, prepend=0)  # of segments, each from one window to the next
 MIN_GAIN = 1.05  # in tokens per second, by estimates that are noisy and of which the best is taken
-
-
 # Rows whose survivals are about alike are planned together, as rows of one of these levels: evenly
 # spaced log odds, so that neighbours differ by a sixth in the chance of a wrong token.
 LEVELS = 1 / (1 + np.exp(-np.linspace(-3.0, 7.0, 64)))
