@@ -19,8 +19,8 @@ WINDOWS = np.array(ACCEPT_BINS)
 SIZES = np.diff(WINDOWS, prepend=0)  # of segments, each from one window to the next
 MIN_GAIN = 1.05  # in tokens per second, by estimates that are noisy and of which the best is taken
 # Rows whose survivals are about alike are planned together, as rows of one of these levels: evenly
-# spaced log odds, so that neighbours differ by a sixth in the chance of a wrong token.
-LEVELS = 1 / (1 + np.exp(-np.linspace(-3.0, 7.0, 64)))
+# spaced log odds, so that neighbours differ by a twelfth in the chance of a wrong token.
+LEVELS = 1 / (1 + np.exp(-np.linspace(-3.0, 7.0, 128)))
 BETWEEN = (LEVELS[1:] + LEVELS[:-1]) / 2
 
 
