@@ -45,7 +45,7 @@ class DrafterSource(DraftSource):
     def acceptance_rates(self) -> np.ndarray:
         """Probability that the first 1, 2, ... tokens of a chain are all right, float64
         [MAX_CHAIN_LENGTH]."""
-        return np.cumprod(self._survival.estimate(self._positions))
+        return np.cumprod(self._survival.estimates[self._positions])
 
     def enable(self, is_on: bool) -> None:
         """Keep from now on what chains need of the engine's rows; or draft nothing, and release the

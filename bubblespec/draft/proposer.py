@@ -23,7 +23,7 @@ from bubblespec.draft.sources import (
 )
 from bubblespec.draft.store import History
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES
-from bubblespec.engine.ragged import ragged
+from bubblespec.engine.ragged import spans
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS, choose_windows
 from bubblespec.records import Acceptance
@@ -33,6 +33,7 @@ PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6}  # of survival, by source
 PRIOR = 0.5  # of another source
 MAX_BACKOFF = 16  # forwards
 ALWAYS_WINDOW = 6  # draft tokens that are verified whatever that costs
+COUNTED_TOGETHER = 8  # forwards: to count several takes hardly longer than to count one
 
 
 class Proposer:
@@ -81,7 +82,7 @@ class Proposer:
     def _start(self) -> None:
         names = [name for name, *_ in self.survival.kinds]
         known = self.survival.trials.nonzero()[0].tolist()
-        self.acceptance = Acceptance(by_source={names[kind]: [0, 0] for kind in known})
+        self._acceptance = Acceptance(by_source={names[kind]: [0, 0] for kind in known})
         self._is_own = np.array([name == SOURCE_NAMES[OWN] for name in names], bool)
         self._spent_s, self._num_looked_up = 0.0, 0
         self.tracked = TrackedRows()
@@ -92,11 +93,18 @@ class Proposer:
         # Of forwards without drafts: rows, what they have gained, and how much each. Taken in when
         # next needed, as each taking in costs as much as the look-up of proposals.
         self._unread: list[tuple[list[Row], np.ndarray, np.ndarray]] = []
+        self._uncounted: list[tuple[np.ndarray, ...]] = []  # of forwards, see `_take_in`
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """What came of the drafts of this rollout."""
+        self._count()
+        return self._acceptance
 
     def track(self, row: Row, draft: Draft | None, version: int, is_counted: bool = True) -> None:
         """Propose for a row from now on. version: updates of the current weights; is_counted: it is
         of this step."""
-        self.take_in()
+        self._read()
         age = 0 if draft is None else min(version - draft.version, MAX_AGE)
         self._track(row, draft, age, is_counted)
 
@@ -141,43 +149,44 @@ class Proposer:
             self._pause -= 1
             return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
         started = self.clock.perf_counter()
-        self.take_in()
+        self._read()
         self._num_looked_up += len(rows)
         numbers, prompt_tokens = self._known(rows)
         limits = np.minimum(room, ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget))
         asked = ((limits > 0) & (numbers >= 0)).nonzero()[0]
         # Of each row's proposal: where it lies in which text, how long it is.
         texts: list[np.ndarray] = []
-        text, begin, count = np.zeros((3, len(rows)), np.int64)
-        survival = np.zeros(len(rows))
+        text, begin, count, kind = np.zeros((4, len(rows)), np.int64)
+        chances = self.survival.estimates
         for source, kinds in zip(self.sources, self._kinds, strict=True):
             if not source.is_enabled:
                 continue
-            is_open = (count[asked] == 0) | (survival[asked] < source.chance)
+            is_open = count[asked] == 0
+            if chance := source.chance:
+                is_open |= chances[kind[asked]] < chance
             if not len(some := asked[is_open]):
                 continue
             found = source.propose(numbers[some], limits[some])
-            given = (found.count > 0).nonzero()[0]
+            given = found.count.nonzero()[0]
             if not len(given):
                 continue
-            some, kind = some[given], kinds[found.kind[given]]
+            some = some[given]
             begin[some], count[some] = found.begin[given], found.count[given]
-            text[some] = len(texts)
+            text[some], kind[some] = len(texts), kinds[found.kind[given]]
+            self.survival.came_up[kind[some]] = True
             texts.append(found.tokens)
-            self.tracked.kind[numbers[some]] = kind
-            survival[some] = self.survival.estimate(kind)
+        self.tracked.kind[numbers[asked]] = kind[asked]
         if not self.always:
             kv_tokens = int(lengths.sum()) + prompt_tokens
             options = {"budget": budget, "overhead_s": self._overhead_s}
-            count, pays = choose_windows(survival, count, self.cost, kv_tokens, **options)
+            count, pays = choose_windows(chances[kind], count, self.cost, kv_tokens, **options)
             # Where nothing pays, it is looked for again after a while, less and less often.
             self._pause = self._backoff = 0 if pays else min(2 * self._backoff + 1, MAX_BACKOFF)
-        row, place = ragged(count)
-        place += begin[row]
+        place = spans(begin, count)
         if len(texts) == 1:
             tokens = texts[0][place].astype(np.int64)
         else:
-            tokens, text = np.empty(len(row), np.int64), text[row]
+            tokens, text = np.empty(len(place), np.int64), text.repeat(count)
             for number, known in enumerate(texts):
                 here = (text == number).nonzero()[0]
                 tokens[here] = known[place[here]]
@@ -200,19 +209,22 @@ class Proposer:
             self._unread.append((rows, tokens, num_gained))
             return
         started = self.clock.perf_counter()
-        self.take_in()
+        self._read()
         numbers = self._known(rows)[0]
+        columns = (num_gained, np.ones_like(numbers), num_draft, num_accepted)
         if len(numbers) and numbers.min() < 0:
             is_known = numbers >= 0
             tokens = tokens[is_known.repeat(num_gained)]
-            columns = (numbers, num_gained, num_draft, num_accepted)
-            numbers, num_gained, num_draft, num_accepted = (of[is_known] for of in columns)
-        self._count_drafts(numbers, num_draft, num_accepted)
-        of_own = num_accepted * self._is_own[self.tracked.kind[numbers]]
-        self._take_in(numbers, tokens, num_gained, np.ones_like(numbers), of_own)
+            numbers, *columns = (of[is_known] for of in (numbers, *columns))
+        self._take_in(numbers, tokens, *columns)
         self._spent_s += self.clock.perf_counter() - started
 
     def take_in(self) -> None:
+        """All that was observed."""
+        self._read()
+        self._count()
+
+    def _read(self) -> None:
         """What rows have gained without drafts."""
         if not self._unread:
             return
@@ -228,8 +240,8 @@ class Proposer:
         num_forwards = np.bincount(entries)
         numbers = num_forwards.nonzero()[0]
         gained = np.bincount(entries, counts)[numbers].astype(np.int64)
-        nothing = np.zeros_like(numbers)
-        self._take_in(numbers, tokens[order], gained, num_forwards[numbers], nothing)
+        none = np.zeros_like(numbers)
+        self._take_in(numbers, tokens[order], gained, num_forwards[numbers], none, none)
 
     def _known(self, rows: list[Row]) -> tuple[np.ndarray, int]:
         """The numbers of rows, int64 [R], and the tokens of their prompts."""
@@ -244,35 +256,45 @@ class Proposer:
         tokens: np.ndarray,
         num_gained: np.ndarray,
         num_forwards: np.ndarray,
-        of_own: np.ndarray,
+        num_draft: np.ndarray,
+        num_accepted: np.ndarray,
     ) -> None:
-        """What different rows have gained, row after row, in so many forwards; int64 [R] but for
-        the tokens. of_own: accepted of suffix matches in the own draft."""
-        tracked, counts = self.tracked, self.acceptance
-        is_counted = tracked.is_counted[numbers]
+        """What different rows have gained, row after row, in so many forwards, and what came of
+        their drafts; int64 [R] but for the tokens."""
+        tracked = self.tracked
         has_left = tracked.num_gained[numbers] < tracked.draft_length[numbers]
-        has_left &= is_counted & ~tracked.is_aligned[numbers]
-        counts.after_divergence[0] += int(num_gained @ has_left)
-        counts.after_divergence[1] += int(of_own @ has_left)
-        counts.row_forwards += int(num_forwards @ is_counted)
-        counts.gained_tokens += int(num_gained @ is_counted)
+        has_left &= ~tracked.is_aligned[numbers]
+        kind, is_counted = tracked.kind[numbers], tracked.is_counted[numbers]
+        # Rows that are not counted tell as much of survival.
+        size = len(self.survival.kinds)
+        trials = np.bincount(kind, np.minimum(num_accepted + 1, num_draft), size)
+        self.survival.observe(trials, np.bincount(kind, num_accepted, size))
+        counts = (num_gained, num_forwards, num_draft, num_accepted)
+        self._uncounted.append((kind, is_counted, has_left, *counts))
+        if len(self._uncounted) == COUNTED_TOGETHER:
+            self._count()
         tracked.extend(numbers, tokens, num_gained)
         for source in self.sources:
             if source.is_enabled:
                 source.observe(numbers, tokens, num_gained)
 
-    def _count_drafts(self, numbers: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """What came of the drafts of a forward's rows; int64 [R] each."""
-        tried = drafted.nonzero()[0]
-        numbers, drafted, accepted = numbers[tried], drafted[tried], accepted[tried]
-        kind, is_counted = self.tracked.kind[numbers], self.tracked.is_counted[numbers]
-        columns = (drafted, accepted, np.minimum(accepted + 1, drafted))
+    def _count(self) -> None:
+        """What came of the drafts of the last forwards."""
+        if not self._uncounted:
+            return
+        columns = map(np.concatenate, zip(*self._uncounted, strict=True))
+        self._uncounted.clear()
+        kind, is_counted, has_left, num_gained, num_forwards, drafted, accepted = columns
+        counts = self._acceptance
+        has_left &= is_counted
+        counts.after_divergence[0] += int(num_gained @ has_left)
+        counts.after_divergence[1] += int((accepted * self._is_own[kind]) @ has_left)
+        counts.row_forwards += int(num_forwards @ is_counted)
+        counts.gained_tokens += int(num_gained @ is_counted)
+        drafted, right = drafted * is_counted, accepted * is_counted
+        columns = (drafted, right, np.minimum(right + 1, drafted))
         size = len(self.survival.kinds)
         tally = np.array([np.bincount(kind, of, size) for of in columns])  # [3, K]
-        self.survival.observe(tally[2], tally[1])
-        if not is_counted.all():
-            tally = np.array([np.bincount(kind, of * is_counted, size) for of in columns])
-        counts = self.acceptance
         for number in tally[0].nonzero()[0].tolist():
             name, *detail = self.survival.kinds[number]
             draft, right, verified = map(int, tally[:, number])
@@ -284,7 +306,7 @@ class Proposer:
                 _add(counts.by_age, detail[0], draft, right)
                 counts.before_divergence[0] += verified
                 counts.before_divergence[1] += right
-        bins = WINDOWS.searchsorted(accepted[is_counted], side="right") - 1
+        bins = WINDOWS.searchsorted(accepted[drafted > 0], side="right") - 1
         counts.accepted_lengths += np.bincount(bins, minlength=len(WINDOWS))
 
 

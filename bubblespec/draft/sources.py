@@ -25,7 +25,7 @@ from bubblespec.draft.suffix import (
     SOURCE_NAMES,
     SuffixIndex,
 )
-from bubblespec.engine.ragged import doubled, ragged
+from bubblespec.engine.ragged import doubled, spans
 from bubblespec.types import Draft, Row, SampleId
 
 ALIGNED = "aligned"  # the row has followed its draft from the start
@@ -47,7 +47,8 @@ class Survival:
     def __init__(self):
         self.kinds: list[tuple] = []
         self.trials, self.num_accepted, self._prior = np.zeros((3, 0))
-        self._came_up, self._is_tried = np.zeros((2, 0), bool)  # in this rollout
+        # In this rollout: set by whoever has proposals; by `observe`.
+        self.came_up, self._is_tried = np.zeros((2, 0), bool)
 
     def add(self, kinds: Sequence[tuple], priors: Sequence[float]) -> np.ndarray:
         """Kinds with the probability of each while nothing is known of it; returns their numbers,
@@ -59,16 +60,16 @@ class Survival:
     def _numbers(self, kinds: Sequence[tuple]) -> np.ndarray:
         new = [kind for kind in kinds if kind not in self.kinds]
         self.kinds += new
-        for name in ("trials", "num_accepted", "_prior", "_came_up", "_is_tried"):
+        for name in ("trials", "num_accepted", "_prior", "came_up", "_is_tried"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate((column, np.zeros(len(new), column.dtype))))
         return np.array([self.kinds.index(kind) for kind in kinds], np.int64)
 
-    def estimate(self, kinds: np.ndarray) -> np.ndarray:
-        """The probability for kinds by their numbers, float64 [R]. kinds: int64 [R]."""
-        self._came_up[kinds] = True
+    @property
+    def estimates(self) -> np.ndarray:
+        """The probability, float64 [K]."""
         accepted = self.num_accepted + self.PRIOR_WEIGHT * self._prior
-        return (accepted / (self.trials + self.PRIOR_WEIGHT))[kinds]
+        return accepted / (self.trials + self.PRIOR_WEIGHT)
 
     def observe(self, trials: np.ndarray, num_accepted: np.ndarray) -> None:
         """Of `trials` tokens of each kind `num_accepted` were accepted, [K] both; those after a
@@ -80,11 +81,11 @@ class Survival:
 
     def begin(self) -> None:
         """A new rollout: drift back to the priors."""
-        is_untried = self._came_up & ~self._is_tried
+        is_untried = self.came_up & ~self._is_tried
         keep = 1.0 - np.where(is_untried, self.UNTRIED_DRIFT, self.DRIFT)
         self.trials *= keep
         self.num_accepted *= keep
-        self._came_up[:] = self._is_tried[:] = False
+        self.came_up[:] = self._is_tried[:] = False
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The kinds of which something was observed, as JSON texts [K]; trials and accepted,
@@ -151,11 +152,10 @@ class TrackedRows:
         self.num_gained[numbers] = end
         is_aligned = self.is_aligned[numbers]
         if is_aligned.any():
-            which, offset = ragged(counts)
-            place = (self.draft_begin[numbers] + begin)[which] + offset
+            place = spans(self.draft_begin[numbers] + begin, counts)
             is_other = self.tokens.take(place, mode="clip") != tokens
             is_aligned &= end <= self.draft_length[numbers]
-            is_aligned[which[is_other]] = False
+            is_aligned[np.arange(len(counts)).repeat(counts)[is_other]] = False
             self.is_aligned[numbers] = is_aligned
 
 
@@ -214,6 +214,8 @@ class OwnDrafts(DraftSource):
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
         """What comes next in the drafts."""
         tracked = self.tracked
+        if not tracked.is_aligned[numbers].any():
+            return super().propose(numbers, limits)
         begin = tracked.num_gained[numbers]
         left = (tracked.draft_length[numbers] - begin) * tracked.is_aligned[numbers]
         begin += tracked.draft_begin[numbers]
@@ -257,7 +259,7 @@ class SuffixMatches(DraftSource):
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
         """What follows the longest match."""
         rows, index = self.tracked.text[numbers], self.index
-        for group in index.unindexed_groups(rows):
+        for group in index.unindexed_groups(rows) if self._waiting else ():
             self._index_group(group)
         found = index.propose(rows, limits)
         reached = MATCH_EDGES.searchsorted(found.match, side="right")

@@ -26,8 +26,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
-from bubblespec.engine.ragged import doubled, ragged
+from bubblespec.engine.ragged import doubled, ragged, spans
 from bubblespec.records import SOURCES
 
 # Source of a proposal: own draft, other sample, prompt or own tokens, earlier epoch.
@@ -64,7 +65,9 @@ CANDIDATES = [
     for distance in sorted(range(radius, -radius - 1, -1), key=abs)
 ]
 DISTANCE, NEEDED = np.array(CANDIDATES).T
-BACK = np.arange(-MAX_MATCH, 0)
+# Of the eight last tokens, which of them differ, as the bits of a byte: how many agree at the end.
+COMMON = np.array([MAX_MATCH, *((bits & -bits).bit_length() - 1 for bits in range(1, 256))])
+NO_MATCH = -(1 << 20)  # less than any match, whatever it counts longer
 LAST = -np.arange(1, max(ORDERS) + 1)  # the tokens of an n-gram, from its last on
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, as in Knuth's hashing
 WEIGHTS = np.cumprod(np.full(len(LAST) + 1, MIX))  # of the group, and of an n-gram's tokens
@@ -149,6 +152,7 @@ class SuffixIndex:
 
     def __init__(self):
         self.text, self.text_at = np.zeros((2, 1 << 12), np.int32)  # tokens; number of their text
+        self._before = sliding_window_view(self.text, MAX_MATCH)
         self.num_positions = 0
         self.num_texts = self.num_rows = 0
         # By text: where it begins, with its padding, and ends; sample or owner; source; group.
@@ -172,9 +176,8 @@ class SuffixIndex:
             self._add_text(tokens, group, owner, kind, len(tokens))
             for tokens, owner, kind in zip(texts, owners, kinds, strict=True)
         ]
-        begin, end = self.begin[numbers], self.end[numbers]
-        which, offset = ragged(end - begin - MAX_MATCH)
-        self._index((begin + MAX_MATCH)[which] + offset)
+        begin = self.begin[numbers] + MAX_MATCH
+        self._index(spans(begin, self.end[numbers] - begin))
         return numbers
 
     def add_row(self, group: int, sample: int, max_tokens: int) -> int:
@@ -218,9 +221,9 @@ class SuffixIndex:
     def extend(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         """Append newly accepted tokens, int [sum of counts], to different rows, int64 [R]."""
         live = self.rows[rows, LIVE]
-        which, offset = ragged(counts)
-        self.text[self.end[live][which] + offset] = tokens
-        self.end[live] += counts
+        end = self.end[live]
+        self.text[spans(end, counts)] = tokens
+        self.end[live] = end + counts
         is_indexed = self.indexed[rows] != NOT_YET
         # What a row says whose draft is trusted is in the draft already, but for little.
         weight = np.where(self.rows[rows, BONUS] > 0, 1 / max(len(rows), 1), 1.0)
@@ -254,45 +257,49 @@ class SuffixIndex:
         state = self.rows[rows]
         live, draft, cursor, offset, source, asked_at, bonus, shift = state.T
         end = self.end[live]
-        context = self.text[end[:, None] + BACK]
+        context = self._before[end - MAX_MATCH]
         # The continued match is the first candidate and so wins ties. If it has full length,
         # nothing can beat it and nothing is searched.
         at = end + offset
-        is_open, is_own = at < self.end[cursor], source == OWN
+        is_open = at < self.end[cursor]
+        is_own = is_open & (source == OWN)
         common = self._common(np.minimum(at, self.num_positions), context)
         # What was accepted is followed by one more token.
         gained = end - asked_at
-        if (is_judged := is_open & is_own & (gained > 0)).any():
-            less = np.where((common > 0) | (gained > 1), OWN_BONUS, np.maximum(bonus - 1, 0))
-            bonus[is_judged] = less[is_judged]
-        best = np.where(is_open & (common >= MIN_MATCH), common, -1)
-        score = np.where(best >= 0, best + bonus * is_own, -1)
-        if (is_short := score < MAX_MATCH).any():
+        is_right = (common > 0) | (gained > 1)
+        np.copyto(bonus, np.where(is_right, OWN_BONUS, bonus - (gained == 1)), where=is_own)
+        np.maximum(bonus, 0, out=bonus)
+        best = np.where(is_open & (common >= MIN_MATCH), common, NO_MATCH)
+        score = best + bonus * is_own
+        if len(few := (score < MAX_MATCH).nonzero()[0]):
             # A continued match of two tokens in the own draft is what the search would find, at
             # distance 0.
-            needs = is_short & (draft > 0) & ((best < OWN_RADIUS[0][0]) | ~is_own)
-            if len(few := needs.nonzero()[0]):
-                place = self._search_own(draft[few], context[few], (end + shift)[few])
-                length = self._common(np.maximum(place, MAX_MATCH), context[few])
-                is_better = (place >= 0) & (length + bonus[few] > score[few])
-                few, place, length = few[is_better], place[is_better], length[is_better]
-                best[few], score[few], at[few] = length, length + bonus[few], place
-                cursor[few], source[few] = draft[few], OWN
-            few = (score < MAX_MATCH).nonzero()[0]
+            needs = (draft > 0) & ((best < OWN_RADIUS[0][0]) | ~is_own)
+            if len(own := few[needs[few]]):
+                place = self._search_own(draft[own], context[own], (end + shift)[own])
+                length = self._common(np.maximum(place, MAX_MATCH), context[own])
+                is_better = (place >= 0) & (length + bonus[own] > score[own])
+                own, place, length = own[is_better], place[is_better], length[is_better]
+                best[own], score[own], at[own] = length, length + bonus[own], place
+                cursor[own], source[own] = draft[own], OWN
+            few = few[score[few] < MAX_MATCH]
             for place in self._search_group(self.group[live[few]], context[few]):
+                has = place.nonzero()[0]
+                if not len(has):
+                    break
+                place, asking = place[has], few[has]
+                length = self._common(place, context[asking])
+                is_better = length > score[asking]
+                better, place, length = asking[is_better], place[is_better], length[is_better]
                 text = self.text_at[place].astype(np.int64)
-                length = self._common(np.maximum(place, MAX_MATCH), context[few])
-                is_better = (place > 0) & (length > score[few])
-                better, text = few[is_better], text[is_better]
-                best[better] = score[better] = length[is_better]
-                at[better], cursor[better] = place[is_better], text
-                owner = self.owner[text]
+                best[better], score[better], at[better] = length, length, place
+                owner, cursor[better] = self.owner[text], text
                 is_sibling = (owner >= 0) & (owner != self.owner[live[better]])
                 source[better] = np.where(is_sibling, SIBLING, self.kind[text])
         is_found = best >= 0
         np.subtract(at, end, out=offset)
         np.copyto(asked_at, end, where=is_found)
-        np.copyto(shift, offset, where=is_found & (source == OWN) & (cursor == draft))
+        np.copyto(shift, offset, where=is_found & (cursor == draft))
         self.rows[rows] = state
         count = np.where(is_found, np.minimum(limits, self.end[cursor] - at), 0)
         return Proposed(at, count, np.maximum(best, 0), np.where(is_found, source, OWN))
@@ -324,8 +331,8 @@ class SuffixIndex:
     def _common(self, ends: np.ndarray, context: np.ndarray) -> np.ndarray:
         """Length of the common suffix of the texts before `ends` and a row's last MAX_MATCH tokens,
         int64 [R]. context: [R, MAX_MATCH]."""
-        differs = (self.text[ends[:, None] + BACK] != context)[:, ::-1]
-        return np.where(differs.any(axis=1), differs.argmax(axis=1), MAX_MATCH)
+        differs = self._before[ends - MAX_MATCH] != context
+        return COMMON[np.packbits(differs, axis=1)[:, 0]]
 
     def _index(self, ends: np.ndarray) -> None:
         """Index ends, int64 [P], the most recent last."""
@@ -351,6 +358,7 @@ class SuffixIndex:
                 setattr(self, name, doubled(getattr(self, name)))
         while self.num_positions > len(self.text):
             self.text, self.text_at = doubled(self.text), doubled(self.text_at)
+            self._before = sliding_window_view(self.text, MAX_MATCH)
         self.text[begin : begin + MAX_MATCH] = PROMPT_PAD if owner == PROMPT_OWNER else PAD
         self.text[begin + MAX_MATCH : end] = tokens
         self.text_at[begin : self.num_positions] = number
@@ -365,8 +373,8 @@ def _hash(group: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
     group: int64 [P]; tokens: int32 [P, max(ORDERS)], the last one first."""
     weighted = tokens.astype(np.uint64) * WEIGHTS[1:]
-    sums = [weighted[:, :n].sum(axis=1) + np.uint64(n) for n in ORDERS]
-    keys = np.concatenate(sums) + np.tile(group.astype(np.uint64) * WEIGHTS[0], len(ORDERS))
+    sums = [np.add.reduce(weighted[:, :n], axis=1, initial=n) for n in ORDERS]
+    keys = (np.array(sums) + group.astype(np.uint64) * WEIGHTS[0]).ravel()
     keys ^= keys >> np.uint64(32)
     keys *= MIX
     return (keys ^ keys >> np.uint64(29)) | np.uint64(1)

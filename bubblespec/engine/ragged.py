@@ -12,6 +12,13 @@ def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return row, np.arange(len(row)) - (counts.cumsum() - counts)[row]
 
 
+def spans(begin: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The places of each row's elements, one after the other, int64 [sum of counts]. begin, counts:
+    int64 [rows], place of the first and how many."""
+    stop = counts.cumsum()
+    return np.arange(stop[-1] if len(stop) else 0) + (begin - stop + counts).repeat(counts)
+
+
 def packed(rows: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
     """Rows one after the other, int64 [sum of counts], and the length of each, int64 [rows]; None
     for an empty one."""

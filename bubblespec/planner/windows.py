@@ -16,7 +16,26 @@ import numpy as np
 from bubblespec.records import ACCEPT_BINS
 
 WINDOWS = np.array(ACCEPT_BINS)
+SIZES = np.diff(WINDOWS, prepend=0)  # of segments, each from one window to the next
 MIN_GAIN = 1.05  # in tokens per second, by estimates that are noisy and of which the best is taken
+# Rows whose survivals are about alike are planned together, as rows of one of these levels: evenly
+# spaced log odds, so that neighbours differ by a twelfth in the chance of a wrong token.
+LEVELS = 1 / (1 + np.exp(-np.linspace(-3.0, 7.0, 128)))
+BETWEEN = (LEVELS[1:] + LEVELS[:-1]) / 2
+
+
+def _rank_segments() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Segments of the windows of all levels, best first; before them an empty one of each level:
+    level and number in WINDOWS, int64, and accepted tokens that a row gains by one, float64."""
+    s = LEVELS[:, None]
+    gain = np.diff(s * (1 - s**WINDOWS) / (1 - s), axis=1, prepend=0.0)  # of sums of s**i
+    density = gain / np.maximum(SIZES, 1)
+    density[:, 0] = np.inf
+    order = (-density).argsort(axis=None, kind="stable")
+    return *np.divmod(order, len(WINDOWS)), gain.ravel()[order]
+
+
+LEVEL, NUMBER, GAIN = _rank_segments()
 
 
 def choose_windows(
@@ -34,41 +53,36 @@ def choose_windows(
     to by all rows together; budget: maximum of draft tokens of all rows; overhead_s: seconds that
     finding the proposals took.
     """
-    rows, windows = len(survival), np.zeros(len(survival), np.int64)
-    drafted = available.nonzero()[0]
-    if not len(drafted):
-        return windows, False
-    # Most rows have one of few survivals and as many tokens as they may have. Rows that are alike
-    # are planned together: a kind is survival and available tokens, as the parts of one number.
-    survival = np.minimum(np.maximum(survival[drafted], 1e-3), 1 - 1e-6)
-    both, kind, size = np.unique(
-        available[drafted] + survival, return_inverse=True, return_counts=True
-    )
-    most, s = both.astype(np.int64)[:, None], (both % 1.0).round(9)[:, None]
-    reach = np.minimum(WINDOWS, most)
-    tokens = reach[:, 1:] - reach[:, :-1]  # [kinds, segments]
-    expected = s * (1 - s**reach) / (1 - s)  # sum of s**i up to each window
-    gain = expected[:, 1:] - expected[:, :-1]
-    # A row's segments stay in order.
-    density = np.where(tokens > 0, gain / np.maximum(tokens, 1), -1.0)
-    density = np.minimum.accumulate(density, axis=1).ravel()
-    order = (-density).argsort(kind="stable")
-    order = order[density[order] > 0]
-    order = order.repeat(size[order // tokens.shape[1]])  # segments of rows
-    fed = tokens.ravel()[order].cumsum()
-    order = order[: fed.searchsorted(budget, side="right")]
-    fed = np.append(0, fed[: len(order)])
-    gained = rows + np.append(0.0, gain.ravel()[order].cumsum())
+    rows, num_windows = len(survival), len(WINDOWS)
+    if not available.any():
+        return np.zeros(rows, np.int64), False
+    level = BETWEEN.searchsorted(survival)
+    # A segment of which a row has some tokens counts as whole.
+    most = WINDOWS.searchsorted(available)
+    counts = np.bincount(level * num_windows + most, minlength=len(LEVEL))
+    counts = counts.reshape(-1, num_windows)[:, ::-1].cumsum(axis=1)[:, ::-1]
+    num_rows = counts[LEVEL, NUMBER]  # that have a segment
+    some = num_rows.nonzero()[0]
+    has, number = num_rows[some], NUMBER[some]
+    size = SIZES[number]
+    num_rows, fed = has, (has * size).cumsum()
+    if fed[-1] > budget:
+        left = np.maximum(budget - (fed - has * size), 0)
+        num_rows = np.minimum(has, left // np.maximum(size, 1))
+        fed = (num_rows * size).cumsum()
+    gained = rows + (num_rows * GAIN[some]).cumsum()
     seconds = cost.seconds(rows, rows + fed, fed > 0, kv_tokens)
-    best = int((gained / seconds).argmax())
-    if gained[best] / (seconds[best] + overhead_s) < MIN_GAIN * rows / seconds[0]:
-        return windows, False
-    # All rows of a kind get a segment, but for the last one, which the first of them get.
-    num_rows = np.bincount(order[:best], minlength=tokens.size).reshape(tokens.shape)
-    windows[drafted] = (tokens * (num_rows > 0)).sum(axis=1)[kind]
-    last = divmod(int(order[best - 1]), tokens.shape[1])
-    without = (kind == last[0]).nonzero()[0][num_rows[last] :]
-    windows[drafted[without]] -= tokens[last]
+    rate = gained / seconds
+    best = int(rate.argmax())
+    if gained[best] / (seconds[best] + overhead_s) < MIN_GAIN * rate[0]:
+        return np.zeros(rows, np.int64), False
+    # All rows of a level get a segment, but for the last one, which the first of them get.
+    reached = np.zeros(len(LEVELS), np.int64)
+    reached[LEVEL[some[: best + 1]]] = WINDOWS[number[: best + 1]]
+    windows = np.minimum(reached[level], available)
+    if num_rows[best] < has[best]:
+        without = ((level == LEVEL[some[best]]) & (most >= number[best])).nonzero()[0]
+        windows[without[num_rows[best] :]] = WINDOWS[number[best] - 1]
     return windows, True
 
 
