@@ -77,7 +77,7 @@ class Bench:
         return model
 
     def engine(self, model: PreTrainedModel, rows: int, length: int, **options) -> Engine:
-        options |= {"max_batch_tokens": max(2048, rows), "kernel": self.kernel}
+        options |= {"max_num_batched_tokens": max(2048, rows), "kernel": self.kernel}
         return Engine(ModelRunner(model, rows, length, 0, **options))
 
     def seconds(self, action: Callable[[], object], repeats: int = 10, warm_up: int = 2) -> float:

@@ -142,7 +142,7 @@ def windows(bench: Bench) -> Iterator[Figure]:
         engine = bench.engine(model, rows, 640)
         start_decoding(engine, make_rows(model, rows, 64, 500))
         for window in bench.sizes((0, 3), (0, 1, 3, 7, 15, 31)):
-            if rows * (window + 1) > engine.max_batch_tokens:
+            if rows * (window + 1) > engine.max_num_batched_tokens:
                 continue
             step = partial(engine.step, SamplingParams(), FixedDrafts(window) if window else None)
             step_s, (_, load) = bench.seconds(step, repeats=3 if bench.is_small else 10), step()

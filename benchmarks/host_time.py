@@ -43,8 +43,8 @@ COST_S = (1.0, 0.0, 1e-7)  # of a forward, a row and a token: drafts always pay
 class KnownText:
     """A `Runner` that computes nothing: row n says texts[n]. Takes note of its own time."""
 
-    def __init__(self, texts: np.ndarray, max_batch_tokens: int):
-        self.texts, self.max_batch_tokens = texts, max_batch_tokens
+    def __init__(self, texts: np.ndarray, max_num_batched_tokens: int):
+        self.texts, self.max_num_batched_tokens = texts, max_num_batched_tokens
         self.num_slots, self.max_length = len(texts), MAX_LENGTH
         self.own_s, self.pages = 0.0, None
 

@@ -99,7 +99,7 @@ def chain_sums(tokenizer, count: int, seed: int, max_terms: int) -> list[Prompt]
 def plain_engine(trainer: Trainer) -> Engine:
     """An engine of its own: the trainer's holds drafts from step to step."""
     engine, learner = trainer.sampler.engine, trainer.learner
-    options = {"max_batch_tokens": engine.max_batch_tokens, "kernel": learner.kernel}
+    options = {"max_num_batched_tokens": engine.max_num_batched_tokens, "kernel": learner.kernel}
     options["num_pages"] = None if engine.pages is None else engine.pages.num_pages
     seed = trainer.config.run.seed
     return Engine(ModelRunner(learner.model, engine.num_slots, engine.max_length, seed, **options))

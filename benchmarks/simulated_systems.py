@@ -95,8 +95,8 @@ CHANGES = {
     "ratio 1.125": {RATIO: 1.125},
     "ratio 1.5": {RATIO: 1.5},
     "ratio auto": {RATIO: "auto"},
-    "one slot per row": {"rollout.num_slots": 64},
-    "four slots per row": {"rollout.num_slots": 256},
+    "one slot per row": {"rollout.max_num_seqs": 64},
+    "four slots per row": {"rollout.max_num_seqs": 256},
 }
 
 

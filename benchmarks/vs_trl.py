@@ -69,7 +69,7 @@ COMPARED = {
     "model.lora_r": 0,
     "loss.delta": None,
     "reward.overlong_buffer_length": 0,
-    "optim.lr_scheduler": "constant",
+    "optim.lr_scheduler_type": "constant",
 }
 STEPS_BEYOND = 16  # of the measured ones: so that drafts are made as in a long run
 

@@ -91,7 +91,7 @@ def save_checkpoint(
             _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))
             # Those beyond `step` are damaged, or of a continuation that was given up: not counted.
             saved = [f for f in list_checkpoints(config.run.output_dir) if step_of(f) <= step]
-            for old in saved[: -config.run.keep_last]:
+            for old in saved[: -config.run.save_total_limit]:
                 shutil.rmtree(old, ignore_errors=True)
             return None
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: of torch.save

@@ -28,6 +28,7 @@ from bubblespec.config_checks import (
     keys_of,
 )
 from bubblespec.config_combinations import check_combinations
+from bubblespec.config_names import FOREIGN, REMOVED
 from bubblespec.errors import InputError
 
 # of uid, visit, sample and position; a prompt has at most one visit per step
@@ -193,14 +194,16 @@ class RolloutConfig:
     weights; 0: never; auto: up to 16, where that is measured to be faster. Changes no token."""
     stop_token_ids: list[int] | None = key(None, at_least(0))
     """Tokens that end a response (default: the model's and the tokenizer's)."""
-    num_slots: int | str = key("auto", at_least(1, or_else="auto"), at_most(1 << 20), resume=SAFE)
+    max_num_seqs: int | str = key(
+        "auto", at_least(1, or_else="auto"), at_most(1 << 20), resume=SAFE
+    )
     """Rows that one rank decodes at once, drafts included; others wait. auto: as many as fit into
     memory, up to what is useful; give a number where float32 tokens must repeat bit for bit."""
     gpu_memory_utilization: float = key(0.9, SHARE, resume=SAFE)
     """Share of each GPU's memory that a run may fill; the rest is for CUDA, NCCL and graphs."""
     free_cache_engine: bool = key(False, resume=SAFE)
     """Give keys and values back during the gradient step: more slots, but drafts prefill again."""
-    max_batch_tokens: int = key(2048, at_least(1), at_most(1 << 24), resume=SAFE)
+    max_num_batched_tokens: int = key(2048, at_least(1), at_most(1 << 24), resume=SAFE)
     """Maximum number of tokens in one forward; prompts are prefilled in chunks under it."""
     enforce_eager: bool = key(False, resume=SAFE)
     """No CUDA graphs (GPUs; they need one more slot), and sampling not compiled."""
@@ -259,7 +262,7 @@ class OptimConfig:
 
     learning_rate: float = key(1e-6, at_least(0), at_most(1e3))
     """Peak learning rate of AdamW."""
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up; linear and cosine end at 0 at max_steps."""
     warmup_steps: int = key(0, at_least(0))
     """Steps of linear warm-up."""
@@ -335,90 +338,13 @@ class RunConfig:
     trace: bool = key(False, resume=SAFE)
     """Record responses, drafts and every forward with its load and time into output_dir/trace, for
     the simulator."""
-    keep_last: int = key(2, at_least(1), resume=SAFE)
+    save_total_limit: int = key(2, at_least(1), resume=SAFE)
     """Checkpoints kept; older ones are deleted."""
     resume_from_checkpoint: str = key("auto", resume=SAFE)
     """auto continues from the newest checkpoint in output_dir, none starts a new run, else a
     checkpoint folder."""
     timeout_s: float = key(1800.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds a collective may wait for the slowest rank before the job ends."""
-
-
-# what took the place of keys that older configurations may have
-REMOVED = {
-    "bubble.lookahead": "it drafts as many steps ahead as memory and the drift of weights allow",
-    "bubble.max_slowdown": "give speculative.planning, by_cost (the default), always or idle_only",
-    "bubble.max_draft_tokens": "drafts take a share of the machine's free memory",
-    "bubble.progress_backend": "it is nccl on GPUs, and shared memory or gloo on CPUs",
-    "bubble.progress_timeout_s": "give run.timeout_s, which counts for progress ticks, too",
-    "data.seed": "the problems of data.tasks are the same in every run; run.seed orders them",
-    "drafter.buffer_tokens": "each rank keeps 50,000 tokens of recent responses",
-    "drafter.learning_rate": "it is 1e-3 at the start of the warm start, and 1e-4 after it",
-    "drafter.vocab_size": "the drafter drafts the 16,384 most frequent tokens of the warm start",
-    "idle.max_slice_s": "a slice of work takes 0.05 s, or as long as its smallest piece",
-    "model.lora_target_modules": "all linear layers but the output head get an adapter",
-    "optim.adam_beta1": "give optim.adam_betas=[0.9, 0.999]",
-    "optim.adam_beta2": "give optim.adam_betas=[0.9, 0.999]",
-    "optim.max_logits_per_chunk": "at most 2**26 logits exist at once",
-    "optim.max_skipped_steps": "more than 5 skipped steps in a row end the run",
-    "reward.adaptive_timeout": "a function has reward.timeout_s for each response",
-    "reward.overlong_penalty_factor": "it is 1; reward.weights scale what it is compared with",
-    "run.logging_steps": "sample completions are written every 10 steps",
-    "rollout.dynamic_sampling": "give rollout.dynamic_sampling_max_batches, 4 for instance",
-    "rollout.shared_tail_rows": "it is called rollout.tp_tail_max_rows",
-    "speculative.check_every": "drafts are compared with none by what is measured",
-    "speculative.fixed_window": "give speculative.planning=always for drafts whatever they cost",
-    "speculative.rule": "a draft token is accepted where it is the one that the row samples",
-    "speculative.max_history_tokens": "history takes a share of the machine's free memory",
-    "tail_batching.response_over_sampling_ratio": "all responses of a prompt are trained on",
-    "trace.enabled": "give run.trace",
-}
-
-
-# what is ours of keys that have other names in TRL, verl or vLLM, by the last part of the name
-FOREIGN = {
-    "adv_estimator": "loss.advantage_estimator",
-    "beta": "loss.kl_coef",
-    "clip_ratio": "loss.epsilon_low and loss.epsilon_high",
-    "clip_ratio_c": "loss.delta",
-    "clip_ratio_high": "loss.epsilon_high",
-    "clip_ratio_low": "loss.epsilon_low",
-    "dataset_name": "data.path",
-    "epsilon": "loss.epsilon_low and loss.epsilon_high",
-    "grad_clip": "optim.max_grad_norm",
-    "gradient_accumulation_steps": "optim.max_tokens_per_microbatch, a number of tokens",
-    "kl_loss_coef": "loss.kl_coef",
-    "kl_loss_type": "loss.kl_estimator",
-    "lora_rank": "model.lora_r",
-    "loss_agg_mode": "loss.loss_type",
-    "lr": "optim.learning_rate",
-    "lr_scheduler_type": "optim.lr_scheduler",
-    "lr_warmup_steps": "optim.warmup_steps",
-    "max_num_batched_tokens": "rollout.max_batch_tokens",
-    "max_num_seqs": "rollout.num_slots",
-    "max_response_length": "rollout.max_completion_length",
-    "model_name_or_path": "model.path",
-    "n": "rollout.num_generations",
-    "num_train_epochs": "run.max_steps, a number of steps",
-    "per_device_train_batch_size": "optim.max_tokens_per_microbatch, a number of tokens",
-    "ppo_epochs": "loss.num_iterations",
-    "ppo_max_token_len_per_gpu": "optim.max_tokens_per_microbatch",
-    "ppo_micro_batch_size_per_gpu": "optim.max_tokens_per_microbatch, a number of tokens",
-    "ppo_mini_batch_size": "loss.num_minibatches, a number of updates",
-    "report_to": "left out: TensorBoard and a JSON file in run.output_dir are always written",
-    "reward_funcs": "reward.functions",
-    "reward_weights": "reward.weights",
-    "save_freq": "run.save_steps",
-    "save_total_limit": "run.keep_last",
-    "tensor_model_parallel_size": "left out: a rank holds the model; see rollout.tp_tail_max_rows",
-    "test_freq": "run.eval_steps",
-    "total_epochs": "run.max_steps, a number of steps",
-    "total_training_steps": "run.max_steps",
-    "train_batch_size": "rollout.num_prompts_per_step",
-    "train_files": "data.path",
-    "val_files": "data.eval_path",
-    "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
-}
 
 
 @dataclass
@@ -471,6 +397,6 @@ def resume_classes(config: Config) -> dict[str, str]:
     """`{"section.key": EXACT, ROUNDING or SAFE}`. run.max_steps is exact if the learning rate's
     course depends on it."""
     classes = {name: f.metadata.get("resume", EXACT) for name, f in keys_of(Config).items()}
-    if config.optim.lr_scheduler != "constant":
+    if config.optim.lr_scheduler_type != "constant":
         classes["run.max_steps"] = EXACT
     return classes

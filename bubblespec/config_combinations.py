@@ -39,9 +39,9 @@ def _check_sizes(config) -> None:
     shortest, buffer = rollout.min_completion_length, config.reward.overlong_buffer_length
     require(shortest <= max_response, "rollout.min_completion_length", shortest, limit)
     require(buffer <= max_response, "reward.overlong_buffer_length", buffer, limit)
-    slots, tokens = rollout.num_slots, rollout.max_batch_tokens
-    what = f"at least rollout.num_slots = {slots}, so that every row can decode in one forward"
-    require(slots == "auto" or tokens >= slots, "rollout.max_batch_tokens", tokens, what)
+    slots, tokens = rollout.max_num_seqs, rollout.max_num_batched_tokens
+    what = f"at least rollout.max_num_seqs = {slots}, so that every row can decode in one forward"
+    require(slots == "auto" or tokens >= slots, "rollout.max_num_batched_tokens", tokens, what)
     tokens = config.optim.max_tokens_per_microbatch
     what = f"at least {total}, so that the longest prompt and response fit"
     require(tokens >= total, "optim.max_tokens_per_microbatch", tokens, what)

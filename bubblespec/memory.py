@@ -100,7 +100,7 @@ def estimate(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
         optimizer=int(share * grad_size * (3 if in_bfloat16 else 2)),
         drafter=int(drafter),
         training=int(tokens * per_token + head),
-        rollout=int(config.rollout.max_batch_tokens * (vocab * size + layer)),
+        rollout=int(config.rollout.max_num_batched_tokens * (vocab * size + layer)),
         slot=int(slot),
         tp_row=int(slot * -(-heads // world_size) / heads) if world_size > 1 else 0,
     )
@@ -138,7 +138,7 @@ def max_slots(config: Config, world_size: int) -> int:
     is_placed = world_size > 1 and config.rollout.placement != "in_turn"
     has_more = "bubble" in config.speculative.method or config.tail_batching.enabled or is_placed
     rows = num_rows(config, world_size) * (2 if has_more else 1)
-    return min(rows, config.rollout.max_batch_tokens)
+    return min(rows, config.rollout.max_num_batched_tokens)
 
 
 def has_pages(config: Config) -> bool:
@@ -156,7 +156,7 @@ def cache_unit(config: Config, needs: Needs, is_paged: bool) -> tuple[float, int
 
 
 def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, int | None, int]:
-    """rollout.num_slots, pages of keys and values, if the kernel reads such, and
+    """rollout.max_num_seqs, pages of keys and values, if the kernel reads such, and
     rollout.tp_tail_max_rows. auto is replaced by what fits into the memory that is free once model
     and optimizer are loaded, and pages fill it; the same on all ranks, which call it together.
     Raises InputError where they do not fit.
@@ -166,7 +166,7 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
     """
     rollout, device, optimizer = config.rollout, ranks.device, learner.optimizer
     needs = estimate(config, learner.model, ranks.world_size)
-    wanted, free = rollout.num_slots, free_bytes(device)
+    wanted, free = rollout.max_num_seqs, free_bytes(device)
     useful, is_paged = max_slots(config, ranks.world_size), reads_pages(learner.kernel)
     if wanted != "auto":
         is_bounded = "bubble" not in config.speculative.method
@@ -191,10 +191,12 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
     else:
         size = needed * unit + num_tp_rows * needs.tp_row
         have = f"need {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free besides the model"
-        keys = "rollout.num_slots, rollout.max_completion_length, optim.max_tokens_per_microbatch"
+        keys = (
+            "rollout.max_num_seqs, rollout.max_completion_length, optim.max_tokens_per_microbatch"
+        )
         raise InputError(
-            f"rollout.num_slots: {wanted}, but slots of {max_length(config)} tokens {have}; lower "
-            f"{keys}, or set optim.shard_state"
+            f"rollout.max_num_seqs: {wanted}, but slots of {max_length(config)} tokens {have}; "
+            f"lower {keys}, or set optim.shard_state"
         )
     if not is_paged:
         return min(fitting, useful), None, num_tp_rows
@@ -225,7 +227,7 @@ def forward_peak(config: Config, learner: Learner) -> int:
     """Bytes that a forward of the rollout holds at its peak, measured on the GPU: one of as many
     tokens as there may be, each of them sampled, as those of drafts are."""
     rollout, model, device = config.rollout, learner.model, learner.ranks.device
-    count, longest = rollout.max_batch_tokens, max_length(config)
+    count, longest = rollout.max_num_batched_tokens, max_length(config)
     lengths = [min(longest, count - begin) for begin in range(0, count, longest)]
     params = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
 
@@ -279,7 +281,7 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
     title = f"{config.model.path}: {count / 1e9:.2f} B parameters in {config.model.dtype}"
     lines = [f"{title}, {world_size} ranks; GB on each"]
     lines += [f"{size / 1e9:8.2f}  {name}" for size, name in rows if size]
-    count, wanted = num_rows(config, world_size), config.rollout.num_slots
+    count, wanted = num_rows(config, world_size), config.rollout.max_num_seqs
     unit, spare, per_row = cache_unit(config, needs, has_pages(config))
     needed = per_row if wanted == "auto" or has_pages(config) else wanted
     for name, total in CARDS.items():

@@ -166,7 +166,7 @@ def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> Non
     """Make the model's products batch-invariant, and compare. Raises ValueError with what
     differs."""
     make_invariant(model)
-    options = runner_options(config, kernel) | {"max_batch_tokens": SLOT_LENGTH}
+    options = runner_options(config, kernel) | {"max_num_batched_tokens": SLOT_LENGTH}
     runner = ModelRunner(model, NUM_SLOTS, SLOT_LENGTH, config.run.seed, **options)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     difference = first_difference(runner, vocab_size)
@@ -178,7 +178,7 @@ def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> Non
 def runner_options(config: Config, kernel: str) -> dict:
     """Of `ModelRunner`."""
     return {
-        "max_batch_tokens": config.rollout.max_batch_tokens,
+        "max_num_batched_tokens": config.rollout.max_num_batched_tokens,
         "kernel": kernel,
         "enforce_eager": config.rollout.enforce_eager,
         "batch_invariant": config.model.batch_invariant,

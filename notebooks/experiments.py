@@ -84,7 +84,9 @@ class Setting:
         took."""
         longest = max(len(row.prompt) + row.max_new_tokens for row in rows)
         model, batch_tokens = self.older if is_older else self.policy, max(2048, 2 * slots)
-        engine = Engine(ModelRunner(model, slots, longest, SEED, max_batch_tokens=batch_tokens))
+        engine = Engine(
+            ModelRunner(model, slots, longest, SEED, max_num_batched_tokens=batch_tokens)
+        )
         engine.run(rows, self.params, drafts)
         return engine.num_forwards
 

@@ -132,7 +132,7 @@ def test_greedy_equals_generate(name):
     assert len({token for tokens in wanted for token in tokens}) > 3, "the oracle is constant"
     prepare_model(model, LONGEST)
     engine = Engine(
-        ModelRunner(model, num_slots=2, max_length=LONGEST, seed=0, max_batch_tokens=16)
+        ModelRunner(model, num_slots=2, max_length=LONGEST, seed=0, max_num_batched_tokens=16)
     )
     rows = [Row(SampleId(i, 1, 0), prompt, LONGEST - 38) for i, prompt in enumerate(prompts)]
     engine.run(rows, SamplingParams(temperature=0.0))

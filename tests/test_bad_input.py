@@ -30,7 +30,7 @@ SHORT = [
     "rollout.num_prompts_per_step=2",
     "rollout.num_generations=2",
     "rollout.max_completion_length=8",
-    "rollout.num_slots=4",
+    "rollout.max_num_seqs=4",
     "speculative.method=none",
     "model.cpu_linear=torch",
     "data.size=10",
@@ -301,10 +301,10 @@ def test_torchruns_summary_has_our_line(monkeypatch, tmp_path):
     """By torch's own reading of the file in which it looks for a rank's error."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    arguments = ["train.py", "--config", "configs/tiny_cpu.yaml", "rollout.num_slots=-1"]
+    arguments = ["train.py", "--config", "configs/tiny_cpu.yaml", "rollout.max_num_seqs=-1"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert train.main() == 2
     failure = ProcessFailure(0, os.getpid(), 2, str(path))
     lines = str(ChildFailedError("train.py", {0: failure})).splitlines()
     (line,) = [line for line in lines if "traceback" in line]
-    assert line.strip().startswith("traceback : error: rollout.num_slots: -1 ")
+    assert line.strip().startswith("traceback : error: rollout.max_num_seqs: -1 ")

@@ -70,7 +70,7 @@ def test_rows_are_the_same_to_the_bit(make_model, few, name, dtype):
     model, found = invariant(make_model, dtype, name), []
     for slots, options, proposer in (
         (12, {}, None),
-        (2, {"max_batch_tokens": 5}, None),
+        (2, {"max_num_batched_tokens": 5}, None),
         (7, {}, Guesses()),
     ):
         runner = ModelRunner(model, slots, 100, 3, batch_invariant=True, **options)

@@ -23,7 +23,7 @@ SMALL = [
     "rollout.num_prompts_per_step=2",
     "rollout.num_generations=2",
     "rollout.max_completion_length=4",
-    "rollout.num_slots=4",
+    "rollout.max_num_seqs=4",
     "model.dtype=float64",
     "optim.learning_rate=0",
     "run.max_steps=2",
@@ -85,7 +85,7 @@ def test_episodes_are_the_same_in_all_ways(monkeypatch, tmp_path):
     monkeypatch.setattr(episodes.LockStep, "act", noted_act)
     for name, seconds in {"SHORTEST": 0.001, "MEDIAN": 0.001, "LONGEST": 0.002}.items():
         monkeypatch.setattr(slow_game, f"{name}_S", seconds)
-    keys = ["environment.num_workers=0", "rollout.num_slots=16", ALWAYS_DRAFT]
+    keys = ["environment.num_workers=0", "rollout.max_num_seqs=16", ALWAYS_DRAFT]
     keys.append("rollout.max_completion_length=80")
     result = run_benchmark(episodes, tmp_path, *keys, config="configs/tiny_episodes.yaml")
     assert (result["differing_rows"], result["rows"], len(result["steps"])) == (0, 8, 2)

@@ -179,9 +179,9 @@ def test_without_a_whole_checkpoint_a_run_does_not_start_over(saver):
 
 
 def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(saver):
-    """With keep_last 1 and a damaged checkpoint-5, checkpoint-3 must not be deleted as the older of
-    two."""
-    saver.config.run.keep_last = 1
+    """With save_total_limit 1 and a damaged checkpoint-5, checkpoint-3 must not be deleted as the
+    older of two."""
+    saver.config.run.save_total_limit = 1
     saver(5)
     flip_bit(os.path.join(checkpoint(saver.folder, 5), STATE_FILE), 0.5)
     for step in (2, 3):
@@ -253,7 +253,7 @@ def test_a_continuation_is_refused_passed_or_warned_about_by_the_class_of_the_ke
 
 
 def test_steps_may_be_added_unless_the_learning_rate_ends_with_them(saver):
-    saver.config.optim.lr_scheduler = "linear"
+    saver.config.optim.lr_scheduler_type = "linear"
     saver(1)
     saver.config.run.max_steps += 1
     with pytest.raises(InputError, match=r"run.max_steps: 101 here, but 100"):
@@ -300,8 +300,8 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name(saver, monkeypatch):
 
 
 def test_the_newest_checkpoints_are_kept(saver):
-    """As many as `keep_last`, by their numbers, which are not in the order of the alphabet."""
-    saver.config.run.keep_last = 2
+    """As many as `save_total_limit`, by their numbers, not in the order of the alphabet."""
+    saver.config.run.save_total_limit = 2
     for step in (8, 9, 10):
         assert saver(step) is None
     assert list_checkpoints(saver.folder) == [checkpoint(saver.folder, step) for step in (9, 10)]

@@ -9,14 +9,8 @@ import re
 import pytest
 
 from bubblespec import config as module
-from bubblespec.config import (
-    FOREIGN,
-    REMOVED,
-    Config,
-    config_to_yaml,
-    flatten,
-    load_config,
-)
+from bubblespec.config import Config, config_to_yaml, flatten, load_config
+from bubblespec.config_names import FOREIGN, REMOVED
 from bubblespec.errors import InputError
 from tests.helpers.checks import refusal
 
@@ -136,8 +130,8 @@ optim.adam_betas=[1,0.9] | optim.adam_betas[0] | below 1
 optim.adam_betas=[0.9] | | two numbers
 rollout.stop_token_ids=[3,-1] | rollout.stop_token_ids[1] | at least 0
 rollout.min_completion_length=513 | | at most rollout.max_completion_length = 512
-rollout.num_slots=many | | auto, or at least 1
-rollout.num_slots=4096 | rollout.max_batch_tokens | at least rollout.num_slots = 4096
+rollout.max_num_seqs=many | | auto, or at least 1
+rollout.max_num_seqs=4096 | rollout.max_num_batched_tokens | at least rollout.max_num_seqs = 4096
 optim.max_tokens_per_microbatch=1023 | | at least 1024
 rollout.max_completion_length=1048576 | | below 1048576
 run.eval_steps=5 | eval.num_prompts | at least 1

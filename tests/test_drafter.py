@@ -132,13 +132,13 @@ def test_chains_by_graphs_are_the_same(monkeypatch, short_memory):
     assert {size for size, pool in pairs if pool is None} == {64}, "the drafter uses the policy's"
 
 
-def check_chains(name: str, max_batch_tokens: int, kernel: str) -> DrafterRunner:
+def check_chains(name: str, max_num_batched_tokens: int, kernel: str) -> DrafterRunner:
     """Every chain of an engine with this kernel against that of its row alone."""
     policy = make_policy(name)
     plain = Engine(ModelRunner(policy, 8, MAX_LENGTH, SEED))
     all_rows = plain.run(make_rows(4, 3) + make_rows(4, 3, 50), PARAMS)
     truth = {row.id: row.tokens.tolist() for row in all_rows}
-    runner = make_engine(policy, 5, max_batch_tokens=max_batch_tokens, kernel=kernel)
+    runner = make_engine(policy, 5, max_num_batched_tokens=max_num_batched_tokens, kernel=kernel)
     engine = runner.engine
     drafts = CheckedDrafts(runner, truth, 0.25 if drafter_module.MAX_ROWS == 32 else 1.0)
     for first in (0, 50):

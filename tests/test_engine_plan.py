@@ -24,12 +24,12 @@ class TextRunner:
         self,
         num_slots: int,
         max_length: int,
-        max_batch_tokens: int,
+        max_num_batched_tokens: int,
         texts: dict[SampleId, list[int]],
         pages: Pages | None = None,
     ):
         self.num_slots, self.max_length = num_slots, max_length
-        self.max_batch_tokens, self.texts, self.pages = max_batch_tokens, texts, pages
+        self.max_num_batched_tokens, self.texts, self.pages = max_num_batched_tokens, texts, pages
         shape = (num_slots, max_length) if pages is None else (pages.num_pages, pages.page_size)
         self.cache = np.full(shape, -1)
         self.rows: list[Row | None] = [None] * num_slots
@@ -67,7 +67,7 @@ class TextRunner:
 
     def forward(self, batch: Batch, params) -> Verified:
         self.batch = batch
-        assert batch.load.tokens == len(batch.tokens) <= self.max_batch_tokens
+        assert batch.load.tokens == len(batch.tokens) <= self.max_num_batched_tokens
         self.cache[self.place_of(*batch.index)] = batch.tokens
         fed = zip(batch.start.tolist(), batch.count.tolist(), strict=True)
         for slot, (start, count) in enumerate(fed):
@@ -262,7 +262,7 @@ def test_drafts_get_no_page_that_a_row_needs():
 
 
 def test_too_small_forwards_and_too_few_pages_are_refused():
-    with pytest.raises(ValueError, match="max_batch_tokens = 3 is below num_slots = 4"):
+    with pytest.raises(ValueError, match="max_num_batched_tokens = 3 is below num_slots = 4"):
         Engine(TextRunner(4, 10, 3, {}))
     with pytest.raises(ValueError, match="4 pages of 4 positions are too few for a row of 20"):
         Pages(3, 20, 4, 4)

@@ -35,7 +35,7 @@ TINY = [
 DRAFTS = ["speculative.method=bubble+suffix", ALWAYS_DRAFT]
 OPTIONS = {
     "plain": [],
-    "few slots": ["rollout.num_slots=5", "rollout.max_batch_tokens=9"],
+    "few slots": ["rollout.max_num_seqs=5", "rollout.max_num_batched_tokens=9"],
     "drafts": DRAFTS,
     "late": DRAFTS,  # observations, so that rows go on with those of their drafts
     "one turn": [*DRAFTS, "environment.draft=false"],

@@ -48,7 +48,7 @@ SHAPES = {
 }
 NO_DRAFTS = ["speculative.method=none", "rollout.tp_tail_max_rows=0"]
 OPTIONS = {
-    "few slots": ["rollout.num_slots=6", "rollout.max_batch_tokens=9", "run.trace=true"],
+    "few slots": ["rollout.max_num_seqs=6", "rollout.max_num_batched_tokens=9", "run.trace=true"],
     "drafts": ["speculative.method=bubble+suffix", ALWAYS_DRAFT],
     "drafter": [
         "speculative.method=bubble+suffix+drafter",

@@ -50,7 +50,7 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize(
     "preempt, corrupt, overrides",
     [
-        (0.3, 0.0, ("rollout.num_slots=14", "rollout.max_batch_tokens=60")),
+        (0.3, 0.0, ("rollout.max_num_seqs=14", "rollout.max_num_batched_tokens=60")),
         (0.0, 0.5, ()),
     ],
     ids=["preempted", "corrupted"],

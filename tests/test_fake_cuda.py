@@ -178,7 +178,7 @@ def make_engine(cuda, monkeypatch, kernel: str, **options) -> Engine:
 
     monkeypatch.setattr(runner_module, "verify", watched)
     cuda.answer = answer
-    options |= {"max_batch_tokens": 32, "kernel": kernel}
+    options |= {"max_num_batched_tokens": 32, "kernel": kernel}
     return Engine(ModelRunner(make_fake(), 4, options.pop("length", 100), seed=0, **options))
 
 

@@ -84,7 +84,7 @@ RUN = [
     "run.eval_steps=0",
     f"run.max_steps={STEPS}",
     "run.save_steps=1",
-    "run.keep_last=2",
+    "run.save_total_limit=2",
 ]
 
 

@@ -32,7 +32,7 @@ def test_greedy_equals_generate(make_model, name):
     ]
     assert len({tuple(w) for w in wanted}) > 3, "the oracle must not be one constant continuation"
     prepare_model(model, 100)
-    engine = make_engine(model, 4, max_batch_tokens=16)
+    engine = make_engine(model, 4, max_num_batched_tokens=16)
     greedy = SamplingParams(temperature=0.0, stop_token_ids=STOP)
     rows = engine.run(make_rows(prompts, 1, 15), greedy)
     assert [row.tokens.tolist() for row in rows] == wanted
@@ -59,33 +59,33 @@ def model(make_model):
 
 
 @pytest.mark.parametrize(
-    "num_slots, max_batch_tokens, order",
+    "num_slots, max_num_batched_tokens, order",
     [(1, 1, "given"), (3, 7, "given"), (5, 64, "reversed"), (8, 2048, "shuffled")],
 )
-def test_schedule_leaves_tokens_unchanged(baseline, num_slots, max_batch_tokens, order):
+def test_schedule_leaves_tokens_unchanged(baseline, num_slots, max_num_batched_tokens, order):
     model, prompts, params, wanted = baseline
     rows = make_rows(prompts, 3)
     if order == "reversed":
         rows.reverse()
     if order == "shuffled":
         np.random.default_rng(1).shuffle(rows)
-    engine = make_engine(model, num_slots, seed=5, max_batch_tokens=max_batch_tokens)
+    engine = make_engine(model, num_slots, seed=5, max_num_batched_tokens=max_num_batched_tokens)
     assert as_dict(engine.run(rows, params)) == wanted
     assert {len(tokens) for tokens, _ in wanted.values()} != {30} and engine.is_idle
 
 
 @pytest.mark.parametrize(
-    "corrupted, num_slots, max_batch_tokens",
+    "corrupted, num_slots, max_num_batched_tokens",
     [*((share, *size) for share in (0.0, 0.3, 1.0) for size in ((64, 2048), (5, 12))), (0.3, 1, 1)],
 )
-def test_drafts_leave_tokens_unchanged(baseline, corrupted, num_slots, max_batch_tokens):
+def test_drafts_leave_tokens_unchanged(baseline, corrupted, num_slots, max_num_batched_tokens):
     model, prompts, params, wanted = baseline
     drafter = Drafter(wanted, corrupted)
-    engine = make_engine(model, num_slots, seed=5, max_batch_tokens=max_batch_tokens)
+    engine = make_engine(model, num_slots, seed=5, max_num_batched_tokens=max_num_batched_tokens)
     rows = make_rows(prompts, 3)
     assert as_dict(engine.run(rows, params, drafter)) == wanted
     assert drafter.num_gained == sum(len(tokens) for tokens, _ in wanted.values())
-    if max_batch_tokens > 1:
+    if max_num_batched_tokens > 1:
         assert drafter.num_draft > 50
         share = drafter.num_accepted / drafter.num_draft
         assert share < 0.1 if corrupted == 1.0 else share > 0.3
@@ -138,11 +138,13 @@ def test_a_stop_token_at_the_limit_is_a_stop(model, is_drafted):
         assert (drafter is None) or drafter.num_accepted > 0
 
 
-@pytest.mark.parametrize("num_slots, max_batch_tokens", [(6, 12), (3, 3), (5, 64)])
-def test_a_forward_keeps_to_its_budget_and_its_rows_limits(model, num_slots, max_batch_tokens):
+@pytest.mark.parametrize("num_slots, max_num_batched_tokens", [(6, 12), (3, 3), (5, 64)])
+def test_a_forward_keeps_to_its_budget_and_its_rows_limits(
+    model, num_slots, max_num_batched_tokens
+):
     """Drafts that are far too long: the proposer is told what has room, and of what exceeds it
     nothing is fed."""
-    engine = make_engine(model, num_slots, max_batch_tokens=max_batch_tokens)
+    engine = make_engine(model, num_slots, max_num_batched_tokens=max_num_batched_tokens)
     told = []
 
     class TooMany:
@@ -162,12 +164,12 @@ def test_a_forward_keeps_to_its_budget_and_its_rows_limits(model, num_slots, max
     while not engine.is_idle:
         count = len(told)
         _, load = engine.step(PLAIN, TooMany())
-        assert load.tokens <= max_batch_tokens
+        assert load.tokens <= max_num_batched_tokens
         if len(told) > count:
             budget, room = told[-1]
-            assert load.tokens - load.draft_tokens + budget == max_batch_tokens
+            assert load.tokens - load.draft_tokens + budget == max_num_batched_tokens
             assert load.draft_tokens == min(budget, room)
-    assert any(budget < room for budget, room in told) == (max_batch_tokens < 64)
+    assert any(budget < room for budget, room in told) == (max_num_batched_tokens < 64)
 
 
 def test_a_limit_on_prefills_slows_prompts_only(model):
@@ -230,7 +232,7 @@ def test_float32_first_differences_are_near_ties(make_model):
     prepare_model(model, 100)
     results = []
     for num_slots, budget in ((64, 2048), (3, 5)):
-        engine = make_engine(model, num_slots, seed=1, max_batch_tokens=budget)
+        engine = make_engine(model, num_slots, seed=1, max_num_batched_tokens=budget)
         results.append(engine.run(make_rows(make_prompts(6), 4), PLAIN))
     for a, b in zip(*results, strict=True):
         differs = np.flatnonzero(a.tokens[: len(b.tokens)] != b.tokens[: len(a.tokens)])

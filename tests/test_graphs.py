@@ -184,7 +184,7 @@ def test_generated_tokens_are_the_same_and_captured_once_until_a_release(make_mo
     wanted = run(make_engine(model, 6, seed=5))
     assert len({tuple(tokens) for tokens, _ in wanted.values()}) > 3
     pages = {"max_length": 40, "page_size": 4, "num_pages": 11}
-    engine = make_engine(model, 6, seed=5, kernel="varlen", max_batch_tokens=16, **pages)
+    engine = make_engine(model, 6, seed=5, kernel="varlen", max_num_batched_tokens=16, **pages)
     assert on_cpu.sizes == [], "nothing before the first forward"
     assert run(engine) == wanted
     assert on_cpu.sizes == [16, 8, 4, 2, 1] and on_cpu.pools == [None] + [("the pool",)] * 4
@@ -224,7 +224,7 @@ def test_a_model_that_reads_from_the_gpu_goes_on_without_graphs(make_model, on_c
     model.base_model.register_forward_pre_hook(
         lambda *call: read.append(model.lm_head.weight.sum().item())
     )
-    engine = make_engine(model, 6, kernel="varlen", max_batch_tokens=16)
+    engine = make_engine(model, 6, kernel="varlen", max_num_batched_tokens=16)
     assert as_dict(engine.run(make_rows(prompts, 2, 5), PARAMS)) == wanted
     assert engine.runner.graphs.num_replays == 0 and read
     (said,) = capsys.readouterr().err.strip().splitlines()

@@ -49,7 +49,7 @@ def calls_of_a_step(folder: Path, num_rows: int, length: int) -> int:
         f"rollout.min_completion_length={length}",
         f"rollout.num_prompts_per_step={num_rows // num_generations}",
         f"rollout.num_generations={num_generations}",
-        f"rollout.num_slots={2 * num_rows}",
+        f"rollout.max_num_seqs={2 * num_rows}",
         "data.size=100",
         "speculative.planning=always",
         "run.max_steps=1",

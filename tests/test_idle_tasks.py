@@ -80,8 +80,8 @@ def test_jobs_are_dealt_in_turn_and_to_waiting_ranks_first():
 class SlotEngine:
     """Slots without a model."""
 
-    def __init__(self, num_slots: int = 8, max_batch_tokens: int = 64):
-        self.num_slots, self.max_batch_tokens = num_slots, max_batch_tokens
+    def __init__(self, num_slots: int = 8, max_num_batched_tokens: int = 64):
+        self.num_slots, self.max_num_batched_tokens = num_slots, max_num_batched_tokens
         self.rows, self.queue, self.is_prefilling = [], [], []
         self.num_releases = 0
 

@@ -247,7 +247,7 @@ def test_measure(make_model):
 
 def config_of(folder, *overrides: str):
     """A float32 run whose forwards do not depend on the clock."""
-    options = [*SHORT, "model.dtype=float32", "speculative.method=none", "rollout.num_slots=16"]
+    options = [*SHORT, "model.dtype=float32", "speculative.method=none", "rollout.max_num_seqs=16"]
     options += ["optim.learning_rate=1e-3", "run.max_steps=2"]
     return load_config("configs/tiny_cpu.yaml", [*options, f"run.output_dir={folder}", *overrides])
 

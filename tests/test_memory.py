@@ -144,7 +144,7 @@ def test_slots_fill_what_a_run_leaves_on_every_gpu(monkeypatch):
     assert slots(free + 13 * needs.slot, others=(7, 5)) == (5, None, 16), "the minimum of all ranks"
     assert slots(10 * free) == (64, None, 0), "more are of no use"
     message = refusal(slots, free - 4 * needs.slot)
-    assert message.startswith("rollout.num_slots: auto, but slots of 512 tokens need ")
+    assert message.startswith("rollout.max_num_seqs: auto, but slots of 512 tokens need ")
     config.rollout.free_cache_engine = True
     assert slots(free) == (44, None, 0)
     config.rollout.gpu_memory_utilization = 0.9 + 7 * needs.slot / 10**9
@@ -166,7 +166,7 @@ def test_pages_fill_what_a_run_leaves(monkeypatch):
     free = peak + moments + 0.1 * 10**9 + 1.5 * page  # one of them is spare
 
     def chosen(num_pages: int, wanted: int | str = "auto", others=()) -> tuple[int, int, int]:
-        config.rollout.num_slots = wanted
+        config.rollout.max_num_seqs = wanted
         cuda = Cuda(monkeypatch, free + num_pages * page, peak, others)
         return memory.choose_slots(config, learner, cuda)
 
@@ -174,20 +174,22 @@ def test_pages_fill_what_a_run_leaves(monkeypatch):
     assert [chosen(9, n) for n in (3, 5)] == [(3, 6, 0), (4, 9, 0)]
     assert chosen(50, others=(8,)) == (3, 7, 16), "the minimum of all ranks"
     assert chosen(500) == (64, 128, 0), "more are of no use"
-    assert refusal(chosen, 1).startswith("rollout.num_slots: auto, but slots of 512 tokens need ")
+    assert refusal(chosen, 1).startswith(
+        "rollout.max_num_seqs: auto, but slots of 512 tokens need "
+    )
 
 
 def test_slots_are_never_more_than_are_of_use(monkeypatch):
     def slots(method: str, num_slots: int | str, **changes) -> int:
-        config = make_config(num_slots=num_slots, **changes)  # 8 prompts x 4 responses
+        config = make_config(max_num_seqs=num_slots, **changes)  # 8 prompts x 4 responses
         config.speculative.method = method
         return memory.choose_slots(config, make_learner(config), CPU)[0]
 
     assert [slots(method, "auto") for method in ("none", "suffix", "bubble")] == [32, 32, 64]
-    assert slots("bubble", "auto", max_batch_tokens=40) == 40
+    assert slots("bubble", "auto", max_num_batched_tokens=40) == 40
     assert [slots("bubble", 500), slots("none", 500), slots("none", 7)] == [500, 32, 7]
     monkeypatch.setattr(memory, "free_host_bytes", lambda: 10**6)
-    assert refusal(slots, "none", 7).startswith("rollout.num_slots: 7, but slots of 512 tokens")
+    assert refusal(slots, "none", 7).startswith("rollout.max_num_seqs: 7, but slots of 512 tokens")
 
 
 def count_allocations(monkeypatch) -> None:
@@ -216,7 +218,7 @@ def test_a_gradient_step_is_measured_and_leaves_nothing(monkeypatch):
 
 
 def test_a_forward_of_all_tokens_is_measured(monkeypatch):
-    config, fed, sampled = make_config(max_batch_tokens=700), [], []
+    config, fed, sampled = make_config(max_num_batched_tokens=700), [], []
     learner = make_learner(config)
     count_allocations(monkeypatch)
 

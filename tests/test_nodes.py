@@ -40,7 +40,7 @@ def test_two_nodes_give_the_bits_of_one(tmp_path):
     """And whatever else only saves memory changes nothing: sharded state, slots chosen by free
     memory, a cache that is freed."""
     run(tmp_path / "one", 2, short=SHORTER)
-    saving = ("rollout.num_slots=auto", "rollout.free_cache_engine=true")
+    saving = ("rollout.max_num_seqs=auto", "rollout.free_cache_engine=true")
     run_on_two_nodes(tmp_path / "two", "optim.shard_state=true", *saving)
     assert digests(tmp_path / "two") == digests(tmp_path / "one")
     assert len(digests(tmp_path / "one")) == 2

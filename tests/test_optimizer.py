@@ -47,7 +47,7 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
 
 CONFIG = OptimConfig(
     learning_rate=0.05,
-    lr_scheduler="cosine",
+    lr_scheduler_type="cosine",
     warmup_steps=2,
     weight_decay=0.1,
     adam_betas=[0.8, 0.95],
@@ -149,7 +149,7 @@ def test_bfloat16_steps_equal_adamw_on_float32_masters():
     ],
 )
 def test_learning_rate_factor(scheduler, warmup, wanted):
-    config = OptimConfig(lr_scheduler=scheduler, warmup_steps=warmup)
+    config = OptimConfig(lr_scheduler_type=scheduler, warmup_steps=warmup)
     assert {step: learning_rate_factor(config, step, 12) for step in wanted} == pytest.approx(
         wanted, abs=1e-15
     )

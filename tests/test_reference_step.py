@@ -42,7 +42,7 @@ RECIPES = {
         rollout.min_completion_length=12
         loss.loss_type=grpo loss.kl_coef=0.1 loss.num_iterations=2 loss.num_minibatches=2
         loss.epsilon_low=0.02 loss.epsilon_high=0.03 loss.mask_truncated_completions=true
-        optim.learning_rate=2e-4 optim.weight_decay=0.1 optim.lr_scheduler=cosine
+        optim.learning_rate=2e-4 optim.weight_decay=0.1 optim.lr_scheduler_type=cosine
         optim.warmup_steps=0
     """,
     "GSPO, leave-one-out": """

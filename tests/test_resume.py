@@ -35,7 +35,7 @@ OPTIONS = [
     "rollout.max_completion_length=24",
     f"run.max_steps={STEPS}",
     "eval.num_prompts=0",
-    "rollout.num_slots=16",
+    "rollout.max_num_seqs=16",
 ]
 DRAFTING = ("speculative.method=bubble+suffix", ALWAYS_DRAFT)
 DYNAMIC = ("rollout.dynamic_sampling_max_batches=3",)
@@ -123,7 +123,7 @@ def test_killed_around_the_end_of_an_epoch(monkeypatch, tmp_path):
     orders = {tuple(uid for uid, _ in whole.names(step)) for step in range(STEPS)}
     assert len(orders) == STEPS, "another order in each epoch"
 
-    saved = (data, "run.save_steps=1", "run.keep_last=9")
+    saved = (data, "run.save_steps=1", "run.save_total_limit=9")
     life = Life(monkeypatch, tmp_path / "run", *saved, *DRAFTING)
     for kill in [(1, 0, "update"), (2, 0, 2), (4, 0, 0)]:
         life.live(kill)

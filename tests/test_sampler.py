@@ -73,7 +73,7 @@ def start(
     if ranks is None:
         ranks = Ranks(ALONE.device)
         ranks.clock = board.ranks.clock
-    runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_batch_tokens=256)
+    runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_num_batched_tokens=256)
     schedule = StepSchedule(PromptSet(list(prompts), 0), 0, 2, 2)
     scorer = SimpleNamespace(begin=lambda launch, step: FakeScoring(), sees_groups=False)
     parts = (config, ranks, Engine(runner), PARAMS, schedule, scorer)

@@ -54,7 +54,7 @@ def seconds_by_hand(workload: Workload, step: int, num_ranks: int) -> tuple[floa
 def test_a_run_without_drafts_takes_what_a_calculation_by_hand_says(num_ranks):
     workload = make_workload(prompts=13, generations=1)
     keys = {"loss__advantage_estimator": "reinforce_plus_plus", "loss__scale_rewards": "none"}
-    keys |= {"rollout__num_slots": 64, "rollout__placement": "in_turn"}
+    keys |= {"rollout__max_num_seqs": 64, "rollout__placement": "in_turn"}
     steps = simulate(make_config("none", 13, 1, **keys), workload, LinearCost(), num_ranks)
     for step in steps:
         seconds, forwards = seconds_by_hand(workload, step.step, num_ranks)

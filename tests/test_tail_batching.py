@@ -188,7 +188,7 @@ OPTIONS = [
     *SHORT,
     "rollout.num_prompts_per_step=4",
     "eval.num_prompts=0",
-    "rollout.num_slots=24",
+    "rollout.max_num_seqs=24",
     "speculative.method=none",
     "data.size=60",
 ]

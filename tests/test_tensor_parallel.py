@@ -256,7 +256,7 @@ def test_rows_of_a_tensor_parallel_engine_are_those_of_a_plain_one(name, size):
             known = min(len(of.tokens) // 2, 7)
             row.tokens, row.logprob = of.tokens[:known].copy(), of.logprob[:known].copy()
             row.full_logprob = of.full_logprob[:known].copy()
-        options = {"tp": tp, "max_batch_tokens": 24}
+        options = {"tp": tp, "max_num_batched_tokens": 24}
         runner = ModelRunner(copy.deepcopy(model), 4, LONGEST, 3, **options)
         runner.shards.check("sdpa")
         Engine(runner).run(own, params, drafts)

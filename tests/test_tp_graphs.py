@@ -29,7 +29,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tp import ThreadTPGroup, run_together
 
 PARAMS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11))
-GRAPHS = {"kernel": "varlen", "max_batch_tokens": 32}
+GRAPHS = {"kernel": "varlen", "max_num_batched_tokens": 32}
 SIZES = [32, 24, 16, 8, 4, 2, 1]  # of the graphs of up to 32 tokens
 
 
@@ -184,7 +184,7 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
         model = model.to(device, torch.bfloat16 if on_gpu else torch.float64).eval()
         prepare_model(model, 256)
         whole = ModelRunner(model, num_rows, 256, 0, kernel=kernel, enforce_eager=True)
-        options = {"kernel": kernel, "max_batch_tokens": max_tokens}
+        options = {"kernel": kernel, "max_num_batched_tokens": max_tokens}
         launched = ModelRunner(model, num_rows, 256, 0, tp=tp, enforce_eager=True, **options)
         replayed = ModelRunner(model, num_rows, 256, 0, tp=tp, **options)
         ranks.before_end.append(replayed.release)

@@ -102,12 +102,12 @@ def check(rows: list[Row], wanted: dict) -> None:
 
 @pytest.mark.parametrize("guesses", [False, True])
 @pytest.mark.parametrize("corrupted", [None, 0.0, 0.3])
-@pytest.mark.parametrize("num_slots, max_batch_tokens", [(1, 1), (3, 7), (64, 2048)])
+@pytest.mark.parametrize("num_slots, max_num_batched_tokens", [(1, 1), (3, 7), (64, 2048)])
 def test_rows_with_turns_are_those_computed_alone(
-    baseline, num_slots, max_batch_tokens, corrupted, guesses
+    baseline, num_slots, max_num_batched_tokens, corrupted, guesses
 ):
     model, prompts, wanted = baseline
-    engine = make_engine(model, num_slots, seed=SEED, max_batch_tokens=max_batch_tokens)
+    engine = make_engine(model, num_slots, seed=SEED, max_num_batched_tokens=max_num_batched_tokens)
     drafter = None
     if corrupted is not None:
         drafter = Drafter({name: of_row[:1] for name, of_row in wanted.items()}, corrupted)
@@ -116,7 +116,7 @@ def test_rows_with_turns_are_those_computed_alone(
         row.has_turns = True
     play(engine, rows, drafter, guesses=guesses)
     check(rows, wanted)
-    if corrupted == 0.0 and max_batch_tokens > 1:
+    if corrupted == 0.0 and max_num_batched_tokens > 1:
         assert drafter.num_accepted > 30
 
 

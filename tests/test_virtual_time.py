@@ -157,11 +157,15 @@ def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, has_dr
         return loads, counts | arrays | {"looked_up_rows": proposer.take_spent()[1]}
 
     real = rows_to_generate()
-    wanted = loads_of(Engine(ModelRunner(model, slots, 128, seed=5, max_batch_tokens=budget)), real)
+    wanted = loads_of(
+        Engine(ModelRunner(model, slots, 128, seed=5, max_num_batched_tokens=budget)), real
+    )
     texts = {row.id: row.tokens for row in real}
     known, cost = rows_to_generate(), LinearCost()
     world, text = World(1), lambda row, so_far: texts[row.id]
-    runner = SimulatedRunner(world, 0, slots, 128, max_batch_tokens=budget, cost=cost, text=text)
+    runner = SimulatedRunner(
+        world, 0, slots, 128, max_num_batched_tokens=budget, cost=cost, text=text
+    )
     assert loads_of(Engine(runner), known) == wanted
     assert cost.loads == wanted[0]
     if has_drafts:

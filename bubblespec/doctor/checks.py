@@ -248,7 +248,7 @@ def set_up(case: Case) -> Iterator[Line]:
         slots = f"slots and {engine.pages.num_pages} pages of {PAGE} tokens"
     yield ok(f"{num_slots} {slots} on each rank; took {time.perf_counter() - began_s:.1f} s")
     if num_slots < useful:
-        yield slower(f"{useful} slots would be of use; rollout.num_slots (see docs/memory.md)")
+        yield slower(f"{useful} slots would be of use; rollout.max_num_seqs (see docs/memory.md)")
 
 
 def collectives(case: Case) -> Iterator[Line]:
@@ -377,7 +377,7 @@ CHECKS: dict[str, Check] = {
     "graphs": Check(graphs, "rollout.enforce_eager=true", "model"),
     "sampling": Check(sampling, "rollout.enforce_eager=true", "model"),
     "shared tail": Check(shared_tail, "rollout.tp_tail_max_rows=0", "model"),
-    "set-up": Check(set_up, "a smaller rollout.num_slots", "model"),
+    "set-up": Check(set_up, "a smaller rollout.max_num_seqs", "model"),
     "collectives": Check(collectives, "--nproc_per_node=1", "set-up"),
     "rollouts": Check(rollouts, "speculative.method=none", "set-up"),
 }

@@ -36,7 +36,7 @@ class Runner(Protocol):
 
     num_slots: int
     max_length: int  # prompt plus response in tokens
-    max_batch_tokens: int  # in a forward, at least num_slots
+    max_num_batched_tokens: int  # in a forward, at least num_slots
     pages: Pages | None  # of keys and values; None where each slot has room for a whole row
 
     def forward(self, batch: Batch, params: SamplingParams) -> Verified:

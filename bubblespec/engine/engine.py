@@ -63,12 +63,13 @@ class Engine:
 
     def __init__(self, runner: Runner):
         """Raises ValueError if a token of each slot does not fit into one forward."""
-        self.runner, self.max_batch_tokens = runner, runner.max_batch_tokens
+        self.runner, self.max_num_batched_tokens = runner, runner.max_num_batched_tokens
         num_slots, max_length = runner.num_slots, runner.max_length
         self.num_slots, self.max_length = num_slots, max_length
-        if self.max_batch_tokens < num_slots:
+        if self.max_num_batched_tokens < num_slots:
             raise ValueError(
-                f"max_batch_tokens = {self.max_batch_tokens} is below num_slots = {num_slots}"
+                f"max_num_batched_tokens = {self.max_num_batched_tokens} is below "
+                f"num_slots = {num_slots}"
             )
         self.num_forwards = 0
         self.queue: deque[Row] = deque()  # rows that wait for a slot
@@ -209,7 +210,7 @@ class Engine:
         to do, or None where there is nothing to feed.
 
         proposer: where drafts come from; max_prefill_tokens: of rows that do not decode yet, by
-        default max_batch_tokens.
+        default max_num_batched_tokens.
         """
         batch = self.schedule(proposer, max_prefill_tokens)
         if batch is None:
@@ -289,7 +290,7 @@ class Engine:
             wanted = self._wanted()
         prefilling = wanted > 1
         count = np.where(prefilling, 0, wanted)
-        budget = int(self.max_batch_tokens - count.sum())
+        budget = int(self.max_num_batched_tokens - count.sum())
         # Prompts alone must get on, whatever the caller's limit is.
         prefill_budget = budget if max_prefill_tokens is None else max(max_prefill_tokens, 1)
         leaders = set()

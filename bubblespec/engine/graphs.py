@@ -83,7 +83,7 @@ class ForwardGraphs:
         model: torch.nn.Module,
         cache: KVCache,
         kernel: str,
-        max_batch_tokens: int,
+        max_num_batched_tokens: int,
         *,
         state_size: int = 0,
         shards: Shards | None = None,
@@ -100,7 +100,7 @@ class ForwardGraphs:
             beside.beside = self
         # At a fixed address, [B of the largest, state_size].
         self.states: torch.Tensor | None = None
-        self.shapes = graph_shapes(max_batch_tokens, cache.slot_length, min_tokens)
+        self.shapes = graph_shapes(max_num_batched_tokens, cache.slot_length, min_tokens)
         self.num_replays = 0
         self.problem: str | None = None
         """The line where this model's forward cannot be captured, here or on another rank."""
@@ -225,9 +225,9 @@ def can_capture(device: torch.device, kernel: str) -> bool:
     return device.type == "cuda" and kernel != "sdpa"
 
 
-def graph_shapes(max_batch_tokens: int, slot_length: int, min_tokens: int = 1) -> list[Shape]:
+def graph_shapes(max_num_batched_tokens: int, slot_length: int, min_tokens: int = 1) -> list[Shape]:
     """Largest first. Padding, up to a whole graph of it, must fit the spare slot."""
-    at_least = max(max_batch_tokens, min_tokens)
+    at_least = max(max_num_batched_tokens, min_tokens)
     too_large = next((b for b in BUCKETS if b >= at_least), BUCKETS[-1])
     buckets = [b for b in BUCKETS if min_tokens <= b <= min(too_large, slot_length)]
     return sorted({Shape(b, max_q) for b in buckets for max_q in (min(b, NARROW), b)}, reverse=True)

@@ -40,7 +40,7 @@ class ModelRunner:
         max_length: int,
         seed: int,
         *,
-        max_batch_tokens: int = 2048,
+        max_num_batched_tokens: int = 2048,
         kernel: str = "sdpa",
         enforce_eager: bool = False,
         tp: TPGroup | None = None,
@@ -49,16 +49,16 @@ class ModelRunner:
         num_pages: int | None = None,
         page_size: int | None = None,
     ):
-        """max_length: prompt plus response in tokens; max_batch_tokens: of a forward, at least
-        num_slots; kernel: see attention.py; enforce_eager: nothing compiled and no CUDA graphs,
-        which need a kernel for variable lengths on CUDA anyway; tp: ranks that compute each forward
-        together, over the same rows in the same slots; beside: graphs whose memory this one's
-        share; batch_invariant: see batch_invariant.py, of a model that `make_invariant` was given;
-        num_pages: of keys and values, by default as many as full rows in all slots take;
+        """max_length: prompt plus response in tokens; max_num_batched_tokens: of one forward, at
+        least num_slots; kernel: see attention.py; enforce_eager: nothing compiled and no CUDA
+        graphs, which need a kernel for variable lengths on CUDA anyway; tp: ranks that compute each
+        forward together, over the same rows in the same slots; beside: graphs whose memory this
+        one's share; batch_invariant: see batch_invariant.py, of a model that `make_invariant` was
+        given; num_pages: of keys and values, by default as many as full rows in all slots take;
         page_size: in positions, by default PAGE where the kernel reads pages, else a page is a
         whole slot. Raises TPUnsupported for a model that so many ranks cannot share."""
         self.num_slots, self.max_length = num_slots, max_length
-        self.max_batch_tokens, self.kernel = max_batch_tokens, kernel
+        self.max_num_batched_tokens, self.kernel = max_num_batched_tokens, kernel
         self.model, self.device = model, model.device
         self.seed = seed
         self.shards = None if tp is None else Shards(model, tp)
@@ -85,7 +85,7 @@ class ModelRunner:
         self.cache = KVCache(num_slots, slot_length, int(has_graphs), self.pages)
         self.graphs: ForwardGraphs | None = None
         if has_graphs:
-            parts = (model, self.cache, kernel, max_batch_tokens)
+            parts = (model, self.cache, kernel, max_num_batched_tokens)
             options = {"shards": self.shards, "beside": beside}
             options["min_tokens"] = MIN_ROWS if batch_invariant else 1
             self.graphs = ForwardGraphs(*parts, **options)

@@ -75,7 +75,7 @@ class DraftAhead(IdleTask):
             view.max_prefill_tokens = None
             return False
         if prefilling or self._given:
-            tokens = min(self._spare_s() / self.cost.coefficients[2], engine.max_batch_tokens)
+            tokens = min(self._spare_s() / self.cost.coefficients[2], engine.max_num_batched_tokens)
             view.max_prefill_tokens = max(int(tokens), 1)
         if self._given and not engine.queue:
             for _ in range(min(self._num_free(), len(self._given))):

@@ -166,9 +166,9 @@ def learning_rate_factor(config: OptimConfig, step: int, max_steps: int) -> floa
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(max_steps - config.warmup_steps, 1)
-    if config.lr_scheduler == "linear":
+    if config.lr_scheduler_type == "linear":
         return 1.0 - progress
-    if config.lr_scheduler == "cosine":
+    if config.lr_scheduler_type == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
     return 1.0
 

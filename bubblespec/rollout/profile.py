@@ -34,7 +34,7 @@ def profile(engine: Engine, params: SamplingParams, cost: CostModel, *, clock) -
     sizes = sorted({min(8, length - 1), min(512, length // 2)})
     for count, size, window in itertools.product(counts, sizes, (0, 3, 15)):
         is_too_long = size + window + NUM_FORWARDS + 2 > length
-        if is_too_long or count * (window + 1) > engine.max_batch_tokens:
+        if is_too_long or count * (window + 1) > engine.max_num_batched_tokens:
             continue
         engine.reset()
         drafts = _MeaninglessDrafts(window)

@@ -165,7 +165,7 @@ def make_tp_tail(
     ranks.place = "set-up of the tensor-parallel tail"
     try:
         options = {"kernel": alone.kernel, "beside": alone.graphs}
-        options["max_batch_tokens"] = max(alone.max_batch_tokens, max_rows)
+        options["max_num_batched_tokens"] = max(alone.max_num_batched_tokens, max_rows)
         options["enforce_eager"] = alone.graphs is None
         parts = (alone.model, max_rows, alone.max_length, alone.seed)
         runner = ModelRunner(*parts, tp=TPGroup(ranks), **options)

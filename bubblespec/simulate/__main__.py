@@ -127,7 +127,7 @@ def synthetic(arguments: argparse.Namespace) -> tuple[Workload, Config, int]:
 def rollout_of(spec: Synthetic) -> dict[str, int]:
     """The keys of the section `rollout` that fit a synthetic workload."""
     lengths = {"max_completion_length": spec.max, "max_prompt_length": 2 * spec.prompt}
-    return lengths | {"max_batch_tokens": 8192}
+    return lengths | {"max_num_batched_tokens": 8192}
 
 
 def simulated_config(sections: dict[str, dict], overrides: list[str] = ()) -> Config:

@@ -133,10 +133,12 @@ def _check(config: Config, workload: Workload, num_ranks: int) -> None:
         raise InputError(f"rollout.{names}: {given}, but the workload has {there}")
     if not 1 <= num_ranks <= workload.num_prompts:
         raise InputError(f"--ranks: {num_ranks} for {workload.num_prompts} prompts per step")
-    if rollout.num_slots == "auto":
-        rollout.num_slots = max_slots(config, num_ranks)
-    if rollout.max_batch_tokens < rollout.num_slots:
-        raise InputError(f"rollout.max_batch_tokens: {rollout.max_batch_tokens} is below the slots")
+    if rollout.max_num_seqs == "auto":
+        rollout.max_num_seqs = max_slots(config, num_ranks)
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        raise InputError(
+            f"rollout.max_num_batched_tokens: {rollout.max_num_batched_tokens} is below the slots"
+        )
 
 
 def _has_drafts(config: Config) -> bool:
@@ -149,8 +151,8 @@ def _engine(
 ) -> Engine:
     rollout = config.rollout
     max_length = workload.max_prompt_length + rollout.max_completion_length
-    options = {"max_batch_tokens": rollout.max_batch_tokens, "cost": cost, "text": text}
-    runner = SimulatedRunner(ranks.world, ranks.rank, rollout.num_slots, max_length, **options)
+    options = {"max_num_batched_tokens": rollout.max_num_batched_tokens, "cost": cost, "text": text}
+    runner = SimulatedRunner(ranks.world, ranks.rank, rollout.max_num_seqs, max_length, **options)
     return Engine(runner)
 
 

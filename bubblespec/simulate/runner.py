@@ -39,12 +39,12 @@ class SimulatedRunner:
         num_slots: int,
         max_length: int,
         *,
-        max_batch_tokens: int,
+        max_num_batched_tokens: int,
         cost: Cost,
         text: Text,
     ):
         self.num_slots, self.max_length = num_slots, max_length
-        self.max_batch_tokens, self.pages = max_batch_tokens, None
+        self.max_num_batched_tokens, self.pages = max_num_batched_tokens, None
         self.world, self.rank, self.cost, self.text = world, rank, cost, text
         self.said = np.full((num_slots, max_length + 1), NO_TOKEN, np.int32)  # text of each slot
         self.end = np.zeros(num_slots, np.int64)  # of that text

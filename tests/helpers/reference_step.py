@@ -272,7 +272,7 @@ def learning_rate(optim, step: int, max_steps: int) -> float:
         return optim.learning_rate * (step + 1) / optim.warmup_steps
     done = (step - optim.warmup_steps) / max(max_steps - optim.warmup_steps, 1)
     share = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return optim.learning_rate * share[optim.lr_scheduler]
+    return optim.learning_rate * share[optim.lr_scheduler_type]
 
 
 @torch.no_grad()

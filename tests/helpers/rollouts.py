@@ -162,7 +162,7 @@ class World:
         self.proposer = make_proposer(
             method, History(10**6), fixed_cost(), has_drafts=True, clock=clock
         )
-        runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_batch_tokens=256)
+        runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_num_batched_tokens=256)
         self.engine, self.store = Engine(runner), DraftStore(10**6)
 
     def plans(self, coming, prompts=PROMPTS, num_generations: int = 2) -> list[Job]:

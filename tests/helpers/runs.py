@@ -33,7 +33,7 @@ EPOCHS = [
     "speculative.planning=always",
     "eval.num_prompts=0",
     "run.eval_steps=0",
-    "run.keep_last=9",
+    "run.save_total_limit=9",
 ]
 SHORT = [
     "rollout.num_prompts_per_step=8",

@@ -154,7 +154,7 @@ def main() -> int:
 
     def start(output_dir: str) -> Run:
         script = ["train.py", "--config", "configs/tiny_cpu_bulk.yaml", *EPOCHS, "run.save_steps=1"]
-        script += [f"run.max_steps={steps}", "run.keep_last=2", *arguments.overrides]
+        script += [f"run.max_steps={steps}", "run.save_total_limit=2", *arguments.overrides]
         return Run(arguments.ranks, [*script, f"run.output_dir={output_dir}"], output_dir)
 
     def finish(output_dir: str) -> None:
