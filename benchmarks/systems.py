@@ -71,6 +71,7 @@ SYSTEMS = {
     "bubble": System(("speculative.method=bubble",), BUBBLESPEC),
     "history": System(("speculative.method=suffix",), RHYMERL),
     "drafts": System((DRAFTS,), BUBBLESPEC),
+    "default": System((DRAFTS, BALANCED)),
     "placement": System((BALANCED,), RHYMERL),
     "drafter": System((DRAFTER,), TLT),
     "tail": System((TAIL,), ROLLPACKER + DEFERRED),
