@@ -1,9 +1,10 @@
 """Pages of the K/V cache: which of them hold which positions of which row (PagedAttention, Kwon et
 al. 2023, arXiv 2309.06180).
 
-A row takes pages as it grows, so that rows share memory by what they have generated, not by what
-they may. Rows with the same prompt share the pages that it fills: nothing is written to them again,
-and they are free once none of the rows has them. The page that a prompt fills in part is copied.
+A row takes pages as it grows, so the memory that it holds depends on what it has generated, not on
+its limit. Rows with the same prompt share the pages that it fills: nothing is written to them
+again, and they are free once none of the rows has them. The page that a prompt fills in part is
+copied.
 """
 
 import numpy as np

@@ -95,7 +95,7 @@ def mean_length_beyond(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray)
 
 
 def forwards_horizon(rows: Rows) -> float:
-    """Forwards after which next to no row is unfinished."""
+    """Forwards after which almost no row is unfinished."""
     known = np.maximum(rows.generated, 0)
     longest = np.maximum(rows.expected + 4.0 * rows.spread, 1.5 * known) - known
     return float(np.maximum(longest, 1.0).max(initial=1.0))
