@@ -71,7 +71,7 @@ class Proposer:
         return [source for source in self.sources if source.is_enabled]
 
     def begin(self) -> None:
-        """A new rollout: forget rows, count anew, and go on with the estimates."""
+        """A new rollout: forget rows, reset the counts, and keep the estimates."""
         self._start()
         for source in self.sources:
             source.begin(self.tracked)
