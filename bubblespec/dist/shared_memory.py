@@ -4,7 +4,7 @@ the tensor-parallel tail, which waits for them, and the ticks of rollouts, which
 An all-reduce of gloo takes hundreds of microseconds whatever its size, as it goes through sockets
 and threads. Here a rank writes its numbers, sets a flag, waits for the flags of the others and
 reads: a few microseconds for what a layer of a small model sums. The order of a sum is that of the
-ranks, so it is equal to the bit on all of them.
+ranks, so it is bit-identical on all of them.
 """
 
 import contextlib
