@@ -153,7 +153,7 @@ def wanted_runs(
 
 
 def compare(runs: list[dict]) -> None:
-    """Give each run its speed-up over the plain one of its size and lengths."""
+    """Give each run its speed-up over the run without mechanisms of its size and lengths."""
     by_name = {(run["size"], run["longest"], run["system"]): run for run in runs}
     for run in runs:
         system = (BASELINES | SYSTEMS).get(run["system"], System())

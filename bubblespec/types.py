@@ -61,7 +61,7 @@ def ids_of(groups: list[Group], num_generations: int) -> list[SampleId]:
 
 @dataclass(eq=False)
 class Row:
-    """One response to generate, and afterwards the response. A row with tokens goes on after
+    """One response to generate, and afterwards the response. A row with tokens continues after
     them."""
 
     id: SampleId

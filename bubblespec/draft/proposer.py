@@ -259,8 +259,8 @@ class Proposer:
         num_draft: np.ndarray,
         num_accepted: np.ndarray,
     ) -> None:
-        """What different rows have gained, row after row, in so many forwards, and what came of
-        their drafts; int64 [R] but for the tokens."""
+        """What different rows have gained, row after row, in this many forwards, and what came of
+        their drafts; int64 [R] except the tokens."""
         tracked = self.tracked
         has_left = tracked.num_gained[numbers] < tracked.draft_length[numbers]
         has_left &= ~tracked.is_aligned[numbers]

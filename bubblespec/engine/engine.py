@@ -127,8 +127,8 @@ class Engine:
         self.queue.extend(rows)
 
     def drop(self, row: Row) -> None:
-        """Take a row out before it has finished; it keeps its tokens so far, and goes on after them
-        if it is added again."""
+        """Take a row out before it has finished; it keeps its tokens so far, and continues after
+        them if it is added again."""
         if row in self.queue:
             self.queue.remove(row)
             return

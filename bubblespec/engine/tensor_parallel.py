@@ -46,7 +46,7 @@ CHECKED = 12  # tokens
 
 
 class TPUnsupported(ValueError):
-    """This model cannot be computed by so many ranks together; the message says why."""
+    """This model cannot be computed by this many ranks together; the message says why."""
 
 
 def no_shared_tail(error: TPUnsupported) -> str:

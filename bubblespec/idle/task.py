@@ -111,7 +111,7 @@ class SliceTask(IdleTask):
         raise NotImplementedError
 
     def can_begin(self) -> bool:
-        """Whether there is a slice to do, and it would keep nobody waiting."""
+        """Whether there is a slice to do that would keep no other rank waiting."""
         raise NotImplementedError
 
     def do_slice(self) -> Span:

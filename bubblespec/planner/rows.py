@@ -30,7 +30,7 @@ class AcceptanceRates(NamedTuple):
     """Share of the tokens after the first mismatch that the draft still gives."""
 
     def reaches(self, position: np.ndarray) -> np.ndarray:
-        """Chance that a draft holds for so many tokens, float64 like `position`."""
+        """Chance that a draft holds for this many tokens, float64 like `position`."""
         return np.exp(-self.hazard * position)
 
     def accepted(self, drafted: np.ndarray) -> np.ndarray:
@@ -102,7 +102,7 @@ def forwards_horizon(rows: Rows) -> float:
 
 
 def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) -> np.ndarray:
-    """Chance that each row is unfinished after so many more forwards, float64 [S, T].
+    """Chance that each row is unfinished after this many more forwards, float64 [S, T].
 
     points: float64 [T] or [S, T], forwards. A row whose length is known ends exactly then.
     """

@@ -29,7 +29,8 @@ class Cutoff(NamedTuple):
     is_out: np.ndarray
     """bool [S], not trained on in it."""
     limit: int
-    """A group with an unfinished row of so many tokens is out; NO_LIMIT while too few are done."""
+    """A group with an unfinished row of this many tokens is out; NO_LIMIT while too few are
+    done."""
 
 
 class RowTable:
@@ -56,7 +57,7 @@ class RowTable:
         return Row(group.sample(number), group.prompt.token_ids, max_new_tokens)
 
     def note(self, index: int, generated: int, is_finished: bool) -> None:
-        """A row of this rank has so many tokens now."""
+        """A row of this rank has this many tokens now."""
         self.generated[index], self.is_finished[index] = generated, is_finished
 
     def local_state(self) -> np.ndarray:
