@@ -130,7 +130,7 @@ def batch_arm(
     context = model.continuous_batching_context_manager(
         generation_config=generation_config(int(lengths.max()), -1, pad),
         continuous_batching_config=ContinuousBatchingConfig(
-            page_size=PAGE, num_blocks=num_pages, max_num_batched_tokens=2048
+            page_size=PAGE, num_blocks=num_pages, max_batch_tokens=2048
         ),
     )
     manager = context.__enter__()
