@@ -1,5 +1,6 @@
 """Examples are run as they stand in the documents: a user's own data, model and reward (README.md),
-the engine alone (docs/architecture.md) and a reward function (docs/it-does-not-learn.md). All links between documents lead somewhere."""
+the engine alone (docs/architecture.md), and a reward function (docs/it-does-not-learn.md). Links
+lead somewhere."""
 
 import json
 import os
@@ -39,7 +40,7 @@ def blocks(text: str) -> list[tuple[str, str, str]]:
 def execute(commands: str, folder) -> None:
     """Commands for torchrun, one after the other, in a folder."""
     for command in commands.replace("\\\n", " ").splitlines():
-        launcher, ranks, *arguments = shlex.split(command)
+        launcher, ranks, *arguments = shlex.split(command, comments=True)
         assert (launcher, ranks) == ("torchrun", "--nproc_per_node=2")
         done = launch(2, arguments, folder)
         assert done.returncode == 0, done.stderr[-3000:]
