@@ -36,7 +36,8 @@ from bubblespec.rewards.functions import (
 )
 
 START_LIMIT_S = 300.0  # to start Python and import the functions
-# A tenth of a core on which a rank decodes, all of an idle one. At 19 a reward may time out.
+# A worker gets a tenth of a core on which a rank decodes, and all of an idle one. At 19 a reward
+# may time out.
 NICENESS = 10
 # Arguments: sys.path, the worker's connection, the trainer's process, paths of functions.
 _BOOT = """
@@ -199,7 +200,7 @@ class _Worker:
             return self._how_it_ended()
 
     def ask(self, work: bytes, num_samples: int, limit_s: float) -> list[Answer]:
-        """Compute one unit in at most limit_s seconds a sample."""
+        """Compute one unit in at most limit_s seconds per sample."""
         begin_s, limit_s = time.monotonic(), num_samples * limit_s
         try:
             self._connection.send_bytes(work)
