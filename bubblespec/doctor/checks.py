@@ -248,7 +248,7 @@ def set_up(case: Case) -> Iterator[Line]:
         slots = f"slots and {engine.pages.num_pages} pages of {PAGE} tokens"
     yield ok(f"{num_slots} {slots} on each rank; took {time.perf_counter() - began_s:.1f} s")
     if num_slots < useful:
-        yield slower(f"{useful} slots would help; rollout.max_num_seqs (see docs/gpu-guide.md)")
+        yield slower(f"{useful} slots would be of use; rollout.max_num_seqs (see docs/memory.md)")
 
 
 def collectives(case: Case) -> Iterator[Line]:
