@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span
-from bubblespec.telemetry.timeline import KINDS, gather_lanes, step_spans
+from bubblespec.telemetry.timeline import KINDS, LABELS, gather_lanes, step_spans
 from tests.helpers.runs import read, run
 
 SPANS = [
@@ -63,8 +63,8 @@ def test_neighbours_of_one_kind_are_joined():
         (4, 0, 7, 3, "prefill"),
         (4, 0, 0, 3, "verify"),
         (4, 0, 0, 0, "decode"),
-        (1, 7, 0, 3, "draft soft"),
-        (0, 7, 9, 0, "draft hard"),
+        (1, 7, 0, 3, "draft (co-scheduled)"),
+        (0, 7, 9, 0, "draft (idle)"),
     ],
 )
 def test_forwards_have_the_kind_of_what_they_are_for(
@@ -117,7 +117,7 @@ def test_two_ranks_leave_a_trace_and_a_picture_of_the_chosen_steps_only(tmp_path
         end = begin + [event["dur"] for event in events]
         assert (begin >= 0).all() and (end >= begin).all()
         assert (begin[1:] >= end[:-1] - 1e-4).all(), "in order, no overlaps"
-        seconds = dict.fromkeys(KINDS, 0.0)
+        seconds = dict.fromkeys(LABELS.values(), 0.0)
         for event in events:
             seconds[event["name"]] += event["dur"] / 1e6
         names = ("gen", "bubble", "reward", "train", "sync")
@@ -125,14 +125,15 @@ def test_two_ranks_leave_a_trace_and_a_picture_of_the_chosen_steps_only(tmp_path
         # When this rank began the step, which ends with its training.
         zeros.append(end[-1] / 1e6 - sum(timing.values()))
         assert begin[0] / 1e6 >= zeros[-1] - 1e-5
-        assert seconds["sync"] == pytest.approx(timing["sync"], abs=1e-5)
+        assert seconds["sum gradients"] == pytest.approx(timing["sync"], abs=1e-5)
         assert seconds["train"] == pytest.approx(timing["train"], abs=1e-5)
-        rewards_s = seconds["reward"] + seconds["exchange"]
+        rewards_s = seconds["reward"] + seconds["exchange drafts"]
         assert rewards_s == pytest.approx(timing["reward"], abs=1e-5)
-        assert seconds["wait"] >= timing["bubble"] - 1e-5
+        assert seconds["idle"] >= timing["bubble"] - 1e-5
     assert min(zeros) == pytest.approx(0, abs=1e-5), "time counts from the first rank's start"
     # Whether anything is drafted and verified is up to the machine; test_train.py has it in virtual
     # time.
-    assert {"prefill", "wait", "reward", "exchange", "train", "sync"} <= kinds <= set(KINDS)
+    wanted = {"prefill", "idle", "reward", "exchange drafts", "train", "sum gradients"}
+    assert wanted <= kinds <= set(LABELS.values())
     images = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("timeline")
     assert [image.step for image in images] == [1]

@@ -1,0 +1,298 @@
+"""Draws pictures of docs/images: python -m notebooks.images [NAME ...]
+
+By default all that need no training run: from the simulator (step_eight_ranks takes a minute), from
+the estimate of memory, from the tiny policy, and from what benchmarks and runs have recorded.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import transformers
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Patch
+
+from benchmarks import simulated_systems
+from benchmarks.simulated_systems import GENERATIONS, MISMATCH, RANKS, SHARE_OF_LONGEST, K, System
+from bubblespec import memory
+from bubblespec.config import load_config
+from bubblespec.simulate.cost import COMPUTE_SHARE, GPUS, MODELS
+from bubblespec.telemetry.timeline import KINDS
+from bubblespec.types import Group
+from notebooks import experiments
+from notebooks.pictures import SIZE, draw_timelines, figure_of, label_axes, legend_below
+from notebooks.reading import read_run, read_timeline
+from notebooks.report_pictures import draw_training
+from notebooks.reports import REAL_KEYS, SIMULATED_KEYS, read_report
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FOLDER = os.path.join(ROOT, "docs", "images")
+SIMULATED = os.path.join(ROOT, "docs", "results", "simulated_systems.json")
+REAL = os.path.join(ROOT, "notebooks", "data", "systems.json")
+RUNS = os.path.join(ROOT, "notebooks", "data", "runs")
+RECORDED_STEP = 13
+
+LONGEST = 16 * K  # tokens of the responses of the simulated step
+STEPS = 6  # the first has no drafts, and the last drafts nothing
+# Operations per parameter and token: forward, backward, and a forward to recompute activations.
+TRAINING_OPERATIONS = 2 + 4 + 2
+
+# Qwen2.5-7B as published, as far as memory depends on it.
+QWEN_7B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152_064,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+}
+PARTS = {
+    "weights": "#08519c",
+    "gradients": "#7b52ab",
+    "optimizer state (this rank's share)": "#c9a9e8",
+    "one forward (logits, activations)": "#e78ac3",
+    "keys and values": "#1b9e77",
+    "one gradient step (activations, logits)": "#e3701a",
+    "not used": "#efefef",
+}
+
+WINDOW, NUM_RIGHT = 6, 4  # tokens of the draft that is drawn, and those before its first mismatch
+ACCEPTED, WRONG, DROPPED = "#1b9e77", "#d62728", "#bbbbbb"
+
+
+def step_eight_ranks() -> Figure:
+    """One step of a 7B on eight GPUs, without drafts and with drafts from idle time."""
+    arguments = simulated_systems.make_parser().parse_args(["--steps", str(STEPS)])
+    keys = {simulated_systems.PLACEMENT: "balanced"}
+    methods = {"none": "without drafts", "bubble+suffix": "with drafts from idle time"}
+    steps = {}
+    for method, words in methods.items():
+        system = System(keys | {simulated_systems.IDLE: method})
+        steps[words], scale = simulated_systems.simulate_steps(arguments, "7b", LONGEST, system)
+    before, after = steps.values()
+    ratios = [a.seconds / b.seconds for a, b in zip(before, after, strict=True)][1:-1]
+    number = 1 + int(np.argsort(ratios)[len(ratios) // 2])  # neither the best nor the worst
+    lanes, seconds = {}, []
+    for words, of_method in steps.items():
+        step = of_method[number]
+        train_s = training_s(scale * step.response_tokens / RANKS)
+        lanes[words] = [with_training(scale, lane, step.seconds, train_s) for lane in step.lanes]
+        seconds.append(scale * step.seconds + train_s)
+    ratio = seconds[0] / seconds[1]
+    titles = [f"{words}: {total:.0f} s" for words, total in zip(lanes, seconds, strict=True)]
+    titles[1] += f", {ratio:.2f}x as fast, with the same tokens"
+    figure = draw_timelines(dict(zip(titles, lanes.values(), strict=True)))
+    figure.suptitle(
+        f"One training step of a 7B model on {RANKS} GPUs. Simulated, not measured:\n"
+        f"Qwen2.5-7B in bfloat16 on H200s by a roofline; {arguments.prompts} prompts x "
+        f"{GENERATIONS} responses, lengths lognormal, mean {LONGEST // SHARE_OF_LONGEST:,} and at "
+        f"most {LONGEST:,} tokens;\na draft is right for {MISMATCH} tokens on average; training at "
+        f"{COMPUTE_SHARE:.0%} of peak",
+        fontsize=SIZE,
+    )
+    return figure
+
+
+def training_s(tokens: float) -> float:
+    """Seconds in which an H200 trains a 7B on so many tokens."""
+    return TRAINING_OPERATIONS * MODELS["7b"][0] * tokens / (COMPUTE_SHARE * GPUS["h200"][1])
+
+
+def with_training(scale: float, lane: np.ndarray, rollout_s: float, train_s: float) -> np.ndarray:
+    """A simulated rollout's lane in real seconds, and the training after it. lane: float64 [spans,
+    3]; rollout_s: of all ranks, in simulated seconds."""
+    begin_s = scale * rollout_s
+    train = (KINDS.index("train"), begin_s, begin_s + train_s)
+    return np.vstack((lane * (1.0, scale, scale), train))
+
+
+def drafted_tokens() -> Figure:
+    """Six tokens of a draft by older weights of the tiny policy, what the policy makes of them in
+    one forward, and what it keeps."""
+    setting = experiments.tiny_setting()
+    tokenizer = setting.tokenizer
+    rows, drafts = (
+        experiments.make_rows([Group(prompt, 1) for prompt in setting.prompts], 4, 96)
+        for _ in range(2)
+    )
+    setting.respond(rows)
+    setting.respond(drafts, is_older=True)
+    for row, draft in zip(rows, drafts, strict=True):
+        shared = min(len(row.tokens), len(draft.tokens))
+        differs = np.flatnonzero(row.tokens[:shared] != draft.tokens[:shared])
+        begin = int(differs[0]) - NUM_RIGHT if len(differs) else -1
+        if begin > 0 and begin + WINDOW <= len(draft.tokens):
+            break
+    else:
+        raise RuntimeError("no draft has its first mismatch where it can be drawn")
+    said = [tokenizer.decode([token]) for token in draft.tokens[begin : begin + WINDOW].tolist()]
+    true = [tokenizer.decode([token]) for token in row.tokens[begin:][: NUM_RIGHT + 1].tolist()]
+    text = tokenizer.decode([*row.prompt, *row.tokens[:begin].tolist()])
+    return draw_tokens(text, said, true, first=begin)
+
+
+def draw_tokens(text: str, said: list[str], true: list[str], first: int) -> Figure:
+    """said: the draft; true: what the policy samples up to the first mismatch, with it; first: the
+    position of the draft's first token in the response."""
+    num_right = len(true) - 1
+    figure = Figure(figsize=(10, 4.6), dpi=100)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, 10)
+    axes.set_ylim(0, 4.6)
+    axes.axis("off")
+    left, width, height = 3.45, 0.78, 0.46
+
+    def box(column: int, y: float, token: str, colour: str, *, is_dropped: bool = False) -> None:
+        x = left + 0.9 * column
+        style = {"boxstyle": "round,pad=0.02", "edgecolor": colour, "linewidth": 1.6}
+        style |= {"linestyle": ":"} if is_dropped else {}
+        shade = "#ffffff" if is_dropped else colour + "22"
+        axes.add_patch(FancyBboxPatch((x, y), width, height, facecolor=shade, **style))
+        options = {"family": "monospace", "ha": "center", "va": "center", "fontsize": 12}
+        options["color"] = DROPPED if is_dropped else "#111111"
+        axes.text(x + width / 2, y + height / 2, token.replace(" ", "␣"), **options)
+
+    def heading(y: float, title: str, detail: str) -> None:
+        axes.text(0.2, y + 0.34, title, fontsize=11, weight="bold", va="center")
+        axes.text(0.2, y + 0.05, detail, fontsize=SIZE, color="#444444", va="center")
+
+    shown = text if len(text) < 95 else "... " + text[-91:]
+    axes.text(0.2, 4.3, "Text so far:", fontsize=11, weight="bold", va="center")
+    axes.text(1.45, 4.3, shown, fontsize=10, family="monospace", va="center")
+    axes.text(0.2, 3.72, "Noise of each position", fontsize=11, weight="bold", va="center")
+    key = "from the key (seed, prompt, visit, sample, position)"
+    axes.text(0.2, 3.46, key, fontsize=SIZE - 1, color="#444444", va="center")
+    rows = {"draft": 2.55, "verify": 1.55, "keep": 0.45}
+    heading(rows["draft"], "1  Draft", "by weights of an earlier step,\nin idle time")
+    heading(
+        rows["verify"], "2  Verify", "one forward of the current weights\nsamples all positions"
+    )
+    heading(
+        rows["keep"], "3  Keep", f"{num_right} accepted tokens and one\nsampled, from one forward"
+    )
+    for column, token in enumerate(said):
+        x = left + 0.9 * column + width / 2
+        noise = f"noise\n{first + column}"
+        axes.text(x, 3.6, noise, ha="center", va="center", fontsize=SIZE, color="#6a51a3")
+        arrow = {"arrowstyle": "->", "color": "#9e9ac8", "linewidth": 1.2}
+        axes.annotate("", (x, rows["draft"] + height + 0.04), (x, 3.38), arrowprops=arrow)
+        box(column, rows["draft"], token, "#e3701a")
+        between = (rows["draft"] + rows["verify"] + height) / 2
+        if column < num_right:
+            box(column, rows["verify"], true[column], ACCEPTED)
+            box(column, rows["keep"], true[column], ACCEPTED)
+            axes.text(x, between, "=", ha="center", va="center", fontsize=13, color=ACCEPTED)
+        elif column == num_right:
+            box(column, rows["verify"], true[column], WRONG)
+            box(column, rows["keep"], true[column], WRONG)
+            axes.text(x, between, "≠", ha="center", va="center", fontsize=13, color=WRONG)
+        else:
+            box(column, rows["verify"], "", DROPPED, is_dropped=True)
+            box(column, rows["keep"], token, DROPPED, is_dropped=True)
+    notes = {
+        "draft": "the same noise in 1 and 2:\nonly the weights differ",
+        "verify": "first mismatch: the current\nweights sample another token",
+        "keep": "it takes the draft's place;\nlater draft tokens are dropped",
+    }
+    for name, note in notes.items():
+        axes.text(8.95, rows[name] + 0.23, note, fontsize=SIZE - 1, color="#444444", va="center")
+    return figure
+
+
+def memory_7b() -> Figure:
+    """What the memory of each of eight GPUs holds for configs/qwen2.5_7b.yaml, during rollouts and
+    during updates, on two cards."""
+    config = load_config(os.path.join(ROOT, "configs", "qwen2.5_7b.yaml"))
+    model = memory.meta_model(transformers.Qwen2Config(**QWEN_7B), "bfloat16")
+    needs = memory.estimate(config, model, RANKS)
+    lasting = (needs.weights, needs.gradients, needs.optimizer)
+    figure, (axes,) = figure_of(10, 3.6)
+    names, ends = [], []
+    for card, total in memory.CARDS.items():
+        room = total * config.rollout.gpu_memory_utilization - needs.lasting
+        cache = needs.room_for_cache(room, config)
+        for moment in ("rollout", "update"):
+            parts = dict(zip(PARTS, lasting, strict=False))
+            if moment == "rollout":
+                parts["one forward (logits, activations)"] = needs.rollout
+                parts["keys and values"] = cache
+            else:
+                parts["one gradient step (activations, logits)"] = needs.training
+            parts["not used"] = total - sum(parts.values())
+            left = 0.0
+            for part, size in parts.items():
+                style = {"color": PARTS[part], "edgecolor": "#ffffff", "height": 0.72}
+                axes.barh(len(names), size / 1e9, left=left / 1e9, **style)
+                if size / 1e9 > 2.0:
+                    colour = "#ffffff" if part in ("weights", "gradients") else "#111111"
+                    middle = (left + size / 2) / 1e9
+                    where = {"ha": "center", "va": "center", "fontsize": SIZE, "color": colour}
+                    axes.text(middle, len(names), f"{size / 1e9:.1f}", **where)
+                left += size
+            names.append(f"{card} card, {moment}")
+            ends.append(left)
+    axes.set_yticks(range(len(names)), names, fontsize=SIZE)
+    axes.invert_yaxis()
+    title = (
+        f"Memory of one of {RANKS} ranks: a 7B model, all parameters trained in bfloat16 "
+        "(configs/qwen2.5_7b.yaml), estimated"
+    )
+    label_axes(axes, title, "GB of GPU memory (1 GB = 10^9 bytes)")
+    handles = [Patch(facecolor=colour, label=part) for part, colour in PARTS.items()]
+    legend_below(figure, 4, handles, list(PARTS))
+    return figure
+
+
+def step() -> Figure:
+    """The same step of two recorded runs of the tiny policy on two ranks."""
+    methods = {"none": "without drafts", "bubble+suffix": "with drafts from idle time"}
+    lanes = {}
+    for method, words in methods.items():
+        of_step = read_timeline(read_run(os.path.join(RUNS, method)), RECORDED_STEP)
+        seconds = max(lane[:, 2].max() for lane in of_step)
+        lanes[f"{words}: {seconds:.2f} s"] = of_step
+    return draw_timelines(lanes)
+
+
+def systems_tiny() -> Figure:
+    """The systems, as whole steps of the tiny policy."""
+    report = read_report(REAL, REAL_KEYS)
+    return draw_training(report["systems"], report["seeds"])
+
+
+def simulated_figure(draw: Callable, size: str = "") -> Figure:
+    """What benchmarks/simulated_systems.py draws, from its stored report."""
+    report = read_report(SIMULATED, SIMULATED_KEYS)
+    return draw(report["runs"], simulated_systems.heading_of(report["settings"]) + size)
+
+
+IMAGES = {
+    "step_eight_ranks": step_eight_ranks,
+    "drafted_tokens": drafted_tokens,
+    "memory_7b": memory_7b,
+    "step": step,
+    "systems_tiny": systems_tiny,
+    "simulated_systems": lambda: simulated_figure(simulated_systems.draw_systems),
+    "simulated_ablation": lambda: simulated_figure(
+        simulated_systems.draw_changes, "\n7B, up to 16k tokens"
+    ),
+}
+
+
+def main() -> int:
+    names = sys.argv[1:] or list(IMAGES)
+    if unknown := [name for name in names if name not in IMAGES]:
+        print(f"error: {unknown[0]} unknown; valid are {', '.join(IMAGES)}", file=sys.stderr)
+        return 2
+    for name in names:
+        path = os.path.join(FOLDER, f"{name}.png")
+        IMAGES[name]().savefig(path, dpi=120)
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
