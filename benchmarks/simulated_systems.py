@@ -90,9 +90,12 @@ LABELS = {
     "drafts of idle time": "drafts from idle time",
     "drafts of the epoch before": "drafts from the previous epoch",
     "all": "all together",
-    "all, acceptance length 3": "all together, drafter with acceptance length 3",
+    "all, acceptance length 3": "all together, acceptance length 3",
     "without drafts of idle time": "without drafts from idle time",
     "without any drafts but the drafter's": "with the drafter's drafts alone",
+    "ratio 1.125": "over-sampling ratio 1.125 in place of 1.25",
+    "ratio 1.5": "over-sampling ratio 1.5",
+    "ratio auto": "over-sampling ratio auto",
 }
 BASELINES = {"plain": SYSTEMS["plain"], "plain, second epoch": System(second_epoch=True)}
 CHANGED = "all, acceptance length 3"  # what the changes are made to
@@ -185,20 +188,19 @@ def table(runs: list[dict], size: str) -> str:
     lengths = sorted({longest for _, longest in of_size})
     rows = []
     for name, system in SYSTEMS.items():
-        row = {"": name}
+        row = {"": LABELS.get(name, name)}
         for longest in lengths:
             run = of_size.get((name, longest))
             row[f"{longest // K}k"] = f"{run['speedup']:.2f}x" if run else ""
-        rows.append(row | {"reported": system.paper})
+        rows.append(row | {"its paper reports": system.paper})
     return markdown(rows)
 
 
 def changes_of(runs: list[dict]) -> dict[str, dict]:
     """The best combination and its changes, by name."""
     prefix = f"{CHANGED}; "
-    changed = {
-        run["system"].removeprefix(prefix): run for run in runs if run["system"].startswith(prefix)
-    }
+    by_name = {run["system"]: run for run in runs}
+    changed = {name: by_name[prefix + name] for name in CHANGES if prefix + name in by_name}
     if not changed:
         return {}
     where = [next(iter(changed.values()))[key] for key in ("size", "longest")]
@@ -210,7 +212,7 @@ def table_of_changes(runs: list[dict]) -> str:
     """As Markdown."""
     rows = []
     for name, run in changes_of(runs).items():
-        row = {"": name, "rollouts": f"{run['speedup']:.2f}x"}
+        row = {"": LABELS.get(name, name), "rollouts": f"{run['speedup']:.2f}x"}
         for kind in ("short", "long"):
             seconds = run[f"{kind}_round_s"]
             row[f"{kind} round"] = f"{seconds:.1f} s" if seconds else ""
@@ -219,10 +221,10 @@ def table_of_changes(runs: list[dict]) -> str:
 
 
 def draw_systems(runs: list[dict], heading: str) -> Figure:
-    """A panel for each size: speed-up by maximum length, a line for each system with its name and
-    its value at the greatest length."""
+    """A panel for each size: speed-up by maximum length, a line for each system with its value at
+    the greatest length, and in the last panel its name."""
     sizes = list(dict.fromkeys(run["size"] for run in runs))
-    figure = Figure(figsize=(1.0 + 5.6 * len(sizes), 4.4), layout="constrained")
+    figure = Figure(figsize=(3.2 + 3.9 * len(sizes), 4.4), layout="constrained")
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     for panel, size in zip(panels, sizes, strict=True):
         ends = {}
@@ -242,9 +244,11 @@ def draw_systems(runs: list[dict], heading: str) -> Figure:
         panel.set_xlabel("longest response (tokens)")
         panel.spines[["top", "right"]].set_visible(False)
         panel.set_ylim(0, 1.08 * max(run["speedup"] for run in runs))
-        heights = spread([height for height, _ in ends.values()], 0.055 * panel.get_ylim()[1])
+        heights = spread([height for height, _ in ends.values()], 0.042 * panel.get_ylim()[1])
         for (name, (value, colour)), height in zip(ends.items(), heights, strict=True):
-            text = f"{value:.2f}x  {LABELS.get(name, name)}"
+            text = f"{value:.2f}x"
+            if panel is panels[-1]:
+                text += f"  {LABELS.get(name, name)}"
             beside = {"transform": panel.get_yaxis_transform(), "va": "center", "fontsize": 8}
             panel.text(1.02, height, text, color=colour, **beside)
     panels[0].set_ylabel("speed-up of rollouts")
@@ -287,9 +291,14 @@ def draw_changes(runs: list[dict], heading: str) -> Figure:
 def heading_of(settings: dict) -> str:
     """What pictures say above themselves."""
     prompts = f"{settings['prompts']} prompts x {GENERATIONS} responses per step"
+    return f"Simulated, not measured: {RANKS} H200s by a roofline; {prompts}"
+
+
+def drafter_of(settings: dict) -> str:
+    """What the learned drafter is given, for the same place."""
     drafter = parse(DrafterModel, settings["drafter"], "--drafter")
-    quality = f"a drafter with a mean acceptance length of {drafter.accept_length:g} (given)"
-    return f"Simulated, not measured: {RANKS} H200s by a roofline; {prompts}; {quality}"
+    text = f"the learned drafter's mean acceptance length is given: {drafter.accept_length:g}"
+    return f"{text}, where nothing else is said"
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
@@ -309,9 +318,12 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     for size in sizes:
         print(f"{size}\n{table(runs, size)}\n")
     print(table_of_changes(runs))
-    for path, draw in ((arguments.picture, draw_systems), (arguments.ablation, draw_changes)):
-        if path:
-            draw(runs, heading_of(written)).savefig(path, dpi=120)
+    heading = heading_of(settings)
+    if arguments.picture:
+        figure = draw_systems(runs, f"{heading}\n{drafter_of(written)}")
+        figure.savefig(arguments.picture, dpi=120)
+    if arguments.ablation:
+        draw_changes(runs, heading).savefig(arguments.ablation, dpi=120)
 
 
 def as_tokens(text: str) -> int:

@@ -6,7 +6,6 @@ the estimate of memory, from the tiny policy, and from what benchmarks and runs 
 
 import os
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import transformers
@@ -38,6 +37,15 @@ STEPS = 6  # the first has no drafts, and the last drafts nothing
 # Operations per parameter and token: forward, backward, and a forward to recompute activations.
 TRAINING_OPERATIONS = 2 + 4 + 2
 
+# For a reader who sees these words for the first time.
+EXPLAINED = {
+    "prefill": "prefill (read the prompts)",
+    "verify drafts": "verify drafts of earlier steps",
+    "draft (co-scheduled)": "generate or verify, and draft (co-scheduled)",
+    "draft (idle)": "draft coming steps (idle)",
+    "idle": "idle (wait for the slowest rank)",
+}
+
 # Qwen2.5-7B as published, as far as memory depends on it.
 QWEN_7B = {
     "hidden_size": 3584,
@@ -56,7 +64,7 @@ PARTS = {
     "one forward (logits, activations)": "#e78ac3",
     "keys and values": "#1b9e77",
     "one gradient step (activations, logits)": "#e3701a",
-    "not used": "#efefef",
+    "free": "#efefef",
 }
 
 WINDOW, NUM_RIGHT = 6, 4  # tokens of the draft that is drawn, and those before its first mismatch
@@ -74,7 +82,7 @@ def step_eight_ranks() -> Figure:
         steps[words], scale = simulated_systems.simulate_steps(arguments, "7b", LONGEST, system)
     before, after = steps.values()
     ratios = [a.seconds / b.seconds for a, b in zip(before, after, strict=True)][1:-1]
-    number = 1 + int(np.argsort(ratios)[len(ratios) // 2])  # neither the best nor the worst
+    number = 1 + int(np.argsort(ratios)[(len(ratios) - 1) // 2])  # neither the best nor the worst
     lanes, seconds = {}, []
     for words, of_method in steps.items():
         step = of_method[number]
@@ -84,13 +92,15 @@ def step_eight_ranks() -> Figure:
     ratio = seconds[0] / seconds[1]
     titles = [f"{words}: {total:.0f} s" for words, total in zip(lanes, seconds, strict=True)]
     titles[1] += f", {ratio:.2f}x as fast, with the same tokens"
-    figure = draw_timelines(dict(zip(titles, lanes.values(), strict=True)))
+    figure = draw_timelines(dict(zip(titles, lanes.values(), strict=True)), columns=4)
+    for text in figure.legends[0].get_texts():
+        text.set_text(EXPLAINED.get(text.get_text(), text.get_text()))
     figure.suptitle(
-        f"One training step of a 7B model on {RANKS} GPUs. Simulated, not measured:\n"
+        f"One training step of a 7B model on {RANKS} GPUs. SIMULATED, not measured:\n"
         f"Qwen2.5-7B in bfloat16 on H200s by a roofline; {arguments.prompts} prompts x "
         f"{GENERATIONS} responses, lengths lognormal, mean {LONGEST // SHARE_OF_LONGEST:,} and at "
-        f"most {LONGEST:,} tokens;\na draft is right for {MISMATCH} tokens on average; training at "
-        f"{COMPUTE_SHARE:.0%} of peak",
+        f"most {LONGEST:,} tokens;\na draft is right for {MISMATCH} tokens on average; training by "
+        f"its operations at {COMPUTE_SHARE:.0%} of peak",
         fontsize=SIZE,
     )
     return figure
@@ -120,85 +130,93 @@ def drafted_tokens() -> Figure:
     )
     setting.respond(rows)
     setting.respond(drafts, is_older=True)
-    for row, draft in zip(rows, drafts, strict=True):
-        shared = min(len(row.tokens), len(draft.tokens))
-        differs = np.flatnonzero(row.tokens[:shared] != draft.tokens[:shared])
-        begin = int(differs[0]) - NUM_RIGHT if len(differs) else -1
-        if begin > 0 and begin + WINDOW <= len(draft.tokens):
-            break
-    else:
-        raise RuntimeError("no draft has its first mismatch where it can be drawn")
+    pairs = list(zip(rows, drafts, strict=True))
+    begins = [first_mismatch(row.tokens, draft.tokens) - NUM_RIGHT for row, draft in pairs]
+    begin = max(begins)
+    row, draft = pairs[begins.index(begin)]
     said = [tokenizer.decode([token]) for token in draft.tokens[begin : begin + WINDOW].tolist()]
     true = [tokenizer.decode([token]) for token in row.tokens[begin:][: NUM_RIGHT + 1].tolist()]
     text = tokenizer.decode([*row.prompt, *row.tokens[:begin].tolist()])
     return draw_tokens(text, said, true, first=begin)
 
 
+def first_mismatch(tokens: np.ndarray, draft: np.ndarray) -> int:
+    """Its place; 0 where there is none, or the draft ends too soon after it to be drawn."""
+    shared = min(len(tokens), len(draft))
+    differs = np.flatnonzero(tokens[:shared] != draft[:shared])
+    place = int(differs[0]) if len(differs) else 0
+    return place if place + WINDOW - NUM_RIGHT <= len(draft) else 0
+
+
 def draw_tokens(text: str, said: list[str], true: list[str], first: int) -> Figure:
     """said: the draft; true: what the policy samples up to the first mismatch, with it; first: the
     position of the draft's first token in the response."""
     num_right = len(true) - 1
-    figure = Figure(figsize=(10, 4.6), dpi=100)
+    figure = Figure(figsize=(11.4, 4.5), dpi=100)
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, 10)
-    axes.set_ylim(0, 4.6)
+    axes.set_xlim(0, 11.4)
+    axes.set_ylim(0, 4.5)
     axes.axis("off")
-    left, width, height = 3.45, 0.78, 0.46
+    left, pitch, width, height = 3.15, 0.96, 0.84, 0.46
 
-    def box(column: int, y: float, token: str, colour: str, *, is_dropped: bool = False) -> None:
-        x = left + 0.9 * column
+    def box(column: int, y: float, token: str, colour: str, is_dropped: bool = False) -> None:
+        x = left + pitch * column
         style = {"boxstyle": "round,pad=0.02", "edgecolor": colour, "linewidth": 1.6}
         style |= {"linestyle": ":"} if is_dropped else {}
         shade = "#ffffff" if is_dropped else colour + "22"
         axes.add_patch(FancyBboxPatch((x, y), width, height, facecolor=shade, **style))
-        options = {"family": "monospace", "ha": "center", "va": "center", "fontsize": 12}
-        options["color"] = DROPPED if is_dropped else "#111111"
-        axes.text(x + width / 2, y + height / 2, token.replace(" ", "␣"), **options)
+        options = {"ha": "center", "va": "center", "color": DROPPED, "fontsize": SIZE}
+        if not is_dropped:
+            size = 13 if len(token) < 5 else 10
+            options |= {"family": "monospace", "color": "#111111", "fontsize": size}
+            token = token.replace(" ", "␣")
+        axes.text(x + width / 2, y + height / 2, token, **options)
 
     def heading(y: float, title: str, detail: str) -> None:
-        axes.text(0.2, y + 0.34, title, fontsize=11, weight="bold", va="center")
-        axes.text(0.2, y + 0.05, detail, fontsize=SIZE, color="#444444", va="center")
+        axes.text(0.2, y + 0.4, title, fontsize=12, weight="bold", va="center")
+        axes.text(0.2, y + 0.06, detail, fontsize=SIZE, color="#444444", va="center")
 
-    shown = text if len(text) < 95 else "... " + text[-91:]
-    axes.text(0.2, 4.3, "Text so far:", fontsize=11, weight="bold", va="center")
-    axes.text(1.45, 4.3, shown, fontsize=10, family="monospace", va="center")
-    axes.text(0.2, 3.72, "Noise of each position", fontsize=11, weight="bold", va="center")
-    key = "from the key (seed, prompt, visit, sample, position)"
-    axes.text(0.2, 3.46, key, fontsize=SIZE - 1, color="#444444", va="center")
-    rows = {"draft": 2.55, "verify": 1.55, "keep": 0.45}
-    heading(rows["draft"], "1  Draft", "by weights of an earlier step,\nin idle time")
+    shown = text if len(text) < 70 else "... " + text[-66:]
+    axes.text(0.2, 4.2, "Text so far", fontsize=12, weight="bold", va="center")
+    axes.text(left, 4.2, shown, fontsize=10, family="monospace", va="center")
+    rows = {"noise": 3.4, "draft": 2.45, "verify": 1.45, "keep": 0.35}
     heading(
-        rows["verify"], "2  Verify", "one forward of the current weights\nsamples all positions"
+        rows["noise"], "Random noise", "fixed by the key (seed, prompt, visit,\nsample, position)"
     )
-    heading(
-        rows["keep"], "3  Keep", f"{num_right} accepted tokens and one\nsampled, from one forward"
-    )
+    heading(rows["draft"], "1  Draft", "older weights, in idle time\nof an earlier step")
+    heading(rows["verify"], "2  Verify", "current weights: one forward\nsamples at all positions")
+    count = f"{num_right + 1} tokens from one forward:\n{num_right} accepted and 1 replaced"
+    heading(rows["keep"], "3  Keep", count)
     for column, token in enumerate(said):
-        x = left + 0.9 * column + width / 2
-        noise = f"noise\n{first + column}"
-        axes.text(x, 3.6, noise, ha="center", va="center", fontsize=SIZE, color="#6a51a3")
+        x = left + pitch * column + width / 2
+        noise = {"ha": "center", "va": "center", "fontsize": SIZE, "color": "#6a51a3"}
+        axes.text(x, rows["noise"] + 0.25, f"position\n{first + column}", **noise)
         arrow = {"arrowstyle": "->", "color": "#9e9ac8", "linewidth": 1.2}
-        axes.annotate("", (x, rows["draft"] + height + 0.04), (x, 3.38), arrowprops=arrow)
+        ends = (x, rows["draft"] + height + 0.04), (x, rows["noise"] + 0.04)
+        axes.annotate("", *ends, arrowprops=arrow)
         box(column, rows["draft"], token, "#e3701a")
+        sign = {"ha": "center", "va": "center", "fontsize": 14}
         between = (rows["draft"] + rows["verify"] + height) / 2
         if column < num_right:
             box(column, rows["verify"], true[column], ACCEPTED)
             box(column, rows["keep"], true[column], ACCEPTED)
-            axes.text(x, between, "=", ha="center", va="center", fontsize=13, color=ACCEPTED)
+            axes.text(x, between, "=", color=ACCEPTED, **sign)
         elif column == num_right:
             box(column, rows["verify"], true[column], WRONG)
             box(column, rows["keep"], true[column], WRONG)
-            axes.text(x, between, "≠", ha="center", va="center", fontsize=13, color=WRONG)
+            axes.text(x, between, "≠", color=WRONG, **sign)
         else:
-            box(column, rows["verify"], "", DROPPED, is_dropped=True)
-            box(column, rows["keep"], token, DROPPED, is_dropped=True)
+            box(column, rows["verify"], "not used", DROPPED, is_dropped=True)
+            box(column, rows["keep"], "dropped", DROPPED, is_dropped=True)
     notes = {
-        "draft": "the same noise in 1 and 2:\nonly the weights differ",
-        "verify": "first mismatch: the current\nweights sample another token",
-        "keep": "it takes the draft's place;\nlater draft tokens are dropped",
+        "noise": "the same for 1 and 2",
+        "draft": f"{len(said)} tokens",
+        "verify": "the first mismatch (red):\nthe current weights\nsample another token",
+        "keep": "their token replaces the\ndraft's; what the draft\nsays after it is dropped",
     }
     for name, note in notes.items():
-        axes.text(8.95, rows[name] + 0.23, note, fontsize=SIZE - 1, color="#444444", va="center")
+        where = (left + pitch * len(said) + 0.1, rows[name] + height / 2)
+        axes.text(*where, note, fontsize=SIZE, color="#444444", va="center")
     return figure
 
 
@@ -209,8 +227,8 @@ def memory_7b() -> Figure:
     model = memory.meta_model(transformers.Qwen2Config(**QWEN_7B), "bfloat16")
     needs = memory.estimate(config, model, RANKS)
     lasting = (needs.weights, needs.gradients, needs.optimizer)
-    figure, (axes,) = figure_of(10, 3.6)
-    names, ends = [], []
+    figure, (axes,) = figure_of(11, 3.8)
+    names = []
     for card, total in memory.CARDS.items():
         room = total * config.rollout.gpu_memory_utilization - needs.lasting
         cache = needs.room_for_cache(room, config)
@@ -221,19 +239,22 @@ def memory_7b() -> Figure:
                 parts["keys and values"] = cache
             else:
                 parts["one gradient step (activations, logits)"] = needs.training
-            parts["not used"] = total - sum(parts.values())
+            parts["free"] = total - sum(parts.values())
             left = 0.0
             for part, size in parts.items():
                 style = {"color": PARTS[part], "edgecolor": "#ffffff", "height": 0.72}
                 axes.barh(len(names), size / 1e9, left=left / 1e9, **style)
-                if size / 1e9 > 2.0:
+                if size / 1e9 > 4.0:
                     colour = "#ffffff" if part in ("weights", "gradients") else "#111111"
                     middle = (left + size / 2) / 1e9
                     where = {"ha": "center", "va": "center", "fontsize": SIZE, "color": colour}
                     axes.text(middle, len(names), f"{size / 1e9:.1f}", **where)
                 left += size
-            names.append(f"{card} card, {moment}")
-            ends.append(left)
+            name = f"{card} card, {moment}"
+            if moment == "rollout":
+                tokens = cache / needs.slot * memory.max_length(config)
+                name += f":\nkeys and values of {tokens / 1000:,.0f}k tokens"
+            names.append(name)
     axes.set_yticks(range(len(names)), names, fontsize=SIZE)
     axes.invert_yaxis()
     title = (
@@ -263,10 +284,19 @@ def systems_tiny() -> Figure:
     return draw_training(report["systems"], report["seeds"])
 
 
-def simulated_figure(draw: Callable, size: str = "") -> Figure:
-    """What benchmarks/simulated_systems.py draws, from its stored report."""
+def simulated_systems_figure() -> Figure:
+    """The systems, simulated, by the length of the longest response."""
     report = read_report(SIMULATED, SIMULATED_KEYS)
-    return draw(report["runs"], simulated_systems.heading_of(report["settings"]) + size)
+    settings = report["settings"]
+    heading = f"{simulated_systems.heading_of(settings)}\n{simulated_systems.drafter_of(settings)}"
+    return simulated_systems.draw_systems(report["runs"], heading)
+
+
+def simulated_ablation() -> Figure:
+    """The best combination in the simulator, without each of its parts."""
+    report = read_report(SIMULATED, SIMULATED_KEYS)
+    heading = simulated_systems.heading_of(report["settings"])
+    return simulated_systems.draw_changes(report["runs"], f"{heading}\n7B, up to 16k tokens")
 
 
 IMAGES = {
@@ -275,10 +305,8 @@ IMAGES = {
     "memory_7b": memory_7b,
     "step": step,
     "systems_tiny": systems_tiny,
-    "simulated_systems": lambda: simulated_figure(simulated_systems.draw_systems),
-    "simulated_ablation": lambda: simulated_figure(
-        simulated_systems.draw_changes, "\n7B, up to 16k tokens"
-    ),
+    "simulated_systems": simulated_systems_figure,
+    "simulated_ablation": simulated_ablation,
 }
 
 

@@ -154,8 +154,9 @@ def draw_quantiles(lengths: dict[str, np.ndarray], true: np.ndarray) -> Figure:
     return figure
 
 
-def draw_timelines(timelines: dict[str, list[np.ndarray]]) -> Figure:
-    """The lanes of one step or several, by title, on one scale of seconds."""
+def draw_timelines(timelines: dict[str, list[np.ndarray]], columns: int = 5) -> Figure:
+    """The lanes of one step or several, by title, on one scale of seconds. columns: of the
+    legend."""
     lanes_in_all = sum(len(lanes) for lanes in timelines.values())
     figure, axes = figure_of(
         10, 1.1 + 0.8 * len(timelines) + 0.3 * lanes_in_all, len(timelines), sharex=True
@@ -168,7 +169,7 @@ def draw_timelines(timelines: dict[str, list[np.ndarray]]) -> Figure:
     axes[-1].set_xlim(0, max(lane[:, 2].max() for lanes in timelines.values() for lane in lanes))
     axes[-1].set_xlabel("seconds since the step began", fontsize=SIZE)
     ordered = [handles[LABELS[kind]] for kind in COLOURS if LABELS[kind] in handles]
-    legend_below(figure, 5, ordered, [patch.get_label() for patch in ordered])
+    legend_below(figure, columns, ordered, [patch.get_label() for patch in ordered])
     return figure
 
 

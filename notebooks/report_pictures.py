@@ -9,6 +9,7 @@ from notebooks.pictures import DRAFTED, SIZE, figure_of, label_axes, legend_belo
 from notebooks.reports import label_of
 
 GREY = "#8c8c8c"
+COLOURS = [f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # those that are not grey
 
 
 def draw_training(arms: dict[str, dict], seeds: dict) -> Figure:
@@ -18,7 +19,7 @@ def draw_training(arms: dict[str, dict], seeds: dict) -> Figure:
     figure, axes = figure_of(11, 1.6 + 0.32 * len(arms), 1, 2, width_ratios=(1.15, 1))
     baseline, bars = next(iter(arms)), axes[0]
     names = sorted(arms, key=lambda name: -arms[name]["speedup"])
-    colours = {name: f"C{number}" for number, name in enumerate(names)}
+    colours = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
     colours |= dict.fromkeys({baseline, "again"} & arms.keys(), GREY)
     for place, name in enumerate(names):
         arm = arms[name]
@@ -27,11 +28,11 @@ def draw_training(arms: dict[str, dict], seeds: dict) -> Figure:
         reach = max(arm["speedups"])
         bars.text(reach, place, f"  {arm['speedup']:.2f}x", va="center", fontsize=SIZE)
     bars.axvline(1.0, color="#555555", linewidth=1, linestyle=":")
-    title = "whole steps, fastest first (dots: seeds)"
+    title = "speed of whole steps (dots: seeds)"
     if "again" in arms:
-        ratios = [1.0, *arms["again"]["speedups"], *(1 / r for r in arms["again"]["speedups"])]
-        bars.axvspan(min(ratios), max(ratios), color="#000000", alpha=0.15, linewidth=0)
-        title += "; grey band: two runs of the same"
+        widest = max(max(ratio, 1 / ratio) for ratio in arms["again"]["speedups"])
+        bars.axvspan(1 / widest, widest, color="#000000", alpha=0.15, linewidth=0)
+        title += f"; grey band: two equal runs, {widest - 1:.1%} apart"
     bars.set_yticks(range(len(names)), [label_of(name) for name in names], fontsize=SIZE)
     bars.invert_yaxis()
     bars.set_xlim(0, 1.15 * max(max(arm["speedups"]) for arm in arms.values()))
