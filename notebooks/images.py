@@ -136,7 +136,7 @@ def drafted_tokens() -> Figure:
     row, draft = pairs[begins.index(begin)]
     said = [tokenizer.decode([token]) for token in draft.tokens[begin : begin + WINDOW].tolist()]
     true = [tokenizer.decode([token]) for token in row.tokens[begin:][: NUM_RIGHT + 1].tolist()]
-    text = tokenizer.decode([*row.prompt, *row.tokens[:begin].tolist()])
+    text = tokenizer.decode(row.tokens[:begin].tolist())
     return draw_tokens(text, said, true, first=begin)
 
 
@@ -149,8 +149,8 @@ def first_mismatch(tokens: np.ndarray, draft: np.ndarray) -> int:
 
 
 def draw_tokens(text: str, said: list[str], true: list[str], first: int) -> Figure:
-    """said: the draft; true: what the policy samples up to the first mismatch, with it; first: the
-    position of the draft's first token in the response."""
+    """text: the response so far; said: the draft; true: what the policy samples up to the first
+    mismatch, with it; first: the position of the draft's first token in the response."""
     num_right = len(true) - 1
     figure = Figure(figsize=(11.4, 4.5), dpi=100)
     axes = figure.add_axes((0, 0, 1, 1))
@@ -176,8 +176,8 @@ def draw_tokens(text: str, said: list[str], true: list[str], first: int) -> Figu
         axes.text(0.2, y + 0.4, title, fontsize=12, weight="bold", va="center")
         axes.text(0.2, y + 0.06, detail, fontsize=SIZE, color="#444444", va="center")
 
-    shown = text if len(text) < 70 else "... " + text[-66:]
-    axes.text(0.2, 4.2, "Text so far", fontsize=12, weight="bold", va="center")
+    shown = text if len(text) < 30 else "... " + text[-26:]
+    axes.text(0.2, 4.2, "Response so far", fontsize=12, weight="bold", va="center")
     axes.text(left, 4.2, shown, fontsize=10, family="monospace", va="center")
     rows = {"noise": 3.4, "draft": 2.45, "verify": 1.45, "keep": 0.35}
     heading(
