@@ -5,10 +5,11 @@ import json
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span
-from bubblespec.telemetry.timeline import KINDS, LABELS, gather_lanes, step_spans
+from bubblespec.telemetry.timeline import KINDS, LABELS, draw_lanes, gather_lanes, step_spans
 from tests.helpers.runs import read, run
 
 SPANS = [
@@ -72,6 +73,18 @@ def test_forwards_have_the_kind_of_what_they_are_for(
 ):
     load = Load(4, 20, 2, 100, prompt_tokens, draft_tokens)
     assert forward(1.0, load, own_rows, ahead_rows).kind == kind
+
+
+def test_pictures_name_each_kind_and_show_the_idle_share_of_each_rank():
+    lanes = [
+        lane(("decode", 0.0, 4.0 - 0.5 * rank), ("wait", 4.0 - 0.5 * rank, 4.0))
+        for rank in range(8)
+    ]
+    axes = Figure().subplots()
+    assert [patch.get_label() for patch in draw_lanes(axes, lanes)] == ["generate", "idle"]
+    shares = [text.get_text() for text in axes.texts]
+    assert shares == [f"idle {share}%" for share in (0, 12, 25, 38, 50, 62, 75, 88)]
+    assert len(set(LABELS.values())) == len(KINDS), "a trace is read by its labels"
 
 
 def test_stages_fill_what_finer_spans_leave():
