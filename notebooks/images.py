@@ -17,6 +17,7 @@ from benchmarks.simulated_systems import GENERATIONS, MISMATCH, RANKS, SHARE_OF_
 from bubblespec import memory
 from bubblespec.config import load_config
 from bubblespec.simulate.cost import COMPUTE_SHARE, GPUS, MODELS
+from bubblespec.simulate.run import SimulatedStep
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.types import Group
 from notebooks import experiments
@@ -33,7 +34,7 @@ RUNS = os.path.join(ROOT, "notebooks", "data", "runs")
 RECORDED_STEP = 13
 
 LONGEST = 16 * K  # tokens of the responses of the simulated step
-STEPS = 6  # the first has no drafts, and the last drafts nothing
+STEPS = 10  # of which one is drawn; the first has no drafts, and the last drafts nothing
 # Operations per parameter and token: forward, backward, and a forward to recompute activations.
 TRAINING_OPERATIONS = 2 + 4 + 2
 
@@ -80,19 +81,22 @@ def step_eight_ranks() -> Figure:
     for method, words in methods.items():
         system = System(keys | {simulated_systems.IDLE: method})
         steps[words], scale = simulated_systems.simulate_steps(arguments, "7b", LONGEST, system)
-    before, after = steps.values()
-    ratios = [a.seconds / b.seconds for a, b in zip(before, after, strict=True)][1:-1]
-    number = 1 + int(np.argsort(ratios)[(len(ratios) - 1) // 2])  # neither the best nor the worst
-    lanes, seconds = {}, []
-    for words, of_method in steps.items():
+    totals_s = np.array(
+        [
+            [scale * step.seconds + train_s(scale, step) for step in of_method]
+            for of_method in steps.values()
+        ]
+    )
+    before_s, after_s = totals_s
+    overall = before_s.sum() / after_s.sum()
+    number = int(np.argmin(np.abs(before_s / after_s - overall)))
+    titles = [f"{words}: {s:.0f} s" for words, s in zip(steps, totals_s[:, number], strict=True)]
+    titles[1] += f", {before_s[number] / after_s[number]:.2f}x as fast, with the same tokens"
+    lanes = {}
+    for title, of_method in zip(titles, steps.values(), strict=True):
         step = of_method[number]
-        train_s = training_s(scale * step.response_tokens / RANKS)
-        lanes[words] = [with_training(scale, lane, step.seconds, train_s) for lane in step.lanes]
-        seconds.append(scale * step.seconds + train_s)
-    ratio = seconds[0] / seconds[1]
-    titles = [f"{words}: {total:.0f} s" for words, total in zip(lanes, seconds, strict=True)]
-    titles[1] += f", {ratio:.2f}x as fast, with the same tokens"
-    figure = draw_timelines(dict(zip(titles, lanes.values(), strict=True)), columns=4)
+        lanes[title] = [with_training(scale, lane, step) for lane in step.lanes]
+    figure = draw_timelines(lanes, columns=4)
     for text in figure.legends[0].get_texts():
         text.set_text(EXPLAINED.get(text.get_text(), text.get_text()))
     figure.suptitle(
@@ -100,22 +104,25 @@ def step_eight_ranks() -> Figure:
         f"Qwen2.5-7B in bfloat16 on H200s by a roofline; {arguments.prompts} prompts x "
         f"{GENERATIONS} responses, lengths lognormal, mean {LONGEST // SHARE_OF_LONGEST:,} and at "
         f"most {LONGEST:,} tokens;\na draft is right for {MISMATCH} tokens on average; training by "
-        f"its operations at {COMPUTE_SHARE:.0%} of peak",
+        f"its operations at {COMPUTE_SHARE:.0%} of peak.\nOf {STEPS} steps, the one whose gain is "
+        f"closest to that of all of them, {overall:.2f}x",
         fontsize=SIZE,
     )
     return figure
 
 
-def training_s(tokens: float) -> float:
-    """Seconds in which an H200 trains a 7B on so many tokens."""
+def train_s(scale: float, step: SimulatedStep) -> float:
+    """Seconds in which each H200 trains a 7B on its share of a step's tokens. scale: real tokens
+    for each simulated one."""
+    tokens = scale * step.response_tokens / RANKS
     return TRAINING_OPERATIONS * MODELS["7b"][0] * tokens / (COMPUTE_SHARE * GPUS["h200"][1])
 
 
-def with_training(scale: float, lane: np.ndarray, rollout_s: float, train_s: float) -> np.ndarray:
-    """A simulated rollout's lane in real seconds, and the training after it. lane: float64 [spans,
-    3]; rollout_s: of all ranks, in simulated seconds."""
-    begin_s = scale * rollout_s
-    train = (KINDS.index("train"), begin_s, begin_s + train_s)
+def with_training(scale: float, lane: np.ndarray, step: SimulatedStep) -> np.ndarray:
+    """A rank's lane in real seconds, with the training after the rollout. lane: float64 [spans,
+    3]."""
+    begin_s = scale * step.seconds
+    train = (KINDS.index("train"), begin_s, begin_s + train_s(scale, step))
     return np.vstack((lane * (1.0, scale, scale), train))
 
 
