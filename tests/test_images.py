@@ -56,8 +56,8 @@ def test_the_step_on_eight_ranks_is_that_of_the_simulator(monkeypatch):
 
 
 def test_training_takes_eight_operations_per_parameter_and_token():
-    """Half of an H200's 989e12 operations a second, on 7.62e9 parameters; 32 real tokens for each of
-    400 simulated ones, over eight ranks."""
+    """Half of an H200's 989e12 operations a second, on 7.62e9 parameters; 32 real tokens for each
+    of 400 simulated ones, over eight ranks."""
     step = SimpleNamespace(response_tokens=400)
     wanted = 8 * 7.62e9 * (32 * 400 / 8) / 494.5e12
     assert images.train_s(32.0, step) == pytest.approx(wanted, rel=1e-9)
