@@ -163,11 +163,16 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             by_rows.append(tails(trainer, count, arguments.repeats))
         if not ranks.is_main:
             return
-        for name, rates in found.items():
-            shares = " ".join(f"{rate:.2f}" for rate in rates)
-            print(f"{name:11} {shares}  mean acceptance length {1 + sum(rates):.2f}")
+        for name, noise in (("coupled", "the row's own noise"), ("point_mass", "other noise")):
+            shares = ", ".join(f"{n}: {rate:.2f}" for n, rate in enumerate(found[name], start=1))
+            mean = f"mean acceptance length {1 + sum(found[name]):.2f}"
+            print(f"chains drawn with {noise}: {mean}; first n tokens right: {shares}")
         for row in by_rows:
-            print({key: value for key, value in row.items() if key != "seconds"})
+            print(
+                f"{row['rows']} rows together: {row['speedup']:.2f}x as fast as without drafts, "
+                f"{row['tokens_a_forward']:.2f} tokens per row and forward, chains of "
+                f"{row['chain_length']:.1f} tokens, {row['differing_rows']} rows with other tokens"
+            )
         print(PAPER)
         if arguments.json:
             result = {"accepted": found, "by_rows": by_rows, "steps": [], "paper": PAPER}

@@ -32,7 +32,7 @@ from benchmarks.shared import check_names, main, markdown, write_json
 from bubblespec.errors import InputError
 from bubblespec.simulate.__main__ import rollout_of, simulated_config, totals
 from bubblespec.simulate.cost import ForwardCost, roofline
-from bubblespec.simulate.run import counted, simulate
+from bubblespec.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.simulate.runner import DrafterModel
 from bubblespec.simulate.workload import Synthetic, make_synthetic, parse
 
@@ -84,6 +84,19 @@ SYSTEMS = {
     "all": System(BEST),
     "all, acceptance length 3": System(BEST, DrafterModel(3.0)),
 }
+# In pictures, where they are not words already.
+LABELS = {
+    "plain": "no drafts, prompts in turn",
+    "drafts of idle time": "drafts from idle time",
+    "drafts of the epoch before": "drafts from the previous epoch",
+    "all": "all together",
+    "all, acceptance length 3": "all together, acceptance length 3",
+    "without drafts of idle time": "without drafts from idle time",
+    "without any drafts but the drafter's": "with the drafter's drafts alone",
+    "ratio 1.125": "over-sampling ratio 1.125 in place of 1.25",
+    "ratio 1.5": "over-sampling ratio 1.5",
+    "ratio auto": "over-sampling ratio auto",
+}
 BASELINES = {"plain": SYSTEMS["plain"], "plain, second epoch": System(second_epoch=True)}
 CHANGED = "all, acceptance length 3"  # what the changes are made to
 CHANGES = {
@@ -106,9 +119,11 @@ def scaled(cost: ForwardCost, scale: float) -> ForwardCost:
     return dataclasses.replace(cost, rates=cost.rates | of_positions)
 
 
-def simulate_run(arguments: argparse.Namespace, size: str, longest: int, system: System) -> dict:
-    """Figures of one system: totals in real seconds and simulated tokens. longest: tokens that real
-    responses have at most."""
+def simulate_steps(
+    arguments: argparse.Namespace, size: str, longest: int, system: System
+) -> tuple[list[SimulatedStep], float]:
+    """The steps of one system in simulated seconds and tokens, and how many real ones each of them
+    stands for. longest: tokens that real responses have at most."""
     scale = longest / arguments.longest
     spec = Synthetic(
         mean=arguments.longest / SHARE_OF_LONGEST,
@@ -128,7 +143,12 @@ def simulate_run(arguments: argparse.Namespace, size: str, longest: int, system:
     workload = make_synthetic(spec, arguments.prompts, GENERATIONS)
     cost = scaled(roofline("h200", size), scale)
     drafter = system.drafter or parse(DrafterModel, arguments.drafter, "--drafter")
-    steps = simulate(config, workload, cost.seconds, RANKS, drafter=drafter)
+    return simulate(config, workload, cost.seconds, RANKS, drafter=drafter), scale
+
+
+def simulate_run(arguments: argparse.Namespace, size: str, longest: int, system: System) -> dict:
+    """Figures of one system: totals in real seconds and simulated tokens. See `simulate_steps`."""
+    steps, scale = simulate_steps(arguments, size, longest, system)
     steps = steps[len(steps) // 2 :] if system.second_epoch else counted(steps)
     found = totals(steps)
     for name in ("seconds", "seconds_per_token"):
@@ -168,20 +188,19 @@ def table(runs: list[dict], size: str) -> str:
     lengths = sorted({longest for _, longest in of_size})
     rows = []
     for name, system in SYSTEMS.items():
-        row = {"": name}
+        row = {"": LABELS.get(name, name)}
         for longest in lengths:
             run = of_size.get((name, longest))
             row[f"{longest // K}k"] = f"{run['speedup']:.2f}x" if run else ""
-        rows.append(row | {"reported": system.paper})
+        rows.append(row | {"its paper reports": system.paper})
     return markdown(rows)
 
 
 def changes_of(runs: list[dict]) -> dict[str, dict]:
     """The best combination and its changes, by name."""
     prefix = f"{CHANGED}; "
-    changed = {
-        run["system"].removeprefix(prefix): run for run in runs if run["system"].startswith(prefix)
-    }
+    by_name = {run["system"]: run for run in runs}
+    changed = {name: by_name[prefix + name] for name in CHANGES if prefix + name in by_name}
     if not changed:
         return {}
     where = [next(iter(changed.values()))[key] for key in ("size", "longest")]
@@ -193,7 +212,7 @@ def table_of_changes(runs: list[dict]) -> str:
     """As Markdown."""
     rows = []
     for name, run in changes_of(runs).items():
-        row = {"": name, "rollouts": f"{run['speedup']:.2f}x"}
+        row = {"": LABELS.get(name, name), "rollouts": f"{run['speedup']:.2f}x"}
         for kind in ("short", "long"):
             seconds = run[f"{kind}_round_s"]
             row[f"{kind} round"] = f"{seconds:.1f} s" if seconds else ""
@@ -202,48 +221,68 @@ def table_of_changes(runs: list[dict]) -> str:
 
 
 def draw_systems(runs: list[dict], heading: str) -> Figure:
-    """A panel for each size: speed-up by maximum length, a line for each system."""
+    """A panel for each size: speed-up by maximum length, a line for each system with its value at
+    the greatest length, and in the last panel its name."""
     sizes = list(dict.fromkeys(run["size"] for run in runs))
-    figure = Figure(figsize=(2.6 + 3.6 * len(sizes), 4.2), layout="constrained")
+    figure = Figure(figsize=(3.2 + 3.9 * len(sizes), 4.4), layout="constrained")
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     for panel, size in zip(panels, sizes, strict=True):
+        ends = {}
         for number, name in enumerate(SYSTEMS):
             named = [run for run in runs if (run["size"], run["system"]) == (size, name)]
             points = sorted((run["longest"], run["speedup"]) for run in named)
             style = {"color": f"C{number - 1}", "marker": "o"}
             if name == "plain":
                 style = {"color": "#888888", "linestyle": "--"}
-            panel.plot(*zip(*points, strict=True), label=name, markersize=4, **style)
+            panel.plot(*zip(*points, strict=True), markersize=4, **style)
+            ends[name] = (points[-1][1], style["color"])
         lengths = sorted({run["longest"] for run in runs if run["size"] == size})
         panel.set_xscale("log", base=2)
         panel.set_xticks(lengths, [f"{longest // K}k" for longest in lengths])
         panel.minorticks_off()
-        panel.set_title(size.upper(), fontsize=10)
+        panel.set_title(f"{size.upper()} model", fontsize=10)
         panel.set_xlabel("longest response (tokens)")
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("rollouts: speed-up over plain")
-    panels[0].set_ylim(bottom=0)
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside right center", frameon=False, fontsize=9)
+        panel.set_ylim(0, 1.08 * max(run["speedup"] for run in runs))
+        heights = spread([height for height, _ in ends.values()], 0.042 * panel.get_ylim()[1])
+        for (name, (value, colour)), height in zip(ends.items(), heights, strict=True):
+            text = f"{value:.2f}x"
+            if panel is panels[-1]:
+                text += f"  {LABELS.get(name, name)}"
+            beside = {"transform": panel.get_yaxis_transform(), "va": "center", "fontsize": 8}
+            panel.text(1.02, height, text, color=colour, **beside)
+    panels[0].set_ylabel("speed-up of rollouts")
     figure.suptitle(heading, fontsize=9)
     return figure
 
 
+def spread(heights: list[float], gap: float) -> list[float]:
+    """The heights, moved up where two are closer than `gap`."""
+    moved, last = [0.0] * len(heights), -float("inf")
+    for i in sorted(range(len(heights)), key=heights.__getitem__):
+        last = max(heights[i], last + gap)
+        moved[i] = last
+    return moved
+
+
 def draw_changes(runs: list[dict], heading: str) -> Figure:
-    """Bars: the best combination, and what is left of it without each of its parts."""
+    """Bars: the best combination, and what is left of it without each of its parts, fastest
+    first."""
     bars = {
-        name: run["speedup"]
+        LABELS.get(name, name): run["speedup"]
         for name, run in changes_of(runs).items()
         if name == CHANGED or name.startswith("without")
     }
+    bars = dict(sorted(bars.items(), key=lambda bar: -bar[1]))
     figure = Figure(figsize=(8, 1.0 + 0.42 * len(bars)), layout="constrained")
     axes = figure.subplots()
-    colours = ["#1b9e77"] + ["#5aa5e0"] * (len(bars) - 1)
-    axes.bar_label(axes.barh(list(bars), list(bars.values()), color=colours), fmt="%.2fx")
+    colours = ["#1b9e77" if name == LABELS[CHANGED] else "#5aa5e0" for name in bars]
+    values = axes.barh(list(bars), list(bars.values()), color=colours)
+    axes.bar_label(values, fmt="%.2fx", padding=3)
     axes.axvline(1.0, color="#888888", linestyle="--", linewidth=1)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(bars.values()))
-    axes.set_xlabel("rollouts: speed-up over plain")
+    axes.set_xlabel("speed-up of rollouts over no drafts, prompts in turn")
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(heading, fontsize=9)
     return figure
@@ -251,8 +290,15 @@ def draw_changes(runs: list[dict], heading: str) -> Figure:
 
 def heading_of(settings: dict) -> str:
     """What pictures say above themselves."""
-    prompts = f"{settings['prompts']} prompts x {GENERATIONS} responses"
-    return f"Simulated: {RANKS} H200s by a roofline, not measured; {prompts}"
+    prompts = f"{settings['prompts']} prompts x {GENERATIONS} responses per step"
+    return f"Simulated, not measured: {RANKS} H200s by a roofline; {prompts}"
+
+
+def drafter_of(settings: dict) -> str:
+    """What the learned drafter is given, for the same place."""
+    drafter = parse(DrafterModel, settings["drafter"], "--drafter")
+    text = f"the learned drafter's mean acceptance length is given: {drafter.accept_length:g}"
+    return f"{text}, where nothing else is said"
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
@@ -272,9 +318,12 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     for size in sizes:
         print(f"{size}\n{table(runs, size)}\n")
     print(table_of_changes(runs))
-    for path, draw in ((arguments.picture, draw_systems), (arguments.ablation, draw_changes)):
-        if path:
-            draw(runs, heading_of(settings)).savefig(path, dpi=120)
+    heading = heading_of(settings)
+    if arguments.picture:
+        figure = draw_systems(runs, f"{heading}\n{drafter_of(written)}")
+        figure.savefig(arguments.picture, dpi=120)
+    if arguments.ablation:
+        draw_changes(runs, heading).savefig(arguments.ablation, dpi=120)
 
 
 def as_tokens(text: str) -> int:

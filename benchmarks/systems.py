@@ -35,7 +35,7 @@ from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.records import StepRecord, total_s
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
-from notebooks.pictures import draw_training
+from notebooks.report_pictures import draw_training
 
 
 class System(NamedTuple):
@@ -260,7 +260,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
         summary = summarise(seeds)
         print_table(summary)
         if arguments.picture:
-            draw_training(summary, seeds).savefig(arguments.picture)
+            draw_training(summary, seeds).savefig(arguments.picture, dpi=120)
         given = {name: getattr(arguments, name) for name in ("config", "overrides", "skip")}
         write_json(arguments.json, {"systems": summary, **given, "seeds": seeds})
 

@@ -46,7 +46,7 @@ from bubblespec.errors import InputError
 from bubblespec.records import StepRecord
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
-from notebooks.pictures import draw_curves
+from notebooks.report_pictures import draw_curves
 
 # Of this trainer: what is switched on.
 OWN = {
@@ -57,6 +57,15 @@ OWN = {
     "all+drafter": ("speculative.method=bubble+suffix+drafter", "tail_batching.enabled=true"),
 }
 ARMS = ("trl", *OWN)
+# In pictures.
+LABELS = {
+    "trl": "TRL 1.16 (generate)",
+    "none": "ours, no drafts",
+    "bubble+suffix": "ours, with drafts",
+    "bubble+suffix+drafter": "ours, with drafts and the learned drafter",
+    "all": "ours, with drafts and tail batching",
+    "all+drafter": "ours, with drafts, the learned drafter and tail batching",
+}
 # What the arm of TRL is set up for.
 COMPARED = {
     "loss.advantage_estimator": "grpo",
@@ -306,8 +315,13 @@ def run(arguments: argparse.Namespace, base: str) -> None:
         curves = {arm: found for arm, found in curves.items() if len(found) == len(jobs[arm])}
         report_curves(curves, arguments.reward)
     if arguments.picture and any(curves.values()):
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        draw_curves(figure.subplots(), curves)
+        figure = Figure(figsize=(7, 4.4), layout="constrained")
+        axes, labelled = figure.subplots(), {LABELS[arm]: found for arm, found in curves.items()}
+        colours = {label: f"C{number}" for number, label in enumerate(labelled)}
+        draw_curves(axes, labelled, colours)
+        axes.set_title("pale: seeds; dots: their mean", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
         figure.savefig(arguments.picture, dpi=120)
     settings = {"config": arguments.config, "overrides": arguments.overrides}
     write_json(arguments.json, settings | {"summary": summary, "jobs": jobs, "curves": curves})

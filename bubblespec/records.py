@@ -73,10 +73,10 @@ class ForwardRecord(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """For timelines: draft soft (beside rows of this step), draft hard (without), prefill,
-        verify or decode."""
+        """For timelines: draft (co-scheduled), which is alongside rows of this step, draft (idle),
+        prefill, verify or decode."""
         if self.ahead_rows:
-            return "draft soft" if self.own_rows else "draft hard"
+            return "draft (co-scheduled)" if self.own_rows else "draft (idle)"
         return "prefill" if self.prompt_tokens else "verify" if self.draft_tokens else "decode"
 
 

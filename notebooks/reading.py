@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.shared import markdown
 from bubblespec.config import Config, flatten, load_config
 from bubblespec.errors import InputError, log
-from bubblespec.telemetry.timeline import KINDS
+from bubblespec.telemetry.timeline import LABELS
 
 NEEDED = (
     "timing_s/gen",
@@ -25,6 +25,12 @@ NEEDED = (
     "reward",
     "rollout/digest",
 )  # what every step's line has
+SOURCES = {
+    "none": "no drafts",
+    "bubble": "drafts from idle time",
+    "suffix": "suffix matches",
+    "drafter": "learned drafter",
+}
 
 
 @dataclass
@@ -42,6 +48,12 @@ class Run:
     @property
     def method(self) -> str:
         return self.config.speculative.method
+
+    @property
+    def label(self) -> str:
+        """Its name, and its drafts in words."""
+        parts = [SOURCES[name] for name in self.method.split("+")]
+        return f"{self.name}: {', '.join(parts)}"
 
     def column(self, key: str) -> np.ndarray:
         """A metric of all steps, float64 [steps]; NaN where a line has none."""
@@ -279,9 +291,10 @@ def read_timeline(run: Run, step: int) -> list[np.ndarray]:
     try:
         with open(path, encoding="utf-8") as file:
             events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+        names = list(LABELS.values())
         lanes = [
             [
-                (KINDS.index(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
+                (names.index(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
                 for e in events
                 if e["tid"] == rank
             ]
@@ -315,15 +328,15 @@ def common_timelines(one: Run, other: Run) -> list[int]:
 
 
 def seconds_by_kind(lanes: list[np.ndarray]) -> dict[str, float]:
-    """Seconds of a step by kind on the mean rank, and under "between" what no event covers: work on
-    the host."""
+    """Seconds of a step on the mean rank by what timelines call them, and under "between forwards"
+    what no event covers: work on the host."""
     end = max(lane[:, 2].max() for lane in lanes)
     seconds = {
         k: sum(float((lane[lane[:, 0] == n, 2] - lane[lane[:, 0] == n, 1]).sum()) for lane in lanes)
-        for n, k in enumerate(KINDS)
+        for n, k in enumerate(LABELS.values())
     }
     seconds = {kind: total / len(lanes) for kind, total in seconds.items() if total}
-    return seconds | {"between": end - sum(seconds.values())}
+    return seconds | {"between forwards": end - sum(seconds.values())}
 
 
 def _or_dash(value: float, form: str) -> str:

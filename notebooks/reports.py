@@ -8,6 +8,28 @@ from bubblespec.errors import InputError
 SIMULATED_KEYS = ("settings", "runs")  # of benchmarks/simulated_systems.py
 REAL_KEYS = ("systems", "seeds", "config")  # of benchmarks/systems.py
 DRAFTER_KEYS = ("accepted", "by_rows", "steps", "config")  # of benchmarks/drafter.py
+# What benchmarks/systems.py switches on, in words.
+SYSTEMS = {
+    "plain": "no drafts",
+    "again": "no drafts, once more",
+    "torch kernels": "no drafts, torch's kernels",
+    "bubble": "drafts from idle time",
+    "history": "drafts from the previous epoch",
+    "drafts": "drafts from idle time, suffix matches (default)",
+    "placement": "balanced placement",
+    "drafter": "learned drafter",
+    "tail": "tail batching",
+    "tail+placement": "tail batching, placement",
+    "tail+drafts": "tail batching, drafts",
+    "streamed": "streamed gradients",
+    "all": "all but streamed gradients",
+    "all+streamed": "all together",
+}
+
+
+def label_of(system: str) -> str:
+    """A system of benchmarks/systems.py in words."""
+    return SYSTEMS.get(system, system)
 
 
 def read_report(path: str, keys: tuple[str, ...]) -> dict:
@@ -30,10 +52,10 @@ def systems_table(report: dict) -> str:
     """Training runs of the systems, from `benchmarks/systems.py`, as a Markdown table."""
     rows = []
     for name, system in report["systems"].items():
-        row = {"system": name, "whole steps": f"{system['speedup']:.2f}x"}
+        row = {"system": label_of(name), "whole steps": f"{system['speedup']:.2f}x"}
         row["rollouts"] = f"{system['rollout_speedup']:.2f}x"
-        row["waiting"] = f"{system['idle_ratio']:.0%}"
-        row["tokens a pass"] = f"{system['tokens_a_pass']:.2f}"
+        row["idle time"] = f"{system['idle_ratio']:.0%}"
+        row["mean acceptance length"] = f"{system['tokens_a_pass']:.2f}"
         row["length ratio"] = f"{system['length_ratio']:.3f}"
         reward = system["reward"]
         row["held-out reward"] = "-" if reward is None else f"{reward:.3f}"
@@ -42,12 +64,12 @@ def systems_table(report: dict) -> str:
 
 
 def chains_table(report: dict) -> str:
-    """What chains give where so many rows are generated together, as a Markdown table."""
+    """What the drafter's chains bring, by the rows generated together, as a Markdown table."""
     rows = []
     for count in report["by_rows"]:
         row = {"rows together": str(count["rows"])}
-        row["tokens a forward and row"] = f"{count['tokens_a_forward']:.2f}"
-        row["mean length of chains"] = f"{count['chain_length']:.1f}"
+        row["mean acceptance length"] = f"{count['tokens_a_forward']:.2f}"
+        row["mean length of a chain"] = f"{count['chain_length']:.1f} tokens"
         row["speed-up"] = f"{count['speedup']:.2f}x"
-        rows.append(row | {"rows that differ": str(count["differing_rows"])})
+        rows.append(row | {"rows with other tokens": str(count["differing_rows"])})
     return markdown(rows)

@@ -57,9 +57,9 @@ def rules(num_prompts: int, num_generations: int, prompts: PromptSet, seed: int)
     """Planners by what they do."""
     order = (prompts, seed, num_prompts, num_generations)
     return {
-        "plain order": StepSchedule(*order),
+        "no tail batching": StepSchedule(*order),
         "deferred, same samples (ours)": TailBatching(*order, over_sampling_ratio=1.25),
-        "deferred, drawn anew": DrawnAnew(*order, over_sampling_ratio=1.25),
+        "deferred, resampled (RollPacker)": DrawnAnew(*order, over_sampling_ratio=1.25),
     }
 
 
@@ -107,8 +107,8 @@ def ratios(played: Played, true_mean: float) -> np.ndarray:
 
 
 def load() -> tuple[dict, Lengths, float]:
-    """The rules over the recorded prompts; the lengths; and the mean length of the samples of plain
-    order."""
+    """The rules over the recorded prompts; the lengths; and the mean length of the samples without
+    tail batching."""
     recorded = np.load(FILE)
     uids, table, (seed, num_prompts, num_generations) = (
         recorded["uids"],

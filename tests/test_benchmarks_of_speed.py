@@ -15,6 +15,7 @@ from bubblespec.config import load_config
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.trainer import Trainer
+from notebooks import reports
 from tests.helpers.runs import ALWAYS_DRAFT
 
 CONFIG = "configs/tiny_cpu.yaml"
@@ -116,6 +117,7 @@ def test_systems_side_by_side(tmp_path):
         assert seconds == pytest.approx([0.0, first_s, first_s + second_s])
         assert {reward for _, reward in arm["curve"]} == {arms["plain"]["curve"][0][1]}, name
     assert picture.stat().st_size > 10_000
+    assert reports.SYSTEMS.keys() == systems.SYSTEMS.keys(), "each has a label in words"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +164,7 @@ def test_own_arms_are_measured_and_evaluated(monkeypatch, tmp_path, capsys):
     assert len(set(rewards)) == 1
     assert seconds == pytest.approx((0.0, none["seconds"][0], sum(none["seconds"])))
     assert (tmp_path / "out.png").stat().st_size > 10_000
+    assert vs_trl.LABELS.keys() == set(vs_trl.ARMS), "each has a label in words"
     assert "| trl | does not run: No module named 'trl' |" in capsys.readouterr().out
 
 

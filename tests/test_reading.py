@@ -135,7 +135,7 @@ def test_timelines_are_read_as_they_were_written(tmp_path):
     found = read_timeline(run, 12)
     assert all(np.allclose(a, b, atol=1e-9) for a, b in zip(found, lanes, strict=True))
     assert seconds_by_kind(found) == pytest.approx(
-        {"decode": 1.5, "wait": 0.25, "train": 0.125, "between": 0.125}
+        {"generate": 1.5, "idle": 0.25, "train": 0.125, "between forwards": 0.125}
     )
     says = r"no .*step_00003.json: the run was not told run.timeline_steps=\[3\]"
     with pytest.raises(InputError, match=says):

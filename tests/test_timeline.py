@@ -5,10 +5,11 @@ import json
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span
-from bubblespec.telemetry.timeline import KINDS, gather_lanes, step_spans
+from bubblespec.telemetry.timeline import KINDS, LABELS, draw_lanes, gather_lanes, step_spans
 from tests.helpers.runs import read, run
 
 SPANS = [
@@ -63,8 +64,8 @@ def test_neighbours_of_one_kind_are_joined():
         (4, 0, 7, 3, "prefill"),
         (4, 0, 0, 3, "verify"),
         (4, 0, 0, 0, "decode"),
-        (1, 7, 0, 3, "draft soft"),
-        (0, 7, 9, 0, "draft hard"),
+        (1, 7, 0, 3, "draft (co-scheduled)"),
+        (0, 7, 9, 0, "draft (idle)"),
     ],
 )
 def test_forwards_have_the_kind_of_what_they_are_for(
@@ -72,6 +73,18 @@ def test_forwards_have_the_kind_of_what_they_are_for(
 ):
     load = Load(4, 20, 2, 100, prompt_tokens, draft_tokens)
     assert forward(1.0, load, own_rows, ahead_rows).kind == kind
+
+
+def test_pictures_name_each_kind_and_show_the_idle_share_of_each_rank():
+    lanes = [
+        lane(("decode", 0.0, 4.0 - 0.5 * rank), ("wait", 4.0 - 0.5 * rank, 4.0))
+        for rank in range(8)
+    ]
+    axes = Figure().subplots()
+    assert [patch.get_label() for patch in draw_lanes(axes, lanes)] == ["generate", "idle"]
+    shares = [text.get_text() for text in axes.texts]
+    assert shares == [f"idle {share}%" for share in (0, 12, 25, 38, 50, 62, 75, 88)]
+    assert len(set(LABELS.values())) == len(KINDS), "a trace is read by its labels"
 
 
 def test_stages_fill_what_finer_spans_leave():
@@ -117,7 +130,7 @@ def test_two_ranks_leave_a_trace_and_a_picture_of_the_chosen_steps_only(tmp_path
         end = begin + [event["dur"] for event in events]
         assert (begin >= 0).all() and (end >= begin).all()
         assert (begin[1:] >= end[:-1] - 1e-4).all(), "in order, no overlaps"
-        seconds = dict.fromkeys(KINDS, 0.0)
+        seconds = dict.fromkeys(LABELS.values(), 0.0)
         for event in events:
             seconds[event["name"]] += event["dur"] / 1e6
         names = ("gen", "bubble", "reward", "train", "sync")
@@ -125,14 +138,15 @@ def test_two_ranks_leave_a_trace_and_a_picture_of_the_chosen_steps_only(tmp_path
         # When this rank began the step, which ends with its training.
         zeros.append(end[-1] / 1e6 - sum(timing.values()))
         assert begin[0] / 1e6 >= zeros[-1] - 1e-5
-        assert seconds["sync"] == pytest.approx(timing["sync"], abs=1e-5)
+        assert seconds["sum gradients"] == pytest.approx(timing["sync"], abs=1e-5)
         assert seconds["train"] == pytest.approx(timing["train"], abs=1e-5)
-        rewards_s = seconds["reward"] + seconds["exchange"]
+        rewards_s = seconds["reward"] + seconds["exchange drafts"]
         assert rewards_s == pytest.approx(timing["reward"], abs=1e-5)
-        assert seconds["wait"] >= timing["bubble"] - 1e-5
+        assert seconds["idle"] >= timing["bubble"] - 1e-5
     assert min(zeros) == pytest.approx(0, abs=1e-5), "time counts from the first rank's start"
     # Whether anything is drafted and verified is up to the machine; test_train.py has it in virtual
     # time.
-    assert {"prefill", "wait", "reward", "exchange", "train", "sync"} <= kinds <= set(KINDS)
+    wanted = {"prefill", "idle", "reward", "exchange drafts", "train", "sum gradients"}
+    assert wanted <= kinds <= set(LABELS.values())
     images = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("timeline")
     assert [image.step for image in images] == [1]

@@ -95,7 +95,7 @@ def test_drafts_are_made_verified_and_accepted(two_ranks, drafted):
     assert [path.name for path in timelines] == [f"step_{step:05d}.json" for step in range(3)]
     events = [json.loads(path.read_text())["traceEvents"] for path in timelines]
     kinds = {event["name"] for of_step in events for event in of_step if event["ph"] == "X"}
-    assert {"prefill", "verify", "exchange"} <= kinds
+    assert {"prefill", "verify drafts", "exchange drafts"} <= kinds
     assert any(kind.startswith("draft") for kind in kinds), kinds
 
 

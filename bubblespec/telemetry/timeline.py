@@ -18,16 +18,15 @@ if TYPE_CHECKING:  # for annotations alone: who only reads timelines waits for n
     from bubblespec.dist.ranks import Ranks
     from bubblespec.records import Span
 
-# In the order of the legend. Useful work is in strong colours; waiting is pale, and what no span
+# In the order of the legend. Useful work is in strong colours; idle time is pale, and what no span
 # covers is white.
 COLOURS = {
     "prefill": "#08519c",
     "decode": "#5aa5e0",
     "verify": "#1b9e77",
-    "take over": "#08a0a8",
     "shared": "#7a9a01",
-    "draft soft": "#f2c230",
-    "draft hard": "#e3701a",
+    "draft (co-scheduled)": "#f2c230",
+    "draft (idle)": "#e3701a",
     "gradient": "#c9a9e8",
     "train drafter": "#9c8ade",
     "wait": "#e4e4e4",
@@ -36,8 +35,19 @@ COLOURS = {
     "train": "#7b52ab",
     "sync": "#1a1a1a",
 }
+# What traces and pictures call the kinds that a reader would not know by their names in the code.
+LABELS = {kind: kind for kind in COLOURS} | {
+    "decode": "generate",
+    "verify": "verify drafts",
+    "shared": "tensor-parallel tail",
+    "gradient": "stream gradients",
+    "wait": "idle",
+    "exchange": "exchange drafts",
+    "sync": "sum gradients",
+}
 KINDS = list(COLOURS)
 DPI = 120
+MAX_LEGEND_COLUMNS = 7
 NUM_BARRIERS = 11
 
 
@@ -91,7 +101,8 @@ def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: s
     folder = os.path.join(output_dir, "timeline")
     os.makedirs(folder, exist_ok=True)
     ranks = "1 rank" if len(lanes) == 1 else f"{len(lanes)} ranks"
-    title = f"step {step}, {ranks}, speculative.method = {method}"
+    seconds = max(lane[:, 2].max() for lane in lanes)
+    title = f"step {step}, {ranks}, {seconds:.2f} s, speculative.method={method}"
     path = os.path.join(folder, f"step_{step:05d}")
     with open(f"{path}.json", "w", encoding="utf-8") as file:
         json.dump(trace(lanes, title), file)
@@ -115,7 +126,7 @@ def trace(lanes: list[np.ndarray], title: str) -> dict:
         begin, end = np.rint(lane[:, 1:].T * 1e9).astype(np.int64)
         columns = (lane[:, 0].astype(int), begin / 1000, (end - begin) / 1000)
         for kind, ts, dur in zip(*columns, strict=True):
-            events.append(event("X", KINDS[kind], rank, ts=float(ts), dur=float(dur)))
+            events.append(event("X", LABELS[KINDS[kind]], rank, ts=float(ts), dur=float(dur)))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -128,7 +139,7 @@ def draw(lanes: list[np.ndarray], title: str) -> np.ndarray:
     figure = Figure(figsize=(12, 1.5 + 0.4 * len(lanes)), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     handles = draw_lanes(axes, lanes)
-    place = {"loc": "outside lower center", "ncols": len(handles)}
+    place = {"loc": "outside lower center", "ncols": min(len(handles), MAX_LEGEND_COLUMNS)}
     figure.legend(handles=handles, frameon=False, fontsize=9, **place)
     axes.set_title(title, fontsize=10)
     canvas = FigureCanvasAgg(figure)
@@ -137,7 +148,8 @@ def draw(lanes: list[np.ndarray], title: str) -> np.ndarray:
 
 
 def draw_lanes(axes, lanes: list[np.ndarray]) -> list:
-    """The lanes on matplotlib axes. Returns the legend's patches, in the order of KINDS."""
+    """The lanes on matplotlib axes, each with its share of idle time. Returns the legend's patches,
+    in the order of KINDS."""
     from matplotlib.patches import Patch
 
     for rank, lane in enumerate(lanes):
@@ -146,10 +158,17 @@ def draw_lanes(axes, lanes: list[np.ndarray]) -> list:
             begin, end = lane[lane[:, 0] == number, 1:].T
             stretches, colour = np.stack((begin, end - begin), axis=1), COLOURS[KINDS[number]]
             axes.broken_barh(stretches, (rank - 0.4, 0.8), facecolors=colour, linewidth=0)
+    end = max(lane[:, 2].max() for lane in lanes)
+    for rank, lane in enumerate(lanes):
+        waits = lane[lane[:, 0] == KINDS.index("wait")]
+        share = (waits[:, 2] - waits[:, 1]).sum() / end
+        beside = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8}
+        axes.text(1.005, rank, f"idle {share:.0%}", color="#666666", **beside)
     axes.set_xlabel("seconds")
-    axes.set_xlim(0, max(lane[:, 2].max() for lane in lanes))
+    axes.set_xlim(0, end)
     axes.set_yticks(range(len(lanes)), [f"rank {rank}" for rank in range(len(lanes))])
     axes.set_ylim(len(lanes) - 0.5, -0.5)  # rank 0 on top
     axes.spines[["top", "right"]].set_visible(False)
     present = sorted({int(number) for lane in lanes for number in lane[:, 0]})
-    return [Patch(facecolor=COLOURS[KINDS[number]], label=KINDS[number]) for number in present]
+    kinds = [KINDS[number] for number in present]
+    return [Patch(facecolor=COLOURS[kind], label=LABELS[kind]) for kind in kinds]

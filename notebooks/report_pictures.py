@@ -1,0 +1,122 @@
+"""Pictures of what benchmarks have written as JSON, and of simulations: for notebooks, and for the
+benchmarks' --picture. Every function makes one figure and returns it, or draws on given axes."""
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from notebooks.pictures import DRAFTED, SIZE, figure_of, label_axes, legend_below
+from notebooks.reports import label_of
+
+GREY = "#8c8c8c"
+COLOURS = [f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # those that are not grey
+
+
+def draw_training(arms: dict[str, dict], seeds: dict) -> Figure:
+    """Training runs by what is switched on, fastest first: their whole steps' speed-up over the
+    first (a dot a seed), and held-out reward over seconds of training. Where the first has been run
+    again, a band says how far two equal runs are apart. See benchmarks/systems.py."""
+    figure, axes = figure_of(11, 1.6 + 0.32 * len(arms), 1, 2, width_ratios=(1.15, 1))
+    baseline, bars = next(iter(arms)), axes[0]
+    names = sorted(arms, key=lambda name: -arms[name]["speedup"])
+    colours = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
+    colours |= dict.fromkeys({baseline, "again"} & arms.keys(), GREY)
+    for place, name in enumerate(names):
+        arm = arms[name]
+        bars.barh(place, arm["speedup"], height=0.7, color=colours[name], alpha=0.75)
+        bars.plot(arm["speedups"], [place] * len(arm["speedups"]), "k.", markersize=4)
+        reach = max(arm["speedups"])
+        bars.text(reach, place, f"  {arm['speedup']:.2f}x", va="center", fontsize=SIZE)
+    bars.axvline(1.0, color="#555555", linewidth=1, linestyle=":")
+    title = "speed of whole steps (dots: seeds)"
+    if "again" in arms:
+        widest = max(max(ratio, 1 / ratio) for ratio in arms["again"]["speedups"])
+        bars.axvspan(1 / widest, widest, color="#000000", alpha=0.15, linewidth=0)
+        title += f"; grey band: two equal runs, {widest - 1:.1%} apart"
+    bars.set_yticks(range(len(names)), [label_of(name) for name in names], fontsize=SIZE)
+    bars.invert_yaxis()
+    bars.set_xlim(0, 1.15 * max(max(arm["speedups"]) for arm in arms.values()))
+    label_axes(bars, title, f"speed-up over {label_of(baseline)}, by seconds per token")
+    draw_curves(
+        axes[1],
+        {name: [of_seed[name]["curve"] for of_seed in seeds.values()] for name in names},
+        colours,
+    )
+    axes[1].set_title("held-out reward (colours as in the bars)", fontsize=SIZE + 1)
+    return figure
+
+
+def draw_curves(
+    axes, curves: dict[str, list[list[tuple[float, float]]]], colours: dict[str, str]
+) -> None:
+    """Held-out reward over seconds of training by arm: pale lines for seeds, dots for their mean.
+    curves: (seconds, reward) of each evaluation, for each seed of an arm."""
+    for name, of_seeds in curves.items():
+        found = [np.array(curve) for curve in of_seeds if curve]
+        for curve in found if len(found) > 1 else ():
+            axes.plot(*curve.T, color=colours[name], alpha=0.3, linewidth=1)
+        if found:
+            style = {"color": colours[name], "linewidth": 1.5, "markersize": 4, "label": name}
+            axes.plot(*np.mean(found, axis=0).T, "o-", **style)
+    label_axes(axes, "", "seconds of training, without evaluations", "held-out reward")
+
+
+def draw_acceptance(accepted: dict[str, list[float]]) -> Figure:
+    """Probability that the first n tokens of a chain are all right, by the noise that it was drawn
+    with; see benchmarks/drafter.py."""
+    figure, (axes,) = figure_of(7, 3.4)
+    labels = {"coupled": "with the row's own noise", "point_mass": "with other noise"}
+    for number, (name, shares) in enumerate(accepted.items()):
+        place = np.arange(1, len(shares) + 1) + 0.4 * (number - (len(accepted) - 1) / 2)
+        label = f"{labels.get(name, name)}: mean acceptance length {1 + sum(shares):.2f}"
+        colour = (DRAFTED, "#b0b0b0")[number % 2]
+        bars = axes.bar(place, shares, width=0.38, color=colour, label=label)
+        axes.bar_label(bars, fmt="%.2f", fontsize=SIZE - 1)
+    axes.set_xticks(range(1, len(shares) + 1))
+    axes.set_ylim(0, 1)
+    label_axes(axes, "", "first n tokens of a chain", "probability that all are right")
+    legend_below(figure, 2)
+    return figure
+
+
+def draw_adaptation(steps: list[dict]) -> Figure:
+    """Mean acceptance length of the drafter that goes on learning in idle time, and of a copy that
+    does not, on each step's responses; not of steps in which nothing was learnt from."""
+    steps = [step for step in steps if "adapted" in step]
+    figure, (axes,) = figure_of(7, 3.0)
+    for name, label, colour, style in (
+        ("adapted", "trained in idle time", DRAFTED, "o-"),
+        ("static", "a copy, as the warm start left it", GREY, "s--"),
+    ):
+        values = [step[name] for step in steps]
+        numbers = [step["step"] for step in steps]
+        axes.plot(numbers, values, style, color=colour, label=label, markersize=4)
+    label_axes(axes, "", "step", "mean acceptance length")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(1, None)
+    legend_below(figure, 2)
+    return figure
+
+
+def draw_scaling(
+    found: dict[float, tuple[float, float]], label: str, idle_of: str = "without drafts"
+) -> Figure:
+    """Speed-up, and share of the rollouts that ranks are idle, over what was varied: {value:
+    (speed-up, share)}."""
+    figure, axes = figure_of(10, 3.0, 1, 2)
+    values = list(found)
+    units = ("speed-up of rollouts by drafts", f"idle share of the rollouts, {idle_of}")
+    for number, (one, unit) in enumerate(zip(axes, units, strict=True)):
+        figures = [pair[number] for pair in found.values()]
+        one.plot(values, figures, "o-", color=f"C{number}", markersize=5)
+        for value, height in zip(values, figures, strict=True):
+            text = f"{height:.0%}" if number else f"{height:.2f}x"
+            above = {"textcoords": "offset points", "xytext": (0, 7), "ha": "center"}
+            one.annotate(text, (value, height), fontsize=SIZE, **above)
+        one.set_xscale("log", base=2)
+        one.set_xticks(values, [f"{value:g}" for value in values])
+        one.set_ylim(0, 1.25 * max(figures))
+        one.margins(x=0.08)
+        label_axes(one, "simulated", label, unit)
+    axes[0].axhline(1.0, color="#999999", linewidth=1, linestyle=":")
+    return figure

@@ -1,0 +1,86 @@
+"""The pictures of docs/images that need no training run: what they show, and that each is drawn."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from bubblespec.telemetry.timeline import KINDS
+from notebooks import images
+
+SLOW = "step_eight_ranks"  # a minute of simulation
+
+
+def test_every_picture_of_the_documents_is_there_and_those_of_runs_are_few():
+    """Recorded once, and drawn by no command of this file: those of long runs."""
+    stored = {path.stem for path in Path(images.FOLDER).glob("*.png")}
+    of_runs = {"reward_vs_trl", "tiny_run", "smollm2_run", "tensorboard"}
+    assert set(images.IMAGES) <= stored <= set(images.IMAGES) | of_runs
+
+
+def test_pictures_are_drawn_by_name(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(images, "FOLDER", str(tmp_path))
+    names = [name for name in images.IMAGES if name != SLOW]
+    monkeypatch.setattr(sys, "argv", ["images", *names])
+    assert images.main() == 0
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in names)
+    monkeypatch.setattr(sys, "argv", ["images", "nothing"])
+    assert images.main() == 2
+    assert "error: nothing unknown; valid are step_eight_ranks, " in capsys.readouterr().err
+
+
+def test_the_step_on_eight_ranks_is_that_of_the_simulator(monkeypatch):
+    """At a small size: both arms of one step, in real seconds, and training at the end."""
+    seen = {}
+    parser = images.simulated_systems.make_parser()
+    parser.set_defaults(longest=100, prompts=8)
+    monkeypatch.setattr(images, "STEPS", 4)
+    monkeypatch.setattr(images.simulated_systems, "make_parser", lambda: parser)
+    draw = images.draw_timelines
+    monkeypatch.setattr(
+        images, "draw_timelines", lambda lanes, columns: seen.update(lanes) or draw(lanes, columns)
+    )
+    figure = images.step_eight_ranks()
+    assert "SIMULATED, not measured" in figure.get_suptitle()
+    before, after = seen
+    assert before.startswith("without drafts: ") and after.endswith("with the same tokens")
+    train_s = {round(lane[-1, 2] - lane[-1, 1], 9) for lanes in seen.values() for lane in lanes}
+    assert len(train_s) == 1, "both arms train on the same tokens"
+    for title, lanes in seen.items():
+        assert len(lanes) == 8
+        assert all(lane[-1, 0] == KINDS.index("train") for lane in lanes)
+        (end_s,) = {round(lane[-1, 2], 6) for lane in lanes}
+        assert f": {end_s:.0f} s" in title
+
+
+def test_training_takes_eight_operations_per_parameter_and_token():
+    """Half of an H200's 989e12 operations a second, on 7.62e9 parameters; 32 real tokens for each
+    of 400 simulated ones, over eight ranks."""
+    step = SimpleNamespace(response_tokens=400)
+    wanted = 8 * 7.62e9 * (32 * 400 / 8) / 494.5e12
+    assert images.train_s(32.0, step) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_the_first_mismatch_is_drawn_only_where_the_draft_reaches_beyond_it():
+    tokens = np.array([1, 2, 3, 4, 5, 6, 7])
+    assert images.first_mismatch(tokens, np.array([1, 2, 3, 4, 9, 9])) == 4
+    assert images.first_mismatch(tokens, np.array([1, 2, 3, 4, 9])) == 0
+    assert images.first_mismatch(tokens, tokens) == 0
+
+
+def test_the_memory_of_a_7b_has_the_sizes_of_its_parts():
+    """Bars by hand: two bytes a weight, four a gradient, an eighth of twelve for moments and master
+    weights; all of a card is shown."""
+    (axes,) = images.memory_7b().axes
+    widths = [round(bar.get_width(), 2) for bar in axes.patches]
+    parameters = 7.6156
+    assert widths[0] == pytest.approx(2 * parameters, abs=0.02)
+    assert widths[1] == pytest.approx(4 * parameters, abs=0.02)
+    assert widths[2] == pytest.approx(12 * parameters / 8, abs=0.02)
+    rows = {}
+    for bar in axes.patches:
+        rows.setdefault(bar.get_y(), []).append(bar.get_width())
+    wanted = [79.1 * 2**30 / 1e9] * 2 + [139.7 * 2**30 / 1e9] * 2
+    assert [sum(row) for row in rows.values()] == pytest.approx(wanted)
