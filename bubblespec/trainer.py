@@ -24,6 +24,7 @@ from bubblespec.records import Span, StepRecord
 from bubblespec.rewards.functions import RewardFunction, combine
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry import report as reports
+from bubblespec.telemetry.console import Console
 from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder
@@ -51,6 +52,7 @@ class Trainer:
     linear: dict | None  # kernels of linear layers, see `setup.choose_linear`
     lock: IO | None  # keeps output_dir ours; on rank 0
     logger: MetricsLogger | None = None  # of rank 0, while the run is open
+    console: Console | None = None  # likewise
     recorder: Recorder | None = None  # where the run is recorded
     num_equal: int = 0  # latest steps in a row in which all responses to each prompt scored alike
 
@@ -61,7 +63,8 @@ class Trainer:
         same, by the continuation. Raises SaveFailed."""
         run = self.config.run
         if self.ranks.is_main:
-            self.logger = MetricsLogger(run.output_dir, self.num_updates, run.max_steps)
+            self.logger = MetricsLogger(run.output_dir, self.num_updates)
+            self.console = Console(self.num_updates, run.max_steps)
             if self.num_updates >= run.max_steps:
                 done = f"all {self.num_updates} steps of this run are done"
                 log(f"{done}; a larger run.max_steps goes on with it")
@@ -84,6 +87,7 @@ class Trainer:
             gc.unfreeze()
             if self.logger is not None:
                 self.logger.close()
+                self.console.close()
 
     def warm_start(self) -> None:
         """Make the drafter before the first step, where one is wanted: read or trained. Raises
@@ -154,6 +158,7 @@ class Trainer:
         if self.logger is None:
             return
         self.logger.log(step, metrics)
+        self.console.show_step(metrics)
         if step % SAMPLE_STEPS == 0:
             self.logger.log_samples(step, record.samples, record.rewards.ravel(), self.tokenizer)
         if step in run.timeline_steps:
@@ -178,6 +183,7 @@ class Trainer:
             metrics = self.evaluate()
             if self.logger is not None:
                 self.logger.log_evaluation(done, metrics)
+                self.console.show_evaluation(done, metrics)
 
     def evaluate(self) -> dict[str, float | str]:
         """Held-out mean reward and pass@k, under noise that is the same at every evaluation, so
