@@ -2,6 +2,7 @@
 evaluations with one sample each, hints, and a summary at the end. The words are in summary.py."""
 
 import contextlib
+import os
 import sys
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from bubblespec.telemetry.metrics import reply_of
 from bubblespec.types import Samples
 
 BAR = "{n_fmt}/{total_fmt} steps |{bar:10}| {desc}"
+MIN_SHOWN_S = 0.05  # phases that took less are not listed
 NUM_TIMED = 10  # latest steps, whose mean tells how long the others will take
 EQUAL_STEPS = 3  # in a row without a difference in any group's rewards, after which there is a hint
 MIN_DRAFTED = 2000  # draft tokens, of which there is a hint if fewer are accepted than
@@ -30,7 +32,7 @@ class Console:
 
     def __init__(self, config: Config, is_on: bool):
         self.config, self.is_on = config, is_on
-        self.is_terminal = is_on and sys.stderr.isatty()
+        self.is_terminal = is_on and is_terminal()
         self.totals = summary.Totals()
         self.history: list[dict[str, Any]] = []  # metrics of steps, and of evaluations
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
@@ -68,7 +70,8 @@ class Console:
         """Steps are about to begin, after `num_updates` of the run that this one continues."""
         self._step_ends.append(time.monotonic())
         self.totals.set_up_s = self._step_ends[0] - self._began_s
-        log(summary.set_up_line(self.totals.set_up_s, self._phases))
+        slow = {name: phase_s for name, phase_s in self._phases.items() if phase_s >= MIN_SHOWN_S}
+        log(summary.set_up_line(self.totals.set_up_s, slow))
         if self.is_terminal and num_updates < self.config.run.max_steps:
             options = {"bar_format": BAR, "dynamic_ncols": True, "file": sys.stderr}
             with contextlib.suppress(OSError):
@@ -124,6 +127,14 @@ class Console:
         parts = (self.totals, self.history, self.evaluations)
         for line in summary.end_lines(self.config, *parts, **run):
             log(line)
+
+
+def is_terminal() -> bool:
+    """Whether lines on stderr can be drawn over; terminals of no height, as of some containers,
+    are taken for logs."""
+    with contextlib.suppress(OSError, ValueError):
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).lines > 1
+    return False
 
 
 class Hints:

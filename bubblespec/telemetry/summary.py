@@ -28,7 +28,6 @@ STEP_ROWS = {
     "draft tokens accepted": "rollout/spec_accept_rate",
 }
 EVALUATION_ROWS = {
-    "held-out reward": "eval/reward",
     "tokens per response": "eval/completions/mean_length",
     "cut off at the limit": "eval/completions/clipped_ratio",
     "rewards that failed": "eval/reward/errors",
@@ -130,7 +129,7 @@ def start_lines(config: Config, facts: Facts) -> list[str]:
     if config.tail_batching.enabled:
         lines.append("tail batching: short rounds defer their slowest prompts to long rounds")
     lines.append(f"output: {output_dir}, {progress_text(config, facts)}")
-    return [*lines, f"curves: {curves_command(output_dir)}"]
+    return [*lines, f"TensorBoard: {curves_command(output_dir)}"]
 
 
 def device_text(hardware: dict[str, Any]) -> str:
@@ -180,8 +179,8 @@ def progress_text(config: Config, facts: Facts) -> str:
 
 def set_up_line(seconds: float, phases: dict[str, float]) -> str:
     """How long it took, and its parts. phases: seconds by name."""
-    parts = ", ".join(f"{name} {duration(phase_s)}" for name, phase_s in phases.items())
-    return f"set-up took {duration(seconds)}: {parts}"
+    parts = [f"{name} {duration(phase_s)}" for name, phase_s in phases.items()]
+    return f"set-up took {duration(seconds)}: {', '.join(parts)}"
 
 
 # Steps and evaluations
@@ -193,17 +192,16 @@ def step_text(metrics: dict[str, Any], totals: Totals, left_s: float) -> str:
     text = f"reward {compact(metrics['reward'])}"
     text += f", length {compact(metrics['completions/mean_length'])}"
     text += f", clipped {metrics['completions/clipped_ratio']:.0%}"
-    text += f", {duration(left_s)} left" if left_s > 0 else ""
+    text += f"; {duration(left_s)} left" if left_s > 0 else ""
     step_s = metrics["timing_s/step"]
     generate_s = metrics["timing_s/gen"] + metrics["timing_s/bubble"]
     train_s = metrics["timing_s/train"] + metrics["timing_s/sync"]
     rest_s = max(step_s - generate_s - train_s, 0.0)  # rewards, and gathering of samples
-    text += f"; {compact(step_s)} s: generate {compact(generate_s)}, train {compact(train_s)}"
-    text += f", rest {compact(rest_s)}"
+    text += f"; {step_s:.2f} s (generate {generate_s:.2f}, train {train_s:.2f}, rest {rest_s:.2f})"
     accepted = metrics.get("rollout/spec_accepted_tokens", 0)
     if drafted := accepted + metrics.get("rollout/spec_wasted_tokens", 0):
         text += f"; {accepted:,} draft tokens accepted ({accepted / drafted:.0%})"
-        if totals.saved_s > 0:
+        if totals.saved_s >= 0.05:
             text += f", {duration(totals.saved_s)} saved so far"
     if metrics.get("tail/is_long_round"):
         text += "; long round"
@@ -228,7 +226,7 @@ def sample_lines(
     """One sample. prompt, columns: see `Prompt`; rewards: by the function's path, NaN where it does
     not apply."""
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
-    scores = [f"{path.rsplit('.', 1)[-1]} {compact(value)}" for path, value in rewards.items()]
+    scores = [f"{path.rsplit('.', 1)[-1]} {value:.3g}" for path, value in rewards.items()]
     lines = [f"  prompt: {shorten(text)}", f"  response: {shorten(reply)}"]
     name = next((name for name in REFERENCES if columns.get(name) is not None), None)
     if name is not None:
@@ -251,12 +249,12 @@ def end_lines(
 ) -> list[str]:
     """What the run has come to, and where its files are. history: metrics of this process's steps;
     evaluations: updates before each, and its metrics; checkpoint: folder of the newest one."""
-    output_dir, max_steps, lines = config.run.output_dir, config.run.max_steps, []
-    if history or evaluations:
-        lines += table(history, num_updates) + evaluation_table(evaluations)
+    output_dir, of = config.run.output_dir, f"{num_updates} of {config.run.max_steps}"
+    lines = [*table(history, num_updates), *evaluation_table(evaluations)]
     if is_stopped:
-        of = f"{num_updates} of {max_steps}"
         lines.append(f"told to stop after {of} updates; the same command goes on from there")
+    elif history:
+        lines.append(f"finished: {of} steps")
     if history:
         rest_s = totals.seconds - totals.set_up_s - totals.generate_s - totals.train_s
         parts = f"set-up {duration(totals.set_up_s)}, generate {duration(totals.generate_s)}"
@@ -272,7 +270,7 @@ def end_lines(
     if checkpoint is not None:
         lines.append(f"checkpoint: {checkpoint} (a folder that from_pretrained loads)")
     lines.append(f"metrics: {os.path.join(output_dir, 'metrics.jsonl')}")
-    return [*lines, f"curves: {curves_command(output_dir)}"]
+    return [*lines, f"TensorBoard: {curves_command(output_dir)}"]
 
 
 def drafted_text(totals: Totals) -> str:
@@ -282,11 +280,8 @@ def drafted_text(totals: Totals) -> str:
     share = totals.accepted_tokens / totals.draft_tokens
     text = f"{totals.accepted_tokens:,} of {totals.draft_tokens:,} draft tokens accepted"
     text += f" ({share:.0%}); "
-    if totals.saved_s > 0:
-        text += f"about {duration(totals.saved_s)} of generation saved"
-    else:
-        text += f"no time saved, about {duration(-totals.saved_s)} lost"
-    return text + ", by the measured costs of forwards"
+    change = "saved" if totals.saved_s > 0 else "lost"
+    return f"{text}about {duration(abs(totals.saved_s))} of generation {change}, as estimated"
 
 
 def drafter_text(metrics: dict[str, Any]) -> str:
@@ -336,9 +331,9 @@ def evaluation_table(evaluations: list[tuple[int, dict[str, Any]]]) -> list[str]
     if not evaluations:
         return []
     shown = evaluations[:1] + evaluations[1:][1 - MAX_EVALUATIONS :]
-    keys = EVALUATION_ROWS | {
-        key.removeprefix("eval/"): key for key in pass_keys(shown[0][1]) if key != "eval/pass@1"
-    }
+    more = [key for key in pass_keys(shown[0][1]) if key != "eval/pass@1"]
+    keys = {"held-out reward": "eval/reward"}
+    keys |= {key.removeprefix("eval/"): key for key in more} | EVALUATION_ROWS
     rows = {row: [m.get(key, math.nan) for _, m in shown] for row, key in keys.items()}
     return ["", *grid([f"after {step}" for step, _ in shown], rows)]
 
