@@ -321,8 +321,8 @@ def make_drafter(
         for example in examples:
             training.add(example)
         if ranks.is_main:
-            learned = f"{config.drafter.warm_start:,} tokens of the policy's own responses"
-            log(f"drafter: trained on {learned}, with {training.num_updates} updates")
+            of = f"the policy's own responses (drafter.warm_start = {config.drafter.warm_start})"
+            log(f"drafter: trained with {training.num_updates} updates on {of}")
     source.enable(True)
     source.profile()
     return training, rows
