@@ -52,7 +52,7 @@ class Trainer:
     evaluated: int  # updates before the last evaluation, or -1
     linear: dict | None  # kernels of linear layers, see `setup.choose_linear`
     lock: IO | None  # keeps output_dir ours; on rank 0
-    console: Console
+    console: Console  # of rank 0; on other ranks it shows nothing
     logger: MetricsLogger | None = None  # of rank 0, while the run is open
     recorder: Recorder | None = None  # where the run is recorded
     evaluation_samples: Samples | None = None  # of the last evaluation
@@ -90,20 +90,19 @@ class Trainer:
 
     def facts(self) -> Facts:
         """What this run is, for the console."""
-        sampler, prompts = self.sampler, self.sampler.schedule.prompts
-        parameters = list(self.learner.model.parameters())
+        schedule, parameters = self.sampler.schedule, list(self.learner.model.parameters())
         return Facts(
             num_ranks=self.ranks.world_size,
             hardware=describe_hardware(self.ranks.device),
             kernel=self.learner.kernel,
             num_parameters=sum(p.numel() for p in parameters),
             num_trained=sum(p.numel() for p in parameters if p.requires_grad),
-            num_prompts=len(prompts),
+            num_prompts=len(schedule.prompts),
             num_held_out=len(self.eval_prompts),
-            num_dropped=prompts.num_dropped,
+            num_dropped=schedule.prompts.num_dropped,
             num_updates=self.num_updates,
             checkpoint=self.checkpoint,
-            num_deferred=len(sampler.schedule.deferred),
+            num_deferred=len(schedule.deferred),
         )
 
     def warm_start(self) -> None:
