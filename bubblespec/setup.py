@@ -76,7 +76,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         tokenizer = load_tokenizer(config)
         model = load_model(config, checkpoint, ranks.device)
         check_vocabulary(config, model, tokenizer)
-    with console.phase("checking the model against its own forward"):
+    with console.phase("checking the model"):
         kernel, slower = prepare(config, model, ranks)
         reference = make_reference(config, model, checkpoint, ranks)
     if slower and ranks.is_main:
@@ -96,7 +96,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    with console.phase("timing kernels of linear layers"):
+    with console.phase("timing linear layers"):
         kernels = choose_linear(config, ranks, model, state.get("linear"))
     if kernels is not None:
         plans = linear.read_plans(kernels)
@@ -110,7 +110,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     scorer = Scorer(config.reward, functions, tokenizer, ranks, has_reward)
     limits = (config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
     params = SamplingParams(*limits, stops, config.rollout.min_completion_length)
-    with console.phase("building the engine and timing its forwards"):
+    with console.phase("timing the engine"):
         engine, max_tp_rows = build_engine(config, learner, ranks)
         parts = (config, ranks, engine, params)
         sampler = make_sampler(*parts, schedule, scorer, reward_weights=weights)
