@@ -368,8 +368,6 @@ def compact(value: float) -> str:
     size = abs(value)
     if not math.isfinite(size):
         return "-"
-    if float(value).is_integer() and size >= 10:
-        return f"{value:,.0f}"
     if 0 < size < 0.001:
         return f"{value:.1e}"
     return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
