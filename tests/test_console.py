@@ -136,11 +136,11 @@ def test_tail_batching_in_words():
         said.append(summary.step_text(metrics, totals, 0.0).rpartition("; ")[2])
     assert said[1] == "short round, 5 prompts wait for a long one" and said[3] == "long round"
     assert summary.deferred_text(totals) == (
-        "10 prompts deferred in 3 short rounds, 1 long rounds; 2 prompts still wait for one"
+        "10 prompts deferred in 3 short rounds, 1 long round; prompts that still wait: 2"
     )
     nothing = Totals()
     nothing.add(METRICS | {"tail/is_long_round": 0, "tail/num_deferred": 0})
-    assert summary.deferred_text(nothing).startswith("no prompt was deferred in 1 short rounds")
+    assert summary.deferred_text(nothing).startswith("no prompt was deferred in 1 short round:")
 
 
 def evaluation(reward: float) -> dict:
@@ -201,8 +201,8 @@ def test_the_end_of_a_run():
         "finished: 60 of 60 steps",
         "time: 3 min 20 s for 20 steps: set-up 10 s, generate 1 min 0 s, train 15 s, evaluations, "
         "saves and all else 1 min 55 s",
-        "drafts: 60,000 of 80,000 draft tokens accepted (75%); about 30 s of generation saved, as "
-        "estimated",
+        "drafts: 60,000 of 80,000 draft tokens accepted (75%); about 30 s of generation saved (an "
+        "estimate)",
         "checkpoint: runs/a/checkpoint-60 (a folder that from_pretrained loads)",
         "metrics: runs/a/metrics.jsonl",
         "TensorBoard: tensorboard --logdir runs/a/tensorboard",
@@ -224,7 +224,7 @@ def test_the_end_of_runs_that_did_nothing_or_little():
     assert said[0].split() == ["step", "1"] and "drafts: none were verified" in said
     totals.saved_s, totals.draft_tokens = -2.0, 10
     assert summary.drafted_text(totals).endswith(
-        "(0%); about 2.0 s of generation lost, as estimated"
+        "(0%); about 2.0 s of generation lost (an estimate)"
     )
 
 
@@ -370,6 +370,6 @@ def test_lines_do_not_tear_the_bar(monkeypatch):
     assert "loading the model ..." in screen.getvalue(), "it was there"
     warning, set_up, hint, *lines, bar, end = screen.lines()
     assert warning == "a warning" and set_up.startswith("set-up took ")
-    assert hint.startswith("hint: after 1 steps: all responses") and end == ""
+    assert hint.startswith("hint: after 1 step: all responses") and end == ""
     assert lines == ["line 0", "line 1"]
     assert bar.startswith("2/2 steps |") and "reward 0.250, length 38.1, clipped 100%" in bar

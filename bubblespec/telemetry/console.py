@@ -148,7 +148,7 @@ class Hints:
 
     def of_step(self, step: int, metrics: dict[str, Any]) -> list[str]:
         """Lines about a step with these metrics, which counts from 0, and those before it."""
-        found, after = {}, f"after {step + 1} steps"
+        found, after = {}, f"after {summary.several(step + 1, 'step')}"
         self._num_equal = self._num_equal + 1 if metrics["frac_reward_zero_std"] == 1 else 0
         if self._num_equal >= EQUAL_STEPS:
             found["equal"] = (

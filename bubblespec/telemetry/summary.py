@@ -137,8 +137,7 @@ def device_text(hardware: dict[str, Any]) -> str:
     `describe_hardware`."""
     if hardware["gpu"] is not None:
         return hardware["gpu"]
-    threads = f"{hardware['threads']} thread" + "s" * (hardware["threads"] != 1)
-    return f"CPU ({hardware['cpu']}, {threads} per rank)"
+    return f"CPU ({hardware['cpu']}, {several(hardware['threads'], 'thread')} per rank)"
 
 
 def data_text(config: Config, facts: Facts) -> str:
@@ -212,7 +211,8 @@ def step_text(metrics: dict[str, Any], totals: Totals, left_s: float) -> str:
 
 def evaluation_line(step: int, metrics: dict[str, Any]) -> str:
     """The result of an evaluation after `step` updates."""
-    text = f"evaluation after {step} steps: held-out reward {compact(metrics['eval/reward'])}"
+    text = f"evaluation after {several(step, 'step')}"
+    text += f": held-out reward {compact(metrics['eval/reward'])}"
     if ks := [key for key in pass_keys(metrics) if key != "eval/pass@1"]:
         text += f", {ks[-1].removeprefix('eval/')} {compact(metrics[ks[-1]])}"
     text += f", length {compact(metrics['eval/completions/mean_length'])}"
@@ -260,7 +260,8 @@ def end_lines(
         parts = f"set-up {duration(totals.set_up_s)}, generate {duration(totals.generate_s)}"
         parts += f", train {duration(totals.train_s)}"
         parts += f", evaluations, saves and all else {duration(max(rest_s, 0.0))}"
-        lines.append(f"time: {duration(totals.seconds)} for {len(history)} steps: {parts}")
+        steps = several(len(history), "step")
+        lines.append(f"time: {duration(totals.seconds)} for {steps}: {parts}")
         if config.speculative.method != "none":
             lines.append(f"drafts: {drafted_text(totals)}")
         if accepted := drafter_text(history[-1]):
@@ -281,7 +282,7 @@ def drafted_text(totals: Totals) -> str:
     text = f"{totals.accepted_tokens:,} of {totals.draft_tokens:,} draft tokens accepted"
     text += f" ({share:.0%}); "
     change = "saved" if totals.saved_s > 0 else "lost"
-    return f"{text}about {duration(abs(totals.saved_s))} of generation {change}, as estimated"
+    return f"{text}about {duration(abs(totals.saved_s))} of generation {change} (an estimate)"
 
 
 def drafter_text(metrics: dict[str, Any]) -> str:
@@ -299,11 +300,11 @@ def deferred_text(totals: Totals) -> str:
     short, long = totals.num_rounds
     if not totals.num_deferred:
         return (
-            f"no prompt was deferred in {short} short rounds: with over_sampling_ratio=auto that "
+            f"no prompt was deferred in {several(short, 'short round')}: with over_sampling_ratio=auto that "
             "begins once lengths are known and deferring is expected to save time"
         )
-    text = f"{totals.num_deferred} prompts deferred in {short} short rounds"
-    return f"{text}, {long} long rounds; {totals.num_waiting} prompts still wait for one"
+    text = f"{several(totals.num_deferred, 'prompt')} deferred in {several(short, 'short round')}"
+    return f"{text}, {several(long, 'long round')}; prompts that still wait: {totals.num_waiting}"
 
 
 def table(history: list[dict[str, Any]], num_updates: int) -> list[str]:
@@ -371,6 +372,11 @@ def compact(value: float) -> str:
     if 0 < size < 0.001:
         return f"{value:.1e}"
     return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
+
+
+def several(number: int, noun: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def count(number: int) -> str:
