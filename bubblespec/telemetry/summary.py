@@ -290,19 +290,18 @@ def drafter_text(metrics: dict[str, Any]) -> str:
     shares = [metrics.get(key) for key in DRAFTER_KEYS]
     if None in shares:
         return ""
-    first, second, third = (f"{share:.0%}" for share in shares)
-    text = f"of its drafts {first} have the first token right, {second} the first two, "
-    return f"{text}{third} the first three"
+    right = ["{:.0%} have the first token right", "{:.0%} the first two", "{:.0%} the first three"]
+    return "of its drafts " + ", ".join(
+        s.format(share) for s, share in zip(right, shares, strict=True)
+    )
 
 
 def deferred_text(totals: Totals) -> str:
     """What tail batching has done."""
     short, long = totals.num_rounds
     if not totals.num_deferred:
-        return (
-            f"no prompt was deferred in {several(short, 'short round')}: with over_sampling_ratio=auto that "
-            "begins once lengths are known and deferring is expected to save time"
-        )
+        when = "auto defers once lengths are known and that is expected to save time"
+        return f"no prompt was deferred in {several(short, 'short round')}: {when}"
     text = f"{several(totals.num_deferred, 'prompt')} deferred in {several(short, 'short round')}"
     return f"{text}, {several(long, 'long round')}; prompts that still wait: {totals.num_waiting}"
 
