@@ -71,7 +71,7 @@ def test_the_start_of_a_new_run():
     assert summary.start_lines(make_config(), FACTS) == [
         "model: my/model, 1.54 B parameters, bfloat16",
         "ranks: 4 on CPU (Fast 9000, 1 thread per rank), sdpa attention",
-        "step: 10 prompts x 3 responses of up to 512 tokens; 7.50 responses per rank",
+        "step: 10 prompts x 3 responses of up to 512 tokens; 7.5 responses per rank",
         "data: 9,872 prompts from problems.jsonl, 128 held out; none dropped as longer than "
         "rollout.max_prompt_length = 512",
         "drafts: generated ahead in idle time (bubble), matched in earlier text (suffix)",
@@ -184,7 +184,7 @@ def end(config: Config, totals: Totals, history: list, evaluations=(), **run) ->
 
 def test_the_end_of_a_run():
     """Twenty steps of a run that was resumed: the first two against the last two."""
-    history = [METRICS | DRAFTS | {"reward": n / 32, "entropy": 0.0} for n in range(20)]
+    history = [METRICS | DRAFTS | {"reward": n / 32, "entropy": 4e-4} for n in range(20)]
     totals = Totals(seconds=200.0, set_up_s=10.0)
     for metrics in history:
         totals.add(metrics)
@@ -241,7 +241,7 @@ def test_the_learned_drafter_in_words():
     "value, text",
     [
         (0.0, "0.000"),
-        (1e-6, "1.0e-06"),
+        (1e-6, "0.000"),
         (0.4687, "0.469"),
         (-1.5, "-1.50"),
         (38.125, "38.1"),

@@ -36,6 +36,7 @@ EVALUATION_ROWS = {
 DRAFTER_KEYS = tuple(f"drafter/accepted_{n}" for n in (1, 2, 3))
 KEPT = (*STEP_ROWS.values(), *DRAFTER_KEYS)  # metrics of each step, for the end
 SHARES = {row for row in STEP_ROWS if row.startswith(("groups", "cut off", "draft"))}  # as percent
+SMALL = 5e-4  # numbers below it are shown as 0
 MAX_EVALUATIONS = 6  # in the table: the first, and the latest
 METHODS = {
     "bubble": "generated ahead in idle time",
@@ -97,8 +98,9 @@ class Totals:
         accepted = metrics.get("rollout/spec_accepted_tokens", 0)
         self.draft_tokens += accepted + metrics.get("rollout/spec_wasted_tokens", 0)
         self.accepted_tokens += accepted
-        self.saved_s += metrics.get("rollout/spec_saved_s", 0.0)
-        if "tail/num_deferred" in metrics:
+        if "tail/num_deferred" not in metrics:  # else rows end where the cost model does not
+            self.saved_s += metrics.get("rollout/spec_saved_s", 0.0)
+        else:
             self.num_rounds[metrics["tail/is_long_round"]] += 1
             waiting = metrics["tail/num_deferred"]
             self.num_deferred += max(waiting - self.num_waiting, 0)
@@ -112,7 +114,7 @@ def start_lines(config: Config, facts: Facts) -> list[str]:
     """What is about to run, and where its files are."""
     rollout, output_dir = config.rollout, config.run.output_dir
     num_responses = rollout.num_prompts_per_step * rollout.num_generations
-    per_rank = compact(num_responses / facts.num_ranks)
+    per_rank = f"{num_responses / facts.num_ranks:.4g}"
     step = f"{rollout.num_prompts_per_step} prompts x {rollout.num_generations} responses"
     step += f" of up to {rollout.max_completion_length} tokens; {per_rank} responses per rank"
     trained = ""
@@ -280,9 +282,11 @@ def drafted_text(totals: Totals) -> str:
         return "none were verified"
     share = totals.accepted_tokens / totals.draft_tokens
     text = f"{totals.accepted_tokens:,} of {totals.draft_tokens:,} draft tokens accepted"
-    text += f" ({share:.0%}); "
+    text += f" ({share:.0%})"
+    if totals.saved_s == 0:
+        return text
     change = "saved" if totals.saved_s > 0 else "lost"
-    return f"{text}about {duration(abs(totals.saved_s))} of generation {change} (an estimate)"
+    return f"{text}; about {duration(abs(totals.saved_s))} of generation {change} (an estimate)"
 
 
 def drafter_text(metrics: dict[str, Any]) -> str:
@@ -339,11 +343,11 @@ def evaluation_table(evaluations: list[tuple[int, dict[str, Any]]]) -> list[str]
 
 
 def grid(titles: Sequence[str], rows: dict[str, list[float]]) -> list[str]:
-    """A table with a column for each title; rows without a number other than 0 are left out."""
+    """A table with a column for each title; rows that would be all 0 are left out."""
     width = max(12, *(len(title) + 2 for title in titles))
     lines = [f"{'':28}" + "".join(f"{title:>{width}}" for title in titles)]
     for row, values in rows.items():
-        if any(math.isfinite(value) and value != 0 for value in values):
+        if any(abs(value) >= SMALL for value in values):  # false for NaN
             shown = (f"{value:.0%}" if row in SHARES else compact(value) for value in values)
             lines.append(f"{row:28}" + "".join(f"{text:>{width}}" for text in shown))
     return lines
@@ -368,8 +372,6 @@ def compact(value: float) -> str:
     size = abs(value)
     if not math.isfinite(size):
         return "-"
-    if 0 < size < 0.001:
-        return f"{value:.1e}"
     return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
 
 
