@@ -98,7 +98,7 @@ class Totals:
         accepted = metrics.get("rollout/spec_accepted_tokens", 0)
         self.draft_tokens += accepted + metrics.get("rollout/spec_wasted_tokens", 0)
         self.accepted_tokens += accepted
-        if "tail/num_deferred" not in metrics:  # else rows end where the cost model does not
+        if "tail/num_deferred" not in metrics:  # the estimate knows no cut responses
             self.saved_s += metrics.get("rollout/spec_saved_s", 0.0)
         else:
             self.num_rounds[metrics["tail/is_long_round"]] += 1
@@ -283,7 +283,7 @@ def drafted_text(totals: Totals) -> str:
     share = totals.accepted_tokens / totals.draft_tokens
     text = f"{totals.accepted_tokens:,} of {totals.draft_tokens:,} draft tokens accepted"
     text += f" ({share:.0%})"
-    if totals.saved_s == 0:
+    if abs(totals.saved_s) < 0.05:
         return text
     change = "saved" if totals.saved_s > 0 else "lost"
     return f"{text}; about {duration(abs(totals.saved_s))} of generation {change} (an estimate)"
