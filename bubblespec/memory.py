@@ -275,9 +275,10 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
     count = sum(p.numel() for p in model.parameters())
     rows = [(needs.weights, "weights"), (needs.gradients, "gradients")]
     rows += [(needs.optimizer, "optimizer state"), (needs.drafter, "drafter")]
-    rows += [(needs.lasting, "lasting"), (needs.training, "gradient step, estimated")]
-    rows += [(needs.rollout, "or a forward of the rollout")]
-    rows += [(needs.slot, f"keys and values of {max_length(config)} tokens")]
+    rows += [(needs.lasting, "total, for the whole run")]
+    rows += [(needs.training, "gradient step, in addition (estimated)")]
+    rows += [(needs.rollout, "forward of a rollout, in addition, at another time (estimated)")]
+    rows += [(needs.slot, f"keys and values of one response of {max_length(config)} tokens")]
     title = f"{config.model.path}: {count / 1e9:.2f} B parameters in {config.model.dtype}"
     lines = [f"{title}, {world_size} ranks; GB on each"]
     lines += [f"{size / 1e9:8.2f}  {name}" for size, name in rows if size]
@@ -287,11 +288,11 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
     for name, total in CARDS.items():
         room = total * config.rollout.gpu_memory_utilization - needs.lasting
         fitting = max(int(needs.room_for_cache(room, config) // unit) - spare, 0)
-        what = f"{fitting} slots fit, {max_slots(config, world_size)} are of use"
+        what = f"room for {fitting} responses at once, {max_slots(config, world_size)} are useful"
         if has_pages(config):
             # On average a row leaves half of its last page empty.
             mean = min(max(int((fitting / count - 0.5) * PAGE), 0), max_length(config))
-            what = f"{fitting} pages of {PAGE} tokens hold {count} rows of {mean} on average"
+            what = f"{fitting} pages of {PAGE} tokens: {count} responses of {mean} on average"
         fits = "fits" if room >= needs.training and fitting >= needed else "DOES NOT FIT"
         lines.append(f"{world_size} x {name}: {fits}; {what}")
     return "\n".join(lines)

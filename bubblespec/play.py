@@ -28,6 +28,13 @@ from bubblespec.rewards.functions import Sample, load_reward, score, takes_envir
 from bubblespec.rollout.episodes import episode_seed
 
 NAME = "episode"
+REASONS = {
+    "done": "the environment has ended it",
+    "no_call": "a turn without a tool call",
+    "max_turns": "environment.max_turns reached",
+    "length": "rollout.max_completion_length reached",
+    "error": "the environment failed",
+}
 GREEN, CYAN, NO_COLOUR = "\033[32m", "\033[36m", "\033[0m"
 
 
@@ -62,7 +69,7 @@ def play(config: Config, number: int, lines: Iterator[str], has_colour: bool) ->
         print(tokenizer.decode(list(prompt.token_ids)), end="")
         show(response, CYAN)
         print(f"[prompt: {len(prompt.token_ids)} tokens, and {len(response)} of the environment]")
-        log("An empty line ends the turn, the end of input the episode.")
+        log("Type the model's turn; an empty line ends it, and Ctrl-D ends the episode.")
         while reason is None and (text := read_turn(lines)) is not None:
             turn = [*tokenizer(text, add_special_tokens=False)["input_ids"], stop]
             turn = turn[: turn.index(stop) + 1][: limit - len(response)]
@@ -84,7 +91,8 @@ def play(config: Config, number: int, lines: Iterator[str], has_colour: bool) ->
         needs_environment = any(map(takes_environments, functions.values()))
         outcome = environments.end(NAME, with_environment=needs_environment).result()
     length = f"{len(response)} of {limit} tokens, {num_sampled} trained on"
-    print(f"[over: {reason or 'end of input'}; response: {length}]")
+    why = reason if reason is None else f"{reason} ({REASONS[reason]})"
+    print(f"[over: {why or 'end of input'}; response: {length}]")
     if form.has_reward:
         print(f"reward of the environment: {outcome.problem or outcome.reward}")
     elif outcome.problem:

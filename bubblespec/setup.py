@@ -57,6 +57,7 @@ from bubblespec.rewards.functions import RewardFunction, check_arguments, load_r
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.tp_tail import make_tp_tail
+from bubblespec.telemetry.console import Console
 from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer
 from bubblespec.types import Prompt
@@ -66,32 +67,37 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     """Load model, data and rewards, and continue from a checkpoint if there is one. All ranks call
     it together. Raises InputError for bad input."""
     config = with_dtype(config, ranks.device.type)
+    console = Console(config, ranks.is_main)
     torch.manual_seed(config.run.seed)
-    checkpoint = find_checkpoint(config, ranks)
-    state = read_state(checkpoint) if checkpoint else {"step": 0, "evaluated": -1}
-    functions = {path: load_reward(path) for path in config.reward.functions}
-    tokenizer = load_tokenizer(config)
-    model = load_model(config, checkpoint, ranks.device)
-    check_vocabulary(config, model, tokenizer)
-    kernel, slower = prepare(config, model, ranks)
+    with console.phase("loading the model"):
+        checkpoint = find_checkpoint(config, ranks)
+        state = read_state(checkpoint) if checkpoint else {"step": 0, "evaluated": -1}
+        functions = {path: load_reward(path) for path in config.reward.functions}
+        tokenizer = load_tokenizer(config)
+        model = load_model(config, checkpoint, ranks.device)
+        check_vocabulary(config, model, tokenizer)
+    with console.phase("checking the model"):
+        kernel, slower = prepare(config, model, ranks)
+        reference = make_reference(config, model, checkpoint, ranks)
     if slower and ranks.is_main:
         log(f"warning: {slower}")
-    reference = make_reference(config, model, checkpoint, ranks)
     form = None
     if config.environment.is_used:
         form = load_form(config.environment.factory, config.environment.tools)
     has_reward = form is not None and form.has_reward
     weights = check_weights(config, has_reward)
-    train_prompts, eval_prompts = load_prompts(config, tokenizer, form)
-    check_prompts(config, functions, train_prompts, eval_prompts, ranks)
-    if form is not None:
-        prompt = train_prompts.prompts[0]
-        check_environment(config.environment, tokenizer, prompt.text, prompt.columns)
+    with console.phase("reading the data"):
+        train_prompts, eval_prompts = load_prompts(config, tokenizer, form)
+        check_prompts(config, functions, train_prompts, eval_prompts, ranks)
+        if form is not None:
+            prompt = train_prompts.prompts[0]
+            check_environment(config.environment, tokenizer, prompt.text, prompt.columns)
     stops = stop_tokens(config, model, tokenizer)
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    kernels = choose_linear(config, ranks, model, state.get("linear"))
+    with console.phase("timing linear layers"):
+        kernels = choose_linear(config, ranks, model, state.get("linear"))
     if kernels is not None:
         plans = linear.read_plans(kernels)
         linear.use_plans(model, plans)
@@ -100,12 +106,18 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             linear.use_plans(reference, trained)
     parts = {"config": config, "ranks": ranks, "model": model, "reference": reference}
     learner = Learner(**parts, optimizer=optimizer, kernel=kernel)
-    engine, max_tp_rows = build_engine(config, learner, ranks)
     schedule = make_schedule(config, train_prompts)
     scorer = Scorer(config.reward, functions, tokenizer, ranks, has_reward)
     limits = (config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
     params = SamplingParams(*limits, stops, config.rollout.min_completion_length)
-    sampler = make_sampler(config, ranks, engine, params, schedule, scorer, reward_weights=weights)
+    with console.phase("timing the engine"):
+        engine, max_tp_rows = build_engine(config, learner, ranks)
+        parts = (config, ranks, engine, params)
+        sampler = make_sampler(*parts, schedule, scorer, reward_weights=weights)
+        board, stats = sampler.board, sampler.stats
+        sampler.tail = make_tp_tail(*parts, board, stats, max_rows=max_tp_rows)
+        if sampler.tail is not None and config.rollout.tp_tail_max_rows == "auto":
+            stats.guards["tp_tail"] = Guard()
     if checkpoint:
         with refuse_what_does_not_fit(checkpoint):
             schedule.load_state_dict(load_arrays(checkpoint, PLANNER_FILE))
@@ -115,11 +127,6 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         atexit.register(sampler.environments.close)
     if config.optim.stream_gradients:
         sampler.learner = learner
-    sampler.tail = make_tp_tail(
-        config, ranks, engine, params, sampler.board, sampler.stats, max_rows=max_tp_rows
-    )
-    if sampler.tail is not None and config.rollout.tp_tail_max_rows == "auto":
-        sampler.stats.guards["tp_tail"] = Guard()
     if "drafter" in config.speculative.method:
         read_drafter(config, model, checkpoint)  # a bad one is refused before anything is written
     locks: list[IO] = []  # of rank 0; where it cannot have the folder, all ranks raise what it says
@@ -138,6 +145,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         evaluated=state["evaluated"],
         linear=kernels,
         lock=locks[0] if locks else None,
+        console=console,
     )
 
 
@@ -228,18 +236,14 @@ def check_prompts(
     eval_prompts: list[Prompt],
     ranks: Ranks,
 ) -> None:
-    """Rewards find their columns, and there are enough prompts; warnings of what else may surprise.
-    Raises InputError."""
+    """Rewards find their columns, and there are enough prompts. Raises InputError."""
     sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
     for path, function in functions.items():
         for source, prompts in sources.items():
             if prompts:
                 is_used = config.environment.is_used
                 check_arguments(path, function, prompts[0].columns, source, is_used)
-    longest, num_prompts = config.rollout.max_prompt_length, config.rollout.num_prompts_per_step
-    if train_prompts.num_dropped and ranks.is_main:
-        num_dropped = train_prompts.num_dropped
-        log(f"data: {num_dropped} prompts over rollout.max_prompt_length = {longest} dropped")
+    num_prompts = config.rollout.num_prompts_per_step
     train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
     if num_prompts < ranks.world_size:
         shortage = f"{num_prompts} prompts for {ranks.world_size} ranks"

@@ -4,6 +4,7 @@ setup.py makes the parts."""
 import contextlib
 import gc
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import IO
@@ -24,13 +25,14 @@ from bubblespec.records import Span, StepRecord
 from bubblespec.rewards.functions import RewardFunction, combine
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry import report as reports
+from bubblespec.telemetry.console import Console
 from bubblespec.telemetry.metrics import MetricsLogger
+from bubblespec.telemetry.summary import Facts
 from bubblespec.telemetry.timeline import gather_lanes
-from bubblespec.telemetry.trace import Recorder
-from bubblespec.types import Group, Prompt, has_zero_std
+from bubblespec.telemetry.trace import Recorder, describe_hardware
+from bubblespec.types import Group, Prompt, Samples
 
 SAMPLE_STEPS = 10  # from one set of sample completions in TensorBoard to the next
-EQUAL_STEPS = 3  # in a row without a difference in any group's rewards, after which the run warns
 
 
 @dataclass(kw_only=True)
@@ -50,9 +52,10 @@ class Trainer:
     evaluated: int  # updates before the last evaluation, or -1
     linear: dict | None  # kernels of linear layers, see `setup.choose_linear`
     lock: IO | None  # keeps output_dir ours; on rank 0
+    console: Console  # of rank 0; on other ranks it shows nothing
     logger: MetricsLogger | None = None  # of rank 0, while the run is open
     recorder: Recorder | None = None  # where the run is recorded
-    num_equal: int = 0  # latest steps in a row in which all responses to each prompt scored alike
+    evaluation_samples: Samples | None = None  # of the last evaluation
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -61,36 +64,59 @@ class Trainer:
         same, by the continuation. Raises SaveFailed."""
         run = self.config.run
         if self.ranks.is_main:
-            self.logger = MetricsLogger(run.output_dir, self.num_updates, run.max_steps)
-            if self.num_updates >= run.max_steps:
-                done = f"all {self.num_updates} steps of this run are done"
-                log(f"{done}; a larger run.max_steps goes on with it")
-            elif self.checkpoint is not None:
-                log(f"continuing at step {self.num_updates} from {self.checkpoint}")
+            self.logger = MetricsLogger(run.output_dir, self.num_updates)
+            self.console.start(self.facts())
         if run.trace:
             self.recorder = Recorder(self.config, self.ranks, self.num_updates)
         # Without this a collection takes 0.3 s, on each rank at another time, and makes stragglers.
         gc.collect()
         gc.freeze()
+        is_stopped = False
         try:
             yield
         except StopRequested:
+            is_stopped = True
             if self.saved != self.num_updates:
                 self.save(is_last=True)
-            if self.ranks.is_main:
-                of = f"{self.num_updates} of {run.max_steps}"
-                log(f"told to stop after {of} updates; the same command goes on from there")
         finally:
             gc.unfreeze()
+            self.console.close()
             if self.logger is not None:
                 self.logger.close()
+        if self.ranks.is_main:
+            newest = os.path.join(run.output_dir, f"checkpoint-{self.saved}")
+            newest = newest if os.path.isdir(newest) else self.checkpoint
+            self.console.end(self.num_updates, newest, is_stopped)
+
+    def facts(self) -> Facts:
+        """What this run is, for the console."""
+        schedule, parameters = self.sampler.schedule, list(self.learner.model.parameters())
+        return Facts(
+            num_ranks=self.ranks.world_size,
+            hardware=describe_hardware(self.ranks.device),
+            kernel=self.learner.kernel,
+            num_parameters=sum(p.numel() for p in parameters),
+            num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+            num_prompts=len(schedule.prompts),
+            num_held_out=len(self.eval_prompts),
+            num_dropped=schedule.prompts.num_dropped,
+            num_updates=self.num_updates,
+            checkpoint=self.checkpoint,
+            num_deferred=len(schedule.deferred),
+        )
 
     def warm_start(self) -> None:
-        """Make the drafter before the first step, where one is wanted: read or trained. Raises
+        """The end of set-up. Make the drafter, where one is wanted: read or trained. Raises
         StopRequested, InputError."""
+        wants_drafter = "drafter" in self.config.speculative.method
+        if wants_drafter and self.num_updates < self.config.run.max_steps:
+            with self.console.phase("preparing the drafter"):
+                self._make_drafter()
+        if self.ranks.is_main:
+            self.console.end_set_up(self.num_updates)
+
+    def _make_drafter(self) -> None:
         config, sampler, step = self.config, self.sampler, self.num_updates
-        if "drafter" not in config.speculative.method or step >= config.run.max_steps:
-            return
         parts = (sampler.engine, sampler.params, sampler.schedule, sampler.proposer.cost)
         options = {"plans": read_plans(self.linear), "checkpoint": self.checkpoint}
         drafter, rows = make_drafter(config, self.ranks, *parts, step=step, **options)
@@ -154,20 +180,13 @@ class Trainer:
         if self.logger is None:
             return
         self.logger.log(step, metrics)
+        self.console.show_step(step, metrics)
         if step % SAMPLE_STEPS == 0:
             self.logger.log_samples(step, record.samples, record.rewards.ravel(), self.tokenizer)
         if step in run.timeline_steps:
             is_long, title = metrics.get("tail/is_long_round"), self.config.speculative.method
             title += "" if is_long is None else (", long round" if is_long else ", short round")
             self.logger.log_timeline(step, lanes, title)
-        self.num_equal = self.num_equal + 1 if has_zero_std(record.rewards).all() else 0
-        if self.num_equal == EQUAL_STEPS:
-            log(
-                f"warning: in {EQUAL_STEPS} steps in a row, up to step {step}, all responses to "
-                "each prompt got the same reward, so there was nothing to learn from; check "
-                "reward.functions, take prompts that the model solves now and then, or raise "
-                "rollout.num_generations or rollout.temperature"
-            )
 
     def evaluate_if_due(self) -> None:
         """Evaluate where run.eval_steps wants it; what was evaluated before the run was interrupted
@@ -175,9 +194,12 @@ class Trainer:
         run, done = self.config.run, self.num_updates
         is_due = run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps)
         if is_due and self.evaluated != done:
-            metrics = self.evaluate()
+            with self.console.phase("evaluating"):
+                metrics = self.evaluate()
             if self.logger is not None:
                 self.logger.log_evaluation(done, metrics)
+                parts = (self.evaluation_samples, self.sampler.scorer.names, self.tokenizer)
+                self.console.show_evaluation(done, metrics, *parts)
 
     def evaluate(self) -> dict[str, float | str]:
         """Held-out mean reward and pass@k, under noise that is the same at every evaluation, so
@@ -208,7 +230,7 @@ class Trainer:
         for k in (1 << i for i in range(settings.num_generations.bit_length())):
             metrics[f"eval/pass@{k}"] = float(expected_best(by_prompt, k).mean())
         metrics |= reports.evaluation_metrics(self.ranks, samples, rollout, seconds)
-        self.evaluated = self.num_updates
+        self.evaluated, self.evaluation_samples = self.num_updates, samples
         return metrics
 
     def save_if_due(self) -> None:
@@ -223,19 +245,20 @@ class Trainer:
         fails the run goes on, with a warning; but if this is its last save, raises SaveFailed."""
         done = self.num_updates
         self.ranks.place = f"save after {done} updates"
-        problem = save_checkpoint(
-            self.config,
-            step=done,
-            evaluated=self.evaluated,
-            model=self.learner.model,
-            tokenizer=self.tokenizer,
-            optimizer=self.learner.optimizer,
-            schedule=self.sampler.schedule.state_dict(),
-            speculation=self.sampler.state_dict(),
-            linear=self.linear,
-            drafter=self.sampler.drafter,
-            ranks=self.ranks,
-        )
+        with self.console.phase(f"saving checkpoint-{done}"):
+            problem = save_checkpoint(
+                self.config,
+                step=done,
+                evaluated=self.evaluated,
+                model=self.learner.model,
+                tokenizer=self.tokenizer,
+                optimizer=self.learner.optimizer,
+                schedule=self.sampler.schedule.state_dict(),
+                speculation=self.sampler.state_dict(),
+                linear=self.linear,
+                drafter=self.sampler.drafter,
+                ranks=self.ranks,
+            )
         if problem is None:
             self.saved = done
             return

@@ -161,7 +161,7 @@ def test_long_prompts_are_dropped_with_a_count_and_not_all_of_them(
 ):
     rows = [*GOOD, {"prompt": "1 + " * 200, "answer": ""}]
     code, said = run(monkeypatch, tmp_path / "some", *data("some.jsonl", rows))
-    assert code == 0 and "data: 1 prompts over rollout.max_prompt_length = 160 dropped" in said
+    assert code == 0 and "; 1 dropped as longer than rollout.max_prompt_length = 160\n" in said
     message = refusal(*data("all.jsonl", rows[4:] * 3))
     assert message.startswith("rollout.num_prompts_per_step: 2, but the data has 0 usable prompts")
 

@@ -44,6 +44,7 @@ def run_here(monkeypatch, capsys, *overrides: str) -> tuple[int, list[tuple[str,
 def test_all_checks_of_the_default_run(ranks, tmp_path):
     done = launch(ranks, [*COMMAND, *SHORT, "run.output_dir=runs/my run"], TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "no check failed; this trains:\ntorchrun " in done.stdout
     lines, *command = done.stdout.rpartition("torchrun ")
     found = parsed(lines)
     assert list(dict.fromkeys(name for name, _, _ in found)) == list(CHECKS)
@@ -54,7 +55,9 @@ def test_all_checks_of_the_default_run(ranks, tmp_path):
     of = {name: text for name, _, text in found}
     together = "shared memory" if ranks else "not applicable: one rank"
     assert together in of["collectives"]
-    assert re.match(r"6 responses of up to 64 tokens are the same: .* with [1-9]", of["rollouts"])
+    assert re.match(
+        r"6 responses of up to 64 tokens are the same with .* s with [1-9]", of["rollouts"]
+    )
     assert not any(tmp_path.iterdir())
 
 

@@ -145,7 +145,7 @@ SETTINGS = [
 ]
 
 
-def test_with_lora_truncated_sampling_and_freed_cache(monkeypatch, tmp_path):
+def test_with_lora_truncated_sampling_and_freed_cache(monkeypatch, tmp_path, capfd):
     options = [*OPTIONS, *SETTINGS, "run.max_steps=2"]
     patch = partial(monkeypatch.setattr, raising=False)
     without, folder = tmp_path / "without", tmp_path / "drafted"
@@ -155,3 +155,4 @@ def test_with_lora_truncated_sampling_and_freed_cache(monkeypatch, tmp_path):
     train_in_virtual_time(*options, *DRAFTER, ALL, f"run.output_dir={folder}")
     assert digests(folder) == digests(without) and len(set(digests(without))) == 2
     assert num_drafted(folder) > 0
+    assert capfd.readouterr().err.count(TRAINED) == 1

@@ -262,7 +262,7 @@ def test_the_command_prints_a_table(monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().out
     found = re.findall(r"^ *([\d.]+)  (\w+)", printed, re.M)
     sizes = {name: float(size) for size, name in found}
-    assert {"weights", "gradients", "optimizer", "lasting", "gradient", "keys"} <= sizes.keys()
+    assert {"weights", "gradients", "optimizer", "total", "gradient", "keys"} <= sizes.keys()
     assert "4 x 80 GB: fits; " in printed and "4 x 141 GB: fits; " in printed
 
 

@@ -59,7 +59,7 @@ def run(
     folder, steps: range, evaluate_at: tuple[int, ...] = (), close: bool = True, **more
 ) -> MetricsLogger:
     """The trainer's order: a step's line, then the evaluation after it."""
-    logger = MetricsLogger(str(folder), steps.start, 100)
+    logger = MetricsLogger(str(folder), steps.start)
     if steps.start == 0 and 0 in evaluate_at:
         logger.log_evaluation(0, {"eval/reward": 0.0})
     for step in steps:
@@ -130,7 +130,7 @@ def test_samples_and_accepted_lengths_go_to_tensorboard(tmp_path):
 
     groups = [Group(Prompt(u, f"question {u}", (1,), {}), 0) for u in range(2)]
     tokens = [np.array(ids, np.int32) for ids in ([0], [1, 2], [3, 4, 5], [6])]
-    logger = MetricsLogger(str(tmp_path), 0, 10)
+    logger = MetricsLogger(str(tmp_path), 0)
     rewards = np.array([0.0, 0.25, 0.5, 1.0])
     samples = samples_of(groups, tokens)
     samples.full_logprob[2] = np.array([0, np.nan, 0])
@@ -157,7 +157,7 @@ def test_samples_and_accepted_lengths_go_to_tensorboard(tmp_path):
 
 def test_metrics_wait_for_room(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of TensorBoard's thread
-    logger = MetricsLogger(str(tmp_path), 0, 10)
+    logger = MetricsLogger(str(tmp_path), 0)
     logger.log(0, BASE)
     size = os.path.getsize(tmp_path / "metrics.jsonl")
     with FullDisk(size + 10):
@@ -176,7 +176,7 @@ def test_metrics_wait_for_room(tmp_path, capsys, monkeypatch):
 def test_curves_fail_without_ending_the_run(tmp_path, capsys, monkeypatch):
     """Room for the lines, none for TensorBoard's files."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of TensorBoard's thread
-    logger = MetricsLogger(str(tmp_path), 0, 10)
+    logger = MetricsLogger(str(tmp_path), 0)
     with FullDisk(2000):
         for step in range(10):
             logger.log(step, BASE)

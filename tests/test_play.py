@@ -64,7 +64,7 @@ def test_sum_game_asks_again_after_a_wrong_answer(run, num_wrong, reward):
     turns = [*["<answer>999</answer>"] * num_wrong, f"<answer>{sum(asked)}</answer>"][:3]
     code, said, _ = run(SUM, "\n\n".join(turns))
     assert code == 0
-    assert "[over: done;" in said and f"reward of the environment: {reward}" in said
+    assert "[over: done (" in said and f"reward of the environment: {reward}" in said
     assert said.count("\u27e6") == len(turns)  # the end of the prompt, and the questions after it
     assert all(f"{turn}<|endoftext|>\n[turn: " in said for turn in turns)
     assert "\033" not in said
@@ -92,7 +92,7 @@ def test_counts_add_up(run):
 @pytest.mark.parametrize("text", ["1 " * 200, "1 " * 20 + "\n\n" + "1 " * 20])
 def test_response_ends_at_its_limit(run, text):
     code, said, _ = run([*SUM, "rollout.max_completion_length=70"], text)
-    assert code == 0 and "[over: length; response: 70 of 70 tokens" in said
+    assert code == 0 and "reached); response: 70 of 70 tokens" in said
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -110,7 +110,7 @@ def test_tools_are_called(run, calculator, is_right):
     assert f"⟦<tool>{a + b}<" in said
     assert "Invalid JSON in a tool call" in said and "Tool guess not found" in said
     assert said.count("tool calls: 1, 1 of them failed") == 2
-    assert "tool calls: 0, 0 of them failed" in said and "[over: no_call;" in said
+    assert "tool calls: 0, 0 of them failed" in said and "[over: no_call (" in said
     assert f"reward of the environment: {float(is_right)}" in said
     assert "reward of my_calculator.brevity: -0.1" in said
 

@@ -30,7 +30,8 @@ clip_ratio/region_mean
 def two_ranks(tmp_path_factory):
     """An uninterrupted run on two ranks, which the other runs are compared with."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    run(folder, 2, "speculative.method=none")
+    said = run(folder, 2, "speculative.method=none").stderr
+    (folder / "screen.txt").write_text(said, encoding="utf-8")
     return folder
 
 
@@ -51,6 +52,25 @@ def test_a_run_leaves_what_it_promises(two_ranks):
     # The generator and the training forward are the same weights: their log-probabilities agree to
     # float32 storage.
     assert all(line["sampling/logp_difference/max"] < 1e-5 for line in lines)
+
+
+def test_a_run_without_a_terminal_shows_one_line_per_step(two_ranks):
+    """And each line once, though there are two ranks."""
+    said = (two_ranks / "screen.txt").read_text(encoding="utf-8")
+    assert "\r" not in said and "\033" not in said
+    lines = said.splitlines()
+    steps = [line for line in lines if " steps: reward " in line]
+    assert [line.split(":")[0] for line in steps] == [f"{n}/4 steps" for n in (1, 2, 3, 4)]
+    for line, metrics in zip(steps, read(two_ranks), strict=True):
+        assert f"reward {metrics['reward']:.3f}, " in line
+    for beginning in ("loading the model ...", "model: ", "ranks: 2 on CPU", "set-up took "):
+        assert sum(line.startswith(beginning) for line in lines) == 1, beginning
+    output = f"output: {two_ranks}, a new run of 4 steps"
+    assert lines.index(output) < lines.index(steps[0])
+    after = lines[lines.index(steps[-1]) :]
+    assert "saving checkpoint-4 ..." in after and "finished: 4 of 4 steps" in after
+    assert f"checkpoint: {two_ranks}/checkpoint-4 (a folder that from_pretrained loads)" in after
+    assert "drafts: none (speculative.method=none)" in lines
 
 
 def test_checkpoint_loads_with_transformers(two_ranks):

@@ -52,11 +52,13 @@ def test_equal_rewards_are_warned_of_once_and_a_run_that_is_over_says_so(
 ):
     """After three steps, not before; the run goes on."""
     assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "same reward" in line]
-    assert len(warnings) == 1 and "up to step 2," in warnings[0]
+    hints = [line for line in capsys.readouterr().err.splitlines() if "same reward" in line]
+    assert len(hints) == 1 and hints[0].startswith("hint: after 3 steps: ")
     assert [0 < line["entropy"] < 10 for line in read(tmp_path)] == [True] * 6
     assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
-    assert "all 6 steps of this run are done" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "all 6 steps of this run are done; a larger run.max_steps" in said
+    assert f"\ncheckpoint: {tmp_path}/checkpoint-6 " in said and "finished" not in said
     assert len(read(tmp_path)) == 6
 
 

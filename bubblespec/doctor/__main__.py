@@ -132,6 +132,7 @@ def main() -> int:
             if names := examine(case):
                 raise RunFailed(f"checks that failed: {', '.join(names)}")
             if ranks.is_main:
+                print("no check failed; this trains:", flush=True)
                 print(next_command(arguments.config, arguments.overrides, ranks), flush=True)
     except EndsRun as error:  # one line
         log_once(error)

@@ -108,7 +108,7 @@ def devices(case: Case) -> Iterator[Line]:
     hardware = describe_hardware(ranks.device)
     threads, cores = hardware["threads"], hardware["cores"]
     yield ok(
-        f"ranks: {ranks.world_size}, threads of each: {threads}; {cores} cores ({hardware['cpu']}) "
+        f"{ranks.world_size} ranks with {threads} threads each; {cores} cores ({hardware['cpu']}) "
         f"with {host.available / 1e9:.3g} of {host.total / 1e9:.3g} GB of memory free"
     )
     if ranks.device.type == "cpu":
@@ -142,7 +142,8 @@ def model(case: Case) -> Iterator[Line]:
     yield ok(f"{config.model.path}: {size} in {config.model.dtype}, read in {read_s:.1f} s")
     case.kernel, case.slower = prepare(config, loaded, case.ranks)
     case.model = loaded
-    yield ok(f"packed rows of up to {max_length(config)} tokens get the model's own logits")
+    longest = max_length(config)
+    yield ok(f"packed sequences of up to {longest} tokens get the same logits as unpacked ones")
 
 
 def attention(case: Case) -> Iterator[Line]:
@@ -230,7 +231,8 @@ def shared_tail(case: Case) -> Iterator[Line]:
     own = shard_of(head.out_features, ranks.rank, ranks.world_size)
     yield close(together(), alone()[:, own], "forwards together and alone", avoid)
     together_ms, alone_ms = (1e3 * median_s(action, device) for action in (together, alone))
-    yield ok(f"a forward of one token takes {together_ms:.2f} ms together, {alone_ms:.2f} ms alone")
+    took = f"{together_ms:.2f} ms on all ranks together, {alone_ms:.2f} ms on each alone"
+    yield ok(f"a forward of one token takes {took}")
 
 
 def set_up(case: Case) -> Iterator[Line]:
@@ -243,12 +245,13 @@ def set_up(case: Case) -> Iterator[Line]:
     if case.trainer.lock is not None:
         case.trainer.lock.close()
     engine, useful = case.trainer.sampler.engine, max_slots(config, ranks.world_size)
-    num_slots, slots = engine.num_slots, f"slots of {max_length(config)} tokens"
+    num_slots, room = engine.num_slots, f"{max_length(config)} tokens each"
     if engine.pages is not None:
-        slots = f"slots and {engine.pages.num_pages} pages of {PAGE} tokens"
-    yield ok(f"{num_slots} {slots} on each rank; took {time.perf_counter() - began_s:.1f} s")
+        room = f"{engine.pages.num_pages} pages of {PAGE} tokens in all"
+    room = f"each rank has room for {num_slots} responses at once, {room}"
+    yield ok(f"{room}; set-up took {time.perf_counter() - began_s:.1f} s")
     if num_slots < useful:
-        yield slower(f"{useful} slots would be of use; rollout.max_num_seqs (see docs/memory.md)")
+        yield slower(f"{useful} at once could be used; rollout.max_num_seqs (docs/gpu-guide.md)")
 
 
 def collectives(case: Case) -> Iterator[Line]:
@@ -258,9 +261,9 @@ def collectives(case: Case) -> Iterator[Line]:
         yield ok("not applicable: one rank")
         return
     sum_us = 1e6 * median_s(ranks.barrier, ranks.device)
-    yield ok(f"an all-reduce takes {sum_us:.0f} us ({dist.get_backend()})")
+    yield ok(f"an all-reduce of one number takes {sum_us:.0f} us ({dist.get_backend()})")
     if board is None:
-        yield ok("ticks: not applicable: this configuration needs none")
+        yield ok("ranks need not know each other's progress in this configuration")
         return
 
     def tick(state: RankState) -> None:
@@ -272,9 +275,9 @@ def collectives(case: Case) -> Iterator[Line]:
     tick_us = 1e6 * median_s(partial(tick, RankState(1)), ranks.device)
     tick(RankState(0))  # the last
     board.interval_s = interval_s
-    line = f"a tick takes {tick_us:.0f} us ({board.transport.name})"
+    line = f"exchanging their progress takes ranks {tick_us:.0f} us ({board.transport.name})"
     if board.transport.name == "gloo" and local_ranks() == ranks.world_size:
-        yield slower(f"{line}, as these ranks can share no memory, which no key changes")
+        yield slower(f"{line}: shared memory is not available here, and no key changes that")
     else:
         yield ok(line)
 
@@ -311,15 +314,15 @@ def rollouts(case: Case) -> Iterator[Line]:
     counts = [differing, records[0].draft_tokens, records[0].accepted_tokens]
     differing, num_drafts, accepted = ranks.gather(np.array(counts)).sum(axis=0).tolist()
     took = f"{plain_s:.2f} s without drafts, {drafted_s:.2f} s with {num_drafts} draft tokens, "
-    took += f"of which {accepted} were right"
+    took += f"{accepted} of them accepted"
     dtype = case.config.model.dtype
     if not differing:
-        yield ok(f"{responses} are the same: {took}")
+        yield ok(f"{responses} are the same with and without drafts: {took}")
     elif dtype == "bfloat16":
         rounding = "bfloat16 rounds batches of other shapes differently"
         yield ok(f"{differing / len(rank_of):.0%} of {responses} differ, as {rounding}: {took}")
     else:
-        tie = " (with another run.seed too? or it was a near tie)" if dtype == "float32" else ""
+        tie = " (a near tie, if not with another run.seed too)" if dtype == "float32" else ""
         yield failed(f"{differing} of {responses} differ with drafts{tie}; speculative.method=none")
     if "drafter" in case.config.speculative.method:
         yield ok("the learned drafter was not tried, as it is trained before the first step")

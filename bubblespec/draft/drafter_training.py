@@ -305,7 +305,6 @@ def make_drafter(
         drafter, num_updates = saved
     else:
         ranks.place = "warm start of the drafter"
-        began_s = ranks.clock.perf_counter()
         rows = generate(config, ranks, engine, params, schedule, step)
         ids = frequent_ids(rows, params.stop_token_ids, VOCAB_SIZE, ranks)
         try:
@@ -321,9 +320,9 @@ def make_drafter(
         train(training, examples, ranks)
         for example in examples:
             training.add(example)
-        seconds = ranks.clock.perf_counter() - began_s
         if ranks.is_main:
-            log(f"drafter: trained with {training.num_updates} updates in {seconds:.0f} s")
+            of = f"the policy's own responses (drafter.warm_start = {config.drafter.warm_start})"
+            log(f"drafter: trained with {training.num_updates} updates on {of}")
     source.enable(True)
     source.profile()
     return training, rows
@@ -350,7 +349,8 @@ def generate(
     wanted, num_tokens = -(-config.drafter.warm_start // ranks.world_size), 0
     engine.reset()
     engine.add(rows)
-    with tqdm(total=wanted, desc="drafter: responses", disable=not ranks.is_main) as bar:
+    options = {"desc": "tokens of responses to learn from", "leave": False}
+    with tqdm(total=wanted, disable=None if ranks.is_main else True, **options) as bar:
         while num_tokens < wanted and not engine.is_idle and not ranks.must_stop:
             load = engine.step(params)[1]
             num_tokens += load.tokens - load.prompt_tokens
@@ -390,7 +390,9 @@ def train(training: DrafterTraining, examples: list[Example], ranks: Ranks) -> N
     begins = np.arange(0, len(examples), EXAMPLES_PER_UPDATE)
     order = np.concatenate([training.random.permutation(begins) for _ in range(EPOCHS)])
     total = int(ranks.gather(np.array([len(order)])).max())
-    for number in tqdm(range(total), desc="drafter: training", disable=not ranks.is_main):
+    options = {"desc": "updates of the drafter", "leave": False}
+    options["disable"] = None if ranks.is_main else True  # None: shown on a terminal alone
+    for number in tqdm(range(total), **options):
         rate = LEARNING_RATE * (1 - (1 - FINAL_RATE) * number / total)
         training.optimizer.param_groups[0]["lr"] = rate
         if number < len(order):

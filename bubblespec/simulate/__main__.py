@@ -26,15 +26,15 @@ from bubblespec.telemetry.trace import FOLDER, read_meta
 SECTIONS = ("rollout", "speculative", "tail_batching")  # what overrides may change
 COUNTS = ("forwards", "drafted_tokens", "proposed_tokens", "refused_tokens", "response_tokens")
 LABELS = {
-    "seconds": "rollout, seconds",
+    "seconds": "seconds of all rollouts",
     "forwards": "forwards on the slowest rank",
-    "idle_share": "idle time, share of the rollout",
-    "drafted_tokens": "tokens drafted ahead",
-    "proposed_tokens": "draft tokens proposed",
-    "refused_tokens": "of these refused",
+    "idle_share": "idle time, share of rollouts",
+    "drafted_tokens": "tokens drafted for later steps",
+    "proposed_tokens": "draft tokens verified",
+    "refused_tokens": "  rejected",
     "response_tokens": "tokens trained on",
-    "long_rounds": "long rounds",
-    "length_ratio": "mean length trained on over launched",
+    "long_rounds": "long rounds of tail batching",
+    "length_ratio": "mean length, trained on / launched",
 }
 
 

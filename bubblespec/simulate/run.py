@@ -84,7 +84,7 @@ def simulate(
     config.reward.overlong_buffer_length = 0
     _check(config, workload, num_ranks)
     world, profiled, steps = World(num_ranks), _profiled(config, workload, cost), []
-    with tqdm(total=num_steps, unit="step", disable=not shows_progress) as bar:
+    with tqdm(total=num_steps, unit="step", disable=None if shows_progress else True) as bar:
 
         def run_rank(rank: int) -> None:
             ranks = SimulatedRanks(world, rank)

@@ -1,46 +1,28 @@
-"""Metrics of a run on rank 0: metrics.jsonl and TensorBoard with the same keys, a progress bar, and
-a table at the end.
+"""Metrics of a run on rank 0: metrics.jsonl and TensorBoard with the same keys.
 
 A full disk does not end a run: lines wait in memory until they can be written. TensorBoard's curves
 then have a gap.
 """
 
-import contextlib
 import itertools
 import json
 import math
 import os
-import sys
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from bubblespec.errors import InputError, log
 from bubblespec.records import ACCEPT_BINS
 from bubblespec.telemetry.timeline import save_timeline
 from bubblespec.types import Samples, is_sampled
 
-TABLE_KEYS = (
-    "reward",
-    "frac_reward_zero_std",
-    "completions/mean_length",
-    "completions/max_length",
-    "entropy",
-    "timing_s/gen",
-    "timing_s/bubble",
-    "timing_s/train",
-    "timing_s/step",
-    "perf/throughput",
-    "bubble/ratio",
-)
-
 
 class MetricsLogger:
     """`first_step` > 0 continues a run: later lines of the file are cut off first. With 0 a file
     that is there is kept under another name."""
 
-    def __init__(self, output_dir: str, first_step: int, max_steps: int):
+    def __init__(self, output_dir: str, first_step: int):
         self.output_dir = output_dir
         path = os.path.join(output_dir, "metrics.jsonl")
         try:
@@ -55,10 +37,6 @@ class MetricsLogger:
         self._tensorboard = None
         self._is_drawing = True  # False after a failure, until a line can be written again
         self._purge_step = first_step  # curves from here on, of an earlier run, are hidden
-        options = {"unit": "step", "dynamic_ncols": True, "file": sys.stderr}
-        self._bar = tqdm(total=max_steps, initial=first_step, **options)
-        self.evaluations: list[tuple[int, dict[str, Any]]] = []
-        self.history: list[dict[str, Any]] = []
         for record in records:
             if record["step"] == first_step:  # the purge has just hidden this evaluation's points
                 self._write_scalars(record.pop("step"), record)
@@ -71,19 +49,11 @@ class MetricsLogger:
         if counts and sum(counts):
             lengths = np.repeat(ACCEPT_BINS, counts)
             self._draw("add_histogram", "rollout/spec_accepted_lengths", lengths, step)
-        self.history.append({key: metrics.get(key, math.nan) for key in TABLE_KEYS})
-        shown = f"reward {metrics['reward']:.3f}, {metrics['perf/throughput']:.0f} tokens/s, "
-        shown += f"{metrics['timing_s/step']:.2f} s/step"
-        with contextlib.suppress(OSError):  # the screen may be a log on a full disk
-            self._bar.set_postfix_str(shown)
-            self._bar.update()
 
     def log_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
         """Evaluations are lines of their own: {"step": ..., "eval/...": ...}; `step` is the number
         of updates so far."""
         self._write(step, metrics)
-        self.evaluations.append((step, metrics))
-        log(f"step {step}: held-out reward {metrics['eval/reward']:.3f}")
 
     def log_samples(
         self, step: int, samples: Samples, rewards: np.ndarray, tokenizer, *, count: int = 4
@@ -108,17 +78,13 @@ class MetricsLogger:
         self._draw("add_image", "timeline", picture, step, dataformats="HWC")
 
     def close(self) -> None:
-        """End the bar and print the run's table."""
-        with contextlib.suppress(OSError):
-            self._bar.close()
+        """Write what still waits, and close the files."""
         self._flush()
         self._file.close()
         if self._waiting:
             log(f"warning: the last {len(self._waiting)} lines of metrics.jsonl are lost")
         if self._tensorboard is not None:
             self._draw("close")
-        if self.history:
-            log(_table(self.history, self.evaluations))
 
     def _write(self, step: int, metrics: dict[str, Any]) -> None:
         """JSON has no NaN and no infinity: such a value is null in the file."""
@@ -212,18 +178,3 @@ def _drop_steps_from(path: str, first_step: int) -> list[dict]:
         file.writelines(json.dumps(record) + "\n" for record in records)
     os.replace(temporary, path)
     return records
-
-
-def _table(history: list[dict], evaluations: list[tuple[int, dict]]) -> str:
-    """First tenth of the steps against the last tenth, and the evaluations."""
-    share = max(1, len(history) // 10)
-    lines = [f"{'':28}{'first ' + str(share):>12}{'last ' + str(share):>12}"]
-    for key in TABLE_KEYS:
-        values = [step[key] for step in history]
-        lines.append(f"{key:28}{np.mean(values[:share]):12.3f}{np.mean(values[-share:]):12.3f}")
-    if evaluations:
-        lines += ["", f"{'':28}" + "".join(f"{f'step {step}':>12}" for step, _ in evaluations)]
-        for key in (key for key, value in evaluations[0][1].items() if not isinstance(value, str)):
-            values = "".join(f"{metrics[key]:12.3f}" for _, metrics in evaluations)
-            lines.append(f"{key:28}{values}")
-    return "\n".join(lines)
