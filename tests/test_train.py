@@ -22,7 +22,8 @@ PROMISED = """
 reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio grad_norm
 entropy loss timing_s/gen timing_s/bubble timing_s/reward timing_s/train timing_s/sync timing_s/step
 perf/throughput bubble/ratio bubble/slowest_rank timing_s/gen/rank_1 rewards/exact_match/mean
-clip_ratio/region_mean
+rewards/exact_match/std critic/rewards/min critic/rewards/max critic/advantages/min
+critic/advantages/max completions/min_length prompt_length/mean epoch num_tokens timing_s/elapsed
 """
 
 
