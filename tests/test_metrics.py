@@ -5,7 +5,9 @@ import json
 import math
 import os
 import re
+import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -280,6 +282,23 @@ def test_the_hook_gets_each_line_and_may_fail(tmp_path, capsys):
     assert taken == read(tmp_path) and len(taken) == 3
     said = capsys.readouterr().err
     assert said.count("run.log_to failed") == 1 and "ConnectionError: no network" in said
+
+
+def test_the_hook_of_the_page_logs_to_weights_and_biases(tmp_path, monkeypatch):
+    """As it stands in docs/metrics.md, with a stand-in for the library."""
+    with open("docs/metrics.md", encoding="utf-8") as file:
+        (code,) = re.findall(r"^```python my_log.py\n(.*?)^```$", file.read(), re.M | re.S)
+    logged = []
+    library = SimpleNamespace(init=lambda **options: library)
+    library.log = lambda metrics, step: logged.append((step, metrics["reward"]))
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    module: dict = {}
+    exec(code, module)
+    logger = MetricsLogger(str(tmp_path), 0, module["log"])
+    for step in range(2):
+        logger.log(step, BASE)
+    logger.close()
+    assert logged == [(0, 0.5), (1, 0.5)]
 
 
 # A full disk

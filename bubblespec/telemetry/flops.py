@@ -26,6 +26,8 @@ PEAK_TFLOPS = {
     "L4": 121,
 }
 
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configurations
+
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """FLOP/s of a GPU of this name in half precision; None for others and for other precisions."""
@@ -51,10 +53,9 @@ class ModelFlops:
     def of(cls, model: PreTrainedModel) -> "ModelFlops":
         """Of a causal language model."""
         config = model.config.get_text_config(decoder=True)
-        num_experts = getattr(config, "num_experts", None) or getattr(
-            config, "num_local_experts", None
-        )
-        share = getattr(config, "num_experts_per_tok", 1) / num_experts if num_experts else 1.0
+        counts = (getattr(config, name, None) for name in NUM_EXPERTS)
+        num_experts = next(filter(None, counts), None)
+        share = config.num_experts_per_tok / num_experts if num_experts else 1.0
         count = sum(
             parameter.numel() * (share if ".experts." in name else 1.0)
             for name, parameter in model.named_parameters()
