@@ -176,6 +176,8 @@ class Learner:
         self._count_skipped(num_skipped, step)
         self.streamed = Streamed()
         metrics = self.training_metrics(totals)
+        if len(totals) > 1 and self.own_loss is None:  # in a first update every ratio is 1
+            metrics |= self.clip_metrics(totals)
         self.warn_of_mismatch(metrics, step)
         if self.config.optim.stream_gradients:
             tokens = samples.lengths * has_gradient
@@ -303,16 +305,23 @@ class Learner:
             "sampling/logp_difference/mean": mean["mismatch"],
             "sampling/logp_difference/max": max(update["max_mismatch"] for update in totals),
         }
-        if len(totals) > 1 and self.own_loss is None:  # in a first update every ratio is 1
-            metrics |= {
-                "clip_ratio/low_mean": mean["low"],
-                "clip_ratio/high_mean": mean["high"],
-                "clip_ratio/region_mean": (total["low"] + total["high"]) / total["tokens"],
-            }
-            if self.config.loss.delta is not None:
-                metrics["clip_ratio/delta_mean"] = mean["delta"]
         if self.reference is not None:
             metrics["kl"] = mean["kl"]
+        return metrics
+
+    def clip_metrics(self, totals: list[dict[str, float]]) -> dict[str, float]:
+        """Shares of clipped tokens. totals: see `training_metrics`."""
+        names = ("low", "high", "delta", "tokens")
+        low, high, delta, tokens = (sum(update[name] for update in totals) for name in names)
+        if tokens == 0:
+            return {}
+        metrics = {
+            "clip_ratio/low_mean": low / tokens,
+            "clip_ratio/high_mean": high / tokens,
+            "clip_ratio/region_mean": (low + high) / tokens,
+        }
+        if self.config.loss.delta is not None:
+            metrics["clip_ratio/delta_mean"] = delta / tokens
         return metrics
 
     def warn_of_mismatch(self, metrics: dict[str, float], step: int) -> None:
