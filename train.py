@@ -25,7 +25,7 @@ def train(trainer: Trainer) -> None:
         for step in range(trainer.num_updates, trainer.config.run.max_steps):
             record = trainer.sample(step)
             advantages = estimate_advantages(
-                record.rewards, loss.advantage_estimator, loss.scale_rewards
+                record.rewards, loss.advantage_estimator, loss.scale_rewards, record.samples
             )
             metrics = trainer.update(record, advantages.ravel())
             trainer.report(record, metrics)

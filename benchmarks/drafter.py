@@ -142,7 +142,7 @@ def tails(trainer: Trainer, count: int, repeats: int) -> dict:
 def run(arguments: argparse.Namespace, folder: str) -> None:
     begins = [f"run.output_dir={folder}", "run.resume_from_checkpoint=none"]
     config = load_config(arguments.config, [*begins, *arguments.overrides])
-    if "drafter" not in config.speculative.method:
+    if "drafter" not in config.speculative.sources:
         raise InputError(f"speculative.method: {config.speculative.method} has no drafter")
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = build(config, ranks)

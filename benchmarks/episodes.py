@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     overrides = [*DEFAULTS, *arguments.overrides]
     config = load_config(arguments.config, [*overrides, f"run.output_dir={folder}"])
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-        if "bubble" not in config.speculative.method:
+        if "bubble" not in config.speculative.sources:
             raise InputError(f"speculative.method: {config.speculative.method} makes no drafts")
         trainer, steps = build(config, ranks), []
         plain = plain_engine(trainer)

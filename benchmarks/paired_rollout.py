@@ -140,7 +140,7 @@ def learn(
     rewards = sampler.combined(samples.rewards, samples.lengths)
     rewards = rewards.reshape(len(table.launch.groups), -1)
     advantages = estimate_advantages(
-        rewards, config.loss.advantage_estimator, config.loss.scale_rewards
+        rewards, config.loss.advantage_estimator, config.loss.scale_rewards, samples
     ).ravel()
     trainer.learner.update(samples, advantages, step)
     sampler.observe_samples(samples, rewards.ravel())

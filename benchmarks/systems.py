@@ -124,7 +124,7 @@ class Arm:
         began_s = time.perf_counter()
         record = trainer.sampler.sample(step)
         advantages = estimate_advantages(
-            record.rewards, loss.advantage_estimator, loss.scale_rewards
+            record.rewards, loss.advantage_estimator, loss.scale_rewards, record.samples
         )
         trainer.update(record, advantages.ravel())
         ranks.barrier()

@@ -53,6 +53,7 @@ def save_checkpoint(
     *,
     step: int,
     evaluated: int,
+    progress: dict[str, float],
     model: PreTrainedModel,
     tokenizer,
     optimizer: Optimizer,
@@ -63,7 +64,8 @@ def save_checkpoint(
     ranks: Ranks,
 ) -> str | None:
     """Save after `step` updates; all ranks call it. evaluated: updates before the last evaluation,
-    or -1; linear: the choice of linear layers' kernels, see `setup.choose_linear`.
+    or -1; progress: sums over the run so far, by name; linear: the choice of linear layers'
+    kernels, see `setup.choose_linear`.
 
     Returns None, or in one line why it failed (a full disk, for instance): then nothing is left of
     it, and the checkpoints before it stay. The answer is the same on every rank.
@@ -71,6 +73,7 @@ def save_checkpoint(
     optimizer_state = optimizer.state_dict()  # with a share of it on each rank, together
     temporary = os.path.join(config.run.output_dir, f"tmp-checkpoint-{step}")
     state = {"format": FORMAT, "step": step, "evaluated": evaluated, "linear": linear}
+    state["progress"] = progress
     state |= {"world_size": ranks.world_size, "config": flatten(config)}
 
     def save() -> str | None:

@@ -226,17 +226,17 @@ class EvalConfig:
 class LossConfig:
     """Advantages and loss; docs/recipes.md has the settings of published recipes."""
 
-    advantage_estimator: Literal[
-        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-    ] = "grpo"
+    advantage_estimator: str = "grpo"
     """What rewards are compared with: the mean of the group (grpo), of its other samples (rloo), of
-    the batch (reinforce_plus_plus), of group and then batch (reinforce_plus_plus_baseline)."""
+    the batch (reinforce_plus_plus), of group and then batch (reinforce_plus_plus_baseline). Or the
+    dotted path of a function of samples and rewards, see docs/extending.md."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Which standard deviation divides the advantages (default: group for grpo, none for rloo,
     batch for reinforce_plus_plus)."""
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo"] = "dapo"
+    loss_type: str = "dapo"
     """How tokens are averaged: per sequence (grpo), by a constant (dr_grpo), over the update (dapo,
-    cispo); cispo also clips the weight of a token's gradient instead of the gradient."""
+    cispo); cispo also clips the weight of a token's gradient instead of the gradient. Or the dotted
+    path of a function that gives the loss of each token, see docs/extending.md."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """A probability ratio per token, or per sequence, the geometric mean of its tokens' (GSPO)."""
     epsilon_low: float = key(0.2, at_least(0), at_most(1e6))
@@ -292,11 +292,16 @@ class SpeculativeConfig:
 
     method: str = key("bubble+suffix", resume=SAFE)
     """Sources of drafts, joined by +: bubble (idle time), suffix (matches in earlier text), drafter
-    (a learned layer, see its section); or none."""
+    (a learned layer, see its section), dotted paths of classes (docs/extending.md); or none."""
     planning: Literal["by_cost", "always", "idle_only"] = key("by_cost", resume=SAFE)
     """Which drafts are co-scheduled with a rank's own rows, and how many draft tokens are verified.
     by_cost: what measured costs say is faster; always: everything, whatever it costs; idle_only:
     only waiting ranks draft."""
+
+    @property
+    def sources(self) -> list[str]:
+        """The names in `method`, none of them for none."""
+        return [] if self.method == "none" else self.method.split("+")
 
 
 @dataclass
@@ -343,6 +348,9 @@ class RunConfig:
     trace: bool = key(False, resume=SAFE)
     """Record responses, drafts, and the load and time of every forward in output_dir/trace, for the
     simulator."""
+    log_to: str | None = key(None, resume=SAFE)
+    """Dotted path of a function that is called on rank 0 with the metrics of each step and of each
+    evaluation, a dictionary (docs/metrics.md)."""
     save_total_limit: int = key(2, at_least(1), resume=SAFE)
     """Checkpoints kept; older ones are deleted."""
     resume_from_checkpoint: str = key("auto", resume=SAFE)

@@ -7,6 +7,8 @@ from bubblespec.config_checks import require
 from bubblespec.errors import InputError
 
 METHODS = ("bubble", "suffix", "drafter")  # sources of drafts that speculative.method may name
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "cispo")
 
 
 def check_combinations(config):
@@ -17,11 +19,10 @@ def check_combinations(config):
     for problems in (*of_sections, _streaming_problems):
         for problem in problems(config):
             raise InputError(problem)
-    method = config.speculative.method
-    names = method.split("+")
-    is_method = names == ["none"] or (set(names) <= set(METHODS) and len(set(names)) == len(names))
-    what = f"none, or some of {', '.join(METHODS)}, joined by +"
-    require(is_method, "speculative.method", method, what)
+    method, names = config.speculative.method, config.speculative.sources
+    is_method = all(name in METHODS or "." in name for name in names)
+    what = f"none, or some of {', '.join(METHODS)} and dotted paths, joined by +"
+    require(is_method and len(set(names)) == len(names), "speculative.method", method, what)
     betas, num_evaluated = config.optim.adam_betas, config.eval.num_prompts
     require(len(betas) == 2, "optim.adam_betas", betas, "two numbers")
     what = "at least 1, as run.eval_steps asks for evaluations"
@@ -61,16 +62,27 @@ def _check_sizes(config) -> None:
 def _loss_problems(config) -> Iterator[str]:
     loss, rollout = config.loss, config.rollout
     estimator, delta, high = loss.advantage_estimator, loss.delta, loss.epsilon_high
+    for name, names in (("advantage_estimator", ESTIMATORS), ("loss_type", LOSS_TYPES)):
+        value, what = getattr(loss, name), f"{', '.join(names)}, or a dotted path"
+        require(value in names or "." in value, f"loss.{name}", value, what)
+    is_own = "." in estimator
     if rollout.num_generations == 1 and rollout.dynamic_sampling_max_batches > 1:
         needs = "needs rollout.num_generations of at least 2"
         yield f"rollout.dynamic_sampling_max_batches: above 1 {needs}"
-    if rollout.num_generations == 1 and estimator != "reinforce_plus_plus":
+    if rollout.num_generations == 1 and estimator != "reinforce_plus_plus" and not is_own:
         yield (
             f"rollout.num_generations: 1, but {estimator} compares a prompt's responses with each "
             "other; give at least 2, or loss.advantage_estimator=reinforce_plus_plus"
         )
     if loss.scale_rewards == "group" and estimator.startswith("reinforce_plus_plus"):
         yield f"loss.scale_rewards: group, but {estimator} is scaled by the batch; give none"
+    if is_own and loss.scale_rewards is not None:
+        yield f"loss.scale_rewards: {estimator} gives advantages as they are used; leave it out"
+    if "." in loss.loss_type:
+        for name in ("epsilon_low", "epsilon_high", "delta"):
+            if getattr(loss, name) != getattr(type(loss), name):
+                yield f"loss.{name}: is not given to {loss.loss_type}; leave it out"
+        return
     if loss.loss_type != "cispo":
         if delta is not None and delta <= 1 + high:
             yield f"loss.delta: {delta} must be above 1 + loss.epsilon_high = {1 + high:g} (3, say)"
@@ -119,7 +131,7 @@ def _environment_problems(config) -> Iterator[str]:
             f"rollout.tp_tail_max_rows: {rollout.tp_tail_max_rows}, but an episode goes on where "
             "its environment is; give 0"
         )
-    if "drafter" in config.speculative.method:
+    if "drafter" in config.speculative.sources:
         yield "speculative.method: the drafter does not know turns; leave it out with environments"
     if config.run.trace:
         yield "run.trace: traces for the simulator do not know turns; give false with environments"
@@ -133,6 +145,8 @@ def _streaming_problems(config) -> Iterator[str]:
         return
     if (estimator := loss.advantage_estimator).startswith("reinforce_plus_plus"):
         yield f"{needs} advantages within the group; {estimator} takes the batch's"
+    if "." in estimator:
+        yield f"{needs} advantages within the group; {estimator} is given the whole batch"
     if loss.scale_rewards == "batch":
         yield f"{needs} advantages within the group; loss.scale_rewards divides them by the batch's"
     for name in ("num_iterations", "num_minibatches"):

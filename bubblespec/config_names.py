@@ -98,7 +98,8 @@ TRL = {
     "resume_from_checkpoint": "run.resume_from_checkpoint",
     "ddp_timeout": "run.timeout_s",
     "logging_steps": "left out: metrics are written after every step",
-    "report_to": "left out: run.output_dir always gets TensorBoard files and metrics.jsonl",
+    "log_completions": "left out: run.output_dir always has samples.jsonl",
+    "report_to": "run.log_to, a function of yours",
 }
 
 # verl, as of January 2026: its trainer/config
@@ -173,7 +174,8 @@ VERL = {
     "trainer.save_freq": "run.save_steps",
     "trainer.max_actor_ckpt_to_keep": "run.save_total_limit",
     "trainer.resume_mode": "run.resume_from_checkpoint",
-    "trainer.logger": "left out: run.output_dir always gets TensorBoard files and metrics.jsonl",
+    "trainer.logger": "run.log_to, a function of yours",
+    "trainer.rollout_data_dir": "left out: run.output_dir always has samples.jsonl",
     "trainer.n_gpus_per_node": "left out: torchrun has --nproc_per_node",
     "trainer.nnodes": "left out: torchrun has --nnodes",
     "actor_rollout_ref.nccl_timeout": "run.timeout_s",

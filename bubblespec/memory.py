@@ -86,7 +86,7 @@ def estimate(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
     # logits, their exponentials and two gradients, in float32 at least; the head's gradient twice
     head = 4 * min(tokens * vocab, MAX_LOGITS) * max(size, 4) + 2 * embeddings * size
     drafter = 0
-    if "drafter" in config.speculative.method:
+    if "drafter" in config.speculative.sources:
         # a layer and the projection into it: weights, gradients, moments, and float32 masters
         parameters = (sum(trained) - embeddings) / layers + 2 * hidden**2
         drafter = parameters * (2 * size + 16 if in_bfloat16 else 4 * size)
@@ -136,7 +136,7 @@ def max_slots(config: Config, world_size: int) -> int:
     """Slots beyond which more are of no use: one for each row of a rank, and as many again where
     there are drafts, deferred prompts, or many short rows placed against few long ones."""
     is_placed = world_size > 1 and config.rollout.placement != "in_turn"
-    has_more = "bubble" in config.speculative.method or config.tail_batching.enabled or is_placed
+    has_more = "bubble" in config.speculative.sources or config.tail_batching.enabled or is_placed
     rows = num_rows(config, world_size) * (2 if has_more else 1)
     return min(rows, config.rollout.max_num_batched_tokens)
 
@@ -169,7 +169,7 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
     wanted, free = rollout.max_num_seqs, free_bytes(device)
     useful, is_paged = max_slots(config, ranks.world_size), reads_pages(learner.kernel)
     if wanted != "auto":
-        is_bounded = "bubble" not in config.speculative.method
+        is_bounded = "bubble" not in config.speculative.sources
         useful = min(wanted, useful) if is_bounded else wanted
     unit, spare, per_row = cache_unit(config, needs, is_paged)
     is_flexible = wanted == "auto" or is_paged

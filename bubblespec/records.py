@@ -246,6 +246,8 @@ class StepRecord:
     """Those that the samples of the step had before they were generated."""
     expected_s: float = math.nan
     """In which this rank was expected to be done with its rows; NaN where nobody knew."""
+    advantages: np.ndarray | None = None
+    """float64 [samples], of `samples`, once the update has had them."""
     deferred: dict[SampleId, int] = field(default_factory=dict)
     """Samples that were launched and have not had their turn, with the tokens that they had when
     the rollout ended."""

@@ -3,6 +3,7 @@ checkpoint if there is one."""
 
 import atexit
 import copy
+from collections.abc import Callable
 from typing import IO
 
 import numpy as np
@@ -25,6 +26,7 @@ from bubblespec.data.schedule import StepSchedule
 from bubblespec.data.tail_batching import TailBatching
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter import read_drafter
+from bubblespec.draft.sources import load_source
 from bubblespec.engine import linear
 from bubblespec.engine.batch_invariant import (
     NUM_SLOTS,
@@ -41,7 +43,10 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.environments.environments import Environments, check_environment
 from bubblespec.environments.forms import load_form
 from bubblespec.errors import InputError, log
+from bubblespec.imports import import_function
+from bubblespec.learn.advantages import load_estimator
 from bubblespec.learn.learner import Learner
+from bubblespec.learn.losses import load_loss
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.loading import (
     check_vocabulary,
@@ -72,6 +77,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     with console.phase("loading the model"):
         checkpoint = find_checkpoint(config, ranks)
         state = read_state(checkpoint) if checkpoint else {"step": 0, "evaluated": -1}
+        hooks = load_own(config, ranks)
         functions = {path: load_reward(path) for path in config.reward.functions}
         tokenizer = load_tokenizer(config)
         model = load_model(config, checkpoint, ranks.device)
@@ -127,7 +133,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         atexit.register(sampler.environments.close)
     if config.optim.stream_gradients:
         sampler.learner = learner
-    if "drafter" in config.speculative.method:
+    if "drafter" in config.speculative.sources:
         read_drafter(config, model, checkpoint)  # a bad one is refused before anything is written
     locks: list[IO] = []  # of rank 0; where it cannot have the folder, all ranks raise what it says
     ranks.agree(lambda: locks.append(lock_output_dir(config)))
@@ -144,9 +150,31 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         checkpoint=checkpoint,
         evaluated=state["evaluated"],
         linear=kernels,
+        log_to=hooks[0] if hooks else None,
+        **state.get("progress", {}),
         lock=locks[0] if locks else None,
         console=console,
     )
+
+
+def load_own(config: Config, ranks: Ranks) -> list[Callable[[dict], object]]:
+    """Import the user's own loss, advantages and draft sources, to find mistakes before anything
+    heavy starts. Returns what run.log_to names, on rank 0. Raises InputError."""
+    loss, log_to, hooks = config.loss, config.run.log_to, []
+    if "." in loss.advantage_estimator:
+        load_estimator(loss.advantage_estimator)
+    if "." in loss.loss_type:
+        load_loss(loss.loss_type)
+    for path in config.speculative.sources:
+        if "." in path:
+            load_source(path, None)
+
+    def load_hook() -> None:
+        hooks.append(import_function("run.log_to", log_to, "my_module.log", ("metrics",)))
+
+    if log_to is not None:
+        ranks.agree(load_hook)
+    return hooks
 
 
 def prepare(config: Config, model: PreTrainedModel, ranks: Ranks) -> tuple[str, str | None]:

@@ -5,11 +5,12 @@ import contextlib
 import gc
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import IO
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from bubblespec.checkpoint import save_checkpoint
@@ -26,13 +27,14 @@ from bubblespec.rewards.functions import RewardFunction, combine
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry import report as reports
 from bubblespec.telemetry.console import Console
+from bubblespec.telemetry.flops import ModelFlops, peak_flops
 from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.telemetry.summary import Facts
 from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder, describe_hardware
 from bubblespec.types import Group, Prompt, Samples
 
-SAMPLE_STEPS = 10  # from one set of sample completions in TensorBoard to the next
+SAMPLE_STEPS = 10  # from one set of sample responses to the next
 
 
 @dataclass(kw_only=True)
@@ -56,6 +58,10 @@ class Trainer:
     logger: MetricsLogger | None = None  # of rank 0, while the run is open
     recorder: Recorder | None = None  # where the run is recorded
     evaluation_samples: Samples | None = None  # of the last evaluation
+    log_to: Callable[[dict], object] | None = None  # see `run.log_to`; of rank 0
+    num_tokens: int = 0  # trained and replaced so far, prompts included
+    elapsed_s: float = 0.0  # of earlier starts of this run, up to its checkpoint
+    opened_s: float = 0.0  # when this start's loop began
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -63,8 +69,9 @@ class Trainer:
         update, whose state is saved. A rollout or evaluation is abandoned, and made again, the
         same, by the continuation. Raises SaveFailed."""
         run = self.config.run
+        self.opened_s = self.ranks.clock.perf_counter()
         if self.ranks.is_main:
-            self.logger = MetricsLogger(run.output_dir, self.num_updates)
+            self.logger = MetricsLogger(run.output_dir, self.num_updates, self.log_to)
             self.console.start(self.facts())
         if run.trace:
             self.recorder = Recorder(self.config, self.ranks, self.num_updates)
@@ -108,7 +115,7 @@ class Trainer:
     def warm_start(self) -> None:
         """The end of set-up. Make the drafter, where one is wanted: read or trained. Raises
         StopRequested, InputError."""
-        wants_drafter = "drafter" in self.config.speculative.method
+        wants_drafter = "drafter" in self.config.speculative.sources
         if wants_drafter and self.num_updates < self.config.run.max_steps:
             with self.console.phase("preparing the drafter"):
                 self._make_drafter()
@@ -120,7 +127,7 @@ class Trainer:
         parts = (sampler.engine, sampler.params, sampler.schedule, sampler.proposer.cost)
         options = {"plans": read_plans(self.linear), "checkpoint": self.checkpoint}
         drafter, rows = make_drafter(config, self.ranks, *parts, step=step, **options)
-        if "bubble" in config.speculative.method:
+        if "bubble" in config.speculative.sources:
             sampler.keep_as_drafts(rows, step, are_deferred=False)
         sampler.proposer.add(drafter.source)
         if (tail := sampler.tail) is not None:
@@ -140,6 +147,7 @@ class Trainer:
         """All updates of a step; see `Learner.update`. advantages: float64 [S]. Not left half done
         when the run is told to stop. Raises RunFailed after too many steps without an update."""
         self.ranks.place = f"training of step {record.step}"
+        record.advantages = advantages
         if self.config.rollout.free_cache_engine:
             self.sampler.engine.release()
         metrics, spans = self.learner.update(record.samples, advantages, record.step)
@@ -161,8 +169,9 @@ class Trainer:
         if sampler.proposer is None:
             metrics |= reports.forward_metrics(ranks, record)
         else:
-            drafts = {"store_tokens": sampler.store.num_tokens}
-            drafts["accepted_by_age"] = sampler.stats.accepted_by_age
+            drafts = {"accepted_by_age": sampler.stats.accepted_by_age, "store_tokens": None}
+            if "bubble" in self.config.speculative.sources or self.config.tail_batching.enabled:
+                drafts["store_tokens"] = sampler.store.num_tokens
             metrics |= reports.speculation_metrics(ranks, record, **drafts)
         metrics |= reports.timing_metrics(ranks, record, metrics.pop("timing_s/sync"))
         metrics |= reports.placement_metrics(ranks, record) | sampler.stats.metrics()
@@ -172,6 +181,7 @@ class Trainer:
         if sampler.drafter is not None:
             metrics |= sampler.drafter.metrics(ranks)
         metrics["perf/max_memory_gb"] = reports.peak_memory_gb(ranks)
+        metrics |= self.progress_metrics(record, metrics)
         if self.recorder is not None:
             self.recorder.write(record)
         if step in run.timeline_steps:
@@ -181,12 +191,40 @@ class Trainer:
             return
         self.logger.log(step, metrics)
         self.console.show_step(step, metrics)
-        if step % SAMPLE_STEPS == 0:
-            self.logger.log_samples(step, record.samples, record.rewards.ravel(), self.tokenizer)
+        if step % SAMPLE_STEPS == 0 or step == run.max_steps - 1:
+            names = reports.short_names(sampler.scorer.names)
+            self.logger.log_samples(record, names, self.tokenizer)
         if step in run.timeline_steps:
             is_long, title = metrics.get("tail/is_long_round"), self.config.speculative.method
             title += "" if is_long is None else (", long round" if is_long else ", short round")
             self.logger.log_timeline(step, lanes, title)
+
+    def progress_metrics(self, record: StepRecord, metrics: dict[str, float]) -> dict[str, float]:
+        """How far the run is, and how well it uses GPUs whose peak is known. metrics: of the
+        step."""
+        schedule, ranks, device = self.sampler.schedule, self.ranks, self.ranks.device
+        self.num_tokens += metrics["perf/total_num_tokens"]
+        found = {"epoch": schedule.epoch, **self.progress()}
+        found["timing_s/elapsed"] = found.pop("elapsed_s")
+        if schedule.prompts.num_dropped:
+            found["data/num_dropped"] = schedule.prompts.num_dropped
+        if device.type != "cuda":
+            return found
+        model = self.learner.model
+        peak = peak_flops(torch.cuda.get_device_name(device), model.dtype)
+        if peak is not None:
+            has_gradient = self.learner.has_gradient(record.samples, record.advantages)
+            passes = (2 if self.config.model.lora_r else 3) * self.config.loss.num_iterations
+            flops = ModelFlops.of(model).step(
+                record.generated, record.samples, has_gradient, passes
+            )
+            found["perf/mfu"] = flops / (metrics["timing_s/step"] * peak * ranks.world_size)
+        return found
+
+    def progress(self) -> dict[str, float]:
+        """Sums over the run so far, those before an interruption included."""
+        elapsed_s = self.elapsed_s + self.ranks.clock.perf_counter() - self.opened_s
+        return {"num_tokens": self.num_tokens, "elapsed_s": elapsed_s}
 
     def evaluate_if_due(self) -> None:
         """Evaluate where run.eval_steps wants it; what was evaluated before the run was interrupted
@@ -229,7 +267,13 @@ class Trainer:
         by_prompt = np.nan_to_num(samples.rewards[:, 0]).reshape(len(groups), -1)
         for k in (1 << i for i in range(settings.num_generations.bit_length())):
             metrics[f"eval/pass@{k}"] = float(expected_best(by_prompt, k).mean())
-        metrics |= reports.evaluation_metrics(self.ranks, samples, rollout, seconds)
+        names = self.sampler.scorer.names
+        of_functions = reports.function_metrics(samples.rewards, names)
+        metrics |= {f"eval/{key}": value for key, value in of_functions.items()}
+        has_drafts = self.sampler.evaluation is not None
+        metrics |= reports.evaluation_metrics(
+            self.ranks, samples, rollout, seconds, has_drafts=has_drafts
+        )
         self.evaluated, self.evaluation_samples = self.num_updates, samples
         return metrics
 
@@ -250,6 +294,7 @@ class Trainer:
                 self.config,
                 step=done,
                 evaluated=self.evaluated,
+                progress=self.progress(),
                 model=self.learner.model,
                 tokenizer=self.tokenizer,
                 optimizer=self.learner.optimizer,

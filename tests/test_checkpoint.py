@@ -70,7 +70,9 @@ def saver(tmp_path, make_model):
         parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer, "drafter": None}
         parts |= {"schedule": {"uids": np.arange(step)}, "linear": None}
         parts |= {"speculation": {"drafts.tokens": np.arange(step)}}
-        return save_checkpoint(config, step=step, evaluated=evaluated, ranks=ALONE, **parts)
+        return save_checkpoint(
+            config, step=step, evaluated=evaluated, progress={}, ranks=ALONE, **parts
+        )
 
     save.config, save.optimizer, save.folder = config, optimizer, config.run.output_dir
     return save

@@ -62,8 +62,8 @@ OPTIONS = {
 METRICS = {  # that are above 0 where an option has been used
     "drafts": ["rollout/spec_accepted_tokens", "bubble/drafted_tokens"],
     "drafter": ["drafts/drafter/tokens"],
-    "streamed": ["stream/share"],
-    "tp tail": ["shared_tail/rows"],
+    "streamed": ["idle/gradients/share"],
+    "tp tail": ["tp_tail/rows"],
 }
 # shape, options, ranks, how the run is interrupted
 CASES = [

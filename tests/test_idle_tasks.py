@@ -230,7 +230,7 @@ class FakeLearner:
     def __init__(self, clock: Clock):
         self.clock, self.done, self.cost = clock, [], FakeStreamCost()
         self.config = Config(model=ModelConfig(path=""), loss=LossConfig(scale_rewards="none"))
-        self.reference = object()
+        self.skips_zero_advantage = False
 
     def stream(self, rows: list[Row], advantages: np.ndarray) -> Span:
         begin_s = self.clock.perf_counter()

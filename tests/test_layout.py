@@ -21,7 +21,7 @@ FLOORS = [
     {"engine"},
     {"dist", "config"},
     {"config_combinations"},
-    {"config_checks", "config_names"},
+    {"config_checks", "config_names", "imports"},
     {"records"},
     {"errors", "types"},
 ]

@@ -1,21 +1,26 @@
-"""metrics.jsonl and TensorBoard: valid JSON, the same curves in both, nothing double after a
-resume."""
+"""metrics.jsonl, samples.jsonl, TensorBoard and the user's hook: valid JSON, the same numbers in
+all, nothing double after a resume."""
 
 import json
 import math
 import os
+import re
+import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.summary.writer import event_file_writer
 
 from bubblespec.planner.windows import WINDOWS
 from bubblespec.telemetry.metrics import MetricsLogger
+from bubblespec.telemetry.tensorboard import LAYOUT
 from bubblespec.types import Group, Prompt
 from tests.helpers.checks import FullDisk
-from tests.helpers.rows import samples_of
+from tests.helpers.rows import record_of, samples_of
 
 BASE = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
 
@@ -44,6 +49,15 @@ def curves(folder) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+# Curves of the keys here, where they have other names.
+TAGS = {
+    "reward": "train/reward",
+    "grad_norm": "train/grad_norm",
+    "rollout/forwards": "bubblespec/rollout/forwards",
+    "timing_s/gen/rank_1": "bubblespec/timing_s/gen/rank_1",
+}
+
+
 def curves_of_lines(lines: list[dict]) -> dict[str, list[tuple[int, float]]]:
     """What the curves must be: every number of metrics.jsonl, in float32 as TensorBoard stores
     it."""
@@ -51,7 +65,9 @@ def curves_of_lines(lines: list[dict]) -> dict[str, list[tuple[int, float]]]:
     for line in lines:
         for key, value in line.items():
             if key != "step" and isinstance(value, (int, float)):
-                found.setdefault(key, []).append((line["step"], float(np.float32(value))))
+                found.setdefault(TAGS.get(key, key), []).append(
+                    (line["step"], float(np.float32(value)))
+                )
     return found
 
 
@@ -72,9 +88,11 @@ def run(
 
 
 def test_every_step_and_evaluation_is_one_line_and_one_point_of_each_curve(tmp_path):
-    run(tmp_path, range(3), (0, 2), **{"completions/max_length": 7, "rollout/digest": "abc"})
+    more = {"completions/max_length": 7, "rollout/digest": "abc", "rollout/forwards": 9}
+    more["timing_s/gen/rank_1"] = 0.5
+    run(tmp_path, range(3), (0, 2), **more)
     lines = read(tmp_path)
-    step = {**BASE, "completions/max_length": 7, "rollout/digest": "abc"}
+    step = {**BASE, **more}
     assert lines == [
         {"step": 0, "eval/reward": 0.0},
         {"step": 0, **step, "reward": 0.0},
@@ -83,14 +101,50 @@ def test_every_step_and_evaluation_is_one_line_and_one_point_of_each_curve(tmp_p
         {"step": 2, **step, "reward": 0.5},
     ]
     assert curves(tmp_path) == curves_of_lines(lines)
-    assert set(curves(tmp_path)) == {*BASE, "completions/max_length", "eval/reward"}
+    assert set(TAGS.values()) - {"train/grad_norm"} <= set(curves(tmp_path))
+    assert {"completions/max_length", "eval/reward"} <= set(curves(tmp_path))
+
+
+def layout(folder) -> dict[str, dict[str, list[str]]]:
+    """Patterns of tags by chart and question, as TensorBoard's page of custom scalars reads them:
+    the first that a run has written."""
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    (text, *_) = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val
+    found = layout_pb2.Layout.FromString(text)
+    return {
+        category.title: {chart.title: list(chart.multiline.tag) for chart in category.chart}
+        for category in found.category
+    }
+
+
+def test_what_to_watch_first_comes_first_and_only_charts_with_curves_are_shown(tmp_path):
+    run(tmp_path, range(2), (0,), **{"completions/clipped_ratio": 0.5, "rewards/f/mean": 1.0})
+    found, tags = layout(tmp_path), curves(tmp_path)
+    assert next(iter(found)) == "Watch first"
+    assert list(found["Watch first"]) == [
+        "Held-out reward",
+        "Reward",
+        "Share of responses cut off",
+        "Seconds per step",
+    ]
+    assert found["Is it learning?"] == {"Rewards by function": ["^rewards/.*/mean$"]}
+    for charts in found.values():
+        for patterns in charts.values():
+            assert any(re.search(pattern, tag) for pattern in patterns for tag in tags)
+    assert len(LAYOUT["Watch first"]) == 8
+
+
+def test_what_stays_the_same_in_all_steps_is_not_drawn(tmp_path):
+    run(tmp_path, range(2), **{"data/num_dropped": 3})
+    assert [line["data/num_dropped"] for line in read(tmp_path)] == [3, 3]
+    assert "data/num_dropped" not in curves(tmp_path)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, np.float32("inf")])
 def test_numbers_that_json_lacks_are_null(tmp_path, value):
     run(tmp_path, range(1), grad_norm=value)
     assert read(tmp_path) == [{"step": 0, **BASE, "reward": 0.0, "grad_norm": None}]
-    (point,) = curves(tmp_path)["grad_norm"]
+    (point,) = curves(tmp_path)["train/grad_norm"]
     assert point[0] == 0 and (math.isnan(point[1]) if math.isnan(value) else point[1] == value)
 
 
@@ -123,33 +177,128 @@ def test_a_fresh_start_keeps_what_a_run_without_checkpoint_left_aside(tmp_path, 
     assert (tmp_path / "metrics.jsonl.2").exists() and kept.exists()
 
 
-def test_samples_and_accepted_lengths_go_to_tensorboard(tmp_path):
-    class Letters:
-        def decode(self, ids: list[int]) -> str:
-            return "".join(chr(97 + i) for i in ids)
+class Letters:
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + i) for i in ids)
 
-    groups = [Group(Prompt(u, f"question {u}", (1,), {}), 0) for u in range(2)]
-    tokens = [np.array(ids, np.int32) for ids in ([0], [1, 2], [3, 4, 5], [6])]
-    logger = MetricsLogger(str(tmp_path), 0)
-    rewards = np.array([0.0, 0.25, 0.5, 1.0])
+
+def a_record(step: int, num_prompts: int = 2):
+    """Two responses to each prompt; the first function gives rewards, the second applies to the
+    first prompt alone."""
+    groups = [Group(Prompt(u, f"question {u}", (1,), {"answer": u}), 0) for u in range(num_prompts)]
+    tokens = [np.array([i % 26], np.int32) for i in range(2 * num_prompts)]
+    tokens[2:3] = [np.array([3, 4, 5], np.int32)]
     samples = samples_of(groups, tokens)
     samples.full_logprob[2] = np.array([0, np.nan, 0])
-    logger.log_samples(3, samples, rewards, Letters(), count=4)
+    rewards = np.arange(2 * num_prompts) / 4
+    samples.rewards = np.stack((rewards, np.full(2 * num_prompts, np.nan)), axis=1)
+    samples.rewards[:2, 1] = 0.5
+    fields = {"step": step, "advantages": rewards - 1.0}
+    return record_of(samples, rewards.reshape(-1, 2) + 10.0, **fields)
+
+
+NAMES = ["match", "form"]
+
+
+def samples_in(folder) -> list[dict]:
+    text = (folder / "samples.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line, parse_constant=not_json) for line in text.splitlines()]
+
+
+def test_samples_and_accepted_lengths_are_written(tmp_path):
+    logger = MetricsLogger(str(tmp_path), 0)
+    logger.log_samples(a_record(3), NAMES, Letters())
     counts = [3, 2, 0, 0, 1] + [0] * (len(WINDOWS) - 6) + [1]
     logger.log(0, BASE | {"rollout/spec_accepted_lengths": counts})
     logger.close()
+    first, second = samples_in(tmp_path)
+    assert first == {
+        "step": 3,
+        "uid": 0,
+        "visit": 0,
+        "sample": 0,
+        "prompt": "question 0",
+        "completion": "a",
+        "num_tokens": 1,
+        "is_truncated": False,
+        "reward": 10.0,
+        "rewards": {"match": 0.0, "form": 0.5},
+        "advantage": -1.0,
+        "columns": {"answer": 0},
+    }
+    assert second["completion"] == "d⟦e⟧f" and second["rewards"] == {"match": 0.5, "form": None}
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = events.Histograms("completions/length")[0].histogram_value
-    assert (found.num, found.sum) == (4, 1 + 2 + 2 + 1), "an observation is not counted"
-    for i, reply in enumerate(["a", "bc", "d⟦e⟧f", "g"]):
+    assert (found.num, found.sum) == (4, 1 + 1 + 2 + 1), "an observation is not counted"
+    for i, sample in enumerate((first, second)):
         (event,) = events.Tensors(f"sample_{i}/text_summary")
         text = event.tensor_proto.string_val[0].decode()
-        assert f"reward {rewards[i]:.3f}" in text and f"question {i // 2}" in text
-        assert text.endswith(f" {reply}")
+        assert f"reward {sample['reward']:.3f}" in text and f"question {i}" in text
+        assert text.endswith(f" {sample['completion']}")
     # Counts by bin become so many values of each bin's lowest length.
-    found = events.Histograms("rollout/spec_accepted_lengths")[0].histogram_value
+    found = events.Histograms("bubblespec/rollout/spec_accepted_lengths")[0].histogram_value
     values = [0, 0, 0, 1, 1, 4, 128]
     assert (found.num, found.max, found.sum) == (len(values), 128, sum(values))
+
+
+def test_samples_are_of_other_prompts_each_time_also_after_a_resume(tmp_path):
+    """Ten prompts, four at a time: all are shown before one is shown again, and then its second
+    response. What a killed run has shown after its checkpoint is cut off."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+
+    def show(folder, first: int, steps: tuple[int, ...]) -> None:
+        logger = MetricsLogger(str(folder), first)
+        for step in steps:
+            logger.log_samples(a_record(step, 10), NAMES, Letters())
+        logger.close()
+
+    show(whole, 0, (0, 10, 20))
+    show(killed, 0, (0, 10))
+    show(killed, 10, (10, 20))
+    found = samples_in(whole)
+    assert samples_in(killed) == found
+    assert [sample["uid"] for sample in found] == [*range(10), 0, 1]
+    assert [sample["sample"] for sample in found] == [0] * 10 + [1] * 2
+    show(whole, 0, (0,))
+    assert len(samples_in(whole)) == 4 and (whole / "samples.jsonl.1").exists()
+
+
+def test_the_hook_gets_each_line_and_may_fail(tmp_path, capsys):
+    taken = []
+
+    def hook(metrics: dict) -> None:
+        taken.append(dict(metrics))
+        metrics.clear()
+        if len(taken) != 2:
+            raise ConnectionError("no network")
+
+    logger = MetricsLogger(str(tmp_path), 0, hook)
+    logger.log_evaluation(0, {"eval/reward": 0.0})
+    for step in range(2):
+        logger.log(step, BASE)
+    logger.close()
+    assert taken == read(tmp_path) and len(taken) == 3
+    said = capsys.readouterr().err
+    assert said.count("run.log_to failed") == 1 and "ConnectionError: no network" in said
+
+
+def test_the_hook_of_the_page_logs_to_weights_and_biases(tmp_path, monkeypatch):
+    """As it stands in docs/metrics.md, with a stand-in for the library."""
+    with open("docs/metrics.md", encoding="utf-8") as file:
+        (code,) = re.findall(r"^```python my_log.py\n(.*?)^```$", file.read(), re.M | re.S)
+    logged = []
+    library = SimpleNamespace(init=lambda **options: library)
+    library.log = lambda metrics, step: logged.append((step, metrics["reward"]))
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    module: dict = {}
+    exec(code, module)
+    logger = MetricsLogger(str(tmp_path), 0, module["log"])
+    for step in range(2):
+        logger.log(step, BASE)
+    logger.close()
+    assert logged == [(0, 0.5), (1, 0.5)]
 
 
 # A full disk
@@ -173,6 +322,17 @@ def test_metrics_wait_for_room(tmp_path, capsys, monkeypatch):
     assert said.count("metrics.jsonl cannot be written") == 1 and "lost" not in said
 
 
+def test_samples_wait_for_room(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of TensorBoard's thread
+    logger = MetricsLogger(str(tmp_path), 0)
+    with FullDisk(100):
+        logger.log_samples(a_record(0), NAMES, Letters())
+    logger.log_samples(a_record(10), NAMES, Letters())
+    logger.close()
+    assert [sample["step"] for sample in samples_in(tmp_path)] == [0, 0, 10, 10]
+    assert capsys.readouterr().err.count("samples.jsonl cannot be written") == 1
+
+
 def test_curves_fail_without_ending_the_run(tmp_path, capsys, monkeypatch):
     """Room for the lines, none for TensorBoard's files."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of TensorBoard's thread
@@ -181,8 +341,8 @@ def test_curves_fail_without_ending_the_run(tmp_path, capsys, monkeypatch):
         for step in range(10):
             logger.log(step, BASE)
             for _ in range(3):
-                logger._draw("add_text", "text", "x" * 1000, step)
-            logger._draw("flush")
+                logger._tensorboard.draw("add_text", "text", "x" * 1000, step)
+            logger._tensorboard.draw("flush")
     logger.log(10, BASE)
     logger.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 11

@@ -40,6 +40,7 @@ def record(
 ) -> StepRecord:
     rewards, fields = np.array(rewards), {"stages": list(stages), "generated": samples}
     fields |= {"batch_sizes": [1] * num_batches, "rollouts": [RolloutRecord(waits=list(waits))]}
+    fields["advantages"] = np.array([-0.5, 0.25, 2.0, -1.5])[: num_chosen * 2]
     chosen = samples if num_batches == 1 else samples.of_groups(list(range(num_chosen)))
     return record_of(chosen, rewards[:num_chosen], all_rewards=rewards, **fields)
 
@@ -69,11 +70,25 @@ def test_rollout_metrics_of_a_hand_worked_step():
         "completions/median_length": 3.0,
         # Position 0.99 x 3 = 2.97 of the sorted lengths.
         "completions/p99_length": pytest.approx(4 + 0.97 * 5),
+        "completions/min_length": 1,
         "completions/max_length": 9,
         "completions/clipped_ratio": 0.25,
+        # Without the last sample, which was cut off.
+        "completions/mean_terminated_length": pytest.approx(7 / 3),
+        "completions/min_terminated_length": 1,
+        "completions/max_terminated_length": 4,
+        "prompt_length/mean": 2.0,
+        "prompt_length/min": 1,
+        "prompt_length/max": 3,
+        "critic/rewards/min": 0.5,
+        "critic/rewards/max": 3.0,
+        "critic/advantages/min": -1.5,
+        "critic/advantages/max": 2.0,
         "rollout/digest": digest(samples),
         "rewards/match/mean": 0.25,
+        "rewards/match/std": 0.5,  # sqrt(0.75 / 3)
         "rewards/form/mean": 0.75,
+        "rewards/form/std": pytest.approx(0.125**0.5),
     }
 
 
@@ -89,12 +104,11 @@ def test_metrics_are_of_sampled_tokens():
 def test_an_evaluations_metrics_are_of_both_ranks():
     samples = make_samples([[1.0]] * 4)
     rollout = RolloutRecord(acceptance=Acceptance(draft_tokens=10, accepted_tokens=9))
-    assert evaluation_metrics(TwoRanks([7, 30, 15]), samples, rollout, 2.5) == {
-        "eval/digest": digest(samples),
-        "eval/forwards": 7,
-        "eval/spec_accept_rate": 24 / 40,
-        "timing_s/eval": 2.5,
-    }
+    wanted = {"eval/digest": digest(samples), "eval/forwards": 7, "timing_s/eval": 2.5}
+    parts = (TwoRanks([7, 30, 15]), samples, rollout, 2.5)
+    assert evaluation_metrics(*parts, has_drafts=False) == wanted
+    wanted["eval/spec_accept_rate"] = 24 / 40
+    assert evaluation_metrics(*parts, has_drafts=True) == wanted
 
 
 def test_replaced_groups_are_counted_and_functions_of_one_name_are_told_apart():
@@ -104,7 +118,7 @@ def test_replaced_groups_are_counted_and_functions_of_one_name_are_told_apart():
     counts = [found[f"dynamic_sampling/{name}"] for name in ("num_batches", "num_replaced")]
     assert counts == [2, 1]
     assert found["reward"] == 1.25 and found["rollout/digest"] == digest(samples)
-    means = {k: v for k, v in found.items() if k.startswith("rewards/")}
+    means = {k: v for k, v in found.items() if k.startswith("rewards/") and k.endswith("/mean")}
     assert list(means.items()) == [
         ("rewards/a.f/mean", 1.0),
         ("rewards/b.f/mean", 0.25),
@@ -137,7 +151,6 @@ def test_timing_of_one_rank():
         "timing_s/sync": 0.25,
         "timing_s/step": 8.0,
         "bubble/ratio": 0.2,
-        "bubble/slowest_rank": 0,
         "perf/throughput": (16 + 8) / 8,
         "perf/total_num_tokens": 24,
     }

@@ -113,7 +113,7 @@ def test_the_gradient_and_the_metrics_are_those_without_streaming(
     assert num_streamed > 0
     seen, metrics = gradients(learner, samples, advantages)
     assert_same_gradient(seen[0], wanted)
-    assert 0 < metrics.pop("stream/share") <= 1
+    assert 0 < metrics.pop("idle/gradients/share") <= 1
     for name in metrics.keys() - {"timing_s/sync"}:
         assert metrics[name] == pytest.approx(wanted_metrics[name], rel=1e-9, abs=1e-12), name
     assert metrics.keys() == wanted_metrics.keys()
@@ -161,7 +161,7 @@ def streamed_on_two_ranks(ranks: Ranks, model, shard_state: bool) -> dict:
                 stream_groups(learner, samples, groups, own=lambda i: i % 2 == ranks.rank)
             (gradient,), metrics = gradients(learner, samples, advantages_of(REWARDS, config))
             seen[streams, step] = gradient
-            shares.append(metrics["stream/share"])
+            shares.append(metrics["idle/gradients/share"])
         weights[streams] = torch.cat([p.detach().flatten() for p in own.parameters()])
     pairs = [(seen[True, step], seen[False, step]) for step in range(2)]
     return {

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bubblespec.telemetry.tensorboard import LAYOUT, tag_of
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.runs import (
     ALWAYS_DRAFT,
@@ -22,7 +24,8 @@ PROMISED = """
 reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio grad_norm
 entropy loss timing_s/gen timing_s/bubble timing_s/reward timing_s/train timing_s/sync timing_s/step
 perf/throughput bubble/ratio bubble/slowest_rank timing_s/gen/rank_1 rewards/exact_match/mean
-clip_ratio/region_mean
+rewards/exact_match/std critic/rewards/min critic/rewards/max critic/advantages/min
+critic/advantages/max completions/min_length prompt_length/mean epoch num_tokens timing_s/elapsed
 """
 
 
@@ -73,6 +76,57 @@ def test_a_run_without_a_terminal_shows_one_line_per_step(two_ranks):
     assert "drafts: none (speculative.method=none)" in lines
 
 
+PAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "docs", "metrics.md")
+
+
+def keys_of(page: str) -> list[str]:
+    """Patterns of the keys in the first column of its tables."""
+    patterns = []
+    for cell in re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE):
+        for key in re.findall("`([^`]+)`", cell):
+            pattern = re.sub(r"\{(.*?)\}", lambda m: f"({m[1].replace(',', '|')})", key)
+            pattern = pattern.replace("NAME", r"[^/]+")
+            patterns.append(re.sub(r"(?<=[_@])[KNR]\b", r"\\d+", pattern))
+    return patterns
+
+
+def test_every_metric_is_documented(two_ranks, drafted, evaluated):
+    with open(PAGE, encoding="utf-8") as file:
+        page = file.read().split("\n## Renamed")[0]
+    lines = [line for folder in (two_ranks, drafted, evaluated) for line in read(folder)]
+    written = {key for line in lines for key in line} - {"step"}
+    patterns = keys_of(page)
+    assert (
+        len(written) > 70
+        and {key for key in written if not any(re.fullmatch(p, key) for p in patterns)} == set()
+    )
+    first = re.findall(r"^\| `(.*?)` \|", page.split("\n## ")[1], re.MULTILINE)
+    tags = [charts[0] for charts in LAYOUT["Watch first"].values()]
+    assert tags == [tag_of(key) for key in first] and len(first) == 8
+
+
+def test_tokens_epochs_and_time_add_up(two_ranks):
+    lines = read(two_ranks)
+    tokens = [line["perf/total_num_tokens"] for line in lines]
+    assert [line["num_tokens"] for line in lines] == [sum(tokens[: i + 1]) for i in range(4)]
+    # 8 prompts per step; 200 prompts, some of which are twice in the data or too long.
+    assert [line["epoch"] / lines[0]["epoch"] for line in lines] == pytest.approx([1, 2, 3, 4])
+    assert 8 / 200 <= lines[0]["epoch"] < 8 / 150
+    elapsed = [line["timing_s/elapsed"] for line in lines]
+    assert elapsed == sorted(elapsed)
+    assert elapsed[-1] >= sum(line["timing_s/step"] for line in lines)
+
+
+def test_the_first_and_the_last_step_leave_samples(two_ranks):
+    with open(two_ranks / "samples.jsonl", encoding="utf-8") as file:
+        samples = [json.loads(line) for line in file]
+    assert [sample["step"] for sample in samples] == [0] * 4 + [3] * 4
+    assert len({sample["uid"] for sample in samples}) == 8
+    for sample in samples:
+        assert sample["rewards"] == {"exact_match": sample["reward"]}
+        assert isinstance(sample["columns"]["answer"], str) and sample["completion"]
+
+
 def test_checkpoint_loads_with_transformers(two_ranks):
     folder = os.path.join(two_ranks, "checkpoint-4")
     modes = {entry.name: entry.stat().st_mode for entry in os.scandir(folder)}
@@ -119,25 +173,35 @@ def test_drafts_are_made_verified_and_accepted(two_ranks, drafted):
     assert any(kind.startswith("draft") for kind in kinds), kinds
 
 
-def test_several_updates_of_a_batch_with_an_overlong_penalty_on_any_number_of_ranks(tmp_path):
-    """Four updates a step, whose reward is the function's and the penalty; evaluation is not
-    penalised."""
-    options = [
-        "run.max_steps=2",
-        "run.eval_steps=2",
-        "eval.num_prompts=8",
-        "loss.num_minibatches=2",
-        "loss.num_iterations=2",
-        "loss.importance_sampling_level=sequence",
-        "loss.advantage_estimator=rloo",
-        "reward.overlong_buffer_length=48",
-    ]
-    train_here(tmp_path / "1", *options)
-    run(tmp_path / "2", 2, *options)
-    assert digests(tmp_path / "1") == digests(tmp_path / "2")
+SEVERAL_UPDATES = [
+    "run.max_steps=2",
+    "run.eval_steps=2",
+    "eval.num_prompts=8",
+    "loss.num_minibatches=2",
+    "loss.num_iterations=2",
+    "loss.importance_sampling_level=sequence",
+    "loss.advantage_estimator=rloo",
+    "reward.overlong_buffer_length=48",
+]
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """Four updates a step, whose reward is the function's and the penalty, and evaluations."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    train_here(folder, *SEVERAL_UPDATES)
+    return folder
+
+
+def test_several_updates_of_a_batch_with_an_overlong_penalty_on_any_number_of_ranks(
+    tmp_path, evaluated
+):
+    """Evaluation is not penalised."""
+    run(tmp_path, 2, *SEVERAL_UPDATES)
+    assert digests(evaluated) == digests(tmp_path)
     compared = ["loss", "grad_norm", "entropy", "reward"]
     compared += ["clip_ratio/low_mean", "clip_ratio/high_mean"]
-    for one, two in zip(read(tmp_path / "1"), read(tmp_path / "2"), strict=True):
+    for one, two in zip(read(evaluated), read(tmp_path), strict=True):
         if "eval/reward" in one:
             assert one["eval/reward"] == pytest.approx(one["eval/pass@1"]), "and no penalty"
             continue

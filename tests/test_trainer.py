@@ -21,7 +21,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.learner import Learner
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.stats import RunStats
-from bubblespec.records import Acceptance, ForwardRecord, RolloutRecord
+from bubblespec.records import ForwardRecord, RolloutRecord
 from bubblespec.rewards.functions import load_reward
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
@@ -133,15 +133,14 @@ def test_an_evaluation_by_hand(monkeypatch):
             row.logprob = row.full_logprob = np.zeros(length, np.float32)
             loop.on_finished(row)
         forwards = [ForwardRecord(*[0.0] * 4, *[0] * 6, own_rows, 0, 0) for own_rows in (8, 5)]
-        return RolloutRecord(
-            forwards=forwards, acceptance=Acceptance(draft_tokens=8, accepted_tokens=5)
-        )
+        return RolloutRecord(forwards=forwards)
 
     monkeypatch.setattr(RolloutLoop, "run", generate)
     rewards = np.array([first, second]).T
     scoring = SimpleNamespace(on_finished=lambda row: None, collect=lambda rows: rewards)
     scorer = SimpleNamespace(
         sees_groups=False,
+        names=["my.first", "my.second"],
         begin=lambda groups, step: used.append(step) or scoring,
         take_metrics=lambda: {"reward/errors": 3},
     )
@@ -154,6 +153,10 @@ def test_an_evaluation_by_hand(monkeypatch):
         "eval/completions/mean_length": 30 / 8,
         "eval/completions/clipped_ratio": 3 / 8,
         "eval/reward/errors": 3,
+        "eval/rewards/first/mean": 3 / 8,
+        "eval/rewards/first/std": pytest.approx(statistics.stdev(first)),
+        "eval/rewards/second/mean": 0.5 / 4,  # over the prompt that it applies to
+        "eval/rewards/second/std": 0.25,
         "eval/pass@1": (2 / 4 + 1 / 4) / 2,
         # of 6 pairs, 1 and 3 have no right answer
         "eval/pass@2": pytest.approx((5 / 6 + 3 / 6) / 2),
@@ -162,7 +165,6 @@ def test_an_evaluation_by_hand(monkeypatch):
             samples_of([Group(p, EVALUATION) for p in prompts], [np.arange(n) for n in lengths])
         ),
         "eval/forwards": 2,
-        "eval/spec_accept_rate": 5 / 8,
         "timing_s/eval": 3.5,
     }
     step, (params, rows) = used

@@ -151,7 +151,8 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name, has_turns):
     reference = model if config.loss.kl_coef else None  # its log-probabilities are given
     learner = make_learner(model, config, reference)
     measured = learner.accumulate_gradient(batch, ADVANTAGES, weights)
-    metrics = learner.training_metrics([sum_over_ranks([measured], ranks, factor)])
+    totals = [sum_over_ranks([measured], ranks, factor)]
+    metrics = learner.training_metrics(totals) | learner.clip_metrics(totals)
     gradient = factor * torch.cat([p.grad.flatten() for p in model.parameters()])
     assert metrics["loss"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
     assert (gradient - wanted_gradient).norm() < 1e-5 * wanted_gradient.norm()

@@ -62,6 +62,11 @@ class StepSchedule:
         never drawn again under the same name; deferred: see `StepRecord`."""
         self._visits.update(group.prompt.uid for group in samples.groups)
 
+    @property
+    def epoch(self) -> float:
+        """How often a prompt has had its turn, on average."""
+        return self._visits.total() / len(self.prompts)
+
     def metrics(self) -> dict[str, float]:
         """Of the step that is over, where there is anything to say."""
         return {}

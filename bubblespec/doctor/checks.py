@@ -324,7 +324,7 @@ def rollouts(case: Case) -> Iterator[Line]:
     else:
         tie = " (a near tie, if not with another run.seed too)" if dtype == "float32" else ""
         yield failed(f"{differing} of {responses} differ with drafts{tie}; speculative.method=none")
-    if "drafter" in case.config.speculative.method:
+    if "drafter" in case.config.speculative.sources:
         yield ok("the learned drafter was not tried, as it is trained before the first step")
 
 

@@ -8,7 +8,7 @@ Shape legend: R rows, K kinds of proposals.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from bubblespec.draft.sources import (
     SuffixMatches,
     Survival,
     TrackedRows,
+    check_proposals,
+    load_source,
 )
 from bubblespec.draft.store import History
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES
@@ -167,6 +169,8 @@ class Proposer:
             if not len(some := asked[is_open]):
                 continue
             found = source.propose(numbers[some], limits[some])
+            if source.path is not None:
+                check_proposals(source, found, limits[some])
             given = found.count.nonzero()[0]
             if not len(given):
                 continue
@@ -317,19 +321,22 @@ def _add(table: dict, key, num_draft: int, num_accepted: int) -> None:
 
 
 def make_proposer(
-    method: str,
+    names: Collection[str],
     history: History,
     cost: CostModel,
     *,
     has_drafts: bool,
     always: bool = False,
     clock=time,
+    vocab_size: int | None = None,
 ) -> Proposer:
-    """With the sources of `speculative.method`, in order of trust: own drafts, where samples have
-    any, and suffix matches."""
+    """With the sources that `speculative.method` names, in order of trust: own drafts, where
+    samples have any, suffix matches, and the user's own. vocab_size: of the policy, None in virtual
+    time. Raises InputError."""
     sources: list[DraftSource] = []
     if has_drafts:
         sources.append(OwnDrafts())
-    if "suffix" in method:
+    if "suffix" in names:
         sources.append(SuffixMatches(history))
+    sources += [load_source(name, vocab_size) for name in names if "." in name]
     return Proposer(sources, cost, always=always, clock=clock)

@@ -2,8 +2,8 @@
 
 `OwnDrafts` proposes the draft that a sample has, up to the first difference from its response.
 `SuffixMatches` looks for the end of a row in that draft and in other texts, before a difference
-and after it. A source decides about time only: the engine accepts just what a row would have
-sampled.
+and after it. Users may have sources of their own. A source decides about time only: the engine
+accepts just what a row would have sampled.
 
 All that happens in every forward is done for all rows together, by array.
 
@@ -26,6 +26,9 @@ from bubblespec.draft.suffix import (
     SuffixIndex,
 )
 from bubblespec.engine.ragged import doubled, spans
+from bubblespec.errors import InputError, one_line
+from bubblespec.imports import import_path
+from bubblespec.records import SOURCES
 from bubblespec.types import Draft, Row, SampleId
 
 ALIGNED = "aligned"  # the row has followed its draft from the start
@@ -185,6 +188,10 @@ class DraftSource:
     """If false, the source is not asked and does not see new tokens."""
     chance = 0.0
     """Expected acceptance rate below which it replaces another source's proposal."""
+    path: str | None = None
+    """Dotted path of the user's own source, whose proposals are checked."""
+    vocab_size: int | None = None
+    """Tokens of the policy, of which proposals must be, where they are checked."""
 
     def begin(self, tracked: TrackedRows) -> None:
         """A new rollout, whose rows will be in `tracked`: forget all others."""
@@ -203,6 +210,54 @@ class DraftSource:
     def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         """Different rows have gained tokens, int [sum of counts], row after row. numbers, counts:
         int64 [R]."""
+
+
+def load_source(path: str, vocab_size: int | None) -> DraftSource:
+    """The user's own source, a subclass of DraftSource that is made without arguments. Raises
+    InputError."""
+    key = "speculative.method"
+    made = import_path(key, path, "my_module.MySource")
+    if not isinstance(made, type) or not issubclass(made, DraftSource):
+        raise InputError(f"{key}: {path} is not a subclass of {DraftSource.__module__}.DraftSource")
+    try:
+        source = made()
+    except Exception as error:  # the user's own code
+        raise InputError(f"{key}: {path}() failed: {one_line(error)}") from error
+    kinds = source.kinds
+    if not kinds or not all(isinstance(kind, tuple) and kind for kind in kinds):
+        raise InputError(f"{key}: {path}.kinds must be tuples that begin with a name, not {kinds}")
+    for name, *_ in kinds:
+        if not isinstance(name, str) or name in SOURCES:
+            problem = f"{name!r} cannot be the name of a source of your own"
+            raise InputError(f"{key}: {path}.kinds: {problem}; choose another text")
+    source.path, source.vocab_size = path, vocab_size
+    return source
+
+
+def check_proposals(source: DraftSource, found: Proposals, limits: np.ndarray) -> None:
+    """Raises InputError for proposals of the user's own source that cannot be fed. limits: int64
+    [R], see `DraftSource.propose`."""
+
+    def require(holds: bool, what: str) -> None:
+        if not holds:
+            raise InputError(f"speculative.method: {source.path}.propose returned {what}")
+
+    require(isinstance(found, Proposals), f"{found!r:.200}, not Proposals")
+    for name, column in found._asdict().items():
+        is_int = isinstance(column, np.ndarray) and np.issubdtype(column.dtype, np.integer)
+        require(is_int, f"{name} that is not an integer array")
+        wanted = column.shape if name == "tokens" else limits.shape
+        require(column.ndim == 1 and column.shape == wanted, f"{name} of {list(column.shape)}")
+    tokens, begin, count, kind = found
+    is_within = (count >= 0) & (count <= limits)
+    require(bool(is_within.all()), "a negative count, or one above its limit")
+    begin, end = begin[count > 0], (begin + count)[count > 0]
+    require(bool(((begin >= 0) & (end <= len(tokens))).all()), "a range beyond its tokens")
+    is_kind = (kind >= 0) & (kind < len(source.kinds))
+    require(bool(is_kind.all()), f"a kind that is not below {len(source.kinds)}, as its kinds are")
+    ids = tokens[spans(begin, end - begin)]
+    size = np.inf if source.vocab_size is None else source.vocab_size
+    require(bool(((ids >= 0) & (ids < size)).all()), f"tokens outside of the vocabulary of {size}")
 
 
 class OwnDrafts(DraftSource):

@@ -11,7 +11,6 @@ This module runs in workers, and imports nothing heavy. Replies are plain data, 
 
 import asyncio
 import base64
-import importlib
 import inspect
 import json
 import math
@@ -23,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bubblespec.errors import InputError, one_line
+from bubblespec.imports import import_path
 
 NO_TOOLS = ("reset", "get_reward")
 Chat = str | list[dict]
@@ -96,13 +96,13 @@ class Form:
 
 def load_form(factory: str | None, tools: list[str]) -> Form:
     """Import what the configuration names. Raises InputError if it has none of the forms."""
-    functions = [_import(path, "environment.tools") for path in tools]
+    functions = [import_path("environment.tools", path, "my_module.my_tool") for path in tools]
     for path, function in zip(tools, functions, strict=True):
         if not callable(function) or isinstance(function, type):
             raise InputError(f"environment.tools: '{path}' is not a function")
     if factory is None:
         return Form("", None, functions)
-    made = _import(factory, "environment.factory")
+    made = import_path("environment.factory", factory, "my_module.MyEnvironment")
     if not isinstance(made, type):
         raise InputError(f"environment.factory: '{factory}' is not a class")
     form = Form(made.__name__, made, functions)
@@ -116,16 +116,6 @@ def load_form(factory: str | None, tools: list[str]) -> Form:
             f"environment.tools: '{factory}' takes the whole turn as its action, so it has no tools"
         )
     return form
-
-
-def _import(path: str, key: str) -> Any:
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise InputError(f"{key}: '{path}' is not a dotted path such as my_module.MyEnvironment")
-    try:
-        return getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # the module's own code runs here
-        raise InputError(f"{key}: cannot import '{path}': {one_line(error)}") from error
 
 
 class Host:

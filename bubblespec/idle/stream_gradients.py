@@ -41,7 +41,7 @@ def pieces_of(learner: Learner, rows: Sequence[Row | None], rewards: np.ndarray)
         Piece(row, advantage)
         for row, advantage in zip(rows, advantages.tolist(), strict=True)
         if row is not None
-        and (advantage != 0 or learner.reference is not None)
+        and (advantage != 0 or not learner.skips_zero_advantage)
         and not (loss.mask_truncated_completions and row.finish == "length")
         and is_sampled(row.full_logprob).any()
     ]

@@ -1,11 +1,19 @@
 """Advantages from rewards: one number a sample, for all its tokens.
 
-An estimator is a function of the rewards and of what divides them, with a name in ESTIMATORS and in
-config.LossConfig. Throughout, rewards are float64 [prompts, generations], and advantages of the
-same shape.
+An estimator is a function of the rewards and of what divides them, with a name in ESTIMATORS, or
+the user's own, a function of samples and rewards that a dotted path names. Throughout, rewards are
+float64 [prompts, generations], and advantages of the same shape.
 """
 
+from collections.abc import Callable
+
 import numpy as np
+
+from bubblespec.errors import InputError
+from bubblespec.imports import import_function
+from bubblespec.types import Samples
+
+KEY = "loss.advantage_estimator"
 
 
 def grpo(rewards: np.ndarray, scale: str | None) -> np.ndarray:
@@ -45,17 +53,43 @@ ESTIMATORS = {
 
 
 def estimate_advantages(
-    rewards: np.ndarray, estimator: str, scale_rewards: str | None = None
+    rewards: np.ndarray,
+    estimator: str,
+    scale_rewards: str | None = None,
+    samples: Samples | None = None,
 ) -> np.ndarray:
     """Advantages by one of ESTIMATORS, divided as its paper does unless `scale_rewards` says
-    otherwise (see `divided`).
+    otherwise (see `divided`); or by the user's own function of the samples and their rewards.
 
     A single generation has no group to compare with: its advantage is 0, except under
-    reinforce_plus_plus, which knows no groups.
+    reinforce_plus_plus, which knows no groups, and under the user's own. Raises InputError for
+    values of the latter that are not one finite number per sample.
     """
+    if "." in estimator:
+        returned = load_estimator(estimator)(samples, rewards.copy())
+        return _checked(estimator, returned, rewards.shape)
     if rewards.size == 1:
         return np.zeros_like(rewards)
     return ESTIMATORS[estimator](rewards, scale_rewards)
+
+
+def load_estimator(path: str) -> Callable[[Samples, np.ndarray], np.ndarray]:
+    """The user's own estimator, called with the samples and their rewards. Raises InputError."""
+    return import_function(KEY, path, "my_module.my_advantages", ("samples", "rewards"))
+
+
+def _checked(path: str, returned: object, shape: tuple[int, int]) -> np.ndarray:
+    try:
+        advantages = np.array(returned, np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{KEY}: {path} returned {returned!r:.200}, not numbers") from error
+    if advantages.shape != shape:
+        wanted = f"not {list(shape)}, [prompts, generations]"
+        raise InputError(f"{KEY}: {path} returned the shape {list(advantages.shape)}, {wanted}")
+    if not np.isfinite(advantages).all():
+        number = int((~np.isfinite(advantages)).sum())
+        raise InputError(f"{KEY}: {path} returned {number} values that are not finite")
+    return advantages
 
 
 def centred_by_group(rewards: np.ndarray) -> np.ndarray:

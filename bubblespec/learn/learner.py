@@ -31,9 +31,12 @@ from bubblespec.engine.packing import pack_sequences
 from bubblespec.errors import RunFailed, log
 from bubblespec.learn.lora import adapter_disabled
 from bubblespec.learn.losses import (
+    TokenLoss,
+    check_token_loss,
     cispo_loss,
     importance_ratio,
     kl_penalty,
+    load_loss,
     local_weights,
     policy_loss,
     token_logprobs,
@@ -113,6 +116,23 @@ class Learner:
     num_skipped_in_a_row: int = 0
     """Latest consecutive steps in which an update was skipped."""
     has_warned_of_mismatch: bool = False
+    own_loss: TokenLoss | None = None
+    """The user's own, where loss.loss_type is a dotted path."""
+
+    def __post_init__(self):
+        if "." in self.config.loss.loss_type:
+            self.own_loss = load_loss(self.config.loss.loss_type)
+
+    @property
+    def skips_zero_advantage(self) -> bool:
+        """Whether a sample of zero advantage (of a group of equal rewards) has zero gradient: it is
+        then not computed. A KL term has one, and the user's own loss may have one."""
+        return self.reference is None and self.own_loss is None
+
+    def has_gradient(self, samples: Samples, advantages: np.ndarray) -> np.ndarray:
+        """Which samples are trained on, bool [S]. advantages: float64 [S]."""
+        is_used = is_in_loss(samples, self.config)
+        return is_used & (advantages != 0) if self.skips_zero_advantage else is_used
 
     def update(
         self, samples: Samples, advantages: np.ndarray, step: int
@@ -126,11 +146,7 @@ class Learner:
         `skipped_updates` counts them. Raises RunFailed after more than MAX_SKIPPED_STEPS
         consecutive steps with such an update.
         """
-        # Without a KL term a sample of zero advantage (a group of equal rewards) has zero gradient:
-        # it is not computed.
-        has_gradient = is_in_loss(samples, self.config)
-        if self.reference is None:
-            has_gradient &= advantages != 0
+        has_gradient = self.has_gradient(samples, advantages)
         # NaN says that an environment gave a token; where there is none, generation has failed.
         has_nan = bool((samples.num_sampled < samples.lengths).any())
         is_broken = has_nan and not self.config.environment.is_used
@@ -160,10 +176,12 @@ class Learner:
         self._count_skipped(num_skipped, step)
         self.streamed = Streamed()
         metrics = self.training_metrics(totals)
+        if len(totals) > 1 and self.own_loss is None:  # in a first update every ratio is 1
+            metrics |= self.clip_metrics(totals)
         self.warn_of_mismatch(metrics, step)
         if self.config.optim.stream_gradients:
             tokens = samples.lengths * has_gradient
-            metrics["stream/share"] = float(tokens @ is_streamed / max(tokens.sum(), 1))
+            metrics["idle/gradients/share"] = float(tokens @ is_streamed / max(tokens.sum(), 1))
         metrics |= {
             "grad_norm": float(np.mean(grad_norms)),
             "learning_rate": learning_rate,
@@ -236,7 +254,11 @@ class Learner:
             for values in (advantages, weights)
         )
         ratio = importance_ratio(logprob, batch.old, batch.lengths, loss.importance_sampling_level)
-        if loss.loss_type == "cispo":
+        if self.own_loss is not None:
+            token_loss = self.own_loss(logprob, ratio, advantage)
+            check_token_loss(loss.loss_type, token_loss, logprob)
+            is_clipped = torch.zeros((3, len(logprob)), device=logprob.device)
+        elif loss.loss_type == "cispo":
             token_loss, is_clipped = cispo_loss(logprob, ratio, advantage, loss.epsilon_high)
         else:
             token_loss, is_clipped = policy_loss(
@@ -280,16 +302,26 @@ class Learner:
         mean = {name: total[name] / total["tokens"] for name in MEASURED}
         metrics = {
             "loss": total["loss"] / len(totals),
-            "clip_ratio/low_mean": mean["low"],
-            "clip_ratio/high_mean": mean["high"],
-            "clip_ratio/region_mean": (total["low"] + total["high"]) / total["tokens"],
             "sampling/logp_difference/mean": mean["mismatch"],
             "sampling/logp_difference/max": max(update["max_mismatch"] for update in totals),
         }
-        if self.config.loss.delta is not None:
-            metrics["clip_ratio/delta_mean"] = mean["delta"]
         if self.reference is not None:
             metrics["kl"] = mean["kl"]
+        return metrics
+
+    def clip_metrics(self, totals: list[dict[str, float]]) -> dict[str, float]:
+        """Shares of clipped tokens. totals: see `training_metrics`."""
+        names = ("low", "high", "delta", "tokens")
+        low, high, delta, tokens = (sum(update[name] for update in totals) for name in names)
+        if tokens == 0:
+            return {}
+        metrics = {
+            "clip_ratio/low_mean": low / tokens,
+            "clip_ratio/high_mean": high / tokens,
+            "clip_ratio/region_mean": (low + high) / tokens,
+        }
+        if self.config.loss.delta is not None:
+            metrics["clip_ratio/delta_mean"] = delta / tokens
         return metrics
 
     def warn_of_mismatch(self, metrics: dict[str, float], step: int) -> None:

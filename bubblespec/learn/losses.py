@@ -11,9 +11,16 @@ Shape legend: M sampled tokens of a micro-batch, S sequences of the global minib
 if it has one), V vocabulary.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
+
+from bubblespec.errors import InputError, one_line
+from bubblespec.imports import import_function
+
+TokenLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def importance_ratio(
@@ -77,6 +84,37 @@ def cispo_loss(
     return loss, torch.stack((torch.zeros_like(is_high), is_high, torch.zeros_like(is_high)))
 
 
+def load_loss(path: str) -> TokenLoss:
+    """The user's own loss, called with logprob, ratio and advantage, [M] each; it returns the loss
+    of every token, [M]. It is tried on three tokens. Raises InputError."""
+    function = import_function(
+        "loss.loss_type", path, "my_module.my_loss", ("logprob", "ratio", "advantage")
+    )
+    logprob = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
+    ratio = torch.exp(logprob - logprob.detach())
+    try:
+        loss = function(logprob, ratio, torch.tensor([1.0, -1.0, 0.0]))
+    except Exception as error:  # the user's own code
+        problem = f"failed when tried on three tokens: {one_line(error)}"
+        raise InputError(f"loss.loss_type: {path} {problem}") from error
+    check_token_loss(path, loss, logprob)
+    if not loss.isfinite().all():
+        raise InputError(f"loss.loss_type: {path} is not finite for ratios of 1: {loss.tolist()}")
+    if not loss.requires_grad:
+        raise InputError(f"loss.loss_type: {path} has no gradient; is everything detached?")
+    return function
+
+
+def check_token_loss(path: str, loss: object, logprob: torch.Tensor) -> None:
+    """Raises InputError unless the user's own loss has one value per token."""
+    if not isinstance(loss, torch.Tensor) or loss.shape != logprob.shape:
+        found = f"{loss!r:.200}"
+        if isinstance(loss, torch.Tensor):
+            found = f"the shape {list(loss.shape)}"
+        wanted = f"a tensor [{len(logprob)}], the loss of each token"
+        raise InputError(f"loss.loss_type: {path} returned {found}, not {wanted}")
+
+
 def kl_penalty(
     logprob: torch.Tensor, reference_logprob: torch.Tensor, estimator: str
 ) -> torch.Tensor:
@@ -104,8 +142,8 @@ def common_factor(
 
     - grpo: the mean over sequences of the mean over their tokens (arXiv 2402.03300, equation 3);
     - dr_grpo: the sum over tokens / (S * max_completion_length) (arXiv 2503.20783);
-    - dapo, cispo: the mean over all used tokens (DAPO, arXiv 2503.14476, equation 12; CISPO, arXiv
-      2506.13585, equation 4).
+    - dapo, cispo, and the user's own: the mean over all used tokens (DAPO, arXiv 2503.14476,
+      equation 12; CISPO, arXiv 2506.13585, equation 4).
 
     lengths: sampled tokens; is_used: False for sequences that are masked out of the loss (they
     still count as sequences). S is what one update is made on.

@@ -10,7 +10,6 @@ one prompt, so a function may compare them. One that looks at each by itself say
 one that fails costs no other its reward.
 """
 
-import importlib
 import inspect
 import math
 import pickle
@@ -21,7 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bubblespec.errors import InputError, one_line
+from bubblespec.errors import InputError
+from bubblespec.imports import import_function
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -90,18 +90,7 @@ def takes_environments(function: RewardFunction) -> bool:
 
 def load_reward(path: str) -> RewardFunction:
     """Import `package.module.function`. Raises InputError naming the path."""
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise InputError(
-            f"reward.functions: '{path}' is not a dotted path such as my_module.my_reward"
-        )
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # the module's own code runs here
-        raise InputError(f"reward.functions: cannot import '{path}': {one_line(error)}") from error
-    if not callable(function) or isinstance(function, type):
-        raise InputError(f"reward.functions: '{path}' is not a function")
-    return function
+    return import_function("reward.functions", path, "my_module.my_reward")
 
 
 def check_arguments(

@@ -34,8 +34,8 @@ def make_sampler(
     """All ranks call it together. board, cost: in virtual time, in place of those that are made and
     measured here."""
     max_draft_tokens, max_history_tokens = VIRTUAL_TOKENS if cost else host_token_budget(ranks)
-    method = config.speculative.method
-    has_drafts = method != "none" or config.tail_batching.enabled
+    sources = config.speculative.sources
+    has_drafts = bool(sources) or config.tail_batching.enabled
     uses_tail = config.rollout.tp_tail_max_rows != 0 and not config.environment.is_used
     uses_tail &= ranks.world_size > 1
     if cost is None:
@@ -45,20 +45,22 @@ def make_sampler(
     if board is None and (has_drafts or uses_tail or config.optim.stream_gradients):
         board = ProgressBoard(ranks, config.run.timeout_s)
     history = History(max_history_tokens)
+    model = getattr(engine.runner, "model", None)  # there is none in virtual time
+    vocab_size = None if model is None else model.get_input_embeddings().num_embeddings
+    common = {"clock": ranks.clock, "vocab_size": vocab_size}
     proposer = evaluation = None
     if has_drafts:
-        uses_drafts = "bubble" in method or config.tail_batching.enabled
+        uses_drafts = "bubble" in sources or config.tail_batching.enabled
         always = config.speculative.planning == "always"
-        options = {"has_drafts": uses_drafts, "always": always, "clock": ranks.clock}
-        proposer = make_proposer(method, history, cost, **options)
-    if method != "none":
-        options = {"has_drafts": True, "clock": ranks.clock}
-        evaluation = make_proposer(method, History(0), cost, **options)
+        options = {"has_drafts": uses_drafts, "always": always, **common}
+        proposer = make_proposer(sources, history, cost, **options)
+    if sources:
+        evaluation = make_proposer(sources, History(0), cost, has_drafts=True, **common)
     guards = {}
     if config.speculative.planning == "by_cost":
-        if method != "none" and not config.tail_batching.enabled:
+        if sources and not config.tail_batching.enabled:
             guards["drafts"] = Guard()
-        if "drafter" in method:
+        if "drafter" in sources:
             guards["drafter"] = Guard()
     return Sampler(
         config=config,

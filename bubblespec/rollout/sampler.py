@@ -233,7 +233,7 @@ class Sampler:
         is_first = len(used) == len(launch.groups)  # later rollouts are not trained on whole
         if self.learner is not None and scoring is not None and is_first:
             tasks.append(self._stream_gradients(launch, scoring))
-        if "bubble" in self.config.speculative.method and not self.stats.is_paused("drafts"):
+        if "bubble" in self.config.speculative.sources and not self.stats.is_paused("drafts"):
             begin_s = self.ranks.clock.perf_counter()
             if (drafting := self._draft_ahead(step, used)) is not None:
                 tasks.append(drafting)
@@ -352,7 +352,7 @@ class Sampler:
         prompts' next epoch. rewards: float64 [S]."""
         self.store.drop(samples.ids)
         self.stats.observe_samples(samples)
-        if "suffix" in self.config.speculative.method:
+        if "suffix" in self.config.speculative.sources:
             for index, tokens in enumerate(samples.tokens):
                 uid = samples.prompt_of(index).uid
                 self.history.add(uid, tokens, float(rewards[index]))

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
         workload, config, default_ranks = synthetic(arguments)
     num_ranks = default_ranks if arguments.ranks is None else arguments.ranks
     drafter = parse(DrafterModel, arguments.drafter, "--drafter")
-    if arguments.drafter and "drafter" not in config.speculative.method:
+    if arguments.drafter and "drafter" not in config.speculative.sources:
         raise InputError(f"--drafter: speculative.method={config.speculative.method} has none")
     cost = load_cost(arguments.cost_model or arguments.trace)
     options = {"drafter": drafter, "shows_progress": True}

@@ -205,7 +205,7 @@ class _Rank:
             board=board,
             cost=copy.deepcopy(profiled),
         )
-        if "drafter" in config.speculative.method:
+        if "drafter" in config.speculative.sources:
             proposer = self.sampler.proposer
             runner = SimulatedDrafterRunner(engine, drafter)
             source = DrafterSource(runner, proposer.cost, ranks.clock)

@@ -11,12 +11,16 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.records import STOPS, RolloutRecord, StepRecord, total_s
 from bubblespec.types import Samples, digest, has_zero_std
 
+UNKNOWN_SAVINGS = ("train_drafter",)  # uses of idle time that save in later steps, nobody knows how
+
 
 def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
     """What was generated and how it scored, groups that dynamic sampling has replaced included.
     functions: dotted paths, and `environment`."""
     samples, rewards = record.generated, record.all_rewards
     lengths = samples.num_sampled
+    terminated = lengths[~samples.is_truncated]
+    prompts = np.array([len(group.prompt.token_ids) for group in samples.groups])
     metrics = {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
@@ -26,20 +30,44 @@ def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
         "completions/mean_length": float(lengths.mean()),
         "completions/median_length": float(np.median(lengths)),
         "completions/p99_length": float(np.percentile(lengths, 99)),
+        "completions/min_length": int(lengths.min()),
         "completions/max_length": int(lengths.max()),
         "completions/clipped_ratio": float(samples.is_truncated.mean()),
+        "prompt_length/mean": float(prompts.mean()),
+        "prompt_length/min": int(prompts.min()),
+        "prompt_length/max": int(prompts.max()),
+        "critic/rewards/min": float(rewards.min()),
+        "critic/rewards/max": float(rewards.max()),
+        "critic/advantages/min": float(record.advantages.min()),
+        "critic/advantages/max": float(record.advantages.max()),
         "rollout/digest": digest(samples),
     }
+    if len(terminated):
+        metrics["completions/mean_terminated_length"] = float(terminated.mean())
+        metrics["completions/min_terminated_length"] = int(terminated.min())
+        metrics["completions/max_terminated_length"] = int(terminated.max())
     if record.samples is not samples:  # dynamic sampling has chosen
         metrics["dynamic_sampling/num_batches"] = len(record.batch_sizes)
         metrics["dynamic_sampling/num_replaced"] = len(samples.groups) - len(record.samples.groups)
+    return metrics | function_metrics(samples.rewards, functions)
+
+
+def short_names(functions: list[str]) -> list[str]:
+    """Of dotted paths the last parts, but all of a path where two modules use one name."""
     short = [path.rsplit(".", 1)[-1] for path in functions]
-    for number, path in enumerate(functions):
-        values = samples.rewards[:, number]
-        # Two modules may use one name.
-        name = short[number] if short.count(short[number]) == 1 else path
-        if not np.isnan(values).all():
-            metrics[f"rewards/{name}/mean"] = float(np.nanmean(values))
+    named = zip(functions, short, strict=True)
+    return [name if short.count(name) == 1 else path for path, name in named]
+
+
+def function_metrics(rewards: np.ndarray, functions: list[str]) -> dict:
+    """Mean and sample standard deviation of each function over the samples that it applies to, if
+    there are any. rewards: float64 [S, functions]."""
+    metrics = {}
+    for name, values in zip(short_names(functions), rewards.T, strict=True):
+        values = values[~np.isnan(values)]
+        if len(values):
+            metrics[f"rewards/{name}/mean"] = float(values.mean())
+            metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
     return metrics
 
 
@@ -75,29 +103,35 @@ def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:
 
 
 def evaluation_metrics(
-    ranks: Ranks, samples: Samples, rollout: RolloutRecord, seconds: float
+    ranks: Ranks, samples: Samples, rollout: RolloutRecord, seconds: float, *, has_drafts: bool
 ) -> dict:
     """How an evaluation was generated; forwards are those of the rank that took most. seconds: of
-    all of it."""
+    all of it; has_drafts: from the second evaluation on, its samples may have drafts."""
     counts = rollout.acceptance
     own = [rollout.own_forwards, counts.draft_tokens, counts.accepted_tokens]
     gathered = ranks.gather(np.array(own))
     drafted, accepted = gathered[:, 1:].sum(axis=0).tolist()
-    return {
+    metrics = {
         "eval/digest": digest(samples),
         "eval/forwards": int(gathered[:, 0].max()),
-        "eval/spec_accept_rate": accepted / max(drafted, 1),
         "timing_s/eval": seconds,
     }
+    if has_drafts:
+        metrics["eval/spec_accept_rate"] = accepted / max(drafted, 1)
+    return metrics
 
 
 def speculation_metrics(
-    ranks: Ranks, record: StepRecord, *, store_tokens: int, accepted_by_age: dict[int, float]
+    ranks: Ranks,
+    record: StepRecord,
+    *,
+    store_tokens: int | None,
+    accepted_by_age: dict[int, float],
 ) -> dict:
     """The step's speculation, summed over ranks; forwards are those of the slowest rank.
 
-    store_tokens: in the store of drafts after the step; accepted_by_age: share of draft tokens, by
-    updates since they were last extended.
+    store_tokens: in the store of drafts after the step, None where nothing comes into it;
+    accepted_by_age: share of draft tokens, by updates since they were last extended.
     """
     rollouts, counts = record.rollouts, [rollout.acceptance for rollout in record.rollouts]
 
@@ -121,12 +155,13 @@ def speculation_metrics(
         "rollout/spec_wasted_tokens": drafted - accepted,
         "rollout/spec_accepted_lengths": lengths,
         "rollout/spec_saved_s": total(rollouts, "saved_s"),
-        "bubble/drafted_tokens": drafted_ahead,
-        "bubble/store_tokens": store_tokens,
-        "progress/ticks": total(rollouts, "num_ticks"),
+        "rollout/ticks": total(rollouts, "num_ticks"),
         "timing_s/propose": float(times[:, 2].mean()),
         "timing_s/exchange": total_s(record.spans, "exchange"),
     }
+    if store_tokens is not None:
+        metrics["bubble/drafted_tokens"] = drafted_ahead
+        metrics["bubble/store_tokens"] = store_tokens
     by_source: dict[str, np.ndarray] = {}
     for text in ranks.gather_text(json.dumps([entry.by_source for entry in counts])):
         for entry in json.loads(text):
@@ -160,7 +195,7 @@ def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
     if np.isnan(expected_s).any():
         return {}
     error = float(np.abs(expected_s - own_s).mean() / max(own_s.max(), 1e-9))
-    return {"placement/error": error}
+    return {"rollout/placement_error": error}
 
 
 def shared_tail_metrics(ranks: Ranks, record: StepRecord) -> dict:
@@ -173,9 +208,9 @@ def shared_tail_metrics(ranks: Ranks, record: StepRecord) -> dict:
     own_rows = sum(rollout.shared_rows for rollout in shared)
     rows, seconds = ranks.gather(np.array([own_rows, own_s])).T
     return {
-        "shared_tail/rows": int(rows.sum()),
-        "shared_tail/forwards": sum(rollout.shared_forwards for rollout in shared),
-        "timing_s/shared_tail": float(seconds.mean()),
+        "tp_tail/rows": int(rows.sum()),
+        "tp_tail/forwards": sum(rollout.shared_forwards for rollout in shared),
+        "timing_s/tp_tail": float(seconds.mean()),
     }
 
 
@@ -190,7 +225,8 @@ def idle_metrics(ranks: Ranks, record: StepRecord) -> dict:
         seconds, expected_s, saved_s = ranks.gather(np.array(own)).T
         metrics[f"idle/{name}/seconds"] = float(seconds.mean())
         metrics[f"idle/{name}/expected_s"] = float(expected_s.sum())
-        metrics[f"idle/{name}/saved_s"] = float(saved_s.mean())
+        if name not in UNKNOWN_SAVINGS:
+            metrics[f"idle/{name}/saved_s"] = float(saved_s.mean())
     return metrics
 
 
@@ -212,13 +248,14 @@ def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
         metrics[f"timing_s/{name}"] = float(by_rank[:, i].mean())
         for rank in range(ranks.world_size) if ranks.world_size > 1 else ():
             metrics[f"timing_s/{name}/rank_{rank}"] = float(by_rank[rank, i])
+    if ranks.world_size > 1:
+        metrics["bubble/slowest_rank"] = int(by_rank[:, 0].argmax())
     samples = record.generated
     prompt_tokens = sum(len(group.prompt.token_ids) for group in samples.groups)
     num_tokens = int(samples.lengths.sum()) + prompt_tokens * samples.num_generations
     return metrics | {
         "timing_s/step": step_s,
         "bubble/ratio": float(by_rank[:, 1].sum() / by_rank[:, :2].sum()),
-        "bubble/slowest_rank": int(by_rank[:, 0].argmax()),
         "perf/throughput": float(num_tokens / step_s / ranks.world_size),
         "perf/total_num_tokens": num_tokens,
     }

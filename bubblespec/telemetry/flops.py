@@ -1,0 +1,95 @@
+"""Model FLOPs of a step, and the peak of the GPU, for the model FLOPs utilisation (MFU)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from bubblespec.types import Samples
+
+# Dense bfloat16 FLOP/s in units of 1e12, from NVIDIA's data sheets (without sparsity), by a part of
+# the name that CUDA gives the device. The first that fits counts.
+PEAK_TFLOPS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H200": 989,
+    "H800": 989,
+    "GH200": 989,
+    "H20": 148,
+    "B200": 2250,
+    "A100": 312,
+    "A800": 312,
+    "A40": 150,
+    "L40S": 362,
+    "L4": 121,
+}
+
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configurations
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s of a GPU of this name in half precision; None for others and for other precisions."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    words = f" {device_name.replace('-', ' ')} "
+    peaks = (peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in words)
+    return next((peak * 1e12 for peak in peaks), None)
+
+
+@dataclass
+class ModelFlops:
+    """Floating-point operations of a model's forward, as in PaLM's appendix B (arXiv 2204.02311): 2
+    per parameter and token, and causal attention."""
+
+    num_parameters: float
+    """That a token meets: without the table of input embeddings, and of experts those that it is
+    routed to."""
+    attention_width: int
+    """Layers x heads x size of a head."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ModelFlops":
+        """Of a causal language model."""
+        config = model.config.get_text_config(decoder=True)
+        counts = (getattr(config, name, None) for name in NUM_EXPERTS)
+        num_experts = next(filter(None, counts), None)
+        share = config.num_experts_per_tok / num_experts if num_experts else 1.0
+        count = sum(
+            parameter.numel() * (share if ".experts." in name else 1.0)
+            for name, parameter in model.named_parameters()
+        )
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if head.weight is not embedding.weight:
+            count -= embedding.weight.numel()
+        head_size = getattr(config, "head_dim", None)
+        head_size = head_size or config.hidden_size // config.num_attention_heads
+        return cls(count, config.num_hidden_layers * config.num_attention_heads * head_size)
+
+    def forward(self, lengths: np.ndarray) -> float:
+        """Of sequences of so many tokens, int [S]."""
+        lengths = lengths.astype(np.float64)
+        return float(
+            2 * self.num_parameters * lengths.sum() + 2 * self.attention_width * lengths @ lengths
+        )
+
+    def step(
+        self, generated: Samples, trained: Samples, has_gradient: np.ndarray, passes: int
+    ) -> float:
+        """Of a step on all ranks: one forward of what was generated, each group's prompt counted
+        once, and `passes` of each sample that was trained on. has_gradient: bool [S of trained];
+        passes: 3 for a forward and a backward, 2 with LoRA, times the passes over the batch.
+
+        Drafts, recomputation and the forwards of a reference model are not counted.
+        """
+        prompts = np.array([len(group.prompt.token_ids) for group in generated.groups])
+        num_repeated = generated.num_generations - 1
+        total = self.forward(whole_lengths(generated)) - num_repeated * self.forward(prompts)
+        return total + passes * self.forward(whole_lengths(trained)[has_gradient])
+
+
+def whole_lengths(samples: Samples) -> np.ndarray:
+    """Tokens of each sample's prompt and response, int64 [S]."""
+    prompts = [len(group.prompt.token_ids) for group in samples.groups]
+    return samples.lengths + np.repeat(prompts, samples.num_generations)

@@ -1,0 +1,102 @@
+"""Files with one JSON object per line that a run appends to and a continued run goes on with.
+
+A full disk does not end a run: lines wait in memory until they can be written.
+"""
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bubblespec.errors import InputError, log
+
+
+class JsonLines:
+    """A file of one run on rank 0. With `first_step` > 0 it is continued: `records` are its lines
+    for which `is_kept` holds, and the others are cut off. With 0 a file that is there is kept under
+    another name. Raises InputError if it cannot be written."""
+
+    def __init__(self, path: str, first_step: int, is_kept: Callable[[dict], bool]):
+        self.name = os.path.basename(path)
+        try:
+            if first_step == 0:
+                _keep_aside(path)
+            self.records = _cut(path, is_kept)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (kept open for the run)
+        except OSError as error:
+            raise InputError(f"run.output_dir: cannot write to {path}: {error.strerror}") from error
+        self._size = self._file.tell()  # bytes of whole lines
+        self._waiting: list[str] = []  # lines that could not be written yet
+
+    def write(self, record: dict[str, Any]) -> bool:
+        """Append a line, after those that wait. Returns whether all of them are in the file."""
+        line = json.dumps(_plain(record), allow_nan=False, default=str) + "\n"
+        self._waiting.append(line)
+        return self._flush()
+
+    def close(self) -> None:
+        """Write what still waits, and close the file."""
+        self._flush()
+        self._file.close()
+        if self._waiting:
+            log(f"warning: the last {len(self._waiting)} lines of {self.name} are lost")
+
+    def _flush(self) -> bool:
+        data = "".join(self._waiting).encode()
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            self._file.truncate(self._size)  # no partial line stays
+            if len(self._waiting) == 1:
+                reason = f"{self.name} cannot be written ({error.strerror})"
+                log(f"warning: {reason}; its lines wait in memory")
+            return False
+        self._size = self._file.tell()
+        self._waiting = []
+        return True
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: without NaN and infinity, which are null, and without arrays."""
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(entry) for entry in value]
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _keep_aside(path: str) -> None:
+    """Rename the file of an earlier run: one that starts from scratch would overwrite it."""
+    if not os.path.exists(path) or not os.path.getsize(path):
+        return
+    kept = next(name for n in itertools.count(1) if not os.path.exists(name := f"{path}.{n}"))
+    os.rename(path, kept)
+    log(f"no checkpoint in this folder: starting from scratch; the earlier file is kept in {kept}")
+
+
+def _cut(path: str, is_kept: Callable[[dict], bool]) -> list[dict]:
+    """Drop the lines that an interrupted run wrote after its last checkpoint, as those steps are
+    run again. Returns the remaining lines."""
+    if not os.path.exists(path):
+        return []
+    records = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # torn by a kill
+                continue
+            if is_kept(record):
+                records.append(record)
+    temporary = path + ".tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        # The last line may have lost its end.
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    os.replace(temporary, path)
+    return records

@@ -1,0 +1,65 @@
+"""Sample responses of a step: chosen, and described for samples.jsonl and TensorBoard."""
+
+from collections import Counter
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from bubblespec.records import StepRecord
+from bubblespec.types import Samples, is_sampled
+
+NUM_SHOWN = 4  # of a step
+
+
+def choose(samples: Samples, shown: Counter[int], count: int = NUM_SHOWN) -> list[int]:
+    """Indices of samples of different prompts, those first that have been shown least often, and of
+    a prompt the next sample each time. shown: how often, by uid; it is updated."""
+    uids = [group.prompt.uid for group in samples.groups]
+    groups = sorted(range(len(uids)), key=lambda number: (shown[uids[number]], number))[:count]
+    chosen = []
+    for number in groups:
+        size = samples.num_generations
+        chosen.append(number * size + shown[uids[number]] % size)
+        shown[uids[number]] += 1
+    return chosen
+
+
+def describe(
+    record: StepRecord, index: int, names: list[str], tokenizer: PreTrainedTokenizerBase
+) -> dict:
+    """A sample that was trained on. names: of the reward functions."""
+    samples, number = record.samples, index % record.samples.num_generations
+    group = samples.groups[index // samples.num_generations]
+    rewards = zip(names, samples.rewards[index].tolist(), strict=True)
+    return {
+        "step": record.step,
+        "uid": group.prompt.uid,
+        "visit": group.visit,
+        "sample": number,
+        "prompt": group.prompt.text,
+        "completion": completion_of(samples, index, tokenizer),
+        "num_tokens": len(samples.tokens[index]),
+        "is_truncated": bool(samples.is_truncated[index]),
+        "reward": float(record.rewards.ravel()[index]),
+        "rewards": dict(rewards),
+        "advantage": float(record.advantages[index]),
+        "columns": group.prompt.columns,
+    }
+
+
+def as_text(sample: dict) -> str:
+    """A description for TensorBoard, shown with its lines and spaces."""
+    numbers = {"reward": sample["reward"]} | sample["rewards"] | {"advantage": sample["advantage"]}
+    head = ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
+    prompt, completion = sample["prompt"], sample["completion"]
+    text = f"{head}\n\nprompt: {prompt}\n\ncompletion:\n{completion}"
+    return "    " + text.replace("\n", "\n    ")
+
+
+def completion_of(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A sample's text; what an environment has said in it is between ⟦ and ⟧."""
+    tokens, sampled = samples.tokens[index], is_sampled(samples.full_logprob[index])
+    turns = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(sampled)) + 1)
+    texts = [tokenizer.decode(tokens[turn].tolist()) for turn in turns]
+    marked = zip(texts, turns, strict=True)
+    return "".join(text if sampled[turn[0]] else f"⟦{text}⟧" for text, turn in marked)
