@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from bubblespec.config import Config
 from bubblespec.errors import log
 from bubblespec.telemetry import summary
-from bubblespec.telemetry.metrics import reply_of
+from bubblespec.telemetry.samples import completion_of
 from bubblespec.types import Samples
 
 BAR = "{n_fmt}/{total_fmt} steps |{bar:10}| {desc}"
@@ -109,7 +109,7 @@ class Console:
         number = len(self.evaluations) % len(samples.groups)
         self.evaluations.append((step, metrics))
         index = number * samples.num_generations
-        prompt, reply = samples.prompt_of(index), reply_of(samples, index, tokenizer)
+        prompt, reply = samples.prompt_of(index), completion_of(samples, index, tokenizer)
         rewards = dict(zip(functions, samples.rewards[index].tolist(), strict=True))
         for line in summary.sample_lines(prompt.text, reply, rewards, prompt.columns):
             log(line)

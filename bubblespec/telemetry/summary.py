@@ -158,7 +158,7 @@ def drafts_text(method: str) -> str:
     """speculative.method in words."""
     if method == "none":
         return "none (speculative.method=none)"
-    return ", ".join(f"{METHODS[name]} ({name})" for name in method.split("+"))
+    return ", ".join(f"{METHODS.get(name, 'your own')} ({name})" for name in method.split("+"))
 
 
 def progress_text(config: Config, facts: Facts) -> str:
