@@ -120,7 +120,7 @@ def speculation_metrics(
         "rollout/spec_accepted_tokens": accepted,
         "rollout/spec_wasted_tokens": drafted - accepted,
         "rollout/spec_accepted_lengths": lengths,
-        "rollout/spec_saved_s": total(rollouts, "saved_s"),
+        "rollout/modelled_s": total(rollouts, "modelled_s"),
         "bubble/drafted_tokens": drafted_ahead,
         "bubble/store_tokens": store_tokens,
         "progress/ticks": total(rollouts, "num_ticks"),
