@@ -178,8 +178,9 @@ class RolloutRecord:
     drafted_tokens: int = 0
     """For coming steps."""
     acceptance: Acceptance = field(default_factory=Acceptance)
-    saved_s: float = 0.0
-    """Of wall time, by drafts, as the cost model estimates it; negative where they have lost."""
+    modelled_s: float = 0.0
+    """Of wall time, that the cost model expects of the same responses without drafts; the same on
+    every rank."""
     idle: dict[str, IdleUse] = field(default_factory=dict)
     """By the name of the use."""
     episodes: EpisodeCounts | None = None

@@ -13,7 +13,8 @@ from bubblespec.config import Config, TaskConfig
 from bubblespec.errors import log
 from bubblespec.telemetry import console, summary
 from bubblespec.telemetry.console import Console, Hints
-from bubblespec.telemetry.summary import Facts, Totals
+from bubblespec.telemetry.summary import Facts
+from bubblespec.telemetry.totals import Totals
 from bubblespec.types import Group, Prompt
 from tests.helpers.rows import samples_of
 
@@ -35,7 +36,8 @@ DRAFTS = {
     "rollout/spec_accept_rate": 0.75,
     "rollout/spec_accepted_tokens": 3000,
     "rollout/spec_wasted_tokens": 1000,
-    "rollout/spec_saved_s": 1.5,
+    "rollout/modelled_s": 4.0,
+    "guard/drafts": 1,
 }
 FACTS = Facts(
     num_ranks=4,
@@ -113,13 +115,25 @@ def test_a_resumed_run_says_where_it_is_and_how_it_is_extended(num_updates, sche
 # Steps and evaluations
 
 
+def without_drafts(ratio: float) -> dict:
+    """A step that is compared with those that have drafts. ratio: measured over modelled
+    seconds."""
+    return METRICS | {"rollout/modelled_s": 3.0 / ratio, "guard/drafts": 1}
+
+
 def test_a_step_in_words():
+    """Of the model's error three steps without drafts say 1.5 in the median: the two with drafts,
+    modelled as 4 s each, would have taken 6 s."""
     totals, metrics = Totals(), METRICS | DRAFTS
     totals.add(metrics)
+    assert summary.step_text(metrics, totals, 0.0).endswith("; 3,000 draft tokens accepted (75%)")
+    for ratio in (9.0, 1.5, 1.0):
+        totals.is_without = True
+        totals.add(without_drafts(ratio))
     totals.add(metrics)
     assert summary.step_text(metrics, totals, 83.0) == (
         "reward 0.250, length 38.1, clipped 12%; 1 min 23 s left; 4.00 s (generate 3.00, "
-        "train 0.75, rest 0.25); 3,000 draft tokens accepted (75%), 3.0 s saved so far"
+        "train 0.75, rest 0.25); 3,000 draft tokens accepted (75%), 6.0 s saved so far"
     )
     last = summary.step_text(METRICS, Totals(), 0.0)
     assert "left" not in last and "draft" not in last and last.endswith("rest 0.25)")
@@ -186,6 +200,8 @@ def test_the_end_of_a_run():
     """Twenty steps of a run that was resumed: the first two against the last two."""
     history = [METRICS | DRAFTS | {"reward": n / 32, "entropy": 4e-4} for n in range(20)]
     totals = Totals(seconds=200.0, set_up_s=10.0)
+    history[9] = without_drafts(2.0) | {"reward": 9 / 32, "entropy": 0.0}
+    history[8] = history[8] | {"guard/drafts": 0}
     for metrics in history:
         totals.add(metrics)
     said = end(make_config(), totals, history, [(0, evaluation(0.5)), (60, evaluation(0.75))])
@@ -201,8 +217,8 @@ def test_the_end_of_a_run():
         "finished: 60 of 60 steps",
         "time: 3 min 20 s for 20 steps: set-up 10 s, generate 1 min 0 s, train 15 s, evaluations, "
         "saves and all else 1 min 55 s",
-        "drafts: 60,000 of 80,000 draft tokens accepted (75%); about 30 s of generation saved (an "
-        "estimate)",
+        "drafts: 57,000 of 76,000 draft tokens accepted (75%); about 1 min 35 s of generation "
+        "saved, compared with 1 step without drafts",
         "checkpoint: runs/a/checkpoint-60 (a folder that from_pretrained loads)",
         "metrics: runs/a/metrics.jsonl",
         "TensorBoard: tensorboard --logdir runs/a/tensorboard",
@@ -222,10 +238,9 @@ def test_the_end_of_runs_that_did_nothing_or_little():
     totals.add(METRICS)
     said = end(make_config(), totals, [METRICS], num_updates=1)
     assert said[0].split() == ["step", "1"] and "drafts: none were verified" in said
-    totals.saved_s, totals.draft_tokens = -2.0, 10
-    assert summary.drafted_text(totals).endswith(
-        "(0%); about 2.0 s of generation lost (an estimate)"
-    )
+    totals.draft_tokens, totals.without_drafts, totals.with_drafts = 10, [0.5], [3.0, 2.0]
+    lost = "(0%); about 2.0 s of generation lost, compared with 1 step without drafts"
+    assert summary.drafted_text(totals).endswith(lost)
 
 
 def test_the_learned_drafter_in_words():

@@ -47,6 +47,8 @@ class RunStats:
     """Of the slowest rank in a rollout; exponentially weighted, as is the next."""
     tokens_per_step: float = 0.0
     """Of responses, over all ranks."""
+    modelled_s: float = 0.0
+    """That the model expects of the latest rollout without drafts."""
     guards: dict[str, Guard] = field(default_factory=dict)
     """Of the mechanisms of this run that are guarded: drafts, drafter, tp_tail."""
 
@@ -107,6 +109,7 @@ class RunStats:
         for name, guard in self.guards.items():
             if name == "drafts" or has_drafts:  # without drafts the others are not what they were
                 guard.observe(measured_s, modelled_s)
+        self.modelled_s = modelled_s
         return modelled_s - measured_s
 
     def observe_samples(self, samples: Samples) -> None:

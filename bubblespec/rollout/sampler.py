@@ -320,9 +320,10 @@ class Sampler:
         begin_s = self.ranks.clock.perf_counter()
         if self.learns:
             shape = (self.ranks, self.engine.num_slots, self.planning_s)
-            rollout.saved_s = self.stats.observe_rollout(rollout, list(rows.values()), *shape)
+            saved_s = self.stats.observe_rollout(rollout, list(rows.values()), *shape)
+            rollout.modelled_s = self.stats.modelled_s
             if DraftAhead.name in rollout.idle:
-                rollout.idle[DraftAhead.name].saved_s = rollout.saved_s
+                rollout.idle[DraftAhead.name].saved_s = saved_s
         ids, deferred = table.launch.ids, table.deferred().tolist()
         self.store.drop(set(ids).difference(ids[index] for index in deferred))
         if table.launch.selects:

@@ -16,6 +16,7 @@ from bubblespec.config import Config
 from bubblespec.errors import log
 from bubblespec.telemetry import summary
 from bubblespec.telemetry.samples import completion_of
+from bubblespec.telemetry.totals import Totals
 from bubblespec.types import Samples
 
 BAR = "{n_fmt}/{total_fmt} steps |{bar:10}| {desc}"
@@ -33,7 +34,7 @@ class Console:
     def __init__(self, config: Config, is_on: bool):
         self.config, self.is_on = config, is_on
         self.is_terminal = is_on and is_terminal()
-        self.totals = summary.Totals()
+        self.totals = Totals()
         self.history: list[dict[str, Any]] = []  # metrics of steps, and of evaluations
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
         self.hints = Hints(config)

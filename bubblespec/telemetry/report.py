@@ -154,7 +154,7 @@ def speculation_metrics(
         "rollout/spec_accepted_tokens": accepted,
         "rollout/spec_wasted_tokens": drafted - accepted,
         "rollout/spec_accepted_lengths": lengths,
-        "rollout/spec_saved_s": total(rollouts, "saved_s"),
+        "rollout/modelled_s": total(rollouts, "modelled_s"),
         "rollout/ticks": total(rollouts, "num_ticks"),
         "timing_s/propose": float(times[:, 2].mean()),
         "timing_s/exchange": total_s(record.spans, "exchange"),

@@ -7,10 +7,11 @@ metrics.jsonl has `step` 2.
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from bubblespec.config import Config
+from bubblespec.telemetry.totals import Totals
 
 # Rows of the table at the end: what they are called, and their metric.
 STEP_ROWS = {
@@ -70,41 +71,6 @@ class Facts:
     """Folder of the checkpoint that the run continues."""
     num_deferred: int
     """Prompts that wait for a long round of tail batching."""
-
-
-@dataclass
-class Totals:
-    """Sums over the steps of this process, for the summary."""
-
-    seconds: float = 0.0
-    set_up_s: float = 0.0
-    generate_s: float = 0.0
-    train_s: float = 0.0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    saved_s: float = 0.0
-    """By drafts, as estimated from the measured costs of forwards."""
-    num_deferred: int = 0
-    """Prompts that short rounds of tail batching have left for long ones."""
-    num_waiting: int = 0
-    """Deferred prompts that are still to be trained on."""
-    num_rounds: list[int] = field(default_factory=lambda: [0, 0])
-    """Of tail batching: short and long ones."""
-
-    def add(self, metrics: dict[str, Any]) -> None:
-        """A step with these metrics is over."""
-        self.generate_s += metrics["timing_s/gen"] + metrics["timing_s/bubble"]
-        self.train_s += metrics["timing_s/train"] + metrics["timing_s/sync"]
-        accepted = metrics.get("rollout/spec_accepted_tokens", 0)
-        self.draft_tokens += accepted + metrics.get("rollout/spec_wasted_tokens", 0)
-        self.accepted_tokens += accepted
-        if "tail/num_deferred" not in metrics:  # the estimate knows no cut responses
-            self.saved_s += metrics.get("rollout/spec_saved_s", 0.0)
-        else:
-            self.num_rounds[metrics["tail/is_long_round"]] += 1
-            waiting = metrics["tail/num_deferred"]
-            self.num_deferred += max(waiting - self.num_waiting, 0)
-            self.num_waiting = waiting
 
 
 # The start
@@ -202,7 +168,7 @@ def step_text(metrics: dict[str, Any], totals: Totals, left_s: float) -> str:
     accepted = metrics.get("rollout/spec_accepted_tokens", 0)
     if drafted := accepted + metrics.get("rollout/spec_wasted_tokens", 0):
         text += f"; {accepted:,} draft tokens accepted ({accepted / drafted:.0%})"
-        if totals.saved_s >= 0.05:
+        if totals.saved_s is not None:
             text += f", {duration(totals.saved_s)} saved so far"
     if metrics.get("tail/is_long_round"):
         text += "; long round"
@@ -283,10 +249,11 @@ def drafted_text(totals: Totals) -> str:
     share = totals.accepted_tokens / totals.draft_tokens
     text = f"{totals.accepted_tokens:,} of {totals.draft_tokens:,} draft tokens accepted"
     text += f" ({share:.0%})"
-    if abs(totals.saved_s) < 0.05:
+    if totals.saved_s is None:
         return text
-    change = "saved" if totals.saved_s > 0 else "lost"
-    return f"{text}; about {duration(abs(totals.saved_s))} of generation {change} (an estimate)"
+    change, compared = "saved" if totals.saved_s > 0 else "lost", len(totals.without_drafts)
+    text += f"; about {duration(abs(totals.saved_s))} of generation {change}"
+    return f"{text}, compared with {several(compared, 'step')} without drafts"
 
 
 def drafter_text(metrics: dict[str, Any]) -> str:
