@@ -105,7 +105,7 @@ def draw_scaling(
     (speed-up, share)}."""
     figure, axes = figure_of(10, 3.0, 1, 2)
     values = list(found)
-    units = ("speed-up of rollouts by drafts", f"idle share of the rollouts, {idle_of}")
+    units = ("speed-up of rollouts by drafts", f"idle share, {idle_of}")
     for number, (one, unit) in enumerate(zip(axes, units, strict=True)):
         figures = [pair[number] for pair in found.values()]
         one.plot(values, figures, "o-", color=f"C{number}", markersize=5)
