@@ -1,5 +1,5 @@
-"""The game of `examples/sum_game.py` in TRL's form, so that TRL runs the same class: the answer to a
-sum is a tool call. For `vs_trl.py --tool-game`.
+"""The game of `examples/sum_game.py` in TRL's form, so that TRL runs the same class: an answer is a
+tool call. For `vs_trl.py --tool-game`.
 
 The tiny policy writes `<answer>7</answer>`. `make_policy` gives its tokenizer a response template
 that reads this as a call of the tool `answer`, and a chat template that adds nothing to the text

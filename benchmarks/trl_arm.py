@@ -47,7 +47,7 @@ def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Calla
             chosen = [batches[i // len(batches[0])][i % len(batches[0])].columns for i in number]
             names = sorted(set().union(*chosen))
             columns = {name: [found.get(name) for found in chosen] for name in names}
-            if function is functions[0]:
+            if function is functions[0] and form is None:
                 lengths.append([len(ids) for ids in completion_ids])
             given = {"completions": completions, "completion_ids": completion_ids}
             return function(prompts=prompts, **given, **columns)
