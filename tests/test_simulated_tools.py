@@ -1,4 +1,4 @@
-"""Episodes in virtual time: tools take the time that the workload says, and nothing else changes."""
+"""Episodes in virtual time: tools take the time that the workload says, and change no token."""
 
 from collections.abc import Hashable
 
