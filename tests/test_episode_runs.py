@@ -15,7 +15,7 @@ from tests.helpers import games
 from tests.helpers.runs import ALWAYS_DRAFT, digests, read, same_weights, weights
 from tests.helpers.threads import Killed, train_on_threads
 
-STEPS = 4
+STEPS, NUM_ROWS = 4, 18
 TINY = [
     "data.tasks=[{name: chain_sum, weight: 1.0, config: {max_terms: 3, max_digits: 1}}]",
     "rollout.num_prompts_per_step=6",
@@ -140,6 +140,10 @@ def test_run_is_that_without_drafts(
     for ours, theirs in zip(lines, read(plain), strict=True):
         for key in same:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-8), key
+    for line in lines if "drafts" in used else ():
+        num_sampled = NUM_ROWS * line["completions/mean_length"]  # observations do not count
+        covered = line["rollout/spec_coverage"] * num_sampled
+        assert covered == pytest.approx(round(covered), abs=1e-6)
     for key in (METRICS[name] for name in used if name in METRICS):
         assert sum(line.get(key, 0) for line in lines) > 0, key
 

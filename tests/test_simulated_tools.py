@@ -5,6 +5,7 @@ from collections.abc import Hashable
 import numpy as np
 import pytest
 
+from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.simulate import run as module
 from bubblespec.simulate.tools import OBSERVED, SimulatedEnvironments
 from bubblespec.simulate.workload import STOP
@@ -21,8 +22,16 @@ def num_calls(text: np.ndarray) -> int:
     return int(starts.sum())
 
 
-def test_an_episode_takes_its_forwards_and_its_calls():
-    """One row at a time: a forward for each sampled token, and the seconds of each call."""
+def test_an_episode_takes_its_forwards_and_its_calls(monkeypatch):
+    """One row at a time: a forward for each sampled token, and the seconds of each call, in which
+    there is one wait."""
+    records, run_loop = [], RolloutLoop.run
+
+    def noted_run(*arguments):
+        records.append(run_loop(*arguments))
+        return records[-1]
+
+    monkeypatch.setattr(RolloutLoop, "run", noted_run)
     shape = {"prompts": 1, "generations": 1}
     workload = make_workload(**shape, **TOOLS)
     cost = LinearCost(forward_s=10e-3, token_s=0.0, position_s=0.0)
@@ -34,6 +43,7 @@ def test_an_episode_takes_its_forwards_and_its_calls():
         ends = np.flatnonzero(np.append(text[1:] >= OBSERVED, False) & (text == STOP)) + 1
         wanted_s += sum(workload.tools.seconds(key, int(end)) for end in ends)
         assert step.seconds == pytest.approx(wanted_s, abs=5e-3)
+        assert len(records[number].waits) == len(ends)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
