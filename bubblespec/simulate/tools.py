@@ -49,7 +49,8 @@ class SimulatedEnvironments:
 
     def act(self, row: Row, ids: Sequence[int]) -> None:
         rest = self.text(row)[len(row.tokens) :]
-        count = int((rest < OBSERVED).argmax()) if (rest < OBSERVED).any() else len(rest)
+        is_own = rest < OBSERVED
+        count = int(is_own.argmax()) if is_own.any() else len(rest)
         if not count:
             self._put(row, self._now, NOTHING, reason="no_call")
             return
