@@ -175,7 +175,8 @@ def test_tool_game_reads_the_same_calls_as_trl(tmp_path):
     utils = pytest.importorskip("trl.chat_template_utils")
     policy = tool_game.make_policy("configs/tiny_policy", str(tmp_path / "policy"))
     tokenizer = AutoTokenizer.from_pretrained(policy)
-    options = [*SMALL, *tool_game.OVERRIDES, "environment.num_workers=0", f"model.path={policy}"]
+    options = [*tool_game.OVERRIDES, f"model.path={policy}", "data.size=100", "eval.num_prompts=0"]
+    options += ["environment.num_workers=0", "run.eval_steps=0"]
     config = load_config("configs/tiny_episodes.yaml", options)
     form = load_form(config.environment.factory, [])
     prompt = load_prompts(config, tokenizer, form)[0].prompts[0]
