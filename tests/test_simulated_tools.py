@@ -5,6 +5,7 @@ from collections.abc import Hashable
 import numpy as np
 import pytest
 
+from bubblespec.rollout.episodes import Episodes
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.simulate import run as module
 from bubblespec.simulate.tools import OBSERVED, SimulatedEnvironments
@@ -85,18 +86,23 @@ class LockStep(SimulatedEnvironments):
 
 
 def test_overlap_and_speculation_save_time(monkeypatch):
-    """The figures of the benchmark, with tools as slow and drafts as good as there: overlapped
-    calls against lock-step, and drafts with observation speculation against these."""
-    keys = {"environment__num_workers": 8, "prompts": 6, "generations": 4}
-    shape = {"prompts": 6, "generations": 4, "run": 5000.0, "steps": 4} | TOOLS
+    """Overlapped calls against lock-step; drafts with observation speculation against these, and
+    against drafts alone. The first rollout has no drafts, and the second is the guard's."""
+    shape = {"prompts": 6, "generations": 4}
+    config = {"environment__num_workers": 8, "speculative__planning": "always", "longest": 900}
+    tools = TOOLS | {"tool_sigma": 0.5}
+    workload = {"mean": 100.0, "max": 900, "run": 5000.0, "steps": 5, **tools}
 
     def seconds(method: str) -> float:
-        return sum(step.seconds for step in run(method, config=keys, **shape)[1:-1])
+        steps = run(method, config=config | shape, **shape, **workload)
+        return sum(step.seconds for step in steps[2:])
 
     overlapped_s, drafted_s = seconds("none"), seconds("bubble+suffix")
     with monkeypatch.context() as patch:
+        patch.setattr(Episodes, "_guess", lambda *_: None)
+        unspeculated_s = seconds("bubble+suffix")
         patch.setattr(module, "SimulatedEnvironments", LockStep)
         lock_step_s = seconds("none")
-    print(lock_step_s, overlapped_s, drafted_s)
-    assert lock_step_s > 1.6 * overlapped_s
-    assert overlapped_s > 1.5 * drafted_s
+    assert lock_step_s > 1.6 * overlapped_s, (lock_step_s, overlapped_s)
+    assert overlapped_s > 1.5 * drafted_s, (overlapped_s, drafted_s)
+    assert unspeculated_s > 1.05 * drafted_s, (unspeculated_s, drafted_s)
