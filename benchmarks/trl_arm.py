@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bubblespec.config import Config
 from bubblespec.data.prompts import make_tokenize
+from bubblespec.environments.forms import load_form
+from bubblespec.environments.tokens import prompt_ids
 from bubblespec.errors import InputError
 from bubblespec.loading import load_prompts, stop_tokens
 from bubblespec.rewards.functions import load_reward
@@ -28,7 +31,10 @@ def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Calla
         config.model.path, dtype=torch.float32, attn_implementation="sdpa"
     )
     model.generation_config.eos_token_id = list(stop_tokens(config, model, tokenizer))
-    prompt_set, _ = load_prompts(config, tokenizer)
+    environment, form = config.environment, None
+    if environment.is_used:
+        form = load_form(environment.factory, environment.tools)
+    prompt_set, _ = load_prompts(config, tokenizer, form)
     batches = [
         prompt_set.batch(config.run.seed, step, rollout.num_prompts_per_step)
         for step in range(num_steps)
@@ -41,7 +47,7 @@ def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Calla
             chosen = [batches[i // len(batches[0])][i % len(batches[0])].columns for i in number]
             names = sorted(set().union(*chosen))
             columns = {name: [found.get(name) for found in chosen] for name in names}
-            if function is functions[0]:
+            if function is functions[0] and form is None:
                 lengths.append([len(ids) for ids in completion_ids])
             given = {"completions": completions, "completion_ids": completion_ids}
             return function(prompts=prompts, **given, **columns)
@@ -58,6 +64,12 @@ def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Calla
             f"--trl-microbatches: {rows} sequences on {world_size} ranks, {microbatches} parts"
         )
     rewards, clock = [], make_clock(model)
+
+    class Trainer(GRPOTrainer):
+        def _tool_call_loop(self, *arguments):
+            found = super()._tool_call_loop(*arguments)
+            lengths.append([sum(mask) for mask in found[0]])
+            return found
 
     class Callback(TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
@@ -76,6 +88,7 @@ def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Calla
         gradient_accumulation_steps=microbatches,
         num_generations=rollout.num_generations,
         max_completion_length=rollout.max_completion_length,
+        max_tool_calling_iterations=environment.max_turns - 1,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
@@ -105,15 +118,25 @@ def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Calla
         disable_tqdm=True,
         ddp_find_unused_parameters=False,
     )
-    trainer = GRPOTrainer(
+    data = {"prompt": prompts, "number": range(len(prompts))}
+    if form is not None:  # what `reset` may need
+        columns = [prompt.columns for batch in batches for prompt in batch]
+        names = [name for name, value in columns[0].items() if isinstance(value, str)]
+        data |= {name: [of_prompt[name] for of_prompt in columns] for name in names}
+    trainer = Trainer(
         model=model,
         reward_funcs=[rewarder(function) for function in functions],
         args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": prompts, "number": range(len(prompts))}),
+        train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer,
         callbacks=[Callback()],
+        tools=None if form is None else form.functions,
+        environment_factory=None if form is None else form.factory,
     )
     texts, tokenize = prompts[: len(batches[0])], make_tokenize(tokenizer)
+    if form is not None:
+        trainer._batch_environments = [None] * len(texts)
+        tokenize = partial(prompt_ids, tokenizer, schemas=form.schemas())
     given = trainer._tokenize_prompts(texts)[0]
     if [list(ids) for ids in given] != [list(tokenize(text)) for text in texts]:
         raise InputError("TRL tokenises these prompts in another way, which is other work")

@@ -15,6 +15,9 @@ the next, with everything in it: data, generation, rewards, learning, logging. T
 steps of a job are not counted. With tail batching a short and a long round are steps of very
 different size, so what counts there are tokens per second.
 
+With --tool-game responses are episodes of `tool_game.py`: TRL's environment class, run by both. Its
+tokens are the policy's own.
+
 With --every N the weights after every N steps are evaluated as well, on this trainer's held-out
 problems with the same noise for all arms; --picture draws the rewards over the seconds of training.
 Neither saving nor evaluating counts.
@@ -38,7 +41,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks import shared
+from benchmarks import shared, tool_game
 from benchmarks.shared import markdown, write_json
 from bubblespec.config import Config, flatten, load_config
 from bubblespec.dist.ranks import ranks_from_environment
@@ -292,6 +295,10 @@ def run(arguments: argparse.Namespace, base: str) -> None:
         raise InputError(f"--warmup: {arguments.warmup} of {arguments.steps} steps leaves none")
     if not 0 <= arguments.every <= arguments.steps or (arguments.picture and not arguments.every):
         raise InputError("--every: give 1 to --steps to evaluate, and to draw a --picture")
+    if arguments.tool_game:
+        path = load_config(arguments.config, arguments.overrides).model.path
+        policy = tool_game.make_policy(path, os.path.join(base, "policy"))
+        arguments.overrides += [*tool_game.OVERRIDES, f"model.path={policy}"]
     check(load_config(arguments.config, arguments.overrides))
     jobs: dict[str, list[dict]] = {arm: [] for arm in arguments.arms}
     curves: dict[str, list[list]] = {arm: [] for arm in arguments.arms}
@@ -342,6 +349,7 @@ def main() -> int:
     parser.add_argument("--picture", help="PNG of held-out reward over seconds")
     parser.add_argument("--trl-microbatches", type=int, default=1, help="of a rank's sequences")
     parser.add_argument("--nproc-per-node", type=int, default=2)
+    parser.add_argument("--tool-game", action="store_true", help="episodes with a tool")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)  # a rank of a job
     parser.add_argument("--weights", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*")

@@ -45,6 +45,9 @@ class ModelConfig:
 
     path: str = MISSING
     """Hugging Face folder or hub name of the policy (a causal language model)."""
+    chat_template_path: str | None = None
+    """Jinja file with a chat template that takes the place of the tokenizer's, for example one that
+    shows tools. Checkpoints keep it."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Precision of the weights: auto is bfloat16 on GPUs and float32 on CPUs. With bfloat16 the
     optimizer keeps float32 master weights."""

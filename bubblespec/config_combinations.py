@@ -131,8 +131,6 @@ def _environment_problems(config) -> Iterator[str]:
             f"rollout.tp_tail_max_rows: {rollout.tp_tail_max_rows}, but an episode goes on where "
             "its environment is; give 0"
         )
-    if "drafter" in config.speculative.sources:
-        yield "speculative.method: the drafter does not know turns; leave it out with environments"
     if config.run.trace:
         yield "run.trace: traces for the simulator do not know turns; give false with environments"
 

@@ -38,8 +38,17 @@ TASKS_SEED, HELD_OUT_SEED = 1, 501  # of problems made from data.tasks
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """Raises InputError."""
-    return from_pretrained(AutoTokenizer, config, config.model.path)
+    """With the configured chat template, or its own. Raises InputError."""
+    tokenizer = from_pretrained(AutoTokenizer, config, config.model.path)
+    if path := config.model.chat_template_path:
+        try:
+            with open(path, encoding="utf-8") as file:
+                tokenizer.chat_template = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(
+                f"model.chat_template_path: cannot read {path}: {one_line(error)}"
+            ) from error
+    return tokenizer
 
 
 def with_dtype(config: Config, device_type: str) -> Config:

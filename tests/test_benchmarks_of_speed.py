@@ -2,6 +2,7 @@
 count."""
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
@@ -9,11 +10,15 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from benchmarks import episodes, generate, paired_rollout, slow_game, systems, vs_trl
+from benchmarks import episodes, generate, paired_rollout, slow_game, systems, tool_game, vs_trl
 from bubblespec.config import load_config
+from bubblespec.environments.environments import Environments, check_environment
+from bubblespec.environments.forms import load_form
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
+from bubblespec.loading import load_prompts
 from bubblespec.trainer import Trainer
 from notebooks import reports
 from tests.helpers.runs import ALWAYS_DRAFT
@@ -166,6 +171,36 @@ def test_own_arms_are_measured_and_evaluated(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "out.png").stat().st_size > 10_000
     assert vs_trl.LABELS.keys() == set(vs_trl.ARMS), "each has a label in words"
     assert "| trl | does not run: No module named 'trl' |" in capsys.readouterr().out
+
+
+def test_tool_game_reads_the_same_calls_as_trl(tmp_path):
+    """Answers of the tiny policy become calls of a tool. The second of three is right."""
+    utils = pytest.importorskip("trl.chat_template_utils")
+    policy = tool_game.make_policy("configs/tiny_policy", str(tmp_path / "policy"))
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    options = [*tool_game.OVERRIDES, f"model.path={policy}", "data.size=100", "eval.num_prompts=0"]
+    options += ["environment.num_workers=0", "run.eval_steps=0"]
+    config = load_config("configs/tiny_episodes.yaml", options)
+    form = load_form(config.environment.factory, [])
+    prompt = load_prompts(config, tokenizer, form)[0].prompts[0]
+    check_environment(config.environment, tokenizer, prompt.text, prompt.columns)
+    wrong, right = "<answer>1000</answer>", f"<answer>{prompt.columns['answer']}</answer>"
+    with contextlib.closing(Environments(config.environment, tokenizer)) as environments:
+        environments.begin("a", prompt, 0)
+        (_, begun), prefix = environments.poll()[0], list(prompt.token_ids)
+        assert not begun.ids.size and tokenizer.decode(prefix)[0] == "\n"
+        for answer in (wrong, right, wrong):
+            ids = tokenizer(f"{answer}<|endoftext|>")["input_ids"]
+            called = utils.parse_response(tokenizer, ids, prefix, tools=environments.schemas)
+            (call,) = called["tool_calls"]
+            wanted = {"name": "answer", "arguments": {"number": answer[8:-9]}}
+            assert call["function"] == wanted
+            environments.act("a", ids)
+            ((_, observation),) = environments.poll()
+            assert (observation.num_calls, observation.num_failed) == (1, 0)
+            assert tokenizer.decode(observation.ids) == prompt.text[-1]["content"]
+            prefix += ids + observation.ids.tolist()
+        assert environments.end("a").result().reward == pytest.approx(2 / 3)
 
 
 def test_time_to_a_reward_is_on_straight_lines():

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from bubblespec.environments import process as environment_process
+from bubblespec.dist import worker as worker_process
+from bubblespec.dist.worker import MAX_REPLY_BYTES
 from bubblespec.environments.environments import Environments, Observation
-from bubblespec.environments.process import MAX_REPLY_BYTES
 from bubblespec.environments.tokens import base_ids
 from bubblespec.environments.workers import Worker
 from bubblespec.errors import InputError, RunFailed
@@ -85,7 +85,7 @@ def make_player(tokenizer):
 @pytest.fixture
 def clock(monkeypatch) -> ClockThatSkips:
     clock = ClockThatSkips()
-    monkeypatch.setattr(environment_process, "time", clock)
+    monkeypatch.setattr(worker_process, "time", clock)
     return clock
 
 

@@ -1,5 +1,5 @@
 """Environments in process: the same tokens as TRL's own functions and tool loop, turns and their
-ends, and each kind of input that is refused."""
+ends."""
 
 import copy
 import math
@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 from bubblespec.data.prompts import make_tokenize
-from bubblespec.environments.environments import Environments, check_environment
+from bubblespec.environments.environments import Environments
 from bubblespec.environments.forms import Host, load_form, tool_message
 from bubblespec.environments.tokens import base_ids, begin_ids, observation_ids, parse_calls
 from bubblespec.errors import InputError
 from tests.helpers.checks import refusal
 from tests.helpers.environments import (
     FAMILIES,
-    FORGETFUL,
     HERE,
-    NO_TOOLS,
     Calculator,
     call_text,
     make_config,
@@ -359,70 +357,6 @@ def test_rewards_are_finite_numbers_or_none(value, monkeypatch):
     host.answer(pickle.dumps(("begin", 1, (CHAT, {}, 0))))
     reply = host.answer(pickle.dumps(("end", 1, (True, False))))
     assert ("error" in reply) == (value is not None) and reply.get("reward") is None
-
-
-REFUSED = {
-    "no dotted path": ({"factory": "Calculator"}, "not a dotted path"),
-    "no such module": ({"factory": "nowhere.Game"}, "cannot import"),
-    "no class": ({"factory": f"{HERE}.search"}, "not a class"),
-    "no form": ({"factory": f"{HERE}.Formless"}, "neither `reset`"),
-    "no hints": ({"factory": f"{HERE}.Untyped"}, "type hints"),
-    "no docstring": ({"factory": f"{HERE}.Undocumented"}, "docstring"),
-    "no function": ({"tools": [f"{HERE}.Calculator"]}, "not a function"),
-    "text and tools": ({"factory": f"{HERE}.Guess", "tools": [f"{HERE}.search"]}, "no tools"),
-    "columns": ({"factory": f"{HERE}.Picky"}, "cannot be called with the columns"),
-    "small limit": ({"factory": f"{HERE}.Calculator", "max_observation_length": 3}, "fewer than"),
-}
-
-
-@pytest.mark.parametrize("options, hint", REFUSED.values(), ids=REFUSED)
-def test_environment_is_refused(chatml, options, hint):
-    config = make_config(**{key: value for key, value in options.items() if key != "factory"})
-    config.factory = options.get("factory")
-    assert hint in refusal(check_environment, config, chatml, CHAT, ["answer"])
-
-
-TEMPLATES = {
-    "no tools": ("Calculator", NO_TOOLS, "no tool format"),
-    "no calls": (
-        "Calculator",
-        NO_TOOLS.replace("{% for", "{{ tools | tojson if tools }}{% for", 1),
-        "leaves out tool calls",
-    ),
-    "no tags": (
-        "Calculator",
-        "{{ tools | tojson }}{{ messages | tojson }}",
-        "no response_template",
-    ),
-    "prefix with tools": ("Calculator", FORGETFUL, "preserve prefixes"),
-    "prefix": ("Guess", FORGETFUL, "preserve prefixes"),
-    "raises": ("Guess", "{{ raise_exception('no') }}", "refuses"),
-}
-
-
-@pytest.mark.parametrize("factory, template, hint", TEMPLATES.values(), ids=TEMPLATES)
-def test_template_is_refused(factory, template, hint):
-    tokenizer = make_tokenizer(template=template)
-    assert hint in refusal(check_environment, make_config(factory), tokenizer, CHAT, ["number"])
-
-
-def test_text_prompts_are_refused_for_tools_only(chatml):
-    check_environment(make_config("Guess"), chatml, "What is", ["number"])
-    config = make_config("Calculator")
-    assert "chat prompts" in refusal(check_environment, config, chatml, "What is", [])
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = None
-    check_environment(make_config("Guess"), tokenizer, "What is", ["number"])
-    for name in ("Guess", "Calculator"):
-        assert "no chat template" in refusal(
-            check_environment, make_config(name), tokenizer, CHAT, []
-        )
-
-
-def test_good_environments_pass(tokenizer):
-    for factory in ("Calculator", "Guess", "Silent"):
-        check_environment(make_config(factory), tokenizer, CHAT, ["number"])
-    check_environment(make_config(None, tools=[f"{HERE}.search"]), tokenizer, CHAT, [])
 
 
 def test_columns_that_cannot_be_sent(chatml):

@@ -15,7 +15,7 @@ from tests.helpers import games
 from tests.helpers.runs import ALWAYS_DRAFT, digests, read, same_weights, weights
 from tests.helpers.threads import Killed, train_on_threads
 
-STEPS = 4
+STEPS, NUM_ROWS = 4, 18
 TINY = [
     "data.tasks=[{name: chain_sum, weight: 1.0, config: {max_terms: 3, max_digits: 1}}]",
     "rollout.num_prompts_per_step=6",
@@ -38,17 +38,27 @@ OPTIONS = {
     "few slots": ["rollout.max_num_seqs=5", "rollout.max_num_batched_tokens=9"],
     "drafts": DRAFTS,
     "late": DRAFTS,  # observations, so that rows go on with those of their drafts
+    "drafter": [
+        "speculative.method=bubble+suffix+drafter",
+        "drafter.warm_start=300",
+        ALWAYS_DRAFT,
+    ],
     "one turn": [*DRAFTS, "environment.draft=false"],
     "streamed": ["optim.stream_gradients=true"],
     "workers": ["environment.num_workers=2", "reward.num_workers=1"],
 }
-METRICS = {"drafts": "bubble/drafted_tokens", "late": "episodes/speculation_kept"}
+METRICS = {
+    "drafts": "bubble/drafted_tokens",
+    "late": "episodes/speculation_kept",
+    "drafter": "drafts/drafter/tokens",
+}
 # shape, options, ranks, how the run is interrupted
 CASES = [
     ("game", "few slots", 2, None),
     ("game", "plain", 4, "kill"),
     ("game", "drafts", 4, "kill"),
     ("game", "late+few slots", 1, None),
+    ("game", "late+drafter", 2, None),
     ("game", "workers", 2, None),
     ("calculator", "drafts", 2, "stop"),
     ("calculator", "late", 2, None),
@@ -130,8 +140,12 @@ def test_run_is_that_without_drafts(
     for ours, theirs in zip(lines, read(plain), strict=True):
         for key in same:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-8), key
+    for line in lines if "drafts" in used else ():
+        num_sampled = NUM_ROWS * line["completions/mean_length"]  # observations do not count
+        covered = line["rollout/spec_coverage"] * num_sampled
+        assert covered == pytest.approx(round(covered), abs=1e-6)
     for key in (METRICS[name] for name in used if name in METRICS):
-        assert sum(line[key] for line in lines) > 0, key
+        assert sum(line.get(key, 0) for line in lines) > 0, key
 
 
 def test_what_is_kept_follows_real_observations(shapes, monkeypatch, tmp_path):
@@ -173,13 +187,16 @@ def test_what_is_kept_follows_real_observations(shapes, monkeypatch, tmp_path):
     kept = [line["episodes/speculation_kept"] for line in lines if line["episodes/speculated"]]
     assert kept and min(kept) < 1, "some were wrong"
     assert np.mean(checked) > 1
+    # The first rollout with drafts shows that they do not know what comes.
+    assert lines[1]["episodes/speculated"] > 0 and lines[1]["episodes/prediction_accuracy"] < 0.3
+    assert all(line["episodes/speculated"] == 0 for line in lines[2:])
 
 
 @pytest.mark.parametrize(
     "options, problem",
     [
         (["rollout.tp_tail_max_rows=4"], "rollout.tp_tail_max_rows: 4, but an episode"),
-        (["speculative.method=bubble+drafter"], "speculative.method: the drafter"),
+        (["run.trace=true"], "run.trace: traces for the simulator"),
         (["environment.max_observation_length=72"], "must be below rollout.max_completion_length"),
         (["reward.weights=[1,1]"], "2 weights"),
         ([f"environment.factory={games.CALCULATOR}"], "tools need chat prompts"),

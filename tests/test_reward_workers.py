@@ -14,10 +14,11 @@ from concurrent.futures import Future
 
 import pytest
 
+from bubblespec.dist import worker as worker_process
+from bubblespec.dist.worker import NICENESS
 from bubblespec.errors import InputError
-from bubblespec.rewards import workers as reward_workers
 from bubblespec.rewards.functions import Answer, RewardFailure, Sample, score
-from bubblespec.rewards.workers import NICENESS, RewardWorkers
+from bubblespec.rewards.workers import RewardWorkers
 from tests.helpers.checks import is_alive
 from tests.helpers.clocks import ClockThatSkips
 from tests.helpers.misbehaving_rewards import obey
@@ -106,7 +107,7 @@ def test_a_failure_costs_its_sample_alone_and_says_what_happened(make_workers, t
 @pytest.fixture
 def clock(monkeypatch) -> ClockThatSkips:
     clock = ClockThatSkips()
-    monkeypatch.setattr(reward_workers, "time", clock)
+    monkeypatch.setattr(worker_process, "time", clock)
     return clock
 
 

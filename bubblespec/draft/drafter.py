@@ -296,7 +296,8 @@ class DrafterRunner:
         verified = self.engine.cached[slots]
         kept_from = np.maximum(self._first[slots], self._end[slots] - NUM_KEPT)
         base, cached = self._base[slots], self._num_cached[slots]
-        restarts = (base < 0) | (base + cached < kept_from)
+        # Rows that go on after what was thrown away have too much in it.
+        restarts = (base < 0) | (base + cached < kept_from) | (base + cached > verified)
         self._base[slots] = np.where(restarts, np.maximum(kept_from, verified - CONTEXT), base)
         self._num_cached[slots] = np.where(restarts, 0, cached)
         lacking = verified - self._base[slots] - self._num_cached[slots]

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from bubblespec.dist.worker import MAX_REPLY_BYTES, WorkerFailure, WorkerProcess
 from bubblespec.environments.forms import Form, Host, load_form
-from bubblespec.environments.process import MAX_REPLY_BYTES, WorkerFailure, WorkerProcess
 from bubblespec.errors import InputError, RunFailed
 
 Deliver = Callable[[dict | Exception], None]
@@ -179,6 +179,6 @@ def bounded(reply: dict) -> dict:
 
 
 def make_answer(argument: dict) -> Callable[[bytes], dict]:
-    """What a worker replies with (`bubblespec.environments.process.serve`)."""
+    """What a worker replies with (`bubblespec.dist.worker.serve`)."""
     host = Host(load_form(argument["factory"], argument["tools"]))
     return lambda request: bounded(host.answer(request))

@@ -237,10 +237,15 @@ class RolloutLoop:
             self._last_s = self.clock.perf_counter()
 
     def _wait_for_environments(self) -> None:
-        begin = self.clock.perf_counter()
+        begin, record = self.clock.perf_counter(), self.record
+        busy_until_s = max(
+            (of[-1].end_s for of in (record.forwards, record.slices) if of), default=0
+        )
+        if record.waits and record.waits[-1].end_s > busy_until_s:
+            begin = record.waits.pop().begin_s  # a slow tool would leave thousands of them
         self.episodes.wait()
         self._last_s = self.clock.perf_counter()
-        self.record.waits.append(Span("wait", begin, self._last_s))
+        record.waits.append(Span("wait", begin, self._last_s))
 
     def _forward(self) -> None:
         engine, unfinished, begin = self.engine, self.unfinished, self.clock.perf_counter()

@@ -204,6 +204,7 @@ class Sampler:
             clock=self.ranks.clock,
             with_environment=self.scorer.takes_environments,
             runs_drafts=self.config.environment.draft,
+            speculates=self.stats.predicts_observations,
         )
         if scoring is not None:
             scoring.outcomes = episodes.outcomes

@@ -23,7 +23,8 @@ from bubblespec.simulate.runner import DrafterModel
 from bubblespec.simulate.workload import Synthetic, Workload, make_synthetic, parse
 from bubblespec.telemetry.trace import FOLDER, read_meta
 
-SECTIONS = ("rollout", "speculative", "tail_batching")  # what overrides may change
+# What overrides may change.
+SECTIONS = ("rollout", "speculative", "tail_batching", "environment")
 COUNTS = ("forwards", "drafted_tokens", "proposed_tokens", "refused_tokens", "response_tokens")
 LABELS = {
     "seconds": "seconds of all rollouts",

@@ -29,6 +29,7 @@ from bubblespec.simulate.runner import (
     SimulatedRunner,
     Text,
 )
+from bubblespec.simulate.tools import SimulatedEnvironments
 from bubblespec.simulate.workload import Texts, Workload
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.telemetry.timeline import KINDS
@@ -205,6 +206,11 @@ class _Rank:
             board=board,
             cost=copy.deepcopy(profiled),
         )
+        if workload.tools is not None:
+            num_workers = max(config.environment.num_workers, 1)
+            self.sampler.environments = SimulatedEnvironments(
+                ranks, self._whole_text, self._tool_s, num_workers
+            )
         if "drafter" in config.speculative.sources:
             proposer = self.sampler.proposer
             runner = SimulatedDrafterRunner(engine, drafter)
@@ -216,7 +222,13 @@ class _Rank:
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
         return self.texts.text(row.id, row.max_new_tokens, so_far)
 
-    sees_groups = False
+    def _whole_text(self, row: Row) -> np.ndarray:
+        return self._text(row, row.tokens)
+
+    def _tool_s(self, row: Row) -> float:
+        return self.workload.tools.seconds(self.workload.key(row.id), len(row.tokens))
+
+    sees_groups = takes_environments = False
 
     def begin(self, launch: Launch, step: int) -> SimpleNamespace:
         """As `Scorer.begin`; returns a `Scoring`."""

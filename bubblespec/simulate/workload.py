@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bubblespec.errors import InputError
+from bubblespec.simulate.tools import OBSERVED, with_turns
 from bubblespec.types import Group, Prompt, SampleId
 
 VOCABULARY = 1 << 15  # of synthetic tokens: so many that no text has an n-gram twice by chance
 STOP = VOCABULARY  # the token that ends a synthetic response
-TEXT, MISMATCH, EDITS = range(3)  # uses of random numbers
+TEXT, MISMATCH, EDITS, TURNS, TOOLS = range(5)  # uses of random numbers
 LATER = 1 << 12  # above all sample numbers: the k-th later version of a sample is named + k * LATER
 # Mean acceptance length of `SuffixIndex` on texts of which such a share is edited, with windows of
 # 128 tokens (18,000 tokens each).
@@ -59,6 +60,8 @@ class DraftModel:
         name = (step, uid, sample + max(distance, 0) * LATER)
         chance = -math.expm1(-min(abs(distance), 1) / self.mean_run)
         leaves = keyed_random(self.seed, *name, MISMATCH).random(len(true)) < chance
+        leaves[:-1] &= ~_is_fixed(true, stop)[:-1]
+        leaves[-1] &= true[-1] < OBSERVED
         at = int(leaves.argmax())
         return self.diverged(name, true, limit, stop, at) if leaves[at] else true
 
@@ -87,7 +90,8 @@ def edited(
     true: np.ndarray, limit: int, stop: int, at: int, *, share: float, random: np.random.Generator
 ) -> np.ndarray:
     """A text whose first mismatch with `true` is token `at`; after it a share of its tokens is
-    replaced, inserted or omitted, all replaced with a share of 1.
+    replaced, inserted or omitted, all replaced with a share of 1. Turns end, and environments
+    answer, as in `true`.
 
     It ends with `stop` if `true` does and there is room for it within `limit` tokens.
     """
@@ -96,6 +100,7 @@ def edited(
     keep, replace, insert, omit = range(4)
     if share == 1.0:
         edit[:] = replace
+    edit[_is_fixed(rest, stop)] = keep
     if len(rest) and edit[0] in (keep, omit):
         edit[0] = replace
     copies = np.array([1, 1, 2, 0])[edit]
@@ -114,10 +119,30 @@ def edited(
     return np.concatenate((true[:at], text[:room])).astype(np.int64)
 
 
+def _is_fixed(text: np.ndarray, stop: int) -> np.ndarray:
+    """Which tokens make up the turns of a text: those that end one, and observations; bool [L]."""
+    return (text == stop) | (text >= OBSERVED)
+
+
 def keyed_random(seed: int, step: int, uid: int, sample: int, use: int) -> np.random.Generator:
     """Random numbers of one use by one sample."""
     seeds = np.random.SeedSequence((seed, step, uid, sample, use))
     return np.random.Generator(np.random.Philox(seeds))
+
+
+@dataclass(frozen=True)
+class ToolModel:
+    """How long tools take: lognormal."""
+
+    median_s: float
+    sigma: float
+    """Standard deviation of the logarithm."""
+    seed: int = 0
+
+    def seconds(self, key: Key, length: int) -> float:
+        """Of the call that follows a turn which ends with this length of the response."""
+        random = keyed_random(self.seed, *key, TOOLS + length)
+        return self.median_s * math.exp(self.sigma * random.standard_normal())
 
 
 @dataclass
@@ -140,6 +165,8 @@ class Workload:
     """What a recorded run's drafts said, or would have said at their end."""
     rewards: dict[Key, float] = field(default_factory=dict)
     """0 where there is none."""
+    tools: ToolModel | None = None
+    """Where responses have turns."""
     prompts = ()
     """Those that a saved state may name, here none."""
 
@@ -221,10 +248,19 @@ class Synthetic:
     """Of equally many steps."""
     edited: float = 0.2
     """Share of a response's tokens that differs from the same sample of the epoch before."""
+    turns: float = 1.0
+    """Of an episode, on average; 1 for responses without tools."""
+    observation: int = 50
+    """Tokens of an environment between two turns."""
+    tool_s: float = 0.2
+    """Median seconds of the call before them."""
+    tool_sigma: float = 1.0
+    """Standard deviation of their logarithm."""
     seed: int = 0
 
     def __post_init__(self):
-        minimum = {"max": MIN_LENGTH, "prompt": 2, "sigma": 0, "edited": 0, "seed": 0}
+        at_least_0 = dict.fromkeys(("sigma", "edited", "seed", "tool_s", "tool_sigma"), 0)
+        minimum = {"max": MIN_LENGTH, "prompt": 2, **at_least_0}
         for name, value in vars(self).items():
             if not value >= minimum.get(name, 1):
                 raise InputError(f"{name}: {value} must be at least {minimum.get(name, 1)}")
@@ -247,7 +283,8 @@ def make_synthetic(spec: Synthetic, num_prompts: int, num_generations: int) -> W
             before = responses.get((step - steps_per_epoch, uid, sample))
             responses[step, uid, sample] = _response(spec, (step, uid, sample), before)
     drafts = DraftModel(spec.run, spec.accept_length, spec.seed)
-    return Workload(batches, responses, steps, spec.steps, 2 * spec.prompt, drafts)
+    tools = ToolModel(spec.tool_s, spec.tool_sigma, spec.seed) if spec.turns > 1 else None
+    return Workload(batches, responses, steps, spec.steps, 2 * spec.prompt, drafts, tools=tools)
 
 
 def _prompt(spec: Synthetic, step: int, uid: int) -> Prompt:
@@ -271,6 +308,10 @@ def _response(spec: Synthetic, key: Key, before: np.ndarray | None) -> np.ndarra
     tokens = random.integers(0, VOCABULARY, min(length, spec.max))
     if length <= spec.max:
         tokens[-1] = STOP
+    if spec.turns > 1:
+        random = keyed_random(spec.seed, step, uid, sample + 1, TURNS)
+        num_turns = 1 + random.poisson(spec.turns - 1)
+        tokens = with_turns(tokens, num_turns, STOP, spec.observation, random)[: spec.max]
     return tokens
 
 

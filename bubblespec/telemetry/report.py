@@ -75,18 +75,20 @@ def episode_metrics(ranks: Ranks, record: StepRecord) -> dict:
     """What happened in the step's episodes, over all ranks. Frequencies as in TRL: calls per
     episode, and the share of the calls that failed."""
     names = ("turns", "calls", "failed_calls", "environment_s", "waiting_s", "idle_s")
-    names += ("guesses", "guesses_kept", "differing_replays")
+    names += ("predictions", "right_predictions", "guesses", "guesses_kept", "differing_replays")
     counts = [rollout.episodes for rollout in record.rollouts]
     own = [sum(getattr(of, name) for of in counts) for name in names]
     own += [sum(of.stops[reason] for of in counts) for reason in STOPS]
     sums = ranks.gather(np.array(own, np.float64)).sum(axis=0).tolist()
-    turns, calls, failed, environment_s, waiting_s, idle_s, guesses, kept, differing, *stops = sums
+    turns, calls, failed, environment_s, waiting_s, idle_s, *sums = sums
+    predicted, right, guesses, kept, differing, *stops = sums
     total = max(sum(stops), 1)
     metrics = {
         "tools/call_frequency": calls / total,
         "tools/failure_frequency": failed / calls if calls else 0.0,
         "episodes/turns": turns / total,
         "episodes/covered_share": 1 - idle_s / waiting_s if waiting_s else 1.0,
+        "episodes/prediction_accuracy": right / max(predicted, 1),
         "episodes/speculated": guesses / max(turns, 1),
         "episodes/speculation_kept": kept / max(guesses, 1),
         "episodes/differing_replays": differing,
@@ -150,7 +152,7 @@ def speculation_metrics(
         "rollout/forwards": int(times[times[:, 0].argmax(), 1]),
         "rollout/spec_accept_length": gained / max(row_forwards, 1),
         "rollout/spec_accept_rate": accepted / max(drafted, 1),
-        "rollout/spec_coverage": covered / max(int(record.generated.lengths.sum()), 1),
+        "rollout/spec_coverage": covered / max(int(record.generated.num_sampled.sum()), 1),
         "rollout/spec_accepted_tokens": accepted,
         "rollout/spec_wasted_tokens": drafted - accepted,
         "rollout/spec_accepted_lengths": lengths,

@@ -1,4 +1,4 @@
-"""What the steps of one process add up to: seconds, drafts and what they saved, deferred prompts."""
+"""Sums over the steps of one process: seconds, drafts and what they saved, deferred prompts."""
 
 import statistics
 from dataclasses import dataclass, field

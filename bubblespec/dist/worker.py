@@ -1,5 +1,5 @@
-"""One worker process, and how it is asked: JSON replies within a time limit and a size; killed with
-all that it has started.
+"""One worker process, for environments or rewards, and how it is asked: JSON replies within a time
+limit and a size; killed with all that it has started.
 
 It is started with exec, not forked: the trainer has threads of CUDA and of the process group.
 Between the two is a supervisor process (`fork_with_supervisor`).
@@ -21,13 +21,14 @@ from bubblespec.dist.processes import fork_with_supervisor
 from bubblespec.errors import InputError
 
 START_LIMIT_S = 300.0  # to start Python and import what the user has named
-NICENESS = 10  # a tenth of a core on which a rank decodes, all of an idle one
+# A tenth of a core on which a rank decodes, all of an idle one. At 19 a call may time out.
+NICENESS = 10
 MAX_REPLY_BYTES = 1 << 24
 # Arguments: sys.path, the worker's connection, the trainer's process, then those of `serve`.
 _BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from bubblespec.environments.process import serve
+from bubblespec.dist.worker import serve
 serve(int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
 """
 

@@ -1,0 +1,108 @@
+"""Episodes in virtual time: tools take the time that the workload says, and change no token."""
+
+from collections.abc import Hashable
+
+import numpy as np
+import pytest
+
+from bubblespec.rollout.episodes import Episodes
+from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.simulate import run as module
+from bubblespec.simulate.tools import OBSERVED, SimulatedEnvironments
+from bubblespec.simulate.workload import STOP
+from tests.helpers.simulated import LinearCost, make_config, make_workload, run
+
+TOOLS = {"turns": 3.0, "observation": 12, "tool_s": 0.2}
+
+
+def num_calls(text: np.ndarray) -> int:
+    """Turns after which an environment answers."""
+    is_observed = text >= OBSERVED
+    starts = is_observed[1:] & ~is_observed[:-1]
+    assert (text[:-1][starts] == STOP).all(), "only a stop token ends a turn"
+    return int(starts.sum())
+
+
+def test_an_episode_takes_its_forwards_and_its_calls(monkeypatch):
+    """One row at a time: a forward for each sampled token, and the seconds of each call, in which
+    there is one wait."""
+    records, run_loop = [], RolloutLoop.run
+
+    def noted_run(*arguments):
+        records.append(run_loop(*arguments))
+        return records[-1]
+
+    monkeypatch.setattr(RolloutLoop, "run", noted_run)
+    shape = {"prompts": 1, "generations": 2}
+    workload = make_workload(**shape, **TOOLS)
+    cost = LinearCost(forward_s=10e-3, token_s=0.0, position_s=0.0)
+    config = make_config("none", **shape, rollout__max_num_seqs=1)
+    steps = module.simulate(config, workload, cost, 1)
+    assert sum(num_calls(text) for text in workload.responses.values()) > 4
+    for number, step in enumerate(steps):
+        wanted_s, calls = 0.0, 0
+        for key, text in workload.responses.items():
+            if key[0] == number:
+                ends = np.flatnonzero(np.append(text[1:] >= OBSERVED, False) & (text == STOP)) + 1
+                wanted_s += 10e-3 * int((text < OBSERVED).sum())
+                wanted_s += sum(workload.tools.seconds(key, int(end)) for end in ends)
+                calls += num_calls(text)
+        assert step.seconds == pytest.approx(wanted_s, abs=5e-3)
+        assert len(records[number].waits) == calls
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_tokens_are_those_of_the_workload(num_ranks):
+    """Each row that is finished is compared with its text, too (`_Rank._check_row`)."""
+    plain = [step.digest for step in run("none", num_ranks, **TOOLS)]
+    for keys in ({}, {"environment__draft": "false"}, {"tail_batching__enabled": "true"}):
+        steps = run("bubble+suffix", num_ranks, config=keys, steps=4, **TOOLS)
+        if "tail_batching__enabled" not in keys:
+            assert [step.digest for step in steps] == plain
+        assert sum(step.drafted_tokens for step in steps) > 0 or num_ranks == 1
+
+
+class LockStep(SimulatedEnvironments):
+    """As TRL's loop: once all rows have ended a turn, one call after another, and then all go
+    on."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments[:-1], num_workers=1)
+        self._held, self._come = [], []
+
+    def act(self, row, ids) -> None:
+        self._held.append((row, ids))
+
+    def poll(self) -> list[tuple[Hashable, object]]:
+        if len(self._held) == len(self._is_draft):
+            for row, ids in self._held:
+                super().act(row, ids)
+            self._held.clear()
+        self._come += super().poll()
+        if len(self._come) < len(self._is_draft):
+            return []
+        come, self._come = self._come, []
+        return come
+
+
+def test_overlap_and_speculation_save_time(monkeypatch):
+    """Overlapped calls against lock-step; drafts with observation speculation against these, and
+    against drafts alone. The first rollout has no drafts, and the second is the guard's."""
+    shape = {"prompts": 6, "generations": 4}
+    config = {"environment__num_workers": 8, "speculative__planning": "always", "longest": 900}
+    tools = TOOLS | {"tool_sigma": 0.5}
+    workload = {"mean": 100.0, "max": 900, "run": 5000.0, "steps": 5, **tools}
+
+    def seconds(method: str) -> float:
+        steps = run(method, config=config | shape, **shape, **workload)
+        return sum(step.seconds for step in steps[2:])
+
+    overlapped_s, drafted_s = seconds("none"), seconds("bubble+suffix")
+    with monkeypatch.context() as patch:
+        patch.setattr(Episodes, "_guess", lambda *_: None)
+        unspeculated_s = seconds("bubble+suffix")
+        patch.setattr(module, "SimulatedEnvironments", LockStep)
+        lock_step_s = seconds("none")
+    assert lock_step_s > 1.6 * overlapped_s, (lock_step_s, overlapped_s)
+    assert overlapped_s > 1.5 * drafted_s, (overlapped_s, drafted_s)
+    assert unspeculated_s > 1.05 * drafted_s, (unspeculated_s, drafted_s)
