@@ -1,4 +1,4 @@
-"""What the steps of one process add up to: seconds, drafts and what they saved, deferred prompts."""
+"""What the steps of a process add up to: seconds, drafts and what they saved, deferred prompts."""
 
 import statistics
 from dataclasses import dataclass, field
