@@ -1,7 +1,7 @@
 # Two commands do all the set-up: `make train` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
-# One thread a rank: two ranks share two cores.
+# One thread per rank: two ranks share two cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -13,7 +13,7 @@ train: .venv/installed
 test: .venv/tests lint
 	$(BIN)/python -m pytest -q --durations=10 -n logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-lint: .venv/installed
+lint: .venv/tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
@@ -27,7 +27,7 @@ smollm2: .venv/installed
 	$(BIN)/pip install -q --no-build-isolation -e .  # with the setuptools that torch requires
 	touch $@
 
-.venv/tests: .venv/installed requirements-test.txt requirements-lora.txt
+.venv/tests: .venv/installed requirements-test.txt requirements-lora.txt requirements-notebooks.txt
 	$(BIN)/pip install -q -r requirements-test.txt
 	touch $@
 

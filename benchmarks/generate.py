@@ -4,10 +4,10 @@ tiny|smollm2|FOLDER] [--json OUT]
 32 rows (8 prompts, 4 samples each) at temperature 1, on one thread, by the engine, `model.generate`
 (one batch padded on the left, K/V cache, SDPA) and transformers' continuous batching, which is what
 `model.generate_batch` runs. Each samples other tokens, so lengths are prescribed: row by row the
-same for all, none stops at an end token. The tail is that of a lognormal law; the same rows with
-equal lengths show what is left without one. `generate` has a limit for all rows only; a stopping
-criterion ends each at its own length, and, as ever, an ended row is padded until the last row ends.
-Only prescribed tokens count.
+same for all, none stops at an end token. The tail is that of a lognormal distribution; the same
+rows with equal lengths show what is left without one. `generate` has a limit for all rows only; a
+stopping criterion ends each at its own length, and, as ever, an ended row is padded until the last
+row ends. Only prescribed tokens count.
 
 Each arm has a copy of the model, is run once before it counts, and runs in turn with the others.
 Starting and stopping the thread of the continuous batching is not timed.
@@ -55,8 +55,8 @@ Arm = Callable[[], list[int]]  # generates all rows; returns the response tokens
 
 
 def tail_lengths(count: int, longest: int, seed: int) -> np.ndarray:
-    """Response lengths int64 [count]: evenly spaced quantiles of a lognormal law up to `longest`,
-    in random order."""
+    """Response lengths int64 [count]: evenly spaced quantiles of a lognormal distribution up to
+    `longest`, in random order."""
     quantile = [statistics.NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
     lengths = np.exp(SIGMA * (np.array(quantile) - quantile[-1])) * longest
     return np.random.default_rng(seed).permutation(np.maximum(lengths.round(), 1).astype(np.int64))
@@ -130,7 +130,7 @@ def batch_arm(
     context = model.continuous_batching_context_manager(
         generation_config=generation_config(int(lengths.max()), -1, pad),
         continuous_batching_config=ContinuousBatchingConfig(
-            page_size=PAGE, num_blocks=num_pages, max_num_batched_tokens=2048
+            page_size=PAGE, num_blocks=num_pages, max_batch_tokens=2048
         ),
     )
     manager = context.__enter__()

@@ -4,7 +4,7 @@ The real engine and proposer, with a runner that computes nothing and knows what
 to say: what is measured is scheduling, looking for proposals, planning their windows and taking in
 what was accepted. Prompts of 300 tokens in groups of 8 rows, drafts of 4,000 tokens of which 3% are
 wrong, so that rows leave their drafts and find back. Processor time of one core. What a
-`ModelRunner` does on the host besides calling the model (noise keys and packing) is timed
+`ModelRunner` does on the host apart from calling the model (noise keys and packing) is timed
 separately.
 """
 

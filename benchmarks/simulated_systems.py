@@ -4,9 +4,9 @@
 Eight H200s by a roofline, 64 prompts of 8 responses per step, lognormal lengths whose mean is an
 eighth of the maximum, first mismatch of a draft after 500 tokens, and a mean acceptance length of 2
 by suffix matches after it. Each system is one switch of this trainer; what is compared are seconds
-of rollout for each token that is trained on, with those of plain order with prompts in turn.
-Updates take no time, so streamed gradients are not there. A learned drafter is as good as --drafter
-says, and there from the first step on.
+of rollout for each token that is trained on, with those without tail batching and with prompts in
+turn. Updates take no time, so streamed gradients are not there. A learned drafter is as good as
+--drafter says, and there from the first step on.
 
 Lengths are scaled down: a simulated token stands for max / --longest real ones. So prompts,
 responses and first mismatches are that much shorter, an attended position costs that much more, and
@@ -51,7 +51,7 @@ class System(NamedTuple):
     """Something that is switched on."""
 
     keys: dict[str, Any] = {}  # noqa: RUF012
-    """Of the configuration, over plain order with prompts in turn."""
+    """Of the configuration, over no tail batching with prompts in turn."""
     drafter: DrafterModel | None = None
     """In place of the one of --drafter."""
     second_epoch: bool = False
@@ -153,7 +153,7 @@ def wanted_runs(
 
 
 def compare(runs: list[dict]) -> None:
-    """Give each run its speed-up over the plain one of its size and lengths."""
+    """Give each run its speed-up over the run without mechanisms of its size and lengths."""
     by_name = {(run["size"], run["longest"], run["system"]): run for run in runs}
     for run in runs:
         system = (BASELINES | SYSTEMS).get(run["system"], System())

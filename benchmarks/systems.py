@@ -3,18 +3,16 @@
 
 Each system is a training run of its own, from the same weights; the runs take their steps in turn,
 each time in another random order, so that a busy moment of the machine meets all of them, and none
-always finds what the same one leaves in the caches. `again` is `plain` once more: what it gains or
-loses is chance. With --one-by-one each run makes all its steps before the next one is set up, for
-models of which one run alone fits the memory: put `again` last, to see what the machine did
-meanwhile.
+always finds what the same one leaves in the caches. `again` repeats `plain`: what it gains or loses
+is noise. With --one-by-one each run makes all its steps before the next one is set up, for models
+of which one run alone fits the memory: put `again` last, to see what the machine did meanwhile.
 
-Counted are seconds from barrier to barrier of whole steps: rollouts, rewards, gradients, the
-optimizer; evaluations (run.eval_steps) are made between them, and not counted, nor is the warm
-start of a drafter. As steps of short and long rounds are of different size, speeds are of seconds
-for each token that is trained on, up to the last long round, when next to nothing that has been
-paid for is waiting. The first steps count, unless --skip says otherwise: a system that learns from
-an earlier epoch is measured in the second one. With optim.learning_rate=0 all systems generate the
-same samples, each in an order of its own.
+Seconds of whole steps count, from barrier to barrier: rollouts, rewards, gradients, the optimizer.
+Evaluations (run.eval_steps) between steps and the warm start of a drafter do not count. Short and
+long rounds differ in size, so speed is compared by seconds per trained token, up to the last long
+round, after which almost nothing that has been paid for is waiting. The first steps count, unless
+--skip says otherwise: a system that learns from an earlier epoch is measured in the second one.
+With optim.learning_rate=0 all systems generate the same samples, each in an order of its own.
 """
 
 import argparse
@@ -71,6 +69,7 @@ SYSTEMS = {
     "bubble": System(("speculative.method=bubble",), BUBBLESPEC),
     "history": System(("speculative.method=suffix",), RHYMERL),
     "drafts": System((DRAFTS,), BUBBLESPEC),
+    "default": System((DRAFTS, BALANCED)),
     "placement": System((BALANCED,), RHYMERL),
     "drafter": System((DRAFTER,), TLT),
     "tail": System((TAIL,), ROLLPACKER + DEFERRED),

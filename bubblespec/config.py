@@ -1,9 +1,9 @@
 """Configuration: typed dataclasses, filled from a YAML file and dotted overrides, checked before
 anything heavy starts.
 
-A key is declared once: its type and default, a line below that says what it is, and in `key(...)`
-its bounds and whether a continued run may have another value (`resume`; by default it may not).
-Leaf names are TRL's where TRL has one, else verl's. A mistake is an `InputError` naming its key.
+A key is declared once: its type and default, its meaning in the docstring below, and in `key(...)`
+its bounds and whether a resumed run may have another value (`resume`; by default it may not). Leaf
+names are TRL's where TRL has one, else verl's. A mistake is an `InputError` naming its key.
 """
 
 import dataclasses
@@ -56,17 +56,17 @@ class ModelConfig:
     attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
     """Attention kernel; auto takes the fastest that is importable on the device (sdpa on CPU)."""
     cpu_linear: Literal["auto", "torch"] = key("auto", resume=ROUNDING)
-    """Kernels of float32 linear layers on a CPU: auto measures for a second at the start, and may
-    keep a second copy of the weights; with torch, float32 tokens repeat bit for bit."""
+    """Kernels of float32 linear layers on a CPU. auto measures for a second at the start and may
+    keep a second copy of the weights; torch makes float32 tokens repeat bit for bit."""
     batch_invariant: bool = False
-    """Tokens that depend on no other row in float32 and bfloat16, too, in longer forwards; refused
-    where a comparison at the start finds that they do (docs/exactness.md)."""
+    """Make the tokens of a row independent of the other rows in float32 and bfloat16 too; forwards
+    take longer. Refused if a comparison at the start finds a difference (docs/exactness.md)."""
     gradient_checkpointing: bool = key(False, resume=ROUNDING)
     """Recompute activations in the backward pass: less memory, more time."""
     trust_remote_code: bool = key(False, resume=SAFE)
     """Allow model and tokenizer folders to run their own code."""
     lora_r: int = key(0, at_least(0))
-    """Rank of a LoRA adapter of all linear layers but the output head (needs
+    """Rank of a LoRA adapter on all linear layers except the output head (needs
     requirements-lora.txt); 0 trains all weights."""
     lora_alpha: int = key(32, at_least(1))
     """The adapter's output is scaled by lora_alpha / lora_r."""
@@ -121,17 +121,16 @@ class RewardConfig:
     weights: list[float] | None = None
     """One weight per function (default: all 1)."""
     num_workers: int = key(2, at_least(0), resume=SAFE)
-    """Processes per rank that score finished responses while others are generated; 0 scores in the
-    main process, unprotected from functions that hang or crash."""
+    """Processes per rank that score finished responses while others are generated. 0 scores in the
+    main process, without protection from functions that hang or crash."""
     timeout_s: float = key(60.0, above(0), resume=SAFE)
-    """Seconds that a function may take in a worker for each response of a call; taking longer is an
-    error."""
+    """Seconds that a function may take in a worker per response of a call; longer is an error."""
     reward_on_error: float | None = 0.0
     """Reward where a function raises, times out, crashes or returns no finite number; null ends
     the run."""
     overlong_buffer_length: int = key(0, at_least(0))
-    """Soft overlong punishment (DAPO): in these last tokens a response loses reward, up to 1 at
-    max_completion_length; 0 is off."""
+    """Soft overlong punishment (DAPO): over this many tokens before max_completion_length a
+    response loses reward, linearly from 0 to 1. 0 turns it off."""
 
 
 @dataclass
@@ -169,15 +168,15 @@ class RolloutConfig:
     """Sampling of a step, and the size of the engine."""
 
     num_prompts_per_step: int = key(16, at_least(1), at_most(1 << 20))
-    """Prompts in a step's batch, over all ranks."""
+    """Prompts per step, over all ranks."""
     num_generations: int = key(8, at_least(1), at_most(1 << 12, COUNTER))
     """Responses per prompt (the group of GRPO)."""
     max_prompt_length: int = key(512, at_least(1))
-    """Longest prompt in tokens; longer ones are dropped with a count."""
+    """Maximum length of a prompt in tokens; longer prompts are dropped and counted."""
     max_completion_length: int = key(512, at_least(1))
-    """Longest response in tokens."""
+    """Maximum length of a response in tokens."""
     min_completion_length: int = key(0, at_least(0))
-    """Stop tokens are barred before this many response tokens."""
+    """Minimum length of a response in tokens: stop tokens cannot be sampled before it."""
     temperature: float = key(1.0, *TEMPERATURE)
     """Sampling temperature; 0 is greedy."""
     top_p: float = key(1.0, SHARE)
@@ -185,31 +184,33 @@ class RolloutConfig:
     top_k: int = key(0, at_least(0))
     """Keep the k best tokens; 0 keeps all."""
     dynamic_sampling_max_batches: int = key(1, at_least(1), at_most(1 << 16))
-    """Above 1, groups of equal rewards, which teach nothing, are replaced by groups of other
-    prompts, as long as a step takes at most so many batches (DAPO)."""
+    """DAPO's dynamic sampling. Above 1, groups with equal rewards, which have no gradient, are
+    replaced by groups of other prompts, until a step has generated this many batches."""
     placement: Literal["in_turn", "balanced"] = key("balanced", resume=SAFE)
-    """Which rank generates what: prompts in turn, or samples so that all ranks are expected to end
-    together. Changes the time of a run, and no token."""
+    """Which rank generates what: in_turn deals prompts in turn; balanced places samples so that all
+    ranks are expected to finish together. Affects time, not tokens."""
     tp_tail_max_rows: int | str = key(
         "auto", at_least(0, or_else="auto"), at_most(1 << 10), resume=SAFE
     )
-    """With at most so many rows left, all ranks decode them together, each with a shard of the
-    weights; 0: never; auto: up to 16, where that is measured to be faster. Changes no token."""
+    """Once at most this many rows are left, all ranks decode them together, each with a shard of
+    the weights. 0: never; auto: at most 16, if that is measured to be faster. Affects time, not
+    tokens."""
     stop_token_ids: list[int] | None = key(None, at_least(0))
     """Tokens that end a response (default: the model's and the tokenizer's)."""
     max_num_seqs: int | str = key(
         "auto", at_least(1, or_else="auto"), at_most(1 << 20), resume=SAFE
     )
-    """Rows that one rank decodes at once, drafts included; others wait. auto: as many as fit into
-    memory, up to what is useful; give a number where float32 tokens must repeat bit for bit."""
+    """Maximum number of rows that one rank decodes at once, drafts included. auto: as many as are
+    useful and fit into memory; give a number where float32 tokens must repeat bit for bit."""
     gpu_memory_utilization: float = key(0.9, SHARE, resume=SAFE)
     """Share of each GPU's memory that a run may fill; the rest is for CUDA, NCCL and graphs."""
     free_cache_engine: bool = key(False, resume=SAFE)
-    """Give keys and values back during the gradient step: more slots, but drafts prefill again."""
+    """Release keys and values during the gradient step: more slots, but drafts are prefilled
+    again."""
     max_num_batched_tokens: int = key(2048, at_least(1), at_most(1 << 24), resume=SAFE)
     """Maximum number of tokens in one forward; prompts are prefilled in chunks under it."""
     enforce_eager: bool = key(False, resume=SAFE)
-    """No CUDA graphs (GPUs; they need one more slot), and sampling not compiled."""
+    """Use neither CUDA graphs, which need one more slot, nor compiled sampling (GPUs)."""
 
 
 @dataclass
@@ -217,7 +218,7 @@ class EvalConfig:
     """Held-out prompts."""
 
     num_prompts: int = key(0, at_least(0), at_most(1 << 24))
-    """Held-out prompts per evaluation; 0 evaluates nothing."""
+    """Held-out prompts per evaluation; 0 turns evaluations off."""
     num_generations: int = key(4, at_least(1), at_most(1 << 12, COUNTER), resume=SAFE)
     """Responses per held-out prompt; pass@k is reported for k = 1, 2, 4, ... up to it."""
     temperature: float | None = key(None, *TEMPERATURE, resume=SAFE)
@@ -244,9 +245,10 @@ class LossConfig:
     epsilon_low: float = key(0.2, at_least(0), at_most(1e6))
     """Lower clip of the probability ratio: 1 - epsilon_low; cispo has none."""
     epsilon_high: float = key(0.2, at_least(0), at_most(1e6))
-    """Upper clip: 1 + epsilon_high; with cispo the largest weight itself, as in TRL (5, say)."""
+    """Upper clip: 1 + epsilon_high; with cispo the maximum weight itself, as in TRL (for example
+    5)."""
     delta: float | None = None
-    """Dual clip: the ratio counts as at most this where the advantage is negative (3, say)."""
+    """Dual clip: maximum ratio where the advantage is negative (for example 3)."""
     kl_coef: float = key(0.0, at_least(0), at_most(1e6))
     """Weight of the KL to the initial policy, of which a copy is kept (not with LoRA)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -266,7 +268,7 @@ class OptimConfig:
     learning_rate: float = key(1e-6, at_least(0), at_most(1e3))
     """Peak learning rate of AdamW."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up; linear and cosine end at 0 at max_steps."""
+    """Schedule of the learning rate after the warm-up; linear and cosine reach 0 at max_steps."""
     warmup_steps: int = key(0, at_least(0))
     """Steps of linear warm-up."""
     weight_decay: float = key(0.0, at_least(0), at_most(1e6))
@@ -274,52 +276,53 @@ class OptimConfig:
     adam_betas: list[float] = key([0.9, 0.999], DECAY)
     """Decay of the first and of the second moment."""
     adam_epsilon: float = key(1e-8, at_least(0), at_most(1e6))
-    """Term that keeps the division finite."""
+    """Term added to the denominator."""
     max_grad_norm: float = key(1.0, at_least(0), at_most(1e12))
     """Global gradient norm limit; 0 does not clip."""
     shard_state: bool = key(False, resume=SAFE)
-    """Each rank keeps master weights and moments of a share of the parameters, instead of all."""
+    """Each rank keeps master weights and moments of its share of the parameters only (ZeRO stage
+    1)."""
     stream_gradients: bool = key(False, resume=ROUNDING)
-    """Waiting ranks compute gradients of finished samples; needs advantages within the group and
-    one update per step. Weights are then equal up to the order of summation, not bit for bit."""
+    """Ranks that wait compute gradients of finished samples. Needs advantages within the group and
+    one update per step. Weights then repeat up to the order of summation, not bit for bit."""
     max_tokens_per_microbatch: int = key(8192, at_most(1 << 32), resume=ROUNDING)
     """Maximum number of tokens (prompts and responses) in one forward and backward."""
 
 
 @dataclass
 class SpeculativeConfig:
-    """Drafts. Changes the time of a run, and no token."""
+    """Drafts. Affects time, not tokens."""
 
     method: str = key("bubble+suffix", resume=SAFE)
-    """Where drafts come from, joined by +: idle time (bubble), matches in earlier text (suffix), a
-    learned layer (drafter, see its section); or none."""
+    """Sources of drafts, joined by +: bubble (idle time), suffix (matches in earlier text), drafter
+    (a learned layer, see its section); or none."""
     planning: Literal["by_cost", "always", "idle_only"] = key("by_cost", resume=SAFE)
-    """What is drafted alongside a rank's own rows, and how many draft tokens are verified: by_cost
-    does what measured costs say is faster; always, whatever it costs; idle_only drafts on waiting
-    ranks alone."""
+    """Which drafts are co-scheduled with a rank's own rows, and how many draft tokens are verified.
+    by_cost: what measured costs say is faster; always: everything, whatever it costs; idle_only:
+    only waiting ranks draft."""
 
 
 @dataclass
 class DrafterConfig:
-    """The learned drafter, where speculative.method names it. Changes the time of a run, and no
-    token."""
+    """The learned drafter, where speculative.method names it. Affects time, not tokens."""
 
     path: str | None = key(None, resume=SAFE)
     """Folder of a saved drafter of this policy (a checkpoint has one); without it, one is trained
-    before the first step. A continued run goes on with its checkpoint's."""
+    before the first step. A resumed run uses that of its checkpoint."""
     warm_start: int = key(50_000, at_least(1), resume=SAFE)
     """Tokens of the policy's own responses that it is trained on before the first step."""
 
 
 @dataclass
 class TailBatchingConfig:
-    """Which prompts make up a step: short rounds that leave their slowest prompts for later, and
-    long rounds of these."""
+    """Which prompts form a step: short rounds that defer their slowest prompts, and long rounds of
+    deferred prompts."""
 
     enabled: bool = False
-    """Short and long rounds, instead of the data's order; the same responses are trained on."""
+    """Train in short and long rounds instead of the data's order; the responses are the same."""
     over_sampling_ratio: int | float | str = key("auto", at_least(1, or_else="auto"), at_most(4))
-    """Prompts that a short round launches for each that it trains on; auto: by recent lengths."""
+    """Prompts launched in a short round per prompt that it trains on; auto chooses by recent
+    lengths."""
 
 
 @dataclass
@@ -333,19 +336,21 @@ class RunConfig:
     max_steps: int = key(100, at_least(1), at_most(1 << 31, COUNTER), resume=SAFE)
     """Training steps."""
     eval_steps: int = key(0, at_least(0), resume=SAFE)
-    """Evaluate every so many steps, and before the first and after the last; 0 never."""
+    """Steps between evaluations, which also run before the first and after the last step; 0:
+    never."""
     save_steps: int = key(50, at_least(0), resume=SAFE)
-    """Save a checkpoint every so many steps and after the last; 0 only after the last."""
+    """Steps between checkpoints; one is also saved after the last step. 0: only after the last
+    step."""
     timeline_steps: list[int] = key([], at_least(0), resume=SAFE)
     """Steps (from 0) whose timeline of all ranks is written to output_dir/timeline."""
     trace: bool = key(False, resume=SAFE)
-    """Record responses, drafts and every forward with its load and time into output_dir/trace, for
-    the simulator."""
+    """Record responses, drafts, and the load and time of every forward in output_dir/trace, for the
+    simulator."""
     save_total_limit: int = key(2, at_least(1), resume=SAFE)
     """Checkpoints kept; older ones are deleted."""
     resume_from_checkpoint: str = key("auto", resume=SAFE)
-    """auto continues from the newest checkpoint in output_dir, none starts a new run, else a
-    checkpoint folder."""
+    """auto: resume from the newest checkpoint in output_dir; none: start a new run; or a checkpoint
+    folder."""
     timeout_s: float = key(1800.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds a collective may wait for the slowest rank before the job ends."""
 

@@ -79,8 +79,8 @@ def fill(
     foreign: dict[str, str],
 ) -> Any:
     """`schema` filled from `base` and then the overrides, each value within its bounds. source:
-    what an error calls `base`; removed: former keys, and what took their place; foreign: leaf names
-    of other trainers, and ours."""
+    what an error calls `base`; removed: former keys, and what took their place; foreign: names
+    of other trainers, whole or the last part, and ours."""
     layers = [base]
     for override in overrides:
         if not override.partition("=")[0].strip(". ") or "=" not in override:
@@ -170,9 +170,9 @@ def _unknown(name: str, keys: Iterable[str], foreign: dict[str, str]) -> str:
     """What a key of another trainer is called here, the right name in the wrong section, or the key
     that is spelled most alike."""
     section, leaf = name.partition(".")[0], name.rpartition(".")[2]
-    if leaf in foreign:
-        return f"unknown key; here it is {foreign[leaf]}"
     matches = sorted(key for key in keys if key.partition(".")[2] == leaf)
+    if answer := foreign.get(name) or (not matches and foreign.get(leaf)):
+        return f"unknown key; here it is {answer}"
     if len(matches) != 1:
         matches = difflib.get_close_matches(name, sorted(keys), n=1) or matches
     if matches:

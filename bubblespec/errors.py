@@ -70,12 +70,12 @@ def one_line(error: Exception) -> str:
 
 
 def first_problem(own: str | None, gather_text: Callable[[str], list[str]]) -> str | None:
-    """What is wrong on the first rank on which something is, the same on all ranks; None if nothing
-    is. gather_text: see `Ranks`."""
+    """The problem of the first rank that has one, the same on all ranks; None if there is none.
+    gather_text: see `Ranks`."""
     return next(filter(None, gather_text(own or "")), None)
 
 
 def fallback(instead: str, problem: object, key: str) -> str:
-    """The line of a run and of the doctor about something slower that takes the place of what is
-    meant: what is used, why, and the key with which nothing else is tried."""
+    """The line of a run and of the doctor about a slower fallback: what is used, why, and the key
+    that avoids trying anything else."""
     return f"{instead}: {problem} ({key} tries nothing else)"

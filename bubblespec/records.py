@@ -243,7 +243,7 @@ class StepRecord:
     stages: list[Span]
     """gen, wait and reward, once for each rollout, and train: one after the other."""
     spans: list[Span]
-    """What was done in them in detail, beside the forwards: exchange, sync."""
+    """What was done in them in detail, apart from the forwards: exchange, sync."""
     drafts: dict[SampleId, Draft]
     """Those that the samples of the step had before they were generated."""
     expected_s: float = math.nan

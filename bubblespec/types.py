@@ -34,7 +34,7 @@ class Prompt:
     """A string or chat messages."""
     token_ids: tuple[int, ...]
     columns: dict
-    """What the reward functions are given beside prompt and response."""
+    """What the reward functions are given alongside prompt and response."""
 
 
 class Group(NamedTuple):
@@ -61,7 +61,7 @@ def ids_of(groups: list[Group], num_generations: int) -> list[SampleId]:
 
 @dataclass(eq=False)
 class Row:
-    """One response to generate, and afterwards the response. A row with tokens goes on after
+    """One response to generate, and afterwards the response. A row with tokens continues after
     them."""
 
     id: SampleId
@@ -130,7 +130,7 @@ class Samples:
     groups: list[Group]
     num_generations: int
     tokens: list[np.ndarray]
-    """int, one array a sample, with the stop token."""
+    """int, one array per sample, with the stop token."""
     logprob: list[np.ndarray]
     """float32, see `Row`; the next too."""
     full_logprob: list[np.ndarray]

@@ -1,10 +1,12 @@
-"""The README's examples are run as they stand there: a user's own data, model and reward, and the
-engine alone."""
+"""Examples are run as they stand in the documents: a user's own data, model and reward (README.md),
+the engine alone (docs/architecture.md), and a reward function (docs/it-does-not-learn.md). Links
+lead somewhere."""
 
 import json
 import os
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,24 +22,28 @@ from tests.helpers.models import GQA
 from tests.helpers.runs import digests, read
 from tests.helpers.warm import ROOT, launch, python
 
-BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(\w*)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS = ("runs/my_data", "runs/my_model", "runs/my_reward")
+FOLDERS = ["docs", "docs/results", "benchmarks", "notebooks", "notebooks/data"]
 
 
-def blocks(heading: str) -> list[tuple[str, str, str]]:
-    """(language, file name or "", text) of the fenced blocks below a heading of the README, in
-    their order."""
-    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
-        section = file.read().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return BLOCK.findall(section)
+def read_document(name: str) -> str:
+    with open(os.path.join(ROOT, name), encoding="utf-8") as file:
+        return file.read()
 
 
-def execute(text: str, folder) -> None:
-    """One command for torchrun, in a folder."""
-    launcher, ranks, *arguments = shlex.split(text.replace("\\\n", " "))
-    assert (launcher, ranks) == ("torchrun", "--nproc_per_node=2")
-    done = launch(2, arguments, folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+def blocks(text: str) -> list[tuple[str, str, str]]:
+    """(language, file name or "", text) of the fenced blocks of a document, in their order."""
+    return BLOCK.findall(text)
+
+
+def execute(commands: str, folder) -> None:
+    """Commands for torchrun, one after the other, in a folder."""
+    for command in commands.replace("\\\n", " ").splitlines():
+        launcher, ranks, *arguments = shlex.split(command, comments=True)
+        assert (launcher, ranks) == ("torchrun", "--nproc_per_node=2")
+        done = launch(2, arguments, folder)
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,8 @@ def folder(tmp_path_factory):
     shape["max_position_embeddings"] = 1024
     AutoModelForCausalLM.from_config(Qwen2Config(**shape)).save_pretrained(folder / "my_model")
     tokenizer.save_pretrained(folder / "my_model")
-    for language, name, text in blocks("Your own run"):
+    section = read_document("README.md").partition("\n## Your own run\n")[2].partition("\n## ")[0]
+    for language, name, text in blocks(section):
         if name:
             (folder / name).write_text(text, encoding="utf-8")
         elif language == "sh":
@@ -110,7 +117,8 @@ def test_own_reward_is_used(folder):
 
 
 def test_engine_example(tmp_path):
-    (code,) = (text for language, _, text in blocks("How it is laid out") if language == "python")
+    page = read_document("docs/architecture.md")
+    (code,) = (text for language, _, text in blocks(page) if language == "python")
     (tmp_path / "example.py").write_text(code, encoding="utf-8")
     output = python(str(tmp_path / "example.py")).stdout
     printed = re.findall(r"^(\d+) \[(.*?)\] (\w+)$", output, re.M | re.S)
@@ -123,3 +131,51 @@ def test_engine_example(tmp_path):
     rows = [Row(SampleId(1, 0, j), prompt=(5, 6, 7), max_new_tokens=20) for j in range(8)]
     for row in engine.run(rows, SamplingParams()):
         assert got[row.id.sample] == (list(map(str, row.tokens.tolist())), row.finish)
+
+
+def test_reward_example(capsys):
+    ((_, _, code),) = blocks(read_document("docs/it-does-not-learn.md"))
+    exec(code, {})
+    assert capsys.readouterr().out == "[1.0]\n[0.0]\n"
+
+
+def documents() -> list[str]:
+    """Markdown files, by their paths in the repository."""
+    found = [f"{folder}/{name}" for folder in FOLDERS for name in os.listdir(f"{ROOT}/{folder}")]
+    return sorted({"README.md", *(name for name in found if name.endswith(".md"))})
+
+
+def prose(name: str) -> str:
+    """A document without its fenced blocks."""
+    return BLOCK.sub("", read_document(name))
+
+
+def anchors(text: str) -> set[str]:
+    """Of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", documents())
+def test_links_lead_somewhere(name):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(name)):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        where = os.path.normpath(os.path.join(os.path.dirname(name), path)) if path else name
+        assert os.path.exists(os.path.join(ROOT, where)), target
+        assert not anchor or not where.endswith(".md") or anchor in anchors(prose(where)), target
+
+
+def test_documents_named_in_code_exist():
+    """Error messages, docstrings and configurations name files of docs/."""
+    files = [Path(ROOT, name) for name in ("train.py", "Makefile")]
+    for folder in ("bubblespec", "benchmarks", "configs", "examples", "notebooks", "scripts"):
+        files += [*Path(ROOT, folder).rglob("*.py"), *Path(ROOT, folder).glob("*.yaml")]
+    for file in files:
+        for page in re.findall(r"docs/\w[\w/-]*\.md", file.read_text(encoding="utf-8")):
+            assert os.path.exists(os.path.join(ROOT, page)), f"{file}: {page}"
+
+
+def test_readme_is_short():
+    assert len(read_document("README.md").splitlines()) <= 150

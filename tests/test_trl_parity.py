@@ -6,6 +6,8 @@ tolerances allow for.
 """
 
 import copy
+import dataclasses
+import inspect
 from pathlib import Path
 
 import datasets
@@ -15,6 +17,7 @@ import torch
 import transformers
 from test_update import ADVANTAGES, make_config, make_learner, make_samples
 
+from bubblespec.config_names import TRL
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.learn.learner import response_logprobs, sum_over_ranks
@@ -167,3 +170,10 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name, has_turns):
         assert metrics["clip_ratio/region_mean"] > 0.02
     if config.loss.delta is not None:
         assert metrics["clip_ratio/delta_mean"] > 0.02
+
+
+def test_names_of_trl_are_those_it_has():
+    names = set(inspect.signature(trl.GRPOTrainer).parameters)
+    for arguments in (trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments):
+        names |= {field.name for field in dataclasses.fields(arguments)}
+    assert TRL.keys() <= names

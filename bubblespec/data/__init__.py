@@ -1,4 +1,1 @@
-"""Prompts, and which of them make up a step.
-
-May import: records and errors.
-"""
+"""Prompts, and which of them make up a step."""

@@ -67,7 +67,7 @@ class StepSchedule:
         return {}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """All that the rule depends on besides the data and the configuration."""
+        """All that the rule depends on apart from the data and the configuration."""
         return save_visits(self._visits)
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:

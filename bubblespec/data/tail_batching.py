@@ -19,12 +19,13 @@ import numpy as np
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.types import Group, Launch, SampleId, Samples
 
-# auto: what is looked at, and how sure a gain must be.
+# auto: how much history it uses, and how clear a gain must be.
 NUM_CYCLES_KEPT = 16  # steps of groups whose lengths are remembered
 MIN_SEEN = 16  # groups of which lengths are known before any is deferred
 MAX_OVER_SAMPLING = 2.0
 MIN_GAIN = 1.05
-# of numbers whose costs differ by less, the smallest is taken: it has the smallest rollouts
+# of numbers whose costs differ by less than this factor, the smallest is taken: its rollouts are
+# the smallest
 MAX_NOISE = 1.02
 NUM_TRIALS = 256
 # Verifying a token costs this share of a forward: from 1/60 (a small model on a CPU core) to 1/400
@@ -182,16 +183,16 @@ def best_num_launched(longest: np.ndarray, num_prompts: int, num_generations: in
     group that is trained on, long rounds included; num_prompts where no number is clearly better
     than deferring nothing.
 
-    longest: int64 [groups], the longest response of each of some recent groups. Cycles are played
-    with groups drawn from these, by random numbers that are always the same: the answer is a
-    function of the arguments.
+    longest: int64 [groups], the longest response of each of some recent groups. Cycles are
+    simulated with groups drawn from these by fixed random numbers, so the answer is a function of
+    the arguments.
     """
     largest = scaled(num_prompts, MAX_OVER_SAMPLING)
     key = np.array([num_prompts, num_generations], np.uint64)
     random = np.random.Generator(np.random.Philox(key=key))
     drawn = longest[random.integers(0, len(longest), (NUM_TRIALS, largest))]
-    # Verifying what they have costs at most what decoding it again does, which is what many rows
-    # come to.
+    # Verifying what they have costs no more than decoding it again, which is the cost with many
+    # rows.
     share_saved = max(0.0, 1.0 - num_prompts * num_generations * VERIFY_SHARE)
     tokens = {}
     for count in range(num_prompts + 1, largest + 1):

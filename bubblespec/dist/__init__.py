@@ -1,5 +1,1 @@
-"""The ranks of a run: collectives, the progress board of a rollout, signals, and the life of
-processes.
-
-May import: errors alone of this package.
-"""
+"""The ranks of a run: collectives, shared memory, signals, and the life of processes."""

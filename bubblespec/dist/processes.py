@@ -54,7 +54,7 @@ def _supervise(child: int, parent: int) -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # it only ends the wait below
-    # besides the end of standard input, which a fork of the parent may hold open
+    # apart from the end of standard input, which a fork of the parent may hold open
     die_with_parent(signal.SIGTERM)
     ended: dict[int, int] = {}
     while _reap(ended) and child not in ended and os.getppid() == parent:

@@ -4,7 +4,7 @@ the tensor-parallel tail, which waits for them, and the ticks of rollouts, which
 An all-reduce of gloo takes hundreds of microseconds whatever its size, as it goes through sockets
 and threads. Here a rank writes its numbers, sets a flag, waits for the flags of the others and
 reads: a few microseconds for what a layer of a small model sums. The order of a sum is that of the
-ranks, so it is equal to the bit on all of them.
+ranks, so it is bit-identical on all of them.
 """
 
 import contextlib
@@ -21,9 +21,8 @@ from bubblespec.errors import log
 
 PLACE_BYTES = 1 << 20  # that a rank exchanges at a time; more goes in several exchanges
 CACHE_LINE = 64  # bytes, so that ranks do not write to each other's
-# A rank that waits looks again at once so many times, then lets other processes of its core go
-# first, and then sleeps between looks: with more ranks than cores the one that it waits for may
-# not be running.
+# A waiting rank first spins this many times, then yields its core, and then sleeps between checks:
+# with more ranks than cores, the rank that it waits for may not be running.
 NUM_SPINS, NUM_YIELDS, NAP_S = 200, 200, 5e-5
 LOOK_S = 0.5  # how often a waiting rank checks that the other processes are alive
 
@@ -80,7 +79,7 @@ class SharedCollectives:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Of memory, for so many ranks."""
+        """Bytes of memory for this many ranks."""
         return size * (CACHE_LINE + 2 * PLACE_BYTES)
 
     def post(self, own: np.ndarray) -> None:

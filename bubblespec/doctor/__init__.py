@@ -1,4 +1,1 @@
-"""Can this machine run a configuration? python -m bubblespec.doctor
-
-May import: all other parts of the package.
-"""
+"""Can this machine run a configuration? python -m bubblespec.doctor"""

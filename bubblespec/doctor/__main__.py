@@ -4,9 +4,9 @@ python -m bubblespec.doctor --config FILE [section.key=value ...]
 
 torchrun --nproc_per_node=8 -m bubblespec.doctor --config FILE [section.key=value ...]
 
-Every check prints lines: `ok`, `slower` where something slower takes the place of what is meant, or
-`failed`, the last two with the key that matters. The others are made all the same, unless they need
-what has failed. Nothing is left on disk.
+Every check prints lines: `ok`, `slower` where a slower fallback is used, or `failed`; the last two
+name the key that matters. The others are made all the same, unless they need what has failed.
+Nothing is left on disk.
 """
 
 import argparse

@@ -50,7 +50,7 @@ MAX_CHAIN_LENGTH = 5  # tokens
 MAX_GRAPH_TOKENS = 512  # of a CUDA graph: a few for each row
 MAX_ROWS = 128  # with more active rows no hidden states are kept and nothing is drafted
 DRAFTER_FILE = "drafter.safetensors"
-SAMPLE = 1024  # entries of the policy's output head by which a file knows it
+SAMPLE = 1024  # entries of the policy's output head that identify it in a file
 # RL moves weights by far less; those of another model have nothing in common with them.
 MAX_DIFFERENCE = 0.3
 
@@ -338,7 +338,7 @@ class DrafterRunner:
 
 
 def save_drafter(folder: str, drafter: Drafter, num_updates: int) -> None:
-    """Weights, token ids, the number of updates, and by what its policy is known, as a file of a
+    """Weights, token ids, the number of updates, and what identifies its policy, as a file of a
     folder. Raises OSError."""
     state = drafter.state_dict()
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}

@@ -3,7 +3,7 @@ cost.
 
 A chain of n tokens adds n draft tokens per row to a forward, and n forwards of the drafter before
 it. Acceptance is measured by position in the chain, and so are the seconds of the drafter's
-forwards; `choose_chain_length` picks the length that gives most tokens per second for the rows
+forwards; `choose_chain_length` picks the length that gives the most tokens per second for the rows
 that are active, 0 included (TLT selects a strategy by the number of running requests, arXiv
 2511.16665).
 """

@@ -49,7 +49,7 @@ VOCAB_SIZE = 16_384  # token ids that it can draft
 BUFFER_TOKENS = 50_000  # of recent responses, with hidden states, that each rank keeps
 SHARE_PER_STEP = 0.25  # of the buffer that one step may replace
 PIECE = 256  # response tokens of an example: a slice does not grow with the response
-CONTEXT = 16  # tokens before them; more, as chains have, taught nothing more
+CONTEXT = 16  # tokens before them; more context, as chains have, did not help
 EPOCHS = 8  # of the warm start
 MERGE_EVERY = 10  # updates of a rank in the warm start
 LEARNING_RATE = 1e-3  # of AdamW at the start of the warm start
@@ -70,9 +70,9 @@ class Example(NamedTuple):
 
 
 def examples_of(tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor) -> Iterator[Example]:
-    """The pieces of one response, in which observations are learned from like all else: what the
-    policy would say there is as good a teacher. tokens: int64 [L], prompt and response without its
-    last token; hidden: [L, H]."""
+    """The pieces of one response. Observations are learned from too: what the policy would say
+    there is as good a teacher. tokens: int64 [L], prompt and response without its last token;
+    hidden: [L, H]."""
     for begin in range(prompt_length, len(tokens) + 1, PIECE):
         start, stop = max(begin - CONTEXT, 0), min(begin + PIECE - 1, len(tokens))
         if stop - start > 1:  # a state, and the next one to predict
@@ -252,7 +252,7 @@ class DrafterTraining:
     @torch.no_grad()
     def merge(self, ranks: Ranks) -> None:
         """All ranks together: continue with the mean of their drafters, weighted by the updates
-        since the last time. The step's examples are welcome from now on."""
+        since the last time. From now on the step's examples are accepted."""
         self._room = SHARE_PER_STEP * BUFFER_TOKENS
         made, self._num_unmerged = self._num_unmerged, 0
         if ranks.world_size == 1:

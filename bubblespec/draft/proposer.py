@@ -71,7 +71,7 @@ class Proposer:
         return [source for source in self.sources if source.is_enabled]
 
     def begin(self) -> None:
-        """A new rollout: forget rows, count anew, and go on with the estimates."""
+        """A new rollout: forget rows, reset the counts, and keep the estimates."""
         self._start()
         for source in self.sources:
             source.begin(self.tracked)
@@ -259,8 +259,8 @@ class Proposer:
         num_draft: np.ndarray,
         num_accepted: np.ndarray,
     ) -> None:
-        """What different rows have gained, row after row, in so many forwards, and what came of
-        their drafts; int64 [R] but for the tokens."""
+        """What different rows have gained, row after row, in this many forwards, and what came of
+        their drafts; int64 [R] except the tokens."""
         tracked = self.tracked
         has_left = tracked.num_gained[numbers] < tracked.draft_length[numbers]
         has_left &= ~tracked.is_aligned[numbers]

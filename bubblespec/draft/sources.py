@@ -182,7 +182,7 @@ class DraftSource:
     """Proposals of one kind are taken to be accepted alike: (name of the source, length of the
     match, age, ...)."""
     is_enabled = True
-    """Without it, the source is neither asked nor told about new tokens."""
+    """If false, the source is not asked and does not see new tokens."""
     chance = 0.0
     """Expected acceptance rate below which it replaces another source's proposal."""
 

@@ -1,8 +1,8 @@
-"""Texts that wait for their use. Drafts: samples of coming steps, generated early with the noise
-that their own step will use. History: responses of earlier epochs (RhymeRL, arXiv 2508.18588), for
+"""Texts kept for later use. Drafts: samples of coming steps, generated early with the noise that
+their own step will use. History: responses of earlier epochs (RhymeRL, arXiv 2508.18588), for
 suffix matches.
 
-Only token ids are kept: 4 bytes a token, no keys and values, no probabilities. All ranks hold the
+Only token ids are kept: 4 bytes per token, no keys and values, no probabilities. All ranks hold the
 same, since they put the same exchanged drafts into the store in the same order.
 """
 

@@ -181,8 +181,8 @@ class SuffixIndex:
         return numbers
 
     def add_row(self, group: int, sample: int, max_tokens: int) -> int:
-        """A row that may get up to `max_tokens`; returns its number. Its tokens are not indexed
-        before `start_indexing`."""
+        """A row of up to `max_tokens` tokens; returns its number. Its tokens are not indexed before
+        `start_indexing`."""
         row = self.num_rows
         self.num_rows += 1
         if row == len(self.rows):

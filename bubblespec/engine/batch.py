@@ -46,8 +46,8 @@ class Runner(Protocol):
         """A row, with its tokens so far in it, comes into a slot."""
 
     def move(self, source: int, target: int, length: int) -> None:
-        """The row in slot `source` goes on in slot `target`; its first `length` positions have keys
-        and values."""
+        """The row in slot `source` continues in slot `target`; its first `length` positions have
+        keys and values."""
 
     def share(self, source: int, target: int, length: int) -> None:
         """The first `length` positions of both slots' rows are the same; only `source` has keys and

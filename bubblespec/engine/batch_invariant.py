@@ -1,11 +1,11 @@
-"""Forwards in which a row's logits do not depend on the other rows, to the bit, in types that round
-(`model.batch_invariant`).
+"""Forwards in which a row's logits are bit-identical whatever the other rows are, in float32 and
+bfloat16 too (`model.batch_invariant`).
 
 A product's kernel, and with it the order of its sums, is chosen by the number of rows. So products
 have a fixed number of rows on a CPU, and at least 64 on a GPU, where cuBLAS has no workspace to
 split sums in; means over features are added up in an order that their number alone decides; and
-each query is attended by itself on a CPU, and in one piece on a GPU (`num_splits`). What that does
-not cover is found by `first_difference`, which compares one row in different company.
+each query is attended by itself on a CPU, and in one piece on a GPU (`num_splits`).
+`first_difference` finds what this does not cover: it compares one row among different other rows.
 
 Shape legend: N packed tokens, R rows, P positions compared, V vocabulary, L attended positions, H
 query heads, K key/value heads, G = H / K, D head dimension.

@@ -2,9 +2,9 @@
 28.
 
 A compiler may order the steps of a formula differently, and then a near tie would have another
-winner. So before its first use the compiled function is compared with the eager one: only if all
-winners and their values are equal to the bit is it used. Logarithms of sums are no part of the
-choice, and are compared up to rounding, as a kernel adds up in an order of its own.
+winner. So before its first use the compiled function is compared with the eager one: it is used
+only if all winners and their values are bit-identical. Logarithms of sums do not affect the choice
+and are compared up to rounding, as a kernel has its own order of summation.
 
 Shape legend: T positions, V vocabulary.
 """
@@ -40,8 +40,9 @@ def compiled_best_and_sum(
 def compile_reduction(
     vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable, str | None]:
-    """`best_and_sum` compiled for logits [T, vocab_size] of any T; or as it is, and the line, which
-    is printed, of why. Takes seconds, at the first call with these arguments."""
+    """`best_and_sum` compiled for logits [T, vocab_size] of any T; or the eager function, and one
+    line that says why, which is also printed. Takes seconds, at the first call with these
+    arguments."""
     try:
         if device.type == "cuda" and importlib.util.find_spec("triton") is None:
             raise ImportError("the package triton is not there")
@@ -75,8 +76,8 @@ def compile_for_any_length(function: Callable) -> Callable:
 def first_difference(
     reduce: Callable, vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """In what `reduce` differs from `best_and_sum`, at one and at many positions; None if in
-    nothing."""
+    """How `reduce` differs from `best_and_sum` at one and at many positions; None if it does
+    not."""
     for count in (min(MAX_COMPARED // vocab_size + 2, MAX_POSITIONS), 1):
         given = compared(count, vocab_size, dtype, device)
         (best, index, total), wanted = reduce(*given), best_and_sum(*given)

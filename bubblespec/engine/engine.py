@@ -127,8 +127,8 @@ class Engine:
         self.queue.extend(rows)
 
     def drop(self, row: Row) -> None:
-        """Take a row out before it has finished; it keeps its tokens so far, and goes on after them
-        if it is added again."""
+        """Take a row out before it has finished; it keeps its tokens so far, and continues after
+        them if it is added again."""
         if row in self.queue:
             self.queue.remove(row)
             return
@@ -368,7 +368,7 @@ class Engine:
         if batch.load.draft_tokens:
             limit = self.limit[slots] - generated
             gained = num_gained(token, accepted, num_draft, stop_token_ids, limit=limit)
-            # Sampled is what comes after each row's last known token and its drafts.
+            # The positions sampled are those after each row's last known token and its drafts.
             slot, position = batch.index[0], batch.index[1] + 1
             sampled = (position >= self.length[slot]).nonzero()[0]
             self.length[slots] = begin + gained

@@ -41,12 +41,11 @@ from bubblespec.engine.packing import CachePacking, Varlen, pack_rows
 from bubblespec.engine.tensor_parallel import Shards
 from bubblespec.errors import fallback, first_problem, log, one_line
 
-# No step is larger than a third beyond 8 tokens: below some 250 tokens weights are read for longer
-# than is computed with them, so that padding costs next to nothing. Larger forwards keep a GPU busy
+# Beyond 8 tokens no step is larger than a third: below about 250 tokens reading the weights takes
+# longer than computing with them, so padding costs next to nothing. Larger forwards keep a GPU busy
 # for as long as launching them takes.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-# New tokens of a row up to which attention has one block of queries for it, whatever the bound that
-# it is told.
+# New tokens of a row up to which attention uses one block of queries, whatever bound it is given.
 NARROW = 64
 
 
@@ -103,7 +102,8 @@ class ForwardGraphs:
         self.shapes = graph_shapes(max_num_batched_tokens, cache.slot_length, min_tokens)
         self.num_replays = 0
         self.problem: str | None = None
-        """The line where this model's forward cannot be captured, here or on another rank."""
+        """One line that says why this model's forward cannot be captured, here or on another
+        rank."""
         self.pool: tuple | None = None  # with the graphs' memory
         self._graphs: dict[Shape, _Graph] = {}
 
@@ -114,9 +114,9 @@ class ForwardGraphs:
         states: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Last hidden states [B, hidden] of packed tokens int64 [N], on the host or on the device.
-        They are valid until the next forward of these graphs or those beside them; those of the N
-        tokens come first, the others are invalid. None if there is no graph for the forward.
-        states: [N, state_size], where the model is a drafter."""
+        They are valid until the next forward of these graphs or of those that share their memory;
+        those of the N tokens come first, the others are invalid. None if there is no graph for the
+        forward. states: [N, state_size], where the model is a drafter."""
         shape = self.shape_of(packing)
         if shape is None or self.problem:
             return None
@@ -265,8 +265,8 @@ def pad(tokens: np.ndarray, packing: CachePacking, size: int) -> np.ndarray:
 
 def rehearse(run: Callable[[], torch.Tensor]) -> None:
     """Run what is to be recorded: libraries set themselves up at their first call, which must not
-    be. CUDA only. Raises RuntimeError if `run` waits for the GPU, which no graph can: found here it
-    does less harm than amid a capture."""
+    be. CUDA only. Raises RuntimeError if `run` waits for the GPU, which no graph can: found here,
+    it does less harm than in the middle of a capture."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -278,9 +278,9 @@ def rehearse(run: Callable[[], torch.Tensor]) -> None:
 def capture(
     run: Callable[[], torch.Tensor], pool: tuple | None
 ) -> tuple[Callable[[], None], torch.Tensor, tuple]:
-    """Record `run` without its being run: (a call that runs it, what it returns, the pool with its
-    memory). CUDA only. pool: of an earlier capture, to share its memory; so what that one returned
-    is valid until this is replayed, and vice versa."""
+    """Record `run` without running it. Returns a call that runs it, what it returns, and the pool
+    with its memory. CUDA only. pool: of an earlier capture, to share its memory; so what that one
+    returned is valid until this is replayed, and vice versa."""
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog asks for events meanwhile, in a thread of its own.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

@@ -1,4 +1,4 @@
-"""Which attention kernel a run uses: one that gives what SDPA gives, the reference.
+"""Which attention kernel a run uses: one with the results of SDPA, the reference.
 
 Shape legend: N packed tokens, V vocabulary.
 """
@@ -32,8 +32,8 @@ def choose_kernel(
     head_sizes: frozenset[tuple[int, int]],
     gather_text: Callable[[str], list[str]] = lambda text: [text],
 ) -> tuple[str, str | None]:
-    """The kernel, and for `auto` a line where that is not the first one that is there. Raises
-    ValueError if a requested one cannot be used. The same on all ranks, which call it together.
+    """The kernel, and for `auto` a line if it is not the first one available. Raises ValueError if
+    a requested one cannot be used. The same on all ranks, which call it together.
 
     head_sizes: see `prepare_model`; gather_text: see `Ranks`.
     """
@@ -63,7 +63,7 @@ def kernels_for(device: torch.device) -> list[str]:
 
 
 def difference_of(kernel: str, model: PreTrainedModel) -> str | None:
-    """How a kernel fails, or in what it differs from SDPA; None if in nothing but rounding."""
+    """How a kernel fails or differs from SDPA; None if only by rounding."""
     try:
         logits = (packed_logits(model, cache_for(each), each) for each in (kernel, "sdpa"))
         difference = relative_difference(*logits)

@@ -70,7 +70,7 @@ class KVCache:
         return self._table
 
     def move(self, source: int, target: int, length: int) -> None:
-        """The row in slot `source`, of `length` positions, goes on in slot `target`."""
+        """The row in slot `source`, of `length` positions, continues in slot `target`."""
         if self.pages is None:
             self.copy(source, target, length)
         else:

@@ -4,8 +4,8 @@ torch hands `linear` to MKL, with the weight as it is stored, [out, in]. On AMD'
 is more than twice as fast, and on all of them the few rows of a decoding forward are multiplied
 faster by a copy of the weight in oneDNN's own order of memory. So generation may use a packed copy,
 and training may use oneDNN; what pays is measured for each shape of layer at the start of a run. In
-float32 the kernel decides about rounding, so all ranks must use the same, and a continued run keeps
-what it began with (`setup.choose_linear`).
+float32 the kernel affects rounding, so all ranks must use the same one, and a resumed run keeps its
+choice (`setup.choose_linear`).
 
 Copies are renewed when the weight has changed, which its version counter says: generation always
 uses the current weights. Parameters, their names and their memory stay as they are.

@@ -26,7 +26,7 @@ DENSE_TOLERANCE = TOLERANCE | {torch.float64: 1e-9}
 CHECKED = 12  # positions compared in each check
 # Tokens: beyond the usual windows, up to 8,192, and no more than seconds on a GPU.
 MAX_CHECK_LENGTH = 8300
-# Kinds in a configuration's `layer_types`; those with a state that is none of keys and values.
+# Kinds in a configuration's `layer_types`; those with a state other than keys and values.
 RECURRENT, BESIDE = {"linear_attention", "conv"}, {"hybrid", "hybrid_sliding"}
 KNOWN = {"full_attention", "sliding_attention", "moe", "mlp"} | RECURRENT | BESIDE
 

@@ -89,9 +89,9 @@ def _log_exponential(
 ) -> torch.Tensor:
     """Logarithms of standard exponential noise, which are Gumbel noise with the other sign.
 
-    With u uniform in (0, 1), and so 1 - u too, -log(-log(1 - u)) has the Gumbel law exp(-exp(-g)).
-    Written with log1p it keeps full relative precision for small u, which is where the winners come
-    from.
+    With u uniform in (0, 1), and so 1 - u too, -log(-log(1 - u)) has the Gumbel distribution
+    exp(-exp(-g)). Written with log1p it keeps full relative precision for small u, which is where
+    the winners come from.
     """
     minus_u = random_bits(keys, tokens).to(dtype).add_(0.5).mul_(-(2.0**-31))
     minus_u.clamp_(min=2.0**-24 - 1.0)

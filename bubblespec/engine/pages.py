@@ -1,9 +1,10 @@
 """Pages of the K/V cache: which of them hold which positions of which row (PagedAttention, Kwon et
 al. 2023, arXiv 2309.06180).
 
-A row takes pages as it grows, so that rows share memory by what they have generated, not by what
-they may. Rows with the same prompt share the pages that it fills: nothing is written to them again,
-and they are free once none of the rows has them. The page that a prompt fills in part is copied.
+A row takes pages as it grows, so the memory that it holds depends on what it has generated, not on
+its limit. Rows with the same prompt share the pages that it fills: nothing is written to them
+again, and they are free once none of the rows has them. The page that a prompt fills in part is
+copied.
 """
 
 import numpy as np
@@ -35,11 +36,11 @@ class Pages:
         return len(self._free)
 
     def needed(self, lengths: np.ndarray | int) -> np.ndarray | int:
-        """Pages of so many positions."""
+        """Pages for this many positions."""
         return -(-lengths // self.page_size)
 
     def lacking(self, lengths: np.ndarray) -> int:
-        """Pages that the first slots have to take to hold so many positions each, int64 [R]."""
+        """Pages that the first slots have to take to hold this many positions each, int64 [R]."""
         return int(np.maximum(self.needed(lengths) - self.held[: len(lengths)], 0).sum())
 
     def room(self, lengths: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -50,13 +51,14 @@ class Pages:
         return pages * self.page_size - lengths[slots]
 
     def grow(self, lengths: np.ndarray) -> None:
-        """Pages for so many positions of the first slots, int64 [R]; those that they have stay."""
+        """Reserve pages for this many positions of the first slots, int64 [R]; those that they have
+        stay."""
         needed = self.needed(lengths)
         for slot in np.flatnonzero(needed > self.held[: len(lengths)]).tolist():
             self._take(slot, int(needed[slot]) - int(self.held[slot]))
 
     def trim(self, lengths: np.ndarray) -> None:
-        """Keep no more than the pages of so many positions of the first slots, int64 [R]."""
+        """Keep no more than the pages of this many positions of the first slots, int64 [R]."""
         for slot, length in enumerate(lengths.tolist()):
             self.truncate(slot, length)
 

@@ -209,7 +209,7 @@ def num_gained(
 ) -> np.ndarray:
     """Tokens each row gains by a verification, int64 [R]: the accepted and the next, cut after one
     of the tokens in `stops` and at `limit`. token: int64 [T]; accepted, counts: int64 [R]; limit:
-    int64 [R], tokens a row may still get, at least 1."""
+    int64 [R], tokens that a row may still get, at least 1."""
     stop_at = np.where(is_stop(token, stops), ragged(counts + 1)[1], len(token))
     first_stop = np.minimum.reduceat(stop_at, np.cumsum(counts + 1) - (counts + 1))
     return np.minimum(np.minimum(accepted, first_stop) + 1, limit)

@@ -5,8 +5,9 @@ Every rank has the whole model, so a shard is a view of its parameters: nothing 
 The configuration's `base_model_tp_plan` names the linear layers that are sharded. A "colwise" layer
 computes some of its outputs, attention heads or hidden units of an MLP; the "rowwise" layer behind
 it takes these as its inputs, and its output is the sum over ranks (Megatron-LM, Shoeybi et al.
-2019, arXiv 1909.08053, section 3). Every rank computes all else whole. The output head gives the
-logits of a shard of the vocabulary, from which the ranks sample together (`sample_shards`).
+2019, arXiv 1909.08053, section 3). Every rank computes everything else in full. The output head
+gives the logits of a shard of the vocabulary, from which the ranks sample together
+(`sample_shards`).
 
 Shape legend: N packed tokens, T positions sampled, V vocabulary, v of it on this rank, P ranks.
 """
@@ -45,11 +46,11 @@ CHECKED = 12  # tokens
 
 
 class TPUnsupported(ValueError):
-    """This model cannot be computed by so many ranks together; the message says why."""
+    """This model cannot be computed by this many ranks together; the message says why."""
 
 
 def no_shared_tail(error: TPUnsupported) -> str:
-    """The line where ranks compute no forwards together."""
+    """The line for a run whose ranks compute no forwards together."""
     instead = "the ranks that have the last rows decode them"
     return fallback(instead, error, "rollout.tp_tail_max_rows=0")
 
@@ -177,7 +178,7 @@ class Shards:
 
 
 def shard_of(count: int, rank: int, size: int) -> slice:
-    """One rank's of `count` things; the numbers of any two ranks differ by at most 1."""
+    """One rank's share of `count` things; the shares of any two ranks differ by at most 1."""
     return slice(count * rank // size, count * (rank + 1) // size)
 
 
@@ -257,10 +258,10 @@ def sample_shards(
     tp: TPGroup,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`sampling.sample` from shards of the vocabulary: logits are this rank's, [T, v]. Returns the
-    same, equal to the bit on all ranks, however they round: it is worked out from what they have
+    same, bit-identical on all ranks however they round: each computes it from what all have
     exchanged.
 
-    Of each position the ranks exchange their best token, the largest perturbed logit, and sums of
+    For each position the ranks exchange their best token, the largest perturbed logit, and sums of
     exponentials. top_k and top_p need all logits, which are then exchanged.
     """
     if 0 < params.top_k < vocab_size or params.top_p < 1.0:

@@ -32,8 +32,8 @@ class RankView:
     record: RolloutRecord
     """Of this rollout, so far."""
     max_prefill_tokens: int | None = None
-    """Prompt tokens in one forward at most, None for no limit: a task may set it, to feed prompts
-    of its own a little at a time."""
+    """Maximum number of prompt tokens in one forward, None for no limit: a task may set it, to feed
+    prompts of its own a little at a time."""
     begin: Callable[[Row], None] | None = None
     """Starts a row of a coming step, where rows are not put into the engine by themselves."""
 
@@ -111,7 +111,7 @@ class SliceTask(IdleTask):
         raise NotImplementedError
 
     def can_begin(self) -> bool:
-        """Whether there is a slice to do, and it would keep nobody waiting."""
+        """Whether there is a slice to do that would keep no other rank waiting."""
         raise NotImplementedError
 
     def do_slice(self) -> Span:

@@ -24,7 +24,7 @@ class TrainDrafter(SliceTask):
         return NUM_WANTED, self._slice_s(), LITTLE_S
 
     def can_begin(self) -> bool:
-        """Where this rank has nothing else, and the others would not wait for long."""
+        """Where this rank has nothing else to do, and the others would not wait for long."""
         return self.view.is_idle and 0 < self._slice_s() <= self._limit_s()
 
     def do_slice(self) -> Span:

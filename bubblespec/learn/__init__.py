@@ -1,4 +1,1 @@
-"""From samples to new weights: advantages, losses, micro-batches, the optimizer.
-
-May import: engine, ranks, config and what lies below.
-"""
+"""From samples to new weights: advantages, losses, micro-batches, the optimizer."""

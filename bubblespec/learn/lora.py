@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) through peft, an optional package.
 
-The adapter is put into the model in place and stays unmerged: the model that generates is the one
-that is trained, to the bit. Merging for the rollout would be faster, but in bfloat16 the merged
+The adapter is put into the model in place and stays unmerged: the model that generates is, bit for
+bit, the one that is trained. Merging for the rollout would be faster, but in bfloat16 the merged
 weights round most of a small update away. With the adapter off the model is its base, so the
 reference of a KL term needs no second copy of the weights.
 """
@@ -57,8 +57,8 @@ def add_adapter(
 
 @contextlib.contextmanager
 def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
-    """Within it the model computes what its base does, to the bit. A model without an adapter stays
-    as it is."""
+    """Within it the model computes, bit for bit, what its base does. A model without an adapter
+    stays as it is."""
     if not hasattr(model, "peft_config"):
         yield
         return

@@ -153,8 +153,8 @@ class MicrobatchCost:
         self._coefficients: tuple[float, float] | None = None
 
     def observe(self, num_microbatches: int, num_tokens: int, seconds: float) -> None:
-        """These micro-batches, with so many tokens together, have taken so long; they count as one
-        of their mean size."""
+        """These micro-batches took this long with this many tokens together; they count as one of
+        their mean size."""
         features = np.array([1.0, num_tokens / num_microbatches])
         self._products = self.FORGETTING * self._products + np.outer(features, features)
         self._seconds = self.FORGETTING * self._seconds + features * seconds / num_microbatches
@@ -173,12 +173,12 @@ class MicrobatchCost:
         return self._coefficients is not None
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a micro-batch of so many tokens."""
+        """Of a micro-batch of this many tokens."""
         a, b = self._coefficients
         return a + b * num_tokens
 
     def tokens_s(self, num_tokens: int) -> float:
-        """Seconds that so many tokens add to a micro-batch that is computed anyway."""
+        """Seconds that this many tokens add to a micro-batch that is computed anyway."""
         return self._coefficients[1] * num_tokens
 
     def max_tokens(self, limit_s: float) -> int:

@@ -216,8 +216,9 @@ def seconds_of_course(
 
     active: float64 [..., T], expected unfinished rows at each point in time; none_left: float64
     [..., T], chance that there are none; width: forwards between two points; load: `mean_load`.
-    Rows that find no slot are served later: the work done by time t is the least of what has come
-    by some time before and what the slots can do in the rest (a queue's backlog, Lindley 1952).
+    Rows that find no slot are served later: the work done by time t is the minimum, over all
+    earlier times s, of what has come by s plus what the slots can do from s to t (a queue's
+    backlog, Lindley 1952).
     """
     any_left = np.clip(1.0 - none_left, 1e-9, 1.0)
     if (active > num_slots).any():

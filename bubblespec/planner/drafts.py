@@ -20,8 +20,8 @@ from bubblespec.types import Draft, Group, SampleId
 MAX_LOOKAHEAD = 8
 RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts again
 MIN_ACCEPTED_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
-# Drafts made alongside own rows must save so many times what they cost: both are estimates, and
-# the best of many counts is taken.
+# Co-scheduled drafts must save this many times what they cost: both are estimates, and the best of
+# many counts is taken.
 MIN_RETURN = 1.25
 
 
@@ -59,7 +59,7 @@ def draft_value(
     """The value of drafting the rows of a coming step to their ends.
 
     Their rollout is expected to take `ends_s[k]` seconds with the longest k of them drafted; the
-    best k is where what is saved exceeds what the drafts cost by most.
+    best k maximises what is saved minus what the drafts cost.
     """
     _, row_s, token_s, _, kv_s = cost.coefficients.tolist()
     missing = np.maximum(coming.expected - coming.drafted, 0.0)
@@ -136,10 +136,10 @@ def plan_drafts(
     planning: str = "by_cost",
     deferred: Collection[tuple[int, int]] = (),
 ) -> list[Job]:
-    """What is left to draft: first what is worth co-scheduling, then deferred groups, then by least
-    slack. Slack is the forwards that the rollouts until a response's step will have, minus the
-    tokens that it is expected to need. So a long response is begun many steps before its own, and
-    of equally long ones the nearest comes first.
+    """What is left to draft: first what is worth co-scheduling, then deferred groups, then the
+    rest, each by increasing slack. Slack is the forwards that the rollouts until a response's step
+    will have, minus the tokens that it is expected to need. So a long response is begun many steps
+    before its own, and of equally long ones the nearest comes first.
 
     batches: groups of the coming steps, nearest first; cost: None where nothing is known yet;
     oldest_verified: age in updates up to which drafts have been verified: one update beyond it is
@@ -176,8 +176,8 @@ def choose_lookahead(
     """How many steps to draft ahead of `step`: as deep as drafts can be stored and are still
     accepted.
 
-    steps_stored: of whose responses the store has room for; accepted: share of draft tokens, by age
-    in updates.
+    steps_stored: number of steps whose responses fit into the store; accepted: share of draft
+    tokens, by age in updates.
     """
     too_old = [age - 1 for age, share in accepted.items() if share < MIN_ACCEPTED_SHARE and age > 0]
     depth = min(MAX_LOOKAHEAD, int(steps_stored), steps_left, *too_old)

@@ -1,5 +1,5 @@
-"""The guard of a mechanism that may cost time: now and then a rollout is made without it, and if it
-turns out to be slower, it is left out for a while.
+"""The guard of a mechanism that may cost time: from time to time a rollout runs without it, and a
+mechanism that turns out to be slower is switched off for a while.
 
 Every setting gives the same tokens, so it is safe to try both. Rollouts differ in length, so what
 is compared is measured seconds over the seconds that the cost model expects of these responses
@@ -14,7 +14,8 @@ import numpy as np
 FIRST_CONTROL, FIRST_INTERVAL, GROWTH = 1, 8, 2.0
 # Rollouts of each setting before anything is decided: the first drafts are an investment.
 MIN_WITH, MIN_WITHOUT = 12, 2
-# Slower by so much is slower: to pause by mistake costs less than to go on by mistake.
+# The share by which it must be slower to be paused; a mistaken pause costs less than a mistaken
+# continuation.
 MARGIN = 0.07
 CLEAR = 0.25  # faster by so much: further rollouts without it would cost more than they tell
 FIRST_PAUSE, MAX_PAUSE = 12, 192  # rollouts without a mechanism that was slower; doubled each time

@@ -1,8 +1,8 @@
 """How long responses get: learned from all that were generated, whatever the drafts are.
 
-A finished draft says it best, then finished drafts of siblings, then the prompt's responses in
-earlier epochs (RhymeRL, arXiv 2508.18588), and else a straight line through prompt and response
-lengths of recent responses. The same on every rank.
+The best evidence is a finished draft, then finished drafts of siblings, then the prompt's responses
+in earlier epochs (RhymeRL, arXiv 2508.18588), and otherwise a straight line fitted to the prompt
+and response lengths of recent responses. The same on every rank.
 """
 
 import numpy as np

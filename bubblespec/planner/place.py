@@ -4,8 +4,8 @@ rows are done sooner if all ranks decode them together.
 
 In a forward of all ranks together each reads a share of the weights, and there are collectives in
 every layer; the rows of all ranks are in it. How long such forwards take is measured at the start
-of the run, as a cost model of its own. What ranks give up for it, the idle time of those that would
-be done first, is left out: by the time that few rows are left its jobs have been given to ranks.
+of the run, as a cost model of its own. The idle time that the first ranks to finish give up for it
+is not counted: by the time that few rows are left, its jobs have been assigned.
 """
 
 from dataclasses import replace
@@ -94,9 +94,9 @@ def up_to_cutoff(rows: Rows, launch: Launch) -> Rows:
 
 def admission_order(rows: Rows, own: np.ndarray, launch: Launch) -> list[int]:
     """The order in which a rank should admit its rows: longest first, so that they do not wait for
-    slots. Where not all are trained on, first those of the groups that are expected to be among the
-    shortest; of each other group one, which has to outlast them to be out; and then the rest, of
-    which most need not be begun. own: int64, indices of the rank's rows.
+    slots. Where not all are trained on: first the rows of groups that are expected to be among the
+    shortest; then one row of each other group, which has to outlast them for its group to be out;
+    then the rest, most of which need not be started. own: int64, indices of the rank's rows.
     """
     ordered = own[longest_first(rows.take(own))]
     if launch.selects:

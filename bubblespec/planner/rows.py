@@ -30,7 +30,7 @@ class AcceptanceRates(NamedTuple):
     """Share of the tokens after the first mismatch that the draft still gives."""
 
     def reaches(self, position: np.ndarray) -> np.ndarray:
-        """Chance that a draft holds for so many tokens, float64 like `position`."""
+        """Chance that a draft holds for this many tokens, float64 like `position`."""
         return np.exp(-self.hazard * position)
 
     def accepted(self, drafted: np.ndarray) -> np.ndarray:
@@ -95,14 +95,14 @@ def mean_length_beyond(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray)
 
 
 def forwards_horizon(rows: Rows) -> float:
-    """Forwards after which next to no row is unfinished."""
+    """Forwards after which almost no row is unfinished."""
     known = np.maximum(rows.generated, 0)
     longest = np.maximum(rows.expected + 4.0 * rows.spread, 1.5 * known) - known
     return float(np.maximum(longest, 1.0).max(initial=1.0))
 
 
 def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) -> np.ndarray:
-    """Chance that each row is unfinished after so many more forwards, float64 [S, T].
+    """Chance that each row is unfinished after this many more forwards, float64 [S, T].
 
     points: float64 [T] or [S, T], forwards. A row whose length is known ends exactly then.
     """

@@ -1,6 +1,6 @@
-"""What lives across the steps of a run and says what the next one will take: costs, lengths, how
-far drafts hold, and the guards. The same on every rank, as it is learned from what ranks have
-exchanged: one gather after each rollout."""
+"""Statistics that a run keeps from step to step, from which the next one is predicted: costs,
+lengths, how far drafts hold, and the guards. The same on every rank, as it is learned from what
+ranks have exchanged: one gather after each rollout."""
 
 from dataclasses import dataclass, field
 

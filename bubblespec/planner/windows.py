@@ -17,7 +17,7 @@ from bubblespec.records import ACCEPT_BINS
 
 WINDOWS = np.array(ACCEPT_BINS)
 SIZES = np.diff(WINDOWS, prepend=0)  # of segments, each from one window to the next
-MIN_GAIN = 1.05  # in tokens per second, by estimates that are noisy and of which the best is taken
+MIN_GAIN = 1.05  # in tokens per second: estimates are noisy, and the best of many is taken
 # Rows whose survivals are about alike are planned together, as rows of one of these levels: evenly
 # spaced log odds, so that neighbours differ by a twelfth in the chance of a wrong token.
 LEVELS = 1 / (1 + np.exp(-np.linspace(-3.0, 7.0, 128)))
@@ -90,7 +90,7 @@ def choose_chain_length(
     acceptance_rates: np.ndarray, cost, drafter_cost, active: int, count: int, kv_tokens: int
 ) -> int:
     """Tokens that the drafter drafts for each of `count` of `active` rows: the number, 0 included,
-    that gives most tokens per second.
+    that gives the most tokens per second.
 
     acceptance_rates: float64 [n], probability that the first 1, 2, ..., n tokens of a chain are all
     accepted; drafter_cost: of chains, where rows are forwards of the drafter and tokens those it is

@@ -1,8 +1,5 @@
 """Reward functions, and how they are run. The ready-made ones can be named in a configuration as
-bubblespec.rewards.NAME.
-
-May import: ranks, config and what lies below.
-"""
+bubblespec.rewards.NAME."""
 
 from bubblespec.rewards.functions import answer_format as answer_format
 from bubblespec.rewards.functions import exact_match as exact_match

@@ -175,7 +175,7 @@ class ProgressBoard:
 
     timeout_s: seconds without a completed tick after which the job ends. transport: what carries
     the ticks, or the name of a backend. interval_s: seconds between two ticks of a rank that is not
-    done, at least, and more where ticks are expensive; that it is done it tells at once.
+    done, at least, and more where ticks are expensive; a rank that is done says so at once.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A run's sampler is put together."""
+"""Builds a run's sampler."""
 
 from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule

@@ -5,9 +5,9 @@ A sample is known here by its index in the launch: by group, then by number. Wha
 the others' rows is as old as the last tick; as rows only grow, whatever follows from a lower bound
 of their lengths holds for good, and every rank may act on it as soon as it knows.
 
-Of G groups the P are trained on whose longest response is shortest (RollPacker's short round, arXiv
-2509.21009, section 4); of equally long ones the first in the data order. So what is
-trained on is a function of the responses alone, of no clock and no rank.
+Of G groups, a step trains on the P whose longest response is shortest (RollPacker's short round,
+arXiv 2509.21009, section 4); ties go to the first in the data order. So what is trained on is a
+function of the responses alone, not of a clock or a rank.
 """
 
 from dataclasses import replace
@@ -29,7 +29,8 @@ class Cutoff(NamedTuple):
     is_out: np.ndarray
     """bool [S], not trained on in it."""
     limit: int
-    """A group with an unfinished row of so many tokens is out; NO_LIMIT while too few are done."""
+    """A group with an unfinished row of this many tokens is out; NO_LIMIT while too few are
+    done."""
 
 
 class RowTable:
@@ -56,7 +57,7 @@ class RowTable:
         return Row(group.sample(number), group.prompt.token_ids, max_new_tokens)
 
     def note(self, index: int, generated: int, is_finished: bool) -> None:
-        """A row of this rank has so many tokens now."""
+        """A row of this rank has this many tokens now."""
         self.generated[index], self.is_finished[index] = generated, is_finished
 
     def local_state(self) -> np.ndarray:
@@ -69,7 +70,7 @@ class RowTable:
         """Take in what all ranks have published in a tick, by rank."""
         known = np.maximum.reduce(states).astype(np.int64)
         self.synced = np.where(known & 1, -1, known >> 1)
-        # Of own rows more is known than was published.
+        # More is known of own rows than was published.
         newest = np.maximum(known, 2 * self.generated + self.is_finished)
         self.generated, self.is_finished = newest >> 1, (newest & 1).astype(bool)
 

@@ -1,12 +1,12 @@
 """The tensor-parallel tail: when few rows are left on all ranks, all ranks decode them together,
 each with a shard of the weights.
 
-Entered at a tick, by what all ranks know. All ranks get the tokens of all unfinished rows, and an
-engine that is the same on every rank feeds prompts and tokens again and goes on. Its forwards are
-in lockstep: whatever could differ between ranks is exchanged. Tokens are the same by themselves, as
-every rank works them out from what all have exchanged; drafts are proposed by the rank that owns
-the row, which knows its text; whether to stop is asked every few forwards. When the last row is
-done, each rank has its own rows' results, and the rollout ends with the next tick.
+It is entered at a tick, decided by what all ranks know. All ranks get the tokens of all unfinished
+rows, and an engine that is the same on every rank feeds prompts and tokens again and goes on. Its
+forwards are in lockstep: whatever could differ between ranks is exchanged. All ranks get the same
+tokens, as each computes them from what all have exchanged; drafts are proposed by the rank that
+owns the row, which knows its text; whether to stop is asked every few forwards. When the last row
+is done, each rank has its own rows' results, and the rollout ends with the next tick.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from bubblespec.rollout.table import RowTable
 from bubblespec.types import Row, SampleId
 
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward
-STOP_INTERVAL = 8  # forwards between two questions whether any rank has been told to stop
+STOP_INTERVAL = 8  # forwards between two checks whether any rank has been told to stop
 MAX_DRAFT_TOKENS = 64  # of a row
 NUM_TIMED = 3  # forwards at the start, after those that do not count
 
@@ -183,7 +183,8 @@ def make_tp_tail(
         options = {"num_slots": engine.num_slots, "overhead_s": OVERHEAD_TICKS * board.interval_s}
 
         def is_worth_it(table: RowTable) -> bool:
-            """By what forwards cost alone and together, and what the rows are expected to need."""
+            """From what forwards cost alone and together, and what the rows are expected to
+            need."""
             if table.rows is None or stats.shared_cost is None:
                 return False
             indices, rows = table.unfinished()

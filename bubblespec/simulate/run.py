@@ -119,8 +119,8 @@ def steps_that_fit(config: Config, workload: Workload) -> int:
 
 
 def counted(steps: list[SimulatedStep]) -> list[SimulatedStep]:
-    """Those up to the last long round, when next to nothing that has been paid for is waiting;
-    without any, all."""
+    """Those up to the last long round, after which almost nothing that has been paid for is
+    waiting; without any, all."""
     longs = [number for number, step in enumerate(steps) if step.is_long_round]
     return steps[: longs[-1] + 1] if longs else steps
 

@@ -1,5 +1,5 @@
 """A runner without a model: it knows what each row will say, and each forward takes the time that a
-cost model says. With it, a learned drafter that is right as often as it is told.
+cost model says. With it, a learned drafter whose acceptance is given.
 
 Everything but the forward is the real `Engine`: queue, slots, shared prefills, budgets, drafts and
 their rollback. A draft token is accepted if it is the one that the row says there.

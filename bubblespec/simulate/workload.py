@@ -1,7 +1,7 @@
 """What is generated in a simulated run: the prompts of each step, their responses, and what weights
-of other steps say in place of a response: it, up to a first mismatch, and then an edited text.
+of other steps generate instead: the response up to a first mismatch, and then an edited text.
 
-Each token of a response is another one under other weights with a chance of 1 / mean_run. Whether a
+Under other weights, each token of a response changes with a probability of 1 / mean_run. Whether a
 token stays is one number per position, compared with that chance: drafts by all older weights get
 equally far.
 

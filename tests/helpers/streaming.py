@@ -7,12 +7,14 @@ system/signalled_train.py.
 
 import os
 import sys
+from concurrent.futures import wait
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import train
 from bubblespec.idle.stream_gradients import StreamGradients
 from bubblespec.learn.microbatch import MicrobatchCost
+from bubblespec.rewards.scorer import Scoring
 from bubblespec.rollout.board import ProgressBoard
 from tests.system import signalled_train
 
@@ -24,6 +26,13 @@ STREAMED = ("optim.stream_gradients=true", "reward.num_workers=0")
 def stream_always(patch=setattr) -> None:
     """patch: as of pytest's monkeypatch, to take it back afterwards."""
     jobs, can_begin = StreamGradients.jobs, StreamGradients.can_begin
+    take_scored = Scoring.take_scored
+
+    def wait_and_take_scored(scoring):
+        if scoring.scorer.config.num_workers:  # they take as long as the machine's load wants
+            calls = [call for row in scoring._new for call in scoring._calls[row.id] if call]
+            wait([future for future, _ in calls], timeout=60)
+        return take_scored(scoring)
 
     def co_scheduled(task):
         return [job._replace(co_scheduled=True) for job in jobs(task)]
@@ -35,6 +44,7 @@ def stream_always(patch=setattr) -> None:
         finally:
             task.view.unfinished = unfinished
 
+    patch(Scoring, "take_scored", wait_and_take_scored)
     patch(StreamGradients, "jobs", co_scheduled)
     patch(StreamGradients, "can_begin", can_begin_beside_rows)
     # In this process, and of every row at the next tick.
