@@ -9,7 +9,7 @@ from notebooks.pictures import DRAFTED, SIZE, figure_of, label_axes, legend_belo
 from notebooks.reports import label_of
 
 GREY = "#8c8c8c"
-COLOURS = [f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # those that are not grey
+COLOURS = [*(f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)), "#1a1a1a"]  # not grey
 
 
 def draw_training(arms: dict[str, dict], seeds: dict) -> Figure:
@@ -42,7 +42,7 @@ def draw_training(arms: dict[str, dict], seeds: dict) -> Figure:
         {name: [of_seed[name]["curve"] for of_seed in seeds.values()] for name in names},
         colours,
     )
-    axes[1].set_title("held-out reward (colours as in the bars)", fontsize=SIZE + 1)
+    axes[1].set_title("held-out reward, same colours", fontsize=SIZE + 1)
     return figure
 
 
