@@ -16,7 +16,7 @@ def import_path(key: str, path: str, example: str) -> Any:
         raise InputError(f"{key}: '{path}' is not a dotted path such as {example}")
     try:
         return getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # the module's own code runs here
+    except (Exception, SystemExit) as error:  # the module's own code runs here
         raise InputError(f"{key}: cannot import '{path}': {one_line(error)}") from error
 
 

@@ -127,7 +127,8 @@ class Trainer:
         parts = (sampler.engine, sampler.params, sampler.schedule, sampler.proposer.cost)
         options = {"plans": read_plans(self.linear), "checkpoint": self.checkpoint}
         drafter, rows = make_drafter(config, self.ranks, *parts, step=step, **options)
-        if "bubble" in config.speculative.sources:
+        # It generates no turns of environments, so of episodes it has the beginnings alone.
+        if "bubble" in config.speculative.sources and sampler.environments is None:
             sampler.keep_as_drafts(rows, step, are_deferred=False)
         sampler.proposer.add(drafter.source)
         if (tail := sampler.tail) is not None:
@@ -147,6 +148,8 @@ class Trainer:
         """All updates of a step; see `Learner.update`. advantages: float64 [S]. Not left half done
         when the run is told to stop. Raises RunFailed after too many steps without an update."""
         self.ranks.place = f"training of step {record.step}"
+        if "." in self.config.loss.advantage_estimator:  # a user's own may differ between ranks
+            advantages = self.ranks.gather(advantages)[0]
         record.advantages = advantages
         if self.config.rollout.free_cache_engine:
             self.sampler.engine.release()
@@ -211,13 +214,14 @@ class Trainer:
         if device.type != "cuda":
             return found
         model = self.learner.model
-        peak = peak_flops(torch.cuda.get_device_name(device), model.dtype)
-        if peak is not None:
+        peak, of_model = (
+            peak_flops(torch.cuda.get_device_name(device), model.dtype),
+            ModelFlops.of(model),
+        )
+        if peak is not None and of_model is not None:
             has_gradient = self.learner.has_gradient(record.samples, record.advantages)
             passes = (2 if self.config.model.lora_r else 3) * self.config.loss.num_iterations
-            flops = ModelFlops.of(model).step(
-                record.generated, record.samples, has_gradient, passes
-            )
+            flops = of_model.step(record.generated, record.samples, has_gradient, passes)
             found["perf/mfu"] = flops / (metrics["timing_s/step"] * peak * ranks.world_size)
         return found
 

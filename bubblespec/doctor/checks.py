@@ -286,6 +286,7 @@ def rollouts(case: Case) -> Iterator[Line]:
     """Some responses of the first step without drafts, and again with drafts that hold in part: the
     same tokens."""
     ranks, sampler, rollout = case.ranks, case.trainer.sampler, case.config.rollout
+    sampler.environments = None  # of episodes the first turns are compared
     longest = min(rollout.max_completion_length, MAX_TOKENS)
     sampler.config = replace(case.config, rollout=replace(rollout, max_completion_length=longest))
     groups = sampler.schedule.launch(0).groups[: max(MIN_PROMPTS, ranks.world_size)]

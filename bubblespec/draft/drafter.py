@@ -241,6 +241,9 @@ class DrafterRunner:
         has_gap = start > self._end[fed]
         self._first[fed] = np.where(has_gap, start, self._first[fed])
         self._end[fed] = np.where(has_gap, end, np.maximum(self._end[fed], end))
+        # Of a row that was rewound, the drafter's cache holds what was thrown away.
+        valid = np.maximum(start - self._base[fed], 0)
+        self._num_cached[fed] = np.minimum(self._num_cached[fed], valid)
         slot, position = batch.index
         latest = np.flatnonzero(position >= (batch.start + batch.count - NUM_KEPT)[slot])
         states = hidden[: len(slot)]

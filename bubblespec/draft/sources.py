@@ -230,6 +230,9 @@ def load_source(path: str, vocab_size: int | None) -> DraftSource:
         if not isinstance(name, str) or name in SOURCES:
             problem = f"{name!r} cannot be the name of a source of your own"
             raise InputError(f"{key}: {path}.kinds: {problem}; choose another text")
+    for kind in kinds:  # checkpoints keep them as JSON
+        if not all(type(part) in (str, int, float, bool) for part in kind):
+            raise InputError(f"{key}: {path}.kinds: {kind!r} must hold texts and numbers of Python")
     source.path, source.vocab_size = path, vocab_size
     return source
 

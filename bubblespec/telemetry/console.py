@@ -150,7 +150,11 @@ class Hints:
     def of_step(self, step: int, metrics: dict[str, Any]) -> list[str]:
         """Lines about a step with these metrics, which counts from 0, and those before it."""
         found, after = {}, f"after {summary.several(step + 1, 'step')}"
-        self._num_equal = self._num_equal + 1 if metrics["frac_reward_zero_std"] == 1 else 0
+        estimator = self.config.loss.advantage_estimator
+        # Others compare responses to different prompts.
+        compares_groups = estimator in ("grpo", "rloo")
+        is_equal = compares_groups and metrics["frac_reward_zero_std"] == 1
+        self._num_equal = self._num_equal + 1 if is_equal else 0
         if self._num_equal >= EQUAL_STEPS:
             found["equal"] = (
                 f"in the latest {EQUAL_STEPS} steps all responses to each prompt got the same "

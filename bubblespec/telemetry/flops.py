@@ -27,6 +27,7 @@ PEAK_TFLOPS = {
 }
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configurations
+NUM_ROUTED = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # of these to each token
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
@@ -50,12 +51,16 @@ class ModelFlops:
     """Layers x heads x size of a head."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "ModelFlops":
-        """Of a causal language model."""
+    def of(cls, model: PreTrainedModel) -> "ModelFlops | None":
+        """Of a causal language model; None where it does not say how many experts a token meets."""
         config = model.config.get_text_config(decoder=True)
         counts = (getattr(config, name, None) for name in NUM_EXPERTS)
         num_experts = next(filter(None, counts), None)
-        share = config.num_experts_per_tok / num_experts if num_experts else 1.0
+        counts = (getattr(config, name, None) for name in NUM_ROUTED)
+        num_routed = next((count for count in counts if isinstance(count, int)), None)
+        if num_experts and num_routed is None:
+            return None
+        share = num_routed / num_experts if num_experts else 1.0
         count = sum(
             parameter.numel() * (share if ".experts." in name else 1.0)
             for name, parameter in model.named_parameters()
