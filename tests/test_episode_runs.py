@@ -9,6 +9,7 @@ import pytest
 
 from bubblespec.environments import environments as module
 from bubblespec.environments.environments import Environments
+from bubblespec.planner import stats
 from bubblespec.trainer import Trainer
 from bubblespec.types import observed_spans
 from tests.helpers import games
@@ -149,7 +150,9 @@ def test_run_is_that_without_drafts(
 
 
 def test_what_is_kept_follows_real_observations(shapes, monkeypatch, tmp_path):
-    """In a random environment, whose observations come late."""
+    """In a random environment, whose observations come late, and rows go on with those of their
+    drafts however often these were wrong."""
+    monkeypatch.setattr(stats, "MIN_RIGHT", 0.0)
     real, poll, begin = defaultdict(list), games.delay(Environments.poll), Environments.begin
 
     def noted_begin(environments, row, *arguments, **options):
@@ -187,9 +190,6 @@ def test_what_is_kept_follows_real_observations(shapes, monkeypatch, tmp_path):
     kept = [line["episodes/speculation_kept"] for line in lines if line["episodes/speculated"]]
     assert kept and min(kept) < 1, "some were wrong"
     assert np.mean(checked) > 1
-    # The first rollout with drafts shows that they do not know what comes.
-    assert lines[1]["episodes/speculated"] > 0 and lines[1]["episodes/prediction_accuracy"] < 0.3
-    assert all(line["episodes/speculated"] == 0 for line in lines[2:])
 
 
 @pytest.mark.parametrize(
