@@ -18,6 +18,7 @@ from bubblespec.engine import linear as linear_module
 from bubblespec.engine.linear import (
     MIN_TRAINING_ROWS,
     ROWS,
+    Call,
     FastLinear,
     OneDNNLinear,
     Plan,
@@ -37,7 +38,8 @@ from train import train
 
 pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
 
-ONEDNN = Plan(packs=True, trains=True)
+PACKED = (Call(True),) * len(ROWS)
+ONEDNN = Plan(PACKED, trains=True)
 EPS = torch.finfo(torch.float32).eps
 K, M = 96, 312  # in and out
 
@@ -72,10 +74,13 @@ def assert_rounds_like_a_product(
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 33])
-def test_generation_by_a_copy(rows, has_bias):
+@pytest.mark.parametrize("pad_to", [0, 48])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_generation(is_packed, pad_to, rows, has_bias):
     """Also of inputs of any strides, as attention may leave them."""
     weight, bias = random(M, K, seed=1), random(M, seed=2) if has_bias else None
-    layer = layer_of(weight, bias, Plan(packs=True))
+    calls = (*[Call(is_packed, pad_to)] * (len(ROWS) - 1), Call(is_packed))
+    layer = layer_of(weight, bias, Plan(calls, trains=True))
     with torch.inference_mode():
         for x in (random(rows, K), random(K, rows).t()):
             assert_rounds_like_a_product(layer(x), x, weight.t(), bias)
@@ -83,12 +88,12 @@ def test_generation_by_a_copy(rows, has_bias):
 
 
 @pytest.mark.parametrize("is_rowwise", [False, True])
-@pytest.mark.parametrize("packs", [False, True])
-def test_shards_add_up_to_the_whole_layer(packs, is_rowwise):
+@pytest.mark.parametrize("calls", [(), PACKED, (Call(True, 6),) * 5 + PACKED[5:]])
+def test_shards_add_up_to_the_whole_layer(calls, is_rowwise):
     """Of uneven size; after an update they are those of the new weight."""
     weight, bias, x = random(M, K), random(M), random(1, 5, K, seed=2)
     cuts = slice(0, 40), slice(40, K if is_rowwise else M)
-    layers = [layer_of(weight, bias, Plan(packs, trains=True)) for _ in cuts]  # of two ranks
+    layers = [layer_of(weight, bias, Plan(calls, trains=True)) for _ in cuts]  # of two ranks
     for factor in (1.0, 3.0):
         parts = []
         for layer, cut in zip(layers, cuts, strict=True):
@@ -205,9 +210,16 @@ def test_layers_without_a_plan_stay_as_they_are():
 
 def times_of(packed: float = 1.0, train: float = 1.0, **one) -> np.ndarray:
     """What `measure` returns for one shape, given in ms: 1 ms but for packed copies and for
-    training by oneDNN. one: of the packed copy at one of ROWS, `at_0` to `at_4`."""
-    by_packed = [one.get(f"at_{number}", packed) for number in range(len(ROWS))]
-    return np.array([[[1.0] * (len(ROWS) + 1), [*by_packed, train]]]) * 1e-3
+    training by oneDNN. one: at one of ROWS, torch's as `torch_0` and so on, or the packed copy's as
+    `packed_0`."""
+    by_torch = [one.get(f"torch_{number}", 1.0) for number in range(len(ROWS))]
+    by_packed = [one.get(f"packed_{number}", packed) for number in range(len(ROWS))]
+    return np.array([[[*by_torch, 1.0], [*by_packed, train]]]) * 1e-3
+
+
+def calls_of(**one: Call) -> tuple[Call, ...]:
+    """Torch's, but for some of ROWS, given as `at_0` and so on."""
+    return tuple(one.get(f"at_{number}", Call()) for number in range(len(ROWS)))
 
 
 @pytest.mark.parametrize(
@@ -215,9 +227,15 @@ def times_of(packed: float = 1.0, train: float = 1.0, **one) -> np.ndarray:
     [
         (times_of(), Plan()),
         (times_of(packed=0.95, train=0.95), Plan()),  # not by a margin
-        (times_of(packed=0.8), Plan(packs=True)),
-        (times_of(packed=0.8, at_0=1.2), Plan(packs=True)),
-        (times_of(packed=0.8, at_0=4.0), Plan()),
+        (times_of(packed=0.8), Plan(PACKED)),
+        (
+            times_of(packed_2=0.8),
+            Plan(calls_of(at_0=Call(True, 3), at_1=Call(True, 3), at_2=Call(True))),
+        ),
+        (times_of(packed=0.8, packed_0=4.0), Plan((Call(True, 2), *PACKED[1:]))),
+        (times_of(torch_1=1.5, packed=2.0), Plan(calls_of(at_1=Call(False, 3)))),
+        (times_of(torch_1=1.5, packed_1=0.92), Plan(calls_of(at_1=Call(True)))),
+        (times_of(torch_0=0.7, packed=0.8), Plan((Call(), *PACKED[1:]))),
         (1e-3 * times_of(packed=0.5), Plan()),  # too little to be seen
         (times_of(train=0.5), Plan(trains=True)),
         (times_of(train=0.5, packed=0.8), ONEDNN),
@@ -225,6 +243,17 @@ def times_of(packed: float = 1.0, train: float = 1.0, **one) -> np.ndarray:
 )
 def test_choose(seconds, wanted):
     assert choose(["8x8"], seconds) == {"8x8": wanted}
+
+
+def test_calls_by_rows():
+    """A number that was not measured has the call of the next that was."""
+    calls = calls_of(at_0=Call(False, 6), at_4=Call(True))
+    by_rows = Plan(calls).by_rows()
+    assert len(by_rows) == ROWS[-1] + 1
+    assert [by_rows[count] for count in (0, 1, 4, 5, 6, 7, 48)] == [
+        calls[0], calls[0], Call(), Call(True), Call(True), Call(), Call()
+    ]  # fmt: skip
+    assert set(Plan().by_rows()) == {Call()}
 
 
 def test_measure(make_model):

@@ -2,10 +2,11 @@
 
 torch hands `linear` to MKL, with the weight as it is stored, [out, in]. On AMD's processors oneDNN
 is more than twice as fast, and on all of them the few rows of a decoding forward are multiplied
-faster by a copy of the weight in oneDNN's own order of memory. So generation may use a packed copy,
-and training may use oneDNN; what pays is measured for each shape of layer at the start of a run. In
-float32 the kernel affects rounding, so all ranks must use the same one, and a resumed run keeps its
-choice (`setup.choose_linear`).
+faster by a copy of the weight in oneDNN's own order of memory. How long a product takes has steps
+in its number of rows, and six may take less time than one. So generation may use a packed copy and
+may add rows of zeros, and training may use oneDNN. What pays is measured at the start of a run, for
+each shape of layer and number of rows. In float32 the kernel affects rounding, so all ranks must
+use the same one, and a resumed run keeps its choice (`setup.choose_linear`).
 
 Copies are renewed when the weight has changed, which its version counter says: generation always
 uses the current weights. Parameters, their names and their memory stay as they are.
@@ -14,26 +15,27 @@ Shape legend: K features in, M features out.
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import is_inference_mode_enabled
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
-# Rows of a forward at which generation is measured. No powers of two: those suit MKL's kernels,
-# which take up to twice as long for a row less or more, and any number of rows may be left.
-ROWS = (1, 3, 6, 12, 48)
+# Rows of a product at which generation is measured; another number counts as the next of these.
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 48)
 MIN_TRAINING_ROWS = 128  # training forwards of fewer rows are torch's
 
-BUDGET_S = 1.5  # for all measurements; only two rounds of a slow machine may take longer
+BUDGET_S = 2.0  # for all measurements; only two rounds of a slow machine may take longer
 MAX_ROUNDS = 10
 MARGIN = 1.1  # a kernel must be faster by this factor,
 MIN_SAVED_S = 2e-6  # and by so much in a call: less is lost in noise
+PADDING_S = 5e-6  # that rows of zeros take to be made
 # Of the measured weights, float32: more than the caches of a core hold, shared ones included.
 # Weights that come from a cache say nothing about those that come from memory.
 MAX_ELEMENTS = 1 << 25
@@ -42,12 +44,32 @@ TRAINING_ROWS = 256  # of the measured products of training
 MAX_TRAINING_ELEMENTS = 1 << 21  # of the weights of a shape
 
 
-class Plan(NamedTuple):
-    """What layers of one shape use oneDNN for."""
+class Call(NamedTuple):
+    """How a product of generation is computed."""
 
-    packs: bool = False
-    """Generation, with a packed copy of the weight."""
+    is_packed: bool = False
+    """By oneDNN with a packed copy of the weight; otherwise by torch."""
+    pad_to: int = 0
+    """Rows, of which those that lack are zeros; 0: as many as there are."""
+
+
+class Plan(NamedTuple):
+    """What layers of one shape use."""
+
+    calls: tuple[Call, ...] = ()
+    """In generation, for each of ROWS; none for torch's products."""
     trains: bool = False
+    """In training, oneDNN."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether generation needs a packed copy."""
+        return any(call.is_packed for call in self.calls)
+
+    def by_rows(self) -> tuple[Call, ...]:
+        """The call for 0, 1, 2, ... rows, up to the last of ROWS."""
+        calls = self.calls or (Call(),) * len(ROWS)
+        return tuple(calls[bisect_left(ROWS, count)] for count in range(ROWS[-1] + 1))
 
 
 def can_choose(model: torch.nn.Module) -> bool:
@@ -94,6 +116,8 @@ class FastLinear(torch.nn.Linear):
     """A linear layer with a plan; `use_plans` turns layers of a model into such."""
 
     plan: Plan
+    calls: tuple[Call, ...]
+    """By the number of rows, see `Plan.by_rows`."""
     copies: dict[tuple | None, tuple[int, torch.Tensor]]
     """Packed copies of the weight (at None) and of parts of it, each with the version of the weight
     that it is of."""
@@ -102,9 +126,10 @@ class FastLinear(torch.nn.Linear):
         # Not through Module.__getattr__: at a few rows every microsecond counts.
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         if is_inference_mode_enabled():
-            if self.plan.packs:
-                return onednn_linear(x, self.packed(), bias)
-        elif self.plan.trains and x.numel() >= MIN_TRAINING_ROWS * self.in_features:
+            is_packed, pad_to = self.calls[min(x.numel() // self.in_features, ROWS[-1])]
+            weight = self.packed() if is_packed else weight
+            return _product(x, weight, bias, is_packed, pad_to)
+        if self.plan.trains and x.numel() >= MIN_TRAINING_ROWS * self.in_features:
             return OneDNNLinear.apply(x, weight, bias)
         return linear(x, weight, bias)
 
@@ -132,9 +157,21 @@ def sharded_linear(
     with a part of the inputs, without the bias, which is added to the sum over ranks. x: [..., K],
     or [..., the part of K]."""
     bias = None if is_rowwise or layer.bias is None else layer.bias[part]
-    if is_inference_mode_enabled() and getattr(layer, "plan", Plan()).packs:
-        return onednn_linear(x, layer.packed(part, is_rowwise), bias)
-    return linear(x, part_of(layer.weight, part, is_rowwise), bias)
+    is_packed, pad_to = False, 0
+    if is_inference_mode_enabled() and isinstance(layer, FastLinear) and x.numel():
+        is_packed, pad_to = layer.calls[min(x.numel() // x.shape[-1], ROWS[-1])]
+    own = layer.packed(part, is_rowwise) if is_packed else part_of(layer.weight, part, is_rowwise)
+    return _product(x, own, bias, is_packed, pad_to)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias, is_packed: bool, pad_to: int):
+    """x: [..., K]; weight: [M, K], or packed."""
+    compute = onednn_linear if is_packed else linear
+    if not pad_to:
+        return compute(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    out = compute(pad(rows, (0, 0, 0, pad_to - len(rows))), weight, bias)
+    return out[: len(rows)].view(*x.shape[:-1], out.shape[-1])
 
 
 def part_of(weight: torch.Tensor, part: slice, is_rowwise: bool) -> torch.Tensor:
@@ -155,7 +192,10 @@ def shape_of(module: torch.nn.Linear) -> str:
 def read_plans(choice: dict | None) -> dict[str, Plan]:
     """Plans by shape, from a choice as checkpoints keep it; none without one."""
     saved = {} if choice is None else choice["plans"]
-    return {shape: Plan(*plan) for shape, plan in saved.items()}
+    return {
+        shape: Plan(tuple(Call(*call) for call in calls), trains)
+        for shape, (calls, trains) in saved.items()
+    }
 
 
 def use_plans(model: torch.nn.Module, plans: dict[str, Plan]) -> None:
@@ -165,6 +205,7 @@ def use_plans(model: torch.nn.Module, plans: dict[str, Plan]) -> None:
         plan = plans.get(shape, Plan())
         for module in layers if plan != Plan() else ():
             module.__class__, module.plan, module.copies = FastLinear, plan, {}
+            module.calls = plan.by_rows()
     refresh_copies(model)
 
 
@@ -202,13 +243,13 @@ def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_count
     for kernel, column in np.ndindex(table.shape[1:]):
         is_training = column == len(ROWS)
         if is_training:
-            product = OneDNNLinear.apply if kernel else linear
-            calls = [[_training_call(product, weight) for weight in of] for of in training]
+            kernel_of = OneDNNLinear.apply if kernel else linear
+            calls = [[_training_call(kernel_of, weight) for weight in of] for of in training]
         else:
-            product, weights = (onednn_linear, packed) if kernel else (linear, generating)
+            kernel_of, weights = (onednn_linear, packed) if kernel else (linear, generating)
             inputs = [_random(1, ROWS[column], of[0].shape[1]) for of in shapes]
             pairs = zip(inputs, weights, strict=True)
-            calls = [[partial(product, x, weight) for weight in of] for x, of in pairs]
+            calls = [[partial(kernel_of, x, weight) for weight in of] for x, of in pairs]
         with torch.inference_mode(not is_training):
             seconds = _seconds_of_calls(calls, clock, BUDGET_S / table[0].size)
         for number, (first, best) in enumerate(seconds):
@@ -253,9 +294,26 @@ def _training_call(product: Callable, weight: torch.Tensor) -> Callable[[], obje
 
 
 def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
-    """The plan of each shape, a pure function of what `measure` returns; for generation by the
-    geometric mean over ROWS."""
-    generation, training = np.exp(np.log(seconds[:, :, :-1]).mean(axis=2)), seconds[:, :, -1]
-    torchs_s, onednns_s = np.stack((generation, training), axis=1).transpose(2, 0, 1)
-    pays = torchs_s >= np.maximum(MARGIN * onednns_s, onednns_s + MIN_SAVED_S)  # [shapes, 2]
-    return {shape: Plan(*of) for shape, of in zip(shapes, pays.tolist(), strict=True)}
+    """The plan of each shape, a pure function of what `measure` returns. What a product uses is the
+    simplest of torch, a packed copy, and either with rows of zeros, that no other one beats."""
+    plans = {}
+    for shape, of_shape in zip(shapes, seconds, strict=True):
+        generation, (torch_s, onednn_s) = of_shape[:, :-1], of_shape[:, -1]
+        calls = tuple(_choose_call(generation, number) for number in range(len(ROWS)))
+        is_plain = all(call == Call() for call in calls)
+        plans[shape] = Plan(() if is_plain else calls, bool(_beats(onednn_s, torch_s)))
+    return plans
+
+
+def _choose_call(seconds: np.ndarray, number: int) -> Call:
+    """For ROWS[number]. seconds: float64 [2, ROWS], by torch and by oneDNN."""
+    options = {Call(bool(kernel)): seconds[kernel, number] for kernel in (0, 1)}
+    for kernel, padded in product((0, 1), range(number + 1, len(ROWS))):
+        options[Call(bool(kernel), ROWS[padded])] = seconds[kernel, padded] + PADDING_S
+    best = min(options.values())
+    return next(call for call, call_s in options.items() if not _beats(best, call_s))
+
+
+def _beats(other_s: float, simple_s: float) -> bool:
+    """Whether it is faster by more than noise."""
+    return simple_s >= max(MARGIN * other_s, other_s + MIN_SAVED_S)
