@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
 # Rows of a product at which generation is measured; another number counts as the next of these.
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 48)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 48, 128)
 MIN_TRAINING_ROWS = 128  # training forwards of fewer rows are torch's
 
 BUDGET_S = 2.0  # for all measurements; only two rounds of a slow machine may take longer
@@ -39,9 +39,9 @@ PADDING_S = 5e-6  # that rows of zeros take to be made
 # Of the measured weights, float32: more than the caches of a core hold, shared ones included.
 # Weights that come from a cache say nothing about those that come from memory.
 MAX_ELEMENTS = 1 << 25
-MAX_IN_LAYER = 1 << 20  # of one of them: of larger ones (output heads) the first rows
+MAX_IN_LAYER = 1 << 23  # of one of them: of larger ones (output heads) the first rows
 TRAINING_ROWS = 256  # of the measured products of training
-MAX_TRAINING_ELEMENTS = 1 << 21  # of the weights of a shape
+MAX_TRAINED = 1 << 21  # elements, of all measured weights of a shape
 
 
 class Call(NamedTuple):
@@ -234,10 +234,17 @@ def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_count
     layers of all shapes, as a forward does, so that weights come from where they come from in a
     forward.
     """
-    shapes = [[_measured_weight(m) for m in of] for of in layers_by_shape(model).values()]
+    layers = layers_by_shape(model).values()
+    shapes = [[_first_rows(layer, MAX_IN_LAYER) for layer in of] for of in layers]
     share = min(1.0, MAX_ELEMENTS / max(sum(len(of) * of[0].numel() for of in shapes), 1))
     generating = [of[: max(1, round(share * len(of)))] for of in shapes]
-    training = [of[: max(1, MAX_TRAINING_ELEMENTS // of[0].numel())] for of in shapes]
+    training = [
+        [
+            _first_rows(layer, MAX_TRAINED)
+            for layer in of[: MAX_TRAINED // of[0].weight.numel() or 1]
+        ]
+        for of in layers
+    ]
     packed = [[pack(weight) for weight in of] for of in generating]
     table = np.zeros((len(shapes), 2, len(ROWS) + 1))
     for kernel, column in np.ndindex(table.shape[1:]):
@@ -276,8 +283,9 @@ def _seconds_of_calls(
     return list(zip(np.split(rounds[0], ends), np.split(np.min(rounds, axis=0), ends), strict=True))
 
 
-def _measured_weight(layer: torch.nn.Linear) -> torch.Tensor:
-    return layer.weight.detach()[: max(1, MAX_IN_LAYER // layer.in_features)]
+def _first_rows(layer: torch.nn.Linear, limit: int) -> torch.Tensor:
+    """Of its weight, with at most `limit` elements."""
+    return layer.weight.detach()[: limit // layer.in_features or 1]
 
 
 def _random(*shape: int) -> torch.Tensor:
