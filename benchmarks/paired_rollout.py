@@ -173,6 +173,8 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
         if arguments.useless_drafts:
             make_drafts_useless(trainer)
         plain = plain_engine(trainer)
+        with trainer.open():
+            trainer.warm_start()
         steps = []
         gc.collect()
         gc.freeze()  # as in a run, see Trainer.open
