@@ -52,7 +52,7 @@ class Run:
     @property
     def label(self) -> str:
         """Its name, and its drafts in words."""
-        parts = [SOURCES[name] for name in self.method.split("+")]
+        parts = [SOURCES.get(name, name) for name in self.method.split("+")]
         return f"{self.name}: {', '.join(parts)}"
 
     def column(self, key: str) -> np.ndarray:

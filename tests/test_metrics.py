@@ -105,6 +105,19 @@ def test_every_step_and_evaluation_is_one_line_and_one_point_of_each_curve(tmp_p
     assert {"completions/max_length", "eval/reward"} <= set(curves(tmp_path))
 
 
+def test_an_evaluation_that_is_made_again_has_one_line_and_one_point(tmp_path):
+    """A run that was stopped in an evaluation saves before it, makes it when it continues, and may
+    be killed then."""
+    run(tmp_path, range(2), (2,))
+    logger = MetricsLogger(str(tmp_path), 2)
+    logger.log_evaluation(2, {"eval/reward": 0.25})
+    logger.log_evaluation(3, {"eval/reward": 0.5})
+    logger.close()
+    evaluations = [line for line in read(tmp_path) if "eval/reward" in line]
+    assert evaluations == [{"step": 2, "eval/reward": 0.25}, {"step": 3, "eval/reward": 0.5}]
+    assert curves(tmp_path)["eval/reward"] == [(2, 0.25), (3, 0.5)]
+
+
 def layout(folder) -> dict[str, dict[str, list[str]]]:
     """Patterns of tags by chart and question, as TensorBoard's page of custom scalars reads them:
     the first that a run has written."""

@@ -3,6 +3,7 @@
 A full disk does not end a run: lines wait in memory until they can be written.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -51,7 +52,8 @@ class JsonLines:
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
-            self._file.truncate(self._size)  # no partial line stays
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)  # no partial line stays
             if len(self._waiting) == 1:
                 reason = f"{self.name} cannot be written ({error.strerror})"
                 log(f"warning: {reason}; its lines wait in memory")

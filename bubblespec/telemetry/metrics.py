@@ -42,8 +42,10 @@ class MetricsLogger:
         self._log_to, self._has_warned = log_to, False
         self._tags: set[str] = set()  # of evaluations, until the first step has had its layout
         self._has_layout = False
+        self._evaluated: set[int] = set()  # steps whose evaluations are in the file
         for record in self._lines.records:
             if "eval/reward" in record:
+                self._evaluated.add(record["step"])
                 self._tags.update(map(tag_of, record))
             if record["step"] == first_step:  # the purge has just hidden this evaluation's points
                 self._tensorboard.scalars(record.pop("step"), record)
@@ -65,7 +67,9 @@ class MetricsLogger:
 
     def log_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
         """Evaluations are lines of their own: {"step": ..., "eval/...": ...}; `step` is the number
-        of updates so far."""
+        of updates so far. One that a continued run makes again, the same, has its line already."""
+        if step in self._evaluated:
+            return
         self._tags.update(map(tag_of, metrics))
         self._write(step, metrics)
 
