@@ -37,7 +37,7 @@ DRAFTS = {
     "rollout/spec_accepted_tokens": 3000,
     "rollout/spec_wasted_tokens": 1000,
     "rollout/modelled_s": 4.0,
-    "guard/drafts": 1,
+    "guard/is_on": 1,
 }
 FACTS = Facts(
     num_ranks=4,
@@ -118,7 +118,7 @@ def test_a_resumed_run_says_where_it_is_and_how_it_is_extended(num_updates, sche
 def without_drafts(ratio: float) -> dict:
     """A step that is compared with those that have drafts. ratio: measured over modelled
     seconds."""
-    return METRICS | {"rollout/modelled_s": 3.0 / ratio, "guard/drafts": 1}
+    return METRICS | {"rollout/modelled_s": 3.0 / ratio, "guard/is_on": 1}
 
 
 def test_a_step_in_words():
@@ -201,7 +201,7 @@ def test_the_end_of_a_run():
     history = [METRICS | DRAFTS | {"reward": n / 32, "entropy": 4e-4} for n in range(20)]
     totals = Totals(seconds=200.0, set_up_s=10.0)
     history[9] = without_drafts(2.0) | {"reward": 9 / 32, "entropy": 0.0}
-    history[8] = history[8] | {"guard/drafts": 0}
+    history[8] = history[8] | {"guard/is_on": 0}
     for metrics in history:
         totals.add(metrics)
     said = end(make_config(), totals, history, [(0, evaluation(0.5)), (60, evaluation(0.75))])

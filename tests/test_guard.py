@@ -66,9 +66,11 @@ def test_a_saved_guard_goes_on_as_it_was():
             each.observe(1.2, 1.0)
 
 
-def test_only_guarded_mechanisms_are_left_out():
-    stats = RunStats(cost=fixed_cost(), guards={"drafts": Guard(), "drafter": Guard()})
+def test_without_a_guard_nothing_is_left_out():
+    stats = RunStats(cost=fixed_cost(), guard=Guard())
     for _ in range(FIRST_CONTROL):
-        stats.guards["drafts"].observe(1.0, 1.0)
-    assert not stats.uses("drafts") and stats.uses("drafter") and stats.uses("tp_tail")
-    assert stats.metrics() == {"guard/drafts": 0, "guard/drafter": 1}
+        stats.guard.observe(1.0, 1.0)
+    assert not stats.is_on and stats.metrics() == {"guard/is_on": 0}
+    stats = RunStats(cost=fixed_cost())
+    assert stats.is_on and not stats.is_paused and not stats.is_next_without
+    assert stats.metrics() == {}

@@ -152,18 +152,18 @@ def test_a_saved_sampler_goes_on_alike(method, no_controls):
     assert ends[0] == ends[1] and (len(ends[0][1]) > 0) == ("bubble" in method)
 
 
-def test_guards_are_there_for_what_is_guarded():
+def test_there_is_a_guard_where_costs_decide():
     """None where a setting says what to do."""
     for method in ("bubble", "suffix"):
-        assert set(start(method, new_model()).stats.guards) == {"drafts"}
+        assert start(method, new_model()).stats.guard is not None
     for method, planning in (("bubble", "always"), ("bubble", "idle_only")):
-        assert not start(method, new_model(), speculative__planning=planning).stats.guards
+        assert start(method, new_model(), speculative__planning=planning).stats.guard is None
 
 
 def test_a_guard_that_is_off_leaves_drafts_out(no_controls):
     for is_off in (False, True):
         sampler = start("bubble", new_model())
-        sampler.stats.guards["drafts"]._pause_left = 10 * is_off
+        sampler.stats.guard._pause_left = 10 * is_off
         records = [sampler.sample(step).rollouts[0] for step in range(3)]
         assert any(record.drafted_tokens for record in records) != is_off
         assert any(record.acceptance.draft_tokens for record in records) != is_off
@@ -175,9 +175,9 @@ def test_a_rollout_to_compare_with_verifies_nothing_and_drafts_in_idle_time_alon
     monkeypatch.setattr(drafts_module, "MAX_LOOKAHEAD", 1)  # there is something left to draft
     sampler = start("bubble", new_model(), BoardWithSlowRank(120))
     first = sampler.sample(0).rollouts[0]
-    sampler.stats.guards["drafts"]._until_control = 0
+    sampler.stats.guard._until_control = 0
     control = sampler.sample(1).rollouts[0]
-    assert sampler.stats.uses("drafts")  # that was one rollout
+    assert sampler.stats.is_on  # that was one rollout
     assert first.drafted_tokens and control.drafted_tokens
     assert not control.acceptance.draft_tokens
     assert not any(forward.own_rows and forward.ahead_rows for forward in control.forwards)
@@ -186,12 +186,12 @@ def test_a_rollout_to_compare_with_verifies_nothing_and_drafts_in_idle_time_alon
 def test_nothing_is_drafted_for_a_rollout_to_compare_with():
     """The second rollout is one, and the step after it is drafted for in the first."""
     sampler = start("bubble", new_model(), BoardWithSlowRank(120))
-    assert sampler.stats.is_next_without("drafts")
+    assert sampler.stats.is_next_without
     sampler.sample(0)
     coming = [ids_of(batch, 2) for batch in sampler.schedule.upcoming(0, 2)]
     drafted = [any(map(sampler.store.get, names)) for names in coming]
     assert drafted == [False, True]
-    assert not sampler.stats.uses("drafts") and not sampler.stats.is_next_without("drafts")
+    assert not sampler.stats.is_on and not sampler.stats.is_next_without
 
 
 def test_what_is_deferred_becomes_drafts():

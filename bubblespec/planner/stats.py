@@ -1,5 +1,5 @@
 """Statistics that a run keeps from step to step, from which the next one is predicted: costs,
-lengths, how far drafts hold, and the guards. The same on every rank, as it is learned from what
+lengths, how far drafts hold, and the guard. The same on every rank, as it is learned from what
 ranks have exchanged: one gather after each rollout."""
 
 from dataclasses import dataclass, field
@@ -57,8 +57,8 @@ class RunStats:
     """Of responses, over all ranks."""
     modelled_s: float = 0.0
     """That the model expects of the latest rollout without drafts."""
-    guards: dict[str, Guard] = field(default_factory=dict)
-    """Of the mechanisms of this run that are guarded: drafts, drafter, tp_tail."""
+    guard: Guard | None = None
+    """Of drafts and the shared tail together; None where nothing is guarded."""
 
     @property
     def rates(self) -> AcceptanceRates:
@@ -72,21 +72,24 @@ class RunStats:
         predicted, right = self.predictions
         return bool(predicted < MIN_PREDICTED or right >= MIN_RIGHT * predicted)
 
-    def uses(self, mechanism: str) -> bool:
-        """Whether a mechanism is on in the next rollout."""
-        return mechanism not in self.guards or self.guards[mechanism].setting
+    @property
+    def is_on(self) -> bool:
+        """Whether the next rollout has drafts and the shared tail."""
+        return self.guard is None or self.guard.setting
 
-    def is_paused(self, mechanism: str) -> bool:
-        """Whether a mechanism was slower and is left out for some rollouts."""
-        return mechanism in self.guards and self.guards[mechanism].is_paused
+    @property
+    def is_paused(self) -> bool:
+        """Whether these were slower and are left out for some rollouts."""
+        return self.guard is not None and self.guard.is_paused
 
-    def is_next_without(self, mechanism: str) -> bool:
-        """Whether the rollout after the next one is made without a mechanism, to compare with."""
-        return mechanism in self.guards and self.guards[mechanism].is_next_without
+    @property
+    def is_next_without(self) -> bool:
+        """Whether the rollout after the next one is made without them, to compare with."""
+        return self.guard is not None and self.guard.is_next_without
 
     def metrics(self) -> dict[str, int]:
-        """Which of the guarded mechanisms the next rollout has."""
-        return {f"guard/{name}": int(guard.setting) for name, guard in self.guards.items()}
+        """What the guard has decided for the next rollout."""
+        return {} if self.guard is None else {"guard/is_on": int(self.guard.setting)}
 
     def observe_rollout(
         self,
@@ -123,10 +126,8 @@ class RunStats:
         self.forwards = average(self.forwards or forwards, forwards)
         self.shared_cost = CostModel.from_parameters(measured["cost"].mean(axis=0))
         measured_s, modelled_s = measured["seconds"].max(axis=0).tolist()
-        has_drafts = self.uses("drafts")
-        for name, guard in self.guards.items():
-            if name == "drafts" or has_drafts:  # without drafts the others are not what they were
-                guard.observe(measured_s, modelled_s)
+        if self.guard is not None:
+            self.guard.observe(measured_s, modelled_s)
         self.modelled_s = modelled_s
         return modelled_s - measured_s
 
@@ -158,8 +159,8 @@ class RunStats:
             self.shared_cost = CostModel.from_parameters(state["shared_cost"])
 
     def _parts(self) -> dict:
-        guards = {f"guard.{name}": guard for name, guard in self.guards.items()}
-        return {"lengths": self.lengths, **guards}
+        guard = {} if self.guard is None else {"guard.drafts": self.guard}
+        return {"lengths": self.lengths, **guard}
 
 
 def rows_as_generated(rows: list[Row]) -> Rows:

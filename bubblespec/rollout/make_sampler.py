@@ -56,12 +56,8 @@ def make_sampler(
         proposer = make_proposer(sources, history, cost, **options)
     if sources:
         evaluation = make_proposer(sources, History(0), cost, has_drafts=True, **common)
-    guards = {}
-    if config.speculative.planning == "by_cost":
-        if sources and not config.tail_batching.enabled:
-            guards["drafts"] = Guard()
-        if "drafter" in sources:
-            guards["drafter"] = Guard()
+    by_cost = config.speculative.planning == "by_cost"
+    guard = Guard() if sources and by_cost and not config.tail_batching.enabled else None
     return Sampler(
         config=config,
         ranks=ranks,
@@ -70,7 +66,7 @@ def make_sampler(
         schedule=schedule,
         scorer=scorer,
         reward_weights=reward_weights,
-        stats=RunStats(cost=cost, guards=guards),
+        stats=RunStats(cost=cost, guard=guard),
         store=DraftStore(max_draft_tokens),
         history=history,
         proposer=proposer,

@@ -178,12 +178,12 @@ class Sampler:
         loop = RolloutLoop(self.engine, self.ranks, self.params, board=self.board)
         loop.on_finished = None if scoring is None else scoring.on_finished
         loop.cost = self.stats.cost if self.learns else None
-        loop.tail = self.tail if self.stats.uses("tp_tail") else None
+        loop.tail = self.tail if self.stats.is_on else None
         if self.drafter is not None:
             self.drafter.source.enable(self.has_drafter)
         if self.proposer is not None:
             track(self.proposer, rows, self.store, step)
-            if self.proposer.enabled_sources and self.stats.uses("drafts"):
+            if self.proposer.enabled_sources and self.stats.is_on:
                 loop.proposer = self.proposer
         loop.tasks = self._idle_tasks(table.launch, step, used, scoring)
         if self.environments is not None:
@@ -213,8 +213,7 @@ class Sampler:
     @property
     def has_drafter(self) -> bool:
         """Whether the next rollout uses and trains the learned drafter."""
-        uses = self.stats.uses
-        return self.drafter is not None and uses("drafts") and uses("drafter")
+        return self.drafter is not None and self.stats.is_on
 
     @property
     def is_balanced(self) -> bool:
@@ -234,7 +233,7 @@ class Sampler:
         is_first = len(used) == len(launch.groups)  # later rollouts are not trained on whole
         if self.learner is not None and scoring is not None and is_first:
             tasks.append(self._stream_gradients(launch, scoring))
-        if "bubble" in self.config.speculative.sources and not self.stats.is_paused("drafts"):
+        if "bubble" in self.config.speculative.sources and not self.stats.is_paused:
             begin_s = self.ranks.clock.perf_counter()
             if (drafting := self._draft_ahead(step, used)) is not None:
                 tasks.append(drafting)
@@ -256,13 +255,13 @@ class Sampler:
             accepted=stats.accepted_by_age,
         )
         batches = self.schedule.upcoming(step, depth, used) if depth else []
-        if batches and stats.is_next_without("drafts"):
+        if batches and stats.is_next_without:
             batches[0] = []  # nobody would verify them
         if not any(batches):
             return None
         # A short round of tail batching has no tail that co-scheduled drafts could shorten, and a
         # rollout that drafts are compared with is not slowed down by any.
-        plain = config.tail_batching.enabled or not stats.uses("drafts")
+        plain = config.tail_batching.enabled or not stats.is_on
         planning = "idle_only" if plain else config.speculative.planning
         plans = plan_drafts(
             batches,

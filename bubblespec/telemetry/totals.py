@@ -42,7 +42,7 @@ class Totals:
             else:
                 self.with_drafts[0] += generate_s
                 self.with_drafts[1] += modelled_s
-        self.is_without = metrics.get("guard/drafts") == 0
+        self.is_without = metrics.get("guard/is_on") == 0
         if "tail/num_deferred" in metrics:
             self.num_rounds[metrics["tail/is_long_round"]] += 1
             waiting = metrics["tail/num_deferred"]
