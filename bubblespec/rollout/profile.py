@@ -9,7 +9,8 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Row, SampleId
 
-NUM_FORWARDS = 3  # that are timed of each kind
+NUM_FORWARDS, FEW_TOKENS = 3, 64  # forwards that are timed of each kind; one of more tokens
+WINDOWS = (0, 3, 15)  # draft tokens of a row
 
 
 class _MeaninglessDrafts:
@@ -27,14 +28,17 @@ class _MeaninglessDrafts:
 
 
 def profile(engine: Engine, params: SamplingParams, cost: CostModel, *, clock) -> None:
-    """Time forwards of few and many rows, short and long ones, with short and long drafts. Each is
-    run once before it counts."""
+    """Time forwards of few and many rows, short and long ones, with short and long drafts; long
+    rows without the longest drafts, as what their positions cost shows without. Each kind is run
+    once before it counts."""
     capacity, length = engine.num_slots, engine.max_length
     counts = sorted({1, max(1, capacity // 4), capacity})
     sizes = sorted({min(8, length - 1), min(512, length // 2)})
-    for count, size, window in itertools.product(counts, sizes, (0, 3, 15)):
+    for count, size, window in itertools.product(counts, sizes, WINDOWS):
+        num_tokens = count * (window + 1)
         is_too_long = size + window + NUM_FORWARDS + 2 > length
-        if is_too_long or count * (window + 1) > engine.max_num_batched_tokens:
+        is_left_out = size > sizes[0] and window == WINDOWS[-1]
+        if is_too_long or is_left_out or num_tokens > engine.max_num_batched_tokens:
             continue
         engine.reset()
         drafts = _MeaninglessDrafts(window)
@@ -43,7 +47,7 @@ def profile(engine: Engine, params: SamplingParams, cost: CostModel, *, clock) -
         engine.step(params, drafts)  # admits what there are pages for
         while (engine.lengths <= size).any():
             engine.step(params, drafts)
-        for _ in range(NUM_FORWARDS):
+        for _ in range(NUM_FORWARDS if num_tokens <= FEW_TOKENS else 1):
             began_s = clock.perf_counter()
             _, load = engine.step(params, drafts)
             if load is not None:
