@@ -101,3 +101,41 @@ def choose_chain_length(
     seconds = cost.seconds(active, active + count * lengths, count * (lengths > 0), kv_tokens)
     drafter_s = drafter_cost.seconds(lengths, count * np.maximum(lengths, 1))
     return int((gained / (seconds + np.where(lengths > 0, drafter_s, 0.0))).argmax())
+
+
+def plan_chains(
+    survival: np.ndarray,
+    next_rate: float,
+    cost,
+    drafter_cost,
+    active: int,
+    kv_tokens: int,
+    spent_s: float,
+) -> tuple[np.ndarray, bool]:
+    """Of chains that have been drafted so far, how many tokens of each to verify, int64 [M], and
+    whether it pays to draft another token of each first.
+
+    survival: float64 [M, n], probability that the first 1, 2, ..., n tokens are all accepted;
+    next_rate: of one more, if they are; spent_s: on drafting so far. active, kv_tokens, the costs:
+    see `choose_chain_length`. The tokens most likely to be accepted are verified, up to the point
+    where tokens per second are highest.
+    """
+    count, length = survival.shape
+    order, rate = _best_tokens(survival, cost, active, kv_tokens, spent_s)
+    longer = np.hstack((survival, survival[:, -1:] * next_rate))
+    spent_s += float(drafter_cost.seconds(1, count))
+    is_worth_it = _best_tokens(longer, cost, active, kv_tokens, spent_s)[1] > rate
+    return np.bincount(order // length, minlength=count), is_worth_it
+
+
+def _best_tokens(
+    survival: np.ndarray, cost, active: int, kv_tokens: int, spent_s: float
+) -> tuple[np.ndarray, float]:
+    """Which tokens of chains to verify, as indices into the flat survival, and tokens per second
+    then. With a token come all before it in its chain, which are at least as likely."""
+    order = (-survival).argsort(axis=None, kind="stable")
+    gained = active + np.append(0.0, survival.ravel()[order].cumsum())
+    fed = np.arange(len(gained))
+    rates = gained / (cost.seconds(active, active + fed, fed > 0, kv_tokens) + spent_s)
+    best = int(rates.argmax())
+    return order[:best], float(rates[best])
