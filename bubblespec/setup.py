@@ -57,7 +57,6 @@ from bubblespec.loading import (
     with_dtype,
 )
 from bubblespec.memory import choose_slots, max_length
-from bubblespec.planner.guard import Guard
 from bubblespec.rewards.functions import RewardFunction, check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rollout.make_sampler import make_sampler
@@ -122,8 +121,6 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         sampler = make_sampler(*parts, schedule, scorer, reward_weights=weights)
         board, stats = sampler.board, sampler.stats
         sampler.tail = make_tp_tail(*parts, board, stats, max_rows=max_tp_rows)
-        if sampler.tail is not None and config.rollout.tp_tail_max_rows == "auto":
-            stats.guards["tp_tail"] = Guard()
     if checkpoint:
         with refuse_what_does_not_fit(checkpoint):
             schedule.load_state_dict(load_arrays(checkpoint, PLANNER_FILE))
