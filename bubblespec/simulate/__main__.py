@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
     cost, together = load_cost(cost_model), None
     if config.rollout.tp_tail_max_rows and num_ranks > 1 and workload.tools is None:
         together = load_shared_cost(cost_model, num_ranks)
-        if together is None:
+        if together is None and config.rollout.tp_tail_max_rows != "auto":
             reason = f"{cost_model} does not say what forwards of {num_ranks} ranks together take"
             log(f"warning: the shared tail is left out: {reason}")
     options = {"drafter": drafter, "shows_progress": True}
