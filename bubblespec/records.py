@@ -173,11 +173,12 @@ class RolloutRecord:
     slices: list[Span] = field(default_factory=list)
     """Pieces of idle work that took no forwards."""
     shared: list[Span] = field(default_factory=list)
-    """In which all ranks together decoded the last rows of all of them (tp_tail.py); its
-    forwards are not in `forwards`."""
+    """In which all ranks together decoded the last rows of all of them (tp_tail.py)."""
     shared_rows: int = 0
     """Of this rank, that were unfinished when it began."""
-    shared_forwards: int = 0
+    shared_forwards: list[ForwardRecord] = field(default_factory=list)
+    """Of all ranks together; they are not in `forwards`. Their load is that of all ranks' rows,
+    own_rows and looked_up_rows are this rank's."""
     num_ticks: int = 0
     drafted_tokens: int = 0
     """For coming steps."""

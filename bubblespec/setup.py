@@ -122,8 +122,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         sampler = make_sampler(*parts, schedule, scorer, reward_weights=weights)
         board, stats = sampler.board, sampler.stats
         sampler.tail = make_tp_tail(*parts, board, stats, max_rows=max_tp_rows)
-        is_auto = config.rollout.tp_tail_max_rows == "auto"
-        if sampler.tail is not None and is_auto and sampler.proposer is None:
+        if sampler.tail is not None and sampler.tail.is_worth_it and sampler.proposer is None:
             stats.guard = Guard()
     if checkpoint:
         with refuse_what_does_not_fit(checkpoint):

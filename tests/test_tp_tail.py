@@ -66,8 +66,9 @@ def play(num_ranks, max_rows, *, drafts=None, has_drafter=False, stop_at=None) -
         ranks, model = SimulatedRanks(world, rank), new_model()
         engine = Engine(ModelRunner(model, 4, MAX_LENGTH, SEED))
         pass_time(engine, ranks)
-        shared = ModelRunner(model, NUM_ROWS, MAX_LENGTH, SEED, tp=TPGroup(ranks))
-        tail = TPTail(Engine(shared), ranks, max_rows)
+        tp = TPGroup(ranks)
+        shared = ModelRunner(model, NUM_ROWS, MAX_LENGTH, SEED, tp=tp)
+        tail = TPTail(Engine(shared), ranks, tp.gather_array, max_rows)
         table = RowTable(
             launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, num_ranks), rank
         )
@@ -125,6 +126,10 @@ def was_told_to_stop(result: dict) -> bool:
     return any(state.must_stop for state in result["board"].last_states)
 
 
+def num_shared(result: dict) -> int:
+    return len(result["record"].shared_forwards)
+
+
 def check(ranks: list[dict]) -> None:
     """All rows are there, as plain generation makes them, and each has been told of on its rank."""
     check_plain([list(result["rows"].values()) for result in ranks])
@@ -140,7 +145,7 @@ def test_the_responses_are_those_of_plain_generation(num_ranks, max_rows):
     assert {len(times) for times in entered} == {1}, "all ranks enter it together, and once"
     lengths = [length for (rows,) in entered for length in rows.values()]
     assert 0 < len(lengths) <= max_rows and (max_rows == 12 or max(lengths) > 0)
-    assert len({result["record"].shared_forwards for result in ranks}) == 1
+    assert len({num_shared(result) for result in ranks}) == 1
     assert [result["record"].shared_rows for result in ranks] == [len(rows) for (rows,) in entered]
     for result in ranks:
         (span,) = result["record"].shared
@@ -157,7 +162,7 @@ def test_with_drafts_of_the_ranks_that_own_the_rows(num_ranks):
         tokens[24 + number :] += 1
     plainly, drafted = play(num_ranks, 12), play(num_ranks, 12, drafts=wanted)
     check(drafted)
-    assert drafted[0]["record"].shared_forwards < 0.8 * plainly[0]["record"].shared_forwards
+    assert num_shared(drafted[0]) < 0.8 * num_shared(plainly[0])
     counts = [result["record"].acceptance for result in drafted if result["rows"]]
     assert all(count.accepted_tokens > 0 for count in counts)
     gained = sum(count.gained_tokens for count in counts)
@@ -173,7 +178,7 @@ def test_with_chains_of_a_learned_drafter(num_ranks):
     for result in drafted:
         assert (result["chains"][0] > 3) == bool(result["rows"])
         assert result["record"].acceptance.accepted_tokens > 0 or not result["rows"]
-    assert drafted[0]["record"].shared_forwards < plainly[0]["record"].shared_forwards
+    assert num_shared(drafted[0]) < num_shared(plainly[0])
 
 
 @pytest.mark.parametrize("stop_at", [0, 5])
@@ -183,7 +188,7 @@ def test_all_leave_it_when_one_is_told_to_stop(stop_at):
     for result in ranks:
         assert result["board"].is_over and was_told_to_stop(result)
         assert len(result["entered"]) == 1, "nobody enters it again"
-        assert result["record"].shared_forwards <= stop_at + STOP_INTERVAL
+        assert num_shared(result) <= stop_at + STOP_INTERVAL
         for row in result["rows"].values():
             assert len(row.tokens) > 0
             assert row.tokens.tolist() == wanted[row.id][0][: len(row.tokens)]
@@ -192,7 +197,7 @@ def test_all_leave_it_when_one_is_told_to_stop(stop_at):
 def test_when_it_is_due():
     launch = launch_of(groups_of(0, FOUR_PROMPTS), 3)
     table, states = RowTable(launch, place_in_turn(4, 3, 2), 0), [RankState(2), RankState(0)]
-    tail = TPTail(Engine(ModelRunner(new_model(), 4, MAX_LENGTH, SEED)), None, 3)
+    tail = TPTail(Engine(ModelRunner(new_model(), 4, MAX_LENGTH, SEED)), None, None, 3)
     table.synced[:] = -1
     assert not tail.is_due(table, states), "nothing is left"
     table.synced[2:5] = 7
@@ -204,7 +209,7 @@ def test_when_it_is_due():
     selecting = RowTable(launch._replace(num_trained=3), place_in_turn(4, 3, 2), 0)
     selecting.synced[:] = table.synced
     assert not tail.is_due(selecting, states), "some are not trained on"
-    tail = TPTail(tail.engine, None, 3, is_worth_it=lambda table: False)
+    tail = TPTail(tail.engine, None, None, 3, is_worth_it=lambda table: False)
     assert not tail.is_due(table, states)
 
 
@@ -231,6 +236,8 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
         found[rank] = make_tp_tail(
             config, ranks, engine, PARAMS, board, stats, max_rows=16 if rows == "auto" else rows
         )
+        if found[rank] is not None:
+            assert (found[rank].is_worth_it is not None) == (rows == "auto")
 
     forward = ModelRunner.forward
 

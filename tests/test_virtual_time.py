@@ -39,6 +39,29 @@ def test_a_meeting_ends_for_all_when_the_last_has_come():
     assert world.now == [8.5] * 3
 
 
+def test_a_forward_of_all_ranks_begins_when_the_last_is_there():
+    """Here it takes as long as its positions say, and what is exchanged before it no time."""
+    world, ends = World(3, meeting_s=9.0), {}
+
+    def work(rank: int) -> None:
+        ranks = SimulatedRanks(world, rank, meeting_s=0.0)
+        options = {"max_num_batched_tokens": 64, "text": lambda row, _: np.arange(4)}
+        costs = {"cost": LinearCost(), "together": LinearCost(0.0, 0.0, 0.0, 1.0)}
+        engine = Engine(SimulatedRunner(world, rank, 2, 32, **options, **costs))
+        engine.add([Row(SampleId(0, 0, 0), (1, 2), 4)])
+        ranks.clock.sleep([3.0, 1.0, 7.0][rank])
+        ranks.gather(np.zeros(1))
+        ends[rank] = [world.now[rank]]
+        while not engine.is_idle:
+            engine.step(SamplingParams())
+            ends[rank].append(world.now[rank])
+            ranks.clock.sleep([0.5, 0.0, 0.25][rank])
+
+    world.run(work)
+    # The prompt takes 2 s, then a position more each time; rank 0 is late by half a second.
+    assert ends == {rank: [7.0, 9.0, 12.5, 17.0, 22.5] for rank in range(3)}
+
+
 def test_a_tick_is_complete_after_the_last_post_and_wakes_who_waits(monkeypatch):
     """Rank 1 is done and waits; rank 0 posts at 2 s, and is done at its second tick."""
     monkeypatch.setattr(world_module, "TICK_S", 0.25)

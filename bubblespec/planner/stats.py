@@ -111,7 +111,7 @@ class RunStats:
         if (episodes := record.episodes) is not None:
             own["predictions"] = episodes.predictions, episodes.right_predictions
         own["cost"] = self.cost.parameters
-        own["forwards"] = record.own_forwards + record.shared_forwards
+        own["forwards"] = record.own_forwards + len(record.shared_forwards)
         modelled_s = rollout_seconds(rows_as_generated(rows), self.cost, num_slots)
         own["seconds"] = record.total_s + planning_s, modelled_s
         measured = ranks.gather(own.view(np.float64)).view(MEASURED)[:, 0]  # by rank

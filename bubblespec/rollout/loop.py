@@ -179,8 +179,6 @@ class RolloutLoop:
         own = {index: row for row, index in self.unfinished.items()}
         parts = {"on_finished": finish, "record": self.record}
         self.tail.run(own, self.table, self.params, self.proposer, **parts)
-        if self.proposer is not None:
-            self.proposer.take_spent()
         self.board.go_on()
         self._last_s = self.clock.perf_counter()
 

@@ -369,11 +369,13 @@ class Sampler:
     def evaluate(
         self, groups: list[Group], num_generations: int, params: SamplingParams, version: int
     ) -> tuple[Samples, RolloutRecord]:
-        """Samples of held-out prompts, of which those of the last evaluation may be drafts.
-        version: updates of the weights. Raises StopRequested."""
+        """Samples of held-out prompts, of which those of the last evaluation may be drafts. The
+        guard learns nothing from it. version: updates of the weights. Raises StopRequested."""
         launch = Launch(groups, len(groups), num_generations)
         table, rows, scoring = self.begin(launch, None)
-        loop = RolloutLoop(self.engine, self.ranks, params, on_finished=scoring.on_finished)
+        loop = RolloutLoop(self.engine, self.ranks, params, board=self.board)
+        loop.on_finished = scoring.on_finished
+        loop.tail = None if self.stats.is_paused else self.tail
         if self.drafter is not None:
             self.drafter.source.enable(False)  # it is not asked in an evaluation
         if self.evaluation is not None and len(self.evaluation_store):

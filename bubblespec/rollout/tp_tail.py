@@ -28,7 +28,7 @@ from bubblespec.errors import log
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
 from bubblespec.planner.stats import RunStats
-from bubblespec.records import RolloutRecord, Span
+from bubblespec.records import ForwardRecord, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.gather import gather_rows
 from bubblespec.rollout.profile import profile
@@ -48,13 +48,14 @@ class TPTail:
         self,
         engine: Engine,
         ranks: Ranks,
+        gather: Callable[[np.ndarray], np.ndarray],
         max_rows: int,
         is_worth_it: Callable[[RowTable], bool] | None = None,
     ):
-        """max_rows: of all ranks, with which it is entered, at most the engine's slots;
-        is_worth_it: a pure function of what all ranks know; None enters it with so many rows
-        always."""
-        self.engine, self.ranks, self.max_rows = engine, ranks, max_rows
+        """gather: `Ranks.gather` for what is exchanged between two forwards; max_rows: of all
+        ranks, with which it is entered, at most the engine's slots; is_worth_it: a pure function of
+        what all ranks know; None enters it with so many rows always."""
+        self.engine, self.ranks, self.gather, self.max_rows = engine, ranks, gather, max_rows
         self.is_worth_it = is_worth_it
         self._drafter: tuple[DrafterSource, DrafterRunner] | None = None
 
@@ -81,33 +82,40 @@ class TPTail:
         on_finished: Callable[[Row], None],
         record: RolloutRecord,
     ) -> None:
-        """Generate the unfinished rows of all ranks to their end, on all ranks together. If any
-        rank has been told to stop, all leave, and the rows keep their tokens so far. own: this
-        rank's, by index; proposer: on all ranks or on none; on_finished: called with each of the
-        own rows."""
-        ranks, engine, tp = self.ranks, self.engine, self.engine.runner.shards.tp
-        began_s = ranks.clock.perf_counter()
-        rows, own_rows = gather_rows(own, table, ranks), set(own.values())
+        """Generate the unfinished rows of all ranks to their end, on all ranks together; once in a
+        rollout. If any rank has been told to stop, all leave, and the rows keep their tokens so
+        far. own: this rank's, by index; proposer: on all ranks or on none; on_finished: called with
+        each of the own rows; record: notes the forwards."""
+        ranks, engine, clock = self.ranks, self.engine, self.ranks.clock
+        began_s = clock.perf_counter()
+        rows, unfinished = gather_rows(own, table, ranks), set(own.values())
         if not rows:  # all have ended since the tick
             return
-        drafts = None if proposer is None else OwnersPropose(proposer, own_rows, tp.gather_array)
+        drafts = None if proposer is None else OwnersPropose(proposer, unfinished, self.gather)
         engine.reset()  # the weights have changed since the last time
         engine.add([rows[index] for index in sorted(rows)])
-        before = engine.num_forwards
+        record.shared_rows, last_s = len(own), clock.perf_counter()
         source, drafter_runner = self._drafter or (None, None)
         with source.moved_to(drafter_runner) if source else contextlib.nullcontext():
             while not engine.is_idle:
-                is_asked = (engine.num_forwards - before) % STOP_INTERVAL == 0
-                if is_asked and tp.gather_array(np.array([ranks.must_stop], np.uint8)).any():
+                is_asked = len(record.shared_forwards) % STOP_INTERVAL == 0
+                if is_asked and self.gather(np.array([ranks.must_stop], np.uint8)).any():
                     break
-                for row in engine.step(params, drafts)[0]:
-                    if row in own_rows:
+                step_s, own_rows = clock.perf_counter(), len(unfinished)
+                finished, load = engine.step(params, drafts)
+                end_s = clock.perf_counter()
+                propose_s, looked_up = (0.0, 0) if proposer is None else proposer.take_spent()
+                seconds = (last_s, end_s, end_s - step_s - propose_s, propose_s)
+                forward = ForwardRecord(*seconds, *load, own_rows, 0, looked_up)
+                record.shared_forwards.append(forward)
+                last_s = end_s
+                for row in finished:
+                    if row in unfinished:
+                        unfinished.remove(row)
                         on_finished(row)
         engine.collect()
         engine.reset()  # memory and graphs stay: capturing may take as long as what is gained
-        record.shared.append(Span("shared", began_s, ranks.clock.perf_counter()))
-        record.shared_rows += len(own)
-        record.shared_forwards += engine.num_forwards - before
+        record.shared.append(Span("shared", began_s, clock.perf_counter()))
 
 
 class OwnersPropose:
@@ -168,32 +176,40 @@ def make_tp_tail(
         options["max_num_batched_tokens"] = max(alone.max_num_batched_tokens, max_rows)
         options["enforce_eager"] = alone.graphs is None
         parts = (alone.model, max_rows, alone.max_length, alone.seed)
-        runner = ModelRunner(*parts, tp=TPGroup(ranks), **options)
+        tp = TPGroup(ranks)
+        runner = ModelRunner(*parts, tp=tp, **options)
         runner.shards.check(runner.kernel)
     except TPUnsupported as error:
         if wanted != "auto" and ranks.is_main:
             log(f"warning: {no_shared_tail(error)}")
         return None
-    tail = TPTail(Engine(runner), ranks, max_rows)
+    tail = TPTail(Engine(runner), ranks, tp.gather_array, max_rows)
     if wanted == "auto":
         tp_cost = measure(tail.engine, engine, params, ranks)
         if tp_cost is None:
             tail.engine.release()
             return None
-        options = {"num_slots": engine.num_slots, "overhead_s": OVERHEAD_TICKS * board.interval_s}
-
-        def is_worth_it(table: RowTable) -> bool:
-            """From what forwards cost alone and together, and what the rows are expected to
-            need."""
-            if table.rows is None or stats.shared_cost is None:
-                return False
-            indices, rows = table.unfinished()
-            costs = (stats.shared_cost, tp_cost)
-            return use_tp_tail(rows, table.rank_of[indices], *costs, **options)
-
-        tail.is_worth_it = is_worth_it
+        enter_by_cost(tail, tp_cost, stats, engine.num_slots, board)
     ranks.before_end.append(runner.release)
     return tail
+
+
+def enter_by_cost(
+    tail: TPTail, tp_cost: CostModel, stats: RunStats, num_slots: int, board: ProgressBoard
+) -> None:
+    """The tail is entered from now on where it is expected to pay, by what forwards cost alone and
+    together and what the rows are expected to need. tp_cost: of forwards of all ranks together;
+    num_slots: of one rank."""
+    options = {"num_slots": num_slots, "overhead_s": OVERHEAD_TICKS * board.interval_s}
+
+    def is_worth_it(table: RowTable) -> bool:
+        if table.rows is None or stats.shared_cost is None:
+            return False
+        indices, rows = table.unfinished()
+        costs = (stats.shared_cost, tp_cost)
+        return use_tp_tail(rows, table.rank_of[indices], *costs, **options)
+
+    tail.is_worth_it = is_worth_it
 
 
 def measure(

@@ -15,8 +15,8 @@ import sys
 from typing import Any
 
 from bubblespec.config import Config, config_of_sections
-from bubblespec.errors import InputError
-from bubblespec.simulate.cost import load_cost
+from bubblespec.errors import InputError, log
+from bubblespec.simulate.cost import load_cost, load_shared_cost
 from bubblespec.simulate.recorded import read_workload, sections_of
 from bubblespec.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.simulate.runner import DrafterModel
@@ -25,10 +25,18 @@ from bubblespec.telemetry.trace import FOLDER, read_meta
 
 # What overrides may change.
 SECTIONS = ("rollout", "speculative", "tail_batching", "environment")
-COUNTS = ("forwards", "drafted_tokens", "proposed_tokens", "refused_tokens", "response_tokens")
+COUNTS = (
+    "forwards",
+    "shared_forwards",
+    "drafted_tokens",
+    "proposed_tokens",
+    "refused_tokens",
+    "response_tokens",
+)
 LABELS = {
     "seconds": "seconds of all rollouts",
     "forwards": "forwards on the slowest rank",
+    "shared_forwards": "forwards of all ranks together",
     "idle_share": "idle time, share of rollouts",
     "drafted_tokens": "tokens drafted for later steps",
     "proposed_tokens": "draft tokens verified",
@@ -76,8 +84,15 @@ def run(arguments: argparse.Namespace) -> None:
     drafter = parse(DrafterModel, arguments.drafter, "--drafter")
     if arguments.drafter and "drafter" not in config.speculative.sources:
         raise InputError(f"--drafter: speculative.method={config.speculative.method} has none")
-    cost = load_cost(arguments.cost_model or arguments.trace)
+    cost_model = arguments.cost_model or arguments.trace
+    cost, together = load_cost(cost_model), None
+    if config.rollout.tp_tail_max_rows and num_ranks > 1 and workload.tools is None:
+        together = load_shared_cost(cost_model, num_ranks)
+        if together is None and config.rollout.tp_tail_max_rows != "auto":
+            reason = f"{cost_model} does not say what forwards of {num_ranks} ranks together take"
+            log(f"warning: the shared tail is left out: {reason}")
     options = {"drafter": drafter, "shows_progress": True}
+    options["together"] = None if together is None else together.seconds
     results = {
         method: simulate(arm, workload, cost.seconds, num_ranks, **options)
         for method, arm in arms_of(config).items()
@@ -95,6 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
             for method, steps in results.items()
         }
         report = {"cost": dataclasses.asdict(cost), "num_ranks": num_ranks, "methods": methods}
+        report["shared_cost"] = None if together is None else dataclasses.asdict(together)
         report["workload"] = arguments.trace or arguments.synthetic
         report["config"] = {name: vars(getattr(config, name)) for name in SECTIONS}
         with open(arguments.json, "w", encoding="utf-8") as file:

@@ -1,4 +1,5 @@
-"""Seconds of a forward as a function of its load: fitted on measured forwards, or a roofline.
+"""Seconds of a forward as a function of its load: fitted on measured forwards, or a roofline; of
+one rank alone, and of all ranks together.
 
     T = constant + f(tokens) + rates of rows, wide rows, positions, prompt and draft tokens, pairs
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bubblespec.engine.tensor_parallel import TPUnsupported, shard_heads
 from bubblespec.errors import InputError
 from bubblespec.records import Load
 from bubblespec.telemetry.trace import FOLDER, read_meta, read_table
@@ -32,8 +34,13 @@ MIN_FORWARDS = 10
 # do not tell two causes apart; and on changes of slope, which decide where nothing was measured.
 RIDGE, SMOOTHING = 1e-5, 1e-4
 
-# Data sheets: bytes per second of HBM, dense bfloat16 operations per second.
-GPUS = {"h200": (4.8e12, 989e12), "h100": (3.35e12, 989e12), "a100": (2.04e12, 312e12)}
+# Data sheets: bytes per second of HBM, dense bfloat16 operations per second, and bytes per second
+# of NVLink in each direction.
+GPUS = {
+    "h200": (4.8e12, 989e12, 450e9),
+    "h100": (3.35e12, 989e12, 450e9),
+    "a100": (2.04e12, 312e12, 300e9),
+}
 # Qwen2.5: parameters, layers, query heads, key/value heads, head dimension, seconds of launches.
 MODELS = {
     "32b": (32.76e9, 64, 40, 8, 128, 7e-3),
@@ -42,6 +49,10 @@ MODELS = {
 }
 BANDWIDTH_SHARE, COMPUTE_SHARE = 0.8, 0.5  # of the data sheet, that kernels reach
 VERIFY_S = 1e-5  # host time for each row that verifies a draft
+# Seconds of a small all-reduce over NVLink: at all, and for each rank beyond the first. NCCL's ring
+# on a DGX A100 was measured at 10 us on 2 GPUs, 16.9 us on 4 and 33.7 us on 8 (NVIDIA/nccl-tests,
+# issue 123). Newer links and other algorithms take less.
+ALL_REDUCE_S, ALL_REDUCE_RANK_S = 6e-6, 4e-6
 
 
 @dataclass
@@ -75,8 +86,9 @@ class ForwardCost:
 
 
 def load_cost(name: str) -> ForwardCost:
-    """The roofline of GPU:MODEL, or what the forwards of a recorded run took, with the host's work
-    between them. name: of GPUS and MODELS, or the run's output_dir. Raises InputError."""
+    """Of forwards of one rank: the roofline of GPU:MODEL, or what the forwards of a recorded run
+    took, with the host's work between them. name: of GPUS and MODELS, or the run's output_dir.
+    Raises InputError."""
     gpu, _, model = name.partition(":")
     if gpu in GPUS and model in MODELS:
         return roofline(gpu, model)
@@ -84,33 +96,79 @@ def load_cost(name: str) -> ForwardCost:
     if not os.path.isdir(folder):
         valid = f"{', '.join(GPUS)} : {', '.join(MODELS)}"
         raise InputError(f"{name}: neither the folder of a recorded run nor a roofline ({valid})")
-    hardware, table = read_meta(folder)["hardware"], read_table(folder, "forwards")
-    loads = np.stack([table[name].to_numpy() for name in Load._fields], axis=1)
-    seconds = table["end_s"].to_numpy() - table["begin_s"].to_numpy()
-    source = f"fitted on forwards of {hardware.get('gpu') or hardware.get('cpu')}"
     try:
-        return fit_cost(loads, seconds, source)
+        return _fit_recorded(folder, together=False)
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from error
 
 
-def roofline(gpu: str, model: str) -> ForwardCost:
+def load_shared_cost(name: str, num_ranks: int) -> ForwardCost | None:
+    """Of forwards of all ranks together, as in the shared tail; see `load_cost`. None where nothing
+    says what they take: a recorded run had another number of ranks or too few such forwards, or the
+    model cannot be sharded over so many ranks."""
+    gpu, _, model = name.partition(":")
+    if gpu in GPUS and model in MODELS:
+        try:
+            return roofline(gpu, model, num_ranks)
+        except TPUnsupported:
+            return None
+    folder = os.path.join(name, FOLDER)
+    if read_meta(folder)["world_size"] != num_ranks:
+        return None
+    try:
+        return _fit_recorded(folder, together=True)
+    except ValueError:
+        return None
+
+
+def _fit_recorded(folder: str, *, together: bool) -> ForwardCost:
+    """Fitted on a trace's forwards of one rank, or on those of all ranks together, of which each
+    rank has recorded the same. Raises ValueError if there are too few."""
+    hardware, table = read_meta(folder)["hardware"], read_table(folder, "forwards")
+    is_shared = np.zeros(len(table), bool)
+    if "together" in table.column_names:  # null where a run was begun by an older version
+        is_shared = table["together"].fill_null(False).to_numpy()
+    chosen = is_shared & (table["rank"].to_numpy() == 0) if together else ~is_shared
+    loads = np.stack([table[name].to_numpy() for name in Load._fields], axis=1)
+    seconds = table["end_s"].to_numpy() - table["begin_s"].to_numpy()
+    kind = "shared forwards" if together else "forwards"
+    source = f"fitted on {kind} of {hardware.get('gpu') or hardware.get('cpu')}"
+    return fit_cost(loads[chosen], seconds[chosen], source)
+
+
+def roofline(gpu: str, model: str, num_ranks: int = 1) -> ForwardCost:
     """The cost of a forward on a GPU from its data sheet, not measured (Williams, Waterman and
     Patterson 2009): linear layers read all weights once, or compute, whichever takes longer;
     attention reads the keys and values of every attended position once, and computes on them.
 
+    Where several ranks compute it together, each does its share of that, the largest counts where
+    heads do not divide evenly, and there are two all-reduces per layer and one exchange of samples.
+
     gpu, model: of GPUS and MODELS. Left out: sampling, kernels that are slower at odd shapes.
+    Raises TPUnsupported for a model that so many ranks cannot share.
     """
-    bandwidth, compute = GPUS[gpu][0] * BANDWIDTH_SHARE, GPUS[gpu][1] * COMPUTE_SHARE
+    memory, peak, link = GPUS[gpu]
+    bandwidth, compute = memory * BANDWIDTH_SHARE, peak * COMPUTE_SHARE
     parameters, layers, heads, kv_heads, dimension, launch_s = MODELS[model]
-    weights_s, token_s = 2 * parameters / bandwidth, 2 * parameters / compute  # bfloat16
+    own = [shard_heads(heads, kv_heads, rank, num_ranks) for rank in range(num_ranks)]
+    own_heads, own_kv_heads = (max(s.stop - s.start for s in of) for of in zip(*own, strict=True))
+    weights_s = 2 * parameters / num_ranks / bandwidth  # bfloat16
+    token_s = 2 * parameters / num_ranks / compute
     knee = round(weights_s / token_s)  # tokens that compute for as long as the weights are read
     rates = dict.fromkeys(RATES, 0.0)
     rates["wide_rows"] = VERIFY_S
-    rates["positions"] = 2 * 2 * layers * kv_heads * dimension / bandwidth
-    rates["pairs"] = 4 * layers * heads * dimension / compute
-    source = f"roofline, not measured: Qwen2.5-{model.upper()}, bfloat16, on one {gpu.upper()}"
-    return ForwardCost([1, knee], [0.0, token_s], launch_s + weights_s, rates, source)
+    rates["positions"] = 2 * 2 * layers * own_kv_heads * dimension / bandwidth
+    rates["pairs"] = 4 * layers * own_heads * dimension / compute
+    constant_s, summed_s, where = launch_s + weights_s, 0.0, f"one {gpu.upper()}"
+    if num_ranks > 1:
+        latency_s = ALL_REDUCE_S + ALL_REDUCE_RANK_S * (num_ranks - 1)
+        constant_s += (2 * layers + 1) * latency_s
+        # A ring sends each sum to and from all ranks but one (bus bandwidth of nccl-tests).
+        sent = 2 * (num_ranks - 1) / num_ranks * 2 * heads * dimension
+        summed_s = 2 * layers * sent / (link * BANDWIDTH_SHARE)
+        where = f"{num_ranks} {gpu.upper()}s together"
+    source = f"roofline, not measured: Qwen2.5-{model.upper()}, bfloat16, on {where}"
+    return ForwardCost([1, knee], [summed_s, token_s + summed_s], constant_s, rates, source)
 
 
 def fit_cost(loads: np.ndarray, seconds: np.ndarray, source: str) -> ForwardCost:

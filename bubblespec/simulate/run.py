@@ -17,11 +17,13 @@ from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
-from bubblespec.memory import max_slots
+from bubblespec.memory import AUTO_TP_ROWS, max_slots
 from bubblespec.planner.costs import CostModel
+from bubblespec.planner.guard import Guard
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
+from bubblespec.rollout.tp_tail import TPTail, enter_by_cost, measure
 from bubblespec.simulate.runner import (
     Cost,
     DrafterModel,
@@ -45,6 +47,8 @@ class SimulatedStep:
     """From its begin to the end of its last rank."""
     forwards: int
     """Of the rank with the most before its rows of this step were done."""
+    shared_forwards: int
+    """Of all ranks together, in the shared tail; not in `forwards`."""
     idle_share: float
     """Of the rollout, that ranks spent waiting."""
     drafted_tokens: int
@@ -70,10 +74,12 @@ def simulate(
     cost: Cost,
     num_ranks: int,
     *,
+    together: Cost | None = None,
     drafter: DrafterModel | None = None,
     shows_progress: bool = False,
 ) -> list[SimulatedStep]:
-    """The steps of a workload. cost(load): seconds of a forward; drafter: where the method has one.
+    """The steps of a workload. cost(load): seconds of a forward; together(load): of one of all
+    ranks together, without which there is no shared tail; drafter: where the method has one.
 
     Training, rewards and the moving of drafts take no time. Raises InputError where the
     configuration does not fit the workload.
@@ -81,15 +87,22 @@ def simulate(
     config = copy.deepcopy(config)
     config.run.max_steps = num_steps = steps_that_fit(config, workload)
     config.rollout.dynamic_sampling_max_batches = 1
-    config.rollout.tp_tail_max_rows = 0
     config.reward.overlong_buffer_length = 0
+    if together is None or num_ranks == 1 or workload.tools is not None:
+        config.rollout.tp_tail_max_rows = 0
     _check(config, workload, num_ranks)
-    world, profiled, steps = World(num_ranks), _profiled(config, workload, cost), []
+    world, steps, tp_cost = World(num_ranks), [], None
+    if config.rollout.tp_tail_max_rows == "auto":
+        tp_cost = _measured_together(config, workload, cost, together)
+        if tp_cost is None:
+            config.rollout.tp_tail_max_rows = 0
+    profiled = _profiled(config, workload, cost)
+    costs = _Costs(cost, together, drafter or DrafterModel(), profiled, tp_cost)
     with tqdm(total=num_steps, unit="step", disable=None if shows_progress else True) as bar:
 
         def run_rank(rank: int) -> None:
             ranks = SimulatedRanks(world, rank)
-            own = _Rank(config, workload, cost, drafter or DrafterModel(), profiled, ranks)
+            own = _Rank(config, workload, costs, ranks)
             for number in range(num_steps):
                 step = own.run_step(number)
                 if rank == 0:
@@ -148,13 +161,32 @@ def _has_drafts(config: Config) -> bool:
 
 
 def _engine(
-    config: Config, workload: Workload, cost: Cost, ranks: SimulatedRanks, text: Text
+    config: Config,
+    workload: Workload,
+    cost: Cost,
+    ranks: SimulatedRanks,
+    text: Text,
+    together: Cost | None = None,
 ) -> Engine:
-    rollout = config.rollout
+    """One rank's; with `together` that of the shared tail."""
+    rollout, count = config.rollout, config.rollout.max_num_seqs
+    if together is not None:
+        count = _tail_rows(config)
     max_length = workload.max_prompt_length + rollout.max_completion_length
-    options = {"max_num_batched_tokens": rollout.max_num_batched_tokens, "cost": cost, "text": text}
-    runner = SimulatedRunner(ranks.world, ranks.rank, rollout.max_num_seqs, max_length, **options)
-    return Engine(runner)
+    options = {"cost": cost, "text": text, "together": together}
+    options["max_num_batched_tokens"] = max(rollout.max_num_batched_tokens, count)
+    return Engine(SimulatedRunner(ranks.world, ranks.rank, count, max_length, **options))
+
+
+def _tail_rows(config: Config) -> int:
+    """With how many rows of all ranks the shared tail begins, at most; 0 where there is none."""
+    rows = config.rollout.tp_tail_max_rows
+    return AUTO_TP_ROWS if rows == "auto" else rows
+
+
+def _blank(row: Row, _: np.ndarray) -> np.ndarray:
+    """The text of rows that are only timed; without stop tokens nothing ends them."""
+    return np.zeros(row.max_new_tokens, np.int64)
 
 
 def _profiled(config: Config, workload: Workload, cost: Cost) -> CostModel:
@@ -162,11 +194,30 @@ def _profiled(config: Config, workload: Workload, cost: Cost) -> CostModel:
     profiled = CostModel()
     if _has_drafts(config):
         alone = SimulatedRanks(World(1), 0)
-        # Without stop tokens nothing ends a row.
-        text = lambda row, _: np.zeros(row.max_new_tokens, np.int64)  # noqa: E731
-        engine = _engine(config, workload, cost, alone, text)
+        engine = _engine(config, workload, cost, alone, _blank)
         profile(engine, SamplingParams(), profiled, clock=alone.clock)
     return profiled
+
+
+def _measured_together(
+    config: Config, workload: Workload, cost: Cost, together: Cost
+) -> CostModel | None:
+    """What is measured of forwards of all ranks together; see `measure`."""
+    ranks = SimulatedRanks(World(1), 0)
+    parts = (config, workload, cost, ranks, _blank)
+    return measure(_engine(*parts, together), _engine(*parts), SamplingParams(), ranks)
+
+
+@dataclass
+class _Costs:
+    """What things cost, and what a run would have measured of it."""
+
+    alone: Cost
+    together: Cost | None
+    drafter: DrafterModel
+    profiled: CostModel
+    tp_cost: CostModel | None
+    """None where the shared tail is not entered by cost."""
 
 
 class _Rank:
@@ -177,13 +228,12 @@ class _Rank:
         self,
         config: Config,
         workload: Workload,
-        cost: Cost,
-        drafter: DrafterModel,
-        profiled: CostModel,
+        costs: _Costs,
         ranks: SimulatedRanks,
     ):
         self.workload, self.texts, self.ranks = workload, Texts(workload), ranks
-        engine = _engine(config, workload, cost, ranks, self._text)
+        parts = (config, workload, costs.alone, ranks, self._text)
+        engine = _engine(*parts)
         order = (workload, 0, workload.num_prompts, workload.num_generations)
         schedule = StepSchedule(*order)
         if config.tail_batching.enabled:
@@ -193,7 +243,7 @@ class _Rank:
         visits = Counter(dict(sorted(workload.steps, reverse=True)))
         schedule.load_state_dict(schedule.state_dict() | save_visits(visits))
         board = None
-        if _has_drafts(config):
+        if _has_drafts(config) or _tail_rows(config):
             board = ProgressBoard(ranks, config.run.timeout_s, SimulatedTicks(ranks))
         self.sampler = make_sampler(
             config,
@@ -204,8 +254,19 @@ class _Rank:
             self,
             reward_weights=[1.0],
             board=board,
-            cost=copy.deepcopy(profiled),
+            cost=copy.deepcopy(costs.profiled),
         )
+        tail = None
+        if _tail_rows(config):
+            # What is exchanged between its forwards is in what they cost.
+            gather = SimulatedRanks(ranks.world, ranks.rank, meeting_s=0.0).gather
+            tail = TPTail(_engine(*parts, costs.together), ranks, gather, _tail_rows(config))
+            if costs.tp_cost is not None:
+                stats = self.sampler.stats
+                enter_by_cost(tail, costs.tp_cost, stats, engine.num_slots, board)
+                if self.sampler.proposer is None:
+                    stats.guard = Guard()
+            self.sampler.tail = tail
         if workload.tools is not None:
             num_workers = max(config.environment.num_workers, 1)
             self.sampler.environments = SimulatedEnvironments(
@@ -213,10 +274,12 @@ class _Rank:
             )
         if "drafter" in config.speculative.sources:
             proposer = self.sampler.proposer
-            runner = SimulatedDrafterRunner(engine, drafter)
+            runner = SimulatedDrafterRunner(engine, costs.drafter)
             source = DrafterSource(runner, proposer.cost, ranks.clock)
             source.profile()
             proposer.add(source)
+            if tail is not None:
+                tail.draft_with(source, SimulatedDrafterRunner(tail.engine, costs.drafter))
         ranks.barrier()
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
@@ -268,6 +331,7 @@ class _Rank:
             step=step,
             seconds=seconds,
             forwards=int(forwards),
+            shared_forwards=len(rollout.shared_forwards),
             idle_share=float(gathered[:, 2].mean() / seconds),
             drafted_tokens=drafted,
             proposed_tokens=proposed,

@@ -31,7 +31,8 @@ Cost = Callable[[Load], float]
 class SimulatedRunner:
     """A `Runner`. text(row, tokens so far): all that a row will have said at its end, int [L],
     beginning with those tokens; asked for when the row comes into a slot. cost(load): seconds of a
-    forward."""
+    forward; together(load): of one that all ranks compute together, over the same rows on each of
+    them, where this runner's forwards are such."""
 
     def __init__(
         self,
@@ -43,10 +44,12 @@ class SimulatedRunner:
         max_num_batched_tokens: int,
         cost: Cost,
         text: Text,
+        together: Cost | None = None,
     ):
         self.num_slots, self.max_length = num_slots, max_length
         self.max_num_batched_tokens, self.pages = max_num_batched_tokens, None
-        self.world, self.rank, self.cost, self.text = world, rank, cost, text
+        self.world, self.rank, self.text = world, rank, text
+        self.cost, self.together = cost, together
         self.said = np.full((num_slots, max_length + 1), NO_TOKEN, np.int32)  # text of each slot
         self.end = np.zeros(num_slots, np.int64)  # of that text
         self.name = np.zeros((num_slots, 3), np.int64)  # of its sample
@@ -72,7 +75,10 @@ class SimulatedRunner:
 
     def forward(self, batch: Batch, params: SamplingParams) -> Verified:
         """Log-probabilities are 0."""
-        self.world.advance(self.rank, self.cost(batch.load))
+        if self.together is None:
+            self.world.advance(self.rank, self.cost(batch.load))
+        else:  # none goes on before all are done
+            self.world.meet(self.rank, None, self.together(batch.load))
         row, offset = ragged(batch.num_draft + 1)
         slot = batch.slots[row]
         position = np.minimum(batch.generated[row] + offset, self.end[slot])
@@ -134,6 +140,9 @@ class SimulatedDrafterRunner:
         is_right = (np.arange(length) < num_right[:, None]) & (position < end)
         tokens = np.where(is_right, said, np.abs(said) ^ 1)
         return Chains(tokens, np.full(tokens.shape, CONFIDENCE), slots, count)
+
+    def enable(self, is_on: bool) -> None:
+        """It needs nothing of the engine's rows."""
 
     def run_once(self, num_rows: int) -> None:
         self._advance(num_rows, num_rows, 0)

@@ -103,9 +103,9 @@ class World:
                 raise _Abandoned
         self.now[rank] = max(self.now[rank], wake[rank])
 
-    def meet(self, rank: int, brought: object) -> list:
-        """Join the next collective; returns what all ranks bring, by rank, once the last has
-        come."""
+    def meet(self, rank: int, brought: object, seconds: float | None = None) -> list:
+        """Join the next collective; returns what all ranks bring, by rank, once the last has come.
+        seconds: that it takes from then on, equal on all ranks; by default meeting_s."""
         number = self._meetings[rank]
         self._meetings[rank] += 1
         present = self._present.setdefault(number, {})
@@ -114,7 +114,8 @@ class World:
             self.wait(rank, math.inf)
         else:
             del self._present[number]
-            over = max(self.now) + self.meeting_s  # all are here, so none can be later
+            took_s = self.meeting_s if seconds is None else seconds
+            over = max(self.now) + took_s  # all are here, so none can be later
             self._wake[:] = [over] * self.num_ranks
             self.now[rank] = over
         return [present[other] for other in range(self.num_ranks)]
@@ -151,8 +152,10 @@ class World:
 class SimulatedRanks(Ranks):
     """One of the world's ranks: collectives are meetings in virtual time."""
 
-    def __init__(self, world: World, rank: int):
+    def __init__(self, world: World, rank: int, meeting_s: float | None = None):
+        """meeting_s: in place of the world's."""
         super().__init__(torch.device("cpu"))
+        self.meeting_s = meeting_s
         self.world, self.rank, self.world_size = world, rank, world.num_ranks
         self.is_main = rank == 0
 
@@ -164,14 +167,17 @@ class SimulatedRanks(Ranks):
         self.clock = SimpleNamespace(perf_counter=now, monotonic=now, sleep=sleep)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(sum(self.world.meet(self.rank, tensor.clone())))
+        return tensor.copy_(sum(self._meet(tensor.clone())))
 
     def gather(self, array: np.ndarray) -> np.ndarray:
-        return np.stack(self.world.meet(self.rank, array))
+        return np.stack(self._meet(array))
 
     def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
         """The arrays themselves, not copies: they must not be written to."""
-        return self.world.meet(self.rank, array)
+        return self._meet(array)
+
+    def _meet(self, brought: object) -> list:
+        return self.world.meet(self.rank, brought, self.meeting_s)
 
 
 class SimulatedTicks(Transport):

@@ -107,10 +107,12 @@ def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:
 def evaluation_metrics(
     ranks: Ranks, samples: Samples, rollout: RolloutRecord, seconds: float, *, has_drafts: bool
 ) -> dict:
-    """How an evaluation was generated; forwards are those of the rank that took most. seconds: of
-    all of it; has_drafts: from the second evaluation on, its samples may have drafts."""
+    """How an evaluation was generated; forwards are those of the rank that took most, the shared
+    ones included. seconds: of all of it; has_drafts: from the second evaluation on, its samples may
+    have drafts."""
     counts = rollout.acceptance
-    own = [rollout.own_forwards, counts.draft_tokens, counts.accepted_tokens]
+    forwards = rollout.own_forwards + len(rollout.shared_forwards)
+    own = [forwards, counts.draft_tokens, counts.accepted_tokens]
     gathered = ranks.gather(np.array(own))
     drafted, accepted = gathered[:, 1:].sum(axis=0).tolist()
     metrics = {
@@ -211,7 +213,7 @@ def shared_tail_metrics(ranks: Ranks, record: StepRecord) -> dict:
     rows, seconds = ranks.gather(np.array([own_rows, own_s])).T
     return {
         "tp_tail/rows": int(rows.sum()),
-        "tp_tail/forwards": sum(rollout.shared_forwards for rollout in shared),
+        "tp_tail/forwards": sum(len(rollout.shared_forwards) for rollout in shared),
         "timing_s/tp_tail": float(seconds.mean()),
     }
 

@@ -13,7 +13,8 @@ penalty; draft_tokens is its draft as its step began, null if it had none; draft
 updates before the draft was last extended, -1 if there is none.
 
 forwards: a row per forward, by rank, batch and time, with the fields of `ForwardRecord`; times are
-seconds since that rank began that batch's rollout.
+seconds since that rank began that batch's rollout. together marks forwards of all ranks together
+(the shared tail): each rank has a row of each; older traces lack the column, and have none of them.
 
 meta.json: format, config (flat), world_size, hardware and versions of the newest start.
 """
@@ -197,10 +198,14 @@ def _response_columns(record: StepRecord) -> dict[str, Any]:
 
 
 def _own_forwards(rollouts: list[RolloutRecord]) -> np.ndarray:
-    """This rank's forwards of a step, float64 [forwards, 1 + fields of ForwardRecord]: batch, and
-    the fields, with times since the rollout began. Counts are exact in it."""
-    forwards = [(i, *forward) for i, rollout in enumerate(rollouts) for forward in rollout.forwards]
-    numbers = np.array(forwards, np.float64).reshape(-1, 1 + len(ForwardRecord._fields))
+    """This rank's forwards of a step, float64 [forwards, 2 + fields of ForwardRecord]: batch, the
+    fields, with times since the rollout began, and whether all ranks computed it together. Counts
+    are exact in it."""
+    forwards = []
+    for i, rollout in enumerate(rollouts):
+        forwards += [(i, *forward, False) for forward in rollout.forwards]
+        forwards += [(i, *forward, True) for forward in rollout.shared_forwards]
+    numbers = np.array(sorted(forwards), np.float64).reshape(-1, 2 + len(ForwardRecord._fields))
     began_s = np.array([rollout.began_s for rollout in rollouts])
     numbers[:, 1:3] -= began_s[numbers[:, 0].astype(int), None]
     return numbers
@@ -208,10 +213,11 @@ def _own_forwards(rollouts: list[RolloutRecord]) -> np.ndarray:
 
 def _forward_columns(step: int, by_rank: list[np.ndarray]) -> dict[str, Any]:
     """by_rank: see `_own_forwards`, flat, of each rank."""
-    names = ("batch", *ForwardRecord._fields)
+    names = ("batch", *ForwardRecord._fields, "together")
     tables = [numbers.reshape(-1, len(names)) for numbers in by_rank]
     ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     columns = {"step": np.full(len(ranks), step), "rank": ranks}
     for name, values in zip(names, np.concatenate(tables).T, strict=True):
         columns[name] = values if name.endswith("_s") else values.astype(np.int64)
+    columns["together"] = columns["together"].astype(bool)
     return columns

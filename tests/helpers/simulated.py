@@ -53,11 +53,12 @@ def run(
     cost=None,
     config: dict | None = None,
     drafter: DrafterModel | None = None,
+    together=None,
     **workload,
 ):
     config = make_config(method, **(config or {}))
-    cost = cost or LinearCost()
-    return simulate(config, make_workload(**workload), cost, num_ranks, drafter=drafter)
+    parts = (config, make_workload(**workload), cost or LinearCost(), num_ranks)
+    return simulate(*parts, together=together, drafter=drafter)
 
 
 def figures(steps) -> list[dict]:

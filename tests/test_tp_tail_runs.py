@@ -1,0 +1,142 @@
+"""Whole runs with the shared tail on two ranks in virtual time: what is recorded of its forwards,
+and evaluations, one of which is stopped in the middle of it."""
+
+import shutil
+from types import SimpleNamespace
+
+import pyarrow.compute
+import pyarrow.parquet
+import pytest
+
+from bubblespec.engine.noise import EVALUATION
+from bubblespec.planner.stats import RunStats
+from bubblespec.records import Load
+from bubblespec.rollout.tp_tail import TPTail
+from bubblespec.simulate.__main__ import SECTIONS, simulated_config
+from bubblespec.simulate.cost import load_cost, load_shared_cost
+from bubblespec.simulate.recorded import read_workload, sections_of
+from bubblespec.simulate.run import simulate
+from bubblespec.telemetry.trace import read_meta, read_table
+from tests.helpers.clocks import forward_seconds
+from tests.helpers.runs import digests, read
+from tests.helpers.threads import train_on_threads
+
+OPTIONS = [
+    "rollout.num_prompts_per_step=6",
+    "rollout.num_generations=3",
+    "rollout.max_completion_length=96",
+    "data.size=64",
+    "eval.num_prompts=4",
+    "eval.num_generations=2",
+    "run.max_steps=3",
+    "run.eval_steps=1",
+    "run.save_steps=0",
+    "model.dtype=float64",
+    "optim.learning_rate=1e-3",
+    "speculative.method=none",
+    "reward.functions=[tests.helpers.rewards.remainder]",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder of a run without it, that of one with it, and what it was called with. In the tail
+    of the second evaluation rank 1 is told to stop, and the run is continued."""
+    plain, shared = (tmp_path_factory.mktemp(name) for name in ("plain", "shared"))
+    train_on_threads(2, *OPTIONS, "rollout.tp_tail_max_rows=0", f"run.output_dir={plain}")
+    calls, run = [], TPTail.run
+    observed, observe = [], RunStats.observe_rollout
+
+    def noted(tail, own, table, *arguments, **options):
+        call = SimpleNamespace(rank=tail.ranks.rank, num_rows=len(own))
+        call.is_evaluation = table.launch.groups[0].visit == EVALUATION
+        others = [c for c in calls if c.rank == 1 and c.is_evaluation]
+        call.stops = call.is_evaluation and call.rank == 1 and len(others) == 1
+        tail.ranks.must_stop |= call.stops
+        before = tail.engine.num_forwards
+        run(tail, own, table, *arguments, **options)
+        call.forwards = tail.engine.num_forwards - before
+        call.tokens = sum(len(row.tokens) for row in own.values())
+        calls.append(call)
+
+    keys = ["rollout.tp_tail_max_rows=6", "run.trace=true", f"run.output_dir={shared}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TPTail, "run", noted)
+        patch.setattr(RunStats, "observe_rollout", lambda *of: observed.append(of) or observe(*of))
+        train_on_threads(2, *OPTIONS, *keys)
+        assert any(call.stops for call in calls) and len(digests(shared)) == 1
+        train_on_threads(2, *OPTIONS, *keys)
+    assert len(observed) == 2 * len(digests(shared)), "no guard learns from an evaluation"
+    return SimpleNamespace(plain=plain, shared=shared, calls=calls)
+
+
+def table_of(folder) -> list[dict]:
+    return read_table(str(folder / "trace"), "forwards").to_pylist()
+
+
+def test_tokens_of_steps_and_evaluations_are_those_without_it(runs):
+    assert digests(runs.shared) == digests(runs.plain)
+    found = [
+        [line["eval/digest"] for line in read(folder) if "eval/digest" in line]
+        for folder in (runs.plain, runs.shared)
+    ]
+    assert found[0] == found[1] and len(set(found[0])) > 1, "the policy must learn something"
+    evaluated = [call for call in runs.calls if call.is_evaluation]
+    assert sum(call.forwards > 0 for call in evaluated) >= 4, "on both ranks"
+
+
+def test_its_forwards_are_recorded_and_no_others_are_counted_with_them(runs):
+    table, lines = table_of(runs.shared), [line for line in read(runs.shared) if "reward" in line]
+    trained = [call for call in runs.calls if not call.is_evaluation]
+    of_ranks = [[call for call in trained if call.rank == rank] for rank in range(2)]
+    of_ranks = [[call for call in calls if call.forwards] for calls in of_ranks]
+    steps = sorted({row["step"] for row in table if row["together"]})
+    assert len(steps) == len(of_ranks[0]) == len(of_ranks[1]) > 1
+    for step, *calls in zip(steps, *of_ranks, strict=True):
+        lanes = [
+            [row for row in table if (row["step"], row["rank"]) == (step, rank)]
+            for rank in range(2)
+        ]
+        shared = [[row for row in lane if row["together"]] for lane in lanes]
+        for call, lane, own in zip(calls, lanes, shared, strict=True):
+            assert len(own) == call.forwards and own[0]["own_rows"] == call.num_rows
+            assert [row["begin_s"] for row in lane] == sorted(row["begin_s"] for row in lane)
+            # Of each row its prompt's last token and all its tokens but the last are fed.
+            fed = sum(row["tokens"] - row["prompt_tokens"] for row in own)
+            assert fed == sum(call.tokens for call in calls)
+            assert all(row["engine_s"] <= row["end_s"] - row["begin_s"] + 1e-9 for row in own)
+        loads = [[[row[name] for name in Load._fields] for row in own] for own in shared]
+        assert loads[0] == loads[1], "all ranks have the same rows in it"
+        (line,) = [line for line in lines if line["step"] == step]
+        assert line["tp_tail/forwards"] == len(shared[0])
+        assert line["tp_tail/rows"] == shared[0][0]["rows"] == sum(c.num_rows for c in calls)
+        own = [len(lane) - len(of_lane) for lane, of_lane in zip(lanes, shared, strict=True)]
+        assert line["rollout/forwards"] == max(own)
+
+
+def test_its_forwards_have_a_cost_of_their_own(runs, tmp_path):
+    folder = str(runs.shared)
+    cost, shared_cost = load_cost(folder), load_shared_cost(folder, 2)
+    for load in (Load(4, 4, 0, 200, 0, 0), Load(8, 8, 0, 500, 0, 0)):
+        assert cost.seconds(load) == pytest.approx(forward_seconds(load), rel=0.05)
+    decoded = [row for row in table_of(runs.shared) if row["together"] and row["rows"] == 1]
+    seconds = [row["end_s"] - row["begin_s"] for row in decoded]
+    fitted = [shared_cost.seconds([row[name] for name in Load._fields]) for row in decoded]
+    assert sum(fitted) == pytest.approx(sum(seconds), rel=0.1)
+    assert load_shared_cost(folder, 3) is None, "that was two ranks"
+    # As a version before this column has written it.
+    shutil.copytree(runs.shared / "trace", tmp_path / "trace")
+    for path in (tmp_path / "trace").glob("forwards-*"):
+        table = pyarrow.parquet.read_table(path, partitioning=None)
+        kept = table.filter(pyarrow.compute.invert(table["together"]))
+        pyarrow.parquet.write_table(kept.drop_columns("together"), path)
+    assert load_shared_cost(str(tmp_path), 2) is None and load_cost(str(tmp_path)) == cost
+
+
+def test_the_run_is_simulated_with_it(runs):
+    folder = str(runs.shared)
+    config = simulated_config(sections_of(read_meta(f"{folder}/trace")["config"], SECTIONS))
+    costs = load_cost(folder).seconds, load_shared_cost(folder, 2).seconds
+    steps = simulate(config, read_workload(folder), costs[0], 2, together=costs[1])
+    assert [step.digest for step in steps] == digests(runs.shared)
+    assert sum(step.shared_forwards for step in steps) > 0
