@@ -178,7 +178,7 @@ class Sampler:
         loop = RolloutLoop(self.engine, self.ranks, self.params, board=self.board)
         loop.on_finished = None if scoring is None else scoring.on_finished
         loop.cost = self.stats.cost if self.learns else None
-        loop.tail = self.tail if self.stats.is_on else None
+        loop.tail = self._tail_in_use
         if self.drafter is not None:
             self.drafter.source.enable(self.has_drafter)
         if self.proposer is not None:
@@ -193,6 +193,12 @@ class Sampler:
             if loop.proposer is not None:
                 loop.episodes.drafts = self.store
         return loop.run(rows, table), loop.tasks
+
+    @property
+    def _tail_in_use(self) -> TPTail | None:
+        """Of the next rollout. The guard watches it where costs decide when it is entered."""
+        is_asked_for = self.tail is not None and self.tail.is_worth_it is None
+        return self.tail if is_asked_for or self.stats.is_on else None
 
     def _episodes(self, groups: list[Group], scoring: Scoring | None) -> Episodes:
         """Of a rollout that may begin samples of these groups."""
@@ -375,7 +381,7 @@ class Sampler:
         table, rows, scoring = self.begin(launch, None)
         loop = RolloutLoop(self.engine, self.ranks, params, board=self.board)
         loop.on_finished = scoring.on_finished
-        loop.tail = None if self.stats.is_paused else self.tail
+        loop.tail = self._tail_in_use
         if self.drafter is not None:
             self.drafter.source.enable(False)  # it is not asked in an evaluation
         if self.evaluation is not None and len(self.evaluation_store):
