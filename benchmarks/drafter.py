@@ -46,8 +46,8 @@ class CountedSource(DrafterSource):
     def choose_length(self, active, count):
         return MAX_CHAIN_LENGTH
 
-    def plan(self, survival, active, spent_s):
-        return np.full(len(survival), survival.shape[1]), True
+    def plan(self, confidence, active, spent_s):
+        return np.full(len(confidence), confidence.shape[1]), True
 
     def propose(self, *arguments):
         runner = self.runner.engine.runner

@@ -162,8 +162,7 @@ def test_tokens_that_the_drafter_doubts_are_not_verified(ends_early):
     source.profile()
     row = tracked(source)
     proposals = source.propose(row, np.array([9]))
-    assert proposals.count.tolist() == [2] and source.is_promising
-    assert 0.9 < proposals.rates[0] < 1.0
+    assert proposals.count.tolist() == [2] and not source.is_promising
     assert len(proposals.tokens) == (3 if ends_early else source.choose_length(1, 1))
     source.runner.confidence[:] = 0.01
     assert source.propose(row, np.array([9])).count.tolist() == [0] and source.is_promising

@@ -123,13 +123,11 @@ class DrafterSource(DraftSource):
             return nothing
         begin_s, runner = self.clock.perf_counter(), self.runner
 
-        def plan(confidence: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
-            survival = self._survival.estimates[self._kinds_of(confidence)].cumprod(axis=1)
-            spent_s = self.clock.perf_counter() - begin_s
-            return survival, *self.plan(survival, active, spent_s)
+        def plan(confidence: np.ndarray) -> tuple[np.ndarray, bool]:
+            return self.plan(confidence, active, self.clock.perf_counter() - begin_s)
 
         if runner.ends_early:
-            options = {"goes_on": lambda confidence: plan(confidence)[2]}
+            options = {"goes_on": lambda confidence: plan(confidence)[1]}
             chains = runner.draft(np.array(sorted(index_of)), MAX_CHAIN_LENGTH, **options)
         else:
             chains = runner.draft(np.array(sorted(index_of)), length)
@@ -144,25 +142,22 @@ class DrafterSource(DraftSource):
         kinds = self._kinds_of(chains.confidence)
         pairs = zip(chains.tokens, kinds, strict=True)
         self._proposed.update(zip(numbers[drafted].tolist(), pairs, strict=True))
-        survival, verified, _ = plan(chains.confidence)
-        _, begin, count, kind, _ = nothing
+        _, begin, count, kind = nothing
         begin[drafted] = length * np.arange(len(drafted))
-        count[drafted] = np.minimum(limits[drafted], verified)
-        rates = np.zeros(len(count))
-        last = np.maximum(verified, 1)
-        rates[drafted] = survival[np.arange(len(drafted)), last - 1] ** (1 / last)
-        self.is_promising = True  # less likely tokens in this forward, likely ones in the next
-        return Proposals(chains.tokens.ravel(), begin, count, kind, rates)
+        count[drafted] = np.minimum(limits[drafted], plan(chains.confidence)[0])
+        self.is_promising = not count.any()
+        return Proposals(chains.tokens.ravel(), begin, count, kind)
 
     def _kinds_of(self, confidence: np.ndarray) -> np.ndarray:
         """The confidence of tokens as numbers in `_survival`, int64."""
         return self._confidences[CONFIDENCES[1:-1].searchsorted(confidence)]
 
-    def plan(self, survival: np.ndarray, active: int, spent_s: float) -> tuple[np.ndarray, bool]:
-        """See `plan_chains`."""
+    def plan(self, confidence: np.ndarray, active: int, spent_s: float) -> tuple[np.ndarray, bool]:
+        """See `plan_chains`. confidence: float [M, n]."""
+        rates = self._survival.estimates
         return plan_chains(
-            survival,
-            float(self._survival.estimates[self._positions[0]]),
+            rates[self._kinds_of(confidence)].cumprod(axis=1),
+            float(rates[self._positions[0]]),
             self.cost,
             self.drafter_cost,
             active,

@@ -159,13 +159,13 @@ class Proposer:
         # Of each row's proposal: where it lies in which text, how long it is.
         texts: list[np.ndarray] = []
         text, begin, count, kind = np.zeros((4, len(rows)), np.int64)
-        chances, rates = self.survival.estimates, np.zeros(len(rows))
+        chances = self.survival.estimates
         for source, kinds in zip(self.sources, self._kinds, strict=True):
             if not source.is_enabled:
                 continue
             is_open = count[asked] == 0
             if chance := source.chance:
-                is_open |= rates[asked] < chance
+                is_open |= chances[kind[asked]] < chance
             if not len(some := asked[is_open]):
                 continue
             found = source.propose(numbers[some], limits[some])
@@ -177,14 +177,13 @@ class Proposer:
             some = some[given]
             begin[some], count[some] = found.begin[given], found.count[given]
             text[some], kind[some] = len(texts), kinds[found.kind[given]]
-            rates[some] = chances[kind[some]] if found.rates is None else found.rates[given]
             self.survival.came_up[kind[some]] = True
             texts.append(found.tokens)
         self.tracked.kind[numbers[asked]] = kind[asked]
         if not self.always:
             kv_tokens = int(lengths.sum()) + prompt_tokens
             options = {"budget": budget, "overhead_s": self._overhead_s}
-            count, pays = choose_windows(rates, count, self.cost, kv_tokens, **options)
+            count, pays = choose_windows(chances[kind], count, self.cost, kv_tokens, **options)
             pays |= any(source.is_promising for source in self.enabled_sources)
             # Where nothing pays, it is looked for again after a while, less and less often.
             self._pause = self._backoff = 0 if pays else min(2 * self._backoff + 1, MAX_BACKOFF)

@@ -173,9 +173,6 @@ class Proposals(NamedTuple):
     """int64 [R], how many they are; 0 for no proposal."""
     kind: np.ndarray
     """int64 [R], number in the source's `kinds`."""
-    rates: np.ndarray | None = None
-    """float64 [R], acceptance rate of each token of a proposal, where the source knows it better
-    than by the kind."""
 
 
 class DraftSource:
@@ -192,8 +189,7 @@ class DraftSource:
     chance = 0.0
     """Expected acceptance rate below which it replaces another source's proposal."""
     is_promising = False
-    """Whether to ask again in the next forward even if nothing that it proposes in this one is
-    worth verifying."""
+    """Whether to ask again in the next forward even if no proposal pays in this one."""
     path: str | None = None
     """Dotted path of the user's own source, whose proposals are checked."""
     vocab_size: int | None = None

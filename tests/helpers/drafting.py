@@ -23,10 +23,10 @@ def train_always(patch=setattr) -> None:
     patch(ProgressBoard, "_is_too_soon", lambda board: False)
 
 
-def plan_three(survival: np.ndarray, active: int, spent_s: float) -> tuple[np.ndarray, bool]:
+def plan_three(confidence: np.ndarray, active: int, spent_s: float) -> tuple[np.ndarray, bool]:
     """In place of `DrafterSource.plan`: chains of three tokens, all of which are verified."""
-    length = survival.shape[1]
-    return np.full(len(survival), length), length < 3
+    length = confidence.shape[1]
+    return np.full(len(confidence), length), length < 3
 
 
 def chain_always(patch=setattr) -> None:
