@@ -46,9 +46,6 @@ class CountedSource(DrafterSource):
     def choose_length(self, active, count):
         return MAX_CHAIN_LENGTH
 
-    def plan(self, confidence, active, spent_s):
-        return np.full(len(confidence), confidence.shape[1]), True
-
     def propose(self, *arguments):
         runner = self.runner.engine.runner
         if not self.has_own_noise:
@@ -60,7 +57,7 @@ class CountedSource(DrafterSource):
 
     def observe(self, numbers, tokens, counts):
         for number, gained in zip(numbers.tolist(), unpacked(tokens, counts), strict=True):
-            chain, _ = self._proposed.pop(number, ((), ()))
+            chain = self._proposed.pop(number, ())
             for place, (said, token) in enumerate(zip(chain, gained, strict=False)):
                 self.counts[:, place] += 1, said == token
                 if said != token:

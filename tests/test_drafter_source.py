@@ -1,17 +1,16 @@
 """How long the drafter's chains are, by what is accepted and what they cost."""
 
-import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from bubblespec.draft import drafter_source
-from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, MAX_ROWS, Chains
+from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, MAX_ROWS
 from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.draft.sources import TrackedRows
 from bubblespec.planner.costs import KNOTS, CostModel
-from bubblespec.planner.windows import choose_chain_length, plan_chains
+from bubblespec.planner.windows import choose_chain_length
 from bubblespec.types import Row, SampleId
 from tests.helpers.clocks import Clock
 
@@ -42,39 +41,10 @@ def test_no_other_length_gives_more_tokens_per_second(seed):
     assert tokens_per_second(length) == pytest.approx(best, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_no_other_tokens_of_chains_give_more_tokens_per_second(seed):
-    """Against all ways to cut three chains, with a step in the cost; and whether another token of
-    each pays, by the same search."""
-    random = np.random.default_rng(seed)
-    active, length, spent_s = int(random.integers(3, 6)), int(random.integers(1, 4)), 1e-3
-    a, c, f, h = 10.0 ** random.uniform(-4, -2, 4)
-    cost, drafter_cost = made_cost(a, 0, c, a / 2, 0), made_cost(f, 0, h, 0, 0)
-    survival = random.uniform(0.1, 1.0, (3, length)).cumprod(axis=1)
-
-    def best(survival: np.ndarray, spent_s: float) -> tuple[float, tuple[int, ...]]:
-        def rate(counts: tuple[int, ...]) -> float:
-            gained = sum(of[:count].sum() for of, count in zip(survival, counts, strict=True))
-            seconds = a + c * (active + sum(counts)) + a / 2 * (sum(counts) > 0)
-            return (active + gained) / (seconds + spent_s)
-
-        cuts = itertools.product(range(survival.shape[1] + 1), repeat=3)
-        return max((rate(counts), counts) for counts in cuts)
-
-    rate, wanted = best(survival, spent_s)
-    longer = np.hstack((survival, survival[:, -1:] * 0.7))
-    arguments = (cost, drafter_cost, active, 0, spent_s)
-    counts, goes_on = plan_chains(survival, 0.7, *arguments)
-    assert counts.tolist() == list(wanted)
-    assert goes_on == (best(longer, spent_s + f + 3 * h)[0] > rate)
-
-
 class TimedRunner:
-    """Chains of the token 1 for all rows, which take as long as they are told. confidence: of each
-    token in a chain; ends_early: as on a CPU."""
+    """Chains of the token 1 for all rows, which take as long as they are told."""
 
-    def __init__(self, num_rows: int, seconds: float, confidence=(0.9,) * 5, ends_early=False):
-        self.confidence, self.ends_early = np.array(confidence), ends_early
+    def __init__(self, num_rows: int, seconds: float):
         self.clock, self.seconds = Clock(), seconds
         rows = [Row(SampleId(0, 0, n), (1,), 50) for n in range(num_rows)]
         self.engine = SimpleNamespace(
@@ -84,17 +54,13 @@ class TimedRunner:
     def run_once(self, num_rows):
         self.clock.sleep(self.seconds)
 
-    def draft(self, slots, length, goes_on=None):
-        for number in range(1, length + 1):
-            self.clock.sleep(self.seconds)
-            confidence = np.tile(self.confidence[:number], (len(slots), 1))
-            if goes_on is not None and not goes_on(confidence):
-                break
-        return Chains(np.ones_like(confidence, np.int64), confidence, slots, len(slots))
+    def draft(self, slots, length):
+        self.clock.sleep(self.seconds * length)
+        return np.ones((len(slots), length), np.int64), slots, len(slots)
 
 
-def make_source(num_rows: int, seconds: float, cost: CostModel, **options) -> DrafterSource:
-    runner = TimedRunner(num_rows, seconds, **options)
+def make_source(num_rows: int, seconds: float, cost: CostModel) -> DrafterSource:
+    runner = TimedRunner(num_rows, seconds)
     return DrafterSource(runner, cost, runner.clock)
 
 
@@ -151,22 +117,3 @@ def test_nothing_is_drafted_for_many_rows_and_nothing_learned_from_rows_that_are
     assert source.acceptance_rates() == pytest.approx(before)
     source.observe(rows[1:2], one, one)
     assert source.acceptance_rates()[0] > before[0]
-
-
-@pytest.mark.parametrize("ends_early", [False, True])
-def test_tokens_that_the_drafter_doubts_are_not_verified(ends_early):
-    """Where each costs something. On a CPU they end a chain, and another one is tried in the next
-    forward even if nothing was worth verifying."""
-    cost, doubts = made_cost(0.01, 0, 0.002, 0, 0), (0.99, 0.9, 0.01, 0.01, 0.01)
-    source = make_source(1, 1e-6, cost, confidence=doubts, ends_early=ends_early)
-    source.profile()
-    row = tracked(source)
-    proposals = source.propose(row, np.array([9]))
-    assert proposals.count.tolist() == [2] and not source.is_promising
-    assert len(proposals.tokens) == (3 if ends_early else source.choose_length(1, 1))
-    source.runner.confidence[:] = 0.01
-    assert source.propose(row, np.array([9])).count.tolist() == [0] and source.is_promising
-    for _ in range(200):  # but they are right
-        source.propose(row, np.array([9]))
-        source.observe(row, np.array([1]), np.array([1]))
-    assert source.propose(row, np.array([9])).count[0] > 0

@@ -27,7 +27,6 @@ from bubblespec.rollout.tp_tail import STOP_INTERVAL, TPTail, make_tp_tail
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Draft
 from tests.helpers.clocks import forward_seconds
-from tests.helpers.drafting import plan_three
 from tests.helpers.models import VOCAB, small_config
 from tests.helpers.rollouts import (
     FOUR_PROMPTS,
@@ -51,9 +50,9 @@ NUM_ROWS = 12  # of four prompts, three responses each
 class TimedRunner(DrafterRunner):
     """A chain takes virtual time."""
 
-    def draft(self, *arguments, **options):
+    def draft(self, *arguments):
         self.engine.clock.sleep(1e-4)
-        return super().draft(*arguments, **options)
+        return super().draft(*arguments)
 
 
 def play(num_ranks, max_rows, *, drafts=None, has_drafter=False, stop_at=None) -> list[dict]:
@@ -88,7 +87,6 @@ def play(num_ranks, max_rows, *, drafts=None, has_drafter=False, stop_at=None) -
             runner = TimedRunner(drafter, engine, PARAMS)
             source = DrafterSource(runner, fixed_cost(), ranks.clock)
             source.choose_length = lambda active, count: 3
-            source.plan = plan_three
             source.enable(True)
             tail.draft_with(source, TimedRunner(drafter, tail.engine, PARAMS))
             proposer = Proposer([source], source.cost, always=True, clock=ranks.clock)

@@ -20,9 +20,7 @@ that get a chain, n tokens of a chain.
 
 import copy
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +38,7 @@ from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import output_head
 from bubblespec.engine.noise import add_gumbel
-from bubblespec.engine.packing import PAGE, pack_rows, to_device, to_host
+from bubblespec.engine.packing import PAGE, pack_rows, to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, scale_and_restrict, widened
 from bubblespec.errors import InputError, log
@@ -162,19 +160,6 @@ def _one_layer_config(config: PreTrainedConfig, number: int) -> PreTrainedConfig
     return config
 
 
-class Chains(NamedTuple):
-    """What a drafter has drafted for M decoding rows."""
-
-    tokens: np.ndarray
-    """int64 [M, n]."""
-    confidence: np.ndarray
-    """float [M, n], the drafter's own probability of each token."""
-    slots: np.ndarray
-    """int64 [M], of the rows."""
-    num_caught_up: int
-    """Positions that the drafter had to catch up with."""
-
-
 class DrafterRunner:
     """The drafter's part of an engine. While it is enabled it follows the slots of the engine's
     runner (see `ModelRunner.follower`)."""
@@ -182,8 +167,6 @@ class DrafterRunner:
     def __init__(self, drafter: Drafter, engine: Engine, params: SamplingParams):
         """params: of the rows."""
         self.drafter, self.engine, runner = drafter, engine, engine.runner
-        # Where the host knows each token at once, a chain may end when it becomes uncertain.
-        self.ends_early = runner.device.type == "cpu"
         stops = np.flatnonzero(np.isin(drafter.ids, params.stop_token_ids))
         self.params = replace(params, stop_token_ids=tuple(stops.tolist()))  # by index in its ids
         # Rows are in the first slots; in the others nothing is kept.
@@ -270,18 +253,15 @@ class DrafterRunner:
         self._hidden[index[0], index[1]] = states
 
     @torch.inference_mode()
-    def draft(
-        self, slots: np.ndarray, length: int, goes_on: Callable[[np.ndarray], bool] | None = None
-    ) -> Chains:
-        """Chains for decoding rows: those of `slots` whose hidden states are kept. slots: int64,
-        ascending; length: n, at most MAX_CHAIN_LENGTH; goes_on: asked after each token whether
-        another one should follow, with the confidence so far. Without it the host waits for the
-        device once."""
+    def draft(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Chains for decoding rows, int64 [M, n], which of `slots` they are for, int64 [M], and how
+        many positions the drafter had to catch up with. slots: int64, ascending; length: n, at most
+        MAX_CHAIN_LENGTH. The host waits for the device once."""
         engine, runner = self.engine, self.engine.runner
         count = self._to_catch_up(slots)
         slots, count = slots[count > 0], count[count > 0]
         if len(slots) == 0:
-            return Chains(np.empty((0, length), np.int64), np.empty((0, length)), slots, 0)
+            return np.empty((0, length), np.int64), slots, 0
         row, offset = ragged(count)
         cached = self._num_cached[slots]
         position = (self._base[slots] + cached)[row] + offset
@@ -296,18 +276,13 @@ class DrafterRunner:
         keys = runner.noise_keys(np.repeat(slots, length), position.ravel())
         keys = keys.view(len(slots), length, 4)
         position = to_device(position, runner.device)
-        chain, confidence, one = [], [], np.ones(len(slots), np.int64)
+        chain, one = [], np.ones(len(slots), np.int64)
         for number in range(length):
             if number:
-                if goes_on is not None and not goes_on(torch.stack(confidence, dim=1).numpy()):
-                    break
                 begin = self._num_cached[slots] + number - 1
                 state = self._forward(state, chain[-1], slots, begin, one)
-            token, probability = self._draw(state, keys[:, number], position[:, number])
-            chain.append(token)
-            confidence.append(probability)
-        tokens, probability = to_host(torch.stack(chain, dim=1), torch.stack(confidence, dim=1))
-        return Chains(tokens.astype(np.int64), probability, slots, int(count.sum()))
+            chain.append(self._draw(state, keys[:, number], position[:, number]))
+        return torch.stack(chain, dim=1).cpu().numpy(), slots, int(count.sum())
 
     @torch.inference_mode()
     def run_once(self, num_rows: int) -> None:
@@ -316,7 +291,7 @@ class DrafterRunner:
         weight = self.drafter.fuse.weight
         hidden, tokens = weight.new_ones(num_rows, len(weight)), to_device(zeros, weight.device)
         state = self._forward(hidden, tokens, slots, zeros, zeros + 1)
-        self._draw(state, self.engine.runner.noise_keys(slots, zeros), tokens)[0].cpu()
+        self._draw(state, self.engine.runner.noise_keys(slots, zeros), tokens).cpu()
 
     def _to_catch_up(self, slots: np.ndarray) -> np.ndarray:
         """Positions that each row's cache lacks, int64; 0 where hidden states are missing. Rows
@@ -333,17 +308,14 @@ class DrafterRunner:
 
     def _draw(
         self, states: torch.Tensor, keys: torch.Tensor, num_generated: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens that rows would sample from the drafter's logits, int64 [M], and their
-        probabilities, float [M]. states: [M, H]; keys: int32 [M, 4], of their noise; num_generated:
-        int64 [M], tokens before them."""
+    ) -> torch.Tensor:
+        """The tokens that rows would sample from the drafter's logits, int64 [M]. states: [M, H];
+        keys: int32 [M, 4], of their noise; num_generated: int64 [M], tokens before them."""
         logits, ids = widened(self.drafter.logits(states)), self.drafter.device_ids
         _, allowed = scale_and_restrict(logits, num_generated, self.params)
-        is_greedy = self.params.temperature == 0.0
-        noisy = allowed if is_greedy else add_gumbel(allowed, keys, ids.int())
-        index = noisy.argmax(-1, keepdim=True)
-        probability = (allowed.gather(-1, index)[:, 0] - allowed.logsumexp(-1)).exp()
-        return ids[index[:, 0]], probability
+        if self.params.temperature > 0.0:
+            allowed = add_gumbel(allowed, keys, ids.int())
+        return ids[allowed.argmax(-1)]
 
     def _forward(
         self,

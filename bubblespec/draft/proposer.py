@@ -184,7 +184,6 @@ class Proposer:
             kv_tokens = int(lengths.sum()) + prompt_tokens
             options = {"budget": budget, "overhead_s": self._overhead_s}
             count, pays = choose_windows(chances[kind], count, self.cost, kv_tokens, **options)
-            pays |= any(source.is_promising for source in self.enabled_sources)
             # Where nothing pays, it is looked for again after a while, less and less often.
             self._pause = self._backoff = 0 if pays else min(2 * self._backoff + 1, MAX_BACKOFF)
         place = spans(begin, count)

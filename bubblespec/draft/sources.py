@@ -188,8 +188,6 @@ class DraftSource:
     """If false, the source is not asked and does not see new tokens."""
     chance = 0.0
     """Expected acceptance rate below which it replaces another source's proposal."""
-    is_promising = False
-    """Whether to ask again in the next forward even if no proposal pays in this one."""
     path: str | None = None
     """Dotted path of the user's own source, whose proposals are checked."""
     vocab_size: int | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import brentq
 
-from bubblespec.draft.drafter import CONTEXT, MAX_CHAIN_LENGTH, Chains
+from bubblespec.draft.drafter import CONTEXT, MAX_CHAIN_LENGTH
 from bubblespec.engine.batch import Batch
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import stream_keys
@@ -22,7 +22,6 @@ from bubblespec.records import Load
 from bubblespec.simulate.world import World
 from bubblespec.types import Row
 
-CONFIDENCE = 0.5  # of each token of a drafter
 NO_TOKEN = -2  # stands behind the end of a text: no draft has it
 Text = Callable[[Row, np.ndarray], np.ndarray]
 Cost = Callable[[Load], float]
@@ -120,10 +119,8 @@ class SimulatedDrafterRunner:
         self.engine, self.runner, self.model = engine, engine.runner, model
         self._accepted = model.accepted()
 
-    ends_early = False
-
-    def draft(self, slots: np.ndarray, length: int) -> Chains:
-        """See `DrafterRunner`; so is the next. All tokens are drafted with the same confidence."""
+    def draft(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """See `DrafterRunner`; so is the next."""
         engine, runner, cached = self.engine, self.runner, self.engine.cached[slots]
         count = int(np.minimum(cached - runner.drafter_knows[slots], CONTEXT).sum())
         runner.drafter_knows[slots] = cached
@@ -138,8 +135,7 @@ class SimulatedDrafterRunner:
         bits = stream_keys(0, *runner.name[slots].T, begin)[:, 0].view(np.uint32)
         num_right = ((bits[:, None] + 0.5) * 2.0**-32 < self._accepted).sum(axis=1)
         is_right = (np.arange(length) < num_right[:, None]) & (position < end)
-        tokens = np.where(is_right, said, np.abs(said) ^ 1)
-        return Chains(tokens, np.full(tokens.shape, CONFIDENCE), slots, count)
+        return np.where(is_right, said, np.abs(said) ^ 1), slots, count
 
     def enable(self, is_on: bool) -> None:
         """It needs nothing of the engine's rows."""

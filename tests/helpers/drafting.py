@@ -1,8 +1,6 @@
 """Training of the drafter that depends on no clock: slices at every tick, beside rows of the rank's
 own."""
 
-import numpy as np
-
 from bubblespec.draft import drafter_training, proposer
 from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.idle.train_drafter import TrainDrafter
@@ -23,12 +21,6 @@ def train_always(patch=setattr) -> None:
     patch(ProgressBoard, "_is_too_soon", lambda board: False)
 
 
-def plan_three(confidence: np.ndarray, active: int, spent_s: float) -> tuple[np.ndarray, bool]:
-    """In place of `DrafterSource.plan`: chains of three tokens, all of which are verified."""
-    length = confidence.shape[1]
-    return np.full(len(confidence), length), length < 3
-
-
 def chain_always(patch=setattr) -> None:
     """Chains of three tokens in every forward, whatever they cost or save and whatever other
     sources know, after a short warm start."""
@@ -37,4 +29,3 @@ def chain_always(patch=setattr) -> None:
     patch(proposer, "choose_windows", lambda survival, available, *_, **__: (available, True))
     patch(DrafterSource, "chance", 1.0)
     patch(DrafterSource, "choose_length", lambda source, active, count: 3)
-    patch(DrafterSource, "plan", lambda source, *arguments: plan_three(*arguments))
