@@ -282,20 +282,21 @@ def choose_linear(
     config: Config, ranks: Ranks, model: PreTrainedModel, saved: dict | None
 ) -> dict | None:
     """Which kernels linear layers use, the same on all ranks, as checkpoints keep it: {"hardware":
-    ..., "rows": linear.ROWS, "plans": by shape}; None where there is no choice. saved: that of the
-    checkpoint; a continuation on the same processor keeps it, as other kernels would round
+    ..., "options": linear.OPTIONS, "plans": by shape}; None where there is no choice. saved: that
+    of the checkpoint; a continuation on the same processor keeps it, as other kernels would round
     differently."""
     is_fixed = config.model.cpu_linear == "torch" or config.model.batch_invariant
     if is_fixed or not linear.can_choose(model):
         return None
     hardware = describe_hardware(ranks.device)
-    rows = list(linear.ROWS)
-    is_kept = saved is not None and saved["hardware"] == hardware and saved.get("rows") == rows
+    options = linear.OPTIONS
+    is_kept = saved is not None and saved["hardware"] == hardware
+    is_kept = is_kept and saved.get("options") == options
     if ranks.gather(np.array([is_kept], np.uint8)).all():
         return saved
     seconds = np.exp(np.log(ranks.gather(linear.measure(model))).mean(axis=0))
     shapes = list(linear.layers_by_shape(model))
-    return {"hardware": hardware, "rows": rows, "plans": linear.choose(shapes, seconds)}
+    return {"hardware": hardware, "options": options, "plans": linear.choose(shapes, seconds)}
 
 
 def make_schedule(config: Config, prompts: PromptSet) -> StepSchedule:

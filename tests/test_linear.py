@@ -16,8 +16,12 @@ from bubblespec.config import load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine import linear as linear_module
 from bubblespec.engine.linear import (
+    KERNELS,
     MIN_TRAINING_ROWS,
+    PACKED,
     ROWS,
+    TORCH,
+    TRANSPOSED,
     Call,
     FastLinear,
     OneDNNLinear,
@@ -38,8 +42,8 @@ from train import train
 
 pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
 
-PACKED = (Call(True),) * len(ROWS)
-ONEDNN = Plan(PACKED, trains=True)
+ALL_PACKED = (Call(PACKED),) * len(ROWS)
+ONEDNN = Plan(ALL_PACKED, trains=True)
 EPS = torch.finfo(torch.float32).eps
 K, M = 96, 312  # in and out
 
@@ -75,11 +79,11 @@ def assert_rounds_like_a_product(
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 33])
 @pytest.mark.parametrize("pad_to", [0, 48])
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_generation(is_packed, pad_to, rows, has_bias):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_generation(kernel, pad_to, rows, has_bias):
     """Also of inputs of any strides, as attention may leave them."""
     weight, bias = random(M, K, seed=1), random(M, seed=2) if has_bias else None
-    calls = (*[Call(is_packed, pad_to)] * (len(ROWS) - 1), Call(is_packed))
+    calls = (*[Call(kernel, pad_to)] * (len(ROWS) - 1), Call(kernel))
     layer = layer_of(weight, bias, Plan(calls, trains=True))
     with torch.inference_mode():
         for x in (random(rows, K), random(K, rows).t()):
@@ -88,7 +92,15 @@ def test_generation(is_packed, pad_to, rows, has_bias):
 
 
 @pytest.mark.parametrize("is_rowwise", [False, True])
-@pytest.mark.parametrize("calls", [(), PACKED, (Call(True, 6),) * 5 + PACKED[5:]])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (),
+        ALL_PACKED,
+        (Call(TRANSPOSED),) * len(ROWS),
+        (Call(TRANSPOSED, 6),) * 5 + ALL_PACKED[5:],
+    ],
+)
 def test_shards_add_up_to_the_whole_layer(calls, is_rowwise):
     """Of uneven size; after an update they are those of the new weight."""
     weight, bias, x = random(M, K), random(M), random(1, 5, K, seed=2)
@@ -209,12 +221,15 @@ def test_layers_without_a_plan_stay_as_they_are():
 
 
 def times_of(packed: float = 1.0, train: float = 1.0, **one) -> np.ndarray:
-    """What `measure` returns for one shape, given in ms: 1 ms but for packed copies and for
-    training by oneDNN. one: at one of ROWS, torch's as `torch_0` and so on, or the packed copy's as
-    `packed_0`."""
-    by_torch = [one.get(f"torch_{number}", 1.0) for number in range(len(ROWS))]
-    by_packed = [one.get(f"packed_{number}", packed) for number in range(len(ROWS))]
-    return np.array([[[*by_torch, 1.0], [*by_packed, train]]]) * 1e-3
+    """What `measure` returns for one shape, given in ms: 1 ms by torch, 3 ms transposed, and what
+    is given for packed copies and for training by oneDNN. one: at one of ROWS, torch's as `torch_0`
+    and so on, also of the other kernels."""
+    usual = {TORCH: (1.0, 1.0), TRANSPOSED: (3.0, np.inf), PACKED: (packed, train)}
+    table = [
+        [*(one.get(f"{kernel}_{number}", seconds) for number in range(len(ROWS))), training]
+        for kernel, (seconds, training) in usual.items()
+    ]
+    return np.array([table]) * 1e-3
 
 
 def calls_of(**one: Call) -> tuple[Call, ...]:
@@ -227,16 +242,28 @@ def calls_of(**one: Call) -> tuple[Call, ...]:
     [
         (times_of(), Plan()),
         (times_of(packed=0.95, train=0.95), Plan()),  # not by a margin
-        (times_of(packed=0.8), Plan(PACKED)),
+        (times_of(packed=0.8), Plan(ALL_PACKED)),
         (
             times_of(packed_2=0.8),
-            Plan(calls_of(at_0=Call(True, 3), at_1=Call(True, 3), at_2=Call(True))),
+            Plan(calls_of(at_0=Call(PACKED, 3), at_1=Call(PACKED, 3), at_2=Call(PACKED))),
         ),
-        (times_of(packed=0.8, packed_0=4.0), Plan((Call(True, 2), *PACKED[1:]))),
-        (times_of(torch_1=1.5, packed=2.0), Plan(calls_of(at_1=Call(False, 3)))),
-        (times_of(torch_1=1.5, packed_1=0.92), Plan(calls_of(at_1=Call(True)))),
-        (times_of(torch_0=0.7, packed=0.8), Plan((Call(), *PACKED[1:]))),
+        (times_of(packed=0.8, packed_0=4.0), Plan((Call(PACKED, 2), *ALL_PACKED[1:]))),
+        (times_of(torch_1=1.5, packed=2.0), Plan(calls_of(at_1=Call(TORCH, 3)))),
+        (times_of(torch_1=1.5, packed_1=0.92), Plan(calls_of(at_1=Call(PACKED)))),
+        (times_of(torch_0=0.7, packed=0.8), Plan((Call(), *ALL_PACKED[1:]))),
         (1e-3 * times_of(packed=0.5), Plan()),  # too little to be seen
+        (
+            times_of(transposed_1=0.7),
+            Plan(calls_of(at_0=Call(TRANSPOSED, 2), at_1=Call(TRANSPOSED))),
+        ),
+        (
+            times_of(packed_3=0.8, transposed_3=0.85, torch_4=0.7),
+            Plan(calls_of(**{f"at_{n}": Call(TORCH, 6) for n in range(4)})),
+        ),
+        (
+            times_of(transposed_3=0.8, packed_3=0.75, torch_2=0.7),
+            Plan(calls_of(at_0=Call(TORCH, 3), at_1=Call(TORCH, 3), at_3=Call(TRANSPOSED))),
+        ),
         (times_of(train=0.5), Plan(trains=True)),
         (times_of(train=0.5, packed=0.8), ONEDNN),
     ],
@@ -247,11 +274,11 @@ def test_choose(seconds, wanted):
 
 def test_calls_by_rows():
     """A number that was not measured has the call of the next that was."""
-    calls = calls_of(at_0=Call(False, 6), at_4=Call(True))
+    calls = calls_of(at_0=Call(TORCH, 6), at_4=Call(PACKED))
     by_rows = Plan(calls).by_rows()
     assert len(by_rows) == ROWS[-1] + 1
     assert [by_rows[count] for count in (0, 1, 4, 5, 6, 7, 48)] == [
-        calls[0], calls[0], Call(), Call(True), Call(True), Call(), Call()
+        calls[0], calls[0], Call(), Call(PACKED), Call(PACKED), Call(), Call()
     ]  # fmt: skip
     assert set(Plan().by_rows()) == {Call()}
 
@@ -270,7 +297,8 @@ def test_measure(make_model):
     assert all(p.grad is None for p in model.parameters())
     shapes = {shape: len(layers) for shape, layers in layers_by_shape(model).items()}
     assert shapes == {"64x96": 4, "96x64": 2, "64x64": 4, "64x97": 1, "64x32": 4}
-    assert seconds.shape == (len(shapes), 2, len(ROWS) + 1) and (seconds > 0).all()
+    assert seconds.shape == (len(shapes), len(KERNELS), len(ROWS) + 1) and (seconds > 0).all()
+    assert np.isinf(seconds).sum() == len(shapes)
     assert next(reads) <= 2 * (sum(shapes.values()) + 3 * len(shapes)) * seconds[0].size
 
 

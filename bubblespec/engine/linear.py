@@ -1,12 +1,14 @@
-"""Linear layers on a CPU in float32: torch's own product, or oneDNN's where that is faster.
+"""Linear layers on a CPU in float32: torch's own product, or another one where that is faster.
 
 torch hands `linear` to MKL, with the weight as it is stored, [out, in]. On AMD's processors oneDNN
 is more than twice as fast, and on all of them the few rows of a decoding forward are multiplied
-faster by a copy of the weight in oneDNN's own order of memory. How long a product takes has steps
-in its number of rows, and six may take less time than one. So generation may use a packed copy and
-may add rows of zeros, and training may use oneDNN. What pays is measured at the start of a run, for
-each shape of layer and number of rows. In float32 the kernel affects rounding, so all ranks must
-use the same one, and a resumed run keeps its choice (`setup.choose_linear`).
+faster by a copy of the weight in oneDNN's own order of memory. Two to four rows are fastest where
+MKL computes the transposed product, `weight @ x.T`, with other code than for `x @ weight.T`. How
+long a product takes has steps in its number of rows, and four may take less time than three. So
+generation may use each of them and may add rows of zeros, and training may use oneDNN. What pays is
+measured at the start of a run, for each shape of layer and number of rows. In float32 the kernel
+affects rounding, so all ranks must use the same one, and a resumed run keeps its choice
+(`setup.choose_linear`).
 
 Copies are renewed when the weight has changed, which its version counter says: generation always
 uses the current weights. Parameters, their names and their memory stay as they are.
@@ -44,11 +46,16 @@ TRAINING_ROWS = 256  # of the measured products of training
 MAX_TRAINED = 1 << 21  # elements, of all measured weights of a shape
 
 
+TORCH, TRANSPOSED, PACKED = KERNELS = ("torch", "transposed", "packed")  # the simplest first
+OPTIONS = {"rows": list(ROWS), "kernels": list(KERNELS)}  # among which a choice is made
+
+
 class Call(NamedTuple):
     """How a product of generation is computed."""
 
-    is_packed: bool = False
-    """By oneDNN with a packed copy of the weight; otherwise by torch."""
+    kernel: str = TORCH
+    """By torch, by torch with both factors exchanged, or by oneDNN with a packed copy of the
+    weight."""
     pad_to: int = 0
     """Rows, of which those that lack are zeros; 0: as many as there are."""
 
@@ -64,7 +71,7 @@ class Plan(NamedTuple):
     @property
     def packs(self) -> bool:
         """Whether generation needs a packed copy."""
-        return any(call.is_packed for call in self.calls)
+        return any(call.kernel == PACKED for call in self.calls)
 
     def by_rows(self) -> tuple[Call, ...]:
         """The call for 0, 1, 2, ... rows, up to the last of ROWS."""
@@ -87,6 +94,18 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Ten
     """`linear` by oneDNN, without autograd. x: [..., K]; weight: [M, K], of any strides, or
     packed."""
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+
+
+def transposed_linear(x: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor:
+    """`linear` as (weight @ x.T).T, without autograd. x: [..., K]; weight: [M, K]."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # otherwise x.T has no fast product
+    out = torch.mm(weight, rows.t()).t().contiguous()
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], len(weight))
+
+
+PRODUCTS = {TORCH: linear, TRANSPOSED: transposed_linear, PACKED: onednn_linear}
 
 
 class OneDNNLinear(torch.autograd.Function):
@@ -126,9 +145,9 @@ class FastLinear(torch.nn.Linear):
         # Not through Module.__getattr__: at a few rows every microsecond counts.
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         if is_inference_mode_enabled():
-            is_packed, pad_to = self.calls[min(x.numel() // self.in_features, ROWS[-1])]
-            weight = self.packed() if is_packed else weight
-            return _product(x, weight, bias, is_packed, pad_to)
+            kernel, pad_to = self.calls[min(x.numel() // self.in_features, ROWS[-1])]
+            weight = self.packed() if kernel == PACKED else weight
+            return _product(x, weight, bias, kernel, pad_to)
         if self.plan.trains and x.numel() >= MIN_TRAINING_ROWS * self.in_features:
             return OneDNNLinear.apply(x, weight, bias)
         return linear(x, weight, bias)
@@ -157,16 +176,17 @@ def sharded_linear(
     with a part of the inputs, without the bias, which is added to the sum over ranks. x: [..., K],
     or [..., the part of K]."""
     bias = None if is_rowwise or layer.bias is None else layer.bias[part]
-    is_packed, pad_to = False, 0
+    kernel, pad_to = Call()
     if is_inference_mode_enabled() and isinstance(layer, FastLinear) and x.numel():
-        is_packed, pad_to = layer.calls[min(x.numel() // x.shape[-1], ROWS[-1])]
+        kernel, pad_to = layer.calls[min(x.numel() // x.shape[-1], ROWS[-1])]
+    is_packed = kernel == PACKED
     own = layer.packed(part, is_rowwise) if is_packed else part_of(layer.weight, part, is_rowwise)
-    return _product(x, own, bias, is_packed, pad_to)
+    return _product(x, own, bias, kernel, pad_to)
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias, is_packed: bool, pad_to: int):
+def _product(x: torch.Tensor, weight: torch.Tensor, bias, kernel: str, pad_to: int):
     """x: [..., K]; weight: [M, K], or packed."""
-    compute = onednn_linear if is_packed else linear
+    compute = PRODUCTS[kernel]
     if not pad_to:
         return compute(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
@@ -227,8 +247,9 @@ def layers_by_shape(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
 
 
 def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_counter) -> np.ndarray:
-    """Seconds of a call by torch and by oneDNN, float64 [shapes, 2, timings], in the order of
-    `layers_by_shape`: of generation with each of ROWS, then of training.
+    """Seconds of a call by each of KERNELS, float64 [shapes, kernels, timings], in the order of
+    `layers_by_shape`: of generation with each of ROWS, then of training, infinite where the kernel
+    has none.
 
     The minimum of a few rounds, as other work on the machine only adds to it. A round goes through
     layers of all shapes, as a forward does, so that weights come from where they come from in a
@@ -246,25 +267,27 @@ def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_count
         for of in layers
     ]
     packed = [[pack(weight) for weight in of] for of in generating]
-    table = np.zeros((len(shapes), 2, len(ROWS) + 1))
-    for kernel, column in np.ndindex(table.shape[1:]):
-        is_training = column == len(ROWS)
+    table = np.full((len(shapes), len(KERNELS), len(ROWS) + 1), np.inf)
+    for number, column in np.ndindex(table.shape[1:]):
+        kernel, is_training = KERNELS[number], column == len(ROWS)
+        if is_training and kernel == TRANSPOSED:
+            continue
         if is_training:
-            kernel_of = OneDNNLinear.apply if kernel else linear
-            calls = [[_training_call(kernel_of, weight) for weight in of] for of in training]
+            product_of = OneDNNLinear.apply if kernel == PACKED else linear
+            calls = [[_training_call(product_of, weight) for weight in of] for of in training]
         else:
-            kernel_of, weights = (onednn_linear, packed) if kernel else (linear, generating)
+            weights = packed if kernel == PACKED else generating
             inputs = [_random(1, ROWS[column], of[0].shape[1]) for of in shapes]
             pairs = zip(inputs, weights, strict=True)
-            calls = [[partial(kernel_of, x, weight) for weight in of] for x, of in pairs]
+            calls = [[partial(PRODUCTS[kernel], x, weight) for weight in of] for x, of in pairs]
         with torch.inference_mode(not is_training):
             seconds = _seconds_of_calls(calls, clock, BUDGET_S / table[0].size)
-        for number, (first, best) in enumerate(seconds):
-            table[number, kernel, column] = best.mean()
+        for shape, (first, best) in enumerate(seconds):
+            table[shape, number, column] = best.mean()
             # oneDNN compiles code for each number of rows that it has not met yet. Few rows come
             # again and again; how many a long chunk or a micro-batch has is new nearly every time.
-            if kernel == 1 and column >= len(ROWS) - 1:
-                table[number, kernel, column] += (first - best).sum() / len(shapes[number])
+            if kernel == PACKED and column >= len(ROWS) - 1:
+                table[shape, number, column] += (first - best).sum() / len(shapes[shape])
     return table
 
 
@@ -303,10 +326,10 @@ def _training_call(product: Callable, weight: torch.Tensor) -> Callable[[], obje
 
 def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
     """The plan of each shape, a pure function of what `measure` returns. What a product uses is the
-    simplest of torch, a packed copy, and either with rows of zeros, that no other one beats."""
+    simplest of KERNELS, and of each with rows of zeros, that no other one beats."""
     plans = {}
     for shape, of_shape in zip(shapes, seconds, strict=True):
-        generation, (torch_s, onednn_s) = of_shape[:, :-1], of_shape[:, -1]
+        generation, (torch_s, *_, onednn_s) = of_shape[:, :-1], of_shape[:, -1]
         calls = tuple(_choose_call(generation, number) for number in range(len(ROWS)))
         is_plain = all(call == Call() for call in calls)
         plans[shape] = Plan(() if is_plain else calls, bool(_beats(onednn_s, torch_s)))
@@ -314,10 +337,10 @@ def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
 
 
 def _choose_call(seconds: np.ndarray, number: int) -> Call:
-    """For ROWS[number]. seconds: float64 [2, ROWS], by torch and by oneDNN."""
-    options = {Call(bool(kernel)): seconds[kernel, number] for kernel in (0, 1)}
-    for kernel, padded in product((0, 1), range(number + 1, len(ROWS))):
-        options[Call(bool(kernel), ROWS[padded])] = seconds[kernel, padded] + PADDING_S
+    """For ROWS[number]. seconds: float64 [kernels, ROWS]."""
+    options = {Call(kernel): of[number] for kernel, of in zip(KERNELS, seconds, strict=True)}
+    for kernel, padded in product(range(len(KERNELS)), range(number + 1, len(ROWS))):
+        options[Call(KERNELS[kernel], ROWS[padded])] = seconds[kernel, padded] + PADDING_S
     best = min(options.values())
     return next(call for call, call_s in options.items() if not _beats(best, call_s))
 
