@@ -97,7 +97,8 @@ def acceptance(trainer: Trainer, has_own_noise: bool) -> list[float]:
     to the held-out prompts, which each rank has a share of."""
     ranks, sampler = trainer.ranks, trainer.sampler
     source = CountedSource(sampler.drafter.source, has_own_noise)
-    proposer = Proposer([source], source.cost)
+    # A chain that is not verified says only whether its first token is right.
+    proposer = Proposer([source], source.cost, always=True)
     rows = held_out_rows(trainer)[ranks.rank :: ranks.world_size]
     generate(sampler.engine, rows, trainer, proposer)
     tried, right = ranks.gather(source.counts).sum(axis=0)

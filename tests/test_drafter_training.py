@@ -7,7 +7,13 @@ import torch
 
 from bubblespec.draft import drafter_training
 from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, Drafter
-from bubblespec.draft.drafter_training import PASSES, SHARE_PER_STEP, Example, train
+from bubblespec.draft.drafter_training import (
+    EXAMPLES_PER_UPDATE,
+    PASSES,
+    SHARE_PER_STEP,
+    Example,
+    train,
+)
 from tests.helpers.clocks import Clock
 from tests.helpers.drafter_oracle import (
     NAMES,
@@ -149,13 +155,15 @@ def test_training_lowers_the_loss_and_leaves_the_policy_as_it_is(dtype):
     loss = training.loss(examples).item()
     train(training, examples, ONE_RANK)
     assert training.loss(examples).item() < loss
-    assert 16 <= training.num_updates <= drafter_training.EPOCHS * 20 / 8 == 20
-    assert training.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+    epochs = drafter_training.EPOCHS
+    assert 2 * epochs <= training.num_updates <= epochs * 20 / EXAMPLES_PER_UPDATE
+    final = drafter_training.FINAL_RATE * drafter_training.LEARNING_RATE
+    assert training.optimizer.param_groups[0]["lr"] == pytest.approx(final)
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
     assert all(param.grad is None for param in policy.parameters())
 
 
-def test_slices_are_examples_that_fit_and_eight_make_an_update(llama):
+def test_slices_are_examples_that_fit_and_some_make_an_update(llama):
     training = make_training(make_drafter(llama), Clock())
     assert training.slice_tokens() == 0 and training.run_slice(1.0) == 0.0
     for example in make_examples(llama, [(2, 4), (2, 30)] * 6):
@@ -164,7 +172,7 @@ def test_slices_are_examples_that_fit_and_eight_make_an_update(llama):
     for number in range(1, 17):
         training.token_s = 0.0
         assert training.run_slice(1.0) > 0 and training.token_s > 0
-        assert training.num_updates == number // 8
+        assert training.num_updates == number // EXAMPLES_PER_UPDATE
     learned, learn = [], training.learn
     training.learn = lambda examples: learned.extend(examples) or learn(examples)
     for _ in range(6):

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from bubblespec.draft import sources
-from bubblespec.draft.proposer import ALWAYS_WINDOW, PRIOR, PRIORS, Proposer, make_proposer
+from bubblespec.draft.proposer import (
+    ALWAYS_WINDOW,
+    LOOK_SHARE,
+    MAX_PAUSE,
+    PRIOR,
+    PRIORS,
+    Proposer,
+    make_proposer,
+)
 from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposals, TrackedRows
 from bubblespec.draft.store import History
 from bubblespec.draft.suffix import SuffixIndex
@@ -189,24 +197,50 @@ def test_counts_of_a_rollout():
 
 
 def test_a_pause_follows_proposals_that_do_not_pay_and_ends():
-    """Looked for in the first forward, then after 1, 3, 7, 15 and at most 16 without; in every one
-    as soon as they pay."""
+    """As long as looking takes no more than LOOK_SHARE of the forwards' time, at most MAX_PAUSE; in
+    every forward as soon as they pay."""
     dear, cheap = cost(1e-9, 0.0, 1.0), cost()  # a token costs what it brings at best
     proposer, own = make("bubble", always=False, costs=dear), row()
     proposer.track(own, draft(range(1000)), STEP)
-    looked = []
-    for number in range(70):
-        assert forward(proposer, [own], [range(1000)]) == [[]]
-        if proposer.take_spent()[1]:
-            looked.append(number)
-    assert looked == [0, 2, 6, 14, 30, 47, 64]
+
+    def looked_at(num_forwards: int, overhead_s: float) -> list[int]:
+        looked = []
+        for number in range(num_forwards):
+            proposer._overhead_s = overhead_s
+            assert forward(proposer, [own], [range(1000)]) == [[]]
+            if proposer.take_spent()[1]:
+                looked.append(number)
+        return looked
+
+    assert looked_at(4, 0.9 * LOOK_SHARE) == [0, 1, 2, 3]
+    assert looked_at(12, 3.5 * LOOK_SHARE) == [0, 4, 8]
+    assert looked_at(20, 99 * LOOK_SHARE) == [0, 17]
     proposer.cost = cheap
-    found = [bool(forward(proposer, [own], [range(1000)])[0]) for _ in range(15)]
-    assert found == [False] * 11 + [True] * 4, "11 are left of 16 forwards"
-    proposer.cost = dear
-    proposer.take_spent()
-    assert [len(forward(proposer, [own], [range(1000)])[0]) for _ in range(3)] == [0, 0, 0]
-    assert proposer.take_spent()[1] == 2, "the pauses begin again with the shortest"
+    found = [bool(forward(proposer, [own], [range(1000)])[0]) for _ in range(17)]
+    assert found == [False] * 14 + [True] * 3, "14 are left of 16 forwards"
+
+
+def test_what_was_found_is_used_whatever_it_took():
+    """But it is not looked for again at once; and the time of a source that weighs it is no
+    reason."""
+    proposer, own = make("bubble", always=False, costs=cost()), row()
+    proposer.track(own, draft(range(1000)), STEP)
+    proposer._overhead_s = 100.0  # of a forward's second
+    found = [len(forward(proposer, [own], [range(1000)])[0]) for _ in range(MAX_PAUSE + 2)]
+    assert found[0] and found[-1] and not any(found[1:-1])
+    (source,) = proposer.sources
+    propose, seconds = source.propose, 7.0
+
+    def slow(*arguments):
+        proposer.clock.now += seconds
+        return propose(*arguments)
+
+    source.propose, source.weighs_its_time = slow, True
+    proposer.begin()
+    proposer.track(own, draft(range(1000)), STEP)
+    proposer._overhead_s = 0.0
+    assert all(len(forward(proposer, [own], [range(1000)])[0]) for _ in range(9))
+    assert proposer._overhead_s < 1e-3 and proposer.take_spent()[0] >= 9 * seconds
 
 
 def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):

@@ -41,18 +41,18 @@ from bubblespec.learn.microbatch import Microbatch
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Row
 
-PASSES = 3  # of the unrolled drafter; later tokens of a chain are rarely right
+PASSES = 2  # of the unrolled drafter; the time of a third one is better spent on more updates
 MAX_GRAD_NORM = 0.5
 BETAS = (0.9, 0.95)
-EXAMPLES_PER_UPDATE = 8
+EXAMPLES_PER_UPDATE = 2  # few: what a short warm start lacks is updates, not data
 VOCAB_SIZE = 16_384  # token ids that it can draft
 BUFFER_TOKENS = 50_000  # of recent responses, with hidden states, that each rank keeps
 SHARE_PER_STEP = 0.25  # of the buffer that one step may replace
 PIECE = 256  # response tokens of an example: a slice does not grow with the response
 CONTEXT = 16  # tokens before them; more context, as chains have, did not help
 EPOCHS = 8  # of the warm start
-MERGE_EVERY = 10  # updates of a rank in the warm start
-LEARNING_RATE = 1e-3  # of AdamW at the start of the warm start
+MERGE_EVERY = 40  # updates of a rank in the warm start
+LEARNING_RATE = 1.5e-3  # of AdamW at the start of the warm start
 FINAL_RATE = 0.1  # of the learning rate, at the end of the warm start and after it
 MAX_STEPS = 256  # whose prompts a warm start answers
 AVERAGE = 0.2  # weight of the latest slice in the seconds per token

@@ -33,7 +33,8 @@ from bubblespec.types import Draft, Row
 
 PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6}  # of survival, by source
 PRIOR = 0.5  # of another source
-MAX_BACKOFF = 16  # forwards
+LOOK_SHARE = 0.01  # of the time, for looking where nothing was found that pays
+MAX_PAUSE = 16  # forwards
 ALWAYS_WINDOW = 6  # draft tokens that are verified whatever that costs
 COUNTED_TOGETHER = 8  # forwards: to count several takes hardly longer than to count one
 
@@ -57,8 +58,9 @@ class Proposer:
         self._kinds: list[np.ndarray] = []  # of each source, their numbers in `survival`
         for source in sources:
             self.add(source)
-        self._pause = self._backoff = 0  # forwards to go without looking for proposals
-        self._overhead_s = 0.0  # of looking for them, exponentially weighted
+        self._pause = 0  # forwards to go without looking for proposals
+        # Of looking for them, exponentially weighted; without sources that weigh their own time.
+        self._overhead_s = 0.0
         self._start()
 
     def add(self, source: DraftSource) -> None:
@@ -78,7 +80,7 @@ class Proposer:
         for source in self.sources:
             source.begin(self.tracked)
         # The last rollout's end, beyond its drafts, says nothing about this one's beginning.
-        self._pause = self._backoff = 0
+        self._pause = 0
         self.survival.begin()
 
     def _start(self) -> None:
@@ -157,7 +159,7 @@ class Proposer:
         limits = np.minimum(room, ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget))
         asked = ((limits > 0) & (numbers >= 0)).nonzero()[0]
         # Of each row's proposal: where it lies in which text, how long it is.
-        texts: list[np.ndarray] = []
+        texts, weighed_s = [], 0.0
         text, begin, count, kind = np.zeros((4, len(rows)), np.int64)
         chances = self.survival.estimates
         for source, kinds in zip(self.sources, self._kinds, strict=True):
@@ -168,7 +170,10 @@ class Proposer:
                 is_open |= chances[kind[asked]] < chance
             if not len(some := asked[is_open]):
                 continue
+            asked_s = self.clock.perf_counter()
             found = source.propose(numbers[some], limits[some])
+            if source.weighs_its_time:
+                weighed_s += self.clock.perf_counter() - asked_s
             if source.path is not None:
                 check_proposals(source, found, limits[some])
             given = found.count.nonzero()[0]
@@ -184,8 +189,9 @@ class Proposer:
             kv_tokens = int(lengths.sum()) + prompt_tokens
             options = {"budget": budget, "overhead_s": self._overhead_s}
             count, pays = choose_windows(chances[kind], count, self.cost, kv_tokens, **options)
-            # Where nothing pays, it is looked for again after a while, less and less often.
-            self._pause = self._backoff = 0 if pays else min(2 * self._backoff + 1, MAX_BACKOFF)
+            if not pays:
+                forward_s = float(self.cost.seconds(len(rows), len(rows), 0, kv_tokens))
+                self._pause = int(min(self._overhead_s / (LOOK_SHARE * forward_s), MAX_PAUSE))
         place = spans(begin, count)
         if len(texts) == 1:
             tokens = texts[0][place].astype(np.int64)
@@ -196,7 +202,7 @@ class Proposer:
                 tokens[here] = known[place[here]]
         seconds = self.clock.perf_counter() - started
         self._spent_s += seconds
-        self._overhead_s += 0.1 * (seconds - self._overhead_s)
+        self._overhead_s += 0.1 * (seconds - weighed_s - self._overhead_s)
         return tokens, count
 
     def observe(

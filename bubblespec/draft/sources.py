@@ -188,6 +188,8 @@ class DraftSource:
     """If false, the source is not asked and does not see new tokens."""
     chance = 0.0
     """Expected acceptance rate below which it replaces another source's proposal."""
+    weighs_its_time = False
+    """It proposes only what pays for the time that this takes."""
     path: str | None = None
     """Dotted path of the user's own source, whose proposals are checked."""
     vocab_size: int | None = None

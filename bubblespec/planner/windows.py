@@ -47,7 +47,8 @@ def choose_windows(
     budget: int,
     overhead_s: float = 0.0,
 ) -> tuple[np.ndarray, bool]:
-    """Draft tokens of each of R decoding rows, int64 [R], and whether looking for them pays.
+    """Draft tokens of each of R decoding rows, int64 [R], and whether looking for them pays. Once
+    they have been found, what that took no longer counts.
 
     survival: float64 [R]; available: int64 [R], tokens proposed for each row; kv_tokens: attended
     to by all rows together; budget: maximum of draft tokens of all rows; overhead_s: seconds that
@@ -74,8 +75,9 @@ def choose_windows(
     seconds = cost.seconds(rows, rows + fed, fed > 0, kv_tokens)
     rate = gained / seconds
     best = int(rate.argmax())
-    if gained[best] / (seconds[best] + overhead_s) < MIN_GAIN * rate[0]:
+    if rate[best] < MIN_GAIN * rate[0]:
         return np.zeros(rows, np.int64), False
+    pays = gained[best] / (seconds[best] + overhead_s) >= MIN_GAIN * rate[0]
     # All rows of a level get a segment, but for the last one, which the first of them get.
     reached = np.zeros(len(LEVELS), np.int64)
     reached[LEVEL[some[: best + 1]]] = WINDOWS[number[: best + 1]]
@@ -83,7 +85,7 @@ def choose_windows(
     if num_rows[best] < has[best]:
         without = ((level == LEVEL[some[best]]) & (most >= number[best])).nonzero()[0]
         windows[without[num_rows[best] :]] = WINDOWS[number[best] - 1]
-    return windows, True
+    return windows, bool(pays)
 
 
 def choose_chain_length(
