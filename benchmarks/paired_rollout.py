@@ -168,8 +168,10 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     config = load_config(arguments.config, [*arguments.overrides, f"run.output_dir={folder}"])
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = build(config, ranks)
-        if trainer.sampler.proposer is None:
-            raise InputError("speculative.method: none; give the method to compare with it")
+        if trainer.sampler.proposer is None and trainer.sampler.tail is None:
+            raise InputError(
+                "speculative.method: none, and no tensor-parallel tail; nothing to compare"
+            )
         if arguments.useless_drafts:
             make_drafts_useless(trainer)
         plain = plain_engine(trainer)

@@ -20,6 +20,7 @@ from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.place import place_in_turn
 from bubblespec.planner.rows import Rows
 from bubblespec.planner.stats import RunStats
+from bubblespec.rollout import tp_tail
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
@@ -55,18 +56,20 @@ class TimedRunner(DrafterRunner):
         return super().draft(*arguments)
 
 
-def play(num_ranks, max_rows, *, drafts=None, has_drafter=False, stop_at=None) -> list[dict]:
+def play(
+    num_ranks, max_rows, *, drafts=None, has_drafter=False, stop_at=None, page_size=None
+) -> list[dict]:
     """A rollout; what each rank has made of it. drafts: tokens by sample; has_drafter: every
     forward of decoding rows verifies chains; stop_at: the forward of the tail in which rank 1 is
-    told to stop."""
+    told to stop; page_size: of keys and values."""
     world, results = World(num_ranks), {}
 
     def work(rank: int) -> None:
         ranks, model = SimulatedRanks(world, rank), new_model()
-        engine = Engine(ModelRunner(model, 4, MAX_LENGTH, SEED))
+        engine = Engine(ModelRunner(model, 4, MAX_LENGTH, SEED, page_size=page_size))
         pass_time(engine, ranks)
         tp = TPGroup(ranks)
-        shared = ModelRunner(model, NUM_ROWS, MAX_LENGTH, SEED, tp=tp)
+        shared = ModelRunner(model, NUM_ROWS, MAX_LENGTH, SEED, tp=tp, page_size=page_size)
         tail = TPTail(Engine(shared), ranks, tp.gather_array, max_rows)
         table = RowTable(
             launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, num_ranks), rank
@@ -96,6 +99,7 @@ def play(num_ranks, max_rows, *, drafts=None, has_drafter=False, stop_at=None) -
         run, forward = tail.run, shared.forward
 
         def noted(own, *arguments, **options):
+            engine.collect()
             entered.append({place: len(row.tokens) for place, row in own.items()})
             before = 0 if source is None else int(source.chain_lengths[1:].sum())
             run(own, *arguments, **options)
@@ -146,9 +150,29 @@ def test_the_responses_are_those_of_plain_generation(num_ranks, max_rows):
     assert len({num_shared(result) for result in ranks}) == 1
     assert [result["record"].shared_rows for result in ranks] == [len(rows) for (rows,) in entered]
     for result in ranks:
+        first = result["record"].shared_forwards[0]
+        if max_rows < 12:  # they all have decoded, so what they have said is not fed again
+            assert first.rows == first.tokens == len(lengths)
         (span,) = result["record"].shared
         assert span in result["record"].spans and span.end_s > span.begin_s
         assert result["board"].is_over and not was_told_to_stop(result)
+
+
+def test_keys_and_values_move_from_pages_to_pages():
+    ranks = play(3, 7, page_size=5)
+    check(ranks)
+    first = ranks[0]["record"].shared_forwards[0]
+    assert 1 < first.rows == first.tokens
+
+
+def test_rows_whose_keys_and_values_cannot_move_are_fed_again(monkeypatch):
+    """If one rank says so, all do."""
+    cannot = iter([False])
+    monkeypatch.setattr(tp_tail, "can_hand_over", lambda *runners: next(cannot, True))
+    ranks = play(3, 7)
+    check(ranks)
+    first = ranks[0]["record"].shared_forwards[0]
+    assert first.tokens > 2 * first.rows and first.prompt_tokens > 0
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -54,9 +54,11 @@ def runs(tmp_path_factory):
         call.stops = call.is_evaluation and call.rank == 1 and len(others) == 1
         tail.ranks.must_stop |= call.stops
         before = tail.engine.num_forwards
+        options["source"].collect()
+        call.tokens = -sum(len(row.tokens) for row in own.values())
         run(tail, own, table, *arguments, **options)
         call.forwards = tail.engine.num_forwards - before
-        call.tokens = sum(len(row.tokens) for row in own.values())
+        call.tokens += sum(len(row.tokens) for row in own.values())
         calls.append(call)
 
     keys = ["rollout.tp_tail_max_rows=6", "run.trace=true", f"run.output_dir={shared}"]
@@ -101,7 +103,7 @@ def test_its_forwards_are_recorded_and_no_others_are_counted_with_them(runs):
         for call, lane, own in zip(calls, lanes, shared, strict=True):
             assert len(own) == call.forwards and own[0]["own_rows"] == call.num_rows
             assert [row["begin_s"] for row in lane] == sorted(row["begin_s"] for row in lane)
-            # Of each row its prompt's last token and all its tokens but the last are fed.
+            # For each token that a row gains one is fed, and none again.
             fed = sum(row["tokens"] - row["prompt_tokens"] for row in own)
             assert fed == sum(call.tokens for call in calls)
             assert all(row["engine_s"] <= row["end_s"] - row["begin_s"] + 1e-9 for row in own)

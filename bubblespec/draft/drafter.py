@@ -47,6 +47,9 @@ PLACEHOLDER_VOCABULARY = 8  # of the layer's own embedding, which is not used
 NUM_KEPT = 128  # latest positions of a slot whose hidden states are kept
 CONTEXT = 64  # positions a row starts with; below NUM_KEPT by more than a verification feeds
 MAX_CHAIN_LENGTH = 5  # tokens
+# Logits by which tokens are drawn, over the drafter's own: the probability of a token of which it
+# is unsure is too high on average in most places, to be right in a few.
+SHARPNESS = 1.2
 MAX_GRAPH_TOKENS = 512  # of a CUDA graph: a few for each row
 MAX_ROWS = 128  # with more active rows no hidden states are kept and nothing is drafted
 DRAFTER_FILE = "drafter.safetensors"
@@ -311,7 +314,7 @@ class DrafterRunner:
     ) -> torch.Tensor:
         """The tokens that rows would sample from the drafter's logits, int64 [M]. states: [M, H];
         keys: int32 [M, 4], of their noise; num_generated: int64 [M], tokens before them."""
-        logits, ids = widened(self.drafter.logits(states)), self.drafter.device_ids
+        logits, ids = SHARPNESS * widened(self.drafter.logits(states)), self.drafter.device_ids
         _, allowed = scale_and_restrict(logits, num_generated, self.params)
         if self.params.temperature > 0.0:
             allowed = add_gumbel(allowed, keys, ids.int())

@@ -126,6 +126,17 @@ class Engine:
                 )
         self.queue.extend(rows)
 
+    def take_over(self, rows: list[Row], counts: np.ndarray) -> None:
+        """Rows into the first slots at once, where there are no rows. The first `counts` of their
+        known tokens, int64 [rows], are not fed: the caller writes their keys and values."""
+        self.add(rows)
+        while self.queue:
+            self.rows.append(self.queue.popleft())
+            self._place(len(self.rows) - 1)
+        self.cached[: len(rows)] = counts
+        if self.pages is not None:
+            self.pages.grow(counts)
+
     def drop(self, row: Row) -> None:
         """Take a row out before it has finished; it keeps its tokens so far, and continues after
         them if it is added again."""

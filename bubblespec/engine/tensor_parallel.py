@@ -109,7 +109,9 @@ class Shards:
     def __init__(self, model: PreTrainedModel, tp: TPGroup):
         """Raises TPUnsupported, on all ranks or on none."""
         self.model, self.tp = model, tp
-        self.specs = plan_shards(model, tp.rank, tp.size)
+        self.specs, self.key_heads = plan_shards(model, tp.rank, tp.size)
+        """This rank's key/value heads of each attention that is sharded, by its layer."""
+        self.num_key_heads = count_heads(model)[1]
 
     @contextlib.contextmanager
     def applied(self, sum_: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Iterator[None]:
@@ -203,13 +205,23 @@ def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tup
     return slice(first + own.start, first + own.stop), slice(group, group + 1)
 
 
-def plan_shards(model: PreTrainedModel, rank: int, size: int) -> list[ShardSpec]:
-    """This rank's part of every layer that is sharded. Raises TPUnsupported."""
+def count_heads(model: PreTrainedModel) -> tuple[int, int]:
+    """Query heads, and key/value heads; 0 where the configuration does not say."""
+    config = model.config.get_text_config(decoder=True)
+    num_heads = getattr(config, "num_attention_heads", 0)
+    return num_heads, getattr(config, "num_key_value_heads", None) or num_heads
+
+
+def plan_shards(
+    model: PreTrainedModel, rank: int, size: int
+) -> tuple[list[ShardSpec], dict[int, slice]]:
+    """This rank's part of every layer that is sharded, and of each such attention, by number of its
+    layer, its key/value heads. Raises TPUnsupported."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     plan = getattr(config, "base_model_tp_plan", None) or {}
-    num_heads = getattr(config, "num_attention_heads", 0)
-    num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    num_heads, num_key_heads = count_heads(model)
     specs: list[ShardSpec] = []
+    key_heads: dict[int, slice] = {}
     for parent_name, parent in model.base_model.named_modules():
         styles = {}
         for child, module in parent.named_children():
@@ -227,6 +239,7 @@ def plan_shards(model: PreTrainedModel, rank: int, size: int) -> list[ShardSpec]
                 query, key = shard_heads(num_heads, num_key_heads, rank, size)
                 is_key = child in KEYS_AND_VALUES
                 own, count = (key, num_key_heads) if is_key else (query, num_heads)
+                key_heads[parent.layer_idx] = key
             if width % count or width < size:
                 raise TPUnsupported(
                     f"{parent_name}.{child} has {width} features, too few for {size} ranks by heads"
@@ -239,7 +252,7 @@ def plan_shards(model: PreTrainedModel, rank: int, size: int) -> list[ShardSpec]
         )
     if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
         raise TPUnsupported(f"{name} has an output head that is not a linear layer")
-    return specs
+    return specs, key_heads
 
 
 def _summed(forward: Callable, bias: torch.Tensor | None, sum_: Callable, x: torch.Tensor):

@@ -20,10 +20,10 @@ SLOWEST = 5.0  # times the expected seconds: an interruption, not a cost
 KNOTS = np.array(
     [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024], np.float64
 )
-KNOT_PRIOR = 12.0  # forwards near a knot that it takes to believe half of what they show
+KNOT_PRIOR = 4.0  # forwards near a knot that it takes to believe half of what they show
 MAX_STEP = 0.6  # relative; what is farther off was disturbed
 ANCHOR_WEIGHT = 4.0  # of a forward of the profile
-FORGETTING = 0.99  # per forward of the run
+FORGETTING = 0.99  # per forward of the run; around a knot, per forward there
 REFRESH = 20  # forwards from one fit to the next
 NO_DRAFTS = acceptance_rates(np.zeros((2, 2)))  # for rows without drafts
 
@@ -35,8 +35,9 @@ class CostModel:
     T = (a + b rows + c tokens + d [multi_rows > 0] + e kv_tokens) (1 + step(tokens)). What several
     query tokens cost besides the tokens is a mask and padding, once for all rows. a to e are fitted
     by least squares of relative errors with forgetting; `step` is the mean relative error that is
-    left around each of KNOTS, drawn towards 0 where few forwards were seen. A profile at the start
-    anchors what the forwards of a run do not vary: they all feed many tokens, or all few.
+    left around each of KNOTS, drawn towards 0 where few forwards were seen, and not forgotten while
+    there are none. A profile at the start anchors what the forwards of a run do not vary: they all
+    feed many tokens, or all few.
     """
 
     NUM_TERMS = 5
@@ -44,9 +45,9 @@ class CostModel:
     def __init__(self):
         self._anchors = np.zeros((self.NUM_TERMS, self.NUM_TERMS + 1))
         self._moments = np.zeros_like(self._anchors)  # of x / seconds, and their sum
-        self._anchored: list[tuple[float, ...]] = []
         self._observed: list[tuple[float, ...]] = []  # since the last fit
-        self._errors = np.zeros((2, len(KNOTS)))  # weights, and weighted relative errors
+        # Around each knot sums of x / seconds, and of weights: of the anchors, of the run.
+        self._at_knots = np.zeros((2, len(KNOTS), self.NUM_TERMS + 1))
         self._coefficients = np.array([1e-3, 0.0, 1e-4, 0.0, 0.0])
         self._steps = np.zeros(len(KNOTS))
 
@@ -72,8 +73,9 @@ class CostModel:
 
     def anchor(self, load: Load, seconds: float) -> None:
         """One forward of the profile; it is never forgotten."""
-        self._anchored.append(_equation(load, seconds))
-        self._anchors += ANCHOR_WEIGHT * _moments(np.array(self._anchored[-1:]), 1.0)
+        equation = np.array([_equation(load, seconds)])
+        self._anchors += ANCHOR_WEIGHT * _moments(equation, 1.0)
+        self._at_knots[0] += ANCHOR_WEIGHT * _sums_by_knot(equation)
         self.fit()
 
     def observe(self, load: Load, seconds: float) -> None:
@@ -91,12 +93,14 @@ class CostModel:
             self._moments *= FORGETTING ** len(observed)
             self._moments += _moments(observed, FORGETTING)
         self._coefficients = _solve(self._anchors + self._moments)
-        # What the linear part leaves around each knot, anchors included.
-        anchored = np.array(self._anchored, np.float64).reshape(-1, self.NUM_TERMS + 1)
-        self._errors *= FORGETTING ** len(observed)
-        self._errors += _errors_by_knot(observed, self._coefficients)
-        weights, weighted = self._errors + _errors_by_knot(anchored, self._coefficients)
-        self._steps = weighted / (weights + KNOT_PRIOR)
+        new = _sums_by_knot(observed)
+        self._at_knots[1] *= FORGETTING ** new[:, -1:]
+        self._at_knots[1] += new
+        # What the linear part leaves: expected over measured seconds is linear in a to e.
+        sums = self._at_knots.sum(axis=0)
+        expected, weights = sums[:, :-1] @ self._coefficients, sums[:, -1]
+        errors = weights / np.maximum(expected, 1e-12) - 1.0
+        self._steps = errors.clip(-MAX_STEP, MAX_STEP) * weights / (weights + KNOT_PRIOR)
 
     def seconds(self, rows, tokens, multi_rows=0, kv_tokens=0):
         """Expected seconds of a forward; of numbers or of arrays that broadcast."""
@@ -113,19 +117,17 @@ def _equation(load: Load, seconds: float) -> tuple[float, ...]:
     return 1.0, load.rows, load.tokens, min(load.wide_rows, 1), load.positions, seconds
 
 
-def _errors_by_knot(forwards: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
-    """Weights and weighted relative errors, float64 [2, knots]: a forward counts at the two knots
-    around it. forwards: float64 [forwards, NUM_TERMS + 1]."""
-    errors = forwards[:, -1] / np.maximum(forwards[:, :-1] @ coefficients, 1e-12) - 1.0
-    errors = np.clip(errors, -MAX_STEP, MAX_STEP)
+def _sums_by_knot(forwards: np.ndarray) -> np.ndarray:
+    """Sums of x / seconds and of weights, float64 [knots, NUM_TERMS + 1]: a forward counts at the
+    two knots around it. forwards: float64 [forwards, NUM_TERMS + 1]."""
+    counted = forwards / np.maximum(forwards[:, -1:], 1e-9)
+    counted[:, -1] = 1.0
     place = np.interp(np.log(np.maximum(forwards[:, 2], 1.0)), _LOG_KNOTS, np.arange(len(KNOTS)))
     below = np.minimum(place.astype(np.int64), len(KNOTS) - 2)
-    share = place - below
-    found = np.zeros((2, len(KNOTS)))
-    for knots, weights in ((below, 1.0 - share), (below + 1, share)):
-        found[0] += np.bincount(knots, weights, len(KNOTS))
-        found[1] += np.bincount(knots, weights * errors, len(KNOTS))
-    return found
+    share, sums = (place - below)[:, None], np.zeros((len(KNOTS), counted.shape[1]))
+    np.add.at(sums, below, (1.0 - share) * counted)
+    np.add.at(sums, below + 1, share * counted)
+    return sums
 
 
 def _solve(moments: np.ndarray) -> np.ndarray:

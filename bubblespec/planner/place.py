@@ -134,13 +134,14 @@ def use_tp_tail(
 
     rows: the unfinished ones of all ranks; rank_of: int64 [S]; cost, tp_cost: of forwards of one
     rank, and of all together; num_slots: of one rank; overhead_s: from the decision to the first
-    forward, without feeding the rows' prompts and tokens again. Drafts shorten both ways by the
-    same factor, and are not looked at.
+    forward. Drafts shorten both ways by the same factor, and are not looked at.
     """
 
-    def alone(own: Rows) -> float:  # their prompts and tokens are in the cache
-        return rollout_seconds(own, cost, num_slots) - prefill_seconds(own, cost)
+    def decoding_s(some: Rows, cost: CostModel, num_slots: int) -> float:
+        """Their prompts and tokens are in a cache."""
+        return rollout_seconds(some, cost, num_slots) - prefill_seconds(some, cost)
 
-    alone_s = max(alone(rows.take(rank_of == rank)) for rank in np.unique(rank_of))
-    together_s = overhead_s + rollout_seconds(rows, tp_cost, len(rows))
+    ranks = np.unique(rank_of)
+    alone_s = max(decoding_s(rows.take(rank_of == rank), cost, num_slots) for rank in ranks)
+    together_s = overhead_s + decoding_s(rows, tp_cost, len(rows))
     return alone_s - together_s > max(MIN_TAIL_GAIN * alone_s, overhead_s)

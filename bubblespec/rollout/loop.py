@@ -169,15 +169,12 @@ class RolloutLoop:
 
     def _share_tail(self) -> None:
         """Go on with the unfinished rows of all ranks, on all of them together."""
-        for row in [*self.engine.queue, *self.engine.rows[::-1]]:
-            if row in self.unfinished:
-                self.engine.drop(row)
 
         def finish(row: Row) -> None:
             self._hand_on(self._note_end(row))
 
         own = {index: row for row, index in self.unfinished.items()}
-        parts = {"on_finished": finish, "record": self.record}
+        parts = {"source": self.engine, "on_finished": finish, "record": self.record}
         self.tail.run(own, self.table, self.params, self.proposer, **parts)
         self.board.go_on()
         self._last_s = self.clock.perf_counter()

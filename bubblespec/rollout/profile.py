@@ -11,6 +11,8 @@ from bubblespec.types import Row, SampleId
 
 NUM_FORWARDS, FEW_TOKENS = 3, 64  # forwards that are timed of each kind; one of more tokens
 WINDOWS = (0, 3, 15)  # draft tokens of a row
+# Of short rows that feed few tokens together, whose seconds have steps (linear.py).
+MORE_WINDOWS = (1, 2, 5, 7)
 
 
 class _MeaninglessDrafts:
@@ -29,15 +31,16 @@ class _MeaninglessDrafts:
 
 def profile(engine: Engine, params: SamplingParams, cost: CostModel, *, clock) -> None:
     """Time forwards of few and many rows, short and long ones, with short and long drafts; long
-    rows without the longest drafts, as what their positions cost shows without. Each kind is run
-    once before it counts."""
+    rows without the longest drafts, as what their positions cost shows without; short rows with
+    drafts of more lengths, where they feed few tokens. Each kind is run once before it counts."""
     capacity, length = engine.num_slots, engine.max_length
     counts = sorted({1, max(1, capacity // 4), capacity})
     sizes = sorted({min(8, length - 1), min(512, length // 2)})
-    for count, size, window in itertools.product(counts, sizes, WINDOWS):
+    for count, size, window in itertools.product(counts, sizes, sorted(WINDOWS + MORE_WINDOWS)):
         num_tokens = count * (window + 1)
         is_too_long = size + window + NUM_FORWARDS + 2 > length
         is_left_out = size > sizes[0] and window == WINDOWS[-1]
+        is_left_out |= window in MORE_WINDOWS and (size > sizes[0] or num_tokens > FEW_TOKENS)
         if is_too_long or is_left_out or num_tokens > engine.max_num_batched_tokens:
             continue
         engine.reset()

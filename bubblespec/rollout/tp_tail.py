@@ -2,11 +2,12 @@
 each with a shard of the weights.
 
 It is entered at a tick, decided by what all ranks know. All ranks get the tokens of all unfinished
-rows, and an engine that is the same on every rank feeds prompts and tokens again and goes on. Its
-forwards are in lockstep: whatever could differ between ranks is exchanged. All ranks get the same
-tokens, as each computes them from what all have exchanged; drafts are proposed by the rank that
-owns the row, which knows its text; whether to stop is asked every few forwards. When the last row
-is done, each rank has its own rows' results, and the rollout ends with the next tick.
+rows, and the keys and values of the heads that they look at, and an engine that is the same on
+every rank goes on. Its forwards are in lockstep: whatever could differ between ranks is exchanged.
+All ranks get the same tokens, as each computes them from what all have exchanged; drafts are
+proposed by the rank that owns the row, which knows its text; whether to stop is asked every few
+forwards. When the last row is done, each rank has its own rows' results, and the rollout ends with
+the next tick.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter import DrafterRunner
 from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.engine.engine import Engine, Proposer
+from bubblespec.engine.hand_over import can_hand_over, hand_over
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -38,6 +40,9 @@ from bubblespec.types import Row, SampleId
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward
 STOP_INTERVAL = 8  # forwards between two checks whether any rank has been told to stop
 MAX_DRAFT_TOKENS = 64  # of a row
+# Latest tokens of a row that are fed again where there is a drafter, which reads hidden
+# states of the policy.
+FED_AGAIN = 16
 NUM_TIMED = 3  # forwards at the start, after those that do not count
 
 
@@ -51,18 +56,25 @@ class TPTail:
         gather: Callable[[np.ndarray], np.ndarray],
         max_rows: int,
         is_worth_it: Callable[[RowTable], bool] | None = None,
+        has_keys: bool = True,
     ):
         """gather: `Ranks.gather` for what is exchanged between two forwards; max_rows: of all
         ranks, with which it is entered, at most the engine's slots; is_worth_it: a pure function of
-        what all ranks know; None enters it with so many rows always."""
+        what all ranks know; None enters it with so many rows always; has_keys: not in virtual
+        time."""
         self.engine, self.ranks, self.gather, self.max_rows = engine, ranks, gather, max_rows
-        self.is_worth_it = is_worth_it
+        self.is_worth_it, self.has_keys = is_worth_it, has_keys
         self._drafter: tuple[DrafterSource, DrafterRunner] | None = None
 
     def draft_with(self, source: DrafterSource, runner: DrafterRunner) -> None:
         """The drafter drafts for rows in here too. source: one of the proposer's; runner: of this
         engine."""
         self._drafter = source, runner
+
+    @property
+    def tokens_fed_again(self) -> int:
+        """Of each row, when it is entered."""
+        return FED_AGAIN if self._drafter is not None else 0
 
     def is_due(self, table: RowTable, states: list[RankState]) -> bool:
         """Whether all ranks enter it at this tick. Where some rows are not trained on, never: what
@@ -79,21 +91,27 @@ class TPTail:
         params: SamplingParams,
         proposer: Proposer | None,
         *,
+        source: Engine,
         on_finished: Callable[[Row], None],
         record: RolloutRecord,
     ) -> None:
         """Generate the unfinished rows of all ranks to their end, on all ranks together; once in a
         rollout. If any rank has been told to stop, all leave, and the rows keep their tokens so
-        far. own: this rank's, by index; proposer: on all ranks or on none; on_finished: called with
-        each of the own rows; record: notes the forwards."""
+        far. own: this rank's, by index; proposer: on all ranks or on none; source: this rank's
+        engine, which the own rows leave; on_finished: called with each of the own rows; record:
+        notes the forwards."""
         ranks, engine, clock = self.ranks, self.engine, self.ranks.clock
         began_s = clock.perf_counter()
+        source.collect()
         rows, unfinished = gather_rows(own, table, ranks), set(own.values())
-        if not rows:  # all have ended since the tick
+        if rows:  # otherwise all have ended since the tick
+            self._take_over([rows[index] for index in sorted(rows)], unfinished, source)
+        for row in [*source.queue, *source.rows[::-1]]:
+            if row in unfinished:
+                source.drop(row)
+        if not rows:
             return
         drafts = None if proposer is None else OwnersPropose(proposer, unfinished, self.gather)
-        engine.reset()  # the weights have changed since the last time
-        engine.add([rows[index] for index in sorted(rows)])
         record.shared_rows, last_s = len(own), clock.perf_counter()
         source, drafter_runner = self._drafter or (None, None)
         with source.moved_to(drafter_runner) if source else contextlib.nullcontext():
@@ -116,6 +134,23 @@ class TPTail:
         engine.collect()
         engine.reset()  # memory and graphs stay: capturing may take as long as what is gained
         record.shared.append(Span("shared", began_s, clock.perf_counter()))
+
+    def _take_over(self, rows: list[Row], own: set[Row], source: Engine) -> None:
+        """The rows of all ranks into the engine, with the keys and values that their ranks have."""
+        engine, slots = self.engine, {row: slot for slot, row in enumerate(source.rows)}
+        is_own = np.array([row in own for row in rows])
+        slot = np.array([slots.get(row, 0) if row in own else 0 for row in rows])
+        is_there = is_own & [row in slots for row in rows]
+        latest = source.length[slot] - 1 - self.tokens_fed_again
+        counts = np.minimum(source.cached[slot], latest) * is_there
+        can = not self.has_keys or can_hand_over(source.runner, engine.runner)
+        of_ranks = self.gather(np.array((is_own, counts.clip(0), np.full(len(rows), can))))
+        counts = of_ranks[:, 1].sum(axis=0) * of_ranks[:, 2].all()
+        engine.reset()  # the weights have changed since the last time
+        engine.take_over(rows, counts)
+        if self.has_keys and counts.any():
+            rank_of = of_ranks[:, 0].argmax(axis=0)
+            hand_over(source.runner, engine.runner, slot, counts, rank_of)
 
 
 class OwnersPropose:
@@ -200,14 +235,15 @@ def enter_by_cost(
     """The tail is entered from now on where it is expected to pay, by what forwards cost alone and
     together and what the rows are expected to need. tp_cost: of forwards of all ranks together;
     num_slots: of one rank."""
-    options = {"num_slots": num_slots, "overhead_s": OVERHEAD_TICKS * board.interval_s}
+    entering_s = OVERHEAD_TICKS * board.interval_s
 
     def is_worth_it(table: RowTable) -> bool:
         if table.rows is None or stats.shared_cost is None:
             return False
         indices, rows = table.unfinished()
-        costs = (stats.shared_cost, tp_cost)
-        return use_tp_tail(rows, table.rank_of[indices], *costs, **options)
+        fed_s = tail.tokens_fed_again * len(rows) * float(tp_cost.coefficients[2])
+        options = {"num_slots": num_slots, "overhead_s": entering_s + fed_s}
+        return use_tp_tail(rows, table.rank_of[indices], stats.shared_cost, tp_cost, **options)
 
     tail.is_worth_it = is_worth_it
 

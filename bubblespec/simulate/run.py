@@ -260,7 +260,8 @@ class _Rank:
         if _tail_rows(config):
             # What is exchanged between its forwards is in what they cost.
             gather = SimulatedRanks(ranks.world, ranks.rank, meeting_s=0.0).gather
-            tail = TPTail(_engine(*parts, costs.together), ranks, gather, _tail_rows(config))
+            together = _engine(*parts, costs.together)
+            tail = TPTail(together, ranks, gather, _tail_rows(config), has_keys=False)
             if costs.tp_cost is not None:
                 stats = self.sampler.stats
                 enter_by_cost(tail, costs.tp_cost, stats, engine.num_slots, board)
