@@ -47,8 +47,8 @@ PLACEHOLDER_VOCABULARY = 8  # of the layer's own embedding, which is not used
 NUM_KEPT = 128  # latest positions of a slot whose hidden states are kept
 CONTEXT = 64  # positions a row starts with; below NUM_KEPT by more than a verification feeds
 MAX_CHAIN_LENGTH = 5  # tokens
-# Logits by which tokens are drawn, over the drafter's own: the probability of a token of which it
-# is unsure is too high on average in most places, to be right in a few.
+# By which logits are multiplied before noise is added. The drafter's probabilities are means over
+# what the policy may say at a place: unlikely tokens mostly have less, and would win too often.
 SHARPNESS = 1.2
 MAX_GRAPH_TOKENS = 512  # of a CUDA graph: a few for each row
 MAX_ROWS = 128  # with more active rows no hidden states are kept and nothing is drafted

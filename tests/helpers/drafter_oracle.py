@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.drafter import Drafter, DrafterRunner
+from bubblespec.draft.drafter import SHARPNESS, Drafter, DrafterRunner
 from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.draft.drafter_training import DrafterTraining, Example
 from bubblespec.engine.engine import Engine
@@ -80,7 +80,7 @@ def draw(
 ) -> int:
     """Of logits over the drafter's tokens what the sample would say at this place of its
     response."""
-    logits = (logits / params.temperature).tolist()
+    logits = (SHARPNESS * logits / params.temperature).tolist()
     if position < params.min_length:
         logits = [
             -np.inf if token in params.stop_token_ids else x
