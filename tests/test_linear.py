@@ -273,12 +273,14 @@ def test_choose(seconds, wanted):
 
 
 def test_calls_by_rows():
-    """A number that was not measured has the call of the next that was."""
+    """A number that was not measured has the call of the next that was: with as many rows, where
+    these are few and the kernel is torch's."""
     calls = calls_of(at_0=Call(TORCH, 6), at_4=Call(PACKED))
     by_rows = Plan(calls).by_rows()
     assert len(by_rows) == ROWS[-1] + 1
-    assert [by_rows[count] for count in (0, 1, 4, 5, 6, 7, 48)] == [
-        calls[0], calls[0], Call(), Call(PACKED), Call(PACKED), Call(), Call()
+    assert [by_rows[count] for count in (0, 1, 4, 5, 6, 7, 8, 23, 25, 48)] == [
+        calls[0], calls[0], Call(), Call(PACKED), Call(PACKED), Call(TORCH, 8), Call(),
+        Call(TORCH, 24), Call(), Call(),
     ]  # fmt: skip
     assert set(Plan().by_rows()) == {Call()}
 
