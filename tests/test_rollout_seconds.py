@@ -218,6 +218,21 @@ def test_steps_in_the_tokens_are_followed():
         assert error < limit and error < np.abs(line / wanted - 1).mean()
 
 
+def test_what_is_known_of_other_forwards_stays():
+    """Five tokens take as long as two, which no line says; and then the run feeds two alone."""
+    model, seconds = CostModel(), {1: 0.05, 2: 0.06, 5: 0.06, 8: 0.12}
+    for _ in range(100):
+        for tokens, of in seconds.items():
+            model.observe(Load(1, tokens, int(tokens > 1)), of)
+    model.fit()
+    for _ in range(50):
+        for _ in range(20):
+            model.observe(Load(1, 2, 1), seconds[2])
+        model.fit()
+    for tokens, of in seconds.items():
+        assert float(model.seconds(1, tokens, tokens > 1)) == pytest.approx(of, rel=0.15)
+
+
 def test_costs_are_never_negative_and_round_trip():
     rng, model = np.random.default_rng(0), CostModel()
     for load in random_loads(2, 200).tolist():
