@@ -168,7 +168,7 @@ def test_keys_and_values_move_from_pages_to_pages():
 def test_rows_whose_keys_and_values_cannot_move_are_fed_again(monkeypatch):
     """If one rank says so, all do."""
     cannot = iter([False])
-    monkeypatch.setattr(tp_tail, "can_hand_over", lambda *runners: next(cannot, True))
+    monkeypatch.setattr(tp_tail, "can_transfer_kv", lambda *runners: next(cannot, True))
     ranks = play(3, 7)
     check(ranks)
     first = ranks[0]["record"].shared_forwards[0]

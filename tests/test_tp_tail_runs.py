@@ -54,7 +54,7 @@ def runs(tmp_path_factory):
         call.stops = call.is_evaluation and call.rank == 1 and len(others) == 1
         tail.ranks.must_stop |= call.stops
         before = tail.engine.num_forwards
-        options["source"].collect()
+        options["own_engine"].collect()
         call.tokens = -sum(len(row.tokens) for row in own.values())
         run(tail, own, table, *arguments, **options)
         call.forwards = tail.engine.num_forwards - before

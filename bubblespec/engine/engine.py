@@ -126,9 +126,9 @@ class Engine:
                 )
         self.queue.extend(rows)
 
-    def take_over(self, rows: list[Row], counts: np.ndarray) -> None:
-        """Rows into the first slots at once, where there are no rows. The first `counts` of their
-        known tokens, int64 [rows], are not fed: the caller writes their keys and values."""
+    def insert(self, rows: list[Row], counts: np.ndarray) -> None:
+        """Put rows into the first slots at once; the engine has no others. The first `counts` of
+        their known tokens, int64 [rows], are not fed: the caller writes their keys and values."""
         self.add(rows)
         while self.queue:
             self.rows.append(self.queue.popleft())

@@ -174,7 +174,7 @@ class RolloutLoop:
             self._hand_on(self._note_end(row))
 
         own = {index: row for row, index in self.unfinished.items()}
-        parts = {"source": self.engine, "on_finished": finish, "record": self.record}
+        parts = {"own_engine": self.engine, "on_finished": finish, "record": self.record}
         self.tail.run(own, self.table, self.params, self.proposer, **parts)
         self.board.go_on()
         self._last_s = self.clock.perf_counter()

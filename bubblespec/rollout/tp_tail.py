@@ -21,7 +21,7 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter import DrafterRunner
 from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.engine.engine import Engine, Proposer
-from bubblespec.engine.hand_over import can_hand_over, hand_over
+from bubblespec.engine.kv_transfer import can_transfer_kv, transfer_kv
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -40,8 +40,7 @@ from bubblespec.types import Row, SampleId
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward
 STOP_INTERVAL = 8  # forwards between two checks whether any rank has been told to stop
 MAX_DRAFT_TOKENS = 64  # of a row
-# Latest tokens of a row that are fed again where there is a drafter, which reads hidden
-# states of the policy.
+# Latest tokens of a row that are fed again for the drafter, which needs the policy's hidden states.
 FED_AGAIN = 16
 NUM_TIMED = 3  # forwards at the start, after those that do not count
 
@@ -60,8 +59,8 @@ class TPTail:
     ):
         """gather: `Ranks.gather` for what is exchanged between two forwards; max_rows: of all
         ranks, with which it is entered, at most the engine's slots; is_worth_it: a pure function of
-        what all ranks know; None enters it with so many rows always; has_keys: not in virtual
-        time."""
+        what all ranks know; None enters it with so many rows always; has_keys: whether
+        there are keys and values, which there are not in virtual time."""
         self.engine, self.ranks, self.gather, self.max_rows = engine, ranks, gather, max_rows
         self.is_worth_it, self.has_keys = is_worth_it, has_keys
         self._drafter: tuple[DrafterSource, DrafterRunner] | None = None
@@ -91,24 +90,24 @@ class TPTail:
         params: SamplingParams,
         proposer: Proposer | None,
         *,
-        source: Engine,
+        own_engine: Engine,
         on_finished: Callable[[Row], None],
         record: RolloutRecord,
     ) -> None:
         """Generate the unfinished rows of all ranks to their end, on all ranks together; once in a
         rollout. If any rank has been told to stop, all leave, and the rows keep their tokens so
-        far. own: this rank's, by index; proposer: on all ranks or on none; source: this rank's
-        engine, which the own rows leave; on_finished: called with each of the own rows; record:
+        far. own: this rank's, by index; proposer: on all ranks or on none; own_engine: this
+        rank's, which the own rows leave; on_finished: called with each of the own rows; record:
         notes the forwards."""
         ranks, engine, clock = self.ranks, self.engine, self.ranks.clock
         began_s = clock.perf_counter()
-        source.collect()
+        own_engine.collect()
         rows, unfinished = gather_rows(own, table, ranks), set(own.values())
         if rows:  # otherwise all have ended since the tick
-            self._take_over([rows[index] for index in sorted(rows)], unfinished, source)
-        for row in [*source.queue, *source.rows[::-1]]:
+            self._insert([rows[index] for index in sorted(rows)], unfinished, own_engine)
+        for row in [*own_engine.queue, *own_engine.rows[::-1]]:
             if row in unfinished:
-                source.drop(row)
+                own_engine.drop(row)
         if not rows:
             return
         drafts = None if proposer is None else OwnersPropose(proposer, unfinished, self.gather)
@@ -135,22 +134,21 @@ class TPTail:
         engine.reset()  # memory and graphs stay: capturing may take as long as what is gained
         record.shared.append(Span("shared", began_s, clock.perf_counter()))
 
-    def _take_over(self, rows: list[Row], own: set[Row], source: Engine) -> None:
+    def _insert(self, rows: list[Row], own: set[Row], own_engine: Engine) -> None:
         """The rows of all ranks into the engine, with the keys and values that their ranks have."""
-        engine, slots = self.engine, {row: slot for slot, row in enumerate(source.rows)}
-        is_own = np.array([row in own for row in rows])
-        slot = np.array([slots.get(row, 0) if row in own else 0 for row in rows])
-        is_there = is_own & [row in slots for row in rows]
-        latest = source.length[slot] - 1 - self.tokens_fed_again
-        counts = np.minimum(source.cached[slot], latest) * is_there
-        can = not self.has_keys or can_hand_over(source.runner, engine.runner)
-        of_ranks = self.gather(np.array((is_own, counts.clip(0), np.full(len(rows), can))))
-        counts = of_ranks[:, 1].sum(axis=0) * of_ranks[:, 2].all()
+        engine, place = self.engine, enumerate(own_engine.rows)
+        slots = {row: slot for slot, row in place if row in own}
+        slot = np.array([slots.get(row, -1) for row in rows])
+        latest = own_engine.length[slot] - 1 - self.tokens_fed_again
+        kept = np.where(slot >= 0, np.minimum(own_engine.cached[slot], latest).clip(0), 0)
+        can = not self.has_keys or can_transfer_kv(own_engine.runner, engine.runner)
+        of_ranks = self.gather(np.append(kept, can))
+        counts = of_ranks[:, :-1].max(axis=0) * of_ranks[:, -1].all()
         engine.reset()  # the weights have changed since the last time
-        engine.take_over(rows, counts)
+        engine.insert(rows, counts)
         if self.has_keys and counts.any():
-            rank_of = of_ranks[:, 0].argmax(axis=0)
-            hand_over(source.runner, engine.runner, slot, counts, rank_of)
+            rank_of = of_ranks[:, :-1].argmax(axis=0)
+            transfer_kv(own_engine.runner, engine.runner, slot, counts, rank_of)
 
 
 class OwnersPropose:

@@ -1,5 +1,5 @@
-"""Keys and values of rows that leave the engines of single ranks for that of all ranks together, so
-that their prompts and tokens need not be fed again.
+"""Transfer of keys and values from the engines of single ranks to that of all ranks together, so
+that rows need not be prefilled again.
 
 Each rank has the keys and values of its own rows, of all heads; in a forward in shards it looks at
 some heads, but at all rows. Layer by layer the ranks exchange what they have, and each keeps its
@@ -16,7 +16,7 @@ from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 
 
-def can_hand_over(source: ModelRunner, target: ModelRunner) -> bool:
+def can_transfer_kv(source: ModelRunner, target: ModelRunner) -> bool:
     """Whether all layers in shards have cached the key/value heads that their shards are cut from.
     False before the source's first forward, too."""
     shards, cache = target.shards, source.cache
@@ -27,7 +27,7 @@ def can_hand_over(source: ModelRunner, target: ModelRunner) -> bool:
 
 
 @torch.inference_mode()
-def hand_over(
+def transfer_kv(
     source: ModelRunner,
     target: ModelRunner,
     slots: np.ndarray,
@@ -37,8 +37,8 @@ def hand_over(
     """The keys and values of the first positions of rows into the first R slots of the target. All
     ranks call it together.
 
-    slots: int64 [R], of this rank's own rows in the source; counts: int64 [R], positions, which the
-    target has room for; rank_of: int64 [R], whose row each is.
+    slots: int64 [R], in the source, of rows that this rank owns; counts: int64 [R], positions, for
+    which the target has room; rank_of: int64 [R], whose row each is.
     """
     tp, device = target.shards.tp, source.device
     own = np.flatnonzero(rank_of == tp.rank)
