@@ -160,5 +160,5 @@ def test_sums_of_a_softmax():
 
 
 def test_no_graph_of_fewer_tokens():
-    sizes = {shape.tokens for shape in graph_shapes(20, 4096, batch_invariant.MIN_ROWS)}
-    assert sizes == {64} and graph_shapes(2048, 4096, 64)[-1].tokens == 64
+    sizes = {shape.tokens for shape in graph_shapes(20, 9, 4096, batch_invariant.MIN_ROWS)}
+    assert sizes == {64} and graph_shapes(2048, 9, 4096, 64)[-1].tokens == 64

@@ -9,11 +9,12 @@ import torch
 
 from bubblespec.config import OptimConfig
 from bubblespec.dist.ranks import Ranks
+from bubblespec.engine import attention
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.graphs import NARROW, ForwardGraphs, Shape, graph_shapes
+from bubblespec.engine.graphs import NARROW, ForwardGraphs, Shape, graph_shapes, pad
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import prepare_model
-from bubblespec.engine.packing import PAGE
+from bubblespec.engine.packing import PAGE, pack_rows
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -24,6 +25,7 @@ from tests.helpers.graphs import (
     assert_equal,
     eager,
     feed,
+    install_flash_attn,
     stand_in,
     take_pages,
     varlen_attn,
@@ -138,39 +140,118 @@ def test_keys_in_pages(make_model, on_cpu):
     assert captured.num_replays == 4
 
 
-def test_the_operator_of_torch_2_11(make_model, on_cpu, monkeypatch):
-    """Where torch's function does not know `seqused_k`, the operator below it is called."""
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2"])
+def test_torch_before_2_13_calls_the_operator(make_model, on_cpu, monkeypatch, name):
+    """2.11 does not know `num_splits`; 2.12 knows it and refuses it."""
+    folded = []
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("num_splits requires FA3")
 
     def operator(
         query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
         return_debug_mask, *, scale, window_size_left, window_size_right, seqused_k,
     ) -> tuple:  # fmt: skip
-        assert dropout_p == 0.0 and not return_debug_mask and is_causal == (window_size_left < 0)
-        options = {"scale": scale, "window_size": (window_size_left, window_size_right)}
-        options |= {"enable_gqa": query.shape[1] > key.shape[1], "seqused_k": seqused_k}
+        window = (window_size_left, window_size_right)
+        assert dropout_p == 0.0 and not return_debug_mask and is_causal == (window == (-1, 0))
+        options = {"scale": scale, "window_size": window, "seqused_k": seqused_k}
+        options["enable_gqa"] = query.shape[1] > key.shape[1]
+        folded.append(window == (-1, -1))
         lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
         return varlen_attn(query, key, value, *lengths, **options, num_splits=1), None
 
     schema = torch.ops.aten._flash_attention_forward.default._schema.arguments
     names = list(inspect.signature(operator).parameters)
     assert [argument.name for argument in schema][: len(names)] == names
-    monkeypatch.setattr("bubblespec.engine.attention.HAS_SEQUSED", False)
+    monkeypatch.setattr(attention, "HAS_PAGES", False)
+    monkeypatch.setattr(attention, "varlen_attn", refuse)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
-    model, cache = prepared(make_model, "mistral-window"), KVCache(3, LENGTH)
-    args = (np.random.default_rng(0).integers(1, VOCAB, (3, LENGTH)), [0, 0, 0], [9, 1, 20])
+    model, cache, plain = prepared(make_model, name), KVCache(3, LENGTH), KVCache(3, LENGTH)
+    sequences = np.random.default_rng(0).integers(1, VOCAB, (3, LENGTH))
     with torch.inference_mode():
-        wanted = feed(model, KVCache(3, LENGTH), *args, eager(model))
-        assert_equal(feed(model, cache, *args, eager(model, "varlen")), wanted)
+        for start, count in (([0, 0, 0], [9, 1, 20]), ([9, 1, 20], [1, 1, 1])):
+            wanted = feed(model, plain, sequences, start, count, eager(model))
+            got = feed(model, cache, sequences, start, count, eager(model, "varlen"))
+            assert_equal(got, wanted)
+    assert not attention.reads_pages("varlen")
+    assert any(folded) == (name == "qwen2"), "a window bounds what is seen"
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flash_attn", attention.ALONE])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_decoding_folds_query_heads(make_model, on_cpu, monkeypatch, kernel, is_captured):
+    """FlashAttention-2 reads keys once for all query heads if no row feeds more than one token and
+    no bound is given. Rows that feed nothing are left out; batch-invariant forwards keep the bound,
+    and one split."""
+    model, cache = prepared(make_model, "qwen2"), in_pages(3, 2 * PAGE, PAGE)
+    sequences, calls = np.random.default_rng(0).integers(1, VOCAB, (3, PAGE)), []
+
+    def note(query, key, *args, **options):
+        calls.append((args[3], options["window_size"][1], options.get("num_splits", 0)))
+        names = {"softmax_scale": "scale"} if kernel == "flash_attn" else {}
+        options = {names.get(name, name): value for name, value in options.items()}
+        if kernel == "flash_attn":
+            assert options.pop("causal") == (options["window_size"][1] == 0)
+            options |= {"enable_gqa": True, "seqused_k": args[2].diff()}
+        return varlen_attn(query, key, *args, **options)
+
+    monkeypatch.setattr(attention, "varlen_attn", note)
+    install_flash_attn(monkeypatch, note)
+    captured = ForwardGraphs(model, cache, kernel, 16)
+    run = captured.forward if is_captured else eager(model, kernel)
+    start = np.zeros(3, np.int64)
+    bounds, plain = {}, KVCache(3, 2 * PAGE)
+    with torch.inference_mode():
+        for count in ([5, 3, 4], [1, 1, 1], [1, 0, 1], [2, 0, 1]):
+            wanted = feed(model, plain, sequences, start, count, eager(model))
+            if not is_captured:
+                calls.clear()
+            assert_equal(feed(model, cache, sequences, start, count, run)[: len(wanted)], wanted)
+            start += count
+            bounds |= {max_q: (right, splits) for max_q, right, splits in calls}
+    assert captured.problem is None and bounds.keys() >= {1, 2}
+    wide = {shape for max_q, shape in bounds.items() if max_q > 1}
+    bound, none = {"flash_attn": ((0, 0), (-1, 0)), "varlen": ((0, 1), (-1, None))}.get(
+        kernel, ((0, 1), (0, 1))
+    )
+    assert bounds[1] == none and wide == {bound}
 
 
 def test_shapes():
-    shapes = graph_shapes(2048, 4096)
-    assert shapes == sorted(shapes, reverse=True) and len(shapes) == 25
-    assert shapes[0] == Shape(1024, 1024) and shapes[-1] == Shape(1, 1)
-    assert [s.max_q for s in shapes if s.tokens == 256] == [256, NARROW]
-    sizes = [s.tokens for s in graph_shapes(20, 4096)]
-    assert sizes == [24, 16, 8, 4, 2, 1], "larger forwards do not come"
-    assert graph_shapes(2048, 100)[0] == Shape(96, 96), "padding must fit the spare slot"
+    shapes = graph_shapes(2048, 1024, 4096)
+    assert shapes == sorted(shapes, reverse=True) and shapes[-1] == Shape(1, 1, 1)
+    assert len(shapes) <= 42 and len(graph_shapes(2048, 128, 4096)) <= 32
+    assert shapes[0] == Shape(1024, 1024, 1)
+    assert [s[1:] for s in shapes if s.tokens == 256] == [(256, NARROW), (256, 1), (64, NARROW)]
+    sizes = [s.tokens for s in graph_shapes(20, 3, 4096)]
+    assert sizes == [32, 16, 8, 4, 4, 2, 2, 1], "larger forwards do not come"
+    assert graph_shapes(2048, 128, 100)[0] == Shape(96, 96, 1), "padding must fit the spare slot"
+
+
+@pytest.mark.parametrize("num_slots, largest", [(1024, 1024), (128, 1024), (7, 700), (300, 300)])
+def test_graphs_launch_few_blocks(num_slots, largest):
+    """Each forward of up to 512 sequences has a graph, and attention launches at most four times
+    the blocks that the rows need, or 64 for each head."""
+    rng, length = np.random.default_rng(num_slots), 4096
+    cache = KVCache(num_slots, length)
+    graphs = ForwardGraphs(None, cache, "varlen", largest)
+    for case in range(2000):
+        rows = int(rng.integers(1, num_slots + 1))
+        count = rng.choice(([1], [0, 1], [1, 2, 4], [1] * 50 + [300], [1, 16])[case % 5], rows)
+        count[rng.integers(rows)] = 1 + case % 3
+        if not 0 < count.sum() <= min(largest, 1024) or count.sum() > 512 < rows:
+            continue
+        packing = pack_rows(cache, np.full(rows, 3), count, torch.device("cpu"))
+        shape = graphs.shape_of(packing)
+        needed = int((-(-count // NARROW)).sum())
+        assert shape.tokens >= count.sum() and shape.tokens <= 2 * count.sum() + 1
+        assert (shape.max_q == 1) == (count.max() == 1)
+        launched = shape.sequences * -(-shape.max_q // 64)
+        assert launched <= max(4 * needed, 64), (shape, count.sum(), needed)
+        padded = pad(np.zeros(count.sum(), np.int64), packing, shape)
+        cu_q, used = padded[3, : shape.sequences + 1], padded[5, : shape.sequences]
+        assert cu_q[-1] == shape.tokens and np.diff(cu_q).max() <= shape.max_q
+        assert ((np.diff(cu_q) > 0) <= (used > 0)).all(), "a token without keys"
 
 
 def test_generated_tokens_are_the_same_and_captured_once_until_a_release(make_model, on_cpu):
@@ -187,14 +268,15 @@ def test_generated_tokens_are_the_same_and_captured_once_until_a_release(make_mo
     engine = make_engine(model, 6, seed=5, kernel="varlen", max_num_batched_tokens=16, **pages)
     assert on_cpu.sizes == [], "nothing before the first forward"
     assert run(engine) == wanted
-    assert on_cpu.sizes == [16, 8, 4, 2, 1] and on_cpu.pools == [None] + [("the pool",)] * 4
+    sizes = [16, 8, 8, 4, 4, 2, 2, 1]
+    assert on_cpu.sizes == sizes and on_cpu.pools == [None] + [("the pool",)] * 7
     engine.reset()
-    assert run(engine, Drafter(wanted, 0.3)) == wanted and len(on_cpu.sizes) == 5
+    assert run(engine, Drafter(wanted, 0.3)) == wanted and on_cpu.sizes == sizes
     assert engine.runner.graphs.num_replays == engine.num_forwards > 10
     engine.release()
     assert engine.runner.cache.num_bytes() == 0
     assert run(engine, Drafter(wanted, 0.3)) == wanted
-    assert on_cpu.sizes == [16, 8, 4, 2, 1] * 2 and on_cpu.pools[5] is None
+    assert on_cpu.sizes == 2 * sizes and on_cpu.pools[8] is None
     assert engine.runner.graphs.num_replays == engine.num_forwards
     assert engine._num_admitted > 3 * 10, "some rows gave way"
 
@@ -280,13 +362,15 @@ def test_graphs_on_the_gpu(make_model, kernel):
         for _ in range(2):
             rng, start = np.random.default_rng(4), np.zeros(40, np.int64)
             take_pages(runner)
-            for tokens in (shape.tokens for shape in runner.graphs.shapes):
-                count = np.bincount(rng.integers(0, 40, tokens), minlength=40)
+            for shape in runner.graphs.shapes:
+                count = np.bincount(rng.integers(0, 40, shape.tokens), minlength=40)
+                if shape.max_q == 1:
+                    count = (np.arange(40) < shape.tokens).astype(np.int64)
                 args = (sequences, start, count)
-                wanted = feed(model, plain, *args, eager(model, kernel))
-                assert_equal(
-                    feed(model, runner.cache, *args, runner.graphs.forward)[:tokens], wanted
-                )
+                wanted = feed(model, plain, *args, eager(model))
+                assert_equal(feed(model, plain, *args, eager(model, kernel)), wanted)
+                got = feed(model, runner.cache, *args, runner.graphs.forward)[: len(wanted)]
+                assert_equal(got, wanted)
                 start += count
             assert runner.graphs.problem is None
             held = torch.cuda.memory_allocated()

@@ -10,10 +10,11 @@ heads, K key/value heads, G = H / K, D head dimension.
 """
 
 import importlib.util
-import inspect
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -26,9 +27,9 @@ HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
 MAX_HEAD_SIZE = 256  # of the CUDA kernels
 NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
 RECORDER = "bubblespec_recorder"
-# Whether torch's function can read a cache of which a part is used; that of torch 2.11 cannot.
-HAS_SEQUSED = "seqused_k" in inspect.signature(varlen_attn).parameters
-HAS_BLOCK_TABLE = "block_table" in inspect.signature(varlen_attn).parameters
+# Whether torch's function reads a cache in pages, in one split where that is asked for. Torch 2.12
+# has the arguments too, but its FlashAttention-2 refuses `num_splits`.
+HAS_PAGES = torch.__version__ >= (2, 13)
 _IGNORED = {"position_ids", "cache_position", "use_cache", "is_causal", "dropout"}
 _IGNORED |= {"output_attentions", "output_hidden_states"}
 
@@ -54,7 +55,7 @@ def problem_of(
 
 def reads_pages(kernel: str) -> bool:
     """Whether the kernel reads keys and values by a block table. SDPA has to gather them."""
-    return kernel == "flash_attn" or (kernel == "varlen" and HAS_BLOCK_TABLE)
+    return kernel == "flash_attn" or (kernel == "varlen" and HAS_PAGES)
 
 
 def bubblespec_attention(
@@ -79,7 +80,7 @@ def bubblespec_attention(
     if hasattr(packing, "attend"):  # it has an attention of its own
         out = packing.attend(query, key, value, scaling=scaling)
     elif isinstance(packing, SequencePacking):
-        attend = _sequences_sdpa if kernel == "sdpa" else VARLEN_KERNELS[kernel]
+        attend = _sequences_sdpa if kernel == "sdpa" else _by_lengths(kernel)
         packing = packing if kernel == "sdpa" else packing.varlen
         out = attend(packing, query, key, value, **how)
     else:
@@ -91,7 +92,7 @@ def bubblespec_attention(
         else:
             if cache.pages is None:
                 key, value = key.flatten(0, 1), value.flatten(0, 1)
-            out = VARLEN_KERNELS[kernel](packing.varlen, query, key, value, **how)
+            out = _by_lengths(kernel)(packing.varlen, query, key, value, **how)
     return out[None].contiguous(), None
 
 
@@ -171,31 +172,47 @@ def _sequences_sdpa(packing: SequencePacking, query, key, value, *, scaling, win
     return torch.cat(attended).index_select(0, packed_order)
 
 
-def _varlen(v: Varlen, query, key, value, *, scaling, window) -> torch.Tensor:
-    """torch's variable-length kernel; one split, so that a row's result does not depend on the
-    other rows."""
-    back = -1 if window is None else window - 1
+def _has_one_query(v: Varlen, window: int | None) -> bool:
+    """Whether each sequence has one query, which sees all keys of its sequence.
+
+    Only without bounds on what a query sees, FlashAttention-2 folds the query heads of a key/value
+    head into the query axis, so that a decoding row reads its keys once instead of once per query
+    head. It takes sequence i to have token i then.
+    """
+    return v.used is not None and v.max_q == 1 and window is None
+
+
+def _varlen(v: Varlen, query, key, value, *, scaling, window, alone=False) -> torch.Tensor:
+    """torch's variable-length kernel. alone: a row's result does not depend on the other rows."""
     tensors = query.contiguous(), key.contiguous(), value.contiguous(), v.cu_q, v.cu_k
-    if not HAS_SEQUSED:  # the operator below it has, and never splits
-        options = {"window_size_left": back, "window_size_right": 0, "seqused_k": v.used}
-        rest = (v.max_q, v.max_k, 0.0, back < 0, False)
+    back, right = -1 if window is None else window - 1, 0
+    has_groups = query.shape[1] != key.shape[-2]
+    # Keys of one row are split over the GPU where few rows decode, which their number decides.
+    # Unless heads are folded, splits leave rows unwritten (pytorch issue 194167).
+    num_splits = 1
+    if _has_one_query(v, window) and not alone:
+        right, num_splits = -1, None if has_groups else 1
+    if not HAS_PAGES:  # the operator below it knows `seqused_k`, and splits folded heads only
+        options = {"window_size_left": back, "window_size_right": right, "seqused_k": v.used}
+        rest = (v.max_q, v.max_k, 0.0, back < 0 and right == 0, False)
         return torch.ops.aten._flash_attention_forward(*tensors, *rest, scale=scaling, **options)[0]
-    options = {"enable_gqa": query.shape[1] != key.shape[-2], "seqused_k": v.used}
+    options = {"enable_gqa": has_groups, "seqused_k": v.used, "window_size": (back, right)}
     if v.used is not None:
-        options["num_splits"] = 1
+        options["num_splits"] = num_splits
     if v.block_table is not None:
         cu_k, options["block_table"] = v.paged
-        tensors = (*tensors[:4], cu_k)
-    lengths = (v.max_q, v.max_k)
-    return varlen_attn(*tensors, *lengths, scale=scaling, window_size=(back, 0), **options)
+        # FlashAttention-2 needs both, FlashAttention-3 refuses both.
+        tensors = (*tensors[:4], None if current_flash_attention_impl() == "FA3" else cu_k)
+    return varlen_attn(*tensors, v.max_q, v.max_k, scale=scaling, **options)
 
 
 def _flash(v: Varlen, query, key, value, *, scaling, window) -> torch.Tensor:
     """The flash_attn package has no `seqused_k`; its paged form expresses the same."""
     from flash_attn import flash_attn_varlen_func
 
-    cu_k, options = v.cu_k, {"softmax_scale": scaling, "causal": True}
-    options["window_size"] = (-1 if window is None else window - 1, 0)
+    has_bound = not _has_one_query(v, window)
+    cu_k, options = v.cu_k, {"softmax_scale": scaling, "causal": has_bound}
+    options["window_size"] = (-1 if window is None else window - 1, 0 if has_bound else -1)
     if v.used is not None:
         cu_k, options["block_table"] = v.paged
         if v.block_table is None:
@@ -204,5 +221,11 @@ def _flash(v: Varlen, query, key, value, *, scaling, window) -> torch.Tensor:
     return flash_attn_varlen_func(query.contiguous(), key, value, *lengths, **options)
 
 
+def _by_lengths(kernel: str) -> Callable:
+    """A kernel for variable lengths by its name; ALONE is that of batch-invariant forwards."""
+    return partial(_varlen, alone=True) if kernel == ALONE else VARLEN_KERNELS[kernel]
+
+
+ALONE = "varlen_alone"
 CACHED_KERNELS = {"sdpa": _cached_sdpa, "alone": attend_alone}
-VARLEN_KERNELS = {"flash_attn": _flash, "varlen": _varlen}  # the better one first
+VARLEN_KERNELS = {"flash_attn": _flash, "varlen": _varlen}  # the first one that works is taken

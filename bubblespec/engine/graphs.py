@@ -4,17 +4,23 @@ whose launching from Python takes longer than the GPU needs to run them.
 A graph replays the same kernels on the same addresses. So a forward is padded to a fixed number of
 tokens, and all that changes from one to the next (token ids, where they are written, where the
 rows' keys begin and how many there are) is copied into one tensor at a fixed address, and the block
-table has a fixed address too. Padding follows the real tokens, in sequences of one token that write
-and read positions of a spare slot or page: their results are finite, and not used. Each token of a
-forward is computed independently, except for attention, which sees its own sequence only; so the
-real tokens' results are those of the unpadded forward, up to the rounding of matrix products of
-another height.
+table has a fixed address too. Padding follows the real tokens, in sequences that write and read
+positions of a spare slot or page: their results are finite, and not used. Each token of a forward
+is computed independently, except for attention, which sees its own sequence only; so the real
+tokens' results are those of the unpadded forward, up to the rounding of matrix products of another
+height.
 
-Graphs exist for some token counts. All are captured at the first forward, before anything is timed:
-captured during a rollout, they would count as slow forwards in the planner's cost model. The
-largest is captured first and the others share its memory. They contain the addresses of keys,
-values and weights: weights must be changed in place (optimizers do, LoRA too), and after the
-cache's memory is given back `clear` must be called.
+Attention launches ceil(max_q / NARROW) blocks for each sequence and head, also for sequences
+without tokens. So a row that feeds more than NARROW tokens is several sequences, each of which sees
+the keys up to its last token, and graphs have room for few sequences or for many. Forwards in which
+every row feeds one token have graphs of their own, as attention then reads keys once for all query
+heads (see `attention._has_one_query`).
+
+All graphs are captured at the first forward, before anything is timed: captured during a rollout,
+they would count as slow forwards in the planner's cost model. The largest is captured first and the
+others share its memory. They contain the addresses of keys, values and weights: weights must be
+changed in place (optimizers do, LoRA too), and after the cache's memory is given back `clear` must
+be called.
 
 A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
 other ranks. So all ranks have graphs, captured in the same order, or none has any. Nothing is
@@ -24,7 +30,7 @@ memory that runs out, fails here. Then each records its graphs: a sum that is re
 computed, and nobody waits. Between the two the ranks add up zeros in every size that the graphs
 will, as NCCL connects them when it first meets a size.
 
-Shape legend: N tokens of a forward, B >= N tokens of a graph, which has room for B sequences.
+Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that it has room for.
 """
 
 import contextlib
@@ -38,21 +44,28 @@ import torch
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import CachePacking, Varlen, pack_rows
+from bubblespec.engine.ragged import ragged
 from bubblespec.engine.tensor_parallel import Shards
 from bubblespec.errors import fallback, first_problem, log, one_line
 
-# Beyond 8 tokens no step is larger than a third: below about 250 tokens reading the weights takes
-# longer than computing with them, so padding costs next to nothing. Larger forwards keep a GPU busy
-# for as long as launching them takes.
+# Tokens of graphs for decoding. Beyond 8 no step is larger than a third: below about 250 tokens
+# reading the weights takes longer than computing with them, so padding costs next to nothing.
+# Larger forwards keep a GPU busy for as long as launching them takes.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# The same where some row feeds more than one token.
+WIDE_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+# Sequences that these have room for, or one for each token. Up to the first number blocks cost next
+# to nothing; beyond it a graph launches less than four times the blocks that its rows need.
+ROOMS = (64, 240, 512)
 # New tokens of a row up to which attention uses one block of queries, whatever bound it is given.
 NARROW = 64
 
 
 class Shape(NamedTuple):
-    """Size of a graph: tokens, padding included, and the maximum new tokens of a sequence."""
+    """Size of a graph: tokens, padding included; sequences; and new tokens of a sequence."""
 
     tokens: int
+    sequences: int
     max_q: int
 
 
@@ -99,7 +112,8 @@ class ForwardGraphs:
             beside.beside = self
         # At a fixed address, [B of the largest, state_size].
         self.states: torch.Tensor | None = None
-        self.shapes = graph_shapes(max_num_batched_tokens, cache.slot_length, min_tokens)
+        sizes = (max_num_batched_tokens, cache.num_slots, cache.slot_length)
+        self.shapes = graph_shapes(*sizes, min_tokens)
         self.num_replays = 0
         self.problem: str | None = None
         """One line that says why this model's forward cannot be captured, here or on another
@@ -127,7 +141,7 @@ class ForwardGraphs:
                 return None
         graph, is_on_host = self._graphs[shape], isinstance(tokens, np.ndarray)
         known = tokens if is_on_host else np.zeros(len(tokens), np.int64)
-        padded = torch.from_numpy(pad(known, packing, shape.tokens))
+        padded = torch.from_numpy(pad(known, packing, shape))
         graph.inputs.copy_(padded, non_blocking=True)
         if not is_on_host:
             graph.inputs[0, : len(tokens)] = tokens
@@ -139,8 +153,15 @@ class ForwardGraphs:
 
     def shape_of(self, packing: CachePacking) -> Shape | None:
         """The smallest shape that fits the forward."""
-        tokens, longest = packing.index.shape[1], int(packing.count.max())
-        fitting = (s for s in self.shapes if s.tokens >= tokens and s.max_q >= longest)
+        tokens, is_decoding = packing.index.shape[1], packing.count.max() == 1
+        pieces = int((-(-packing.count // NARROW)).sum())
+        fitting = (
+            shape
+            for shape in self.shapes
+            if shape.tokens >= tokens
+            and (shape.max_q == 1) == is_decoding
+            and pieces - (tokens - shape.tokens) // shape.max_q <= shape.sequences
+        )
         return min(fitting, default=None)
 
     def clear(self) -> None:
@@ -192,7 +213,7 @@ class ForwardGraphs:
         nothing = pack_rows(self.cache, no_rows, no_rows, device)
         with self._sharded(sum_=lambda tensor: tensor):
             for shape in self.shapes:
-                padded = pad(no_rows, nothing, shape.tokens)
+                padded = pad(no_rows, nothing, shape)
                 inputs[shape] = torch.from_numpy(padded).to(device)
                 rehearse(partial(self._run, inputs[shape], shape))
 
@@ -209,11 +230,11 @@ class ForwardGraphs:
 
     def _run(self, inputs: torch.Tensor, shape: Shape) -> torch.Tensor:
         ids, place, position = inputs[:3, : shape.tokens]
-        cu_q, cu_k, used = inputs[3:].to(torch.int32)
+        cu_q, cu_k, used = inputs[3:, : shape.sequences + 1].to(torch.int32)
         length, table = self.cache.slot_length, self.cache.block_table(inputs.device)
         if table is not None:
-            table = table.index_select(0, inputs[4, : shape.tokens])
-        varlen = Varlen(cu_q, cu_k, used[: shape.tokens], shape.max_q, length, length, table)
+            table = table.index_select(0, inputs[4, : shape.sequences])
+        varlen = Varlen(cu_q, cu_k, used[:-1], shape.max_q, length, length, table)
         packing = PaddedPacking(self.cache, place, position, varlen)
         if self.states is not None:
             return self.model(self.states[: shape.tokens], ids, packing, self.kernel)
@@ -225,41 +246,56 @@ def can_capture(device: torch.device, kernel: str) -> bool:
     return device.type == "cuda" and kernel != "sdpa"
 
 
-def graph_shapes(max_num_batched_tokens: int, slot_length: int, min_tokens: int = 1) -> list[Shape]:
+def graph_shapes(
+    max_num_batched_tokens: int, num_slots: int, slot_length: int, min_tokens: int = 1
+) -> list[Shape]:
     """Largest first. Padding, up to a whole graph of it, must fit the spare slot."""
-    at_least = max(max_num_batched_tokens, min_tokens)
-    too_large = next((b for b in BUCKETS if b >= at_least), BUCKETS[-1])
-    buckets = [b for b in BUCKETS if min_tokens <= b <= min(too_large, slot_length)]
-    return sorted({Shape(b, max_q) for b in buckets for max_q in (min(b, NARROW), b)}, reverse=True)
+
+    def sizes(buckets: tuple[int, ...], needed: int) -> list[int]:
+        largest = next((b for b in buckets if b >= max(needed, min_tokens)), buckets[-1])
+        return [b for b in buckets if min_tokens <= b <= min(largest, slot_length)]
+
+    shapes = {Shape(b, b, 1) for b in sizes(BUCKETS, num_slots)}
+    for b in sizes(WIDE_BUCKETS, max_num_batched_tokens):
+        rooms = [room for room in ROOMS if 1.5 * room <= b] + [b] * (b <= ROOMS[-1])
+        # Each row, the rest of it and of the padding in pieces of NARROW tokens.
+        needed = min(num_slots + 2 + b // NARROW, rooms[-1])
+        count = next(i for i, room in enumerate(rooms, 1) if room >= needed)
+        shapes |= {Shape(b, room, min(b, NARROW)) for room in rooms[:count]}
+    return sorted(shapes, reverse=True)
 
 
-def pad(tokens: np.ndarray, packing: CachePacking, size: int) -> np.ndarray:
-    """What a graph of `size` = B tokens reads, int64 [6, B + 1]: token ids, places in the flattened
-    cache and positions (B each); where the sequences' new tokens begin, and where their keys begin
-    in the flattened cache or, with pages, their slots (B + 1 each); how many keys they have (B).
+def pad(tokens: np.ndarray, packing: CachePacking, shape: Shape) -> np.ndarray:
+    """What a graph of B tokens and S <= B sequences reads, int64 [6, B + 1]: token ids, places in
+    the flattened cache and positions (B each); where the sequences' new tokens begin, and where
+    their keys begin in the flattened cache or, with pages, their slots (S + 1 each); how many keys
+    they have (S).
 
-    Sequences are the rows that feed something, then one for each token of padding, then empty ones.
+    Sequences are pieces of the rows that feed something, then of the padding, of up to max_q tokens
+    each, then empty ones.
     """
+    size, num_sequences, max_q = shape
     inputs = np.zeros((6, size + 1), np.int64)
-    ids, place, position, cu_q, cu_k, used = inputs
+    ids, place, position = inputs[:3]
+    cu_q, cu_k, used = inputs[3:, : num_sequences + 1]
     cache, spare_slot = packing.cache, packing.cache.num_slots
-    fed = np.flatnonzero(packing.count)
-    num_tokens, rows, padding = len(tokens), len(fed), size - len(tokens)
+    num_tokens, padding = len(tokens), size - len(tokens)
     ids[:num_tokens] = tokens
     place[:num_tokens], position[:num_tokens] = cache.places(*packing.index), packing.index[1]
     position[num_tokens:size] = np.arange(padding)
     # More padding than a page takes is written over other padding.
     spare = cache.num_pages * cache.page_size
     place[num_tokens:size] = spare + np.arange(padding) % cache.page_size
-    behind = np.minimum(np.arange(size + 1 - rows), padding)
-    cu_q[1:rows] = np.cumsum(packing.count[fed])[:-1]
-    cu_q[rows:] = num_tokens + behind
+    slot, piece = ragged(-(-packing.count // max_q))
+    end, fed = np.minimum((piece + 1) * max_q, packing.count[slot]), len(slot)
+    behind = np.minimum(np.arange(num_sequences + 1 - fed) * max_q, padding)
+    cu_q[1:fed] = (end - piece * max_q).cumsum()[:-1]
+    cu_q[fed:] = num_tokens + behind
     if cache.pages is None:
-        cu_k[:rows], cu_k[rows:] = fed * cache.slot_length, spare + behind
+        cu_k[:fed], cu_k[fed:] = slot * cache.slot_length, spare + behind
     else:
-        cu_k[:rows], cu_k[rows:] = fed, spare_slot
-    used[:rows] = packing.ends[fed]
-    used[rows : rows + padding] = 1
+        cu_k[:fed], cu_k[fed:] = slot, spare_slot
+    used[:fed], used[fed:-1] = packing.start[slot] + end, np.diff(behind)
     return inputs
 
 

@@ -4,7 +4,7 @@ Shape legend: N packed tokens, V vocabulary.
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.pages import Pages
 from bubblespec.errors import fallback, first_problem, one_line
 
-PROMPTS, MORE = [8, 5, 3], [1, 4, 2]  # tokens that the rows of `packed_logits` are fed
+PROMPTS, MORE, ONE = [8, 5, 3], [1, 4, 2], [1, 1, 1]  # tokens fed to rows of `packed_logits`
+LONG = 160  # tokens of a prompt whose keys are so many that a kernel splits them if it can
 
 
 def choose_kernel(
@@ -65,7 +66,11 @@ def kernels_for(device: torch.device) -> list[str]:
 def difference_of(kernel: str, model: PreTrainedModel) -> str | None:
     """How a kernel fails or differs from SDPA; None if only by rounding."""
     try:
-        logits = (packed_logits(model, cache_for(each), each) for each in (kernel, "sdpa"))
+        prompts = [LONG, *PROMPTS[1:]]
+        logits = (
+            packed_logits(model, cache_for(each), each, prompts=prompts)
+            for each in (kernel, "sdpa")
+        )
         difference = relative_difference(*logits)
     except Exception as error:  # a package built for another torch, a driver, the kernel itself
         return f"fails: {one_line(error)}"
@@ -82,18 +87,23 @@ def cache_for(kernel: str, num_spare: int = 0) -> KVCache:
 
 @torch.inference_mode()
 def packed_logits(
-    model: PreTrainedModel, cache: KVCache, kernel: str, forward: Callable | None = None
+    model: PreTrainedModel,
+    cache: KVCache,
+    kernel: str,
+    forward: Callable | None = None,
+    prompts: Sequence[int] = PROMPTS,
 ) -> torch.Tensor:
-    """Logits [N, V] of rows: of their prompts, of some tokens after these, and of the prompts as
-    sequences of training. forward: of `ForwardGraphs` over this cache, for the first two."""
-    prompts, more, device = np.array(PROMPTS), np.array(MORE), model.device
-    hidden = []
-    for start, count in ((0 * prompts, prompts), (prompts, more)):
+    """Logits [N, V] of rows: of their prompts, of some tokens after these and one more, and of the
+    prompts as sequences of training. forward: of `ForwardGraphs` over this cache, for all but the
+    last. prompts: tokens of each."""
+    device, hidden, start = model.device, [], np.zeros(len(prompts), np.int64)
+    for count in map(np.array, (prompts, MORE, ONE)):
         packing, tokens = pack_rows(cache, start, count, device), random_tokens(model, count.sum())
+        start = start + count
         if forward is None:
             hidden.append(forward_hidden(model, tokens, packing, kernel))
         else:
             hidden.append(forward(tokens, packing)[: len(tokens)].clone())
-    tokens = random_tokens(model, sum(PROMPTS))
-    hidden.append(forward_hidden(model, tokens, pack_sequences(PROMPTS, device), kernel))
+    tokens = random_tokens(model, sum(prompts))
+    hidden.append(forward_hidden(model, tokens, pack_sequences(prompts, device), kernel))
     return output_head(model)(torch.cat(hidden))

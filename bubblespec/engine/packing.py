@@ -152,14 +152,18 @@ class CachePacking:
 
     @cached_property
     def varlen(self) -> "Varlen":
-        """All slots 0..R-1, also those without new tokens."""
-        cu_q = np.append(0, self.count.cumsum())
-        cu_k = np.arange(len(cu_q)) * self.cache.slot_length
-        arrays = (array.astype(np.int32) for array in (cu_q, cu_k, self.ends))
+        """The slots with new tokens."""
+        fed = self.count.nonzero()[0]
+        cu_q = np.append(0, self.count[fed].cumsum())
+        cu_k = np.append(fed, fed[-1] + 1) * self.cache.slot_length
+        arrays = (array.astype(np.int32) for array in (cu_q, cu_k, self.ends[fed]))
         tensors = (to_device(array, self.device) for array in arrays)
-        longest = int(self.count.max()), int(self.ends.max())
+        longest = int(self.count.max()), int(self.ends[fed].max())
         table = self.cache.block_table(self.device)
-        table = None if table is None else table[: len(self.count)]
+        if table is not None:
+            is_dense = len(fed) == len(self.count)
+            slots = None if is_dense else to_device(fed, self.device)
+            table = table[: len(fed)] if is_dense else table.index_select(0, slots)
         return Varlen(*tensors, *longest, self.cache.slot_length, table)
 
 

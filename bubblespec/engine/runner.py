@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.attention import reads_pages
+from bubblespec.engine.attention import ALONE, reads_pages
 from bubblespec.engine.batch import Batch
 from bubblespec.engine.batch_invariant import MIN_ROWS, FixedMeans, fixed_best_and_sum
 from bubblespec.engine.compiled import compiled_best_and_sum
@@ -69,7 +69,7 @@ class ModelRunner:
             self.sample = partial(self.sample, reduce=compiled_best_and_sum)
         self.batch_invariant = batch_invariant
         if batch_invariant:
-            self.kernel = "alone" if kernel == "sdpa" else kernel
+            self.kernel = {"sdpa": "alone", "varlen": ALONE}.get(kernel, kernel)
             self.sample = partial(self.sample, reduce=fixed_best_and_sum)
         if page_size is None and reads_pages(kernel):
             page_size = PAGE
@@ -85,7 +85,7 @@ class ModelRunner:
         self.cache = KVCache(num_slots, slot_length, int(has_graphs), self.pages)
         self.graphs: ForwardGraphs | None = None
         if has_graphs:
-            parts = (model, self.cache, kernel, max_num_batched_tokens)
+            parts = (model, self.cache, self.kernel, max_num_batched_tokens)
             options = {"shards": self.shards, "beside": beside}
             options["min_tokens"] = MIN_ROWS if batch_invariant else 1
             self.graphs = ForwardGraphs(*parts, **options)

@@ -168,7 +168,8 @@ def flash_attn_varlen_func(
     """The signature of flash_attn 2.8, and what that asks for."""
     lengths = (cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
     check_attention(q, k, v, *lengths, block_table)
-    assert causal and window_size[1] == 0 and dropout_p == 0.0
+    assert causal == (window_size[1] == 0) and dropout_p == 0.0
+    assert causal or (max_seqlen_q == 1 and len(q) == len(cu_seqlens_q) - 1)
     assert all(t.stride(-1) == 1 for t in (q, k, v))
     return q + (k.sum() + v.sum()) * 0.0
 

@@ -37,10 +37,15 @@ def varlen_attn(
     if seqused_k is None:
         seqused_k = cu_k.diff()
     left, right = window_size
-    assert right == 0 and cu_q.dtype == cu_k.dtype == seqused_k.dtype == torch.int32
-    assert len(cu_q) == len(cu_k)
+    assert cu_q.dtype == cu_k.dtype == seqused_k.dtype == torch.int32 and len(cu_q) == len(cu_k)
+    fold = query.shape[1] // key.shape[1]
+    is_folded = max_q == 1 and fold > 1 and left < 0 and right < 0
+    if right < 0:  # a single query sees all keys, as it should
+        assert left < 0 and max_q == 1 and len(query) == len(cu_q) - 1
+    assert right <= 0 and (num_splits == 1 or is_folded), "else splits leave rows unwritten"
     token = torch.arange(len(query))
-    sequence = torch.searchsorted(cu_q, token, right=True) - 1
+    # With folded heads the kernel takes sequence i to have token i.
+    sequence = token if is_folded else torch.searchsorted(cu_q, token, right=True) - 1
     begin, used = cu_q[sequence], seqused_k[sequence]
     # Where the token is among the keys of its sequence.
     position = used - (cu_q[sequence + 1] - begin) + token - begin
@@ -48,13 +53,12 @@ def varlen_attn(
     seen = (index >= 0) & (index <= position[:, None])
     if left >= 0:
         seen &= index >= position[:, None] - left
-    fold = query.shape[1] // key.shape[1]
     assert enable_gqa == (fold > 1)
     key, value = key.repeat_interleave(fold, 1), value.repeat_interleave(fold, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
     is_right = (token - begin < max_q) & (position >= 0)
-    is_right &= (used <= max_k) & (used <= (cu_k[1:] - cu_k[:-1])[sequence])
+    is_right &= (used <= max_k) & (cu_k[sequence] + used <= len(key))
     return out.masked_fill(~is_right[:, None, None], float("nan"))
 
 
@@ -72,7 +76,7 @@ def flash_attn_varlen_func(
     block_table=None,
 ) -> torch.Tensor:
     """The flash_attn package's, for a cache in pages and for whole sequences."""
-    assert causal
+    assert causal == (window_size[1] == 0)
     options = {"scale": softmax_scale, "window_size": window_size, "num_splits": 1}
     options |= {"enable_gqa": query.shape[1] > key.shape[-2], "seqused_k": cu_k.diff()}
     if block_table is not None:
