@@ -19,10 +19,10 @@ cache's memory is given back `clear` must be called.
 A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
 other ranks. So all ranks have graphs, captured in the same order, or none has any. Nothing is
 exchanged in either of the two stages of capturing, and after each the ranks tell each other how it
-went. First every rank runs each forward without its sums: what may fail on one rank alone, such as
-memory that runs out, fails here. Then each records its graphs: a sum that is recorded is not
-computed, and nobody waits. Between the two the ranks add up zeros in every size that the graphs
-will, as NCCL connects them when it first meets a size.
+went; so a rank whose memory runs out may repeat a stage alone. First every rank runs each forward
+without its sums: what may fail on one rank alone fails here. Then each records its graphs: a sum
+that is recorded is not computed, and nobody waits. Between the two the ranks add up zeros in every
+size that the graphs will, as NCCL connects them when it first meets a size.
 
 Shape legend: N tokens of a forward, B >= N tokens of a graph, which has room for B sequences.
 """
@@ -45,6 +45,7 @@ from bubblespec.errors import fallback, first_problem, log, one_line
 # longer than computing with them, so padding costs next to nothing. Larger forwards keep a GPU busy
 # for as long as launching them takes.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+OUT_OF_MEMORY = "out of memory"  # in the message of torch.OutOfMemoryError, and of CUDA's errors
 # New tokens of a row up to which attention uses one block of queries, whatever bound it is given.
 NARROW = 64
 
@@ -104,6 +105,7 @@ class ForwardGraphs:
         self.problem: str | None = None
         """One line that says why this model's forward cannot be captured, here or on another
         rank."""
+        self._has_warned = False
         self.pool: tuple | None = None  # with the graphs' memory
         self._graphs: dict[Shape, _Graph] = {}
 
@@ -144,9 +146,12 @@ class ForwardGraphs:
         return min(fitting, default=None)
 
     def clear(self) -> None:
-        """Give graphs and their memory back; the next forward captures them again."""
+        """Give graphs and their memory back; the next forward captures them again, also where
+        memory has run out before."""
         self._graphs.clear()
         self.pool = self.states = None
+        if self.problem and OUT_OF_MEMORY in self.problem:
+            self.problem = None
 
     def _capture(self) -> None:
         """Graphs of all shapes, or of none; on all ranks, or on none."""
@@ -159,12 +164,17 @@ class ForwardGraphs:
 
     def _on_all(self, stage: Callable[[], None]) -> bool:
         """Whether a stage, in which nothing is exchanged, has been completed by all ranks. If not,
-        no rank has graphs."""
-        problem = None
-        try:
+        no rank has graphs. Where memory runs out, what the allocator keeps unused is given back for
+        a second attempt."""
+
+        def with_free_memory() -> None:
+            self._graphs.clear()
+            torch.cuda.empty_cache()
             stage()
-        except Exception as error:  # the model's own code runs here, and drivers
-            problem = one_line(error)
+
+        problem = attempt(stage)
+        if problem and OUT_OF_MEMORY in problem:
+            problem = attempt(with_free_memory)
         if self.shards is not None:
             problem = first_problem(problem, self.shards.tp.gather_text)
         if problem is None:
@@ -172,7 +182,9 @@ class ForwardGraphs:
         self.clear()
         key = "rollout.enforce_eager=true"
         self.problem = fallback("forwards are eager, not CUDA graphs", problem, key)
-        if self.shards is None or self.shards.tp.rank == 0:
+        is_first = self.shards is None or self.shards.tp.rank == 0
+        if is_first and not self._has_warned:  # memory may run out at every step
+            self._has_warned = True
             log(f"warning: {self.problem}")
         return False
 
@@ -187,7 +199,7 @@ class ForwardGraphs:
             widths = {spec.module.out_features for spec in self.shards.specs if spec.is_rowwise}
             sizes = {shape.tokens * width for shape in self.shapes for width in widths}
             longest = weight.new_zeros(max(sizes))
-            zeros += [longest[:size] for size in sorted(sizes, reverse=True)]
+            zeros[:] = [longest[:size] for size in sorted(sizes, reverse=True)]
         no_rows = np.zeros(0, np.int64)
         nothing = pack_rows(self.cache, no_rows, no_rows, device)
         with self._sharded(sum_=lambda tensor: tensor):
@@ -218,6 +230,16 @@ class ForwardGraphs:
         if self.states is not None:
             return self.model(self.states[: shape.tokens], ids, packing, self.kernel)
         return forward_hidden(self.model, ids, packing, self.kernel)
+
+
+def attempt(stage: Callable[[], None]) -> str | None:
+    """One line about the error that a stage has raised, None without one. The error itself is gone
+    when this returns, and with it the tensors of the functions that it has left."""
+    try:
+        stage()
+    except Exception as error:  # the model's own code runs here, and drivers
+        return one_line(error)
+    return None
 
 
 def can_capture(device: torch.device, kernel: str) -> bool:
