@@ -240,7 +240,7 @@ def forward_peak(config: Config, learner: Learner) -> int:
 
 
 def full_batch(num_tokens: int, config: Config) -> list[int]:
-    """Lengths of the longest sequences, and the rest, that have so many tokens together."""
+    """Return the lengths of sequences of `num_tokens` in all: as long as possible, and the rest."""
     longest = max_length(config)
     return [min(longest, num_tokens - begin) for begin in range(0, num_tokens, longest)]
 

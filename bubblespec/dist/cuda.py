@@ -15,7 +15,7 @@ def set_cuda_defaults() -> None:
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     # Registration of the buffers of captured sums exchanges addresses between ranks during the
-    # capture, and takes a buffer in an expandable segment for one piece.
+    # capture, and in some versions covers only the first piece of an expandable segment.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # A product of few rows, as in decoding, is split, and by default adds its parts in bfloat16: it
     # would round more coarsely than the same product in training.

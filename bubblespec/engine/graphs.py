@@ -233,8 +233,8 @@ class ForwardGraphs:
 
 
 def attempt(stage: Callable[[], None]) -> str | None:
-    """One line about the error that a stage has raised, None without one. The error itself is gone
-    when this returns, and with it the tensors of the functions that it has left."""
+    """Run a stage. Returns one line about the error that it raises, or None. The error itself is
+    gone by then, and so are the tensors of the functions that it has left."""
     try:
         stage()
     except Exception as error:  # the model's own code runs here, and drivers

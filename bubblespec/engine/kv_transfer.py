@@ -59,7 +59,7 @@ def transfer_kv(
     )
 
     def of_all_ranks(cached: torch.Tensor, heads: slice, begin: int) -> torch.Tensor:
-        """Positions of the piece that begins there on every rank, [positions, own heads,
+        """Gather the piece that begins at this position of every rank, [positions, own heads,
         dimension], from [pages, page size, heads, dimension]."""
         own = cached.flatten(0, 1)[here[begin : begin + width]]
         part = cached.new_zeros(width, *cached.shape[2:])

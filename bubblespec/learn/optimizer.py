@@ -160,8 +160,8 @@ class Optimizer:
                     tensor.copy_(saved[key])
 
     def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What AdamW keeps of a parameter, and its master if it has one; nothing on ranks that do
-        not update it."""
+        """Return AdamW's tensors of a parameter, and its master if there is one; empty on ranks
+        that do not update the parameter."""
         target = self.updated.get(param)
         if target is None:
             return {}
@@ -171,8 +171,8 @@ class Optimizer:
     def _to_main(
         self, tensor: torch.Tensor | None, param: torch.Tensor, owner: int
     ) -> torch.Tensor | None:
-        """A tensor of rank `owner`, of a parameter's shape, on the CPU of rank 0 (None elsewhere),
-        sent in pieces: keys and values leave no room on a GPU for a whole one."""
+        """Copy a tensor of rank `owner`, of a parameter's shape, to the CPU of rank 0, in pieces:
+        keys and values leave no room on a GPU for a whole one. Returns None on other ranks."""
         if owner == 0:
             return tensor.cpu() if self.ranks.is_main else None
         whole = (
