@@ -63,8 +63,8 @@ def test_every_rank_gets_its_heads_of_all_rows(monkeypatch, name, page_size, pie
             owner = ranks[rank][0].cache
             for layer in owner.keys:
                 heads = target.shards.key_heads.get(layer, slice(None))
-                for name in ("keys", "values"):
-                    there, here = (getattr(cache, name)[layer] for cache in (target.cache, owner))
+                for kind in ("keys", "values"):
+                    there, here = (getattr(cache, kind)[layer] for cache in (target.cache, owner))
                     got = target.cache.read(there, slice(row, row + 1), int(length))[0]
                     wanted = owner.read(here, slice(slot, slot + 1), int(length))[0, :, heads]
                     assert torch.equal(got, wanted)
