@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from bubblespec.dist.cuda import set_cuda_defaults
 from bubblespec.engine.attention import VARLEN_KERNELS, problem_of
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import can_capture
@@ -98,6 +99,7 @@ class Bench:
 def make_bench(on_cpu: bool) -> Bench:
     if on_cpu:
         return Bench(torch.device("cpu"), torch.float32, ["sdpa"], True)
+    set_cuda_defaults()
     device, dtype = torch.device("cuda"), torch.bfloat16
     fitting = [k for k in VARLEN_KERNELS if problem_of(k, device, dtype, frozenset()) is None]
     return Bench(device, dtype, ["sdpa", *reversed(fitting)], False)

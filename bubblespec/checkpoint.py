@@ -299,11 +299,6 @@ def load_optimizer(folder: str, optimizer: Optimizer) -> None:
         if not isinstance(state, dict):
             raise ValueError(f"{OPTIMIZER_FILE} holds a {type(state).__name__}")
         optimizer.load_state_dict(state)
-    # AdamW loads moments of other shapes, and would fail at its first step.
-    for parameter, moments in optimizer.local.state.items():
-        if any(moments[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
-            reason = f"the optimizer state in {folder} is of a model of other shapes"
-            raise InputError(f"run.resume_from_checkpoint: {reason}")
 
 
 def load_arrays(folder: str, name: str) -> dict[str, np.ndarray]:

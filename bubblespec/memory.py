@@ -164,7 +164,7 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
     Ranks on CPUs fill half of the machine's free memory, as nothing there says what a gradient step
     needs.
     """
-    rollout, device, optimizer = config.rollout, ranks.device, learner.optimizer
+    rollout, device = config.rollout, ranks.device
     needs = estimate(config, learner.model, ranks.world_size)
     wanted, free = rollout.max_num_seqs, free_bytes(device)
     useful, is_paged = max_slots(config, ranks.world_size), reads_pages(learner.kernel)
@@ -175,12 +175,10 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
     is_flexible = wanted == "auto" or is_paged
     room, needed = (free / 2, per_row) if is_flexible else (free, useful)
     if device.type == "cuda" and is_flexible:
-        updated = [p for group in optimizer.local.param_groups for p in group["params"]]
-        to_come = 0 if optimizer.local.state else 2 * sum(p.nbytes for p in updated)
         needs = replace(needs, training=gradient_peak(config, learner))
         needs = replace(needs, rollout=forward_peak(config, learner))
         kept_free = 1 - rollout.gpu_memory_utilization
-        room = free - kept_free * torch.cuda.mem_get_info(device)[1] - to_come - needs.drafter
+        room = free - kept_free * torch.cuda.mem_get_info(device)[1] - needs.drafter
         room = needs.room_for_cache(room, config)
     shared = rollout.tp_tail_max_rows if ranks.world_size > 1 else 0
     for num_tp_rows in (AUTO_TP_ROWS, 0) if shared == "auto" else (shared,):
@@ -206,16 +204,16 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
 
 
 def gradient_peak(config: Config, learner: Learner) -> int:
-    """Bytes that a gradient step holds at its peak, measured on the GPU. The gradient is cleared
-    afterwards."""
-    device, length = learner.ranks.device, max_length(config)
-    count = config.optim.max_tokens_per_microbatch // length
-    prompts, tokens = [(0,) * (length // 2)] * count, [np.zeros(length - length // 2, int)] * count
-    generated = [np.zeros(len(response), np.float32) for response in tokens]
+    """Bytes that a gradient step holds at its peak, measured on the GPU: one of as many tokens as a
+    micro-batch may have, nearly all of them sampled. The gradient is cleared afterwards."""
+    device = learner.ranks.device
+    lengths = full_batch(config.optim.max_tokens_per_microbatch, config)
+    prompts, tokens = [(0,)] * len(lengths), [np.zeros(length, int) for length in lengths]
+    generated = [np.zeros(length, np.float32) for length in lengths]
 
     def step() -> None:
         batch = pack_responses(prompts, tokens, generated, device)
-        learner.accumulate_gradient(batch, np.zeros(count), np.zeros(count))
+        learner.accumulate_gradient(batch, np.zeros(len(lengths)), np.zeros(len(lengths)))
 
     peak = peak_of(step, device)
     learner.optimizer.clear()
@@ -227,8 +225,8 @@ def forward_peak(config: Config, learner: Learner) -> int:
     """Bytes that a forward of the rollout holds at its peak, measured on the GPU: one of as many
     tokens as there may be, each of them sampled, as those of drafts are."""
     rollout, model, device = config.rollout, learner.model, learner.ranks.device
-    count, longest = rollout.max_num_batched_tokens, max_length(config)
-    lengths = [min(longest, count - begin) for begin in range(0, count, longest)]
+    count = rollout.max_num_batched_tokens
+    lengths = full_batch(count, config)
     params = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
 
     def forward() -> None:
@@ -239,6 +237,12 @@ def forward_peak(config: Config, learner: Learner) -> int:
         sample(logits, keys, tokens, params)
 
     return peak_of(forward, device)
+
+
+def full_batch(num_tokens: int, config: Config) -> list[int]:
+    """Return the lengths of sequences of `num_tokens` in all: as long as possible, and the rest."""
+    longest = max_length(config)
+    return [min(longest, num_tokens - begin) for begin in range(0, num_tokens, longest)]
 
 
 def peak_of(action: Callable[[], None], device: torch.device) -> int:

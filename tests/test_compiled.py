@@ -104,6 +104,24 @@ def test_one_graph_for_any_number_of_positions(monkeypatch):
     assert len(graphs) == 2
 
 
+def test_compiling_starts_no_worker_processes(monkeypatch):
+    from torch._inductor import compile_fx, config
+
+    used = []
+
+    def compile_(graph, inputs, config_patches, **others):
+        with config.patch(config_patches):
+            used.append(config.compile_threads)  # more than one are processes
+        return graph
+
+    monkeypatch.setattr(config, "compile_threads", 8)
+    monkeypatch.setattr(compile_fx, "compile_fx", compile_)
+    torch._dynamo.reset()
+    reduce, problem = compile_reduction(200, torch.float32, CPU)
+    assert problem is None and reduce is not best_and_sum
+    assert used == [1, 1] and config.compile_threads == 8
+
+
 def test_without_triton_nothing_is_tried_on_cuda(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     reduce, line = compile_reduction(100, torch.bfloat16, torch.device("cuda"))

@@ -355,7 +355,7 @@ def test_a_checkpoint_goes_to_the_host_and_back(cuda):
             optimizer.step(0)
         cuda.clear()
         states.append(optimizer.state_dict())
-        assert cuda.waits == ["optimizer.state_dict"] * 3 * len(optimizer.params)
+        assert cuda.waits == ["optimizer._to_main"] * 3 * len(optimizer.params)
     saved = [t for p in states[1]["parameters"].values() for t in p.values()]
     assert all(t.dtype == torch.float32 and t.device.type == "cpu" for t in saved)
     for master in optimizer.updated.values():

@@ -24,6 +24,7 @@ from tests.helpers.graphs import (
     Captures,
     assert_equal,
     eager,
+    fail_at,
     feed,
     install_flash_attn,
     stand_in,
@@ -309,11 +310,68 @@ def test_a_model_that_reads_from_the_gpu_goes_on_without_graphs(make_model, on_c
     engine = make_engine(model, 6, kernel="varlen", max_num_batched_tokens=16)
     assert as_dict(engine.run(make_rows(prompts, 2, 5), PARAMS)) == wanted
     assert engine.runner.graphs.num_replays == 0 and read
+    engine.release()
+    assert as_dict(engine.run(make_rows(prompts, 2, 5), PARAMS)) == wanted
+    assert engine.runner.graphs.num_replays == 0, "a release changes nothing about the model"
     (said,) = capsys.readouterr().err.strip().splitlines()
     assert (
         said.startswith("warning: forwards are eager, not CUDA graphs: ")
         and "synchronizing" in said
     )
+
+
+@pytest.fixture
+def emptied(monkeypatch) -> list[bool]:
+    """One entry for each time that the allocator gives back what it keeps unused."""
+    times: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: times.append(True))
+    return times
+
+
+@pytest.mark.parametrize("stage", ["rehearse", "capture"])
+def test_a_second_attempt_when_memory_runs_out_once(
+    make_model, on_cpu, monkeypatch, capsys, emptied, stage
+):
+    model, prompts = prepared(make_model), make_prompts(3)
+    wanted = as_dict(make_engine(model, 6).run(make_rows(prompts, 2, 5), PARAMS))
+    calls = fail_at(monkeypatch, stage, [2])
+    engine = make_engine(model, 6, kernel="varlen", max_num_batched_tokens=16)
+    assert as_dict(engine.run(make_rows(prompts, 2, 5), PARAMS)) == wanted
+    assert engine.runner.graphs.num_replays == engine.num_forwards > 3
+    assert len(calls) == 3 + 5 and emptied == [True] and capsys.readouterr().err == ""
+    assert len(engine.runner.graphs._graphs) == 5
+
+
+def test_graphs_come_back_at_a_release_after_memory_ran_out(
+    make_model, on_cpu, monkeypatch, capsys, emptied
+):
+    """Both attempts of two rollouts fail: these are eager, with one warning. The third has
+    graphs."""
+    model, prompts = prepared(make_model), make_prompts(3)
+    wanted = as_dict(make_engine(model, 6).run(make_rows(prompts, 2, 5), PARAMS))
+    fail_at(monkeypatch, "rehearse", [0, 3, 4, 5])
+    engine = make_engine(model, 6, kernel="varlen", max_num_batched_tokens=16)
+    graphs, replays = engine.runner.graphs, []
+    for _ in range(3):
+        assert as_dict(engine.run(make_rows(prompts, 2, 5), PARAMS)) == wanted
+        replays.append(graphs.num_replays)
+        assert (graphs.problem is None) == bool(graphs.num_replays) == bool(graphs._graphs)
+        engine.release()
+    assert replays[:2] == [0, 0] and replays[2] == engine.num_forwards // 3 > 3
+    assert len(emptied) == 2
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert said.startswith("warning: forwards are eager") and "Tried to allocate 2 GiB" in said
+
+
+def test_keys_without_values_are_not_kept(on_cpu):
+    """Memory runs out between the two; the next write makes both."""
+    cache, place = KVCache(2, 8), torch.arange(3)
+    key, value = torch.ones(3, 2, 4), torch.full((3, 2, 4), 2.0)
+    with pytest.raises(AttributeError):
+        cache.write(0, place, key, None)
+    assert cache.num_bytes() == 0
+    cache.write(0, place, key, value)
+    assert cache.keys[0].sum() == 24 and cache.values[0].sum() == 48
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -59,9 +59,6 @@ def test_what_lasts_is_what_the_tensors_hold(dtype):
     learner = make_learner(config)
     needs = memory.estimate(config, memory.meta_model(small(), getattr(torch, dtype)), 1)
     adamw = learner.optimizer.local
-    for parameter in adamw.param_groups[0]["params"] + adamw.param_groups[1]["params"]:
-        parameter.grad = torch.zeros_like(parameter)
-    adamw.step()
     moments = [s[k] for s in adamw.state.values() for k in ("exp_avg", "exp_avg_sq")]
     masters = [p for group in adamw.param_groups for p in group["params"]]
     state = sum(t.nbytes for t in moments)
@@ -132,9 +129,8 @@ def test_slots_fill_what_a_run_leaves_on_every_gpu(monkeypatch):
     config = make_config()
     learner = make_learner(config)
     needs = memory.estimate(config, learner.model, 1)
-    moments = 2 * learner.optimizer.flat_grad.nbytes
     peak = FORWARD + 40 * needs.slot
-    free = peak + moments + 0.1 * 10**9 + 4.5 * needs.slot
+    free = peak + 0.1 * 10**9 + 4.5 * needs.slot
 
     def slots(free: float, others: tuple[int, ...] = ()) -> tuple[int, int | None, int]:
         return memory.choose_slots(config, learner, Cuda(monkeypatch, free, peak, others))
@@ -161,9 +157,7 @@ def test_pages_fill_what_a_run_leaves(monkeypatch):
     learner.kernel = "varlen"
     needs = memory.estimate(config, learner.model, 1)
     peak, page = FORWARD + 40 * needs.slot, needs.slot // 2
-    masters = [p for group in learner.optimizer.local.param_groups for p in group["params"]]
-    moments = 2 * sum(p.nbytes for p in masters)
-    free = peak + moments + 0.1 * 10**9 + 1.5 * page  # one of them is spare
+    free = peak + 0.1 * 10**9 + 1.5 * page  # one of them is spare
 
     def chosen(num_pages: int, wanted: int | str = "auto", others=()) -> tuple[int, int, int]:
         config.rollout.max_num_seqs = wanted
@@ -199,21 +193,27 @@ def count_allocations(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5000)
 
 
-def test_a_gradient_step_is_measured_and_leaves_nothing(monkeypatch):
+@pytest.mark.parametrize("max_tokens", [512, 900, 8192, 8193])
+def test_gradient_peak_is_that_of_a_full_micro_batch(monkeypatch, max_tokens):
+    """As many tokens as training packs into one, whether the longest sequences fill it or not; and
+    nothing is left of it."""
     config = make_config()
+    config.optim.max_tokens_per_microbatch = max_tokens
     learner = make_learner(config)
     before = [p.clone() for p in learner.model.parameters()]
     count_allocations(monkeypatch)
     seen, accumulate = [], learner.accumulate_gradient
 
     def counted(batch, *arguments):
-        seen.append(batch.input_ids.numel())
+        seen.append((batch.input_ids.numel(), len(batch.target), max(batch.sequence_lengths)))
         return accumulate(batch, *arguments)
 
     learner.accumulate_gradient = counted
     assert memory.gradient_peak(config, learner) == 4000
-    assert seen == [16 * 511], "as many tokens as fit into a micro-batch"
-    assert not learner.optimizer.flat_grad.any() and not learner.optimizer.local.state
+    assert seen == [(max_tokens, max_tokens, 512)]
+    assert not learner.optimizer.flat_grad.any()
+    for state in learner.optimizer.local.state.values():
+        assert not any(tensor.any() for tensor in state.values())
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
 
 

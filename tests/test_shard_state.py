@@ -7,6 +7,7 @@ import torch
 from test_optimizer import CONFIG, STEPS, Small
 
 from bubblespec.dist.ranks import Ranks
+from bubblespec.learn import optimizer as module
 from bubblespec.learn.optimizer import MOMENTS, Optimizer
 from tests.helpers.ranks import run_ranks
 
@@ -56,17 +57,33 @@ def same_state(a: dict, b: dict) -> bool:
     )
 
 
+def save(optimizer: Optimizer, ranks: Ranks) -> tuple[dict | None, list[int]]:
+    """The state, and how many numbers were sent at a time."""
+    sent, broadcast = [], ranks.broadcast_
+
+    def counted(tensor: torch.Tensor, source: int) -> torch.Tensor:
+        sent.append(tensor.numel())
+        return broadcast(tensor, source)
+
+    ranks.broadcast_ = counted
+    state = optimizer.state_dict()
+    del ranks.broadcast_
+    return state, sent
+
+
 def with_and_without(ranks: Ranks, folder: str) -> dict:
-    seen = {}
+    seen, module.PIECE = {}, 7
     for name, dtype in DTYPES.items():
         plain_model, plain = make(dtype, False, ranks)
         model, sharded = make(dtype, True, ranks)
         assert sharded.state_dict() == (
             {"num_updates": 0, "parameters": {}} if ranks.is_main else None
         )
+        sizes = [state_size(sharded), state_size(plain)]
         half, rest = range(STEPS // 2), range(STEPS // 2, STEPS)
         norms = [train(model, sharded, ranks, half), train(plain_model, plain, ranks, half)]
-        state, plain_state = sharded.state_dict(), plain.state_dict()
+        (state, sent), (plain_state, unsent) = save(sharded, ranks), save(plain, ranks)
+        assert len(sent) > 10 and max(sent) == module.PIECE and not unsent
         if ranks.is_main:
             assert same_state(state, plain_state)  # does not show whether it was sharded
             torch.save({"model": model.state_dict(), "optimizer": state}, f"{folder}/{name}.pt")
@@ -81,7 +98,7 @@ def with_and_without(ranks: Ranks, folder: str) -> dict:
             continued.load_state_dict(saved["optimizer"])
             train(again, continued, ranks, rest)
             runs.append(bits(again.parameters()))
-        sizes = [state_size(sharded), state_size(plain)]
+        assert sizes == [state_size(sharded), state_size(plain)], "all of it is made at set-up"
         seen[name] = {"norms": norms, "runs": runs, "sizes": sizes}
     return seen
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from bubblespec.dist.cuda import set_cuda_defaults
 from bubblespec.dist.processes import die_with_parent
 from bubblespec.errors import EndsRun, InputError, RankTimeout, log
 
@@ -254,6 +255,7 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         )
     target = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
+        set_cuda_defaults()
         torch.cuda.set_device(target)
     if "RANK" in os.environ:  # with torchrun
         die_with_parent()  # an orphan would keep writing to the files of the next run

@@ -72,10 +72,9 @@ def fixed_mean(x: torch.Tensor) -> torch.Tensor:
 
 
 def fix_libraries() -> None:
-    """What cuBLAS reads once, before its first product; and bfloat16 sums are float32's."""
+    """Set what cuBLAS reads once, before its first product."""
     for name, value in CUBLAS.items():
         os.environ[name] = value
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def make_invariant(model: torch.nn.Module) -> None:

@@ -23,6 +23,8 @@ from bubblespec.errors import fallback, log, one_line
 # The compiler's own functions and its flushing of small numbers differ from those of single
 # operations in the last bit. Older versions of torch do not have all of these.
 OPTIONS = {"eager_numerics.use_pytorch_libdevice": True, "eager_numerics.disable_ftz": True}
+# By default every rank starts up to 32 processes that import torch, for a single kernel.
+OPTIONS["compile_threads"] = 1
 MAX_COMPARED = 1 << 24  # logits at once
 MAX_POSITIONS = 1 << 11
 SUM_TOLERANCE = 1e-5  # of float32 sums of positive numbers, in any order

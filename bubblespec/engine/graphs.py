@@ -24,11 +24,12 @@ be called.
 
 A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
 other ranks. So all ranks have graphs, captured in the same order, or none has any. Nothing is
-exchanged in either of the two stages of capturing, and after each the ranks tell each other how it
-went. First every rank runs each forward without its sums: what may fail on one rank alone, such as
-memory that runs out, fails here. Then each records its graphs: a sum that is recorded is not
-computed, and nobody waits. Between the two the ranks add up zeros in every size that the graphs
-will, as NCCL connects them when it first meets a size.
+exchanged in either of the two stages of capturing (for NCCL see dist/cuda.py), and after each the
+ranks tell each other how it went; so a rank whose memory runs out may repeat a stage alone. First
+every rank runs each forward without its sums: what may fail on one rank alone fails here. Then each
+records its graphs: a sum that is recorded is not computed, and nobody waits. Between the two the
+ranks add up zeros in every size that the graphs will, as NCCL connects them when it first meets a
+size.
 
 Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that it has room for.
 """
@@ -57,6 +58,7 @@ WIDE_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 # Sequences that these have room for, or one for each token. Up to the first number blocks cost next
 # to nothing; beyond it a graph launches less than four times the blocks that its rows need.
 ROOMS = (64, 240, 512)
+OUT_OF_MEMORY = "out of memory"  # in the message of torch.OutOfMemoryError, and of CUDA's errors
 # New tokens of a row up to which attention uses one block of queries, whatever bound it is given.
 NARROW = 64
 
@@ -118,6 +120,7 @@ class ForwardGraphs:
         self.problem: str | None = None
         """One line that says why this model's forward cannot be captured, here or on another
         rank."""
+        self._has_warned = False
         self.pool: tuple | None = None  # with the graphs' memory
         self._graphs: dict[Shape, _Graph] = {}
 
@@ -165,9 +168,12 @@ class ForwardGraphs:
         return min(fitting, default=None)
 
     def clear(self) -> None:
-        """Give graphs and their memory back; the next forward captures them again."""
+        """Give graphs and their memory back; the next forward captures them again, also where
+        memory has run out before."""
         self._graphs.clear()
         self.pool = self.states = None
+        if self.problem and OUT_OF_MEMORY in self.problem:
+            self.problem = None
 
     def _capture(self) -> None:
         """Graphs of all shapes, or of none; on all ranks, or on none."""
@@ -180,12 +186,17 @@ class ForwardGraphs:
 
     def _on_all(self, stage: Callable[[], None]) -> bool:
         """Whether a stage, in which nothing is exchanged, has been completed by all ranks. If not,
-        no rank has graphs."""
-        problem = None
-        try:
+        no rank has graphs. Where memory runs out, what the allocator keeps unused is given back for
+        a second attempt."""
+
+        def with_free_memory() -> None:
+            self._graphs.clear()
+            torch.cuda.empty_cache()
             stage()
-        except Exception as error:  # the model's own code runs here, and drivers
-            problem = one_line(error)
+
+        problem = attempt(stage)
+        if problem and OUT_OF_MEMORY in problem:
+            problem = attempt(with_free_memory)
         if self.shards is not None:
             problem = first_problem(problem, self.shards.tp.gather_text)
         if problem is None:
@@ -193,7 +204,9 @@ class ForwardGraphs:
         self.clear()
         key = "rollout.enforce_eager=true"
         self.problem = fallback("forwards are eager, not CUDA graphs", problem, key)
-        if self.shards is None or self.shards.tp.rank == 0:
+        is_first = self.shards is None or self.shards.tp.rank == 0
+        if is_first and not self._has_warned:  # memory may run out at every step
+            self._has_warned = True
             log(f"warning: {self.problem}")
         return False
 
@@ -208,7 +221,7 @@ class ForwardGraphs:
             widths = {spec.module.out_features for spec in self.shards.specs if spec.is_rowwise}
             sizes = {shape.tokens * width for shape in self.shapes for width in widths}
             longest = weight.new_zeros(max(sizes))
-            zeros += [longest[:size] for size in sorted(sizes, reverse=True)]
+            zeros[:] = [longest[:size] for size in sorted(sizes, reverse=True)]
         no_rows = np.zeros(0, np.int64)
         nothing = pack_rows(self.cache, no_rows, no_rows, device)
         with self._sharded(sum_=lambda tensor: tensor):
@@ -239,6 +252,16 @@ class ForwardGraphs:
         if self.states is not None:
             return self.model(self.states[: shape.tokens], ids, packing, self.kernel)
         return forward_hidden(self.model, ids, packing, self.kernel)
+
+
+def attempt(stage: Callable[[], None]) -> str | None:
+    """Run a stage. Returns one line about the error that it raises, or None. The error itself is
+    gone by then, and so are the tensors of the functions that it has left."""
+    try:
+        stage()
+    except Exception as error:  # the model's own code runs here, and drivers
+        return one_line(error)
+    return None
 
 
 def can_capture(device: torch.device, kernel: str) -> bool:

@@ -43,8 +43,10 @@ class KVCache:
         dimension]."""
         if layer not in self.keys:
             pages = self.num_pages + (self.num_spare if self.pages is None else 1)
-            self.keys[layer] = key.new_zeros(pages, self.page_size, *key.shape[1:])
-            self.values[layer] = value.new_zeros(pages, self.page_size, *value.shape[1:])
+            shape = pages, self.page_size
+            made = [new.new_zeros(*shape, *new.shape[1:]) for new in (key, value)]
+            # Both or none: where memory runs out in between, a later write may find some.
+            self.keys[layer], self.values[layer] = made
         self.keys[layer].flatten(0, 1)[place] = key
         self.values[layer].flatten(0, 1)[place] = value
 

@@ -3,7 +3,7 @@ that rows need not be prefilled again.
 
 Each rank has the keys and values of its own rows, of all heads; in a forward in shards it looks at
 some heads, but at all rows. Layer by layer the ranks exchange what they have, and each keeps its
-heads.
+heads. They exchange a limited number of positions at a time, as memory is full by then.
 
 Shape legend: R rows of all ranks, n positions of one rank's rows, P ranks.
 """
@@ -14,6 +14,8 @@ import torch
 from bubblespec.engine.packing import to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
+
+PIECE_BYTES = 1 << 26  # that a rank gets at a time from all ranks together
 
 
 def can_transfer_kv(source: ModelRunner, target: ModelRunner) -> bool:
@@ -46,17 +48,28 @@ def transfer_kv(
     here = to_device(source.cache.places(slots[own][row], position), device)
     by_rank = np.argsort(rank_of, kind="stable")  # the order of what is exchanged
     row, position = ragged(counts[by_rank])
-    there = to_device(target.cache.places(by_rank[row], position), device)
-    sizes = np.bincount(rank_of, counts, tp.size).astype(np.int64).tolist()
+    places = target.cache.places(by_rank[row], position)
+    sizes = np.bincount(rank_of, counts, tp.size).astype(np.int64)
+    cached = [t for of in (source.cache.keys, source.cache.values) for t in of.values()]
+    at_once = max(PIECE_BYTES // (tp.size * max(t[0, 0].nbytes for t in cached)), 1)
+    width = min(at_once, int(sizes.max()))  # positions of each rank in a piece
+    piece = ragged(sizes)[1] // width
+    there = to_device(places[np.argsort(piece, kind="stable")], device).split(
+        np.bincount(piece).tolist()
+    )
 
-    def of_all_ranks(cached: torch.Tensor, heads: slice) -> torch.Tensor:
-        """[all positions, own heads, dimension] from [pages, page size, heads, dimension]."""
-        part = cached.new_zeros(max(sizes), *cached.shape[2:])
-        part[: len(here)] = cached.flatten(0, 1)[here]
-        parts = zip(tp.gather(part), sizes, strict=True)
-        return torch.cat([of_rank[:size, heads] for of_rank, size in parts])
+    def of_all_ranks(cached: torch.Tensor, heads: slice, begin: int) -> torch.Tensor:
+        """Gather the piece that begins at this position of every rank, [positions, own heads,
+        dimension], from [pages, page size, heads, dimension]."""
+        own = cached.flatten(0, 1)[here[begin : begin + width]]
+        part = cached.new_zeros(width, *cached.shape[2:])
+        part[: len(own)] = own
+        parts = zip(tp.gather(part), (sizes - begin).clip(0).tolist(), strict=True)
+        return torch.cat([of_rank[:left, heads] for of_rank, left in parts])
 
     for layer, keys in source.cache.keys.items():
         heads = target.shards.key_heads.get(layer, slice(None))
-        pair = (of_all_ranks(of, heads) for of in (keys, source.cache.values[layer]))
-        target.cache.write(layer, there, *pair)
+        both = keys, source.cache.values[layer]
+        for number, of_piece in enumerate(there):
+            pair = (of_all_ranks(of, heads, number * width) for of in both)
+            target.cache.write(layer, of_piece, *pair)

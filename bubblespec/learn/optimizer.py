@@ -18,6 +18,7 @@ from bubblespec.config import OptimConfig
 from bubblespec.dist.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
+PIECE = 1 << 24  # elements that a rank sends to rank 0 at a time while saving
 
 
 class Optimizer:
@@ -71,7 +72,8 @@ class Optimizer:
 
     def _make_adamw(self, groups: list[dict], **options) -> torch.optim.AdamW:
         """AdamW on the given parameters, or on float32 masters of them, from which they are copied
-        after every step."""
+        after every step. Its moments are made at once, so that what is free afterwards is free for
+        the whole run."""
         given = [p for group in groups for p in group["params"]]
         self.updated = {p: p.detach().float() if self.has_masters else p for p in given}
         for param, master in self.updated.items():
@@ -79,8 +81,13 @@ class Optimizer:
         adamw = torch.optim.AdamW(
             [{**g, "params": [self.updated[p] for p in g["params"]]} for g in groups], **options
         )
+        masters = list(self.updated.values())
+        state = adamw.state_dict()
+        for index, master in enumerate(masters):
+            moments = {key: torch.zeros_like(master) for key in MOMENTS}
+            state["state"][index] = {"step": torch.tensor(0.0), **moments}
+        adamw.load_state_dict(state)
         if self.has_masters and given:
-            masters = list(self.updated.values())
             adamw.register_step_post_hook(partial(_copy_masters, given, masters))
         return adamw
 
@@ -122,42 +129,65 @@ class Optimizer:
         """Number of updates, and by parameter name its moments and master, on the CPU. The same
         whether sharded or not: what is on other ranks is gathered tensor by tensor. Only rank 0
         gets it; the others get None."""
-        keys = (*MOMENTS, "master") if self.has_masters else MOMENTS
         parameters: dict[str, dict[str, torch.Tensor]] = {}
         named = list(zip(self.names, self.params, self.owner, strict=True))
-        # Without an update there are no moments, and the masters are the weights.
+        # Without an update the moments are zeros, and the masters are the weights.
         for name, param, owner in named if self.num_updates else []:
-            target = self.updated.get(param)  # None on ranks that do not update it
-            for key in keys:
-                if target is None:
-                    tensor = torch.empty_like(param, dtype=self.flat_grad.dtype)
-                else:
-                    tensor = target if key == "master" else self.local.state[target][key]
-                if owner != 0:
-                    self.ranks.broadcast_(tensor, owner)
+            own = self._state_of(param)
+            for key in (*MOMENTS, "master") if self.has_masters else MOMENTS:
+                tensor = self._to_main(own.get(key), param, owner)
                 if self.ranks.is_main:
-                    parameters.setdefault(name, {})[key] = tensor.detach().cpu()
+                    parameters.setdefault(name, {})[key] = tensor
         if not self.ranks.is_main:
             return None
         return {"num_updates": self.num_updates, "parameters": parameters}
 
     def load_state_dict(self, state: dict) -> None:
-        """Take what this rank needs from a `state_dict`, of whatever number of ranks."""
+        """Take what this rank needs from a `state_dict`, of whatever number of ranks. Raises
+        ValueError if it is of a model of other shapes."""
         self.num_updates = state["num_updates"]
         if not self.num_updates:
             return
         name_of = dict(zip(self.params, self.names, strict=True))
-        local_state = self.local.state_dict()
-        # in the order in which AdamW counts them
-        for index, (param, target) in enumerate(self.updated.items()):
-            tensors = state["parameters"][name_of[param]]
-            moments = {key: tensors[key].to(target.device, copy=True) for key in MOMENTS}
-            step = torch.tensor(float(self.num_updates))
-            local_state["state"][index] = {"step": step, **moments}
-            if self.has_masters:
-                with torch.no_grad():
-                    target.copy_(tensors["master"])
-        self.local.load_state_dict(local_state)
+        for param in self.updated:
+            saved = state["parameters"][name_of[param]]
+            for key, tensor in self._state_of(param).items():
+                if key == "step":
+                    tensor.fill_(self.num_updates)
+                elif saved[key].shape != tensor.shape:
+                    raise ValueError("the optimizer state is of a model of other shapes")
+                else:
+                    tensor.copy_(saved[key])
+
+    def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return AdamW's tensors of a parameter, and its master if there is one; empty on ranks
+        that do not update the parameter."""
+        target = self.updated.get(param)
+        if target is None:
+            return {}
+        master = {"master": target.detach()} if self.has_masters else {}
+        return {**self.local.state[target], **master}
+
+    def _to_main(
+        self, tensor: torch.Tensor | None, param: torch.Tensor, owner: int
+    ) -> torch.Tensor | None:
+        """Copy a tensor of rank `owner`, of a parameter's shape, to the CPU of rank 0, in pieces:
+        keys and values leave no room on a GPU for a whole one. Returns None on other ranks."""
+        if owner == 0:
+            return tensor.cpu() if self.ranks.is_main else None
+        whole = (
+            torch.empty(param.numel(), dtype=self.flat_grad.dtype) if self.ranks.is_main else None
+        )
+        for begin in range(0, param.numel(), PIECE):
+            part = slice(begin, min(begin + PIECE, param.numel()))
+            if tensor is None:
+                piece = self.flat_grad.new_empty(part.stop - begin)
+            else:
+                piece = tensor.view(-1)[part]
+            self.ranks.broadcast_(piece, owner)
+            if whole is not None:
+                whole[part] = piece
+        return None if whole is None else whole.view(param.shape)
 
 
 def learning_rate_factor(config: OptimConfig, step: int, max_steps: int) -> float:

@@ -98,6 +98,22 @@ def rehearse(run) -> None:
         run()
 
 
+def fail_at(monkeypatch, stage: str, times: list[int], applies=lambda: True) -> list[int]:
+    """Let memory run out in these calls, counted from 0, of `graphs.rehearse` or `graphs.capture`
+    (the stage), of those to which it applies. Returns a list of them all."""
+    original, calls = getattr(graphs, stage), []
+
+    def short_of_memory(*arguments):
+        if applies():
+            calls.append(len(calls))
+            if calls[-1] in times:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return original(*arguments)
+
+    monkeypatch.setattr(graphs, stage, short_of_memory)
+    return calls
+
+
 def memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
