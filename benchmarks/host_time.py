@@ -4,14 +4,15 @@ The real engine and proposer, with a runner that computes nothing and knows what
 to say: what is measured is scheduling, looking for proposals, planning their windows and taking in
 what was accepted. Prompts of 300 tokens in groups of 8 rows, drafts of 4,000 tokens of which 3% are
 wrong, so that rows leave their drafts and find back. Processor time of one core. What a
-`ModelRunner` does on the host apart from calling the model (noise keys and packing) is timed
-separately.
+`ModelRunner` does on the host apart from calling the model (noise keys and the input of a graph) is
+timed separately. "Meanwhile" is what a rollout does while a GPU computes; for all else a GPU waits.
 """
 
 import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -24,12 +25,14 @@ from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import History
 from bubblespec.engine.batch import Batch
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.graphs import BUCKETS, ForwardGraphs, pad
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.packing import pack_rows
+from bubblespec.engine.packing import PAGE, CachePacking, to_device
+from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified
 from bubblespec.planner.costs import CostModel
+from bubblespec.records import Load
 from bubblespec.types import Draft, Row, SampleId
 
 PROMPT, DRAFT, GROUP, WRONG = 300, 4000, 8, 0.03
@@ -48,7 +51,7 @@ class KnownText:
         self.num_slots, self.max_length = len(texts), MAX_LENGTH
         self.own_s, self.pages = 0.0, None
 
-    def forward(self, batch: Batch, params: SamplingParams) -> Verified:
+    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
         begin_s = time.thread_time()
         row, offset = ragged(batch.num_draft + 1)
         said = self.texts[batch.slots[row], batch.generated[row] + offset]
@@ -59,7 +62,7 @@ class KnownText:
         np.minimum.at(accepted, drafted[wrong], place[wrong])
         verified = Verified(accepted, said, np.zeros((2, len(said)), np.float32))
         self.own_s += time.thread_time() - begin_s
-        return verified
+        return lambda: verified
 
     def place(self, slot: int, row: Row) -> None:
         pass
@@ -97,7 +100,8 @@ def start(rows: list[Row], drafts: list[Draft | None]) -> tuple[Proposer, float]
 
 
 def step_seconds(num_rows: int, num_forwards: int, has_drafts: bool) -> np.ndarray:
-    """Seconds of the host in each forward, the runner's left out, float64 [num_forwards]."""
+    """Seconds of the host in each forward, the runner's left out, float64 [num_forwards, 2]: for
+    which a GPU waits, and meanwhile."""
     rows, texts, drafts = make_rows(num_rows, np.random.default_rng(num_rows))
     runner = KnownText(texts, (1 + WINDOW) * num_rows)
     engine, params = Engine(runner), SamplingParams(1.0)
@@ -105,32 +109,49 @@ def step_seconds(num_rows: int, num_forwards: int, has_drafts: bool) -> np.ndarr
     engine.add(rows)
     while len(engine.rows) < num_rows or (engine.lengths <= PROMPT).any():
         engine.step(params, proposer)
-    seconds, gained = [], int(engine.lengths.sum())
+    seconds, gained, cost = [], int(engine.lengths.sum()), CostModel()
+    load = Load(num_rows, num_rows, 0, num_rows * PROMPT, 0, 0)
+
+    def meanwhile() -> None:
+        begin_s = time.thread_time()
+        cost.observe(load, 1.0)
+        if proposer is not None:
+            proposer.catch_up(is_free=True)
+        seconds.append([0.0, time.thread_time() - begin_s])
+
     for _ in range(NUM_WARM + num_forwards):
         runner.own_s, begin_s = 0.0, time.thread_time()
-        engine.step(params, proposer)
-        seconds.append(time.thread_time() - begin_s - runner.own_s)
+        _, load = engine.step(params, proposer, None, meanwhile)
+        seconds[-1][0] = time.thread_time() - begin_s - runner.own_s - seconds[-1][1]
     gained = (int(engine.lengths.sum()) - gained) / num_rows / len(seconds)
     assert len(engine.rows) == num_rows and engine.lengths.max() < PROMPT + DRAFT
     kind = "own drafts and suffix matches" if has_drafts else "no drafts"
-    ms = 1e3 * np.quantile(seconds[NUM_WARM:], (0.5, 0.9))
-    print(f"{num_rows:5} {kind:30} {ms[0]:8.2f} {ms[1]:8.2f} {gained:8.1f}", flush=True)
-    return np.array(seconds[NUM_WARM:])
+    seconds = np.array(seconds[NUM_WARM:])
+    ms, high = 1e3 * np.quantile(seconds, (0.5, 0.9), axis=0)
+    of_rows = f"{ms[0]:8.2f} {high[0]:8.2f} {ms[1]:8.2f} {high[1]:8.2f} {gained:8.1f}"
+    print(f"{num_rows:5} {kind:30} {of_rows}", flush=True)
+    return seconds
 
 
 def runner_seconds(num_rows: int, count: int = 50) -> float:
-    """Median seconds of noise keys and packing for rows that each feed 8 tokens."""
-    cache, rng = KVCache(num_rows, MAX_LENGTH), np.random.default_rng(0)
+    """Median seconds of noise keys and the input of a graph for rows that each feed a token, or
+    window of tokens where these are few enough for a graph."""
+    length = -(-MAX_LENGTH // PAGE) * PAGE
+    pages = Pages(num_rows, length, num_rows * (length // PAGE), PAGE)
+    cache, rng = KVCache(num_rows, length, pages=pages), np.random.default_rng(0)
     starts = rng.integers(PROMPT, DRAFT, num_rows)
-    names = [np.arange(num_rows)] * 3
-    seconds = []
+    fed = 1 + min(WINDOW, BUCKETS[-1] // num_rows - 1)
+    known = ForwardGraphs(None, cache, "varlen", BUCKETS[-1])
+    stream_key, seconds = np.zeros((num_rows, MAX_LENGTH, 4), np.int32), []
+    pages.grow(starts + fed)
+    slot, offset = ragged(np.full(num_rows, fed))
+    index = np.array((slot, starts[slot] + offset))
     for _ in range(count):
-        begin_s = time.perf_counter()
-        packing = pack_rows(cache, starts, np.full(num_rows, 8), torch.device("cpu"))
-        assert packing.varlen.max_q == 8
-        # Keys of 64 positions ahead are made at once: an eighth of the forwards makes them.
-        stream_keys(0, *names, starts)
-        seconds.append(time.perf_counter() - begin_s)
+        begin_s = time.thread_time()
+        packing = CachePacking(cache, starts, np.full(num_rows, fed), index, torch.device("cpu"))
+        pad(slot, packing, known.shape_of(packing))
+        to_device(stream_key[slot, offset], torch.device("cpu"))
+        seconds.append(time.thread_time() - begin_s)
     return float(np.median(seconds))
 
 
@@ -142,14 +163,16 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result = {}
-    print(f"{'rows':>5} {'':30} {'ms':>8} {'90th':>8} {'tokens per row and forward':>8}")
+    columns = (f"{name:>8}" for name in ("ms", "90th", "m.while", "90th"))
+    print(f"{'rows':>5} {'':30} {' '.join(columns)} tokens per row and forward")
     for num_rows in map(int, arguments.rows.split(",")):
         for suffix, has_drafts in (("_none", False), ("", True)):
             seconds = step_seconds(num_rows, arguments.forwards, has_drafts)
-            result[f"ms{suffix}_{num_rows}"] = 1e3 * float(np.median(seconds))
-            result[f"ms{suffix}_{num_rows}_p90"] = 1e3 * float(np.quantile(seconds, 0.9))
-        result[f"runner_ms_{num_rows}"] = 1e3 * runner_seconds(num_rows)
-        print(f"{num_rows:5} {'noise keys and packing':30} {result[f'runner_ms_{num_rows}']:8.2f}")
+            name = f"ms{suffix}_{num_rows}"
+            result[name], result[f"{name}_meanwhile"] = 1e3 * np.median(seconds, axis=0)
+            result[f"{name}_p90"] = 1e3 * float(np.quantile(seconds[:, 0], 0.9))
+        result[f"runner_ms_{num_rows}"] = runner_ms = 1e3 * runner_seconds(num_rows)
+        print(f"{num_rows:5} {'noise keys, input of a graph':30} {runner_ms:8.2f}")
     rows, _, drafts = make_rows(256, np.random.default_rng(0))
     result["start_s"] = start(rows, drafts)[1]
     print(

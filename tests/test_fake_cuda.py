@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import types
+from functools import partial
 
 import numpy as np
 import pytest
@@ -143,8 +144,7 @@ def test_sampling_and_verification(cuda, monkeypatch, params, at_once):
     for tokens, num_draft in ((draft, counts), (draft[:0], none)):
         cuda.clear()
         cuda.answer = lambda tensor: np.broadcast_to([[0.0], [-1.0], [-2.0]], tensor.shape)
-        options = {"num_generated": generated, "params": params}
-        verified = verify(logits, tokens, num_draft, keys, **options)
+        verified = verify(sample(logits, keys, generated, params), tokens, num_draft)
         assert cuda.waits == ["packing.to_host"] and cuda.largest_double == 3 * positions
         assert verified.token.dtype == np.int64 and verified.token.tolist() == [0] * positions
         assert verified.accepted.tolist() == num_draft.tolist(), (
@@ -167,16 +167,17 @@ def make_engine(cuda, monkeypatch, kernel: str, **options) -> Engine:
     """An engine whose forwards find tokens made up, of which some are those of the drafts."""
     rng, cuda.sampled = np.random.default_rng(0), []
 
-    def watched(logits, draft, num_draft, *args, **options):
+    def watched(sampled, draft, num_draft):
         cuda.sampled.append(num_draft)
-        assert is_on_gpu(logits, torch.bfloat16)
-        return verify(logits, draft, num_draft, *args, **options)
+        assert is_on_gpu(sampled[0], torch.int64)
+        return verify(sampled, draft, num_draft)
 
     def answer(tensor):
         tokens = rng.integers(12, 15, tensor.shape[1])
         return np.stack((tokens, *np.full((2, len(tokens)), -1.0)))
 
     monkeypatch.setattr(runner_module, "verify", watched)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cuda.waits.append("synchronize"))
     cuda.answer = answer
     options |= {"max_num_batched_tokens": 32, "kernel": kernel}
     return Engine(ModelRunner(make_fake(), 4, options.pop("length", 100), seed=0, **options))
@@ -185,8 +186,8 @@ def make_engine(cuda, monkeypatch, kernel: str, **options) -> Engine:
 def run_engine(
     cuda, engine: Engine, drafts: Drafts | None, rows: list[Row] | None = None
 ) -> set[int]:
-    """All rows to their end; one wait a forward, and none where nothing is sampled. How many copies
-    to the device there were."""
+    """All rows to their end; one wait a forward, also where nothing is sampled, and none before it
+    is finished. How many copies to the device there were."""
     rows = rows or make_rows(make_prompts(4), 2, 7)
     engine.add(rows)
     uploads, finished = set(), []
@@ -194,8 +195,10 @@ def run_engine(
         cuda.clear()
         calls, found = len(cuda.sampled), engine.runner.graphs
         is_captured = found is not None and bool(found._graphs)
-        finished += engine.step(PARAMS[2], drafts)[0]
-        assert cuda.waits == ["packing.to_host"] * (len(cuda.sampled) - calls)
+        meanwhile = partial(cuda.waits.append, "meanwhile")
+        finished += engine.step(PARAMS[2], drafts, None, meanwhile)[0]
+        is_sampled = len(cuda.sampled) > calls
+        assert cuda.waits == ["meanwhile", "packing.to_host" if is_sampled else "synchronize"]
         uploads.add(cuda.uploads)
         # What is captured is not run here, so that without the head there is none.
         has_products = not is_captured or len(cuda.sampled) > calls

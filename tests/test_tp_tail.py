@@ -96,7 +96,7 @@ def play(
             proposer.begin()
             for row in rows.values():
                 proposer.track(row, None, version=1)
-        run, forward = tail.run, shared.forward
+        run, launch = tail.run, shared.launch
 
         def noted(own, *arguments, **options):
             engine.collect()
@@ -108,9 +108,9 @@ def play(
         def watched(*arguments):
             if rank == 1 and stop_at is not None and tail.engine.num_forwards == stop_at:
                 ranks.must_stop = True
-            return forward(*arguments)
+            return launch(*arguments)
 
-        tail.run, shared.forward = noted, watched
+        tail.run, shared.launch = noted, watched
         board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
         parts = {"proposer": proposer, "board": board, "tail": tail}
         loop = RolloutLoop(engine, ranks, PARAMS, on_finished=told.append, **parts)
@@ -261,15 +261,15 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
         if found[rank] is not None:
             assert (found[rank].is_worth_it is not None) == (rows == "auto")
 
-    forward = ModelRunner.forward
+    launch = ModelRunner.launch
 
     def timed(runner, batch, params):
         if runner.shards is not None:
             runner.shards.tp.ranks.clock.sleep(slowdown * forward_seconds(batch.load))
-        return forward(runner, batch, params)
+        return launch(runner, batch, params)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelRunner, "forward", timed)
+        patch.setattr(ModelRunner, "launch", timed)
         world.run(work)
     return found
 

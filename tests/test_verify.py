@@ -87,7 +87,7 @@ def by_clock(draft, num_passes):
 
 
 def verified(logits, draft, counts, keys, num_generated, params):
-    return verify(logits, draft, counts, keys, num_generated=num_generated, params=params)
+    return verify(sample(logits, keys, num_generated, params), draft, counts)
 
 
 def decode(params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_keys=None):

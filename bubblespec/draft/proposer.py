@@ -36,7 +36,9 @@ PRIOR = 0.5  # of another source
 LOOK_SHARE = 0.01  # of the time, for looking where nothing was found that pays
 MAX_PAUSE = 16  # forwards
 ALWAYS_WINDOW = 6  # draft tokens that are verified whatever that costs
-COUNTED_TOGETHER = 8  # forwards: to count several takes hardly longer than to count one
+# Forwards that are counted together, which takes hardly longer than to count one: while a GPU
+# computes, and at the latest.
+COUNTED_TOGETHER, MAX_UNCOUNTED = 8, 16
 
 
 class Proposer:
@@ -89,6 +91,7 @@ class Proposer:
         self._acceptance = Acceptance(by_source={names[kind]: [0, 0] for kind in known})
         self._is_own = np.array([name == SOURCE_NAMES[OWN] for name in names], bool)
         self._spent_s, self._num_looked_up = 0.0, 0
+        self._caught_up_s = 0.0  # spent on `catch_up` since proposals were last looked for
         self.tracked = TrackedRows()
         self._numbers: dict[int, int] = {}  # by id() of the row
         # The rows of the last forward, in most cases those of this one; their numbers; tokens of
@@ -202,7 +205,8 @@ class Proposer:
                 tokens[here] = known[place[here]]
         seconds = self.clock.perf_counter() - started
         self._spent_s += seconds
-        self._overhead_s += 0.1 * (seconds - weighed_s - self._overhead_s)
+        looking_s, self._caught_up_s = seconds - weighed_s + self._caught_up_s, 0.0
+        self._overhead_s += 0.1 * (looking_s - self._overhead_s)
         return tokens, count
 
     def observe(
@@ -228,6 +232,18 @@ class Proposer:
             numbers, *columns = (of[is_known] for of in (numbers, *columns))
         self._take_in(numbers, tokens, *columns)
         self._spent_s += self.clock.perf_counter() - started
+
+    def catch_up(self, is_free: bool) -> None:
+        """Do what can wait, between two calls of the engine. is_free: a GPU computes meanwhile."""
+        started = self.clock.perf_counter()
+        if len(self._uncounted) >= COUNTED_TOGETHER:
+            self._count()
+        for source in self.enabled_sources:
+            source.catch_up()
+        if not is_free:
+            seconds = self.clock.perf_counter() - started
+            self._spent_s += seconds
+            self._caught_up_s += seconds
 
     def take_in(self) -> None:
         """All that was observed."""
@@ -281,7 +297,7 @@ class Proposer:
         self.survival.observe(trials, np.bincount(kind, num_accepted, size))
         counts = (num_gained, num_forwards, num_draft, num_accepted)
         self._uncounted.append((kind, is_counted, has_left, *counts))
-        if len(self._uncounted) == COUNTED_TOGETHER:
+        if len(self._uncounted) >= MAX_UNCOUNTED:
             self._count()
         tracked.extend(numbers, tokens, num_gained)
         for source in self.sources:

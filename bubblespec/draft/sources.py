@@ -20,6 +20,7 @@ from bubblespec.draft.store import History
 from bubblespec.draft.suffix import (
     HISTORY,
     HISTORY_OWNER,
+    MIN_INDEXED,
     PROMPT_OWNER,
     SELF,
     SOURCE_NAMES,
@@ -213,6 +214,9 @@ class DraftSource:
         """Different rows have gained tokens, int [sum of counts], row after row. numbers, counts:
         int64 [R]."""
 
+    def catch_up(self) -> None:
+        """Do what can wait, while a GPU computes."""
+
 
 def load_source(path: str, vocab_size: int | None) -> DraftSource:
     """The user's own source, a subclass of DraftSource that is made without arguments. Raises
@@ -327,8 +331,12 @@ class SuffixMatches(DraftSource):
         return Proposals(index.text, found.begin, found.count, kind)
 
     def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Indexed when rows next ask."""
+        """Indexed by `catch_up`, or when rows next ask and many wait."""
         self.index.extend(self.tracked.text[numbers], tokens, counts)
+
+    def catch_up(self) -> None:
+        """Index what rows have gained."""
+        self.index.index_waiting(MIN_INDEXED)
 
     def _index_group(self, group: int) -> None:
         members = self._waiting.pop(group)

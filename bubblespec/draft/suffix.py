@@ -57,7 +57,9 @@ OWN_RADIUS = ((2, 4), (1, 1), (0, 0))
 # Live tokens are indexed this far behind their end: the most recent end of an n-gram hides older
 # ones, which is a loss as long as hardly any tokens follow it.
 LIVE_LAG = 8
-MIN_INDEXED = 16  # live tokens that are indexed together, of each row where drafts are trusted
+# Live tokens that are indexed together, of each row where drafts are trusted: while a GPU computes,
+# and at the latest.
+MIN_INDEXED, MAX_WAITING = 16, 24
 # The candidates of that search, best first: distance (0, 1, -1, 2, ...) and tokens.
 CANDIDATES = [
     (distance, n)
@@ -229,6 +231,11 @@ class SuffixIndex:
         weight = np.where(self.rows[rows, BONUS] > 0, 1 / max(len(rows), 1), 1.0)
         self._num_waiting += counts @ (weight * is_indexed)
 
+    def index_waiting(self, count: int) -> None:
+        """Index what rows have gained, if at least `count` tokens wait for it."""
+        if self._num_waiting >= count:
+            self.index_live()
+
     def index_live(self) -> None:
         """Index what rows have gained, but for n-grams that their drafts have at the same place:
         these are indexed already, and more follows them there."""
@@ -252,8 +259,7 @@ class SuffixIndex:
 
     def propose(self, rows: np.ndarray, limits: np.ndarray) -> Proposed:
         """What may follow rows, at most `limits` tokens; int64 [R] both."""
-        if self._num_waiting >= MIN_INDEXED:
-            self.index_live()
+        self.index_waiting(MAX_WAITING)
         state = self.rows[rows]
         live, draft, cursor, offset, source, asked_at, bonus, shift = state.T
         end = self.end[live]

@@ -3,6 +3,7 @@
 Shape legend: R active rows, N tokens in a forward, M rows that sample in it, S draft tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,8 +40,9 @@ class Runner(Protocol):
     max_num_batched_tokens: int  # in a forward, at least num_slots
     pages: Pages | None  # of keys and values; None where each slot has room for a whole row
 
-    def forward(self, batch: Batch, params: SamplingParams) -> Verified:
-        """Feed the batch, and verify its drafts."""
+    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
+        """Feed the batch, and verify its drafts. The call that this returns waits for the end;
+        until then a GPU computes while the host does something else."""
 
     def place(self, slot: int, row: Row) -> None:
         """A row, with its tokens so far in it, comes into a slot."""

@@ -25,6 +25,7 @@ Shape legend: R active rows, N tokens in a forward, M rows that sample in it, S 
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -215,18 +216,23 @@ class Engine:
         params: SamplingParams,
         proposer: Proposer | None = None,
         max_prefill_tokens: int | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[list[Row], Load | None]:
         """One forward: admit, feed every row's next tokens, sample where a row's known tokens end.
         Returns the finished rows, those that are paused now among them, and what the forward had
         to do, or None where there is nothing to feed.
 
         proposer: where drafts come from; max_prefill_tokens: of rows that do not decode yet, by
-        default max_num_batched_tokens.
+        default max_num_batched_tokens; meanwhile: called while a GPU computes the forward, leaves
+        the engine and its rows as they are.
         """
         batch = self.schedule(proposer, max_prefill_tokens)
         if batch is None:
             return [], None
-        verified = self.runner.forward(batch, params)
+        wait = self.runner.launch(batch, params)
+        if meanwhile is not None:
+            meanwhile()
+        verified = wait()
         self.num_forwards += 1
         self.cached[: len(batch.count)] = batch.start + batch.count
         if len(batch.slots) == 0:

@@ -6,6 +6,7 @@ Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T 
 """
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -128,24 +129,30 @@ class ModelRunner:
             self.follower.release()
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, params: SamplingParams) -> Verified:
-        """See `Runner`. The host waits for the GPU once, and not at all where nothing is
-        sampled."""
+    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
+        """See `Runner`. The host waits for the GPU once, in the call that this returns."""
         packing = CachePacking(self.cache, batch.start, batch.count, batch.index, self.device)
         hidden = self.hidden(batch.tokens, packing)
         if self.follower is not None:
             self.follower.note(batch, hidden)
         if len(batch.slots) == 0:
-            return Verified(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((2, 0)))
+            return self._wait
         sampled = batch.num_draft + 1
         row, offset = ragged(sampled)
         packed = (np.cumsum(batch.count)[batch.slots] - sampled)[row] + offset
         hidden = hidden[to_device(packed, self.device)]
         position = batch.generated[row] + offset
         keys = self.noise_keys(batch.slots[row], position)
-        options = {"params": params, "sample": self.sample}
-        options["num_generated"] = to_device(position, self.device)
-        return verify(self.head(hidden), batch.draft, batch.num_draft, keys, **options)
+        num_generated = to_device(position, self.device)
+        sampled = self.sample(self.head(hidden), keys, num_generated, params)
+        self._make_keys(batch.slots, batch.generated + batch.num_draft + 1 + KEYS_AHEAD // 2)
+        return partial(verify, sampled, batch.draft, batch.num_draft)
+
+    def _wait(self) -> Verified:
+        """Wait for a forward in which nothing is sampled: its time is not the next one's."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return Verified(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((2, 0)))
 
     def hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
         """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the
@@ -162,14 +169,21 @@ class ModelRunner:
     def noise_keys(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
         """Keys of the noise of response positions, int32 [T, 4]. slots, position: int64 [T], rows
         one after the other."""
-        needed = np.zeros(self.num_slots, np.int64)
-        np.maximum.at(needed, slots, position + 1)
-        lacking = np.flatnonzero(needed > self._keyed)
-        if len(lacking):  # KEYS_AHEAD more: a key at a time costs as much as many
-            end = np.minimum(needed[lacking] + KEYS_AHEAD, self.max_length)
-            row, offset = ragged(end - self._keyed[lacking])
-            slot = lacking[row]
-            new = self._keyed[slot] + offset
-            self._stream_key[slot, new] = stream_keys(self.seed, *self._noise_key[slot].T, new)
-            self._keyed[lacking] = end
+        self._make_keys(slots, position + 1)
         return to_device(self._stream_key[slots, position], self.device)
+
+    def _make_keys(self, slots: np.ndarray, needed: np.ndarray) -> None:
+        """Work out the keys of the first `needed` positions, int64 [slots]; a slot may occur
+        several times. KEYS_AHEAD more than needed, as one at a time costs as much as many."""
+        needed = np.minimum(needed, self.max_length)
+        if (needed <= self._keyed[slots]).all():
+            return
+        most = np.zeros(self.num_slots, np.int64)
+        np.maximum.at(most, slots, needed)
+        lacking = np.flatnonzero(most > self._keyed)
+        end = np.minimum(most[lacking] + KEYS_AHEAD, self.max_length)
+        row, offset = ragged(end - self._keyed[lacking])
+        slot = lacking[row]
+        new = self._keyed[slot] + offset
+        self._stream_key[slot, new] = stream_keys(self.seed, *self._noise_key[slot].T, new)
+        self._keyed[lacking] = end

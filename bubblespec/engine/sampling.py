@@ -164,27 +164,18 @@ def restrict(logits: torch.Tensor, num_generated, params: SamplingParams) -> tor
 
 
 def verify(
-    logits: torch.Tensor,
-    draft: np.ndarray,
-    counts: np.ndarray,
-    keys: torch.Tensor,
-    *,
-    num_generated: torch.Tensor,
-    params: SamplingParams,
-    sample: Callable = sample,
+    sampled: tuple[torch.Tensor, torch.Tensor, torch.Tensor], draft: np.ndarray, counts: np.ndarray
 ) -> Verified:
-    """Verify the drafts of R rows; a row without a draft is sampled.
+    """Verify the drafts of R rows; a row without a draft gets a token.
 
-    logits: [T, V], rows one after the other, each with n + 1 positions, which predict its draft
-    tokens and the one after them; draft: int64 [S] and counts: int64 [R], n of each row, both on
-    the host; keys: int32 [T, 4] and num_generated: int64 [T], of every position, as in `sample`.
-    The host waits for the device once. sample: what samples from these logits, where they are a
-    shard of the vocabulary something else than `sampling.sample`.
+    sampled: what `sample` gives, [T] each, rows one after the other, each with n + 1 positions: in
+    place of its draft tokens, and after them; draft: int64 [S] and counts: int64 [R], n of each
+    row, both on the host. The host waits for the device once.
 
     Length limits and stop tokens are left to `num_gained`.
     """
-    assert len(logits) == len(counts) + len(draft) and len(draft) == counts.sum()
-    token, *logprobs = to_host(*sample(logits, keys, num_generated, params))
+    assert len(sampled[0]) == len(counts) + len(draft) and len(draft) == counts.sum()
+    token, *logprobs = to_host(*sampled)
     token = token.astype(np.int64, copy=False)
     return Verified(num_accepted(token, draft, counts), token, np.array(logprobs))
 

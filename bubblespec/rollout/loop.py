@@ -19,7 +19,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.task import IdleTask, RankView, assign
 from bubblespec.planner.costs import CostModel
-from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
+from bubblespec.records import ForwardRecord, IdleUse, Load, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.episodes import Episodes
 from bubblespec.rollout.table import Cutoff, RowTable
@@ -58,6 +58,7 @@ class RolloutLoop:
         self.selects = table.launch.selects
         self._handed_on: set[int] = set()  # indices of rows that on_finished has had
         self.record = RolloutRecord()
+        self._unlearned: tuple[Load, float] | None = None  # of the last forward: load, seconds
         self.unfinished = {row: index for index, row in rows.items()}
         self.view = RankView(self.ranks.rank, self.engine, self.unfinished, self.record)
         if self.proposer is not None:
@@ -79,6 +80,7 @@ class RolloutLoop:
                     self._wait_for_environments()
         if self.episodes is not None:
             self.episodes.close()
+        self._catch_up()
         if self.proposer is not None:
             self.proposer.take_in()
         self.record.ended_s = self.clock.perf_counter()
@@ -248,7 +250,8 @@ class RolloutLoop:
         if self.episodes is not None:  # some are not in it yet
             own_rows = sum(row in unfinished for row in (*engine.rows, *engine.queue))
         ahead_rows = in_engine - own_rows
-        finished, load = engine.step(self.params, self.proposer, self.view.max_prefill_tokens)
+        drafts, limit = self.proposer, self.view.max_prefill_tokens
+        finished, load = engine.step(self.params, drafts, limit, self._catch_up)
         if load is None:
             return
         end = self.clock.perf_counter()
@@ -258,13 +261,20 @@ class RolloutLoop:
         seconds = (self._last_s, end, end - begin - propose_s, propose_s)
         record = ForwardRecord(*seconds, *load, own_rows, ahead_rows, looked_up)
         self.record.forwards.append(record)
-        if self.cost is not None:
-            self.cost.observe(load, end - self._last_s - propose_s)
+        self._unlearned = load, end - self._last_s - propose_s
         self._last_s = end
         if self.episodes is not None:
             finished = self.episodes.advance(finished)
             self._last_s = self.clock.perf_counter()
         self._take_finished(finished)
+
+    def _catch_up(self) -> None:
+        """Take in what the forward before said, while a GPU computes the next one."""
+        if self.cost is not None and self._unlearned is not None:
+            self.cost.observe(*self._unlearned)
+        self._unlearned = None
+        if self.proposer is not None:
+            self.proposer.catch_up(is_free=self.ranks.device.type == "cuda")
 
     def _take_finished(self, finished: list[Row]) -> None:
         unfinished = self.unfinished

@@ -134,6 +134,7 @@ class BoardWithSlowRank:
 
     def __init__(self, num_ticks: int, lag: int = 0):
         self.ranks = SimpleNamespace(rank=0, world_size=2, must_stop=False, clock=Clock())
+        self.ranks.device = torch.device("cpu")
         self.last_tick, self.lag = num_ticks, lag
 
     def begin(self) -> None:
