@@ -77,21 +77,9 @@ def exact_norms(monkeypatch):
     forward and backward, where the last bit of a float64 may decide a float32's: two ways to sum
     the same gradient may then differ by 1e-7 of it."""
 
-    def forward(norm, hidden):
-        return norm.weight * (
-            hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon)
-        )
+    from tests.helpers.models import norms_in_full_precision
 
-    import torch
-    from transformers.models.llama import modeling_llama as llama
-    from transformers.models.mixtral import modeling_mixtral as mixtral
-    from transformers.models.qwen2 import modeling_qwen2 as qwen2
-    from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
-
-    mixtures = (qwen2_moe.Qwen2MoeRMSNorm, qwen3_moe.Qwen3MoeRMSNorm, mixtral.MixtralRMSNorm)
-    for norm in (llama.LlamaRMSNorm, qwen2.Qwen2RMSNorm, *mixtures):
-        monkeypatch.setattr(norm, "forward", forward)
+    norms_in_full_precision(monkeypatch)
 
 
 @pytest.fixture

@@ -1,6 +1,12 @@
 """Small random models."""
 
+import torch
 import transformers
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 VOCAB = 97
 
@@ -50,3 +56,16 @@ def small_config(name: str) -> transformers.PretrainedConfig:
         ),
     }
     return configs[name]()
+
+
+def norms_in_full_precision(monkeypatch) -> None:
+    """RMSNorms in the precision of the model."""
+
+    def forward(norm, hidden):
+        return norm.weight * (
+            hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+        )
+
+    mixtures = (qwen2_moe.Qwen2MoeRMSNorm, qwen3_moe.Qwen3MoeRMSNorm, mixtral.MixtralRMSNorm)
+    for norm in (llama.LlamaRMSNorm, qwen2.Qwen2RMSNorm, *mixtures):
+        monkeypatch.setattr(norm, "forward", forward)
