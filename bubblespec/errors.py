@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
 from tqdm import tqdm
@@ -45,13 +46,17 @@ class SaveFailed(EndsRun, RuntimeError):
     exit_code = 4
 
 
-def tell_torchrun(error: EndsRun) -> None:
-    """Leave the error where torchrun looks for it: the summary with which it ends then has our line
-    instead of a hint that there is no traceback."""
+def write_torchrun_error(error: BaseException) -> None:
+    """Write the error to TORCHELASTIC_ERROR_FILE, so that torchrun's summary shows our line or the
+    traceback instead of a hint that there is none."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
+        is_line = isinstance(error, EndsRun)
+        text = f"error: {error}" if is_line else "".join(traceback.format_exception(error))
+        # The earliest is shown as the root cause, in whole seconds: not a rank that was left alone.
+        second = int(time.time()) + isinstance(error, RankTimeout)
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            details = {"py_callstack": f"error: {error}", "timestamp": str(int(time.time()))}
+            details = {"py_callstack": text, "timestamp": str(second)}
             json.dump({"message": {"message": str(error), "extraInfo": details}}, file)
 
 
@@ -63,10 +68,10 @@ def log(line: str) -> None:
         sys.stderr.flush()
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Its kind and the first sentences of its message, enough to tell what is wrong."""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}{'...' if text[200:] else ''}"
+    return f"{type(error).__name__}: {text[:200]}{'...' if text[200:] else ''}".removesuffix(": ")
 
 
 def first_problem(own: str | None, gather_text: Callable[[str], list[str]]) -> str | None:

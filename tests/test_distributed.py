@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bubblespec.dist import failures
 from bubblespec.dist import ranks as distributed
 from bubblespec.dist.ranks import Ranks, StopRequested, ranks_from_environment, signals_stop
 from bubblespec.errors import RankTimeout
@@ -79,7 +80,7 @@ COLLECTIVES = {
 def meets_without(ranks: Ranks, collective: str, fate: str, missing: int) -> str:
     """After some rounds `missing` hangs or dies in the middle of a step; what the others raise."""
     ranks.timeout_s, store = HANG_S, dist.distributed_c10d._get_default_store()
-    clock = distributed.time = ClockThatSkips()
+    clock = failures.time = distributed.time = ClockThatSkips()
     for round_ in range(5):
         ranks.place = f"round {round_}"
         COLLECTIVES[collective](ranks)
@@ -101,7 +102,7 @@ def meets_without(ranks: Ranks, collective: str, fate: str, missing: int) -> str
         counts = [ranks.watchdog._last(rank)[0] for rank in survivors]
         has_begun = store.check(["hangs" if fate == "hangs" else f"watchdog/ended/{ranks.rank}"])
         if has_begun and min(counts) == max(counts) > ranks.watchdog._last(missing)[0]:
-            clock.skipped = (HANG_S if fate == "hangs" else distributed.BROKEN_S) + 1
+            clock.skipped = (HANG_S if fate == "hangs" else failures.BROKEN_S) + 1
 
     clock.sleep = nap
     try:
@@ -133,19 +134,19 @@ def test_a_rank_missing_from_a_collective_is_named(tmp_path, capfd, collective, 
 
 SLOW_TO_SAY = """
 import sys, time
-from bubblespec.dist import ranks as distributed
+from bubblespec.dist import failures
 from bubblespec.errors import InputError
 
-log = distributed.log
+log = failures.log
 
 def log_late(line):
     time.sleep(1)
     log(line)
 
-distributed.log = log_late
+failures.log = log_late
 if "grouped" in sys.argv:
-    distributed.dist.init_process_group("gloo")
-distributed.log_once(InputError("wrong"))
+    failures.dist.init_process_group("gloo")
+failures.log_once(InputError("wrong"))
 sys.exit(2)
 """
 

@@ -115,6 +115,7 @@ def shrunken(size: str, model: str, folder) -> list[str]:
 
 
 SHRUNKEN = [
+    "model.device=cpu",
     "data.name=null",
     "data.eval_path=null",
     "data.eval_split=null",

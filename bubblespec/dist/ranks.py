@@ -1,117 +1,38 @@
 """Ranks: start and end of the process group, the collectives that the trainer uses, time-outs and
 stop signals.
 
-A rank that hangs or has died is named by the others, within `run.timeout_s`. SIGTERM, SIGINT and
-SIGHUP only set a flag, which the ranks exchange at the next `Ranks.barrier_or_stop`. A single
-process works too.
+A rank that hangs or has died is named by the others, within `run.timeout_s`; one that fails ends
+all (failures.py). SIGTERM, SIGINT and SIGHUP only set a flag, which the ranks exchange at the next
+`Ranks.barrier_or_stop`. A single process works too.
 """
 
 import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
-from bubblespec.dist.cuda import set_cuda_defaults
+from bubblespec.dist.device import find_device
+from bubblespec.dist.failures import Watchdog, join_store, leave, log_once
 from bubblespec.dist.processes import die_with_parent
-from bubblespec.errors import EndsRun, InputError, RankTimeout, log
+from bubblespec.errors import EndsRun, InputError, RankTimeout
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 MAX_NAP_S = 1e-3  # between polls: a blocking wait reacts neither to the time-out nor to signals
-GRACE_S = 1.0  # that a rank that has timed out waits for others to, if no rank is behind
-# A broken connection is noticed at once, while others may still be in a forward. torchrun kills all
-# 30 s after a rank has died.
-BROKEN_S = 20.0
-CONNECT_S = 30.0
 SAME_CTRL_C_S = 1.0  # one Ctrl-C may reach a rank twice, from the terminal and from the launcher
 
 
 class StopRequested(Exception):
     """A rank has been told to stop. All ranks raise this at the same place, between two updates."""
-
-
-class Watchdog:
-    """The place of every rank in the program, noted in the job's key-value store, where others can
-    read it if the rank hangs.
-
-    `count`: collectives and ticks that this rank has entered. All ranks enter the same ones in the
-    same order, so the others wait for the rank with the lowest count.
-    """
-
-    def __init__(self, rank: int, world_size: int):
-        self.rank, self.world_size, self.count = rank, world_size, 0
-        self._store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store())
-
-    def enter(self, place: str) -> None:
-        """Note that this rank enters its next collective or tick. Takes microseconds, as it awaits
-        no answer."""
-        self.count += 1
-        self._store.set(f"at/{self.rank}", f"{self.count} {place}")
-
-    def request_stop(self) -> None:
-        """Note that the run is to stop, for ranks that wait outside a collective."""
-        self._store.set("stop", "1")
-
-    def is_stop_requested(self) -> bool:
-        """Whether any rank has noted it. Asks the store: a fraction of a millisecond."""
-        return self._store.check(["stop"])
-
-    def fail(
-        self, place: str, reason: str, deadline: float, describe: Callable[[int], str] | None = None
-    ) -> NoReturn:
-        """End the job: all ranks raise the first failure report as RankTimeout, and one prints it.
-
-        deadline: the end of the time-out (time.monotonic), which a broken connection does not wait
-        for. describe(rank): what is known of a missing rank, by default its last place.
-        """
-        try:
-            missing = self._missing_ranks(min(deadline, time.monotonic() + BROKEN_S))
-            names = " and ".join(f"rank {rank}" for rank in missing) or "no rank"
-            last = "; ".join((describe or self._last_place)(rank) for rank in missing) or "of none"
-            line = f"{names} missing in {place} ({reason}); last heard: {last}"
-            line = self._store.compare_set("report", "", line).decode()
-        except RuntimeError:
-            line = f"the job's key-value store has ended, with its launcher or rank 0 ({reason})"
-        error = RankTimeout(line)
-        log_once(error)
-        raise error
-
-    def _missing_ranks(self, deadline: float) -> list[int]:
-        """At a time-out: the ranks that have not entered this collective.
-
-        After a broken connection others may be about to: wait until all ranks but one have noticed
-        it, or until the deadline. Returns early once there is a report, as the rank that has
-        written it may have ended already.
-        """
-        self._store.set(f"ended/{self.rank}", "1")
-        others = [r for r in range(self.world_size) if r != self.rank]
-        while True:
-            silent = [r for r in others if not self._store.check([f"ended/{r}"])]
-            behind = [r for r in silent if self._last(r)[0] < self.count]
-            late_s = time.monotonic() - deadline
-            is_over = len(silent) <= 1 or late_s > (0 if behind else GRACE_S)
-            if is_over or self._store.check(["report"]):
-                return behind or silent
-            time.sleep(0.02)
-
-    def _last(self, rank: int) -> tuple[int, str]:
-        if not self._store.check([f"at/{rank}"]):
-            return 0, "the start"
-        count, _, place = self._store.get(f"at/{rank}").decode().partition(" ")
-        return int(count), place
-
-    def _last_place(self, rank: int) -> str:
-        return f"in {self._last(rank)[1]}"
 
 
 class Ranks:
@@ -241,94 +162,40 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the process group that torchrun describes in the environment; NCCL on GPUs, gloo on CPU.
 
     Raises InputError if `device` asks for a GPU that is not there, and RankTimeout if a rank does
-    not come. An EndsRun of the block is printed here.
+    not come. An EndsRun of the block is printed here. In a process group any exception of the block
+    ends the process here, see `leave`.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("model.device: cuda, but torch sees no GPU; use cpu or auto")
-    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    if use_cuda and max(local_rank + 1, local_world_size) > torch.cuda.device_count():
-        raise InputError(
-            f"--nproc_per_node: {local_world_size} ranks, but only {torch.cuda.device_count()} "
-            "GPUs; each needs one of its own"
-        )
-    target = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        set_cuda_defaults()
-        torch.cuda.set_device(target)
+    target = find_device(device)
     if "RANK" in os.environ:  # with torchrun
         die_with_parent()  # an orphan would keep writing to the files of the next run
-        # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's
-        # watchdog would end the process before `complete` has said why, so it comes last.
-        limit = timedelta(seconds=2 * timeout_s if use_cuda else timeout_s)
-        store, rank, world_size = _store_of_launcher()
+        # Gloo's time-out raises in collectives that other libraries wait for. NCCL's watchdog would
+        # end the process before `complete` has said why, so it comes last.
+        limit = timedelta(seconds=2 * timeout_s if target.type == "cuda" else timeout_s)
+        store, rank, world_size = join_store()
         store.set_timeout(limit)
         group = {"store": store, "rank": rank, "world_size": world_size, "timeout": limit}
         try:
-            dist.init_process_group("nccl" if use_cuda else "gloo", **group)
+            dist.init_process_group("nccl" if target.type == "cuda" else "gloo", **group)
         except RuntimeError as error:
             raise RankTimeout(f"a rank is missing at the start ({one_line(error)})") from error
-    ranks = Ranks(target, timeout_s)
+    ranks, is_over = Ranks(target, timeout_s), threading.Event()
+    if ranks.watchdog is not None:
+        threading.Thread(target=ranks.watchdog.follow, args=(is_over,), daemon=True).start()
     try:
         yield ranks
         ranks.place = "the end of the run"
-        ranks.barrier()  # not after an error: other ranks may hang until the launcher ends them
-    except EndsRun as error:
-        log_once(error)
-        raise
-    finally:
-        for free in ranks.before_end:
-            free()
+        ranks.barrier()
+    except BaseException as error:
         if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def log_once(error: EndsRun) -> None:
-    """Print an error, unless it has been printed. Only the first rank with an error prints it, as
-    most errors are on all ranks.
-
-    Returns once it is on the screen: as soon as one rank ends, the launcher kills the others,
-    including the one that prints.
-    """
-    if error.is_logged:
-        return
-    error.is_logged = True
-    try:
-        store = _store_of_all()
-        if store is not None and store.add("num_errors", 1) > 1:
-            store.wait(["error_is_logged"], timedelta(seconds=CONNECT_S))
-            return
-    except RuntimeError:  # it may have ended with its rank or launcher
-        store = None
-    if store is None and os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    log(f"error: {error}")
-    if store is not None:
-        with contextlib.suppress(RuntimeError):
-            store.set("error_is_logged", "1")
-
-
-def _store_of_all() -> dist.Store | None:
-    """The key-value store of the job: of the process group or, before there is one, of the
-    launcher; None if there is neither."""
+            leave(error)
+        if isinstance(error, EndsRun):
+            log_once(error)
+        raise
+    is_over.set()
+    for free in ranks.before_end:
+        free()
     if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
-    if "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return _store_of_launcher()[0]
-    return None
-
-
-def _store_of_launcher() -> tuple[dist.Store, int, int]:
-    """The key-value store, this rank and the number of ranks. The launcher makes the store before
-    it starts ranks, so a missing one means that the launcher has died.
-
-    torchrun may use one store for all restarts of the ranks: each gets a namespace of its own, as
-    the addresses of dead ranks are in it.
-    """
-    store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"restart {restart}", store), rank, world_size
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -24,9 +24,10 @@ import torch.distributed as dist
 import transformers
 
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import Ranks, log_once, ranks_from_environment
+from bubblespec.dist.failures import log_once
+from bubblespec.dist.ranks import Ranks, ranks_from_environment
 from bubblespec.doctor.checks import CHECKS, Case, Check, Line, failed, local_ranks
-from bubblespec.errors import EndsRun, RankTimeout, RunFailed, log, one_line, tell_torchrun
+from bubblespec.errors import EndsRun, RankTimeout, RunFailed, log, one_line, write_torchrun_error
 from bubblespec.loading import with_dtype
 
 TIMEOUT_S = 300.0  # that a rank waits for another, at most: run.timeout_s may be hours
@@ -136,7 +137,7 @@ def main() -> int:
                 print(next_command(arguments.config, arguments.overrides, ranks), flush=True)
     except EndsRun as error:  # one line
         log_once(error)
-        tell_torchrun(error)
+        write_torchrun_error(error)
         return error.exit_code
     return 0
 

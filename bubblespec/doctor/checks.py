@@ -21,6 +21,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
+from bubblespec.dist.device import cuda_of_driver, why_no_gpu
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.store import exchange
 from bubblespec.engine.compiled import compared, compile_reduction
@@ -116,6 +117,8 @@ def devices(case: Case) -> Iterator[Line]:
             yield slower(f"{num_local * threads} threads share {cores} cores; OMP_NUM_THREADS=1")
         if torch.cuda.is_available():
             yield slower("this machine has a GPU that is not used; model.device=cuda")
+        elif cuda_of_driver() is not None:
+            yield slower(f"{why_no_gpu()}; model.device=cpu is for CPUs")
         return
     free, total = torch.cuda.mem_get_info(ranks.device)
     memory = f"{free / 1e9:.3g} of {total / 1e9:.3g} GB are free"

@@ -1,0 +1,221 @@
+"""What ranks do when something fails: they name the one that is missing, print an error once, and
+end, all of them."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from bubblespec.errors import EndsRun, InputError, RankTimeout, log, one_line, write_torchrun_error
+
+GRACE_S = 1.0  # that a rank that has timed out waits for others to, if no rank is behind
+# A broken connection is noticed at once, while others may still be in a forward. torchrun kills all
+# 30 s after a rank has died.
+BROKEN_S = 20.0
+CONNECT_S = 30.0
+LOOK_S = 1.0  # how often a rank looks whether another one has ended with an error
+FOLLOW_S = 3.0  # that it then has to notice by itself and to print where it was
+LEAVE_S = 10.0  # that a rank may take to print and report an error
+
+STORE_HAS_ENDED = "the job's key-value store has ended, with its launcher or rank 0"
+
+_leaving = threading.Lock()
+
+
+class Watchdog:
+    """The place of every rank in the program, noted in the job's key-value store, where others can
+    read it if the rank hangs.
+
+    `count`: collectives and ticks that this rank has entered. All ranks enter the same ones in the
+    same order, so the others wait for the rank with the lowest count.
+    """
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size, self.count = rank, world_size, 0
+        self._store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store())
+
+    def enter(self, place: str) -> None:
+        """Note that this rank enters its next collective or tick. Takes microseconds, as it awaits
+        no answer."""
+        self.count += 1
+        self._store.set(f"at/{self.rank}", f"{self.count} {place}")
+
+    def request_stop(self) -> None:
+        """Note that the run is to stop, for ranks that wait outside a collective."""
+        self._store.set("stop", "1")
+
+    def is_stop_requested(self) -> bool:
+        """Whether any rank has noted it. Asks the store: a fraction of a millisecond."""
+        return self._store.check(["stop"])
+
+    def fail(
+        self, place: str, reason: str, deadline: float, describe: Callable[[int], str] | None = None
+    ) -> NoReturn:
+        """End the job: all ranks raise the first failure report as RankTimeout, and one prints it.
+
+        deadline: the end of the time-out (time.monotonic), which a broken connection does not wait
+        for. describe(rank): what is known of a missing rank, by default its last place.
+        """
+        try:
+            missing = self._missing_ranks(min(deadline, time.monotonic() + BROKEN_S))
+            names = " and ".join(f"rank {rank}" for rank in missing) or "no rank"
+            last = "; ".join((describe or self._last_place)(rank) for rank in missing) or "of none"
+            line = f"{names} missing in {place} ({reason}); last heard: {last}"
+            line = self._report(line)
+        except RuntimeError:
+            line = f"{STORE_HAS_ENDED} ({reason})"
+        error = RankTimeout(line)
+        log_once(error)
+        raise error
+
+    def _report(self, line: str) -> str:
+        """Make this line the job's failure report, if there is none; return the report."""
+        return self._store.compare_set("report", "", line).decode()
+
+    def end_others(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends with an error."""
+        self._report(f"rank {self.rank} has failed ({one_line(error)})")
+        self._store.set("has_failed", "1")
+
+    def follow(self, is_over: threading.Event) -> None:
+        """End this rank once another one has ended with an error, whatever this one waits for: NCCL
+        does not notice that a rank has left. Runs in a thread until the end of the run."""
+        has_failed = False
+        try:
+            while not has_failed and not is_over.wait(LOOK_S):
+                has_failed = self._store.check(["has_failed"])
+            line = self._report("") if has_failed else ""
+        except RuntimeError:
+            line = STORE_HAS_ENDED
+        if line and not is_over.wait(FOLLOW_S):
+            leave(RankTimeout(line))
+
+    def _missing_ranks(self, deadline: float) -> list[int]:
+        """At a time-out: the ranks that have not entered this collective.
+
+        After a broken connection others may be about to: wait until all ranks but one have noticed
+        it, or until the deadline. Returns early once there is a report, as the rank that has
+        written it may have ended already.
+        """
+        self._store.set(f"ended/{self.rank}", "1")
+        others = [r for r in range(self.world_size) if r != self.rank]
+        while True:
+            silent = [r for r in others if not self._store.check([f"ended/{r}"])]
+            behind = [r for r in silent if self._last(r)[0] < self.count]
+            late_s = time.monotonic() - deadline
+            is_over = len(silent) <= 1 or late_s > (0 if behind else GRACE_S)
+            if is_over or self._store.check(["report"]):
+                return behind or silent
+            time.sleep(0.02)
+
+    def _last(self, rank: int) -> tuple[int, str]:
+        if not self._store.check([f"at/{rank}"]):
+            return 0, "the start"
+        count, _, place = self._store.get(f"at/{rank}").decode().partition(" ")
+        return int(count), place
+
+    def _last_place(self, rank: int) -> str:
+        return f"in {self._last(rank)[1]}"
+
+
+def leave(error: BaseException) -> NoReturn:
+    """End this process, one rank of several, at once: print the error, write it to torchrun's error
+    file, and tell the other ranks.
+
+    Nothing is shut down: the process group and the interpreter may wait in NCCL for ranks that will
+    not come, and in gloo until its time-out. Reward workers end with this process.
+    """
+    code = error.exit_code if isinstance(error, EndsRun) else 1
+    if isinstance(error, KeyboardInterrupt):
+        code = 128 + signal.SIGINT
+    _leaving.acquire()  # for good, as `Watchdog.follow` may come here too
+    try:
+        guard = threading.Timer(LEAVE_S, os._exit, (code,))  # the screen or the store may hang
+        guard.daemon = True
+        guard.start()
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it would cut the text short
+        if isinstance(error, EndsRun):
+            log_once(error)
+        else:
+            log("".join(traceback.format_exception(error)).rstrip())
+        write_torchrun_error(error)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        Watchdog(dist.get_rank(), dist.get_world_size()).end_others(error)
+    finally:
+        os._exit(code)
+
+
+def log_once(error: EndsRun) -> None:
+    """Print an error, unless it has been printed. Only the first rank with an error prints it, as
+    most errors are on all ranks.
+
+    Returns once it is on the screen: as soon as one rank ends, the launcher kills the others,
+    including the one that prints.
+    """
+    if error.is_logged:
+        return
+    error.is_logged = True
+    try:
+        store = _store_of_all()
+        if store is not None and store.add("num_errors", 1) > 1:
+            store.wait(["error_is_logged"], timedelta(seconds=CONNECT_S))
+            return
+    except RuntimeError:  # it may have ended with its rank or launcher
+        store = None
+    if store is None and os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    log(f"error: {error}")
+    if store is not None:
+        with contextlib.suppress(RuntimeError):
+            store.set("error_is_logged", "1")
+
+
+def _store_of_all() -> dist.Store | None:
+    """The key-value store of the job: of the process group or, before there is one, of the
+    launcher; None if there is neither."""
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    if "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _store_of_launcher()[0]
+    return None
+
+
+def _store_of_launcher() -> tuple[dist.Store, int, int]:
+    """The key-value store, this rank and the number of ranks. The launcher makes the store before
+    it starts ranks, so a missing one means that the launcher has died.
+
+    torchrun may use one store for all restarts of the ranks: each gets a namespace of its own, as
+    the addresses of dead ranks are in it.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"restart {restart}", store), rank, world_size
+
+
+def join_store() -> tuple[dist.Store, int, int]:
+    """Return what `_store_of_launcher` does. Raises InputError for variables of the environment that
+    are missing or wrong, and RankTimeout, which every rank prints, if no store comes up."""
+    try:
+        return _store_of_launcher()
+    except ValueError as error:
+        raise InputError(f"{one_line(error)}; torchrun sets what a rank needs") from error
+    except RuntimeError as error:
+        address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        missing = RankTimeout(
+            f"rank {os.environ['RANK']}: no key-value store of all ranks at {address} within "
+            f"{CONNECT_S:g} s; start the ranks together, with torchrun"
+        )
+        log(f"error: {missing}")  # no other rank can be told of it
+        missing.is_logged = True
+        raise missing from error
