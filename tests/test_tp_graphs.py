@@ -14,7 +14,7 @@ import transformers
 from test_tensor_parallel import LONGEST, build
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from bubblespec.dist.ranks import Ranks, ranks_from_environment
+from bubblespec.dist.ranks import Ranks
 from bubblespec.engine import graphs
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
@@ -260,15 +260,3 @@ def test_no_graphs_where_they_are_not_wanted_or_sums_cannot_be_in_them(captures,
         return runner.graphs is None and runner.cache.num_spare == 0
 
     assert run_together(2, of_rank) == [True] * 2
-
-
-def test_graphs_go_before_the_process_group_does(monkeypatch):
-    """Whatever ends the run: NCCL would wait for them."""
-    order = []
-    with pytest.raises(KeyError), ranks_from_environment("cpu", 1.0) as ranks:
-        ranks.before_end.append(lambda: order.append("graphs"))
-        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-        end = lambda: order.append("group")  # noqa: E731
-        monkeypatch.setattr("torch.distributed.destroy_process_group", end)
-        raise KeyError
-    assert order == ["graphs", "group"]
