@@ -125,7 +125,7 @@ def copy_policy(folder, **keys):
         ("data.as_chat=true", "model.path: its tokenizer has no chat template"),
         ("reward.functions=[math.nothing]", "reward.functions: cannot import 'math.nothing'"),
         ("model.path=/nowhere", "model.path: there is no folder /nowhere"),
-        ("model.device=cuda", "model.device: cuda, but torch sees no GPU; use cpu or auto"),
+        ("model.device=cuda", "model.device: cuda, but "),
         ("model.attention=varlen", "model.attention: varlen runs on CUDA only; on cpu use sdpa"),
         (
             "rollout.max_prompt_length=2000 optim.max_tokens_per_microbatch=9000",
