@@ -5,7 +5,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 
@@ -14,9 +13,10 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
+from bubblespec.dist.failures import log_once
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.errors import InputError
+from bubblespec.errors import EndsRun, InputError
 from bubblespec.trainer import Trainer
 from bubblespec.types import Prompt
 
@@ -40,9 +40,9 @@ def main(run: Callable[[argparse.Namespace, str], None], parser: argparse.Argume
     try:
         with tempfile.TemporaryDirectory() as folder:
             run(arguments, folder)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except EndsRun as error:
+        log_once(error)
+        return error.exit_code
     return 0
 
 

@@ -4,6 +4,7 @@ checks on GPUs alone."""
 import re
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +86,16 @@ def test_what_a_failed_check_was_to_make(monkeypatch, capsys):
     assert verdicts["graphs"] == ("failed", "not made, as it needs what model makes")
     assert verdicts["rollouts"] == ("failed", "not made, as it needs what set-up makes")
     assert verdicts["devices"][0] == "ok"
+
+
+def test_a_gpu_that_torch_cannot_use_is_slower(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    case = SimpleNamespace(ranks=Ranks(torch.device("cpu")))
+    for driver in (None, (12, 2)):
+        for module in ("dist.device", "doctor.checks"):
+            monkeypatch.setattr(f"bubblespec.{module}.cuda_of_driver", lambda driver=driver: driver)
+        found = [text for verdict, text in checks.devices(case) if verdict == "slower"]
+        assert any("model.device=cpu" in text for text in found) == (driver is not None)
 
 
 def test_other_tokens_with_drafts_are_a_failure(monkeypatch, capsys):

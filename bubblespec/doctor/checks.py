@@ -118,7 +118,7 @@ def devices(case: Case) -> Iterator[Line]:
         if torch.cuda.is_available():
             yield slower("this machine has a GPU that is not used; model.device=cuda")
         elif cuda_of_driver() is not None:
-            yield slower(f"{why_no_gpu()}; model.device=cpu is for CPUs")
+            yield slower(f"{why_no_gpu()}; or model.device=cpu")
         return
     free, total = torch.cuda.mem_get_info(ranks.device)
     memory = f"{free / 1e9:.3g} of {total / 1e9:.3g} GB are free"
