@@ -306,7 +306,7 @@ EXTRAS = {
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_update_waits_at_its_end(cuda, extra):
-    """For its gradient, its sums and the norm of its gradient: not for a micro-batch."""
+    """For the backward pass before the gradients are summed, for sums, and for the norm."""
     check_update(cuda, EXTRAS[extra], "varlen")
 
 
@@ -327,13 +327,11 @@ def check_update(cuda, extra: dict, kernel: str, has_checkpoints: bool = False) 
     cuda.answer = lambda tensor: np.full(tuple(tensor.shape), 5.0)
     cuda.clear()
     parts = {"model": model, "reference": reference, "optimizer": optimizer, "kernel": kernel}
-    ranks.sum_ = lambda tensor: cuda.waits.append("sum of gradients")
-    learner = Learner(config=config, ranks=ranks, **parts)
-    metrics, _ = learner.update(make_samples(), ADVANTAGES, 0)
+    ranks.sum_ = lambda tensor: cuda.waits.append("sum")
+    metrics, _ = Learner(config=config, ranks=ranks, **parts).update(make_samples(), ADVANTAGES, 0)
     assert metrics["grad_norm"] == 5.0 and metrics["skipped_updates"] == 0
     updates = extra.get("num_iterations", 1) * extra.get("num_minibatches", 1)
-    # for the backward pass, so that the sum over ranks is timed alone; for sums, and for the norm
-    waits = ["synchronize", "sum of gradients", "learner.sum_over_ranks", "optimizer.step"]
+    waits = ["synchronize", "sum", "learner.sum_over_ranks", "optimizer.step"]
     assert cuda.waits == waits * updates
     assert cuda.products == {torch.bfloat16} and cuda.largest_double < 10 * 20
     assert cuda.calls["aten::_fused_adamw_"] == 2 * updates

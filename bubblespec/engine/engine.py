@@ -370,10 +370,9 @@ class Engine:
         first_with = dict(zip(self.prompt_id[whole].tolist(), whole.tolist(), strict=True))
         slots = self._prefilling()
         source = np.array([first_with.get(i, -1) for i in self.prompt_id[slots].tolist()], np.int64)
-        slots, source = slots[source >= 0], source[source >= 0]
-        if len(slots):
+        if len(slots := slots[source >= 0]):
             self.cached[slots] = self.prompt_length[slots] - 1
-            self.runner.share(source, slots, self.cached[slots])
+            self.runner.share(source[source >= 0], slots, self.cached[slots])
 
     def _append(self, batch: Batch, verified: Verified, stop_token_ids: tuple[int, ...]):
         """Write what the rows have gained behind their known tokens; returns how many tokens that
