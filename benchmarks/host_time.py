@@ -67,7 +67,7 @@ class KnownText:
     def place(self, slot: int, row: Row) -> None:
         pass
 
-    def share(self, source: int, target: int, length: int) -> None:
+    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
         pass
 
 

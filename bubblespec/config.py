@@ -95,8 +95,7 @@ class DataConfig:
     split: str = "train"
     """Split of a hub dataset."""
     columns: dict[str, str] = key({})
-    """{prompt: question} takes the column `prompt` from `question`; a dot reaches into a nested
-    one."""
+    """{prompt: question} takes the column `prompt` from `question`; a dot reaches nested ones."""
     tasks: list[TaskConfig] = key([])
     """Mixture of reasoning-gym tasks (instead of `path`)."""
     size: int = key(10_000, at_least(1), at_most(1 << 24))
@@ -126,8 +125,7 @@ class RewardConfig:
     timeout_s: float = key(60.0, above(0), resume=SAFE)
     """Seconds that a function may take in a worker per response of a call; longer is an error."""
     reward_on_error: float | None = 0.0
-    """Reward where a function raises, times out, crashes or returns no finite number; null ends
-    the run."""
+    """Reward where a function fails, is late or returns no finite number; null ends the run."""
     overlong_buffer_length: int = key(0, at_least(0))
     """Soft overlong punishment (DAPO): over this many tokens before max_completion_length a
     response loses reward, linearly from 0 to 1. 0 turns it off."""
@@ -195,6 +193,8 @@ class RolloutConfig:
     """Once at most this many rows are left, all ranks decode them together, each with a shard of
     the weights. 0: never; auto: at most 16, if that is measured to be faster. Affects time, not
     tokens."""
+    progress_backend: Literal["auto", "shm"] = key("auto", resume=SAFE)
+    """How ranks exchange progress: auto (NCCL on GPUs; else shared memory or gloo), or shm only."""
     stop_token_ids: list[int] | None = key(None, at_least(0))
     """Tokens that end a response (default: the model's and the tokenizer's)."""
     max_num_seqs: int | str = key(

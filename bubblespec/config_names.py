@@ -6,7 +6,7 @@ REMOVED = {
     "bubble.lookahead": "it drafts as many steps ahead as memory and the drift of weights allow",
     "bubble.max_slowdown": "give speculative.planning, by_cost (the default), always or idle_only",
     "bubble.max_draft_tokens": "drafts take a share of the machine's free memory",
-    "bubble.progress_backend": "it is nccl on GPUs, and shared memory or gloo on CPUs",
+    "bubble.progress_backend": "it is called rollout.progress_backend",
     "bubble.progress_timeout_s": "give run.timeout_s, which counts for progress ticks, too",
     "data.seed": "the problems of data.tasks are the same in every run; run.seed orders them",
     "drafter.buffer_tokens": "each rank keeps 50,000 tokens of recent responses",

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,9 +19,19 @@ import torch.distributed as dist
 
 from bubblespec.dist import ranks as distributed
 from bubblespec.dist.ranks import BROKEN_S, GRACE_S, Ranks, Watchdog
-from bubblespec.errors import RankTimeout
+from bubblespec.dist.shared_memory import PLACE_BYTES
+from bubblespec.errors import InputError, RankTimeout
 from bubblespec.rollout import board as boards
-from bubblespec.rollout.board import LINGER_S, ProgressBoard, RankState, Transport, make_transport
+from bubblespec.rollout.board import (
+    INTERVAL_S,
+    LINGER_S,
+    Collectives,
+    ProgressBoard,
+    RankState,
+    SharedTicks,
+    Transport,
+    make_transport,
+)
 from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
 from tests.helpers.clocks import Clock, ClockThatSkips
 from tests.helpers.ranks import run_ranks
@@ -295,12 +306,127 @@ def test_who_is_named_and_after_how_much_patience(watchdog, at, timeline, left_s
 
 
 def test_ticks_on_gpus_are_nccl_collectives(monkeypatch):
-    made = []
+    made, shared = [], []
     monkeypatch.setattr(boards, "Collectives", lambda *arguments: made.append(arguments[2]))
-    monkeypatch.setattr(boards, "open_collectives", lambda _: None)
+    monkeypatch.setattr(boards, "open_collectives", lambda _: shared[0] if shared else None)
     for device in ("cuda", "cpu"):
         ranks = SimpleNamespace(device=torch.device(device), world_size=2, clock=time)
         make_transport(ranks, 60.0)
+        with pytest.raises(InputError, match=r"rollout\.progress_backend: shm needs"):
+            make_transport(ranks, 60.0, "shm")
     assert made == ["nccl", "gloo"]
+    shared.append("a mapping")
+    ranks.device = torch.device("cuda")
+    assert make_transport(ranks, 60.0, "shm").name == SharedTicks.name
+    make_transport(ranks, 60.0)
+    assert made[2:] == ["nccl"]
     ranks.world_size = 1
     assert type(make_transport(ranks, 60.0)) is Transport
+
+
+class NcclOptions:
+    """The part of torch's `ProcessGroupNCCL.Options` that torch 2.11 to 2.13 declare."""
+
+    def __init__(self):
+        self.config = SimpleNamespace(blocking=1, cga_cluster_size=4, min_ctas=1, max_ctas=32)
+
+
+@pytest.fixture
+def nccl_group(monkeypatch):
+    """nccl_group(Options) -> what `Collectives` has passed to `new_group`, and the size of each
+    gather, over NCCL of two ranks that are not there."""
+
+    def make(options: type | None) -> tuple[dict, list[int], Collectives]:
+        if options is None:
+            monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
+        else:
+            nccl = SimpleNamespace(Options=options)
+            monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+        given, sizes = {}, []
+
+        def gather(everyone, own, group, async_op):
+            sizes.append(own.numel())
+            assert everyone.numel() == 2 * own.numel() and group is given
+            return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+        monkeypatch.setattr(dist, "new_group", lambda **keywords: given.update(keywords) or given)
+        monkeypatch.setattr(boards, "all_gather", gather)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+        ranks = Ranks(torch.device("cpu"))
+        ranks.world_size, ranks.watchdog = 2, SimpleNamespace(enter=lambda place: None)
+        return given, sizes, Collectives(ranks, 60.0, "nccl")
+
+    return make
+
+
+def test_nccl_ticks_use_one_cta_of_their_communicator(nccl_group):
+    given, _, _ = nccl_group(NcclOptions)
+    config = given["pg_options"].config
+    assert config.max_ctas == 1 and config.min_ctas == 1
+    # torch warns where the options have a time-out other than the group's
+    assert given["pg_options"]._timeout == given["timeout"] == timedelta(seconds=120)
+
+
+@pytest.mark.parametrize("options", [None, lambda: SimpleNamespace(config=SimpleNamespace())])
+def test_nccl_without_the_option_keeps_its_own(nccl_group, options):
+    given, _, _ = nccl_group(options)
+    assert given["pg_options"] is None and given["backend"] == "nccl"
+
+
+def test_nccl_connects_every_size_before_the_first_tick(nccl_group):
+    """In steps of a factor of two, as NCCL chooses an algorithm by size."""
+    _, sizes, ticks = nccl_group(NcclOptions)
+    assert sizes == [1 << power for power in range(18)] and 8 * sizes[-1] == PLACE_BYTES
+    ticks.post(np.zeros(5), "")
+    assert len(sizes) == 19
+
+
+class Counting(Transport):
+    """Of one rank, whose ticks complete at the next look; `times`: when each was posted."""
+
+    def __init__(self, clock):
+        super().__init__(clock)
+        self.times, self.in_flight = [], 0
+
+    def post(self, numbers: np.ndarray, name: str) -> None:
+        assert not self.in_flight, "one tick at a time"
+        super().post(numbers, name)
+        self.in_flight += 1
+        self.times.append(self._clock.now)
+
+    def receive(self) -> list[np.ndarray]:
+        self.in_flight -= 1
+        return super().receive()
+
+
+def test_ticks_are_rarer_while_no_rank_could_act():
+    """Forwards of 5 ms; the distance is at most a hundredth of the rollout, or ten intervals."""
+    ranks = Ranks(torch.device("cpu"))
+    ranks.clock = clock = Clock()
+    board = ProgressBoard(ranks, 1000.0, ticks := Counting(clock))
+    assert not board.is_relaxed
+    board.is_relaxed = True
+
+    def decode(seconds: float) -> np.ndarray:
+        """Distances between the ticks of so many more seconds."""
+        begin, end = len(ticks.times), clock.now + seconds
+        while clock.now < end:
+            clock.sleep(5e-3)
+            while board.poll(lambda: RankState(1)) is not None:
+                pass
+        return np.diff(ticks.times[begin:])
+
+    # One forward to the look that finds the tick complete, and one to the end of the interval.
+    assert decode(1.0).max() < INTERVAL_S + 2 * 5.1e-3, "short rollouts are as they were"
+    assert 0.04 < decode(4.0)[-1] < 0.05 + 2 * 5.1e-3
+    decode(5.0)
+    late = decode(20.0)
+    assert late.min() > 0.1 and late.max() < 0.1 + 2 * 5.1e-3
+    board.is_relaxed = False
+    assert decode(1.0)[1:].max() < INTERVAL_S + 2 * 5.1e-3
+    board.is_relaxed = True
+    while board.poll(lambda: RankState(1)) is None:
+        clock.sleep(5e-3)
+    posted = len(ticks.times)
+    board.poll(lambda: RankState(0), is_done=True)
+    assert board.is_over and len(ticks.times) == posted + 1, "its end is said at once"

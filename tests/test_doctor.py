@@ -56,6 +56,8 @@ def test_all_checks_of_the_default_run(ranks, tmp_path):
     of = {name: text for name, _, text in found}
     together = "shared memory" if ranks else "not applicable: one rank"
     assert together in of["collectives"]
+    both = r"\d+ us over shared memory and \d+ us over gloo; \S.* is faster \(rollout\.progress_b"
+    assert bool(re.search(both, of["collectives"])) == bool(ranks)
     assert re.match(
         r"6 responses of up to 64 tokens are the same with .* s with [1-9]", of["rollouts"]
     )

@@ -49,14 +49,17 @@ class TextRunner:
             self.cache[target], self.cache[target, :length] = -1, self.cache[source, :length]
         self.rows[target], self.rows[source] = self.rows[source], None
 
-    def share(self, source: int, target: int, length: int) -> None:
-        self.calls.append(("share", source, target, length))
-        if self.pages is not None:
-            source, target, length = self.pages.share(source, target, length)
-            if not length:
-                return
-            self.cache[target] = -1
-        self.cache[target, :length] = self.cache[source, :length]
+    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+        given = (source.tolist(), target.tolist(), length.tolist())
+        assert not set(given[0]) & set(given[1])
+        self.calls.append(("share", *given))
+        for source, target, length in zip(*given, strict=True):
+            if self.pages is not None:
+                source, target, length = self.pages.share(source, target, length)
+                if not length:
+                    continue
+                self.cache[target] = -1
+            self.cache[target, :length] = self.cache[source, :length]
 
     def release(self) -> None:
         self.cache.fill(-1)
@@ -140,7 +143,8 @@ def test_batches_and_their_results_by_hand():
     }  # fmt: skip
     assert proposer.seen == [(1, [3, 2], 2, 1), (1, [6], 0, 0)]
     assert engine.length[:2].tolist() == [6, 4] and engine.cached[:2].tolist() == [5, 3]
-    assert runner.calls == [("place", 0, ids[0], []), ("place", 1, ids[1], []), ("share", 0, 1, 2)]
+    placed = [("place", 0, ids[0], []), ("place", 1, ids[1], [])]
+    assert runner.calls == [*placed, ("share", [0], [1], [2])]
     _, finished = step()
     assert [(row.id, row.finish, row.tokens.tolist()) for row in finished] == [
         (ids[0], "stop", [4, 3, 2, STOP])

@@ -41,6 +41,7 @@ def cuda(monkeypatch):
     is_cuda = property(lambda tensor: tensor.fake_device.type == "cuda")
     monkeypatch.setattr(FakeTensor, "is_cuda", is_cuda, raising=False)
     with FakeCuda() as fake:
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: fake.waits.append("synchronize"))
         yield fake
 
 
@@ -177,7 +178,6 @@ def make_engine(cuda, monkeypatch, kernel: str, **options) -> Engine:
         return np.stack((tokens, *np.full((2, len(tokens)), -1.0)))
 
     monkeypatch.setattr(runner_module, "verify", watched)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cuda.waits.append("synchronize"))
     cuda.answer = answer
     options |= {"max_num_batched_tokens": 32, "kernel": kernel}
     return Engine(ModelRunner(make_fake(), 4, options.pop("length", 100), seed=0, **options))
@@ -305,8 +305,8 @@ EXTRAS = {
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_an_update_waits_twice(cuda, extra):
-    """For its sums and for the norm of its gradient: not for a micro-batch."""
+def test_an_update_waits_at_its_end(cuda, extra):
+    """For the backward pass before the gradients are summed, for sums, and for the norm."""
     check_update(cuda, EXTRAS[extra], "varlen")
 
 
@@ -327,11 +327,12 @@ def check_update(cuda, extra: dict, kernel: str, has_checkpoints: bool = False) 
     cuda.answer = lambda tensor: np.full(tuple(tensor.shape), 5.0)
     cuda.clear()
     parts = {"model": model, "reference": reference, "optimizer": optimizer, "kernel": kernel}
-    learner = Learner(config=config, ranks=ranks, **parts)
-    metrics, _ = learner.update(make_samples(), ADVANTAGES, 0)
+    ranks.sum_ = lambda tensor: cuda.waits.append("sum")
+    metrics, _ = Learner(config=config, ranks=ranks, **parts).update(make_samples(), ADVANTAGES, 0)
     assert metrics["grad_norm"] == 5.0 and metrics["skipped_updates"] == 0
     updates = extra.get("num_iterations", 1) * extra.get("num_minibatches", 1)
-    assert cuda.waits == ["learner.sum_over_ranks", "optimizer.step"] * updates
+    waits = ["synchronize", "sum", "learner.sum_over_ranks", "optimizer.step"]
+    assert cuda.waits == waits * updates
     assert cuda.products == {torch.bfloat16} and cuda.largest_double < 10 * 20
     assert cuda.calls["aten::_fused_adamw_"] == 2 * updates
     assert is_on_gpu(optimizer.flat_grad, torch.float32)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.config import LossConfig
+from bubblespec.config import LossConfig, OptimConfig
+from bubblespec.dist.ranks import Ranks
 from bubblespec.learn.losses import (
     cispo_loss,
     common_factor,
@@ -16,6 +17,7 @@ from bubblespec.learn.losses import (
     policy_loss,
     token_logprobs,
 )
+from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.reference_step import kl_estimate, mean_loss, token_losses
 
 RNG = np.random.default_rng(0)
@@ -175,6 +177,38 @@ def test_token_logprobs_whole_and_in_chunks(max_logits):
     wanted.dot(torch.linspace(-1, 1, 20, dtype=torch.float64)).backward()
     torch.testing.assert_close(logprob, wanted, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got, (hidden.grad, head.weight.grad), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_bfloat16_heads_gradient_rounds_once(is_tied):
+    """Chunks of 30 tokens, against the gradient in float64; in one chunk the gradient is rounded
+    once, and autograd's own sum over chunks is far off."""
+    size, vocab, chunk = 32, 200, 200 * 30
+
+    def gradient_of(dtype: torch.dtype, max_logits: int, has_optimizer: bool) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        weight = 0.3 * torch.randn(vocab, size, generator=generator)
+        tokens, target = torch.randint(20, (2, 3000), generator=generator)
+        noise = torch.randn(3000, size, generator=generator).bfloat16().to(dtype)
+        head = torch.nn.Linear(size, vocab, bias=False, dtype=torch.bfloat16)
+        with torch.no_grad():
+            head.weight.copy_(weight)
+        head = head.to(dtype)
+        optimizer = Optimizer(head, OptimConfig(), 1, Ranks(torch.device("cpu")))
+        if not has_optimizer and dtype == torch.bfloat16:
+            del head.weight.main_grad
+        hidden = noise + 1
+        if is_tied:
+            hidden = hidden + torch.nn.functional.embedding(tokens, head.weight)
+        token_logprobs(hidden, head, target, 1.0, max_logits).sum().backward()
+        return optimizer.flat_grad.double()
+
+    wanted = gradient_of(torch.float64, chunk, True)
+    whole, chunked, summed = (
+        float((gradient_of(torch.bfloat16, *options) - wanted).norm() / wanted.norm())
+        for options in ((1 << 30, False), (chunk, True), (chunk, False))
+    )
+    assert chunked <= whole < 3e-3 and summed > 2 * whole, (whole, chunked, summed)
 
 
 def test_chunks_bound_the_logits_that_exist_at_once():

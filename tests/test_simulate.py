@@ -10,6 +10,7 @@ import pytest
 
 from bubblespec.planner.place import place_in_turn
 from bubblespec.records import Load
+from bubblespec.rollout import board as boards
 from bubblespec.simulate import __main__ as command
 from bubblespec.simulate.run import counted, simulate
 from bubblespec.simulate.runner import DrafterModel
@@ -48,6 +49,29 @@ def seconds_by_hand(workload: Workload, step: int, num_ranks: int) -> tuple[floa
             seconds += cost(Load(len(active), fed, 0, positions, 0, 0))
         results.append((seconds, count))
     return max(results)
+
+
+def test_rarer_ticks_cost_no_time(monkeypatch):
+    """Half as many as at a fixed distance, for the same tokens in rollouts that are no longer."""
+    found, post = [], World.post
+    for share in (0.0, boards.RELAXED_SHARE):
+        posts: list[int] = []
+
+        def count(world: World, rank: int, tick: int, numbers, posts=posts) -> None:
+            posts.append(tick)
+            post(world, rank, tick, numbers)
+
+        monkeypatch.setattr(World, "post", count)
+        monkeypatch.setattr(boards, "RELAXED_SHARE", share)
+        sizes = {"prompts": 4, "generations": 2}
+        config = {"longest": 1500, "rollout__tp_tail_max_rows": 0, **sizes}
+        spec = {"mean": 400.0, "max": 1500, "steps": 3, **sizes}
+        steps = run("bubble", cost=LinearCost(20e-3), config=config, **spec)
+        seconds = sum(step.seconds for step in steps)
+        found.append((len(posts), seconds, [step.digest for step in steps]))
+    (often, often_s, digests), (rare, rare_s, same) = found
+    assert 0 < rare < 0.5 * often and digests == same
+    assert rare_s < 1.01 * often_s
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

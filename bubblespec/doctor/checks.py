@@ -1,6 +1,7 @@
 """What is checked: each check is a generator of lines, which all ranks make together.
 Shape legend: N packed tokens, V vocabulary."""
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -44,10 +45,11 @@ from bubblespec.engine.tensor_parallel import (
     no_shared_tail,
     shard_of,
 )
+from bubblespec.errors import InputError
 from bubblespec.loading import load_model
 from bubblespec.memory import max_length, max_slots
 from bubblespec.planner.place import place_in_turn
-from bubblespec.rollout.board import RankState
+from bubblespec.rollout.board import ProgressBoard, RankState, SharedTicks, make_transport
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.setup import build, prepare
@@ -269,20 +271,31 @@ def collectives(case: Case) -> Iterator[Line]:
         yield ok("ranks need not know each other's progress in this configuration")
         return
 
+    transports, timeout_s = [board.transport], case.config.run.timeout_s
+    other = dist.get_backend() if board.transport.name == SharedTicks.name else "shm"
+    with contextlib.suppress(InputError):  # no shared memory
+        transports.append(make_transport(ranks, timeout_s, other))
+    tick_us = {t.name: _tick_us(ProgressBoard(ranks, timeout_s, t, 0.0)) for t in transports}
+    took = " and ".join(f"{us:.0f} us over {name}" for name, us in tick_us.items())
+    line = f"exchanging their progress takes ranks {took}"
+    if len(tick_us) > 1:
+        line += f"; {min(tick_us, key=tick_us.get)} is faster (rollout.progress_backend)"
+    elif local_ranks() == ranks.world_size:
+        yield slower(f"{line}: shared memory is not available here, and no key changes that")
+        return
+    yield ok(line)
+
+
+def _tick_us(board: ProgressBoard) -> float:
+    """Median microseconds of a tick without pauses, the mean over ranks."""
+
     def tick(state: RankState) -> None:
         while board.poll(lambda: state) is None:
             pass
 
-    interval_s, board.interval_s = board.interval_s, 0.0
-    board.begin()
-    tick_us = 1e6 * median_s(partial(tick, RankState(1)), ranks.device)
+    own_us = 1e6 * median_s(partial(tick, RankState(1)), board.ranks.device)
     tick(RankState(0))  # the last
-    board.interval_s = interval_s
-    line = f"exchanging their progress takes ranks {tick_us:.0f} us ({board.transport.name})"
-    if board.transport.name == "gloo" and local_ranks() == ranks.world_size:
-        yield slower(f"{line}: shared memory is not available here, and no key changes that")
-    else:
-        yield ok(line)
+    return float(board.ranks.gather(np.array([own_us])).mean())
 
 
 def rollouts(case: Case) -> Iterator[Line]:

@@ -198,7 +198,7 @@ class DrafterRunner:
             self.release()
         runner.follower = self if is_on else None
 
-    def forget(self, slots: int | slice = slice(None)) -> None:
+    def forget(self, slots: int | slice | np.ndarray = slice(None)) -> None:
         """Other rows are in these slots, or the weights have changed."""
         self._context[:, slots] = 0
         self._base[slots] = -1
@@ -213,15 +213,18 @@ class DrafterRunner:
             self.cache.copy(source, target, int(self._num_cached[source]))
 
     @torch.inference_mode()
-    def share(self, source: int, target: int, length: int) -> None:
-        """The first `length` positions of both slots' rows are the same: what is still kept of them
-        serves both."""
+    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+        """See `Runner`: what is still kept of the positions of slots `source` serves both."""
         self.forget(target)
-        first, end = max(self._first[source], self._end[source] - NUM_KEPT), self._end[source]
-        is_kept = self._hidden is not None and max(source, target) < self.num_slots
-        if is_kept and first < length <= end:
-            self._hidden[target] = self._hidden[source]
-            self._first[target], self._end[target] = first, length
+        end = self._end[source]
+        first = np.maximum(self._first[source], end - NUM_KEPT)
+        is_kept = (np.maximum(source, target) < self.num_slots) & (first < length) & (length <= end)
+        if self._hidden is None or not is_kept.any():
+            return
+        source, target = source[is_kept], target[is_kept]
+        self._first[target], self._end[target] = first[is_kept], length[is_kept]
+        source, target = to_device(np.array((source, target)), self._hidden.device)
+        self._hidden[target] = self._hidden[source]
 
     def release(self) -> None:
         """Give all memory back."""

@@ -51,9 +51,9 @@ class Runner(Protocol):
         """The row in slot `source` continues in slot `target`; its first `length` positions have
         keys and values."""
 
-    def share(self, source: int, target: int, length: int) -> None:
-        """The first `length` positions of both slots' rows are the same; only `source` has keys and
-        values of them."""
+    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+        """The first `length` positions of the rows in slots `source` and `target` are the same,
+        int64 [n] each; only `source` has keys and values of them. No slot is in both."""
 
     def release(self) -> None:
         """Give the memory of keys and values back until the next forward. No slot has a row."""

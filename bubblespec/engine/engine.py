@@ -368,11 +368,11 @@ class Engine:
         """Rows that still need a prompt which another slot holds whole get its keys and values."""
         whole = np.flatnonzero(self.cached >= self.prompt_length - 1)[::-1]
         first_with = dict(zip(self.prompt_id[whole].tolist(), whole.tolist(), strict=True))
-        for slot in self._prefilling():
-            source = first_with.get(int(self.prompt_id[slot]))
-            if source is not None:
-                self.cached[slot] = self.prompt_length[slot] - 1
-                self.runner.share(source, int(slot), int(self.cached[slot]))
+        slots = self._prefilling()
+        source = np.array([first_with.get(i, -1) for i in self.prompt_id[slots].tolist()], np.int64)
+        if len(slots := slots[source >= 0]):
+            self.cached[slots] = self.prompt_length[slots] - 1
+            self.runner.share(source[source >= 0], slots, self.cached[slots])
 
     def _append(self, batch: Batch, verified: Verified, stop_token_ids: tuple[int, ...]):
         """Write what the rows have gained behind their known tokens; returns how many tokens that

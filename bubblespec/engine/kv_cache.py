@@ -78,14 +78,25 @@ class KVCache:
         else:
             self.pages.move(source, target)
 
-    def share(self, source: int, target: int, length: int) -> None:
-        """The first `length` positions of slot `source` are those of slot `target` too."""
-        if self.pages is not None:
-            source, target, length = self.pages.share(source, target, length)
-        if length:
-            self.copy(source, target, length)
-
     @torch.inference_mode()  # the tensors are made in inference mode, and may only be written in it
+    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+        """The first `length` positions of slots `source` are those of slots `target` too, int64 [n]
+        each; no slot is in both."""
+        if self.pages is not None:
+            slots = zip(source.tolist(), target.tolist(), length.tolist(), strict=True)
+            source, target, length = np.array([self.pages.share(*of) for of in slots]).T
+        source, target, length = (of[length > 0] for of in (source, target, length))
+        if not len(length):
+            return
+        # All rows at once, as a GPU takes as long for one. What is beyond a row's length is
+        # overwritten before it is read.
+        device, longest = next(iter(self.keys.values())).device, int(length.max())
+        source, target = torch.from_numpy(np.array((source, target))).to(device, non_blocking=True)
+        for tensor in (*self.keys.values(), *self.values.values()):
+            part = tensor[:, :longest]
+            part.index_copy_(0, target, part.index_select(0, source))
+
+    @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a page (without pages: slot) to another."""
         for tensor in (*self.keys.values(), *self.values.values()):

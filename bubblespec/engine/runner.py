@@ -114,7 +114,7 @@ class ModelRunner:
         if self.follower is not None:
             self.follower.move(source, target)
 
-    def share(self, source: int, target: int, length: int) -> None:
+    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
         """See `Runner`: keys and values are copied, or their pages shared."""
         self.cache.share(source, target, length)
         if self.follower is not None:

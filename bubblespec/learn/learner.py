@@ -15,6 +15,7 @@ of its own finished samples (`stream`). A batch then makes one update, which com
 scales the sum once.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks
+from bubblespec.engine.batch_invariant import deterministic
 from bubblespec.engine.linear import refresh_copies
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.packing import pack_sequences
@@ -162,6 +164,8 @@ class Learner:
         updates = list(zip(minibatches, factors, strict=True)) * self.config.loss.num_iterations
         for microbatches, factor in updates:
             measured = self._accumulate_gradients(microbatches, advantages, weights)
+            if self.ranks.device.type == "cuda":  # the host is far ahead of the backward pass
+                torch.cuda.synchronize(self.ranks.device)
             begin_s = self.ranks.clock.perf_counter()
             self.ranks.sum_(self.optimizer.flat_grad)  # tokens are weighted by global counts
             spans.append(Span("sync", begin_s, self.ranks.clock.perf_counter()))
@@ -271,7 +275,9 @@ class Learner:
                     batch.reference = self._logprobs(self.reference, batch)
             kl = kl_penalty(logprob, batch.reference, loss.kl_estimator)
         total = (weight * (token_loss + loss.kl_coef * kl)).sum()
-        total.backward()
+        is_invariant = self.config.model.batch_invariant
+        with deterministic() if is_invariant else contextlib.nullcontext():
+            total.backward()
         mismatch = (batch.old - batch.generated).abs()
         sums = (t.detach().sum() for t in (*is_clipped, kl, mismatch))
         return torch.stack(

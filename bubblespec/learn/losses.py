@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from bubblespec.errors import InputError, one_line
@@ -171,7 +172,8 @@ def token_logprobs(
     """Log-probability of each target under softmax(logits / temperature), float [M].
 
     hidden: [M, hidden size]; target: int64 [M]. At most `max_logits` logits exist at once: above
-    that, chunks are computed one by one and again in the backward pass.
+    that, chunks are computed one by one and again in the backward pass. The gradient of a head with
+    a `main_grad` (optimizer.py) is added to that.
     """
     vocab = head.weight.shape[0]
     if hidden.shape[0] * vocab <= max_logits:
@@ -185,8 +187,23 @@ def token_logprobs(
     return torch.cat(parts)
 
 
+class _ToMainGrad(torch.autograd.Function):
+    """A parameter as it is. Its gradient goes to the optimizer's float32 buffer, chunk by chunk;
+    autograd would add up the chunks in the parameter's type."""
+
+    @staticmethod
+    def forward(ctx, param: torch.nn.Parameter) -> torch.Tensor:
+        ctx.main_grad = param.main_grad
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> None:
+        ctx.main_grad.add_(grad)
+
+
 def _logprob(hidden, head, target, temperature):
-    logits = head(hidden)
+    params = ((name, p) for name, p in head.named_parameters() if hasattr(p, "main_grad"))
+    logits = functional_call(head, {name: _ToMainGrad.apply(p) for name, p in params}, (hidden,))
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1.0:
         logits = logits / temperature

@@ -39,6 +39,7 @@ class Optimizer:
             if self.has_masters:
                 move = partial(_move_grad, self.grads[param])
                 param.register_post_accumulate_grad_hook(move)
+                param.main_grad = self.grads[param]  # for gradients that come in many parts
             else:  # autograd accumulates right into the flat buffer
                 param.grad = self.grads[param]
         # this rank's parameters, and what AdamW updates for them
@@ -204,8 +205,9 @@ def learning_rate_factor(config: OptimConfig, step: int, max_steps: int) -> floa
 
 
 def _move_grad(buffer: torch.Tensor, param: torch.nn.Parameter) -> None:
-    buffer.add_(param.grad)
-    param.grad = None
+    if param.grad is not None:  # None where all of it has gone to `main_grad`
+        buffer.add_(param.grad)
+        param.grad = None
 
 
 @torch.no_grad()

@@ -8,7 +8,9 @@ pure function of a tick is the same on all ranks without further agreement. The 
 rank is done, or any has been told to stop, is the last; all ranks leave the rollout at it.
 
 Ticks are NCCL collectives on GPUs, memory shared by the ranks of one machine on CPUs, and gloo
-collectives across machines.
+collectives across machines. The kernel of an NCCL collective holds a part of the GPU until the last
+rank has posted, so it takes as little of it as it can, and ticks are rarer while no rank could act
+on them.
 """
 
 import contextlib
@@ -22,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from bubblespec.dist.ranks import Ranks, all_gather, one_line
-from bubblespec.dist.shared_memory import SharedCollectives, open_collectives
+from bubblespec.dist.shared_memory import PLACE_BYTES, SharedCollectives, open_collectives
+from bubblespec.errors import InputError
 
 # A rank that is done waits this long for its tick, which may be the last: it would start another
 # draft, and everyone would wait for that.
@@ -31,6 +34,9 @@ NAP_S = 2e-4
 # The slowest rank pays for ticks with everyone's time: their minimum distance and maximum share.
 INTERVAL_S = 1e-2
 MAX_SHARE = 0.04
+# While no rank could act on a tick, their distance is this share of the rollout so far, up to a
+# multiple of the minimum: the first rank that becomes idle loses no more than that.
+RELAXED_SHARE, MAX_RELAXED = 0.01, 10.0
 
 NO_FACTS = np.empty(0)
 
@@ -105,10 +111,14 @@ class Collectives(Transport):
         self._stream = torch.cuda.Stream(self._device) if backend == "nccl" else None
         # Gloo's time-out frees the thread that waits in the collective, for a clean exit; NCCL's
         # would end the process before the board has reported why.
-        limit_s = timeout_s if backend == "gloo" else 2 * timeout_s
-        self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=limit_s))
-        # connects the ranks: NCCL does so at its first collective
-        ranks.complete(lambda: self._gather(np.zeros(1)))
+        limit = timedelta(seconds=timeout_s if backend == "gloo" else 2 * timeout_s)
+        options = one_cta(limit) if backend == "nccl" else None
+        self._group = dist.new_group(backend=backend, timeout=limit, pg_options=options)
+        # NCCL connects the ranks at the first collective of each algorithm, which it chooses by
+        # size; the host would wait for that in a rollout.
+        most = PLACE_BYTES // 8 if backend == "nccl" else 1
+        for count in (1 << power for power in range(most.bit_length())):
+            ranks.complete(lambda count=count: self._gather(np.zeros(count)))
 
     def _gather(self, numbers: np.ndarray) -> dist.Work:
         with self._on_stream():
@@ -153,17 +163,34 @@ class SharedTicks(Transport):
         return list(self._shared.posted.copy())
 
 
+def one_cta(timeout: timedelta) -> object | None:
+    """Options of an NCCL communicator whose kernels run in one thread block and leave the other
+    multiprocessors to forwards; None where this torch cannot set that."""
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    options = None if nccl is None else nccl.Options()
+    if not hasattr(getattr(options, "config", None), "max_ctas"):
+        return None
+    options.config.max_ctas = 1
+    options._timeout = timeout  # torch warns where it differs from the group's
+    return options
+
+
 def make_transport(ranks: Ranks, timeout_s: float, backend: str = "auto") -> Transport:
-    """All ranks call it together. backend: nccl, gloo, or auto, which takes shared memory on CPUs
-    where it can."""
+    """All ranks call it together. backend: nccl, gloo, shm (shared memory), or auto: nccl on GPUs,
+    and on CPUs shared memory where there is any. Raises InputError for shm where there is none."""
     if ranks.world_size == 1:
         return Transport(ranks.clock)
-    if backend == "auto" and ranks.device.type == "cuda":
-        backend = "nccl"
-    elif backend == "auto":
+    on_gpu = ranks.device.type == "cuda"
+    if backend == "shm" or (backend == "auto" and not on_gpu):
         if (shared := open_collectives(ranks)) is not None:
             return SharedTicks(ranks.clock, shared)
-        backend = "gloo"
+        if backend == "shm":
+            raise InputError(
+                "rollout.progress_backend: shm needs ranks on one x86 machine with room in its "
+                "shared memory; use auto"
+            )
+    if backend == "auto":
+        backend = "nccl" if on_gpu else "gloo"
     return Collectives(ranks, timeout_s, backend)
 
 
@@ -171,7 +198,8 @@ class ProgressBoard:
     """Ticks of one job, rollout after rollout. All ranks make it together.
 
     num_ticks: ticks of this rollout that this rank has read; last_states: the states of the last of
-    them, by rank; is_over: the last tick has been read.
+    them, by rank; is_over: the last tick has been read; is_relaxed: no rank could act on the next
+    tick, so it may come later (set between ticks, the same on all ranks).
 
     timeout_s: seconds without a completed tick after which the job ends. transport: what carries
     the ticks, or the name of a backend. interval_s: seconds between two ticks of a rank that is not
@@ -201,8 +229,8 @@ class ProgressBoard:
             raise RuntimeError("a rollout must run to its last tick before the next one begins")
         self.num_ticks = 0
         self.last_states: list[RankState] = []
-        self.is_over = False
-        self._last_tick_s = -math.inf
+        self.is_over = self.is_relaxed = False
+        self._began_s, self._last_tick_s = self._clock.monotonic(), -math.inf
         self.go_on()
 
     def go_on(self) -> None:
@@ -251,8 +279,12 @@ class ProgressBoard:
         return None
 
     def _is_too_soon(self) -> bool:
+        now_s = self._clock.monotonic()
         interval_s = max(self.interval_s, self._tick_s / MAX_SHARE) if self.interval_s else 0.0
-        return self._clock.monotonic() < self._last_tick_s + interval_s
+        if self.is_relaxed:
+            relaxed_s = RELAXED_SHARE * (now_s - self._began_s)
+            interval_s = max(interval_s, min(relaxed_s, MAX_RELAXED * self.interval_s))
+        return now_s < self._last_tick_s + interval_s
 
     def wait(self, state: Callable[[], RankState]) -> list[RankState] | None:
         """Poll, asleep in between, until a tick completes: for a rank that is done and has nothing

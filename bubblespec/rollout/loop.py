@@ -149,6 +149,10 @@ class RolloutLoop:
                 self.tasks[number].accept(job, rank)
                 if rank == self.ranks.rank:
                     self.record.idle[self.tasks[number].name].expected_s += job.saves_s
+        # Jobs may follow jobs; the cutoff and the tail wait for lengths. The end needs no frequent
+        # ticks: a rank that is done posts at once.
+        is_tail_near = self.tail is not None and self.tail.is_small(self.table)
+        self.board.is_relaxed = not (self.selects or is_tail_near or any(given))
 
     def _select(self) -> None:
         """Drop own rows that are out, and hand on those that are in."""

@@ -43,7 +43,7 @@ def make_sampler(
         if has_drafts:
             profile(engine, params, cost, clock=ranks.clock)
     if board is None and (has_drafts or uses_tail or config.optim.stream_gradients):
-        board = ProgressBoard(ranks, config.run.timeout_s)
+        board = ProgressBoard(ranks, config.run.timeout_s, config.rollout.progress_backend)
     history = History(max_history_tokens)
     model = getattr(engine.runner, "model", None)  # there is none in virtual time
     vocab_size = None if model is None else model.get_input_embeddings().num_embeddings

@@ -66,7 +66,7 @@ class SimulatedRunner:
         for array in (self.said, self.end, self.name, self.drafter_knows):
             array[target] = array[source]
 
-    def share(self, source: int, target: int, length: int) -> None:
+    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
         """There are no keys and values."""
 
     def release(self) -> None:

@@ -1,0 +1,91 @@
+"""The backward pass of `model.batch_invariant`: torch's deterministic algorithms, in it alone, and
+nothing in it that has none on a GPU."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
+from tests.test_update import ADVANTAGES, gradient, make_config, make_learner, make_samples
+
+# What torch documents to raise on CUDA, of what a language model could contain
+# (`torch.use_deterministic_algorithms`); sums that run, and bins, where they are of floats.
+REFUSED = {"aten::put", "aten::put_", "aten::bincount", "aten::median", "aten::nanmedian"}
+REFUSED |= {"aten::kthvalue", "aten::nll_loss_forward", "aten::nll_loss_backward", "aten::resize_"}
+REFUSED_OF_FLOATS = {"aten::cumsum", "aten::cumsum_", "aten::histc", "aten::_histc"}
+REFUSED_PARTS = ("grid_sampl", "max_pool", "avg_pool", "ctc_loss", "embedding_bag", "upsample")
+
+
+class Refusing(TorchDispatchMode):
+    """Raises in a deterministic backward pass where CUDA would; `names`: what was in one."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if torch.are_deterministic_algorithms_enabled():
+            name = function.name().partition(".")[0]
+            self.names.add(name)
+            is_float = bool(args) and isinstance(args[0], torch.Tensor)
+            is_float = is_float and args[0].is_floating_point()
+            refused = name in REFUSED or (is_float and name in REFUSED_OF_FLOATS)
+            assert not refused and not any(part in name for part in REFUSED_PARTS), name
+        return function(*args, **(kwargs or {}))
+
+
+def invariant_config(**loss):
+    config = make_config(**loss)
+    config.model.batch_invariant = True
+    return config
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3", "gpt2"])
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+def test_the_backward_pass_has_nothing_that_cuda_refuses(make_model, name, has_checkpoints):
+    model = make_model(name)
+    prepare_model(model, 100)
+    if has_checkpoints:
+        enable_gradient_checkpointing(model)
+    config = invariant_config(importance_sampling_level="sequence")
+    with Refusing() as seen:
+        make_learner(model, config).update(make_samples(), ADVANTAGES, 0)
+    assert {"aten::mm", "aten::index_add", "aten::embedding_dense_backward"} <= seen.names
+    assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in seen.names) == has_checkpoints
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_flag_changes_no_gradient_on_a_cpu(make_model):
+    grads = []
+    for config in (make_config(), invariant_config()):
+        model = make_model("llama", torch.float32)
+        prepare_model(model, 100)
+        grads.append(gradient(model, make_samples(), config)[0])
+    assert torch.equal(*grads) and grads[0].any()
+
+
+@pytest.mark.parametrize("was", [False, True])
+def test_the_users_setting_is_back_after_an_error(make_model, monkeypatch, was):
+    """Here of an operation without a deterministic form, in the user's own loss."""
+
+    class Put(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad.clone().put_(torch.tensor([0]), grad[:1])
+
+    model = make_model()
+    prepare_model(model, 100)
+    learner = make_learner(model, invariant_config())
+    learner.own_loss = lambda logprob, ratio, advantage: Put.apply(logprob) * advantage
+    torch.use_deterministic_algorithms(was, warn_only=was)
+    try:
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic"):
+            learner.update(make_samples(), ADVANTAGES, 0)
+        assert torch.are_deterministic_algorithms_enabled() == was
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == was
+    finally:
+        torch.use_deterministic_algorithms(False)
