@@ -11,8 +11,9 @@ import transformers
 from bubblespec.config import ModelConfig
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import forward_hidden, output_head, prepare_model, random_tokens
+from bubblespec.engine.model import forward_hidden, prepare_model, random_tokens
 from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from bubblespec.engine.output_head import OutputHead
 from bubblespec.errors import InputError, one_line
 from bubblespec.imports import import_function
 
@@ -163,7 +164,7 @@ def local_weights(loss_type: str, lengths: np.ndarray, is_used: np.ndarray) -> n
 
 def token_logprobs(
     hidden: torch.Tensor,
-    head: torch.nn.Module,
+    head: OutputHead,
     target: torch.Tensor,
     temperature: float,
     max_logits: int,
@@ -173,7 +174,7 @@ def token_logprobs(
     hidden: [M, hidden size]; target: int64 [M]. At most `max_logits` logits exist at once: above
     that, chunks are computed one by one and again in the backward pass.
     """
-    vocab = head.weight.shape[0]
+    vocab = head.linear.weight.shape[0]
     if hidden.shape[0] * vocab <= max_logits:
         return _logprob(hidden, head, target, temperature)
     rows = max(1, max_logits // vocab)
