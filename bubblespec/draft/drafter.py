@@ -69,8 +69,8 @@ class Drafter(torch.nn.Module):
         self.__dict__["policy"] = policy  # not registered: its parameters are not ours
         self.ids = np.asarray(ids, np.int64)
         self.device_ids = to_device(self.ids, policy.device)
-        weight, embedding = output_head(policy).linear.weight, policy.get_input_embeddings().weight
-        sizes = (embedding.shape[1], weight.shape[1])
+        ends = policy.get_input_embeddings(), policy.get_output_embeddings()
+        sizes = [module.weight.shape[1] for module in ends]
         options = {"device": policy.device, "dtype": policy.dtype}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -372,7 +372,7 @@ def read_drafter(
         trained_for = tensors.pop("policy")
         if ids.ndim != 1 or not len(ids) or (np.diff(ids, prepend=-1) <= 0).any():
             raise ValueError("ids must be token ids, ascending")
-        if ids[-1] >= len(output_head(model).linear.weight):
+        if ids[-1] >= len(model.get_output_embeddings().weight):
             raise ValueError(f"ids: the policy has no token {ids[-1]}")
         drafter = Drafter(model, ids, config.run.seed)
         drafter.load_state_dict(tensors)
@@ -392,5 +392,5 @@ def read_drafter(
 
 def _sample_of(policy: PreTrainedModel) -> torch.Tensor:
     """Entries of the output head, float32 [SAMPLE] or fewer."""
-    weight = output_head(policy).linear.weight.detach().flatten()
+    weight = policy.get_output_embeddings().weight.detach().flatten()
     return weight[:: max(len(weight) // SAMPLE, 1)][:SAMPLE].float().cpu().clone()
