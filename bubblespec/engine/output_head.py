@@ -87,31 +87,26 @@ def find_head(
             "does to the logits"
         )
     (product,), logits = products, logits.double()
-    head = OutputHead(linear, product.shape[-1])
     if logits.shape == product.shape:
         factor, largest = logits[0, 0].item() / SMALL, logits[1, 0].abs().item()
         head = OutputHead(
             linear,
-            min(num_tokens or product.shape[-1], product.shape[-1]),
+            min(num_tokens or product.shape[1], product.shape[1]),
             1.0 if abs(factor - 1.0) < ROUNDING else factor,
             largest if largest < 0.5 * abs(factor) * LARGE else None,
         )
-    if logits.shape != product.shape or not torch.allclose(
-        head.finish(product), logits, rtol=ROUNDING, atol=0.0
-    ):
-        raise ValueError(
-            "its logits are not its output head's product times a constant, with or without a cap "
-            "by tanh, which is all that the engine computes there"
-        )
-    return head
+        if torch.isclose(head.finish(product), logits, rtol=ROUNDING, atol=0.0).all():
+            return head
+    raise ValueError(
+        "its logits are not its output head's product times a constant, with or without a cap by "
+        "tanh, which is all that the engine computes there"
+    )
 
 
 def _probe(shape: torch.Size) -> torch.Tensor:
-    """Products of all sizes and both signs, float64 [T, V]; the first positions have SMALL and
-    LARGE ones."""
-    generator = torch.Generator().manual_seed(0)
-    uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
-    sign = 1.0 - 2.0 * torch.randint(2, shape, generator=generator)
-    probe = sign * torch.exp2(32.0 * uniform - 20.0)
-    probe[0], probe[1] = SMALL, LARGE
-    return probe
+    """Products float64 [T, V]: SMALL ones, LARGE ones, then of all sizes and both signs."""
+    generator, count = torch.Generator().manual_seed(0), shape[1]
+    uniform = torch.rand(shape[0] - 2, count, generator=generator, dtype=torch.float64)
+    sign = 1.0 - 2.0 * torch.randint(2, uniform.shape, generator=generator)
+    rows = [torch.full((1, count), size, dtype=torch.float64) for size in (SMALL, LARGE)]
+    return torch.cat((*rows, sign * torch.exp2(32.0 * uniform - 20.0)))
