@@ -129,17 +129,35 @@ def is_hub_reachable() -> bool:
 
 def check_vocabulary(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Every token that a prompt or a stop can be must have an embedding; more embeddings than
-    tokens are usual padding. Raises InputError."""
+) -> tuple[int, list[str]]:
+    """Return the size of the policy's vocabulary, up to the last token of the tokenizer or among
+    the stop tokens, and lines to print if not all of the model's ids are such tokens.
+
+    Every token that a prompt or a stop can be must have an embedding; more embeddings than tokens
+    are usual padding, which is never sampled. Raises InputError.
+    """
     size = model.get_input_embeddings().num_embeddings
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    if largest >= size:
+    known = set(tokenizer.get_vocab().values())
+    if (largest := max(known, default=0)) >= size:
         excess = f"has token {largest}, but the model only {size} embeddings"
         raise InputError(f"model.path: the tokenizer of {config.model.path} {excess}")
     for token in config.rollout.stop_token_ids or []:
         if token >= size:
             raise InputError(f"rollout.stop_token_ids: {token} is beyond the model's {size} tokens")
+    known.update(token for token in stop_tokens(config, model, tokenizer) if token < size)
+    num_tokens = max(known) + 1
+    lines = []
+    if num_tokens < size:
+        lines.append(
+            f"{size - num_tokens} of the model's {size} token ids are beyond the tokenizer's last "
+            "token; they are never sampled"
+        )
+    if len(known) < num_tokens:
+        lines.append(
+            f"warning: the tokenizer has no token for {num_tokens - len(known)} ids below its last "
+            "one, which can be sampled and are trained on like others"
+        )
+    return num_tokens, lines
 
 
 def stop_tokens(

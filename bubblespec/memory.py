@@ -22,7 +22,8 @@ from bubblespec.config import Config, load_config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter import MAX_ROWS
 from bubblespec.engine.attention import reads_pages
-from bubblespec.engine.model import forward_hidden, output_head
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import PAGE, pack_sequences
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.errors import InputError

@@ -38,6 +38,7 @@ from bubblespec.engine.batch_invariant import (
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.kernels import choose_kernel
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
+from bubblespec.engine.output_head import output_head
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.environments.environments import Environments, check_environment
@@ -81,12 +82,14 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         functions = {path: load_reward(path) for path in config.reward.functions}
         tokenizer = load_tokenizer(config)
         model = load_model(config, checkpoint, ranks.device)
-        check_vocabulary(config, model, tokenizer)
+        num_tokens, lines = check_vocabulary(config, model, tokenizer)
     with console.phase("checking the model"):
-        kernel, slower = prepare(config, model, ranks)
+        kernel, slower = prepare(config, model, ranks, num_tokens)
         reference = make_reference(config, model, checkpoint, ranks)
-    if slower and ranks.is_main:
-        log(f"warning: {slower}")
+    if slower:
+        lines.append(f"warning: {slower}")
+    for line in lines if ranks.is_main else []:
+        log(line)
     form = None
     if config.environment.is_used:
         form = load_form(config.environment.factory, config.environment.tools)
@@ -177,16 +180,18 @@ def load_own(config: Config, ranks: Ranks) -> list[Callable[[dict], object]]:
     return hooks
 
 
-def prepare(config: Config, model: PreTrainedModel, ranks: Ranks) -> tuple[str, str | None]:
-    """Make the model ready for packed forwards; returns what `choose_kernel` does. Raises
-    InputError for a model that the engine cannot serve."""
+def prepare(
+    config: Config, model: PreTrainedModel, ranks: Ranks, num_tokens: int | None = None
+) -> tuple[str, str | None]:
+    """Make the model ready for packed forwards; returns what `choose_kernel` does. num_tokens: see
+    `prepare_model`. Raises InputError for a model that the engine cannot serve."""
     attention = config.model.attention
     if config.model.batch_invariant:
         fix_libraries()
         if attention == "auto" and ranks.device.type == "cuda":
             attention = "varlen"  # flash-attn splits by what it is given
     try:
-        head_sizes = prepare_model(model, max_length(config))
+        head_sizes = prepare_model(model, max_length(config), num_tokens)
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         kernel, slower = choose_kernel(attention, model, head_sizes, ranks.gather_text)
@@ -231,7 +236,7 @@ def make_reference(
     if config.model.lora_r:
         return model
     reference = load_model(config, None, ranks.device) if checkpoint else copy.deepcopy(model)
-    prepare_model(reference, max_length(config))
+    prepare_model(reference, max_length(config), output_head(model).num_tokens)
     return reference.requires_grad_(False)
 
 

@@ -154,3 +154,13 @@ def test_nothing_is_eager_around_a_compiled_reduction():
 def test_compiled_winners_on_the_gpu(dtype):
     _, problem = compile_reduction(151_936, dtype, torch.device("cuda", 0))
     assert problem is None
+
+
+def test_logits_that_are_columns_of_wider_ones_are_compacted(monkeypatch):
+    """As those that were compared are."""
+    given, logits = [], torch.randn(3, 12)[:, :10]
+    monkeypatch.setattr(
+        compiled, "compile_reduction", lambda *of: (lambda logits, *_: given.append(logits), None)
+    )
+    compiled.compiled_best_and_sum(logits, None, None)
+    assert given[0].is_contiguous() and torch.equal(given[0], logits)

@@ -7,7 +7,7 @@ import torch
 from bubblespec.draft import drafter as drafter_module
 from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, Drafter, DrafterRunner
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import output_head
+from bubblespec.engine.output_head import output_head
 from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from bubblespec.draft import drafter_training
 from bubblespec.draft.drafter import DRAFTER_FILE, DrafterRunner
 from bubblespec.draft.drafter_training import DrafterTraining
+from bubblespec.engine import batch_invariant
 from bubblespec.rollout.sampler import Sampler
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.drafting import chain_always, train_always
@@ -156,3 +157,18 @@ def test_with_lora_truncated_sampling_and_freed_cache(monkeypatch, tmp_path, cap
     assert digests(folder) == digests(without) and len(set(digests(without))) == 2
     assert num_drafted(folder) > 0
     assert capfd.readouterr().err.count(TRAINED) == 1
+
+
+def test_batch_invariant_runs_with_a_fresh_and_a_saved_drafter(monkeypatch, tmp_path, plain, capfd):
+    """The saved one is that of the checkpoint after two of the four steps."""
+    monkeypatch.setattr(batch_invariant, "NUM_OTHERS", (0, 2))
+    patch = partial(monkeypatch.setattr, raising=False)
+    chain_always(patch)
+    train_always(patch)
+    invariant = [*OPTIONS, *DRAFTER, ALL, "model.batch_invariant=true"]
+    for num_steps in (2, 4):
+        options = [f"run.max_steps={num_steps}", f"run.output_dir={tmp_path}"]
+        train_in_virtual_time(*invariant, *options)
+        assert capfd.readouterr().err.count(TRAINED) == (num_steps == 2)
+    assert digests(tmp_path) == digests(plain)
+    assert num_drafted(tmp_path) > 100

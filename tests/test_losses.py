@@ -8,6 +8,7 @@ import torch
 
 from bubblespec.config import LossConfig, OptimConfig
 from bubblespec.dist.ranks import Ranks
+from bubblespec.engine.output_head import OutputHead
 from bubblespec.learn.losses import (
     cispo_loss,
     common_factor,
@@ -165,18 +166,20 @@ def test_weights_give_the_published_means(loss_type):
 def test_token_logprobs_whole_and_in_chunks(max_logits):
     """Values and gradients against log_softmax of the full logits."""
     torch.manual_seed(0)
-    head = torch.nn.Linear(16, 97, bias=False, dtype=torch.float64)
+    linear = torch.nn.Linear(16, 97, bias=False, dtype=torch.float64)
+    head = OutputHead(linear, num_tokens=90, factor=0.7, cap=1.5)
     hidden = torch.randn(20, 16, dtype=torch.float64, requires_grad=True)
-    target = torch.randint(97, (20,))
+    target = torch.randint(90, (20,))
     logprob = token_logprobs(hidden, head, target, temperature=0.7, max_logits=max_logits)
     logprob.dot(torch.linspace(-1, 1, 20, dtype=torch.float64)).backward()
-    got = hidden.grad.clone(), head.weight.grad.clone()
-    hidden.grad = head.weight.grad = None
-    full = (head(hidden) / 0.7).log_softmax(-1)
+    got = hidden.grad.clone(), linear.weight.grad.clone()
+    hidden.grad = linear.weight.grad = None
+    logits = 1.5 * torch.tanh(0.7 * linear(hidden) / 1.5)
+    full = (logits[:, :90] / 0.7).log_softmax(-1)
     wanted = full.gather(1, target[:, None])[:, 0]
     wanted.dot(torch.linspace(-1, 1, 20, dtype=torch.float64)).backward()
     torch.testing.assert_close(logprob, wanted, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(got, (hidden.grad, head.weight.grad), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got, (hidden.grad, linear.weight.grad), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -200,7 +203,7 @@ def test_a_bfloat16_heads_gradient_rounds_once(is_tied):
         hidden = noise + 1
         if is_tied:
             hidden = hidden + torch.nn.functional.embedding(tokens, head.weight)
-        token_logprobs(hidden, head, target, 1.0, max_logits).sum().backward()
+        token_logprobs(hidden, OutputHead(head, vocab), target, 1.0, max_logits).sum().backward()
         return optimizer.flat_grad.double()
 
     wanted = gradient_of(torch.float64, chunk, True)
@@ -225,7 +228,7 @@ def test_chunks_bound_the_logits_that_exist_at_once():
                     self.elements = max(self.elements, tensor.numel())
             return out
 
-    head = torch.nn.Linear(4, 1000, bias=False)
+    head = OutputHead(torch.nn.Linear(4, 1000, bias=False), num_tokens=1000, cap=9.0)
     hidden, target = torch.randn(64, 4, requires_grad=True), torch.randint(1000, (64,))
     with Largest() as watched:
         token_logprobs(hidden, head, target, temperature=1.0, max_logits=8_000).sum().backward()

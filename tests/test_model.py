@@ -33,11 +33,6 @@ DYNAMIC = {
         ("AutoModelForCausalLM", transformers.Gemma2Config(**GQA, head_dim=16), "softcap"),
         (
             "AutoModelForCausalLM",
-            transformers.GraniteConfig(**GQA, logits_scaling=3.0),
-            "differ from the model's own",
-        ),
-        (
-            "AutoModelForCausalLM",
             transformers.LlamaConfig(**SMALL, rope_parameters=DYNAMIC),
             "dynamic rotary scaling",
         ),

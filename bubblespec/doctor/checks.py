@@ -32,10 +32,10 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import (
     TOLERANCE,
     forward_hidden,
-    output_head,
     random_tokens,
     relative_difference,
 )
+from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import PAGE, pack_rows
 from bubblespec.engine.sampling import best_and_sum
 from bubblespec.engine.tensor_parallel import (
@@ -199,11 +199,11 @@ def sampling(case: Case) -> Iterator[Line]:
     if case.config.rollout.enforce_eager:
         yield slower("sampling is eager; rollout.enforce_eager=true")
         return
-    compiled, line = compile_reduction(head.out_features, dtype, device)
+    compiled, line = compile_reduction(head.num_tokens, dtype, device)
     if line is not None:
         yield slower(line)
         return
-    given = compared(NUM_SAMPLED, head.out_features, dtype, device)
+    given = compared(NUM_SAMPLED, head.num_tokens, dtype, device)
     ms, eager_ms = (1e3 * median_s(partial(f, *given), device) for f in (compiled, best_and_sum))
     yield ok(f"the same {NUM_SAMPLED} tokens take {ms:.2f} ms compiled, eager {eager_ms:.2f} ms")
 
@@ -233,7 +233,7 @@ def shared_tail(case: Case) -> Iterator[Line]:
     def alone() -> torch.Tensor:
         return head(forward_hidden(loaded, tokens, whole))
 
-    own = shard_of(head.out_features, ranks.rank, ranks.world_size)
+    own = shard_of(head.num_tokens, ranks.rank, ranks.world_size)
     yield close(together(), alone()[:, own], "forwards together and alone", avoid)
     together_ms, alone_ms = (1e3 * median_s(action, device) for action in (together, alone))
     took = f"{together_ms:.2f} ms on all ranks together, {alone_ms:.2f} ms on each alone"

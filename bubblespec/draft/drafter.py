@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import linear
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -36,8 +36,8 @@ from bubblespec.engine.batch import Batch
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import output_head
 from bubblespec.engine.noise import add_gumbel
+from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import PAGE, pack_rows, to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, scale_and_restrict, widened
@@ -69,8 +69,8 @@ class Drafter(torch.nn.Module):
         self.__dict__["policy"] = policy  # not registered: its parameters are not ours
         self.ids = np.asarray(ids, np.int64)
         self.device_ids = to_device(self.ids, policy.device)
-        weight, embedding = output_head(policy).weight, policy.get_input_embeddings().weight
-        sizes = (embedding.shape[1], weight.shape[1])
+        ends = policy.get_input_embeddings(), policy.get_output_embeddings()
+        sizes = [module.weight.shape[1] for module in ends]
         options = {"device": policy.device, "dtype": policy.dtype}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -102,14 +102,15 @@ class Drafter(torch.nn.Module):
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """The policy's logits of hidden states [N, H], for `ids` alone: [N, V]."""
         head = output_head(self.policy)
-        if self._head_version != head.weight._version:
+        linear = head.linear
+        if self._head_version != linear.weight._version:
             # Not an inference tensor, even if first needed while drafting: training uses it too.
             with torch.inference_mode(False), torch.no_grad():
                 self._head = [
-                    None if t is None else t[self.device_ids] for t in (head.weight, head.bias)
+                    None if t is None else t[self.device_ids] for t in (linear.weight, linear.bias)
                 ]
-            self._head_version = head.weight._version
-        return linear(states, *self._head)
+            self._head_version = linear.weight._version
+        return head.finish(functional.linear(states, *self._head))
 
 
 def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
@@ -374,7 +375,7 @@ def read_drafter(
         trained_for = tensors.pop("policy")
         if ids.ndim != 1 or not len(ids) or (np.diff(ids, prepend=-1) <= 0).any():
             raise ValueError("ids must be token ids, ascending")
-        if ids[-1] >= len(output_head(model).weight):
+        if ids[-1] >= len(model.get_output_embeddings().weight):
             raise ValueError(f"ids: the policy has no token {ids[-1]}")
         drafter = Drafter(model, ids, config.run.seed)
         drafter.load_state_dict(tensors)
@@ -394,5 +395,5 @@ def read_drafter(
 
 def _sample_of(policy: PreTrainedModel) -> torch.Tensor:
     """Entries of the output head, float32 [SAMPLE] or fewer."""
-    weight = output_head(policy).weight.detach().flatten()
+    weight = policy.get_output_embeddings().weight.detach().flatten()
     return weight[:: max(len(weight) // SAMPLE, 1)][:SAMPLE].float().cpu().clone()

@@ -35,6 +35,7 @@ def compiled_best_and_sum(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`best_and_sum`, compiled where that works and gives the same. The first call with logits of a
     kind takes seconds."""
+    logits = logits.contiguous()  # as those that were compared; a part of wider ones is not
     return compile_reduction(logits.shape[1], logits.dtype, logits.device)[0](logits, keys, ids)
 
 

@@ -15,10 +15,10 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import (
     TOLERANCE,
     forward_hidden,
-    output_head,
     random_tokens,
     relative_difference,
 )
+from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.pages import Pages
 from bubblespec.errors import fallback, first_problem, one_line

@@ -1,5 +1,5 @@
-"""A Hugging Face causal LM for engine and trainer: hidden states of packed tokens, the output head,
-and checks of the model.
+"""A Hugging Face causal LM for engine and trainer: hidden states of packed tokens, and checks of
+the model.
 
 The model's code is not patched. `prepare_model` refuses, with the reason, every model that the
 packed forward cannot compute exactly: first by its configuration, then by its masks, and by
@@ -17,10 +17,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bubblespec.engine import attention
 from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.output_head import find_head, output_head, own_forward
 from bubblespec.engine.packing import CachePacking, SequencePacking, pack_rows, pack_sequences
 
-# Of the largest logit; 0.1 for less precise types. Models with experts in float64 compute their
-# routers in float32.
+# Of the largest logit; 0.1 for less precise types. In float64 models with experts compute their
+# routers in float32, and those without SDPA their softmax.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 DENSE_TOLERANCE = TOLERANCE | {torch.float64: 1e-9}
 CHECKED = 12  # positions compared in each check
@@ -52,23 +53,23 @@ def forward_hidden(
     return out.last_hidden_state[0]
 
 
-def output_head(model: PreTrainedModel) -> torch.nn.Module:
-    """The module that maps hidden states [N, hidden] to logits [N, vocabulary]."""
-    return model.get_output_embeddings()
-
-
 def relative_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest, as a share of what is wanted at most; see TOLERANCE."""
-    scale = wanted.abs().max().clamp(min=1.0)
+    """Return the largest absolute difference divided by the largest absolute value wanted; see
+    TOLERANCE. Without a lower bound of the latter, small logits may differ no more than large
+    ones."""
+    scale = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
     return ((got - wanted).abs().max() / scale).item()
 
 
-def prepare_model(model: PreTrainedModel, max_length: int) -> frozenset[tuple[int, int]]:
-    """Switch the model to the packed attention and to evaluation mode, and check that it still
-    gives the model's own logits.
+def prepare_model(
+    model: PreTrainedModel, max_length: int, num_tokens: int | None = None
+) -> frozenset[tuple[int, int]]:
+    """Switch the model to the packed attention and to evaluation mode, find its `output_head`, and
+    check that it still gives the model's own logits.
 
-    max_length: longest prompt plus response, in tokens. Returns the sizes of its key and value
-    heads, each pair that occurs. Raises UnsupportedModel.
+    max_length: longest prompt plus response, in tokens; num_tokens: size of the policy's
+    vocabulary, the first rows of the model's, by default all. Returns the sizes of its key and
+    value heads, each pair that occurs. Raises UnsupportedModel.
     """
     _check_configuration(model, max_length)
     # For good: the probability ratio compares two forwards of the same weights, so nothing in them
@@ -83,6 +84,7 @@ def prepare_model(model: PreTrainedModel, max_length: int) -> frozenset[tuple[in
             module.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
     try:
         with torch.no_grad():
+            model.to_logits = find_head(model, random_tokens(model, CHECKED), num_tokens)
             head_sizes = _compare(model, CHECKED)
             _check_masks(model, max_length)
             longer = _longer_check(model, max_length)
@@ -148,7 +150,7 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
         "its position in a packed one": getattr(decoder, "attn_temperature_tuning", False),
         "does not use transformers' attention interface, so the engine cannot serve it "
         "unpatched": not getattr(model, "_supports_attention_backend", False),
-        "has no output head; give a causal language model": output_head(model) is None,
+        "has no output head; give a causal language model": model.get_output_embeddings() is None,
     }
     for problem, is_there in problems.items():
         if is_there:
@@ -235,16 +237,12 @@ def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
 
 
 def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """The model's own logits at the last positions, [CHECKED, V]."""
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    try:
-        if len(tokens) == CHECKED:
-            logits = model(input_ids=tokens[None], use_cache=False).logits[0]
-        else:  # without the logits of all positions, which may be many gigabytes
-            hidden = model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
-            logits = output_head(model)(hidden[-CHECKED:])
-    except Exception as error:
-        raise ValueError(f"its own forward fails, without the engine: {error}") from error
+    """The model's own logits at the last positions, [CHECKED, num_tokens]."""
+    if len(tokens) == CHECKED:
+        logits = own_forward(model, model, tokens).logits[0, :, : output_head(model).num_tokens]
+    else:  # without the logits of all positions, which may be many gigabytes
+        hidden = own_forward(model, model.base_model, tokens).last_hidden_state[0]
+        logits = output_head(model)(hidden[-CHECKED:])
     if not logits.isfinite().all():
         raise ValueError(
             "its logits are not finite: the weights are damaged, or too large for their type"
@@ -261,10 +259,10 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
     head, device = output_head(model), tokens.device
     packed = forward_hidden(model, tokens.repeat(2), pack_sequences([length] * 2, device))
     packed, size = packed[-CHECKED:], packed.shape[-1]
-    if getattr(head, "in_features", size) != size:
+    if getattr(head.linear, "in_features", size) != size:
         raise ValueError(
-            f"its output head takes vectors of {head.in_features} and its hidden states have "
-            f"{size}: it computes something in between, which the engine does not know of"
+            f"its output head takes vectors of {head.linear.in_features} and its hidden states "
+            f"have {size}: it computes something in between, which the engine does not know of"
         )
     cache = KVCache(2, length)
 
@@ -275,8 +273,9 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
     cached([0, 0], [length - 3, 1])
     chunks = cached([length - 3, 1], [2, length - 1])
     chunks = torch.cat((chunks[:2], chunks[1 - CHECKED :]))
-    has_experts = any("experts" in name for name, _ in model.named_modules())
-    tolerance = (TOLERANCE if has_experts else DENSE_TOLERANCE).get(model.dtype, 0.1)
+    in_float32 = any("experts" in name for name, _ in model.named_modules())
+    in_float32 |= not model._supports_sdpa
+    tolerance = (TOLERANCE if in_float32 else DENSE_TOLERANCE).get(model.dtype, 0.1)
     for what, hidden, wanted in (
         ("packed sequences", packed, reference),
         ("the K/V cache", chunks, torch.cat((reference[-3:-1], reference[1:]))),

@@ -19,8 +19,9 @@ from bubblespec.engine.batch_invariant import MIN_ROWS, FixedMeans, fixed_best_a
 from bubblespec.engine.compiled import compiled_best_and_sum
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import forward_hidden, output_head
+from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import PAGE, CachePacking, to_device
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
@@ -69,8 +70,10 @@ class ModelRunner:
         if self.device.type == "cuda" and not enforce_eager:
             self.sample = partial(self.sample, reduce=compiled_best_and_sum)
         self.batch_invariant = batch_invariant
+        # Of the policy's forwards; training and a drafter need not be invariant.
+        invariant = {"sdpa": "alone", "varlen": ALONE} if batch_invariant else {}
+        self._kernel = invariant.get(kernel, kernel)
         if batch_invariant:
-            self.kernel = {"sdpa": "alone", "varlen": ALONE}.get(kernel, kernel)
             self.sample = partial(self.sample, reduce=fixed_best_and_sum)
         if page_size is None and reads_pages(kernel):
             page_size = PAGE
@@ -86,7 +89,7 @@ class ModelRunner:
         self.cache = KVCache(num_slots, slot_length, int(has_graphs), self.pages)
         self.graphs: ForwardGraphs | None = None
         if has_graphs:
-            parts = (model, self.cache, self.kernel, max_num_batched_tokens)
+            parts = (model, self.cache, self._kernel, max_num_batched_tokens)
             options = {"shards": self.shards, "beside": beside}
             options["min_tokens"] = MIN_ROWS if batch_invariant else 1
             self.graphs = ForwardGraphs(*parts, **options)
@@ -164,7 +167,7 @@ class ModelRunner:
                 return hidden
             tokens = to_device(tokens, self.device)
             with contextlib.nullcontext() if self.shards is None else self.shards.applied():
-                return forward_hidden(self.model, tokens, packing, self.kernel)
+                return forward_hidden(self.model, tokens, packing, self._kernel)
 
     def noise_keys(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
         """Keys of the noise of response positions, int32 [T, 4]. slots, position: int64 [T], rows

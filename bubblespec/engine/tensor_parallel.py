@@ -33,10 +33,10 @@ from bubblespec.engine.linear import sharded_linear
 from bubblespec.engine.model import (
     TOLERANCE,
     forward_hidden,
-    output_head,
     random_tokens,
     relative_difference,
 )
+from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import fallback, first_problem, one_line
@@ -140,12 +140,12 @@ class Shards:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's logits [T, v] of hidden states [T, hidden]."""
         head = output_head(self.model)
-        part = shard_of(head.out_features, self.tp.rank, self.tp.size)
-        return sharded_linear(head, part, False, hidden)
+        part = shard_of(head.num_tokens, self.tp.rank, self.tp.size)
+        return head.finish(sharded_linear(head.linear, part, False, hidden))
 
     def sample(self, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`sampling.sample` from this rank's logits [T, v]."""
-        vocab_size = output_head(self.model).out_features
+        vocab_size = output_head(self.model).num_tokens
         return sample_shards(*arguments, vocab_size=vocab_size, tp=self.tp, **options)
 
     @torch.inference_mode()

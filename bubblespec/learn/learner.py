@@ -28,7 +28,8 @@ from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine.batch_invariant import deterministic
 from bubblespec.engine.linear import refresh_copies
-from bubblespec.engine.model import forward_hidden, output_head
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.errors import RunFailed, log
 from bubblespec.learn.lora import adapter_disabled

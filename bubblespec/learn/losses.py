@@ -18,6 +18,7 @@ import torch
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from bubblespec.engine.output_head import OutputHead
 from bubblespec.errors import InputError, one_line
 from bubblespec.imports import import_function
 
@@ -164,7 +165,7 @@ def local_weights(loss_type: str, lengths: np.ndarray, is_used: np.ndarray) -> n
 
 def token_logprobs(
     hidden: torch.Tensor,
-    head: torch.nn.Module,
+    head: OutputHead,
     target: torch.Tensor,
     temperature: float,
     max_logits: int,
@@ -175,7 +176,7 @@ def token_logprobs(
     that, chunks are computed one by one and again in the backward pass. The gradient of a head with
     a `main_grad` (optimizer.py) is added to that.
     """
-    vocab = head.weight.shape[0]
+    vocab = head.linear.weight.shape[0]
     if hidden.shape[0] * vocab <= max_logits:
         return _logprob(hidden, head, target, temperature)
     rows = max(1, max_logits // vocab)
@@ -202,8 +203,9 @@ class _ToMainGrad(torch.autograd.Function):
 
 
 def _logprob(hidden, head, target, temperature):
-    params = ((name, p) for name, p in head.named_parameters() if hasattr(p, "main_grad"))
-    logits = functional_call(head, {name: _ToMainGrad.apply(p) for name, p in params}, (hidden,))
+    params = ((name, p) for name, p in head.linear.named_parameters() if hasattr(p, "main_grad"))
+    params = {name: _ToMainGrad.apply(p) for name, p in params}
+    logits = head.logits(functional_call(head.linear, params, (hidden,)))
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1.0:
         logits = logits / temperature

@@ -12,7 +12,8 @@ from bubblespec.draft.drafter import SHARPNESS, Drafter, DrafterRunner
 from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.draft.drafter_training import DrafterTraining, Example
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import forward_hidden, output_head, prepare_model
+from bubblespec.engine.model import forward_hidden, prepare_model
+from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams

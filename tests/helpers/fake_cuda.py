@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 import bubblespec
 from bubblespec.engine.attention import NAME
-from tests.helpers.models import small_config
+from bubblespec.engine.output_head import OutputHead
+from tests.helpers.models import VOCAB, small_config
 
 DEVICE = torch.device("cuda", 0)
 SOURCES = str(Path(bubblespec.__file__).parent)
@@ -184,5 +185,6 @@ def make_fake(name: str = "llama") -> transformers.PreTrainedModel:
     with DEVICE:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.set_attn_implementation(NAME)
+    model.to_logits = OutputHead(model.lm_head, VOCAB)
     assert model.device == DEVICE and model.dtype == torch.bfloat16
     return model

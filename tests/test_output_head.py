@@ -1,0 +1,278 @@
+"""From hidden states to logits, against transformers' own: constants and caps of families, what is
+refused, and ids without a token."""
+
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_update import gradient, make_config, make_samples, oracle
+from transformers import AutoModelForCausalLM
+
+from bubblespec.draft.drafter import DrafterRunner
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.model import UnsupportedModel, prepare_model
+from bubblespec.engine.output_head import output_head
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.types import Row, SampleId
+from tests.helpers.clocks import train_in_virtual_time
+from tests.helpers.drafter_oracle import make_drafter
+from tests.helpers.drafting import chain_always
+from tests.helpers.generation import Drafter, as_dict
+from tests.helpers.models import GQA, VOCAB, small_config
+from tests.helpers.reference_step import gumbel, noise_key, sample_response
+from tests.helpers.runs import SHORT, digests, read
+from tests.helpers.threads import train_on_threads
+
+LONGEST, SEED, KNOWN = 64, 4, 61
+PARAMS = SamplingParams(temperature=0.8, top_k=40, stop_token_ids=(5,))
+ROLLOUT = SimpleNamespace(
+    temperature=0.8,
+    top_k=40,
+    top_p=1.0,
+    stop_token_ids=[5],
+    min_completion_length=0,
+    max_completion_length=12,
+)
+GEMMA = {**GQA, "head_dim": 16, "tie_word_embeddings": False}
+# Factor and cap.
+HEADS = {
+    "gemma2": (
+        lambda: transformers.Gemma2Config(
+            **GEMMA,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=5.0,
+            query_pre_attn_scalar=16,
+        ),
+        1.0,
+        5.0,
+    ),
+    "gemma3": (
+        lambda: transformers.Gemma3TextConfig(
+            **GEMMA, final_logit_softcapping=5.0, query_pre_attn_scalar=16
+        ),
+        1.0,
+        5.0,
+    ),
+    "vaultgemma": (
+        lambda: transformers.VaultGemmaConfig(
+            **GEMMA,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=5.0,
+            query_pre_attn_scalar=16,
+        ),
+        1.0,
+        5.0,
+    ),
+    "cohere": (lambda: transformers.CohereConfig(**GQA, logit_scale=0.3), 0.3, None),
+    "granite": (lambda: transformers.GraniteConfig(**GQA, logits_scaling=3.0), 1 / 3, None),
+    "hyperclovax": (lambda: transformers.HyperCLOVAXConfig(**GQA, logits_scaling=3.0), 3.0, None),
+    "llama": (lambda: small_config("llama"), 1.0, None),
+}
+
+
+def build(config, dtype: torch.dtype = torch.float64) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+def make_rows() -> list[Row]:
+    prompts = [tuple(range(7 + n, 12 + 3 * n)) for n in range(3)]
+    return [Row(SampleId(50 + n, 3, j), prompts[n], 12) for n in range(3) for j in range(2)]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_tokens_and_gradients_are_those_of_transformers_logits(name):
+    """Every token drawn with the row's noise from the model's own logits, with right and wrong
+    drafts; the loss and gradient of an update of the same model by its own logits."""
+    config, factor, cap = HEADS[name]
+    own, model = build(config()), build(config())
+    prepare_model(model, LONGEST)
+    head = output_head(model)
+    assert head.cap == cap and head.factor == pytest.approx(factor, rel=1e-15)
+    rows, wanted = make_rows(), {}
+    for row in rows:
+        response = sample_response(own, list(row.prompt), (SEED, *row.id), ROLLOUT)
+        wanted[row.id.uid, row.id.sample] = response.tokens, None
+    engine, drafts = Engine(ModelRunner(model, 4, LONGEST, SEED)), Drafter(wanted, 0.3)
+    engine.run(rows, PARAMS, drafts)
+    assert {key: tokens for key, (tokens, _) in as_dict(rows).items()} == {
+        key: tokens for key, (tokens, _) in wanted.items()
+    }
+    assert drafts.num_accepted > 10
+    if (factor, cap) != (1.0, None):  # the product alone has other samples
+        model.to_logits = dataclasses.replace(head, factor=1.0, cap=None)
+        others = Engine(ModelRunner(model, 4, LONGEST, SEED)).run(make_rows(), PARAMS)
+        assert as_dict(others) != as_dict(rows)
+        model.to_logits = head
+    samples, settings = make_samples(), make_config()
+    wanted_gradient, wanted_loss = oracle(own, samples, settings)
+    got, metrics = gradient(model, samples, settings)
+    # Norms are computed in float32, and the softmax of the first and the third family.
+    largest = wanted_gradient.abs().max()
+    assert largest > 0 and (got - wanted_gradient).abs().max() < 1e-5 * largest
+    assert abs(metrics["loss"] - wanted_loss) < 1e-7
+
+
+CAPPED = HEADS["gemma3"][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cap_is_found_where_logits_are_small(dtype):
+    """So small that logits with and without it are equal up to rounding."""
+    model = build(CAPPED(), dtype)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e-3)
+    prepare_model(model, LONGEST)
+    assert output_head(model).cap == 5.0
+
+
+CHANGES = {
+    "clamp": lambda logits: logits.clamp(-30, 30),
+    "square": lambda logits: logits + 1e-2 * logits.square(),
+    "bias": lambda logits: logits + 1e-2 * torch.arange(VOCAB) / VOCAB,
+    "barred token": lambda logits: logits.index_fill(-1, torch.tensor([3]), -1e4),
+    "position": lambda logits: logits * torch.linspace(1, 1.01, logits.shape[1])[:, None],
+    "fewer": lambda logits: logits[..., :-1],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_changes_of_logits_are_refused(change, dtype):
+    """Also where logits are so small that they hardly change."""
+    model = build(small_config("llama"), dtype)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e-3)
+
+    def changed(module, args, output):
+        output.logits = CHANGES[change](output.logits)
+
+    model.register_forward_hook(changed)
+    with pytest.raises(UnsupportedModel, match="its logits are not its output head's product"):
+        prepare_model(model, LONGEST)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_constant_before_the_head_is_refused(dtype):
+    """MiniCPM3 divides hidden states; also where logits are small."""
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    size = {"v_head_dim": 16, "dim_model_base": 16}
+    options = {**GQA, "num_key_value_heads": 4, "initializer_range": 0.01}
+    model = build(transformers.MiniCPM3Config(**options, **latent, **size), dtype)
+    with pytest.raises(UnsupportedModel, match="differ from the model's own"):
+        prepare_model(model, LONGEST)
+
+
+def test_a_head_that_is_not_called_is_refused():
+    model = build(small_config("llama"))
+    model.lm_head.forward, weight = None, model.lm_head.weight
+    forward = type(model).forward
+
+    class Other(type(model)):
+        def forward(self, input_ids, **options):
+            hidden = self.model(input_ids=input_ids, **options).last_hidden_state
+            return SimpleNamespace(logits=hidden @ weight.T)
+
+    assert forward is not Other.forward
+    model.__class__ = Other
+    with pytest.raises(UnsupportedModel, match="does not call its output head once"):
+        prepare_model(model, LONGEST)
+
+
+# Ids without a token
+
+
+class KnownOnly(torch.nn.Module):
+    """A model whose own logits are those of the first tokens, for oracles."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids):
+        return SimpleNamespace(logits=self.model(input_ids=input_ids).logits[..., :KNOWN])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "granite"])
+def test_unknown_ids_are_neither_sampled_nor_learned(name):
+    config = HEADS[name][0]
+    own, model = KnownOnly(build(config())), build(config())
+    prepare_model(model, LONGEST, KNOWN)
+    rows = make_rows()
+    Engine(ModelRunner(model, 4, LONGEST, SEED)).run(rows, PARAMS)
+    of_all = build(config())
+    prepare_model(of_all, LONGEST)
+    unbarred = Engine(ModelRunner(of_all, 4, LONGEST, SEED)).run(make_rows(), PARAMS)
+    assert max(max(row.tokens) for row in unbarred) >= KNOWN
+    for row in rows:
+        response = sample_response(own, list(row.prompt), (SEED, *row.id), ROLLOUT)
+        assert row.tokens.tolist() == response.tokens
+    samples, settings = make_samples(), make_config()
+    samples.tokens[:] = [tokens % KNOWN for tokens in samples.tokens]
+    wanted, wanted_loss = oracle(own, samples, settings)
+    got, metrics = gradient(model, samples, settings)
+    assert (got - wanted).abs().max() < 1e-6 * wanted.abs().max()
+    assert abs(metrics["loss"] - wanted_loss) < 1e-10
+
+
+def test_a_token_changes_only_where_an_unknown_one_was_sampled():
+    """Noise belongs to a token's id: the other tokens keep theirs."""
+    logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(0))
+    keys = [noise_key(SEED, 7, 1, 0, position) for position in range(200)]
+    noisy = logits + torch.stack([gumbel(key, VOCAB) for key in keys])
+    before, after = noisy.argmax(-1), noisy[:, :KNOWN].argmax(-1)
+    assert torch.equal(before[before < KNOWN], after[before < KNOWN]) and (before >= KNOWN).any()
+
+
+def test_chains_of_a_drafter_have_known_tokens_capped_like_the_policys():
+    model = build(CAPPED())
+    prepare_model(model, LONGEST, KNOWN)
+    drafter = make_drafter(model, np.arange(KNOWN))
+    states = torch.randn(4, 64, dtype=torch.float64)
+    torch.testing.assert_close(drafter.logits(states), output_head(model)(states))
+    assert drafter.logits(100 * states).abs().max() <= 5.0
+    runner = DrafterRunner(drafter, Engine(ModelRunner(model, 4, LONGEST, SEED)), PARAMS)
+    assert runner.drafter.ids.max() < KNOWN
+
+
+DRAFTED = ["speculative.method=bubble+suffix+drafter", "drafter.warm_start=600"]
+RUN = [*SHORT, "rollout.max_completion_length=24", "optim.learning_rate=1e-3"]
+
+
+@pytest.fixture
+def padded(tmp_path):
+    """The tiny policy with rows of the embedding that no token has, and that would be sampled."""
+    folder = tmp_path / "padded"
+    shutil.copytree("configs/tiny_policy", folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    size = model.config.vocab_size
+    model.resize_token_embeddings(size + 8, mean_resizing=False)
+    with torch.no_grad():
+        rows = model.get_output_embeddings().weight
+        rows[size:] = 3.0 * rows[:8]
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("num_ranks, method", [(1, []), (2, DRAFTED)])
+def test_a_run_with_unknown_ids_is_the_run_without(
+    monkeypatch, tmp_path, padded, capfd, num_ranks, method
+):
+    """Their embeddings make no difference to any token of the steps, each after an update."""
+    chain_always(monkeypatch.setattr)
+    plain, folder = tmp_path / "plain", tmp_path / "run"
+    train_in_virtual_time(*RUN, "speculative.method=none", f"run.output_dir={plain}")
+    assert "token ids" not in capfd.readouterr().err
+    train_on_threads(num_ranks, *RUN, *method, f"model.path={padded}", f"run.output_dir={folder}")
+    line = "8 of the model's 320 token ids are beyond the tokenizer's last token; they are never"
+    assert capfd.readouterr().err.count(line) == 1
+    assert digests(folder) == digests(plain) and len(set(digests(plain))) == 4
+    assert not method or sum(step.get("drafts/drafter/tokens", 0) for step in read(folder)) > 50
+    saved = json.loads((folder / "checkpoint-4" / "config.json").read_text())
+    assert saved["vocab_size"] == 320
