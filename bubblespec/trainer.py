@@ -161,8 +161,8 @@ class Trainer:
             log(
                 f"warning: {when}: no reward function gave a number for some response of "
                 f"{len(missing)} of {len(groups)} prompts, which are left out; the first is "
-                f"{prompt.uid}, {str(prompt.text)!r:.100}; rewards/NAME/missing and "
-                "reward/left_out count them from now on"
+                f"{prompt.uid}, {str(prompt.text)!r:.100} (rewards/NAME/missing, "
+                "reward/left_out)"
             )
 
     def update(self, record: StepRecord, advantages: np.ndarray) -> dict[str, float]:
