@@ -43,20 +43,11 @@ def test_coroutines_run_and_failures_of_the_trial_warn(monkeypatch, tmp_path, nu
 
 
 def test_trial_that_hangs_does_not_stop_a_run(monkeypatch, tmp_path):
-    monkeypatch.setenv("ENDS", str(tmp_path / "first"))
+    monkeypatch.setenv("FIRST_CALL", str(tmp_path / "first"))
     options = ["reward.num_workers=1", "reward.timeout_s=2"]
-    function = "reward.functions=[tests.test_reward_checks.slow_at_first]"
+    function = "reward.functions=[tests.helpers.rewards.slow_at_first]"
     code, said = run(monkeypatch, tmp_path / "out", function, *options)
     assert code == 0 and "no answer within 4 s (timeout, when tried on" in said
-
-
-def slow_at_first(completions, **columns):
-    """Hangs in the first call of all."""
-    try:
-        os.mkdir(os.environ["ENDS"])
-    except FileExistsError:
-        return [float(len(text)) for text in completions]
-    sys.modules["time"].sleep(600)
 
 
 def test_worker_that_cannot_start_is_refused(refusal, monkeypatch):  # noqa: F811

@@ -1,6 +1,8 @@
 """Rewards that differ between responses, whatever the policy, and some that never do."""
 
 import asyncio
+import os
+import time
 
 from bubblespec.rewards import per_sample
 
@@ -67,3 +69,12 @@ def picky(completions, **columns) -> list[float]:
     if "0" in completions:
         raise ZeroDivisionError("not that one")
     return [1.0] * len(completions)
+
+
+def slow_at_first(completions, **columns) -> list[float]:
+    """Hangs in the first call of all, which makes the folder FIRST_CALL."""
+    try:
+        os.mkdir(os.environ["FIRST_CALL"])
+    except FileExistsError:
+        return [float(len(text)) for text in completions]
+    time.sleep(600)
