@@ -159,7 +159,6 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             trainer.warm_start()
         warm_start_s = time.perf_counter() - begin_s
         if arguments.save and ranks.is_main:
-            os.makedirs(arguments.save, exist_ok=True)
             drafter = trainer.sampler.drafter
             save_drafter(arguments.save, drafter.drafter, drafter.num_updates)
         found = {}

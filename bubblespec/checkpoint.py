@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
 from bubblespec.config_checks import EXACT, ROUNDING
 from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.drafter import save_drafter
+from bubblespec.draft.drafter import DRAFTER_FOLDER, save_drafter
 from bubblespec.draft.drafter_training import DrafterTraining
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.optimizer import Optimizer
@@ -88,7 +88,8 @@ def save_checkpoint(
             np.savez(os.path.join(temporary, PLANNER_FILE), **schedule)
             np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
             if drafter is not None:
-                save_drafter(temporary, drafter.drafter, drafter.num_updates)
+                folder = os.path.join(temporary, DRAFTER_FOLDER)
+                save_drafter(folder, drafter.drafter, drafter.num_updates)
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
             _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))
@@ -107,15 +108,19 @@ def save_checkpoint(
 
 def _commit(temporary: str, final: str) -> None:
     """Checksums, everything on disk, and only then the name that counts."""
-    names = sorted(os.listdir(temporary), key=lambda name: (name == STATE_FILE, name))
+    folders = list(os.walk(temporary, topdown=False))  # ends with the checkpoint's own
+    paths = [os.path.join(folder, name) for folder, _, files in folders for name in files]
+    names = [os.path.relpath(path, temporary) for path in paths]
+    names.sort(key=lambda name: (name == STATE_FILE, name))
     with open(os.path.join(temporary, SUMS_FILE), "w", encoding="utf-8") as file:
         digests = _digests(temporary, names)
         file.writelines(f"{digest}  {name}\n" for name, digest in digests.items())
         mode = os.fstat(file.fileno()).st_mode
     for name in names:  # safetensors lets nobody else read its files
         os.chmod(os.path.join(temporary, name), mode)
-    for name in (*names, SUMS_FILE, "."):
-        _flush(os.path.join(temporary, name))
+    sums = os.path.join(temporary, SUMS_FILE)
+    for path in (*paths, sums, *(folder for folder, *_ in folders)):
+        _flush(path)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(temporary, final)
     _flush(os.path.dirname(final))

@@ -34,7 +34,7 @@ from bubblespec.errors import InputError
 # of uid, visit, sample and position; a prompt has at most one visit per step
 COUNTER = "the noise counter's field"
 # logits divided by less leave the range of float32
-TEMPERATURE = (at_least(0), at_most(1e4), at_least(1e-3, or_else=0))
+TEMPERATURE, OR_GREEDY = ((at_least(1e-3, or_else=other), at_most(1e4)) for other in (None, 0))
 SHARE = Bound(lambda share: 0 < share <= 1, "above 0 and at most 1")
 DECAY = Bound(lambda decay: 0 <= decay < 1, "at least 0 and below 1")
 
@@ -176,7 +176,7 @@ class RolloutConfig:
     min_completion_length: int = key(0, at_least(0))
     """Minimum length of a response in tokens: stop tokens cannot be sampled before it."""
     temperature: float = key(1.0, *TEMPERATURE)
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature; above 0, as equal responses have no policy gradient."""
     top_p: float = key(1.0, SHARE)
     """Nucleus of the sampled distribution; 1 keeps all."""
     top_k: int = key(0, at_least(0))
@@ -221,8 +221,8 @@ class EvalConfig:
     """Held-out prompts per evaluation; 0 turns evaluations off."""
     num_generations: int = key(4, at_least(1), at_most(1 << 12, COUNTER), resume=SAFE)
     """Responses per held-out prompt; pass@k is reported for k = 1, 2, 4, ... up to it."""
-    temperature: float | None = key(None, *TEMPERATURE, resume=SAFE)
-    """Sampling temperature of evaluation (default: the rollout's)."""
+    temperature: float | None = key(None, *OR_GREEDY, resume=SAFE)
+    """Sampling temperature of evaluation (default: the rollout's); 0 is greedy."""
 
 
 @dataclass

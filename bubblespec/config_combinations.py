@@ -46,8 +46,6 @@ def _check_sizes(config) -> None:
     tokens = config.optim.max_tokens_per_microbatch
     what = f"at least {total}, so that the longest prompt and response fit"
     require(tokens >= total, "optim.max_tokens_per_microbatch", tokens, what)
-    what = "above 0, as equal responses have no policy gradient"
-    require(rollout.temperature > 0, "rollout.temperature", rollout.temperature, what)
     num_prompts, size = rollout.num_prompts_per_step, config.data.size
     what = f"at least rollout.num_prompts_per_step = {num_prompts}"
     require(size >= num_prompts or not config.data.tasks, "data.size", size, what)

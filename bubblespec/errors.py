@@ -29,6 +29,11 @@ class InputError(EndsRun, ValueError):
         return [f"error: {self}"]
 
 
+class RewardsFailed(InputError):
+    """Rewards with which a step cannot be trained. Raised by all ranks together, so that the run is
+    saved before it ends."""
+
+
 class RunFailed(EndsRun, RuntimeError):
     """Training cannot usefully go on. The message says why, the same on all ranks."""
 

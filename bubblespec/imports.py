@@ -1,5 +1,7 @@
-"""The user's own functions and classes, which configuration keys name by dotted path."""
+"""The user's own functions and classes, which configuration keys name by dotted path, and what they
+return."""
 
+import asyncio
 import importlib
 import inspect
 from collections.abc import Callable
@@ -36,3 +38,16 @@ def import_function(key: str, path: str, example: str, arguments: tuple[str, ...
         except ValueError:  # some that are written in C have no signature
             pass
     return function
+
+
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def awaited(value: Any) -> Any:
+    """Return the value, or what it gives once awaited. All coroutines of a process share one event
+    loop, to which whatever they keep open belongs."""
+    if not inspect.isawaitable(value):
+        return value
+    global _loop
+    _loop = _loop or asyncio.new_event_loop()
+    return _loop.run_until_complete(value)

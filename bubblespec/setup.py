@@ -4,6 +4,7 @@ checkpoint if there is one."""
 import atexit
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import IO
 
 import numpy as np
@@ -61,6 +62,7 @@ from bubblespec.memory import choose_slots, max_length
 from bubblespec.planner.guard import Guard
 from bubblespec.rewards.functions import RewardFunction, check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
+from bubblespec.rewards.trial import begin_trial, check_columns, check_references, end_trial
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.tp_tail import make_tp_tail
 from bubblespec.telemetry.console import Console
@@ -97,7 +99,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     weights = check_weights(config, has_reward)
     with console.phase("reading the data"):
         train_prompts, eval_prompts = load_prompts(config, tokenizer, form)
-        check_prompts(config, functions, train_prompts, eval_prompts, ranks)
+        check_prompts(config, functions, train_prompts, eval_prompts, ranks, has_reward)
         if form is not None:
             prompt = train_prompts.prompts[0]
             check_environment(config.environment, tokenizer, prompt.text, prompt.columns)
@@ -117,6 +119,10 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     learner = Learner(**parts, optimizer=optimizer, kernel=kernel)
     schedule = make_schedule(config, train_prompts)
     scorer = Scorer(config.reward, functions, tokenizer, ranks, has_reward)
+    trial = {}  # in workers it goes on while the engine is timed
+    if ranks.is_main:
+        first, size = train_prompts.prompts[0], config.rollout.num_generations
+        trial = begin_trial(scorer, functions, first, size)
     limits = (config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
     params = SamplingParams(*limits, stops, config.rollout.min_completion_length)
     with console.phase("timing the engine"):
@@ -134,6 +140,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     if form is not None:
         sampler.environments = Environments(config.environment, tokenizer)
         atexit.register(sampler.environments.close)
+    ranks.agree(lambda: end_trial(scorer, trial))
     if config.optim.stream_gradients:
         sampler.learner = learner
     if "drafter" in config.speculative.sources:
@@ -268,14 +275,19 @@ def check_prompts(
     train_prompts: PromptSet,
     eval_prompts: list[Prompt],
     ranks: Ranks,
+    has_reward: bool,
 ) -> None:
     """Rewards find their columns, and there are enough prompts. Raises InputError."""
     sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
-    for path, function in functions.items():
-        for source, prompts in sources.items():
-            if prompts:
-                is_used = config.environment.is_used
-                check_arguments(path, function, prompts[0].columns, source, is_used)
+    for source, prompts in sources.items():
+        if not prompts:
+            continue
+        columns, is_used = prompts[0].columns, config.environment.is_used
+        check_columns(columns, config.data.columns.values(), source)
+        for path, function in functions.items():
+            check_arguments(path, function, columns, source, is_used)
+        if not has_reward:  # of environments, which may score any row
+            ranks.agree(partial(check_references, functions, prompts, source))
     num_prompts = config.rollout.num_prompts_per_step
     train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
     if num_prompts < ranks.world_size:

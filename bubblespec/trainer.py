@@ -20,7 +20,7 @@ from bubblespec.draft.drafter import DrafterRunner
 from bubblespec.draft.drafter_training import make_drafter
 from bubblespec.engine.linear import read_plans
 from bubblespec.engine.noise import EVALUATION
-from bubblespec.errors import SaveFailed, log
+from bubblespec.errors import RewardsFailed, SaveFailed, log
 from bubblespec.learn.learner import Learner
 from bubblespec.records import Span, StepRecord
 from bubblespec.rewards.functions import RewardFunction, combine
@@ -32,7 +32,7 @@ from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.telemetry.summary import Facts
 from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder, describe_hardware
-from bubblespec.types import Group, Prompt, Samples
+from bubblespec.types import Group, Prompt, Samples, has_rewards
 
 SAMPLE_STEPS = 10  # from one set of sample responses to the next
 
@@ -62,12 +62,13 @@ class Trainer:
     num_tokens: int = 0  # trained and replaced so far, prompts included
     elapsed_s: float = 0.0  # of earlier starts of this run, up to its checkpoint
     opened_s: float = 0.0  # when this start's loop began
+    has_warned_of_missing: bool = False  # of groups that were left out
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Around the loop. It ends here when the run is told to stop, on all ranks alike: after an
         update, whose state is saved. A rollout or evaluation is abandoned, and made again, the
-        same, by the continuation. Raises SaveFailed."""
+        same, by the continuation. RewardsFailed is raised once that is saved. Raises SaveFailed."""
         run = self.config.run
         self.opened_s = self.ranks.clock.perf_counter()
         if self.ranks.is_main:
@@ -81,10 +82,12 @@ class Trainer:
         is_stopped = False
         try:
             yield
-        except StopRequested:
+        except (StopRequested, RewardsFailed) as end:
             is_stopped = True
             if self.saved != self.num_updates:
-                self.save(is_last=True)
+                self.save(is_last=isinstance(end, StopRequested))
+            if isinstance(end, RewardsFailed):
+                raise
         finally:
             gc.unfreeze()
             self.console.close()
@@ -142,7 +145,25 @@ class Trainer:
         timeline_steps = self.config.run.timeline_steps
         if step in timeline_steps or step - 1 in timeline_steps:
             self.ranks.barrier()  # lanes begin together; drawing does not count as idle time
-        return self.sampler.sample(step)
+        record = self.sampler.sample(step)
+        self.warn_of_missing(record.generated.groups, record.all_rewards, f"step {step}")
+        return record
+
+    def warn_of_missing(self, groups: list[Group], rewards: np.ndarray, when: str) -> None:
+        """Warn, once per run, of groups that are left out for want of a reward. rewards: float64
+        [groups, generations]."""
+        missing = np.flatnonzero(~has_rewards(rewards)).tolist()
+        if not missing or self.has_warned_of_missing:
+            return
+        self.has_warned_of_missing = True
+        if self.ranks.is_main:
+            prompt = groups[missing[0]].prompt
+            log(
+                f"warning: {when}: no reward function gave a number for some response of "
+                f"{len(missing)} of {len(groups)} prompts, which are left out; the first is "
+                f"{prompt.uid}, {str(prompt.text)!r:.100} (rewards/NAME/missing, "
+                "reward/left_out)"
+            )
 
     def update(self, record: StepRecord, advantages: np.ndarray) -> dict[str, float]:
         """All updates of a step; see `Learner.update`. advantages: float64 [S]. Not left half done
@@ -167,7 +188,8 @@ class Trainer:
         """Write the step's numbers, and whatever else is wanted of it: samples, timeline, trace.
         metrics: of the update."""
         ranks, run, step, sampler = self.ranks, self.config.run, record.step, self.sampler
-        metrics |= reports.rollout_metrics(record, sampler.scorer.names)
+        is_dynamic = self.config.rollout.dynamic_sampling_max_batches > 1
+        metrics |= reports.rollout_metrics(record, sampler.scorer.names, is_dynamic=is_dynamic)
         metrics |= sampler.scorer.take_metrics() | sampler.schedule.metrics()
         if sampler.proposer is None:
             metrics |= reports.forward_metrics(ranks, record)
@@ -261,14 +283,19 @@ class Trainer:
             groups, settings.num_generations, params, self.num_updates
         )
         seconds = clock.perf_counter() - began_s
+        # Without the overlong penalty, which shapes training alone.
+        rewards = combine(samples.rewards, self.sampler.reward_weights).reshape(len(groups), -1)
+        self.warn_of_missing(groups, rewards, self.ranks.place)
+        if not (is_scored := has_rewards(rewards)).any():
+            problem = f"no function gave a number for any held-out prompt ({len(groups)} of them)"
+            raise RewardsFailed(f"reward.functions: {problem}")
         metrics = {
-            # Without the overlong penalty, which shapes training alone.
-            "eval/reward": float(combine(samples.rewards, self.sampler.reward_weights).mean()),
+            "eval/reward": float(rewards[is_scored].mean()),
             "eval/completions/mean_length": float(samples.num_sampled.mean()),
             "eval/completions/clipped_ratio": float(samples.is_truncated.mean()),
             "eval/reward/errors": self.sampler.scorer.take_metrics()["reward/errors"],
         }
-        by_prompt = np.nan_to_num(samples.rewards[:, 0]).reshape(len(groups), -1)
+        by_prompt = np.nan_to_num(samples.rewards[:, 0]).reshape(len(groups), -1)[is_scored]
         for k in (1 << i for i in range(settings.num_generations.bit_length())):
             metrics[f"eval/pass@{k}"] = float(expected_best(by_prompt, k).mean())
         names = self.sampler.scorer.names

@@ -210,6 +210,15 @@ def digest(samples: Samples) -> str:
     return sha.hexdigest()
 
 
+def has_rewards(rewards: np.ndarray) -> np.ndarray:
+    """Whether all of a group's samples have a reward, bool [groups]. A group that lacks one is left
+    out of the update.
+
+    rewards: [groups, generations], NaN where a sample has none.
+    """
+    return ~np.isnan(rewards).any(axis=1)
+
+
 def has_zero_std(rewards: np.ndarray) -> np.ndarray:
     """Whether a group's samples all got the same reward, bool [groups]: compared within their group
     they give no gradient.

@@ -282,7 +282,7 @@ def test_more_ranks_than_gpus_is_said_by_every_rank_alike(monkeypatch):
         ("run.output_dir=/proc/none", "run.output_dir: cannot write to", False),
         (
             "reward.functions=[tests.helpers.rewards.nothing]",
-            "reward.functions: all of them returned None",
+            "reward.functions: in step 0 no function gave a number for any prompt (2 of them)",
             True,
         ),
     ],

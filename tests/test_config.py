@@ -133,7 +133,7 @@ rollout.num_generations=1 loss.advantage_estimator=rloo | | 1, but rloo compares
 run.seed=-1 | | at least 0
 run.seed=18446744073709551616 | | below 18446744073709551616 = 2**64: random numbers are keyed
 rollout.top_p=0 | | above 0
-rollout.temperature=0 | | above 0
+rollout.temperature=0 | | at least 0.001
 optim.learning_rate=nan | | finite
 optim.adam_betas=[1,0.9] | optim.adam_betas[0] | below 1
 optim.adam_betas=[0.9] | | two numbers

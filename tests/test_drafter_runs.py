@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bubblespec.checkpoint import SUMS_FILE, find_damage
 from bubblespec.draft import drafter_training
-from bubblespec.draft.drafter import DRAFTER_FILE, DrafterRunner
+from bubblespec.draft.drafter import DRAFTER_FILE, DRAFTER_FOLDER, DrafterRunner
 from bubblespec.draft.drafter_training import DrafterTraining
 from bubblespec.engine import batch_invariant
 from bubblespec.rollout.sampler import Sampler
@@ -74,7 +75,11 @@ def test_chains_change_nothing(plain, drafted, capfd):
     for line in lines:
         assert 0 <= line["drafter/accepted_5"] <= line["drafter/accepted_1"] <= 1
         assert line["drafter/num_updates"] > 0
-    assert DRAFTER_FILE in os.listdir(drafted / "checkpoint-4")
+    checkpoint = drafted / "checkpoint-4"
+    # A loader takes every such file next to the weights.
+    assert [path.name for path in checkpoint.glob("*.safetensors")] == ["model.safetensors"]
+    sums = (checkpoint / SUMS_FILE).read_text()
+    assert f"  {DRAFTER_FOLDER}/{DRAFTER_FILE}\n" in sums and find_damage(str(checkpoint)) is None
     # A run that is over needs no drafter.
     train_in_virtual_time(*OPTIONS, *DRAFTER, ALONE, f"run.output_dir={plain}")
     assert TRAINED not in capfd.readouterr().err
@@ -111,10 +116,19 @@ def test_slices_train_the_drafter_alone_and_evaluations_keep_nothing_for_it(
     assert updates == sorted(updates) and updates[-1] > updates[0]
 
 
-def test_a_continued_run_has_the_drafter_of_its_checkpoint(tmp_path, drafted, capfd):
-    """Before drafter.path. What kills change in its tokens: test_exact_runs.py."""
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_continued_run_has_the_drafter_of_its_checkpoint(tmp_path, drafted, capfd, is_old):
+    """Before drafter.path. What kills change in its tokens: test_exact_runs.py. Older checkpoints
+    have the drafter next to the weights."""
     folder = shutil.copytree(drafted, tmp_path / "run")
-    saved = load_file(folder / "checkpoint-4" / DRAFTER_FILE)
+    checkpoint = folder / "checkpoint-4"
+    saved = load_file(checkpoint / DRAFTER_FOLDER / DRAFTER_FILE)
+    if is_old:
+        shutil.move(checkpoint / DRAFTER_FOLDER / DRAFTER_FILE, checkpoint / DRAFTER_FILE)
+        sums = (checkpoint / SUMS_FILE).read_text()
+        (checkpoint / SUMS_FILE).write_text(
+            sums.replace(f"{DRAFTER_FOLDER}/{DRAFTER_FILE}", DRAFTER_FILE)
+        )
     options = [*OPTIONS, *DRAFTER, ALONE, "drafter.path=/nowhere", "run.max_steps=5"]
     train_in_virtual_time(*options, f"run.output_dir={folder}")
     assert TRAINED not in capfd.readouterr().err

@@ -2,6 +2,7 @@
 pass."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,16 @@ def chatml():
     return make_tokenizer()
 
 
+def add(a: int, b: int) -> int:
+    """Add, as the calculator does.
+
+    Args:
+        a: A number.
+        b: Another.
+    """
+    return a + b
+
+
 REFUSED = {
     "no dotted path": ({"factory": "Calculator"}, "not a dotted path"),
     "no such module": ({"factory": "nowhere.Game"}, "cannot import"),
@@ -46,6 +57,10 @@ REFUSED = {
     "no function": ({"tools": [f"{HERE}.Calculator"]}, "not a function"),
     "text and tools": ({"factory": f"{HERE}.Guess", "tools": [f"{HERE}.search"]}, "no tools"),
     "columns": ({"factory": f"{HERE}.Picky"}, "cannot be called with the columns"),
+    "one name twice": (
+        {"factory": f"{HERE}.Calculator", "tools": ["tests.test_environment_checks.add"]},
+        "two tools are named 'add'",
+    ),
     "small limit": ({"factory": f"{HERE}.Calculator", "max_observation_length": 3}, "fewer than"),
 }
 
@@ -68,6 +83,13 @@ TEMPLATES = {
         "Calculator",
         "{{ tools | tojson }}{{ messages | tojson }}",
         "no response_template",
+    ),
+    "no numbers": (
+        "Calculator",
+        Path("configs/chatml_tools.jinja")
+        .read_text()
+        .replace("(message.content or '')", "(message.content | replace('7', ''))"),
+        "does not show what a tool returns",
     ),
     "prefix with tools": ("Calculator", FORGETFUL, "preserve prefixes"),
     "prefix": ("Guess", FORGETFUL, "preserve prefixes"),

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bubblespec import memory
 from bubblespec.config import load_config
-from bubblespec.rewards.functions import math_equivalence
+from bubblespec.rewards import math_equivalence
 from tests.helpers.runs import digests, read, same_weights, steps_of, train_here, weights
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -89,6 +89,7 @@ def test_rollout_metrics_of_a_hand_worked_step():
         "rewards/match/std": 0.5,  # sqrt(0.75 / 3)
         "rewards/form/mean": 0.75,
         "rewards/form/std": pytest.approx(0.125**0.5),
+        "rewards/form/missing": 2,
     }
 
 
@@ -114,7 +115,7 @@ def test_an_evaluations_metrics_are_of_both_ranks():
 def test_replaced_groups_are_counted_and_functions_of_one_name_are_told_apart():
     samples = make_samples([[1.0, 0.25, 0.5]] * 4)
     step = record(samples, [[3.0, 1.0], [0.5, 0.5]], num_chosen=1, num_batches=2)
-    found = rollout_metrics(step, ["a.f", "b.f", "b.g"])
+    found = rollout_metrics(step, ["a.f", "b.f", "b.g"], is_dynamic=True)
     counts = [found[f"dynamic_sampling/{name}"] for name in ("num_batches", "num_replaced")]
     assert counts == [2, 1]
     assert found["reward"] == 1.25 and found["rollout/digest"] == digest(samples)

@@ -82,7 +82,7 @@ FAILURES = {
     "interrupt": ("crash", "its process "),
     "allocate": ("exception", "raised MemoryError at "),
     "wrong nan": ("value", "value nan is neither"),
-    "wrong two": ("value", "not a list of 1 values"),
+    "wrong two": ("result", "not a list of 1 values"),
     "die exit code": ("crash", "ended with exit code 3"),
     "die closed": ("crash", "its process "),
     "die segfault": ("crash", "was ended by SIGSEGV"),

@@ -1,13 +1,15 @@
 """Shipped reward functions on hand-worked examples, and what happens to functions that
 misbehave."""
 
+import asyncio
+
 import numpy as np
 import pytest
 import reasoning_gym
 import torch
 
 from bubblespec.data.prompts import reasoning_gym_rows
-from bubblespec.rewards import functions as module
+from bubblespec.rewards import mathematics as module
 from bubblespec.rewards.functions import (
     RewardFailure,
     Sample,
@@ -15,12 +17,12 @@ from bubblespec.rewards.functions import (
     combine,
     exact_match,
     load_reward,
-    math_equivalence,
     overlong_penalty,
     per_sample,
     reasoning_gym_score,
     score,
 )
+from bubblespec.rewards.mathematics import math_equivalence
 from tests.helpers.checks import refusal
 
 SAMPLES = [Sample("p", "a", [1], {}), Sample("q", "b", [2], {}), Sample("r", "c", [3], {})]
@@ -95,6 +97,28 @@ def test_answer_format_takes_linear_time():
         ("5", "4, no: 5; so <answer>4</answer>", 0.0),
         ("5", "no idea", 0.0),
         (None, "<answer>None</answer>", None),
+        ("", "<answer></answer>", None),
+        ("5", "So \\boxed{4}. Wait, \\boxed{5}.", 1.0),
+        ("4", "So \\boxed{4}. Wait, \\boxed{5}.", 0.0),
+        ("5", "\\boxed{5}, and then \\boxed{4", 1.0),
+        ("5", "<answer>\\boxed{4}</answer>", 0.0),
+        ("\\frac{1}{2}", "\\boxed{1}, so \\boxed{\\frac{1}{2}}", 1.0),
+        ("\\{4,5\\}", "\\boxed{4} and \\boxed{5}", 1.0),
+        ("1,080", "<answer>1080 dollars</answer>", 1.0),
+        ("1,080", "\\boxed{1,080 dollars per hour.}", 1.0),
+        ("1080 dollars", "<answer>1080</answer>", 1.0),
+        ("\\frac{1}{2}", "<answer>\\frac{1}{2} gallons</answer>", 1.0),
+        ("5", "<answer>5 million</answer>", 0.0),
+        ("xyz", "<answer>xyz</answer>", 1.0),
+        ("5", "<answer>4 = 5</answer>", 0.0),
+        ("5", "\\boxed{4 = 5}", 0.0),
+        ("5", "4 = 5", 0.0),
+        ("5", "Thus $4 = 5$.", 0.0),
+        ("5", "<answer>x = 4 = 5</answer>", 0.0),
+        ("5", "<answer>2 + 3 = 5</answer>", 1.0),
+        ("5", "2 + 3 = 5", 1.0),
+        ("5", "<answer>x = 5</answer>", 1.0),
+        ("3.14", "<answer>\\frac{22}{7} = 3.14</answer>", 1.0),
     ],
 )
 def test_math_equivalence(reference, text, wanted, chat):
@@ -152,21 +176,67 @@ def test_numbers_of_any_kind_are_taken(values):
 
 
 @pytest.mark.parametrize(
-    "values, part",
+    "values, kind, part",
     [
-        ([1.0, 2.0], "returned [1.0, 2.0], not a list of 1 values"),
-        (1.0, "returned 1.0, not a list"),
-        ("1", "returned '1', not a list"),
-        ({0: 1.0}, "returned {0: 1.0}, not a list"),
-        ([np.nan], "value nan is neither"),
-        (["1.0"], "value '1.0' is neither"),
-        ([[1.0]], "value [1.0] is neither"),
-        ([10**400], "0 is neither a finite number nor None"),
+        ([1.0, 2.0], "result", "returned [1.0, 2.0], not a list of 1 values"),
+        (1.0, "result", "returned 1.0, not a list"),
+        ("1", "result", "returned '1', not a list"),
+        ({0: 1.0}, "result", "returned {0: 1.0}, not a list"),
+        ([np.nan], "value", "value nan is neither"),
+        (["1.0"], "value", "value '1.0' is neither"),
+        ([[1.0]], "value", "value [1.0] is neither"),
+        ([10**400], "value", "0 is neither a finite number nor None"),
     ],
 )
-def test_wrong_values_are_failures(values, part):
+def test_wrong_values_are_failures(values, kind, part):
     (found,) = score(lambda **kwargs: values, SAMPLES[:1])
-    assert found.kind == "value" and part in found.message
+    assert found.kind == kind and part in found.message
+
+
+def test_coroutines_are_awaited_in_one_event_loop():
+    """What one has opened, the next may use."""
+    loops = set()
+
+    async def judge(completions, **columns):
+        await asyncio.sleep(0)
+        loops.add(asyncio.get_running_loop())
+        if completions == ["b"]:
+            raise ZeroDivisionError("late")
+        return [float(ord(text)) for text in completions]
+
+    assert score(judge, SAMPLES) == [97.0, 98.0, 99.0]
+    (failure,) = score(judge, SAMPLES[1:2])
+    assert failure.kind == "exception" and "ZeroDivisionError" in failure.message
+    assert score(judge, SAMPLES[:1]) == [97.0] and len(loops) == 1
+
+
+class Panic(BaseException):
+    """As extensions in Rust raise theirs."""
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, Panic, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_base_exception_is_one_failed_reward(error, is_async):
+    def fail(completions, **columns):
+        if "b" in completions:
+            raise error("gone")
+        return [1.0] * len(completions)
+
+    async def fail_late(**arguments):
+        return fail(**arguments)
+
+    function = per_sample(fail_late if is_async and error is not SystemExit else fail)
+    first, failure, last = score(function, SAMPLES)
+    assert (first, last) == (1.0, 1.0)
+    assert failure.kind == "exception" and f"raised {error.__name__}" in failure.message
+
+
+def test_interrupt_is_no_failed_reward():
+    def interrupt(**columns):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(interrupt, SAMPLES)
 
 
 def test_a_list_of_the_wrong_length_is_a_failure_of_all_its_samples():
@@ -174,7 +244,7 @@ def test_a_list_of_the_wrong_length_is_a_failure_of_all_its_samples():
     found = score(lambda **kwargs: [1.0], SAMPLES)
     assert (
         found
-        == [RewardFailure("value", "returned [1.0], not a list of 3 values, one per sample")] * 3
+        == [RewardFailure("result", "returned [1.0], not a list of 3 values, one per sample")] * 3
     )
 
 
@@ -202,9 +272,9 @@ def test_combine_weights_the_functions_that_apply():
     np.testing.assert_array_equal(combine(rewards, [1.0, 0.0]), [1.0, 0.0, -1.0, 0.0])
 
 
-def test_combine_refuses_samples_without_any_reward():
-    rewards = np.array([[1.0, np.nan], [np.nan, np.nan], [np.nan, np.nan]])
-    assert "returned None for 2 samples" in refusal(combine, rewards, [1.0, 1.0])
+def test_combine_gives_nan_where_no_function_applies():
+    rewards = np.array([[1.0, np.nan], [np.nan, np.nan], [0.0, 0.0]])
+    np.testing.assert_array_equal(combine(rewards, [1.0, 1.0]), [1.0, np.nan, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -226,7 +296,7 @@ def test_overlong_penalty(length, wanted):
         ("exact_match", "'exact_match' is not a dotted path"),
         ("no_such_module.reward", "cannot import 'no_such_module.reward': ModuleNotFoundError"),
         ("bubblespec.rewards.exact_mach", "exact_mach': AttributeError"),
-        ("bubblespec.rewards.functions.MATH_LIMIT_S", "is not a function"),
+        ("bubblespec.rewards.mathematics.MATH_LIMIT_S", "is not a function"),
     ],
 )
 def test_load_reward_names_the_path(path, part):

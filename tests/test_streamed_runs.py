@@ -41,6 +41,7 @@ def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 # What decides what is trained on.
 RULES = {
+    "missing rewards": ["reward.functions=[tests.helpers.rewards.with_few_gaps]"],
     "failing rewards": ["reward.functions=[tests.helpers.misbehaving_rewards.fails_for_some]"],
     "masked, overlong, with KL": [
         "loss.mask_truncated_completions=true",
@@ -76,6 +77,8 @@ def test_a_streamed_run_is_the_run_without(monkeypatch, tmp_path, rule):
         for name in ("loss", "grad_norm", "sampling/logp_difference/mean", "reward"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-8), name
     assert any(streamed_groups for streamed_groups, _ in groups)
+    if rule == "missing rewards":
+        assert any("reward/left_out" in line for line in read(streamed))
     if rule == "failing rewards":
         assert any(failed for _, failed in groups)
         assert not any(streamed_groups & failed for streamed_groups, failed in groups)

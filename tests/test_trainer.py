@@ -155,6 +155,7 @@ def test_an_evaluation_by_hand(monkeypatch):
         "eval/reward/errors": 3,
         "eval/rewards/first/mean": 3 / 8,
         "eval/rewards/first/std": pytest.approx(statistics.stdev(first)),
+        "eval/rewards/second/missing": 4,
         "eval/rewards/second/mean": 0.5 / 4,  # over the prompt that it applies to
         "eval/rewards/second/std": 0.25,
         "eval/pass@1": (2 / 4 + 1 / 4) / 2,

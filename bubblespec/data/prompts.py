@@ -197,9 +197,10 @@ def _suffix(path: str) -> str:
 
 
 def _column(rows: list[dict], key: str, source: str) -> list:
-    """The values of a column, which dots reach into."""
+    """The values of a column, which dots reach into unless it has one in its own name."""
+    path = [source] if source in rows[0] else source.split(".")
     try:
-        return [functools.reduce(operator.getitem, source.split("."), row) for row in rows]
+        return [functools.reduce(operator.getitem, path, row) for row in rows]
     except (KeyError, TypeError) as error:
         raise InputError(
             f"{key}: not every row has a '{source}'; there are {list(rows[0])}"

@@ -41,7 +41,7 @@ from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import PAGE, pack_rows, to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, scale_and_restrict, widened
-from bubblespec.errors import InputError, log
+from bubblespec.errors import InputError, log, one_line
 
 PLACEHOLDER_VOCABULARY = 8  # of the layer's own embedding, which is not used
 NUM_KEPT = 128  # latest positions of a slot whose hidden states are kept
@@ -53,6 +53,7 @@ SHARPNESS = 1.2
 MAX_GRAPH_TOKENS = 512  # of a CUDA graph: a few for each row
 MAX_ROWS = 128  # with more active rows no hidden states are kept and nothing is drafted
 DRAFTER_FILE = "drafter.safetensors"
+DRAFTER_FOLDER = "drafter"  # of a checkpoint: vLLM's loader takes such files next to the weights
 SAMPLE = 1024  # entries of the policy's output head that identify it in a file
 # RL moves weights by far less; those of another model have nothing in common with them.
 MAX_DIFFERENCE = 0.3
@@ -348,13 +349,13 @@ class DrafterRunner:
 
 
 def save_drafter(folder: str, drafter: Drafter, num_updates: int) -> None:
-    """Weights, token ids, the number of updates, and what identifies its policy, as a file of a
-    folder. Raises OSError."""
+    """Write weights, token ids, updates, and what identifies the policy. Raises OSError."""
     state = drafter.state_dict()
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     tensors["ids"] = torch.from_numpy(drafter.ids)
     tensors["num_updates"] = torch.tensor(num_updates)
     tensors["policy"] = _sample_of(drafter.policy)
+    os.makedirs(folder, exist_ok=True)
     save_file(tensors, os.path.join(folder, DRAFTER_FILE))
 
 
@@ -362,15 +363,15 @@ def read_drafter(
     config: Config, model: PreTrainedModel, checkpoint: str | None, warns: bool = False
 ) -> tuple[Drafter, int] | None:
     """The checkpoint's drafter, else that of drafter.path, and its number of updates; None if there
-    is neither. Raises InputError for a folder without a drafter for this policy. warns: say so
-    where it was trained for another one of the same shapes."""
+    is neither. Raises InputError for a folder without one for this policy. warns: say so where it
+    was trained for another one of the same shapes."""
     folder, key = config.drafter.path, "drafter.path"
-    if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, DRAFTER_FILE)):
+    if checkpoint and os.path.isfile(_file_in(checkpoint)):
         folder, key = checkpoint, "run.resume_from_checkpoint"
     if not folder:
         return None
     try:
-        tensors = load_file(os.path.join(folder, DRAFTER_FILE))
+        tensors = load_file(_file_in(folder))
         ids, num_updates = tensors.pop("ids").numpy(), int(tensors.pop("num_updates"))
         trained_for = tensors.pop("policy")
         if ids.ndim != 1 or not len(ids) or (np.diff(ids, prepend=-1) <= 0).any():
@@ -380,10 +381,8 @@ def read_drafter(
         drafter = Drafter(model, ids, config.run.seed)
         drafter.load_state_dict(tensors)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"{key}: no drafter of this policy can be read from {folder}: {reason}"
-        ) from error
+        problem = f"no drafter of this policy can be read from {folder}: {one_line(error)}"
+        raise InputError(f"{key}: {problem}") from error
     here = _sample_of(model)
     if warns and (here - trained_for).norm() > MAX_DIFFERENCE * trained_for.norm():
         log(
@@ -391,6 +390,12 @@ def read_drafter(
             "right all the same, but few of its drafts will be accepted until it has learned"
         )
     return drafter, num_updates
+
+
+def _file_in(folder: str) -> str:
+    """The drafter's file in a checkpoint, or in a folder of its own or an older checkpoint."""
+    path = os.path.join(folder, DRAFTER_FOLDER, DRAFTER_FILE)
+    return path if os.path.isfile(path) else os.path.join(folder, DRAFTER_FILE)
 
 
 def _sample_of(policy: PreTrainedModel) -> torch.Tensor:

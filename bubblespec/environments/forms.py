@@ -15,6 +15,7 @@ import inspect
 import json
 import math
 import pickle
+import re
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -22,9 +23,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from bubblespec.errors import InputError, one_line
-from bubblespec.imports import import_path
+from bubblespec.imports import awaited, import_path
 
 NO_TOOLS = ("reset", "get_reward")
+_ADDRESS = re.compile(r"<.+ at 0x[0-9a-fA-F]+>")
 Chat = str | list[dict]
 """A prompt: text, or chat messages."""
 
@@ -60,17 +62,24 @@ class Form:
         """In TRL's order: functions, then the methods of the class by name."""
         if self.factory is None or self.is_text:
             return self.functions
-        names = [name for name, _ in inspect.getmembers(self.factory, inspect.isfunction)]
+        names = [name for name, _ in inspect.getmembers(self.factory, _is_method)]
         public = [name for name in names if not name.startswith("_") and name not in NO_TOOLS]
         return self.functions + [getattr(instance, name) for name in public]
 
     def schemas(self) -> list[dict]:
-        """Of all tools, from type hints and docstrings. Raises InputError where one lacks them."""
+        """Of all tools, from type hints and docstrings. Raises InputError where one lacks them, or
+        two have one name."""
         from transformers.utils import get_json_schema
 
-        schemas = []
+        schemas, names = [], set()
         # without __init__, which may start what belongs into a worker
         for tool in self.tools(self.factory and object.__new__(self.factory)):
+            if tool.__name__ in names:
+                raise InputError(
+                    f"environment: two tools are named '{tool.__name__}', and a call could mean "
+                    "either; rename one of them"
+                )
+            names.add(tool.__name__)
             try:
                 schemas.append(get_json_schema(tool))
             except Exception as error:  # of several kinds, by what is missing
@@ -132,7 +141,9 @@ class Host:
         try:
             method, number, arguments = pickle.loads(request)
             reply = getattr(self, method)(number, *arguments)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # such as SystemExit and CancelledError
             reply = {"error": one_line(error)}
         return reply | {"seconds": time.monotonic() - begin_s}
 
@@ -186,15 +197,18 @@ class ToolEpisode:
                     raise ValueError(f"Tool {name} not found.")
                 tool = self._tools[name]
                 result = tool(**call["arguments"])
-                if inspect.iscoroutinefunction(tool):
+                if inspect.isawaitable(result):
                     waiting.append((name, result))
                 else:
                     results.append((name, result))
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # such as SystemExit and CancelledError
                 results.append((name, error))
         if waiting:
             names, coroutines = zip(*waiting, strict=True)
-            results += zip(names, _run(_gather(coroutines)), strict=True)
+            results += zip(names, awaited(_gather(coroutines)), strict=True)
+        results = [(name, _checked(result)) for name, result in results]
         num_failed = sum(isinstance(result, BaseException) for _, result in results)
         messages = [tool_message(name, result) for name, result in results]
         return {"messages": messages, "num_failed": num_failed, "done": False}
@@ -203,8 +217,7 @@ class ToolEpisode:
         """What `get_reward` returns, if there is one."""
         if not hasattr(self.environment, "get_reward"):
             return None
-        value = self.environment.get_reward()
-        return _run(value) if inspect.isawaitable(value) else value
+        return awaited(self.environment.get_reward())
 
     def close(self) -> None:
         """TRL's class has no end; a method of this name is a tool."""
@@ -270,14 +283,35 @@ def tool_message(name: str, result: Any) -> dict:
     they are, as in TRL, if they are plain data."""
     if isinstance(result, BaseException):
         result = {"error": str(result)}
-    if isinstance(result, list):
-        try:
-            is_plain = json.loads(json.dumps(result)) == result
-        except (TypeError, ValueError, RecursionError):
-            is_plain = False
-        result = result if is_plain else str(result)
-    content = result if isinstance(result, list) else str(result)
+    content = result if isinstance(result, list) and _is_plain(result) else str(result)
     return {"role": "tool", "name": name, "content": _plain(content)}
+
+
+def _checked(result: Any) -> Any:
+    """A tool's result, or an error instead of one whose text is an address in memory, as that of a
+    generator: it says nothing, and differs in a replay."""
+    try:
+        if isinstance(result, str | BaseException) or _is_plain(result):
+            return result
+        if _ADDRESS.search(str(result)):
+            return TypeError(f"The tool returned a {type(result).__name__}, which has no text.")
+    except Exception as error:  # of its own __str__
+        return error
+    return result
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is the same as plain data."""
+    try:
+        return json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _is_method(member: Any) -> bool:
+    """Whether a member of a class is a method written in Python, also a static or class method, or
+    one that a decorator such as functools.lru_cache has wrapped."""
+    return inspect.isfunction(inspect.unwrap(getattr(member, "__func__", member)))
 
 
 def _messages(value: Any, method: str) -> list[dict]:
@@ -304,16 +338,6 @@ def _seed_for(function: Callable, seed: int) -> dict:
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {"seed": seed} if takes_any or "seed" in parameters else {}
-
-
-_loop: asyncio.AbstractEventLoop | None = None
-
-
-def _run(coroutine) -> Any:
-    """One loop for all coroutines of a process: what a tool keeps open belongs to it."""
-    global _loop
-    _loop = _loop or asyncio.new_event_loop()
-    return _loop.run_until_complete(coroutine)
 
 
 async def _gather(coroutines) -> list:

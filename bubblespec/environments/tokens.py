@@ -4,12 +4,13 @@ Ids are only appended: no token of a turn is ever made again from its text. What
 turns is the difference of two renderings of a dummy conversation, as in TRL 1.16.
 """
 
+import contextlib
 import itertools
 import json
 import re
 from collections.abc import Callable
 
-from bubblespec.environments.forms import Chat
+from bubblespec.environments.forms import Chat, tool_message
 from bubblespec.errors import InputError, one_line
 
 # How added text may begin and end: kinds of characters that tokenizers join to what is before them.
@@ -81,8 +82,11 @@ def observation_ids(
     tokenizer, messages: list[dict], is_chat: bool, max_length: int
 ) -> list[int] | None:
     """The ids between two turns of the model. Of more than max_length tokens the text of the
-    messages is cut, so that what the template puts around it stays; None if that does not
-    suffice."""
+    messages is cut, so that what the template puts around it stays; None if that does not suffice.
+    A list that the template refuses or shows nothing of becomes text, and so does one that is too
+    long."""
+    if is_chat:
+        messages = [_accepted(tokenizer, message) for message in messages]
 
     def ids_at(num_chars: int) -> list[int]:
         cut = [
@@ -93,18 +97,21 @@ def observation_ids(
         text = "".join(message["content"] for message in cut)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    longest = max((len(_last_text([message])) for message in messages), default=0)
-    return _fit(ids_at, longest, max_length)
+    def fit() -> list[int] | None:
+        longest = max((len(_last_text([message])) for message in messages), default=0)
+        return _fit(ids_at, longest, max_length)
+
+    ids = fit()
+    if ids is None and any(isinstance(message["content"], list) for message in messages):
+        messages = [{**message, "content": _text_of(message["content"])} for message in messages]
+        ids = fit()
+    return ids
 
 
 def _suffix_ids(tokenizer, messages: list[dict]) -> list[int]:
     """What a chat template renders after the stop token of a turn that these messages follow.
     Equals TRL's `_get_tool_suffix_ids`."""
-    turn = {"role": "assistant", "content": ""}
-    if messages and messages[0]["role"] == "tool":  # some templates repeat the name of the call
-        function = {"name": messages[0]["name"], "arguments": {}}
-        turn["tool_calls"] = [{"type": "function", "function": function}]
-    dummy = [{"role": "user", "content": "dummy"}, turn]
+    dummy = _dummy_before(messages)
     before = _render(tokenizer, dummy, False)
     if tokenizer.eos_token_id in before:  # a template may put a line break after it
         before = before[: len(before) - before[::-1].index(tokenizer.eos_token_id)]
@@ -112,6 +119,40 @@ def _suffix_ids(tokenizer, messages: list[dict]) -> list[int]:
     if ids[: len(before)] != before:
         raise InputError("model.path: its chat template changes a turn when messages follow it")
     return ids[len(before) :]
+
+
+def _dummy_before(messages: list[dict]) -> list[dict]:
+    """A conversation that these messages may follow."""
+    turn = {"role": "assistant", "content": ""}
+    if messages and messages[0]["role"] == "tool":  # some templates repeat the name of the call
+        function = {"name": messages[0]["name"], "arguments": {}}
+        turn["tool_calls"] = [{"type": "function", "function": function}]
+    return [{"role": "user", "content": "dummy"}, turn]
+
+
+def _accepted(tokenizer, message: dict) -> dict:
+    """The message, with text instead of a list that the template refuses or shows nothing of."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    empty = {**message, "content": ""}
+    with contextlib.suppress(InputError):
+        shown, nothing = (
+            _render_text(tokenizer, [*_dummy_before([message]), last], True)
+            for last in (message, empty)
+        )
+        if shown != nothing:
+            return message
+    return {**message, "content": _text_of(content)}
+
+
+def _text_of(content: str | list) -> str:
+    """Content as text: that of its parts, where they have nothing else."""
+    if isinstance(content, str):
+        return content
+    is_text = all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+    texts = [part.get("text") for part in content] if content and is_text else [None]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else str(content)
 
 
 def _fit(ids_at: Callable[[int], list[int]], num_chars: int, max_length: int) -> list[int] | None:
@@ -208,6 +249,16 @@ def _check_tool_format(tokenizer, prompt: list[dict], schemas: list[dict]) -> No
             "model.path: its tokenizer has no response_template, by which tool calls are parsed, "
             "and its chat template no <tool_call> tags"
         )
+    part = {"type": "text", "text": content}
+    for returned in (content, [content], [part], {content: 1}, None, 7, 0.5):
+        message = _accepted(tokenizer, tool_message(name, returned))
+        shown = _render_text(tokenizer, [*_dummy_before([message]), message], False)
+        wanted = content if content in str(returned) else str(returned)
+        if wanted not in shown:
+            raise InputError(
+                f"model.path: its chat template does not show what a tool returns: of {returned!r} "
+                f"there is {shown!r:.200}"
+            )
 
 
 def _check_prefix(tokenizer, observation: dict) -> None:
@@ -228,8 +279,15 @@ def _check_prefix(tokenizer, observation: dict) -> None:
 def _render(
     tokenizer, messages: list[dict], with_header: bool, schemas: list[dict] = ()
 ) -> list[int]:
+    text = _render_text(tokenizer, messages, with_header, schemas)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _render_text(
+    tokenizer, messages: list[dict], with_header: bool, schemas: list[dict] = ()
+) -> str:
     try:
-        text = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             messages,
             tools=list(schemas) or None,
             add_generation_prompt=with_header,
@@ -239,7 +297,6 @@ def _render(
         raise InputError(
             f"model.path: its chat template refuses {messages!r:.300}: {one_line(error)}"
         ) from error
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _last_text(prompt: Chat) -> str:

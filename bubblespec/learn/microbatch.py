@@ -116,7 +116,8 @@ def make_minibatches(
     to_train = np.where(has_gradient, samples.lengths + np.array(prompt_lengths), 0)
     minibatches, factors, weights = [], [], local_weights(loss.loss_type, num_sampled, is_used)
     by_group = np.arange(len(samples)).reshape(-1, samples.num_generations)
-    for members in map(np.ravel, np.array_split(by_group, loss.num_minibatches)):
+    num_minibatches = min(loss.num_minibatches, len(by_group))  # groups may have been left out
+    for members in map(np.ravel, np.array_split(by_group, num_minibatches)):
         limit = config.rollout.max_completion_length
         factor = common_factor(loss.loss_type, num_sampled[members], is_used[members], limit)
         if not config.optim.stream_gradients:

@@ -48,6 +48,9 @@ def passes_tests(prompts, completions, completion_ids, tests, **columns) -> list
     return scores
 
 
+passes_tests.can_score = lambda columns: bool(columns.get("tests"))
+
+
 def program_in(text: str) -> str:
     """The last fenced code block, or all of the text if there is none."""
     blocks = re.findall(r"^```[^\n`]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

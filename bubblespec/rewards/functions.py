@@ -4,10 +4,10 @@ those that are shipped.
 A reward function has TRL's signature `f(prompts, completions, completion_ids, **columns) ->
 list[float | None]`: prompts and completions are strings, or lists of chat messages if the prompt is
 a chat; every further column of the data is a keyword argument with one value per sample. None means
-that the function does not apply to that sample. A call has the responses of one whole group, all of
-one prompt, so a function may compare them. One that looks at each by itself says so
-(`@per_sample`): its calls may have any samples, it is called as soon as a response is finished, and
-one that fails costs no other its reward.
+that the function does not apply to that sample. An `async` function is awaited. A call has the
+responses of one whole group, all of one prompt, so a function may compare them. One that looks at
+each by itself says so (`@per_sample`): its calls may have any samples, it is called as soon as a
+response is finished, and one that fails costs no other its reward.
 """
 
 import inspect
@@ -21,13 +21,11 @@ from typing import NamedTuple
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.imports import import_function
+from bubblespec.imports import awaited, import_function
 
 RewardFunction = Callable[..., list[float | None]]
 
-# Seconds for one comparison by math-verify, which would evaluate a completion such as 9^{9^9}
-# forever.
-MATH_LIMIT_S = 5
+ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 class Sample(NamedTuple):
@@ -48,7 +46,8 @@ class RewardFailure(NamedTuple):
     """A reward that could not be computed."""
 
     kind: str
-    """exception, value (no finite number), timeout, or crash (of the process)."""
+    """exception, result (not one value per sample), value (no finite number), timeout, or crash (of
+    the process)."""
     message: str
     trace: str = ""
     """The exception's traceback, if there was one."""
@@ -107,7 +106,7 @@ def check_arguments(
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # some that are written in C have none
         return
-    given = dict.fromkeys(["prompts", "completions", "completion_ids", *columns])
+    given = dict.fromkeys([*ARGUMENTS, *columns])
     if has_environments and takes_environments(function):
         given["environments"] = None
     try:
@@ -123,18 +122,22 @@ def check_arguments(
 def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
     """One reward per sample, all in one call. If that raises, all of a group fail; with a function
     per sample it is repeated sample by sample, to find those for which it does."""
-    names = sorted({name for sample in samples for name in sample.columns})
+    names = sorted({name for sample in samples for name in sample.columns}.difference(ARGUMENTS))
     columns = {name: [s.columns.get(name) for s in samples] for name in names}
     try:
         if takes_environments(function):
             columns["environments"] = [pickle.loads(s.environment) for s in samples]
-        returned = function(
-            prompts=[s.prompt for s in samples],
-            completions=[_as_given(s) for s in samples],
-            completion_ids=[s.completion_ids for s in samples],
-            **columns,
+        returned = awaited(
+            function(
+                prompts=[s.prompt for s in samples],
+                completions=[_as_given(s) for s in samples],
+                completion_ids=[s.completion_ids for s in samples],
+                **columns,
+            )
         )
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # such as SystemExit, CancelledError, panics of extensions
         if len(samples) == 1 or sees_groups(function):
             return [_failure_of(error)] * len(samples)
         return [reward for sample in samples for reward in score(function, [sample])]
@@ -143,7 +146,7 @@ def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
             raise TypeError
     except TypeError:
         problem = f"returned {returned!r:.200}, not a list of {len(samples)} values, one per sample"
-        return [RewardFailure("value", problem)] * len(samples)
+        return [RewardFailure("result", problem)] * len(samples)
     return [_checked(value) for value in returned]
 
 
@@ -183,17 +186,10 @@ def _failure_of(error: BaseException) -> RewardFailure:
 
 
 def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:
-    """Weighted sum over the functions that apply: [samples, functions] -> [samples].
-
-    Raises InputError where none applies: training such a sample on 0 would be a silent mistake.
-    """
-    num_missing = np.isnan(rewards).all(axis=1).sum()
-    if num_missing:
-        raise InputError(
-            f"reward.functions: all of them returned None for {num_missing} samples; "
-            "each needs at least one reward"
-        )
-    return np.nansum(rewards * np.asarray(weights), axis=1)
+    """Weighted sum over the functions that apply: [samples, functions] -> [samples]. NaN where none
+    applies: training such a sample on 0 would be a silent mistake."""
+    total = np.nansum(rewards * np.asarray(weights), axis=1)
+    return np.where(np.isnan(rewards).all(axis=1), np.nan, total)
 
 
 def overlong_penalty(lengths: np.ndarray, max_length: int, buffer_length: int) -> np.ndarray:
@@ -236,29 +232,6 @@ def answer_format(prompts, completions, completion_ids, **columns) -> list[float
     """1 if the completion ends with exactly one `<answer>...</answer>`, else 0."""
     pattern = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
     return [float(pattern.fullmatch(text_of(c)) is not None) for c in completions]
-
-
-@per_sample
-def math_equivalence(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
-    """1 if the completion's answer equals the column `answer` as mathematics (the math-verify
-    library), else 0; None if the reference itself cannot be parsed. If the reference is a whole
-    solution, as in GSM8K, what follows the last #### counts."""
-    from math_verify import parse, verify
-
-    scores: list[float | None] = []
-    for completion, reference in zip(completions, answer, strict=True):
-        gold = []
-        if reference is not None:
-            wanted = str(reference).rpartition("####")[2].strip()
-            gold = parse(f"${wanted}$", parsing_timeout=MATH_LIMIT_S)
-        if not gold:
-            scores.append(None)
-            continue
-        text = text_of(completion)
-        tagged = final_answer(text)
-        parsed = parse(text if tagged is None else f"${tagged}$", parsing_timeout=MATH_LIMIT_S)
-        scores.append(float(verify(gold, parsed, timeout_seconds=MATH_LIMIT_S)))
-    return scores
 
 
 def text_of(completion: str | list[dict]) -> str:

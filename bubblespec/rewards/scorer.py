@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from bubblespec.config import RewardConfig
 from bubblespec.dist.ranks import Ranks
-from bubblespec.errors import InputError, log
+from bubblespec.errors import RewardsFailed, first_problem, log
 from bubblespec.rewards.functions import (
     Answer,
     RewardFailure,
@@ -82,7 +82,7 @@ class Scorer:
 
     def count(self, answers: list[list[Answer]], end_s: float) -> None:
         """Sum up what all ranks have had, [rows][functions]; end_s: of this rank's rollouts. Raises
-        InputError, on all ranks, if a function has failed for every row."""
+        RewardsFailed, on all ranks, if a function has failed for every row."""
         local = np.zeros_like(self._totals)
         local[2] = len(answers)
         examples = [""] * len(self.names)
@@ -98,7 +98,7 @@ class Scorer:
         num_rows = int(self._totals[2])
         for path, num_failed, example in zip(self.names, self._totals[3:], examples, strict=True):
             if num_rows and num_failed == num_rows:
-                raise InputError(
+                raise RewardsFailed(
                     f"reward {path}: failed for all {num_rows} responses of a step{example}"
                 )
 
@@ -195,8 +195,8 @@ class Scoring:
         [rows, functions], NaN where a function does not apply. Called by all ranks together, once
         their rollouts are over.
 
-        Raises InputError if failures are to end the run, and StopRequested, on all ranks, if one
-        has been told to stop: pending scores are then abandoned.
+        Raises RewardsFailed if failures are to end the run, and StopRequested if a rank has been
+        told to stop, both on all ranks: pending scores are then abandoned.
         """
         scorer, rollouts_ended_s = self.scorer, self.scorer.ranks.clock.monotonic()
         for row in rows:
@@ -236,8 +236,8 @@ class Scoring:
                 return
 
     def _report(self, rows: list[Row], answers: list[list[Answer]]) -> None:
-        """A warning for each kind of failure of each function, about the first. Raises InputError
-        if failures end the run."""
+        """A warning for each kind of failure of each function, about the first. Raises
+        RewardsFailed, on all ranks, if failures end the run."""
         failed = [
             (row, path, answer.reward)
             for row, of_row in zip(rows, answers, strict=True)
@@ -245,7 +245,7 @@ class Scoring:
             if isinstance(answer.reward, RewardFailure)
         ]
         when = "evaluation" if self.step is None else f"step {self.step}"
-        num_alike = Counter((path, failure.kind) for _, path, failure in failed)
+        num_alike, problem = Counter((path, failure.kind) for _, path, failure in failed), None
         for row, path, failure in failed:
             count = num_alike.pop((path, failure.kind), None)
             if count is None:
@@ -255,8 +255,13 @@ class Scoring:
             if self.scorer.config.reward_on_error is None:
                 # the user's own code: one line is not enough to find the mistake
                 print(failure.trace, end="", file=sys.stderr)
-                raise InputError(warning)
+                problem = warning
+                break
             log(f"warning: {warning}; {count} of {len(rows)} like it")
+        if self.scorer.config.reward_on_error is None:
+            problem = first_problem(problem, self.scorer.ranks.gather_text)
+            if problem is not None:
+                raise RewardsFailed(problem)
 
 
 def _answered(outcome: Future) -> Future:

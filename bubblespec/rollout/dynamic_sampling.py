@@ -1,22 +1,24 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose responses all got the same
 reward, which give no gradient, are replaced by groups of further prompts, generated under the same
-weights. Which prompts come next depends on the step and the gathered rewards alone, so any number
-of ranks trains on the same tokens."""
+weights; so are those that lack a reward. Which prompts come next depends on the step and the
+gathered rewards alone, so any number of ranks trains on the same tokens."""
 
 import math
 from dataclasses import replace
 
 import numpy as np
 
+from bubblespec.errors import RewardsFailed
 from bubblespec.records import StepRecord
-from bubblespec.types import has_zero_std
+from bubblespec.types import has_rewards, has_zero_std
 
 
 def num_lacking(record: StepRecord, max_batches: int) -> int:
     """Groups that the step should generate further: as many as will fill the gap at the rate so
     far, at most a whole batch; 0 once there are enough whose rewards differ, or it has had
     `max_batches`."""
-    wanted, is_useful = record.batch_sizes[0], ~has_zero_std(record.all_rewards)
+    rewards, wanted = record.all_rewards, record.batch_sizes[0]
+    is_useful = has_rewards(rewards) & ~has_zero_std(rewards)
     missing = wanted - int(is_useful.sum())
     if missing <= 0 or len(record.batch_sizes) >= max_batches:
         return 0
@@ -39,8 +41,15 @@ def joined(record: StepRecord, more: StepRecord) -> StepRecord:
 
 def selected(record: StepRecord) -> StepRecord:
     """The record with what is trained on: the first groups whose rewards differ and, where they are
-    too few, the first of the others as well."""
+    too few, the first of the others as well, but none that lacks a reward. Raises RewardsFailed if
+    all do, on all ranks."""
     order = np.argsort(has_zero_std(record.all_rewards), kind="stable")
+    order = order[has_rewards(record.all_rewards)[order]]
+    if not len(order):
+        raise RewardsFailed(
+            f"reward.functions: in step {record.step} no function gave a number for any prompt "
+            f"({len(record.all_rewards)} of them), so there is nothing to train on"
+        )
     chosen = sorted(order[: record.batch_sizes[0]].tolist())
     samples = record.generated.of_groups(chosen)
     return replace(record, samples=samples, rewards=record.all_rewards[chosen])

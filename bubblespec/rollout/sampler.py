@@ -35,7 +35,7 @@ from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.rollout.tp_tail import TPTail
-from bubblespec.types import Draft, Group, Launch, Row, Samples, observed_spans
+from bubblespec.types import Draft, Group, Launch, Row, Samples, has_rewards, observed_spans
 
 
 @dataclass
@@ -92,6 +92,7 @@ class Sampler:
                 used = used + groups
                 launch = Launch(groups, len(groups), rollout.num_generations)
                 record = joined(record, self._sample_groups(launch, step, used))
+        if max_batches > 1 or not has_rewards(record.all_rewards).all():
             record = selected(record)
         self.observe_samples(record.generated, record.all_rewards.ravel())
         self.schedule.finish(record.generated, record.deferred)
@@ -297,9 +298,7 @@ class Sampler:
         """Of a step's first rollout: with dynamic sampling whatever differs in it is trained on."""
 
         def take_rewards() -> list[tuple[Row, float]]:
-            # A row to which no function applies ends the run, but not before all ranks are there.
-            scored = [pair for pair in scoring.take_scored() if not np.isnan(pair[1]).all()]
-            if not scored:
+            if not (scored := scoring.take_scored()):
                 return []
             rows, scores = zip(*scored, strict=True)
             lengths = np.array([len(row.tokens) for row in rows])
@@ -362,7 +361,7 @@ class Sampler:
         if "suffix" in self.config.speculative.sources:
             for index, tokens in enumerate(samples.tokens):
                 uid = samples.prompt_of(index).uid
-                self.history.add(uid, tokens, float(rewards[index]))
+                self.history.add(uid, tokens, float(np.nan_to_num(rewards[index], nan=-np.inf)))
 
     def _expected_s(self, table: RowTable) -> float:
         """Seconds in which this rank's rows are expected to be done; NaN where nobody knows."""
@@ -404,7 +403,7 @@ class Sampler:
 
     def combined(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Reward of each sample in training: the weighted sum and the overlong penalty, float64
-        [S]. rewards, lengths: see `Samples`."""
+        [S]; NaN where it has none. rewards, lengths: see `Samples`."""
         return combine(rewards, self.reward_weights) + self.overlong(lengths)
 
     def overlong(self, lengths: np.ndarray) -> np.ndarray:

@@ -9,15 +9,17 @@ import torch
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.records import STOPS, RolloutRecord, StepRecord, total_s
-from bubblespec.types import Samples, digest, has_zero_std
+from bubblespec.types import Samples, digest, has_rewards, has_zero_std
 
 UNKNOWN_SAVINGS = ("train_drafter",)  # uses of idle time that save in later steps, nobody knows how
 
 
-def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
-    """What was generated and how it scored, groups that dynamic sampling has replaced included.
-    functions: dotted paths, and `environment`."""
-    samples, rewards = record.generated, record.all_rewards
+def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: bool = False) -> dict:
+    """What was generated and how it scored, groups that dynamic sampling has replaced included;
+    rewards without the groups that lack one. functions: dotted paths, and `environment`;
+    is_dynamic: with dynamic sampling."""
+    samples, is_scored = record.generated, has_rewards(record.all_rewards)
+    rewards = record.all_rewards[is_scored]
     lengths = samples.num_sampled
     terminated = lengths[~samples.is_truncated]
     prompts = np.array([len(group.prompt.token_ids) for group in samples.groups])
@@ -46,7 +48,9 @@ def rollout_metrics(record: StepRecord, functions: list[str]) -> dict:
         metrics["completions/mean_terminated_length"] = float(terminated.mean())
         metrics["completions/min_terminated_length"] = int(terminated.min())
         metrics["completions/max_terminated_length"] = int(terminated.max())
-    if record.samples is not samples:  # dynamic sampling has chosen
+    if not is_scored.all():
+        metrics["reward/left_out"] = int((~is_scored).sum())
+    if is_dynamic:
         metrics["dynamic_sampling/num_batches"] = len(record.batch_sizes)
         metrics["dynamic_sampling/num_replaced"] = len(samples.groups) - len(record.samples.groups)
     return metrics | function_metrics(samples.rewards, functions)
@@ -60,10 +64,12 @@ def short_names(functions: list[str]) -> list[str]:
 
 
 def function_metrics(rewards: np.ndarray, functions: list[str]) -> dict:
-    """Mean and sample standard deviation of each function over the samples that it applies to, if
-    there are any. rewards: float64 [S, functions]."""
+    """Mean and sample standard deviation of each function over the samples that it applies to, and
+    how many others there are, if there are any. rewards: float64 [S, functions]."""
     metrics = {}
     for name, values in zip(short_names(functions), rewards.T, strict=True):
+        if num_missing := int(np.isnan(values).sum()):
+            metrics[f"rewards/{name}/missing"] = num_missing
         values = values[~np.isnan(values)]
         if len(values):
             metrics[f"rewards/{name}/mean"] = float(values.mean())

@@ -1,5 +1,9 @@
 """Rewards that differ between responses, whatever the policy, and some that never do."""
 
+import asyncio
+import os
+import time
+
 from bubblespec.rewards import per_sample
 
 
@@ -28,3 +32,49 @@ def better_than(prompts, completion_ids, **columns) -> list[float]:
         raise ValueError(f"not one group: {prompts}")
     values = remainder(completion_ids)
     return [float(sum(value > other for other in values)) for value in values]
+
+
+@per_sample
+def with_gaps(completion_ids, **columns) -> list[float | None]:
+    """`remainder`, but for a fifth of the responses, to which it does not apply."""
+    values = zip(completion_ids, remainder(completion_ids), strict=True)
+    return [None if sum(ids) % 5 == 0 else value for ids, value in values]
+
+
+@per_sample
+def with_few_gaps(completion_ids, **columns) -> list[float | None]:
+    """As `with_gaps`, but for fewer."""
+    values = zip(completion_ids, remainder(completion_ids), strict=True)
+    return [None if sum(ids) % 13 == 0 else value for ids, value in values]
+
+
+async def judge(prompts, completions, **columns) -> list[float]:
+    """A function as those that ask a service."""
+    await asyncio.sleep(0.001)
+    return [float(len(text) % 3) for text in completions]
+
+
+def too_few(completions, **columns) -> list[float]:
+    """One value for all."""
+    return [1.0]
+
+
+def by_name(completions, **columns) -> dict[str, float]:
+    """Values, but no list of them."""
+    return dict.fromkeys(completions, 1.0)
+
+
+def picky(completions, **columns) -> list[float]:
+    """Fails for a response that no model of the tests gives."""
+    if "0" in completions:
+        raise ZeroDivisionError("not that one")
+    return [1.0] * len(completions)
+
+
+def slow_at_first(completions, **columns) -> list[float]:
+    """Hangs in the first call of all, which makes the folder FIRST_CALL."""
+    try:
+        os.mkdir(os.environ["FIRST_CALL"])
+    except FileExistsError:
+        return [float(len(text)) for text in completions]
+    time.sleep(600)

@@ -1,0 +1,117 @@
+"""A reward that compares answers as mathematics, with the math-verify library."""
+
+import re
+
+from bubblespec.rewards.functions import final_answer, per_sample, text_of
+
+# Seconds for one comparison by math-verify, which would evaluate a completion such as 9^{9^9}
+# forever.
+MATH_LIMIT_S = 5
+_NUMBER = re.compile(r"-?\d[\d,]*(\.\d+)?")
+_BOX = re.compile(r"\\boxed\s*{")
+_BETWEEN_BOXES = re.compile(r"[\s$,]*(and|or)?[\s$]*")
+# Words after a number, such as "dollars per hour", which LaTeX takes for products of letters; not
+# if they change the number.
+_UNIT = re.compile(r"(?<=[\d)}\]])\s+[A-Za-z]{3,}(\s+[A-Za-z]{2,})*\.?$")
+_CHANGES_NUMBER = re.compile(
+    r"\b(hundred|thousand|\w+illion|dozen|half|percent|and|plus|minus|times|over|squared|cubed|mod)s?\b"
+)
+_EQUATION = re.compile(r"[-+*/^().,\d\s]+(=[-+*/^().,\d\s]+)+")
+
+
+@per_sample
+def math_equivalence(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
+    """1 if the completion's answer equals the column `answer` as mathematics (the math-verify
+    library), else 0; None if the reference itself cannot be parsed. The answer is what the last
+    `<answer>` tags or `\\boxed{}` hold, else what the library finds in the text; an equation of
+    numbers must be true. If the reference is a whole solution, as in GSM8K, what follows the last
+    #### counts."""
+    from math_verify import parse, verify
+
+    scores: list[float | None] = []
+    for completion, reference in zip(completions, answer, strict=True):
+        gold = _parse_reference(reference)
+        if not gold:
+            scores.append(None)
+            continue
+        text = text_of(completion)
+        given = _answer_in(text)
+        parsed = parse(text, parsing_timeout=MATH_LIMIT_S) if given is None else _parse(given)
+        parsed = [expression for expression in parsed if not _is_false(expression)]
+        scores.append(float(verify(gold, parsed, timeout_seconds=MATH_LIMIT_S)))
+    return scores
+
+
+def _has_reference(columns: dict) -> bool:
+    answer = columns.get("answer")
+    # most are numbers, whose parsing would take minutes for a large data set
+    return _NUMBER.fullmatch(_reference_text(answer)) is not None or bool(_parse_reference(answer))
+
+
+math_equivalence.can_score = _has_reference
+
+
+def _reference_text(reference) -> str:
+    return "" if reference is None else str(reference).rpartition("####")[2].strip()
+
+
+def _parse_reference(reference) -> list:
+    text = _reference_text(reference)
+    return _parse(text) if text else []
+
+
+def _answer_in(text: str) -> str | None:
+    """The answer of a completion, as LaTeX; None if nothing in it is marked as one."""
+    tagged = final_answer(text)
+    boxed = _last_boxed(text if tagged is None else tagged)
+    if tagged is not None or boxed is not None:
+        return tagged if boxed is None else boxed
+    last = text.strip().rpartition("\n")[2].rstrip(". ")  # the library would see its last number
+    return last if _EQUATION.fullmatch(last) else None
+
+
+def _last_boxed(text: str) -> str | None:
+    """What the last \\boxed{} holds, and those right before it that a comma, "and" or "or" joins to
+    it, as in \\boxed{1} and \\boxed{2}. None if there is none."""
+    held: list[str] = []
+    following = len(text)  # where the box after this one begins
+    for box in reversed(list(_BOX.finditer(text))):
+        depth, end = 1, box.end()
+        while depth and end < following:
+            depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
+            end += 1
+        if depth:  # cut off, or around another one
+            continue
+        if held and not _BETWEEN_BOXES.fullmatch(text[end:following]):
+            break
+        held.insert(0, text[box.end() : end - 1])
+        following = box.start()
+    return ", ".join(held) if held else None
+
+
+def _parse(latex: str) -> list:
+    """What the library makes of LaTeX, and of the same without a unit in words."""
+    from math_verify import parse
+
+    unit = _UNIT.search(latex)
+    texts = [latex]
+    if unit is not None and not _CHANGES_NUMBER.search(unit[0]):
+        texts.append(latex[: unit.start()])
+    return [e for text in texts for e in parse(f"${text}$", parsing_timeout=MATH_LIMIT_S)]
+
+
+def _is_false(expression) -> bool:
+    """Whether an expression has an equation of numbers that does not hold, as 4 = 5. Decimals may
+    be rounded: the library would compare the right side alone."""
+    from math_verify import verify
+    from sympy import Basic, Eq
+
+    if not isinstance(expression, Basic):
+        return False
+    sides = [equation.args for equation in expression.atoms(Eq)]
+    return any(
+        left.is_number
+        and right.is_number
+        and not verify(left, right, float_rounding=2, timeout_seconds=MATH_LIMIT_S)
+        for left, right in sides
+    )

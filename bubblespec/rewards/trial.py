@@ -1,0 +1,84 @@
+"""What can be found out about reward functions before the first step: rows to which none of them
+applies, and functions that return no rewards, by one call of each on a made-up group."""
+
+from collections.abc import Collection
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+
+from bubblespec.errors import InputError, log
+from bubblespec.rewards.functions import (
+    ARGUMENTS,
+    RewardFailure,
+    RewardFunction,
+    Sample,
+    sees_groups,
+    takes_environments,
+)
+from bubblespec.rewards.scorer import POLL_STOP_S, Scorer
+from bubblespec.types import Prompt
+
+RESPONSE = "0"  # harmless as an answer, a text and a program
+MAX_CHECKED = 1000  # rows: parsing the references of all may take minutes
+
+
+def check_columns(names: Collection[str], renamed: Collection[str], source: str) -> None:
+    """Raises InputError for a column of the data (`source`) that would take the place of an
+    argument of reward functions. renamed: columns that the configuration gives another name."""
+    for name in ARGUMENTS:
+        if name in names and name not in renamed:
+            raise InputError(
+                f"data.columns: the column '{name}' of {source} has the name of an argument of "
+                f"reward functions; give it another name, as in data.columns={{my_{name}: {name}}}"
+            )
+
+
+def check_references(
+    functions: dict[str, RewardFunction], prompts: list[Prompt], source: str
+) -> None:
+    """Warn of rows (of `source`) for which each function would return None whatever the response,
+    as far as the functions can tell (`can_score`). Raises InputError if that is all of them."""
+    checks = [getattr(function, "can_score", None) for function in functions.values()]
+    if not checks or None in checks:
+        return
+    prompts = prompts[:MAX_CHECKED]
+    without = [p for p in prompts if not any(can_score(p.columns) for can_score in checks)]
+    if not without:
+        return
+    row = f"{str(without[0].text)!r:.100}, answer {without[0].columns.get('answer')!r:.50}"
+    line = f"no reward function can score {len(without)} of {len(prompts)} rows of {source}"
+    if len(without) == len(prompts):
+        raise InputError(f"reward.functions: {line}; the first is {row}")
+    log(f"warning: {line}, which will be left out of the updates; the first is {row}")
+
+
+def begin_trial(
+    scorer: Scorer, functions: dict[str, RewardFunction], prompt: Prompt, num_generations: int
+) -> dict[str, Future]:
+    """Call each function on responses to a prompt of the data, where the other calls will be made.
+    Those that need environments are not tried. Returns the calls, by path."""
+    ids = scorer.tokenizer(RESPONSE, add_special_tokens=False)["input_ids"]
+    sample, trial = Sample(prompt.text, RESPONSE, ids, prompt.columns), {}
+    for number, (path, function) in enumerate(functions.items()):
+        if not takes_environments(function):
+            size = num_generations if sees_groups(function) else 2  # to see that each has its value
+            trial[path] = scorer.pool.submit(number, [sample] * size)
+    return trial
+
+
+def end_trial(scorer: Scorer, trial: dict[str, Future]) -> None:
+    """Wait for the calls, or until the run is told to stop. Raises InputError for a function that
+    does not return one value per sample; warns of other failures, as real responses may have
+    none."""
+    scorer.pool.run()
+    pending = set(trial.values())
+    while pending and not scorer.ranks.must_stop:
+        pending = wait(pending, POLL_STOP_S, FIRST_EXCEPTION).not_done
+    for path, future in trial.items():
+        if future.cancel() or not future.done():
+            continue
+        reward = future.result()[0].reward  # raises where no worker can be started
+        if not isinstance(reward, RewardFailure):
+            continue
+        problem = f"{path}: {reward.message}"
+        if reward.kind == "result":
+            raise InputError(f"reward.functions: {problem}")
+        log(f"warning: reward {problem} ({reward.kind}, when tried on the response {RESPONSE!r})")

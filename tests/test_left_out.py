@@ -1,0 +1,223 @@
+"""Groups that lack a reward are left out: a step is the step without them, however it is made, and
+a step of which nothing is left ends the run with its state saved."""
+
+import copy
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import train as script
+from bubblespec.checkpoint import find_damage
+from bubblespec.config import load_config
+from bubblespec.dist.ranks import Ranks
+from bubblespec.errors import RewardsFailed
+from bubblespec.learn.microbatch import make_minibatches
+from bubblespec.records import StepRecord
+from bubblespec.rollout.dynamic_sampling import num_lacking, selected
+from bubblespec.setup import build
+from bubblespec.trainer import Trainer
+from bubblespec.types import Group, Prompt
+from tests.helpers import rewards as functions
+from tests.helpers.reference_step import grpo_step
+from tests.helpers.rows import record_of, samples_of
+from tests.helpers.runs import digests, read, same_weights, train_here, weights
+from tests.helpers.threads import train_on_threads
+from tests.test_dynamic_sampling import uids_of
+from tests.test_reference_step import CONFIG, SHORT
+from tests.test_update import make_config, make_samples
+
+GAPS = "reward.functions=[tests.helpers.rewards.with_gaps]"
+RECIPES = {
+    "group means": "loss.loss_type=grpo loss.kl_coef=0.1 loss.mask_truncated_completions=true",
+    "all tokens": "loss.loss_type=dapo loss.num_iterations=2 loss.epsilon_low=0.02",
+    "batch statistics": "loss.loss_type=dr_grpo loss.advantage_estimator=reinforce_plus_plus",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.usefixtures("exact_norms")
+def test_step_is_the_step_without_the_group(tmp_path, monkeypatch, name):
+    """By the oracle's own samples, rewards and update of the other prompts."""
+    options = [*SHORT, GAPS, "optim.warmup_steps=0", *RECIPES[name].split()]
+    config = load_config(CONFIG, [*options, f"run.output_dir={tmp_path}"])
+    trainer, seen, update = build(config, Ranks(torch.device("cpu"))), [], Trainer.update
+
+    def noting(trainer, record, advantages):
+        metrics = update(trainer, record, advantages)
+        seen.append((record, dict(metrics)))
+        return metrics
+
+    monkeypatch.setattr(Trainer, "update", noting)
+    script.train(trainer)
+    trainer.lock.close()
+    plain = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64).eval()
+    reference, moments, left_out = copy.deepcopy(plain), {}, []
+    for step, (record, metrics) in enumerate(seen):
+        generated, size = record.generated, record.generated.num_generations
+        sums = np.array([tokens.sum() for tokens in generated.tokens]).reshape(-1, size)
+        is_complete = (sums % 5 != 0).all(axis=1).tolist()
+        left_out.append(is_complete.count(False))
+        prompts = [
+            (group.prompt.uid, group.visit, list(group.prompt.token_ids))
+            for group, is_whole in zip(generated.groups, is_complete, strict=True)
+            if is_whole
+        ]
+        kl_model = reference if config.loss.kl_coef else None
+        groups, _, wanted, updates = grpo_step(
+            plain,
+            kl_model,
+            prompts,
+            functions.remainder,
+            config=config,
+            step=step,
+            moments=moments,
+        )
+        responses = [response.tokens for group in groups for response in group]
+        assert [tokens.tolist() for tokens in record.samples.tokens] == responses
+        np.testing.assert_allclose(record.advantages, np.ravel(wanted), rtol=1e-9, atol=1e-13)
+        loss = np.mean([made.loss for made in updates])
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    assert sum(left_out) > 0 and min(left_out) < len(is_complete)
+    named = dict(plain.named_parameters())
+    for key, parameter in trainer.learner.model.named_parameters():
+        torch.testing.assert_close(parameter, named[key], rtol=1e-9, atol=1e-9, msg=key)
+    counts = [line.get("reward/left_out", 0) for line in read(tmp_path)]
+    assert counts == left_out
+    assert sum(line.get("rewards/with_gaps/missing", 0) for line in read(tmp_path)) >= sum(counts)
+
+
+BULK = [
+    "model.dtype=float64",
+    "data.size=40",
+    "rollout.num_prompts_per_step=6",
+    "rollout.num_generations=3",
+    "rollout.max_completion_length=24",
+    "reward.num_workers=0",
+    "run.max_steps=4",
+    "run.save_steps=0",
+    "run.eval_steps=2",
+    "eval.num_prompts=6",
+    "eval.num_generations=2",
+    GAPS,
+]
+RULES = {
+    "plain": [],
+    "dynamic sampling": ["rollout.dynamic_sampling_max_batches=3"],
+    "tail batching": ["tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5"],
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_ranks_leave_out_the_same(tmp_path, capfd, rule):
+    options, folders = [*BULK, *RULES[rule]], [tmp_path / "one", tmp_path / "two"]
+    for ranks, folder in enumerate(folders, start=1):
+        train_on_threads(ranks, *options, f"run.output_dir={folder}")
+        said = capfd.readouterr().err
+        assert said.count("no reward function gave a number for some response of") == 1
+    one, two = map(read, folders)
+    assert digests(folders[0]) == digests(folders[1])
+    names = ("reward", "eval/reward", "reward/left_out", "rewards/with_gaps/missing")
+    for ours, theirs in zip(one, two, strict=True):
+        for name in ours.keys() & theirs.keys() & set(names):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-12), name
+        assert [name in ours for name in names] == [name in theirs for name in names]
+    assert any("reward/left_out" in line for line in one)
+    assert any("eval/rewards/with_gaps/missing" in line for line in one)
+    a, b = (weights(folder) for folder in folders)
+    assert all(torch.allclose(a[name], b[name], rtol=0, atol=1e-9) for name in a)
+
+
+def made(rewards: list[list[float]], num_wanted: int) -> StepRecord:
+    """A step whose groups, of uids 0, 1, ..., got these rewards."""
+    groups = [Group(Prompt(uid, str(uid), (1, 2), {}), 0) for uid in range(len(rewards))]
+    size = len(rewards[0])
+    tokens = [np.array([1], np.int32)] * (size * len(groups))
+    samples = samples_of(groups, tokens, rewards=np.reshape(rewards, (-1, 1)))
+    return record_of(samples, np.array(rewards), batch_sizes=[num_wanted])
+
+
+NAN = np.nan
+
+
+def test_groups_without_rewards_are_replaced_or_left_out():
+    rewards = [[0.0, 1.0], [NAN, NAN], [1.0, 1.0], [NAN, 1.0], [1.0, 0.0]]
+    assert num_lacking(made(rewards, 2), 3) == 0
+    # Two of five are useful: as many as fill the gap at that rate.
+    assert num_lacking(made(rewards, 3), 3) == 3
+    assert uids_of(selected(made(rewards, 2)).samples) == [0, 4]
+    assert uids_of(selected(made(rewards, 5)).samples) == [0, 2, 4], "none can be filled up"
+    assert num_lacking(made([[NAN, NAN]] * 4, 4), 3) == 4
+    with pytest.raises(RewardsFailed, match="no function gave a number for any prompt"):
+        selected(made([[NAN, 0.0]] * 4, 4))
+
+
+def test_fewer_groups_than_minibatches_make_fewer_updates():
+    samples = make_samples()
+    few = samples.of_groups([1, 2])
+    parts = {"config": make_config(num_minibatches=4), "ranks": Ranks(torch.device("cpu"))}
+    minibatches, *_, factors = make_minibatches(few, np.ones(len(few), bool), **parts)
+    orders = [sorted(i for batch in batches for i in batch.order) for batches in minibatches]
+    size = few.num_generations
+    assert orders == [list(range(size)), list(range(size, 2 * size))] and len(factors) == 2
+
+
+# Steps of which nothing is left
+
+
+def fail_from(monkeypatch, step: int) -> None:
+    sample = Trainer.sample
+
+    def counted(trainer, number):
+        os.environ["FAILS"] = str(int(number >= step))
+        return sample(trainer, number)
+
+    monkeypatch.setenv("FAILS", "0")
+    monkeypatch.setattr(Trainer, "sample", counted)
+
+
+@pytest.mark.parametrize(
+    "how, says", [("none", "in step 3 no function gave a number"), ("raise", "failed for all")]
+)
+@pytest.mark.parametrize("null", [False, True])
+def test_run_is_saved_before_rewards_end_it(tmp_path, monkeypatch, how, says, null):
+    """And goes on from there as if nothing had been, once they are right."""
+    options = [*BULK, "reward.functions=[tests.test_left_out.ending]", "run.max_steps=5"]
+    options += ["reward.reward_on_error=null"] * null
+    monkeypatch.setenv("HOW", how)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    monkeypatch.setenv("FAILS", "0")
+    train_here(whole, *options)
+    fail_from(monkeypatch, 3)
+    with pytest.raises(
+        RewardsFailed, match="raised ValueError" if null and how == "raise" else says
+    ):
+        train_here(broken, *options)
+    assert [line["step"] for line in read(broken) if "reward" in line] == [0, 1, 2]
+    assert os.listdir(broken).count("checkpoint-3") == 1
+    assert find_damage(str(broken / "checkpoint-3")) is None
+    monkeypatch.undo()
+    monkeypatch.setenv("FAILS", "0")
+    train_here(broken, *options)
+    assert digests(broken) == digests(whole)
+    assert same_weights(weights(broken, 5), weights(whole, 5))
+
+
+def ending(completion_ids, **columns):
+    if os.environ["FAILS"] == "0":
+        return functions.remainder(completion_ids)
+    if os.environ["HOW"] == "raise":
+        raise ValueError("no more")
+    return [None] * len(completion_ids)
+
+
+def test_metrics_are_json_without_nan(tmp_path):
+    train_here(tmp_path, *BULK, "run.max_steps=2", "run.trace=true")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        for line in (tmp_path / name).read_text().splitlines():
+            json.loads(line, parse_constant=lambda text: pytest.fail(text))
+    lines = [line for line in read(tmp_path) if "reward" in line]
+    assert all(line["reward"] is not None and line["reward_std"] is not None for line in lines)

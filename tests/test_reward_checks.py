@@ -1,0 +1,129 @@
+"""What is found out about reward functions before the first step, through the real entry point:
+one line, and no folder."""
+
+import os
+import sys
+
+import pytest
+
+from bubblespec.rewards import math_equivalence
+from bubblespec.rewards.code import passes_tests
+from bubblespec.rewards.trial import check_references
+from bubblespec.types import Prompt
+from tests.helpers.checks import refusal as refused
+from tests.helpers.runs import read
+from tests.test_bad_input import GOOD, data, refusal, run, surroundings  # noqa: F401 (fixtures)
+
+HERE = "tests.helpers.rewards"
+WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
+
+
+@WORKERS
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("too_few", "returned [1.0], not a list of 2 values, one per sample"),
+        ("by_name", "returned {'0': 1.0}, not a list of 2 values"),
+    ],
+)
+def test_function_that_returns_no_rewards_is_refused(refusal, num_workers, name, says):  # noqa: F811
+    message = refusal(f"reward.functions=[{HERE}.{name}]", f"reward.num_workers={num_workers}")
+    assert message.startswith(f"reward.functions: {HERE}.{name}: ") and says in message
+
+
+@WORKERS
+def test_coroutines_run_and_failures_of_the_trial_warn(monkeypatch, tmp_path, num_workers):
+    functions = f"reward.functions=[{HERE}.judge,{HERE}.picky]"
+    code, said = run(monkeypatch, tmp_path / "out", functions, f"reward.num_workers={num_workers}")
+    assert code == 0
+    (warning,) = [line for line in said.splitlines() if "warning: reward" in line]
+    assert "picky: raised ZeroDivisionError" in warning and "when tried on the response" in warning
+    (line,) = read(tmp_path / "out")
+    assert line["reward/errors"] == 0 and {"rewards/judge/mean", "rewards/picky/mean"} <= set(line)
+
+
+def test_trial_that_hangs_does_not_stop_a_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("FIRST_CALL", str(tmp_path / "first"))
+    options = ["reward.num_workers=1", "reward.timeout_s=2"]
+    function = "reward.functions=[tests.helpers.rewards.slow_at_first]"
+    code, said = run(monkeypatch, tmp_path / "out", function, *options)
+    assert code == 0 and "no answer within 4 s (timeout, when tried on" in said
+
+
+def test_worker_that_cannot_start_is_refused(refusal, monkeypatch):  # noqa: F811
+    """It lacks what only this process has."""
+    module = type(sys)("only_here")
+    module.f = lambda completions, **columns: [1.0] * len(completions)
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    message = refusal("reward.functions=[only_here.f]", "reward.num_workers=1")
+    assert message.startswith("reward.functions: a worker process could not be started")
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
+def test_column_with_an_arguments_name(refusal, data, monkeypatch, tmp_path, name):  # noqa: F811
+    rows = [row | {name: "x"} for row in GOOD]
+    message = refusal(*data("rows.jsonl", rows))
+    assert message.startswith(f"data.columns: the column '{name}' of the data has the name of an ")
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    options = [f"data.columns={{my_{name}: {name}}}", f"reward.functions=[{__name__}.note_columns]"]
+    code, _ = run(monkeypatch, tmp_path / "out", *data("rows.jsonl", rows), *options)
+    assert code == 0
+    assert (tmp_path / "seen").read_text() == f"answer,my_{name}"
+
+
+def note_columns(prompts, completions, completion_ids, **columns):
+    with open(os.environ["SEEN"], "w") as file:
+        file.write(",".join(sorted(columns)))
+    return [float(len(text)) for text in completions]
+
+
+def test_column_with_a_dot_in_its_name(data, monkeypatch, tmp_path):  # noqa: F811
+    rows = [{"prompt": row["prompt"], "extra.answer": row["answer"]} for row in GOOD]
+    options = [*data("rows.jsonl", rows), "data.columns={answer: extra.answer}"]
+    assert run(monkeypatch, tmp_path / "out", *options)[0] == 0
+
+
+# References
+
+
+def prompts_of(**columns) -> list[Prompt]:
+    (name, values) = next(iter(columns.items()))
+    return [Prompt(n, f"row {n}", (1,), {name: value}) for n, value in enumerate(values)]
+
+
+def test_rows_that_no_function_can_score_are_named(capsys):
+    functions = {"a.math": math_equivalence}
+    check_references(functions, prompts_of(answer=["5", "\\frac{1}{2}", "#### 1,080"]), "the data")
+    assert capsys.readouterr().err == ""
+    check_references(functions, prompts_of(answer=["5", "", None, "x+"]), "the data")
+    said = capsys.readouterr().err
+    assert said.startswith("warning: no reward function can score ") and "of 4 rows" in said
+    assert "the first is 'row 1', answer ''" in said
+    message = refused(check_references, functions, prompts_of(answer=["", None]), "the data")
+    assert message.startswith("reward.functions: no reward function can score 2 of 2 rows")
+    both = functions | {"b.other": lambda **columns: None}
+    check_references(both, prompts_of(answer=[""]), "the data")
+    code = {"a.code": passes_tests}
+    assert "2 of 2 rows" in refused(
+        check_references, code, prompts_of(tests=[None, []]), "the data"
+    )
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "answer", ["5", "-1,080.5", "#### 7", "\\frac12", "x", "", None, "\\", 0.5]
+)
+def test_references_are_judged_as_in_a_call(answer):
+    given = {"prompts": ["p"], "completions": ["5"], "completion_ids": [[1]], "answer": [answer]}
+    is_scored = math_equivalence(**given) != [None]
+    assert math_equivalence.can_score({"answer": answer}) == is_scored
+
+
+def test_run_goes_on_without_the_row(data, monkeypatch, tmp_path):  # noqa: F811
+    rows = [*GOOD, {"prompt": "5 + 1 =", "answer": ""}, {"prompt": "6 + 1 =", "answer": "7"}]
+    options = ["reward.functions=[bubblespec.rewards.math_equivalence]", "run.max_steps=3"]
+    code, said = run(monkeypatch, tmp_path / "out", *data("rows.jsonl", rows), *options)
+    assert code == 0 and "no reward function can score 1 of 6 rows of the data" in said
+    assert sum(line.get("reward/left_out", 0) for line in read(tmp_path / "out")) == 1
+    counts = [line.get("rewards/math_equivalence/missing", 0) for line in read(tmp_path / "out")]
+    assert sum(counts) == 2, "both responses"
