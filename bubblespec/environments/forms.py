@@ -251,18 +251,17 @@ class TextEpisode:
 
 
 def add_text(prompt: Chat, added: Any) -> Chat:
-    """The prompt with text at its end, that of the last message in a chat. Content may be a list of
-    parts there, as in TRL."""
-    if not isinstance(added, str) and (isinstance(prompt, str) or not isinstance(added, list)):
+    """The prompt with text at its end, that of the last message in a chat. There, as in TRL, it
+    may be a list of parts, all of them text."""
+    if isinstance(added, list) and not isinstance(prompt, str):
+        if any(part["type"] != "text" for part in added):
+            raise TypeError(f"reset returned {added!r:.200}, whose parts are not all text")
+        added = "".join(part["text"] for part in added)
+    if not isinstance(added, str):
         raise TypeError(f"reset returned {added!r:.200}, neither text nor None")
     if isinstance(prompt, str):
         return prompt + _plain(added)
-    content = prompt[-1]["content"]
-    if isinstance(added, list) and isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    if isinstance(added, str) and isinstance(content, list):
-        added = [{"type": "text", "text": added}]
-    return [*prompt[:-1], {**prompt[-1], "content": _plain(content + added)}]
+    return [*prompt[:-1], {**prompt[-1], "content": _plain((prompt[-1]["content"] or "") + added)}]
 
 
 def tool_message(name: str, result: Any) -> dict:

@@ -10,6 +10,7 @@ one prompt, so a function may compare them. One that looks at each by itself say
 one that fails costs no other its reward.
 """
 
+import copy
 import inspect
 import math
 import pickle
@@ -122,16 +123,18 @@ def check_arguments(
 
 def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
     """One reward per sample, all in one call. If that raises, all of a group fail; with a function
-    per sample it is repeated sample by sample, to find those for which it does."""
+    per sample it is repeated sample by sample, to find those for which it does.
+
+    Samples share prompt and columns, also with those of later visits: the function gets copies."""
     names = sorted({name for sample in samples for name in sample.columns})
-    columns = {name: [s.columns.get(name) for s in samples] for name in names}
     try:
+        columns = {name: [copy.deepcopy(s.columns.get(name)) for s in samples] for name in names}
         if takes_environments(function):
             columns["environments"] = [pickle.loads(s.environment) for s in samples]
         returned = function(
-            prompts=[s.prompt for s in samples],
+            prompts=[copy.deepcopy(s.prompt) for s in samples],
             completions=[_as_given(s) for s in samples],
-            completion_ids=[s.completion_ids for s in samples],
+            completion_ids=[s.completion_ids[:] for s in samples],
             **columns,
         )
     except (Exception, SystemExit) as error:
