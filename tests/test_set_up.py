@@ -203,6 +203,43 @@ def test_template_that_does_not_take_the_prompts(policy, tmp_path, template, say
     assert re.match(says, refusal(load_prompts, config, load_tokenizer(config)))
 
 
+GAMES = [{"prompt": "Play the game.", "start": start} for start in "0123456789ABCDEF"]
+
+
+def config_of_rows(tmp_path, rows: list[dict], count: int, held_out: list[dict] = ()) -> Config:
+    config = make_config()
+    config.eval.num_prompts = count
+    for key, content in (("path", rows), ("eval_path", held_out)):
+        if content:
+            path = tmp_path / f"{key}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in content))
+            setattr(config.data, key, str(path))
+    return config
+
+
+def starts(prompts) -> list[str]:
+    return [prompt.columns["start"] for prompt in prompts]
+
+
+def test_rows_of_one_text_are_held_out_by_their_columns(tmp_path):
+    config = config_of_rows(tmp_path, GAMES, 4)
+    train, held_out = load_prompts(config, load_tokenizer(config))
+    assert len(held_out) == 4 and len(train) == 12
+    assert sorted(starts(train.prompts) + starts(held_out)) == [row["start"] for row in GAMES]
+    more = [{**row, "level": 1} for row in GAMES[:2]]
+    config = config_of_rows(tmp_path, GAMES, 2, more)
+    train, held_out = load_prompts(config, load_tokenizer(config))
+    assert starts(held_out) == ["0", "1"] and starts(train.prompts) == [*"23456789ABCDEF"]
+
+
+def test_a_problem_is_held_out_whatever_its_number(tmp_path):
+    """A text that each of both files has once is the same problem, and so are equal rows."""
+    rows = [{"prompt": f"{n} + 1 =", "start": n} for n in range(4)]
+    config = config_of_rows(tmp_path, [*rows, rows[3]], 2, [{**rows[0], "start": 17}, rows[3]])
+    train, _ = load_prompts(config, load_tokenizer(config))
+    assert starts(train.prompts) == [1, 2]
+
+
 def test_a_hub_out_of_reach_is_asked_once_and_named(monkeypatch):
     """By one connection to a port where nobody answers; the cache is looked into all the same."""
     with socket.create_server(("127.0.0.1", 0)) as closed:

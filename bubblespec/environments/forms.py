@@ -11,6 +11,7 @@ This module runs in workers, and imports nothing heavy. Replies are plain data, 
 
 import asyncio
 import base64
+import copy
 import inspect
 import json
 import math
@@ -171,7 +172,8 @@ class ToolEpisode:
         if self.environment is None:
             return prompt
         reset = self.environment.reset
-        added = reset(**{"prompt": prompt, **_seed_for(reset, seed), **columns})
+        own = copy.deepcopy(prompt)  # which reset may change
+        added = reset(**{"prompt": own, **_seed_for(reset, seed), **columns})
         return prompt if added is None else add_text(prompt, added)
 
     def act(self, calls: list[dict]) -> dict:
@@ -223,7 +225,7 @@ class TextEpisode:
         given = {"env_config": {}, "extras": columns}  # as SkyRL-gym makes its environments
         self.environment = self._factory(**{key: given[key] for key in given if key in takes})
         init = self.environment.init
-        returned = init(prompt, **_seed_for(init, seed))
+        returned = init(copy.deepcopy(prompt), **_seed_for(init, seed))
         if isinstance(returned, tuple):  # with metadata
             returned = returned[0]
         if returned is None:
