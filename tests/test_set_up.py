@@ -5,6 +5,9 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from bubblespec import loading
 from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
+from bubblespec.data.fingerprints import data_state
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter import DRAFTER_FILE, Drafter, read_drafter, save_drafter
 from bubblespec.learn.optimizer import Optimizer
@@ -27,6 +31,8 @@ from bubblespec.loading import (
     stop_tokens,
     with_dtype,
 )
+from bubblespec.setup import check_equal
+from bubblespec.types import Prompt
 from tests.helpers.checks import refusal
 
 TINY = "configs/tiny_policy"
@@ -238,6 +244,37 @@ def test_a_problem_is_held_out_whatever_its_number(tmp_path):
     config = config_of_rows(tmp_path, [*rows, rows[3]], 2, [{**rows[0], "start": 17}, rows[3]])
     train, _ = load_prompts(config, load_tokenizer(config))
     assert starts(train.prompts) == [1, 2]
+
+
+def test_ranks_that_read_different_rows_are_refused():
+    """As tasks make them whose problems depend on the seed of Python's hashes."""
+    prompts = [Prompt(n, "p", (n,), {"answer": n}) for n in range(2)]
+    state = data_state("template", prompts, [])
+    sent = []
+
+    def gather(own: np.ndarray) -> np.ndarray:
+        """One rank after the other: all that have come so far."""
+        sent.append(own)
+        return np.stack(sent)
+
+    ranks = SimpleNamespace(gather=gather)
+    check_equal(state, ranks)
+    check_equal(data_state("template", prompts[:], []), ranks)
+    for theirs in [("template", prompts[::-1], []), ("other", prompts, []), ("template", [], [])]:
+        assert "PYTHONHASHSEED" in refusal(check_equal, data_state(*theirs), ranks)
+        sent.pop()
+
+
+VALUES = [{"b": 1, "a": {"x", "y", "z"}}, {(1, 2): object}, object(), b"a", [None, 2.5, "\ud800"]]
+PRINT = "from bubblespec.data.fingerprints import fingerprint; from tests.test_set_up import VALUES"
+PRINT += "; print([fingerprint(value) for value in VALUES])"
+
+
+def test_fingerprints_are_the_same_in_every_process():
+    environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in "12"]
+    command = [sys.executable, "-c", PRINT]
+    printed = [subprocess.check_output(command, env=environment) for environment in environments]
+    assert printed[0] == printed[1] and len(set(json.loads(printed[0]))) == len(VALUES)
 
 
 def test_a_hub_out_of_reach_is_asked_once_and_named(monkeypatch):
