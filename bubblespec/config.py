@@ -93,7 +93,7 @@ class DataConfig:
     name: str | None = None
     """Subset of a hub dataset."""
     split: str = "train"
-    """Split of a hub dataset."""
+    """Split of a hub dataset, or of files whose names have splits."""
     columns: dict[str, str] = key({})
     """{prompt: question} takes the column `prompt` from `question`; a dot reaches nested ones."""
     tasks: list[TaskConfig] = key([])
@@ -103,11 +103,11 @@ class DataConfig:
     eval_path: str | None = None
     """Held-out prompts, as in `path` (default: the split below, or rows held out of `path`)."""
     eval_split: str | None = None
-    """Held-out split of a hub dataset."""
+    """Held-out split, as in `split`."""
     as_chat: bool = False
     """Wrap string prompts as a user message and apply the tokenizer's chat template."""
     system_prompt: str | None = None
-    """System message in front of chat prompts that have none."""
+    """System message in front of chat prompts that have none; string prompts need as_chat."""
 
 
 @dataclass
@@ -341,11 +341,9 @@ class RunConfig:
     max_steps: int = key(100, at_least(1), at_most(1 << 31, COUNTER), resume=SAFE)
     """Training steps."""
     eval_steps: int = key(0, at_least(0), resume=SAFE)
-    """Steps between evaluations, which also run before the first and after the last step; 0:
-    never."""
+    """Steps between evaluations, also before the first and after the last step; 0: never."""
     save_steps: int = key(50, at_least(0), resume=SAFE)
-    """Steps between checkpoints; one is also saved after the last step. 0: only after the last
-    step."""
+    """Steps between checkpoints, and one after the last step; 0: only that."""
     timeline_steps: list[int] = key([], at_least(0), resume=SAFE)
     """Steps (from 0) whose timeline of all ranks is written to output_dir/timeline."""
     trace: bool = key(False, resume=SAFE)
@@ -357,8 +355,9 @@ class RunConfig:
     save_total_limit: int = key(2, at_least(1), resume=SAFE)
     """Checkpoints kept; older ones are deleted."""
     resume_from_checkpoint: str = key("auto", resume=SAFE)
-    """auto: resume from the newest checkpoint in output_dir; none: start a new run; or a checkpoint
-    folder."""
+    """auto: the newest checkpoint in output_dir; none: start a new run; or a checkpoint folder."""
+    allow_changed_data: bool = key(False, resume=SAFE)
+    """Continue although rows or the chat template differ. Appended rows need no permission."""
     timeout_s: float = key(1800.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds a collective may wait for the slowest rank before the job ends."""
 

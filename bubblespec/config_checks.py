@@ -99,6 +99,8 @@ def fill(
             found = type(given).__name__
             raise InputError(f"{source}: expected sections (model, data, ...), found {found}")
         for section, values in given.items():
+            if not isinstance(section, str):  # YAML reads on, off, yes and no as true and false
+                raise InputError(f"{source}: the key {section!r} is no text, so it is no section")
             if section in sections and not isinstance(values, dict):
                 raise InputError(f"{section}: is a section, not a value")
             if section not in sections and not (values and isinstance(values, dict)):

@@ -5,10 +5,12 @@ import contextlib
 import functools
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+import numpy as np
 import torch
 from huggingface_hub import constants
 from transformers import (
@@ -20,16 +22,18 @@ from transformers import (
 )
 
 from bubblespec.config import Config
+from bubblespec.data.fingerprints import fingerprints
 from bubblespec.data.prompts import (
     PromptSet,
     build_prompt_set,
-    load_rows,
+    leave_out,
     make_tokenize,
     reasoning_gym_rows,
 )
+from bubblespec.data.rows import load_rows
 from bubblespec.environments.forms import Form
 from bubblespec.environments.tokens import base_ids
-from bubblespec.errors import InputError, one_line
+from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.lora import add_adapter
 from bubblespec.types import Prompt
 
@@ -177,11 +181,20 @@ def stop_tokens(
 
 
 def load_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, environment: Form | None = None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    environment: Form | None = None,
+    *,
+    saved_held_out: np.ndarray | None = None,
+    warn: Callable[[str], None] = log,
 ) -> tuple[PromptSet, list[Prompt]]:
     """Training prompts and held-out prompts. A training prompt that is also held out is left out of
     training, whether or not this run evaluates: the batches do not depend on that. Raises
-    InputError."""
+    InputError.
+
+    saved_held_out: fingerprints of those of a run that continues, which stay the same if rows have
+    been appended.
+    """
     data, count, longest = config.data, config.eval.num_prompts, config.rollout.max_prompt_length
     options = {"system_prompt": data.system_prompt, "as_chat": data.as_chat}
     tokenize = make_tokenize(tokenizer)
@@ -192,7 +205,7 @@ def load_prompts(
     def prompts_of(rows, key: str) -> PromptSet:
         return build_prompt_set(rows, tokenize, longest, key=key, **options)
 
-    held_out = []
+    held_out, key, columns = [], "eval.num_prompts", set()
     if data.tasks:
         tasks = [vars(task) for task in data.tasks]
         train = prompts_of(reasoning_gym_rows(tasks, data.size, TASKS_SEED), "data.tasks")
@@ -200,26 +213,41 @@ def load_prompts(
             rows = reasoning_gym_rows(tasks, count, HELD_OUT_SEED)
             held_out = prompts_of(rows, "data.tasks").prompts
     else:
-        rows = load_rows(data.path, data.name, data.split, columns=data.columns)
-        train = prompts_of(rows, "data.path")
+        how = {"columns": data.columns, "warn": warn}
+        train = prompts_of(load_rows(data.path, data.name, data.split, **how), "data.path")
         if count and (data.eval_path or data.eval_split):
             key = "data.eval_path" if data.eval_path else "data.eval_split"
             name = None if data.eval_path and os.path.exists(data.eval_path) else data.name
             path, split = data.eval_path or data.path, data.eval_split or data.split
-            rows = load_rows(path, name, split, key=key, columns=data.columns)
+            rows = load_rows(path, name, split, key=key, **how)
             held_out = prompts_of(rows, key).prompts[:count]
         elif count:
             if len(train) < 2:
                 dropped = f"({train.num_dropped} are over rollout.max_prompt_length)"
                 reason = "usable prompts cannot be split into training and held-out ones"
                 raise InputError(f"data.path: {len(train)} {reason} {dropped}")
-            held_out = train.batch(0, 0, min(count, len(train) // 2))
+            held_out = _hold_out(train, min(count, len(train) // 2), saved_held_out)
+        if train.prompts and held_out:
+            columns = train.prompts[0].columns.keys() & held_out[0].columns.keys()
     if count and not held_out:
         reason = f"no held-out prompt has at most {longest} tokens"
         raise InputError(f"rollout.max_prompt_length: {reason}")
-    texts = {str(prompt.text) for prompt in held_out}
-    remaining = [prompt for prompt in train.prompts if str(prompt.text) not in texts]
-    if train.prompts and not remaining:
+    if len(held_out) < count:
+        has = "half of data.path" if key == "eval.num_prompts" else f"all of {key}"
+        has = "those of data.tasks that are short enough" if data.tasks else has
+        warn(f"warning: eval.num_prompts: {count}, but only {len(held_out)} are held out, {has}")
+    remaining = leave_out(train, held_out, columns)
+    if train.prompts and not remaining.prompts:
         reason = "all training prompts are held out as well, so none is left to train on"
-        raise InputError(f"data.eval_path, data.eval_split: {reason}")
-    return PromptSet(remaining, train.num_dropped), held_out
+        raise InputError(f"{key}: {reason}")
+    return remaining, held_out
+
+
+def _hold_out(train: PromptSet, count: int, saved: np.ndarray | None) -> list[Prompt]:
+    """The rows of the training data to hold out: the saved ones, if all are there."""
+    if saved is not None:
+        of = dict(zip(fingerprints(train.prompts).tolist(), train.prompts, strict=True))
+        held_out = [of[name] for name in saved.tolist() if name in of]
+        if len(held_out) == len(saved):
+            return held_out
+    return train.batch(0, 0, count)

@@ -22,6 +22,7 @@ from bubblespec.checkpoint import (
     refuse_what_does_not_fit,
 )
 from bubblespec.config import Config
+from bubblespec.data.fingerprints import HELD_OUT, check_continued, data_state, fingerprint
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.data.tail_batching import TailBatching
@@ -79,7 +80,11 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     torch.manual_seed(config.run.seed)
     with console.phase("loading the model"):
         checkpoint = find_checkpoint(config, ranks)
-        state = read_state(checkpoint) if checkpoint else {"step": 0, "evaluated": -1}
+        state, planner = {"step": 0, "evaluated": -1}, {}
+        if checkpoint:
+            state = read_state(checkpoint)
+            with refuse_what_does_not_fit(checkpoint):
+                planner = load_arrays(checkpoint, PLANNER_FILE)
         hooks = load_own(config, ranks)
         functions = {path: load_reward(path) for path in config.reward.functions}
         tokenizer = load_tokenizer(config)
@@ -98,7 +103,13 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     has_reward = form is not None and form.has_reward
     weights = check_weights(config, has_reward)
     with console.phase("reading the data"):
-        train_prompts, eval_prompts = load_prompts(config, tokenizer, form)
+        warn = log if ranks.is_main else lambda line: None
+        options = {"saved_held_out": planner.get(HELD_OUT), "warn": warn}
+        train_prompts, eval_prompts = load_prompts(config, tokenizer, form, **options)
+        data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts)
+        check_equal(data, ranks)
+        if checkpoint:
+            check_continued(planner, data, checkpoint, config.run.allow_changed_data, warn)
         check_prompts(config, functions, train_prompts, eval_prompts, ranks, has_reward)
         if form is not None:
             prompt = train_prompts.prompts[0]
@@ -135,7 +146,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             stats.guard = Guard()
     if checkpoint:
         with refuse_what_does_not_fit(checkpoint):
-            schedule.load_state_dict(load_arrays(checkpoint, PLANNER_FILE))
+            schedule.load_state_dict(planner)
             sampler.load_state_dict(load_arrays(checkpoint, SPECULATION_FILE))
     if form is not None:
         sampler.environments = Environments(config.environment, tokenizer)
@@ -153,6 +164,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         learner=learner,
         sampler=sampler,
         tokenizer=tokenizer,
+        data=data,
         eval_prompts=eval_prompts,
         rewards=functions,
         num_updates=state["step"],
@@ -267,6 +279,16 @@ def check_weights(config: Config, has_environment: bool) -> list[float]:
         needed = f"{count} are needed, the environment's last" if has_environment else f"{count}"
         raise InputError(f"reward.weights: {len(weights)} weights, but {needed}")
     return weights or [1.0] * count
+
+
+def check_equal(data: dict[str, np.ndarray], ranks: Ranks) -> None:
+    """All ranks have read the same rows. Raises InputError."""
+    found = ranks.gather(np.array([fingerprint([of.tolist() for of in data.values()])]))
+    if (found != found[0]).any():
+        raise InputError(
+            "data: ranks have read different rows; some tasks of data.tasks depend on "
+            "PYTHONHASHSEED, which must be set, to 0 for instance"
+        )
 
 
 def check_prompts(

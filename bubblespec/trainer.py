@@ -46,6 +46,7 @@ class Trainer:
     sampler: Sampler
     learner: Learner
     tokenizer: PreTrainedTokenizerBase
+    data: dict[str, np.ndarray]  # fingerprints, see `data_state`
     eval_prompts: list[Prompt]
     rewards: dict[str, RewardFunction]  # by dotted path
     num_updates: int  # done by now, by the run that this one continues as well
@@ -329,7 +330,7 @@ class Trainer:
                 model=self.learner.model,
                 tokenizer=self.tokenizer,
                 optimizer=self.learner.optimizer,
-                schedule=self.sampler.schedule.state_dict(),
+                schedule=self.sampler.schedule.state_dict() | self.data,
                 speculation=self.sampler.state_dict(),
                 linear=self.linear,
                 drafter=self.sampler.drafter,

@@ -15,12 +15,15 @@ import shutil
 import sys
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import train
+from bubblespec.checkpoint import PLANNER_FILE, STATE_FILE, SUMS_FILE, _digests, load_arrays
+from bubblespec.data.fingerprints import HELD_OUT, ROWS
 from bubblespec.dist.ranks import ranks_from_environment
 from bubblespec.errors import InputError
 from tests.helpers.warm import ROOT, launch
@@ -154,6 +157,83 @@ def test_bad_data_is_one_line(refusal, data, tmp_path):
     message = refusal(*data("columns.jsonl", [{"prompt": "1 + 1 =", "level": 1}] * 4))
     assert message.startswith("reward.functions: bubblespec.rewards.exact_match cannot be called")
     assert message.endswith("missing a required argument: 'answer'")
+
+
+def test_held_out_data_that_is_short_or_all_there_is(refusal, data, monkeypatch, tmp_path):
+    """Each time a line, which names only keys that are set."""
+    rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(12)]
+    some = data("some.jsonl", rows)
+    code, said = run(monkeypatch, tmp_path / "some", *some, "eval.num_prompts=50")
+    assert code == 0
+    assert "eval.num_prompts: 50, but only 6 are held out, half of data.path" in said
+    (tmp_path / "few.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    few = [*some, f"data.eval_path={tmp_path / 'few.jsonl'}", "eval.num_prompts=2"]
+    code, said = run(monkeypatch, tmp_path / "few", *few)
+    assert code == 0 and "2, but only 1 are held out, all of data.eval_path" in said
+    message = refusal(*some, f"data.eval_path={tmp_path / 'some.jsonl'}", "eval.num_prompts=12")
+    assert message.startswith("data.eval_path: all training prompts are held out")
+    message = refusal(*data("alike.jsonl", rows[:1] * 4), "eval.num_prompts=2")
+    assert message.startswith("eval.num_prompts: all training prompts are held out")
+
+
+# Another state of the data in a run that continues
+
+
+def test_rows_that_changed_are_refused_appended_ones_are_named(
+    refusal, data, monkeypatch, tmp_path
+):
+    rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "hint": [i]} for i in range(8)]
+    overrides = [*data("rows.jsonl", rows), "eval.num_prompts=3", "eval.num_generations=1"]
+    code, said = run(monkeypatch, tmp_path / "out", *overrides)
+    assert code == 0, said
+    overrides.append("run.max_steps=2")
+    text = (tmp_path / "rows.jsonl").read_text()
+    for changed, says in [
+        (rows[::-1], "of 5 rows"),
+        ([{**row, "answer": "0"} for row in rows], "held-out rows"),
+        ([{**row, "hint": [9]} for row in rows], "held-out rows"),
+        (rows[:6], ""),
+    ]:
+        data("rows.jsonl", changed)
+        message = refusal(*overrides)
+        assert message.startswith("data: ") and says in message
+        assert "run.allow_changed_data=true" in message and "checkpoint-1" in message
+    (tmp_path / "rows.jsonl").write_text(text)
+    more = [{"prompt": f"{i} + 2 =", "answer": str(i + 2), "hint": [i]} for i in range(4)]
+    data("rows.jsonl", rows + more)
+    code, said = run(monkeypatch, tmp_path / "out", *overrides)
+    assert code == 0, said
+    assert said.count("4 rows to train on have been appended since ") == 1
+    before, after = (
+        load_arrays(str(tmp_path / "out" / f"checkpoint-{n}"), PLANNER_FILE) for n in (1, 2)
+    )
+    assert before[HELD_OUT].tolist() == after[HELD_OUT].tolist(), "none that was trained on"
+    assert after[ROWS][:5].tolist() == before[ROWS].tolist() and len(after[ROWS]) == 9
+    data("rows.jsonl", [{**row, "answer": "0"} for row in rows])
+    allowed = ["run.allow_changed_data=true", "run.max_steps=3"]
+    code, said = run(monkeypatch, tmp_path / "out", *overrides, *allowed)
+    assert code == 0 and said.count("warning: data: held-out rows") == 1, said
+
+
+def test_chat_template_that_changed_is_refused(refusal, data, monkeypatch, tmp_path):
+    path = tmp_path / "template.jinja"
+    chatml = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
+    path.write_text(chatml)
+    overrides = [*data("chat.jsonl", CHAT), f"model.chat_template_path={path}"]
+    code, said = run(monkeypatch, tmp_path / "out", *overrides)
+    assert code == 0, said
+    path.write_text(chatml + "{# the same text, so far #}")
+    message = refusal(*overrides, "run.max_steps=2")
+    assert message.startswith("model.path, model.chat_template_path: the chat template is another")
+    folder = tmp_path / "out" / "checkpoint-1"
+    state = load_arrays(str(folder), PLANNER_FILE)
+    os.remove(folder / SUMS_FILE)
+    np.savez(folder / PLANNER_FILE, **{k: v for k, v in state.items() if "data." not in k})
+    names = sorted(os.listdir(folder), key=lambda name: name == STATE_FILE)
+    sums = "".join(f"{digest}  {name}\n" for name, digest in _digests(str(folder), names).items())
+    (folder / SUMS_FILE).write_text(sums)
+    code, said = run(monkeypatch, tmp_path / "out", *overrides, "run.max_steps=2")
+    assert code == 0, "a checkpoint of an earlier version continues"
 
 
 def test_long_prompts_are_dropped_with_a_count_and_not_all_of_them(

@@ -1,13 +1,8 @@
-"""Files into rows, rows into prompts with stable uids, prompts into the batch of any step."""
+"""Rows into prompts with stable uids, prompts into the batch of any step."""
 
 import collections
-import csv
-import json
 import random
 
-import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -15,57 +10,12 @@ from transformers import PreTrainedTokenizerFast
 from bubblespec.data.prompts import (
     PromptSet,
     build_prompt_set,
-    load_rows,
     make_tokenize,
     reasoning_gym_rows,
 )
 from bubblespec.errors import InputError
 from bubblespec.types import Prompt
 from tests.helpers.checks import refusal
-
-ROWS = [
-    {"prompt": "one plus one", "answer": "2", "level": 1},
-    {"prompt": "two, doubled", "answer": "4", "level": 3},
-]
-CHATS = [
-    {"prompt": [{"role": "user", "content": "hi"}], "answer": "a"},
-    {
-        "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
-        "answer": "b",
-    },
-]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """Everything that `datasets` keeps goes here instead of the user's cache."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    return tmp_path / "cache"
-
-
-def as_jsonl(rows: list) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def write(path, rows: list) -> str:
-    """Rows in the format that the suffix of `path` asks for."""
-    path.parent.mkdir(exist_ok=True)
-    if path.suffix == ".jsonl":
-        path.write_text(as_jsonl(rows))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=1))
-    elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return str(path)
-
-
-def load(path: str) -> list[dict]:
-    return list(load_rows(str(path), None, "train"))
 
 
 def words(text) -> list[int]:
@@ -78,53 +28,6 @@ def build(prompts: list, longest: int = 100, **options) -> PromptSet:
     return build_prompt_set([{"prompt": prompt} for prompt in prompts], words, longest, **options)
 
 
-# Loading files
-
-
-@pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet"])
-def test_rows_of_a_file_arrive_with_all_columns(tmp_path, suffix):
-    assert load(write(tmp_path / f"rows.{suffix}", ROWS)) == ROWS
-    assert load(write(tmp_path / f"chats.{suffix}", CHATS)) == CHATS
-
-
-def test_csv_numbers_are_numbers_and_names_may_have_glob_characters(tmp_path):
-    numbers = [{**row, "answer": int(row["answer"])} for row in ROWS]
-    assert load(write(tmp_path / "rows[1].csv", ROWS)) == numbers
-
-
-def test_folder_and_glob_take_the_files_in_name_order(tmp_path):
-    write(tmp_path / "folder" / "b.jsonl", ROWS[1:])
-    write(tmp_path / "folder" / "a.jsonl", ROWS[:1])
-    (tmp_path / "folder" / "README.md").write_text("not data")
-    assert load(tmp_path / "folder") == ROWS
-    assert load(tmp_path / "folder" / "*.jsonl") == ROWS
-    assert load(tmp_path / "folder" / "[b].jsonl") == ROWS[1:]
-    write(tmp_path / "folder" / "c.csv", ROWS)
-    assert "mixes the formats ['csv', 'json']" in refusal(load, tmp_path / "folder")
-
-
-@pytest.mark.parametrize(
-    "name, content, says",
-    [
-        ("torn.jsonl", '{"prompt": "x"}\n\n{"prompt": "y"\n', "torn.jsonl, line 3 is not JSON"),
-        ("number.jsonl", '{"prompt": "x"}\n3\n', "number.jsonl, line 2 has 3, not an object"),
-        ("array.json", '[{"prompt": "x"},\n {"prompt" "y"}]', "array.json, line 2 is not JSON"),
-        ("nested.json", '{"rows": [{"prompt": "x"}]}', "no prompt column; it has ['rows']"),
-        ("open.csv", 'prompt,answer\n"x,1\ny,2\n', "tokenizing"),
-        ("not.parquet", "hello", "not.parquet, split train: "),
-        ("header.csv", "prompt,answer\n", "corresponds to no data"),
-        ("blank.jsonl", "\n \n\n", "blank.jsonl"),
-        ("hole.csv", "prompt,answer\nx,1\n,2\n", "the prompt of row 1 is None"),
-    ],
-)
-def test_broken_file_is_one_line_that_names_it(tmp_path, name, content, says):
-    path = tmp_path / name
-    path.write_text(content)
-    message = refusal(lambda: build_prompt_set(load(path), words, 100, key="data.path"))
-    assert message.startswith("data.path: ") and says in message
-    assert str(tmp_path) in message or name == "hole.csv", "its row is at fault"
-
-
 # Rows into prompts
 
 
@@ -134,7 +37,7 @@ USER, SYSTEM = {"role": "user", "content": "hi"}, {"role": "system", "content": 
 @pytest.mark.parametrize(
     "prompt, as_chat, system_prompt, wanted",
     [
-        ("hi", False, "be brief", "hi"),
+        ("hi", False, None, "hi"),
         ("hi", True, "be brief", [{"role": "system", "content": "be brief"}, USER]),
         ([USER], False, "be brief", [{"role": "system", "content": "be brief"}, USER]),
         ([SYSTEM, USER], True, "be brief", [SYSTEM, USER]),
@@ -153,10 +56,26 @@ def test_chat_and_system_prompt(prompt, as_chat, system_prompt, wanted):
         (["x"], "row 1 has 'x', not a message"),
         ([{"role": "user"}], "not a message with 'role' and 'content'"),
         ([{"role": "user", "content": None}], "whose role or content is no text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "whose parts are not all text"),
+        ([{"role": "user", "content": ["hi"]}], "whose parts are not all text"),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "are not all text"),
     ],
 )
 def test_prompt_of_another_kind_names_the_row(prompt, part):
     assert part in refusal(lambda: build(["fine", prompt], as_chat=True))
+
+
+def test_system_prompt_is_refused_for_a_string_prompt():
+    message = refusal(lambda: build([[USER], "hi"], system_prompt="be brief"))
+    assert message.startswith("data.system_prompt: the prompt of row 1 is a string")
+    assert "data.as_chat=true" in message
+
+
+def test_text_parts_become_one_text():
+    parts = [{"type": "text", "text": "add 1 "}, {"type": "text", "text": "and 1", "image": None}]
+    (prompt,) = build([[SYSTEM, {"role": "user", "content": parts}]]).prompts
+    assert prompt.text == [SYSTEM, {"role": "user", "content": "add 1 and 1"}]
+    assert prompt.uid == build([prompt.text]).prompts[0].uid
 
 
 def test_uids_are_63_bit_and_distinct_even_for_equal_prompts():
@@ -198,6 +117,43 @@ def test_chats_get_the_special_tokens_of_their_template_only(tokenizer, monkeypa
     )
     monkeypatch.setattr(tokenizer, "chat_template", template)
     assert make_tokenize(tokenizer)([USER]) == [0, 1, 3, 2]
+
+
+def test_strings_get_the_beginning_once_and_no_end(tokenizer, monkeypatch):
+    """Ids by hand: BOS is 0; "<s>" may be in the text as well."""
+    core = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    both = processors.TemplateProcessing(
+        "<s> user $A assistant", special_tokens=[("<s>", 0), ("user", 1), ("assistant", 2)]
+    )
+    for processor, before in [(both, [0, 1]), (core.post_processor, [0]), (None, [])]:
+        core.post_processor = processor or processors.Sequence([])
+        made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>")
+        tokenize = make_tokenize(made)
+        assert tokenize("hi there") == [*before, 3, 4]
+        assert tokenize("hi") == [*before, 3]
+        begun = made.decode([*before, 3])
+        assert tokenize(begun) == [*before, 3], "not twice"
+
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|> {{ m.content }} <|end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TRIMMED = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMMED])
+def test_last_message_of_the_assistant_is_continued(template):
+    vocabulary = {"<|user|>": 1, "<|assistant|>": 2, "<|end|>": 3, "hi": 4, "there": 5, "?": 6}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenize = make_tokenize(PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template))
+    begun = {"role": "assistant", "content": "hi there "}
+    assert tokenize([USER]) == [1, 4, 3, 2]
+    assert tokenize([USER, begun]) == [1, 4, 3, 2, 4, 5]
+    assert tokenize([USER, {**begun, "content": ""}]) == [1, 4, 3, 2]
+    assert tokenize([USER, begun, USER]) == [1, 4, 3, 2, 4, 5, 3, 1, 4, 3, 2]
 
 
 # Batches
@@ -293,32 +249,3 @@ def test_extra_prompts_are_others_and_a_function_of_the_step():
     assert first != [p.uid for p in prompts.extra(1, 5, 6, used)]
     following = [p.uid for p in prompts.extra(0, 5, 30, used | set(first))]
     assert sorted([*used, *first, *following]) == list(range(30)), "what is left, and no more"
-
-
-# Columns by other names
-
-
-def test_columns_come_from_others_at_the_top_or_inside(tmp_path):
-    rows = [{"question": f"q{n}", "prompt": "old", "model": {"truth": n}} for n in range(3)]
-    path = write(tmp_path / "rows.jsonl", rows)
-    columns = {"prompt": "question", "answer": "model.truth"}
-    loaded = load_rows(path, None, "train", columns=columns)
-    assert [(row["prompt"], row["answer"], row["question"]) for row in loaded] == [
-        (f"q{n}", n, f"q{n}") for n in range(3)
-    ]
-    swapped = load_rows(path, None, "train", columns={"prompt": "question", "question": "prompt"})
-    assert [(row["prompt"], row["question"]) for row in swapped] == [
-        (f"q{n}", "old") for n in range(3)
-    ]
-
-
-@pytest.mark.parametrize(
-    "columns, says",
-    [
-        ({"prompt": "problem"}, "data.columns.prompt: not every row has a 'problem'; there are"),
-        ({"answer": "level.deep"}, "data.columns.answer: not every row has a 'level.deep'"),
-    ],
-)
-def test_columns_that_are_not_there_are_named(tmp_path, columns, says):
-    with pytest.raises(InputError, match=f"^{says}"):
-        load_rows(write(tmp_path / "rows.jsonl", ROWS), None, "train", columns=columns)

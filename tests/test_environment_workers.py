@@ -209,6 +209,17 @@ def test_flood_is_bounded(make_player):
     assert "too large" in player.call("a", "flood", size=MAX_REPLY_BYTES)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_reset_changes_no_other_episode_sees(make_player, num_workers):
+    player, words = make_player("UsesUp", num_workers=num_workers), ["red", "green"]
+    texts = []
+    for name in ("a", "b"):
+        (begin,) = player.begin(name, words=words)
+        texts.append(player.tokenizer.decode(begin.ids))
+    assert words == ["red", "green"]
+    assert "1 red green" in texts[0] and texts[0] == texts[1]
+
+
 def test_reset_that_raises(make_player):
     player = make_player()
     (begin,) = player.begin("a", kind="raises")

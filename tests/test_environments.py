@@ -12,7 +12,7 @@ import pytest
 
 from bubblespec.data.prompts import make_tokenize
 from bubblespec.environments.environments import Environments
-from bubblespec.environments.forms import Host, load_form, tool_message
+from bubblespec.environments.forms import Host, add_text, load_form, tool_message
 from bubblespec.environments.tokens import base_ids, begin_ids, observation_ids, parse_calls
 from bubblespec.errors import InputError
 from tests.helpers.checks import refusal
@@ -134,6 +134,20 @@ def test_base_and_beginning_are_the_prompt_of_trl(tokenizer, added):
         )["input_ids"][0]
         ids = begin_ids(tokenizer, prompt, begun, base, form.schemas(), 10_000)
         assert list(base) + ids == wanted
+
+
+def test_turn_that_the_prompt_begins_is_continued(tokenizer):
+    """Also with text that an environment adds to it."""
+    begun = [*CHAT, {"role": "assistant", "content": "Let me think"}]
+    base = base_ids(tokenizer, begun, [], True)
+    longer = add_text(begun, [{"type": "text", "text": ": 3 "}, {"type": "text", "text": "+ 4"}])
+    assert longer[-1] == {"role": "assistant", "content": "Let me think: 3 + 4"}
+    ids = [*base, *begin_ids(tokenizer, begun, longer, base, [], 100)]
+    wanted = tokenizer.apply_chat_template(longer, continue_final_message=True, tokenize=False)
+    assert ids == tokenizer(wanted, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids).endswith("Let me think: 3 + 4")
+    with pytest.raises(TypeError, match="whose parts are not all text"):
+        add_text(CHAT, [{"type": "image"}])
 
 
 def test_base_is_the_whole_prompt_if_nothing_is_added(tokenizer):

@@ -1,6 +1,7 @@
 """Scores of a rank's rows: the same with any number of workers, handed out as they come, and what
 failures leave behind."""
 
+import copy
 import os
 import random
 import signal
@@ -161,6 +162,27 @@ def test_a_group_fails_as_a_whole_and_alone(make_scorer, num_workers):
     broken[rows[0].id] = broken[rows[0].id]._replace(prompt="of another group")
     assert scoring.collect(rows).tolist() == [[-1.0], [-1.0], [0.0], [1.0]]
     assert scorer.take_metrics()["reward/errors"] == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_function_changes_no_other_call_sees(make_scorer, num_workers):
+    """Nor another sample, another function, a call that is repeated, or a later visit."""
+    chat = [{"role": "user", "content": "hi"}]
+    columns = {"words": ["a", "b"], "nested": {"list": [1, 2, 3]}}
+    columns["same"] = columns["words"]
+    prompt = Prompt(5, chat, (1, 2), columns)
+    before = copy.deepcopy((prompt.text, prompt.columns))
+    names = ("use_up", "use_up_alone")
+    paths = [f"tests.helpers.misbehaving_rewards.{name}" for name in names]
+    scorer = make_scorer(functions=paths, num_workers=num_workers)
+    for visit in range(2):
+        launch = Launch([Group(prompt, visit)], 1, 3)
+        rows = make_rows(launch.groups, 3, 10)
+        for row in rows:
+            row.tokens = np.array([1, 2])
+        rewards = scorer.begin(launch, visit).collect(rows)
+        assert rewards.tolist() == [[321.0, 321.0]] * 3
+    assert (prompt.text, prompt.columns) == before
 
 
 def test_a_later_batch_of_the_step_may_fail_as_a_whole(make_scorer):

@@ -5,6 +5,9 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from bubblespec import loading
 from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
+from bubblespec.data.fingerprints import data_state
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.drafter import DRAFTER_FILE, Drafter, read_drafter, save_drafter
 from bubblespec.learn.optimizer import Optimizer
@@ -27,6 +31,8 @@ from bubblespec.loading import (
     stop_tokens,
     with_dtype,
 )
+from bubblespec.setup import check_equal
+from bubblespec.types import Prompt
 from tests.helpers.checks import refusal
 
 TINY = "configs/tiny_policy"
@@ -201,6 +207,74 @@ def test_template_that_does_not_take_the_prompts(policy, tmp_path, template, say
     prompt = [{"role": "user", "content": "1 + 1 ="}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
     assert re.match(says, refusal(load_prompts, config, load_tokenizer(config)))
+
+
+GAMES = [{"prompt": "Play the game.", "start": start} for start in "0123456789ABCDEF"]
+
+
+def config_of_rows(tmp_path, rows: list[dict], count: int, held_out: list[dict] = ()) -> Config:
+    config = make_config()
+    config.eval.num_prompts = count
+    for key, content in (("path", rows), ("eval_path", held_out)):
+        if content:
+            path = tmp_path / f"{key}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in content))
+            setattr(config.data, key, str(path))
+    return config
+
+
+def starts(prompts) -> list[str]:
+    return [prompt.columns["start"] for prompt in prompts]
+
+
+def test_rows_of_one_text_are_held_out_by_their_columns(tmp_path):
+    config = config_of_rows(tmp_path, GAMES, 4)
+    train, held_out = load_prompts(config, load_tokenizer(config))
+    assert len(held_out) == 4 and len(train) == 12
+    assert sorted(starts(train.prompts) + starts(held_out)) == [row["start"] for row in GAMES]
+    more = [{**row, "level": 1} for row in GAMES[:2]]
+    config = config_of_rows(tmp_path, GAMES, 2, more)
+    train, held_out = load_prompts(config, load_tokenizer(config))
+    assert starts(held_out) == ["0", "1"] and starts(train.prompts) == [*"23456789ABCDEF"]
+
+
+def test_a_problem_is_held_out_whatever_its_number(tmp_path):
+    """A text that each of both files has once is the same problem, and so are equal rows."""
+    rows = [{"prompt": f"{n} + 1 =", "start": n} for n in range(4)]
+    config = config_of_rows(tmp_path, [*rows, rows[3]], 2, [{**rows[0], "start": 17}, rows[3]])
+    train, _ = load_prompts(config, load_tokenizer(config))
+    assert starts(train.prompts) == [1, 2]
+
+
+def test_ranks_that_read_different_rows_are_refused():
+    """As tasks make them whose problems depend on the seed of Python's hashes."""
+    prompts = [Prompt(n, "p", (n,), {"answer": n}) for n in range(2)]
+    state = data_state("template", prompts, [])
+    sent = []
+
+    def gather(own: np.ndarray) -> np.ndarray:
+        """One rank after the other: all that have come so far."""
+        sent.append(own)
+        return np.stack(sent)
+
+    ranks = SimpleNamespace(gather=gather)
+    check_equal(state, ranks)
+    check_equal(data_state("template", prompts[:], []), ranks)
+    for theirs in [("template", prompts[::-1], []), ("other", prompts, []), ("template", [], [])]:
+        assert "PYTHONHASHSEED" in refusal(check_equal, data_state(*theirs), ranks)
+        sent.pop()
+
+
+VALUES = [{"b": 1, "a": {"x", "y", "z"}}, {(1, 2): object}, object(), b"a", [None, 2.5, "\ud800"]]
+PRINT = "from bubblespec.data.fingerprints import fingerprint; from tests.test_set_up import VALUES"
+PRINT += "; print([fingerprint(value) for value in VALUES])"
+
+
+def test_fingerprints_are_the_same_in_every_process():
+    environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in "12"]
+    command = [sys.executable, "-c", PRINT]
+    printed = [subprocess.check_output(command, env=environment) for environment in environments]
+    assert printed[0] == printed[1] and len(set(json.loads(printed[0]))) == len(VALUES)
 
 
 def test_a_hub_out_of_reach_is_asked_once_and_named(monkeypatch):

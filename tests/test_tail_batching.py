@@ -231,3 +231,18 @@ def test_with_fixed_weights_the_same_samples_are_trained_on(tmp_path, monkeypatc
     drafts = {name: draft.tokens.tolist() for name in queue if (draft := sampler.store.get(name))}
     assert drafts and all(truth[name][: len(tokens)] == tokens for name, tokens in drafts.items())
     assert len(drafts) == len(sampler.store), "nothing else is kept"
+
+
+def test_deferred_groups_whose_rows_are_gone_are_dropped():
+    """A run that continues with other data, which it has been allowed to."""
+    planner = make_planner()
+    play(planner, 0)
+    state, waiting = planner.state_dict(), [group.prompt.uid for group in planner.deferred]
+    assert len(waiting) == 2
+    left = [prompt for prompt in make_prompts(23).prompts if prompt.uid != waiting[0]]
+    continued = TailBatching(PromptSet(left, 0), SEED, 4, 3, over_sampling_ratio=1.5)
+    continued.load_state_dict(state)
+    assert [group.prompt.uid for group in continued.deferred] == waiting[1:]
+    for step in range(1, 20):
+        _, samples, _ = play(continued, step)
+        assert waiting[0] not in {group.prompt.uid for group in samples.groups}

@@ -6,23 +6,21 @@ of any later step, which is what drafting ahead needs.
 """
 
 import functools
-import glob
 import hashlib
 import itertools
 import json
-import operator
-import os
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from bubblespec.data.fingerprints import plain_text
 from bubblespec.errors import InputError, one_line
 from bubblespec.types import Prompt
 
 _EXTRA = 1 << 40  # beyond any epoch: extra prompts are drawn in orders of their own
-FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclass
@@ -82,8 +80,8 @@ def build_prompt_set(
     out and counted.
 
     `as_chat` wraps string prompts as a user message; `system_prompt` goes in front of chat prompts
-    without one. `key`: the configuration's key, for errors. Raises InputError for an invalid
-    prompt; rows are counted from 0.
+    without one. Content that is a list of text parts becomes one text. `key`: the configuration's
+    key, for errors. Raises InputError for an invalid prompt; rows are counted from 0.
     """
     prompts, num_dropped = [], 0
     occurrences: dict[str, int] = {}
@@ -93,7 +91,14 @@ def build_prompt_set(
             raise InputError(f"{key}: the prompt of row {number} {problem}")
         if as_chat and isinstance(text, str):
             text = [{"role": "user", "content": text}]
-        if system_prompt and not isinstance(text, str) and text[0]["role"] != "system":
+        if system_prompt and isinstance(text, str):
+            raise InputError(
+                f"data.system_prompt: the prompt of row {number} is a string, which has no place "
+                "for a system message; give data.as_chat=true, or leave it out"
+            )
+        if not isinstance(text, str):
+            text = [_with_text(message) for message in text]
+        if system_prompt and text[0]["role"] != "system":
             text = [{"role": "system", "content": system_prompt}, *text]
         token_ids = tokenize(text)
         if not token_ids:
@@ -107,104 +112,84 @@ def build_prompt_set(
     return PromptSet(prompts, num_dropped)
 
 
-def make_tokenize(tokenizer) -> Callable[[str | list[dict]], list[int]]:
-    """Strings are tokenised as the tokenizer does by default; chat messages go through its chat
-    template."""
+def make_tokenize(
+    tokenizer, schemas: Sequence[dict] = ()
+) -> Callable[[str | list[dict]], list[int]]:
+    """Return the function from a prompt to its ids, which a response continues.
+
+    Strings get what the tokenizer puts in front of a text (BOS), unless they begin with it, and not
+    what it puts behind one (EOS). Chats go through the chat template, with the schemas of tools and
+    the header of the model's turn; a last message of the assistant is continued instead.
+    """
 
     def tokenize(text: str | list[dict]) -> list[int]:
         if isinstance(text, str):
-            return tokenizer(text)["input_ids"]
+            before = _ids_before(tokenizer)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            return ids if ids[: len(before)] == before else before + ids
         if tokenizer.chat_template is None:
             raise InputError(
                 "model.path: its tokenizer has no chat template, but data has chat prompts"
             )
-        try:
-            rendered = tokenizer.apply_chat_template(
-                text, add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # a template is a program, and fails in any way
-            raise InputError(
-                f"model.path: its chat template refuses {text!r:.300}: {one_line(error)}"
-            ) from error
-        return tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        is_begun = text[-1]["role"] == "assistant"
+        how = {"add_generation_prompt": not is_begun, "continue_final_message": is_begun}
+        return render(tokenizer, text, schemas, **how)
 
     return tokenize
 
 
-def load_rows(
-    path: str,
-    name: str | None,
-    split: str,
-    *,
-    key: str = "data.path",
-    columns: dict[str, str] | None = None,
-) -> list[dict]:
-    """Rows of local JSON/JSONL/CSV/Parquet files (a file, a folder or a glob) or of a hub dataset,
-    through `datasets`.
+@functools.lru_cache(maxsize=4)
+def _ids_before(tokenizer) -> list[int]:
+    """What the tokenizer puts in front of every text."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    begins = range(len(whole) - len(bare) + 1)
+    return next(whole[:i] for i in begins if whole[i : i + len(bare)] == bare)
 
-    Files have no subsets, and one split, train, of which a slice such as train[:100] may be taken.
-    Loading scripts are never run: of a folder only its data files are read, and `datasets` refuses
-    scripts of the hub. key: the configuration's key, for errors. columns: {name: source} for
-    columns to rename; a dot in the source reaches into a nested column.
-    """
-    import datasets
 
-    # What it logs as errors we raise, in a line of our own.
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    files = _data_files(path)
-    formats = sorted({FILE_FORMATS[_suffix(file)] for file in files})
-    is_path = os.path.exists(path) or path.startswith((".", "/", "~")) or "*" in path
-    if not files and (is_path or _suffix(path) in FILE_FORMATS):
-        raise InputError(f"{key}: no JSON, JSONL, CSV or Parquet file at {path}")
-    if len(formats) > 1:
-        raise InputError(f"{key}: {path} mixes the formats {formats}; give files of one format")
-    if files and name is not None:
-        raise InputError(
-            f"data.name: {name}, but the files of {path} have no subsets; leave it out"
+def render(tokenizer, messages: list[dict], schemas: Sequence[dict] = (), **how) -> list[int]:
+    """Return the ids of `render_text`."""
+    text = render_text(tokenizer, messages, schemas, **how)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def render_text(tokenizer, messages: list[dict], schemas: Sequence[dict] = (), **how) -> str:
+    """Return chat messages in the tokenizer's template, to which `how` is given. Raises
+    InputError."""
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=list(schemas) or None, tokenize=False, **how
         )
-    try:
-        if files:
-            patterns = [glob.escape(file) for file in files]
-            dataset = datasets.load_dataset(formats[0], data_files=patterns, split=split)
-        else:
-            dataset = datasets.load_dataset(path, name, split=split)
-        rows = list(dataset)
-    except Exception as error:  # `datasets` raises many kinds
-        cause = error.__cause__ or error  # DatasetGenerationError says nothing itself
-        what = path if files else f"{path} (no such file or folder, so taken for a hub dataset)"
-        reason = f"cannot load {what}, split {split}: {one_line(cause)}"
-        bad_line = next(filter(None, map(_find_bad_line, files)), None)
-        raise InputError(f"{key}: {bad_line or reason}") from error
-    if not rows:
-        raise InputError(f"{key}: {path} has no rows")
-    added = [_column(rows, f"data.columns.{name}", of) for name, of in (columns or {}).items()]
-    for name, values in zip(columns or {}, added, strict=True):
-        rows = [row | {name: value} for row, value in zip(rows, values, strict=True)]
-    if "prompt" not in rows[0]:
-        raise InputError(f"{key}: {path} has no prompt column; it has {list(rows[0])}")
-    return rows
-
-
-def _data_files(path: str) -> list[str]:
-    """The files of known formats at a path, in a folder or of a glob."""
-    pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
-    files = [path] if os.path.isfile(path) else sorted(glob.glob(pattern))
-    return [file for file in files if _suffix(file) in FILE_FORMATS]
-
-
-def _suffix(path: str) -> str:
-    return os.path.splitext(path)[1].lower()
-
-
-def _column(rows: list[dict], key: str, source: str) -> list:
-    """The values of a column, which dots reach into unless it has one in its own name."""
-    path = [source] if source in rows[0] else source.split(".")
-    try:
-        return [functools.reduce(operator.getitem, path, row) for row in rows]
-    except (KeyError, TypeError) as error:
+    except Exception as error:  # a template is a program, and fails in any way
         raise InputError(
-            f"{key}: not every row has a '{source}'; there are {list(rows[0])}"
+            f"model.path: its chat template refuses {messages!r:.300}: {one_line(error)}"
         ) from error
+
+
+def leave_out(
+    prompts: PromptSet, held_out: Sequence[Prompt], columns: Collection[str] = ()
+) -> PromptSet:
+    """The prompts that are not held out. columns: of both; where several rows that differ in these
+    have the same text (an instruction of a game, say), they tell which of them is held out."""
+    names = sorted(columns)
+
+    def row(prompt: Prompt) -> str:
+        return plain_text([prompt.columns[name] for name in names])
+
+    several: set[str] = set()  # texts of rows that differ otherwise
+    for part in (prompts.prompts, held_out):
+        counts = Counter(str(prompt.text) for prompt in part)
+        repeated = [prompt for prompt in part if counts[str(prompt.text)] > 1]
+        distinct = {(str(prompt.text), row(prompt)) for prompt in repeated}
+        several |= {text for text, n in Counter(text for text, _ in distinct).items() if n > 1}
+
+    def identity(prompt: Prompt) -> tuple[str, ...]:
+        text = str(prompt.text)
+        return (text, row(prompt)) if text in several else (text,)
+
+    out = {identity(prompt) for prompt in held_out}
+    left = [prompt for prompt in prompts.prompts if identity(prompt) not in out]
+    return PromptSet(left, prompts.num_dropped)
 
 
 def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
@@ -259,8 +244,11 @@ def _find_problem(prompt) -> str | None:
     for message in prompt if isinstance(prompt, list) else []:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             return f"has {message!r}, not a message with 'role' and 'content'"
-        if not isinstance(message["role"], str) or (
-            message["content"] is None and not message.get("tool_calls")
+        content = message["content"]
+        if isinstance(content, list) and not all(map(_is_text_part, content)):
+            return f"has {content!r:.200}, whose parts are not all text"
+        if not isinstance(message["role"], str) or not (
+            isinstance(content, (str, list)) or (content is None and message.get("tool_calls"))
         ):
             return f"has {message!r}, whose role or content is no text"
     try:
@@ -270,20 +258,13 @@ def _find_problem(prompt) -> str | None:
     return None
 
 
-def _find_bad_line(path: str) -> str | None:
-    """Where a file of JSON objects, one per line or in a list, is none: `datasets` does not name
-    the file, nor a line that counts from its start."""
-    if FILE_FORMATS[_suffix(path)] != "json":
-        return None
-    with open(path, encoding="utf-8-sig", errors="replace") as file:
-        text = file.read()
-    parts = [text] if text.lstrip().startswith("[") else text.split("\n")
-    for number, part in enumerate(parts, 1):
-        try:
-            items = json.loads(part) if part.strip() else []
-        except json.JSONDecodeError as error:
-            return f"{path}, line {number + error.lineno - 1} is not JSON: {error.msg}"
-        for item in items if isinstance(items, list) else [items]:
-            if not isinstance(item, dict):
-                return f"{path}, line {number} has {item!r:.100}, not an object with a prompt"
-    return None
+def _is_text_part(part) -> bool:
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
+
+
+def _with_text(message: dict) -> dict:
+    """A message whose content is one text, not a list of parts."""
+    if not isinstance(message["content"], list):
+        return message
+    return {**message, "content": "".join(part["text"] for part in message["content"])}

@@ -165,6 +165,7 @@ class TailBatching(StepSchedule):
         self._queue = [
             Deferred(Group(self._by_uid[uid], visit), since, tokens)
             for uid, visit, since, tokens in state["queue"].tolist()
+            if uid in self._by_uid  # not if its row is gone, which needs run.allow_changed_data
         ]
         self._num_drawn, self._round = state["counts"][:2].tolist()
         self._trained = state["counts"][2:4].copy()

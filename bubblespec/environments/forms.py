@@ -11,6 +11,7 @@ This module runs in workers, and imports nothing heavy. Replies are plain data, 
 
 import asyncio
 import base64
+import copy
 import inspect
 import json
 import math
@@ -182,7 +183,8 @@ class ToolEpisode:
         if self.environment is None:
             return prompt
         reset = self.environment.reset
-        added = reset(**{"prompt": prompt, **_seed_for(reset, seed), **columns})
+        own = copy.deepcopy(prompt)  # which reset may change
+        added = reset(**{"prompt": own, **_seed_for(reset, seed), **columns})
         return prompt if added is None else add_text(prompt, added)
 
     def act(self, calls: list[dict]) -> dict:
@@ -236,7 +238,7 @@ class TextEpisode:
         given = {"env_config": {}, "extras": columns}  # as SkyRL-gym makes its environments
         self.environment = self._factory(**{key: given[key] for key in given if key in takes})
         init = self.environment.init
-        returned = init(prompt, **_seed_for(init, seed))
+        returned = init(copy.deepcopy(prompt), **_seed_for(init, seed))
         if isinstance(returned, tuple):  # with metadata
             returned = returned[0]
         if returned is None:
@@ -264,18 +266,17 @@ class TextEpisode:
 
 
 def add_text(prompt: Chat, added: Any) -> Chat:
-    """The prompt with text at its end, that of the last message in a chat. Content may be a list of
-    parts there, as in TRL."""
-    if not isinstance(added, str) and (isinstance(prompt, str) or not isinstance(added, list)):
+    """The prompt with text at its end, that of the last message in a chat. There, as in TRL, it
+    may be a list of parts, all of them text."""
+    if isinstance(added, list) and not isinstance(prompt, str):
+        if any(part["type"] != "text" for part in added):
+            raise TypeError(f"reset returned {added!r:.200}, whose parts are not all text")
+        added = "".join(part["text"] for part in added)
+    if not isinstance(added, str):
         raise TypeError(f"reset returned {added!r:.200}, neither text nor None")
     if isinstance(prompt, str):
         return prompt + _plain(added)
-    content = prompt[-1]["content"]
-    if isinstance(added, list) and isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    if isinstance(added, str) and isinstance(content, list):
-        added = [{"type": "text", "text": added}]
-    return [*prompt[:-1], {**prompt[-1], "content": _plain(content + added)}]
+    return [*prompt[:-1], {**prompt[-1], "content": _plain((prompt[-1]["content"] or "") + added)}]
 
 
 def tool_message(name: str, result: Any) -> dict:

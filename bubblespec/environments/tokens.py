@@ -10,8 +10,9 @@ import json
 import re
 from collections.abc import Callable
 
+from bubblespec.data.prompts import make_tokenize, render, render_text
 from bubblespec.environments.forms import Chat, tool_message
-from bubblespec.errors import InputError, one_line
+from bubblespec.errors import InputError
 
 # How added text may begin and end: kinds of characters that tokenizers join to what is before them.
 _BEGINNINGS = ("", "a", " a", "7", "\na", ".")
@@ -20,10 +21,8 @@ _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def prompt_ids(tokenizer, prompt: Chat, schemas: list[dict]) -> list[int]:
-    """The ids of a prompt, a chat's with the header of the model's turn."""
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    return _render(tokenizer, prompt, True, schemas)
+    """The ids of a prompt, which the model's turn follows."""
+    return make_tokenize(tokenizer, schemas)(prompt)
 
 
 def base_ids(tokenizer, prompt: Chat, schemas: list[dict], adds_text: bool) -> tuple[int, ...]:
@@ -112,10 +111,10 @@ def _suffix_ids(tokenizer, messages: list[dict]) -> list[int]:
     """What a chat template renders after the stop token of a turn that these messages follow.
     Equals TRL's `_get_tool_suffix_ids`."""
     dummy = _dummy_before(messages)
-    before = _render(tokenizer, dummy, False)
+    before = render(tokenizer, dummy)
     if tokenizer.eos_token_id in before:  # a template may put a line break after it
         before = before[: len(before) - before[::-1].index(tokenizer.eos_token_id)]
-    ids = _render(tokenizer, dummy + messages, True)
+    ids = render(tokenizer, dummy + messages, add_generation_prompt=True)
     if ids[: len(before)] != before:
         raise InputError("model.path: its chat template changes a turn when messages follow it")
     return ids[len(before) :]
@@ -138,8 +137,7 @@ def _accepted(tokenizer, message: dict) -> dict:
     empty = {**message, "content": ""}
     with contextlib.suppress(InputError):
         shown, nothing = (
-            _render_text(tokenizer, [*_dummy_before([message]), last], True)
-            for last in (message, empty)
+            render_text(tokenizer, [*_dummy_before([message]), last]) for last in (message, empty)
         )
         if shown != nothing:
             return message
@@ -238,7 +236,7 @@ def _check_tool_format(tokenizer, prompt: list[dict], schemas: list[dict]) -> No
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "name": name, "content": content}
     messages = [{"role": "user", "content": "dummy"}, turn, result]
-    text = tokenizer.decode(_render(tokenizer, messages, False))
+    text = tokenizer.decode(render(tokenizer, messages))
     if not all(sentinel in text for sentinel in _SENTINELS):
         raise InputError(
             "model.path: its chat template leaves out tool calls or their results, so the model "
@@ -252,7 +250,7 @@ def _check_tool_format(tokenizer, prompt: list[dict], schemas: list[dict]) -> No
     part = {"type": "text", "text": content}
     for returned in (content, [content], [part], {content: 1}, None, 7, 0.5):
         message = _accepted(tokenizer, tool_message(name, returned))
-        shown = _render_text(tokenizer, [*_dummy_before([message]), message], False)
+        shown = render_text(tokenizer, [*_dummy_before([message]), message])
         wanted = content if content in str(returned) else str(returned)
         if wanted not in shown:
             raise InputError(
@@ -268,35 +266,15 @@ def _check_prefix(tokenizer, observation: dict) -> None:
         call = {"type": "function", "function": {"name": "dummy", "arguments": {}}}
         turn["tool_calls"] = [call]
     dummy = [{"role": "user", "content": "dummy"}, turn]
-    before = _render(tokenizer, dummy, False)
-    if _render(tokenizer, [*dummy, observation], True)[: len(before)] != before:
+    before = render(tokenizer, dummy)
+    if (
+        render(tokenizer, [*dummy, observation], add_generation_prompt=True)[: len(before)]
+        != before
+    ):
         raise InputError(
             "model.path: its chat template does not preserve prefixes: it renders a turn "
             "differently when messages follow it (TRL's get_training_chat_template corrects some)"
         )
-
-
-def _render(
-    tokenizer, messages: list[dict], with_header: bool, schemas: list[dict] = ()
-) -> list[int]:
-    text = _render_text(tokenizer, messages, with_header, schemas)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _render_text(
-    tokenizer, messages: list[dict], with_header: bool, schemas: list[dict] = ()
-) -> str:
-    try:
-        return tokenizer.apply_chat_template(
-            messages,
-            tools=list(schemas) or None,
-            add_generation_prompt=with_header,
-            tokenize=False,
-        )
-    except Exception as error:  # a template is a program, and fails in any way
-        raise InputError(
-            f"model.path: its chat template refuses {messages!r:.300}: {one_line(error)}"
-        ) from error
 
 
 def _last_text(prompt: Chat) -> str:

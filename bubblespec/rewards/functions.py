@@ -10,6 +10,7 @@ each by itself says so (`@per_sample`): its calls may have any samples, it is ca
 response is finished, and one that fails costs no other its reward.
 """
 
+import copy
 import inspect
 import math
 import pickle
@@ -121,17 +122,19 @@ def check_arguments(
 
 def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
     """One reward per sample, all in one call. If that raises, all of a group fail; with a function
-    per sample it is repeated sample by sample, to find those for which it does."""
+    per sample it is repeated sample by sample, to find those for which it does.
+
+    Samples share prompt and columns, also with those of later visits: the function gets copies."""
     names = sorted({name for sample in samples for name in sample.columns}.difference(ARGUMENTS))
-    columns = {name: [s.columns.get(name) for s in samples] for name in names}
     try:
+        columns = {name: [copy.deepcopy(s.columns.get(name)) for s in samples] for name in names}
         if takes_environments(function):
             columns["environments"] = [pickle.loads(s.environment) for s in samples]
         returned = awaited(
             function(
-                prompts=[s.prompt for s in samples],
+                prompts=[copy.deepcopy(s.prompt) for s in samples],
                 completions=[_as_given(s) for s in samples],
-                completion_ids=[s.completion_ids for s in samples],
+                completion_ids=[s.completion_ids[:] for s in samples],
                 **columns,
             )
         )

@@ -102,6 +102,20 @@ def make_prompt(text="What is", base=(), **columns) -> Prompt:
     return Prompt(1, text, tuple(base), columns)
 
 
+class UsesUp:
+    """Takes everything out of the column `words`."""
+
+    def reset(self, words: list, prompt: list, **columns) -> str:
+        text = " ".join(map(str, (len(prompt), *words)))
+        words.clear()
+        prompt.clear()
+        return text
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+
 class Calculator:
     """An environment for TRL."""
 

@@ -30,6 +30,27 @@ def obey_right(prompts, completions, completion_ids, **columns) -> list:
     return obey(prompts, [text.split(" / ")[1] for text in completions], completion_ids)
 
 
+def use_up(prompts, completions, completion_ids, words, nested, **columns) -> list[float]:
+    """How much there is of everything that is given, none of which is left afterwards."""
+    scores = []
+    for prompt, ids, own, deep in zip(prompts, completion_ids, words, nested, strict=True):
+        scores.append(float(len(prompt) + 10 * len(own) + 100 * len(deep["list"])))
+        prompt.append({"role": "user", "content": "more"})
+        own.clear()
+        deep["list"].clear()
+        ids.clear()
+    return scores
+
+
+@per_sample
+def use_up_alone(**arguments) -> list[float]:
+    """As `use_up`, and fails at first for samples that come together."""
+    scores = use_up(**arguments)
+    if len(scores) > 1:
+        raise ValueError("one at a time")
+    return scores
+
+
 def act(word: str, argument: str):
     if word == "value":
         return [float(argument)]

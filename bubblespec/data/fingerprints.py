@@ -1,0 +1,89 @@
+"""Fingerprints of rows and of the chat template, by which a run that continues, and each of its
+ranks, finds that the data is what it was."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from bubblespec.errors import InputError
+from bubblespec.types import Prompt
+
+ROWS, HELD_OUT, TEMPLATE = "data.rows", "data.held_out", "data.template"
+
+
+def data_state(
+    template: str | dict | None, prompts: Sequence[Prompt], held_out: Sequence[Prompt]
+) -> dict[str, np.ndarray]:
+    """What checkpoints keep of the data, int64: a fingerprint of each row, in order, and of the
+    tokenizer's chat template."""
+    return {
+        ROWS: fingerprints(prompts),
+        HELD_OUT: fingerprints(held_out),
+        TEMPLATE: np.array([fingerprint(template)]),
+    }
+
+
+def fingerprints(prompts: Sequence[Prompt]) -> np.ndarray:
+    """Of text, tokens and columns of each prompt, int64 [prompts]; the same in every process."""
+    found = [fingerprint([p.uid, p.token_ids, p.columns]) for p in prompts]  # uid: of the text
+    return np.array(found, np.int64)
+
+
+def fingerprint(value) -> int:
+    """63 bits of a value's content."""
+    digest = hashlib.sha256(plain_text(value).encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def plain_text(value) -> str:
+    """A value as JSON; what JSON does not have is written as Python does, without addresses."""
+
+    def plain(other) -> object:
+        if isinstance(other, (set, frozenset)):
+            return sorted(map(repr, other))
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(other))
+
+    try:
+        return json.dumps(value, sort_keys=True, default=plain)
+    except (TypeError, ValueError):  # keys that are no text
+        return plain(value)
+
+
+def check_continued(
+    saved: dict[str, np.ndarray],
+    state: dict[str, np.ndarray],
+    folder: str,
+    is_allowed: bool,
+    warn: Callable[[str], None],
+) -> None:
+    """Compare the data with that of a checkpoint, which may be one without fingerprints. Appended
+    rows are named in a line. Raises InputError for other differences unless `is_allowed`."""
+    if ROWS not in saved:
+        return
+    problem = None
+    if not np.array_equal(saved[TEMPLATE], state[TEMPLATE]):
+        problem = "model.path, model.chat_template_path: the chat template is another"
+    elif not np.array_equal(saved[HELD_OUT], state[HELD_OUT]):
+        problem = "data: held-out rows, their tokens or order are others"
+    else:
+        count = len(saved[ROWS])
+        rows = state[ROWS][:count]
+        if len(rows) < count:
+            problem = f"data: {len(rows)} rows to train on are fewer than the {count}"
+        elif differing := np.count_nonzero(rows != saved[ROWS]):
+            first = int(np.argmax(rows != saved[ROWS]))
+            problem = f"data: {differing} of {count} rows, their tokens or order are others, the "
+            problem += f"first of them row {first} of those to train on,"
+    if problem is None:
+        if added := len(state[ROWS]) - count:
+            warn(f"{added} rows to train on have been appended since {folder}: they are in use now")
+    elif is_allowed:
+        warn(f"warning: {problem} than in {folder}")
+    else:
+        raise InputError(
+            f"{problem} than in {folder}; give another run.output_dir for a new run, or "
+            "run.allow_changed_data=true to continue with it"
+        )

@@ -1,0 +1,282 @@
+"""Files into rows: what a file says is what rewards get."""
+
+import bz2
+import csv
+import datetime
+import gzip
+import json
+import lzma
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from bubblespec.data.prompts import build_prompt_set
+from bubblespec.data.rows import load_rows
+from bubblespec.errors import InputError
+from bubblespec.rewards import exact_match
+from tests.helpers.checks import refusal
+
+ROWS = [
+    {"prompt": "one plus one", "answer": "2", "level": 1},
+    {"prompt": "two, doubled", "answer": "4", "level": 3},
+]
+CHATS = [
+    {"prompt": [{"role": "user", "content": "hi"}], "answer": "a"},
+    {
+        "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+        "answer": "b",
+    },
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Everything that `datasets` keeps goes here instead of the user's cache."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def as_jsonl(rows: list) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def write(path, rows: list) -> str:
+    """Rows in the format that the suffix of `path` asks for."""
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text(as_jsonl(rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def load(path: str) -> list[dict]:
+    return list(load_rows(str(path), None, "train"))
+
+
+# Loading files
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet"])
+def test_rows_of_a_file_arrive_with_all_columns(tmp_path, suffix):
+    assert load(write(tmp_path / f"rows.{suffix}", ROWS)) == ROWS
+    assert load(write(tmp_path / f"chats.{suffix}", CHATS)) == CHATS
+
+
+def test_csv_cells_are_texts_and_names_may_have_glob_characters(tmp_path):
+    texts = [{name: str(value) for name, value in row.items()} for row in ROWS]
+    assert load(write(tmp_path / "rows[1].csv", ROWS)) == texts
+
+
+def test_folder_and_glob_take_the_files_in_name_order(tmp_path):
+    write(tmp_path / "folder" / "b.jsonl", ROWS[1:])
+    write(tmp_path / "folder" / "a.jsonl", ROWS[:1])
+    (tmp_path / "folder" / "README.md").write_text("not data")
+    assert load(tmp_path / "folder") == ROWS
+    assert load(tmp_path / "folder" / "*.jsonl") == ROWS
+    assert load(tmp_path / "folder" / "[b].jsonl") == ROWS[1:]
+    write(tmp_path / "folder" / "c.csv", ROWS)
+    assert "mixes the formats ['csv', 'json']" in refusal(load, tmp_path / "folder")
+
+
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("torn.jsonl", '{"prompt": "x"}\n\n{"prompt": "y"\n', "torn.jsonl, line 3 is not JSON"),
+        ("number.jsonl", '{"prompt": "x"}\n3\n', "number.jsonl, line 2 has 3, not an object"),
+        ("array.json", '[{"prompt": "x"},\n {"prompt" "y"}]', "array.json, line 2 is not JSON"),
+        ("nested.json", '{"rows": [{"prompt": "x"}]}', "no prompt column; it has ['rows']"),
+        ("open.csv", 'prompt,answer\n"x,1\ny,2\n', "open.csv, line 3 is not CSV: "),
+        ("long.csv", "prompt,answer\nx,1\ny,2,3\n", "line 3 has 3 cells, but the header has 2"),
+        ("twice.csv", "prompt,prompt\nx,1\n", "has two columns of one name"),
+        ("twice.jsonl", '{"prompt": "x"}\n{"a": 1, "a": 2}\n', "twice.jsonl, line 2: "),
+        ("not.parquet", "hello", "not.parquet, split train: "),
+        ("header.csv", "prompt,answer\n", "header.csv, split train, has no rows"),
+        ("empty.csv", "", "empty.csv, split train, has no rows"),
+        ("blank.jsonl", "\n \n\n", "blank.jsonl, split train, has no rows"),
+        ("none.json", "[]", "none.json, split train, has no rows"),
+        ("hole.csv", "prompt,answer\nx,1\n,2\n", "the prompt of row 1 is empty"),
+    ],
+)
+def test_broken_file_is_one_line_that_names_it(tmp_path, name, content, says):
+    path = tmp_path / name
+    path.write_text(content)
+    message = refusal(lambda: build_prompt_set(load(path), list, 100, key="data.path"))
+    assert message.startswith("data.path: ") and says in message
+    assert str(tmp_path) in message or name == "hole.csv", "its row is at fault"
+
+
+# What becomes of values
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_json_values_are_those_of_the_file(tmp_path, suffix):
+    """Each alone and all in one column, nested and in lists; and as text they match themselves."""
+    texts = ["2024-05-02", "2024-05-02T10:00:00Z", "10:30", "007", "NA", "None", "nan", "", "é"]
+    numbers = [7, 2.5, -3, 2**53 + 1, 2**64 + 1, 1e300, 7.0]
+    values = [*texts, *numbers, True, False, None, [], {}]
+    values += [[value] for value in values[:6]] + [{"date": value} for value in values[:6]]
+    rows = [{"prompt": "p", "answer": value, "other": [value, {"in": value}]} for value in values]
+    for part in ([row] for row in rows):
+        assert repr(load(write(tmp_path / f"one.{suffix}", part))) == repr(part)
+    loaded = load(write(tmp_path / f"all.{suffix}", rows))
+    assert repr(loaded) == repr(rows), "types as well"
+    answers = [row["answer"] for row in loaded[: len(texts) + len(numbers)]]
+    written = texts + [json.dumps(number) for number in numbers]
+    assert exact_match(None, written, None, answers) == [1.0] * len(answers)
+
+
+def test_csv_cells_match_their_own_text(tmp_path):
+    texts = ["NA", "DE", "007", "010", "", "None", "nan", "2.5", "7", "2024-05-02", str(2**64 + 1)]
+    texts += ["true", "1e5", 'say "x",\nthen y', "a" * (1 << 18)]
+    rows = [{"prompt": "p", "answer": text} for text in texts]
+    loaded = load(write(tmp_path / "rows.csv", rows))
+    assert loaded == rows
+    assert exact_match(None, texts, None, [row["answer"] for row in loaded]) == [1.0] * len(texts)
+
+
+def test_csv_of_a_spreadsheet(tmp_path):
+    """A mark of byte order, blank lines, a column without a name, and a row that ends early."""
+    (tmp_path / "rows.csv").write_bytes(b"\xef\xbb\xbf,prompt,answer\r\n0,x,1\r\n\r\n1,y\r\n")
+    assert load(tmp_path / "rows.csv") == [
+        {"Unnamed: 0": "0", "prompt": "x", "answer": "1"},
+        {"Unnamed: 0": "1", "prompt": "y", "answer": None},
+    ]
+
+
+def test_parquet_keeps_its_types(tmp_path):
+    day, number = datetime.date(2024, 5, 2), 2**53 + 1
+    rows = [{"prompt": "p", "day": day, "number": number, "text": "2024-05-02"}] * 2
+    assert load(write(tmp_path / "rows.parquet", rows)) == rows
+
+
+def test_columns_that_some_rows_lack_are_none(tmp_path):
+    rows = [{"prompt": "x", "answer": 1}, {"prompt": "y", "hint": "z"}]
+    assert load(write(tmp_path / "rows.jsonl", rows)) == [
+        {"prompt": "x", "answer": 1, "hint": None},
+        {"prompt": "y", "answer": None, "hint": "z"},
+    ]
+
+
+# Forms of files
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_files_are_read_by_what_they_begin_with(tmp_path, compress):
+    content = compress(as_jsonl(ROWS).encode())
+    for name in ("plain.jsonl", "rows.jsonl.gz", "ROWS.JSON.XZ"):
+        (tmp_path / name).write_bytes(content)
+        assert load(tmp_path / name) == ROWS
+    (tmp_path / "rows.csv.gz").write_bytes(compress(b"prompt,answer\nx,007\n"))
+    assert load(tmp_path / "rows.csv.gz") == [{"prompt": "x", "answer": "007"}]
+    (tmp_path / "torn.jsonl.gz").write_bytes(content[: len(content) // 2])
+    assert "cannot load" in refusal(load, tmp_path / "torn.jsonl.gz")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\ufeff" + as_jsonl(ROWS),
+        as_jsonl(ROWS).replace("\n", "\r\n"),
+        as_jsonl(ROWS).replace("\n", " "),
+        as_jsonl(ROWS[:1]) + json.dumps(ROWS[1:], indent=2),
+        "\n".join(json.dumps(row, indent=1) for row in ROWS),
+        json.dumps(ROWS),
+    ],
+    ids=["mark", "crlf", "one line", "mixed", "indented", "list"],
+)
+def test_json_objects_in_any_layout(tmp_path, text):
+    (tmp_path / "rows.json").write_text(text, encoding="utf-8", newline="")
+    assert load(tmp_path / "rows.json") == ROWS
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_slices_of_a_split(tmp_path, suffix):
+    path = write(tmp_path / f"rows.{suffix}", [{"prompt": f"p{n}"} for n in range(10)])
+    for split, wanted in [
+        ("train[:3]", range(3)),
+        ("train[-2:]", [8, 9]),
+        ("train[50%:]", range(5, 10)),
+        ("train[8:]+train[:1]", [8, 9, 0]),
+        ("all", range(10)),
+    ]:
+        rows = load_rows(path, None, split)
+        assert [row["prompt"] for row in rows] == [f"p{n}" for n in wanted], split
+    assert "has no rows" in refusal(load_rows, path, None, "train[:0]") or suffix == "parquet"
+    message = refusal(load_rows, path, None, "test")
+    assert message.endswith("""ValueError: Unknown split "test". Should be one of ['train'].""")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("train, test", [("train", "test"), ("a", "eval_1"), ("x-train-0", "dev")])
+def test_files_of_other_splits_are_not_trained_on(tmp_path, suffix, train, test):
+    """Neither from a folder nor by a glob; a line says so, and the split is to be had."""
+    own, other = [{"prompt": "own"}], [{"prompt": "other"}]
+    write(tmp_path / "data" / f"{train}.{suffix}", own)
+    write(tmp_path / "data" / f"{test}.{suffix}", other)
+    for path in ("data", f"data/*.{suffix}"):
+        lines = []
+        assert load_rows(str(tmp_path / path), None, "train", warn=lines.append) == own
+        assert len(lines) == 1 and f"{test}.{suffix}" in lines[0]
+        split = "validation" if test == "dev" else "test"
+        assert load_rows(str(tmp_path / path), None, split, warn=lines.append) == other
+    for name, rows in ((train, own), (test, other)):
+        path = str(tmp_path / "data" / f"{name}.{suffix}")
+        assert load_rows(path, None, "train", warn=pytest.fail) == rows, "named by itself"
+
+
+def test_folders_of_save_to_disk(tmp_path):
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "one")
+    assert load(tmp_path / "one") == ROWS
+    both = datasets.DatasetDict(train=saved.select([1]), test=saved.select([0]))
+    both.save_to_disk(tmp_path / "two", num_shards={"train": 1, "test": 1})
+    assert load(tmp_path / "two") == ROWS[1:] == load(tmp_path / "two" / "train")
+    assert load_rows(str(tmp_path / "two"), None, "test") == ROWS[:1]
+    assert "Unknown split" in refusal(load_rows, str(tmp_path / "two"), None, "dev")
+    datasets.Dataset.from_list(ROWS * 9).save_to_disk(tmp_path / "shards", num_shards=3)
+    assert load(tmp_path / "shards") == ROWS * 9
+
+
+# Columns by other names
+
+
+def test_columns_come_from_others_at_the_top_or_inside(tmp_path):
+    rows = [{"question": f"q{n}", "prompt": "old", "model": {"truth": n}} for n in range(3)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    columns = {"prompt": "question", "answer": "model.truth"}
+    loaded = load_rows(path, None, "train", columns=columns)
+    assert [(row["prompt"], row["answer"], row["question"]) for row in loaded] == [
+        (f"q{n}", n, f"q{n}") for n in range(3)
+    ]
+    swapped = load_rows(path, None, "train", columns={"prompt": "question", "question": "prompt"})
+    assert [(row["prompt"], row["question"]) for row in swapped] == [
+        (f"q{n}", "old") for n in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    "columns, says",
+    [
+        ({"prompt": "problem"}, "data.columns.prompt: not every row has a 'problem'; there are"),
+        ({"answer": "level.deep"}, "data.columns.answer: not every row has a 'level.deep'"),
+    ],
+)
+def test_columns_that_are_not_there_are_named(tmp_path, columns, says):
+    with pytest.raises(InputError, match=f"^{says}"):
+        load_rows(write(tmp_path / "rows.jsonl", ROWS), None, "train", columns=columns)
+
+
+def test_column_whose_own_name_has_a_dot(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "p", "extra.answer": "2"}])
+    (row,) = load_rows(path, None, "train", columns={"answer": "extra.answer"})
+    assert row["answer"] == "2"
