@@ -210,7 +210,8 @@ def prepare(
         if attention == "auto" and ranks.device.type == "cuda":
             attention = "varlen"  # flash-attn splits by what it is given
     try:
-        head_sizes = prepare_model(model, max_length(config), num_tokens)
+        fuses = not config.model.batch_invariant
+        head_sizes = prepare_model(model, max_length(config), num_tokens, fuses)
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         kernel, slower = choose_kernel(attention, model, head_sizes, ranks.gather_text)
@@ -255,7 +256,8 @@ def make_reference(
     if config.model.lora_r:
         return model
     reference = load_model(config, None, ranks.device) if checkpoint else copy.deepcopy(model)
-    prepare_model(reference, max_length(config), output_head(model).num_tokens)
+    fuses = not config.model.batch_invariant
+    prepare_model(reference, max_length(config), output_head(model).num_tokens, fuses)
     return reference.requires_grad_(False)
 
 

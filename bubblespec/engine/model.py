@@ -1,9 +1,10 @@
 """A Hugging Face causal LM for engine and trainer: hidden states of packed tokens, and checks of
 the model.
 
-The model's code is not patched. `prepare_model` refuses, with the reason, every model that the
-packed forward cannot compute exactly: first by its configuration, then by its masks, and by
-comparing a packed forward with the model's own on random tokens.
+`prepare_model` refuses, with the reason, every model that the packed forward cannot compute
+exactly: first by its configuration, then by its masks, and by comparing a packed forward with the
+model's own on random tokens. Of the model's code only its attention function is replaced, and on a
+GPU norms and rotary embeddings by the same in fewer kernels (fused.py).
 """
 
 import functools
@@ -16,6 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bubblespec.engine import attention
+from bubblespec.engine.fused import fuse
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.output_head import find_head, output_head, own_forward
 from bubblespec.engine.packing import CachePacking, SequencePacking, pack_rows, pack_sequences
@@ -62,14 +64,14 @@ def relative_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def prepare_model(
-    model: PreTrainedModel, max_length: int, num_tokens: int | None = None
+    model: PreTrainedModel, max_length: int, num_tokens: int | None = None, fuses: bool = True
 ) -> frozenset[tuple[int, int]]:
     """Switch the model to the packed attention and to evaluation mode, find its `output_head`, and
     check that it still gives the model's own logits.
 
     max_length: longest prompt plus response, in tokens; num_tokens: size of the policy's
-    vocabulary, the first rows of the model's, by default all. Returns the sizes of its key and
-    value heads, each pair that occurs. Raises UnsupportedModel.
+    vocabulary, the first rows of the model's, by default all; fuses: see fused.py. Returns the
+    sizes of its key and value heads, each pair that occurs. Raises UnsupportedModel.
     """
     _check_configuration(model, max_length)
     # For good: the probability ratio compares two forwards of the same weights, so nothing in them
@@ -82,6 +84,8 @@ def prepare_model(
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             # It reads token ids back from the device in every forward.
             module.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
+    if fuses:
+        fuse(model)
     try:
         with torch.no_grad():
             model.to_logits = find_head(model, random_tokens(model, CHECKED), num_tokens)

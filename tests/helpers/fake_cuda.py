@@ -179,9 +179,9 @@ def is_on_gpu(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return tensor.device == DEVICE and tensor.dtype == dtype
 
 
-def make_fake(name: str = "llama") -> transformers.PreTrainedModel:
+def make_fake(name: str = "llama", num_layers: int = 1) -> transformers.PreTrainedModel:
     config = small_config(name)
-    config.num_hidden_layers = 1
+    config.num_hidden_layers = num_layers
     with DEVICE:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.set_attn_implementation(NAME)
