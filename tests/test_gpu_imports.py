@@ -1,10 +1,13 @@
 """GPU machines have torch, transformers, numpy and pytest, and not always the rest of
 requirements.txt."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from benchmarks.gpu_suite import PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW_PACKAGES = ROOT / "tests" / "helpers" / "few_packages"
@@ -43,3 +46,14 @@ def test_gpu_tests_are_collected_with_few_packages():
     got = run_with_few_packages("-m", "pytest", *options, *gpu_test_files())
     assert "error" not in got.stdout + got.stderr and got.returncode == 0, got.stdout + got.stderr
     assert "1 passed, 1 skipped" in got.stdout, got.stdout
+
+
+def test_the_gpu_suite_runs_with_few_packages(tmp_path):
+    """Whole, with its processes."""
+    out = tmp_path / "cpu.json"
+    got = run_with_few_packages("benchmarks/gpu_suite.py", "--cpu", "--json", str(out))
+    assert got.returncode == 0, got.stderr
+    parts = json.loads(out.read_text())["parts"]
+    assert {name: part["error"] for name, part in parts.items()} == dict.fromkeys(PARTS)
+    assert "skipped" in parts["tests"]["rows"][0]["note"]
+    assert parts["programs"]["rows"][0]["note"].startswith("not run without omegaconf, datasets")
