@@ -1,5 +1,5 @@
 """What the GPU suite measures with: a device, sizes, models with random weights in published
-shapes, and engines that decode."""
+shapes, engines that decode, and what the roofline expects."""
 
 import statistics
 import time
@@ -18,15 +18,22 @@ from bubblespec.engine.graphs import can_capture
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.records import Load
+from bubblespec.simulate.cost import ForwardCost
+from bubblespec.simulate.roofline import GPUS, MODELS, roofline
 from bubblespec.types import Row, SampleId
 
 SHAPE_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
 SHAPE_KEYS += ("num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
 SHAPES = {  # SHAPE_KEYS
+    "0.5B": (896, 4864, 24, 151_936, 14, 2, True),
     "1.5B": (1536, 8960, 28, 151_936, 12, 2, True),
     "7B": (3584, 18_944, 28, 152_064, 28, 4, False),
     "tiny": (48, 64, 2, 300, 4, 2, True),
 }
+
+
+MAX_LENGTH = 16_384  # positions of a model
 
 
 class Figure(NamedTuple):
@@ -37,6 +44,8 @@ class Figure(NamedTuple):
     """None if it could not be measured, for the reason in `note`."""
     unit: str = ""
     note: str = ""
+    expected: float | None = None
+    """By the roofline of this GPU, where there is one."""
 
 
 @dataclass
@@ -49,6 +58,8 @@ class Bench:
     """Attention kernels that are available: SDPA first, the one that the engine uses last."""
     is_small: bool
     """Tiny sizes, for a CPU."""
+    gpu: str | None = None
+    """Name in `GPUS`."""
 
     @property
     def kernel(self) -> str:
@@ -71,14 +82,14 @@ class Bench:
         config["num_hidden_layers"] = num_layers or config["num_hidden_layers"]
         torch.manual_seed(0)
         with torch.device(self.device):
-            config = Qwen2Config(max_position_embeddings=4096, **config)
+            config = Qwen2Config(max_position_embeddings=MAX_LENGTH, **config)
             model = AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
         model.requires_grad_(False)
-        prepare_model(model, 4096)
+        prepare_model(model, MAX_LENGTH)
         return model
 
     def engine(self, model: PreTrainedModel, rows: int, length: int, **options) -> Engine:
-        options |= {"max_num_batched_tokens": max(2048, rows), "kernel": self.kernel}
+        options = {"max_num_batched_tokens": max(2048, rows), "kernel": self.kernel} | options
         return Engine(ModelRunner(model, rows, length, 0, **options))
 
     def seconds(self, action: Callable[[], object], repeats: int = 10, warm_up: int = 2) -> float:
@@ -91,6 +102,16 @@ class Bench:
             times.append(time.perf_counter() - started)
         return statistics.median(times[warm_up:])
 
+    def cost(self, name: str) -> ForwardCost | None:
+        """Return what forwards of a model cost by the roofline, if it has this GPU and model."""
+        is_known = self.gpu is not None and name.lower() in MODELS
+        return roofline(self.gpu, name.lower()) if is_known else None
+
+    def expected_ms(self, name: str, load: Load) -> float | None:
+        """Return the milliseconds of a forward by the same roofline."""
+        cost = self.cost(name)
+        return None if cost is None else 1e3 * cost.seconds(load)
+
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -102,7 +123,9 @@ def make_bench(on_cpu: bool) -> Bench:
     set_cuda_defaults()
     device, dtype = torch.device("cuda"), torch.bfloat16
     fitting = [k for k in VARLEN_KERNELS if problem_of(k, device, dtype, frozenset()) is None]
-    return Bench(device, dtype, ["sdpa", *reversed(fitting)], False)
+    card = torch.cuda.get_device_name().lower()
+    gpu = next((name for name in GPUS if name in card), None)
+    return Bench(device, dtype, ["sdpa", *reversed(fitting)], False, gpu)
 
 
 def make_rows(model: PreTrainedModel, count: int, prompt: int, new: int | np.ndarray) -> list[Row]:

@@ -17,7 +17,6 @@ changed, for the first of --sizes, at 16k if that is among --lengths, else at th
 """
 
 import argparse
-import dataclasses
 import os
 import sys
 from typing import Any, NamedTuple
@@ -31,9 +30,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks.shared import check_names, main, markdown, write_json
 from bubblespec.errors import InputError
 from bubblespec.simulate.__main__ import rollout_of, simulated_config, totals
-from bubblespec.simulate.cost import ForwardCost, roofline
+from bubblespec.simulate.roofline import roofline
 from bubblespec.simulate.run import SimulatedStep, counted, simulate
-from bubblespec.simulate.runner import DrafterModel
+from bubblespec.simulate.runner import Cost, DrafterModel
 from bubblespec.simulate.workload import Synthetic, make_synthetic, parse
 
 SIZES = ("7b", "32b")
@@ -113,10 +112,9 @@ CHANGES = {
 }
 
 
-def scaled(cost: ForwardCost, scale: float) -> ForwardCost:
-    """Of forwards whose rows have `scale` positions for each one that they seem to have."""
-    of_positions = {name: scale * cost.rates[name] for name in ("positions", "pairs")}
-    return dataclasses.replace(cost, rates=cost.rates | of_positions)
+def scaled(cost: Cost, scale: float) -> Cost:
+    """Return the cost of forwards whose rows have `scale` positions for each in their load."""
+    return lambda load: cost(load._replace(positions=scale * load.positions))
 
 
 def simulate_steps(
@@ -141,9 +139,9 @@ def simulate_steps(
     keys = {PLACEMENT: "in_turn", IDLE: "none"} | system.keys
     config = simulated_config({"rollout": rollout}, [f"{key}={keys[key]}" for key in keys])
     workload = make_synthetic(spec, arguments.prompts, GENERATIONS)
-    cost = scaled(roofline("h200", size), scale)
+    cost = scaled(roofline("h200", size).seconds, scale)
     drafter = system.drafter or parse(DrafterModel, arguments.drafter, "--drafter")
-    return simulate(config, workload, cost.seconds, RANKS, drafter=drafter), scale
+    return simulate(config, workload, cost, RANKS, drafter=drafter), scale
 
 
 def simulate_run(arguments: argparse.Namespace, size: str, longest: int, system: System) -> dict:

@@ -11,10 +11,9 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from omegaconf import MISSING, OmegaConf
-
 from bubblespec.config_checks import (
     EXACT,
+    MISSING,
     ROUNDING,
     SAFE,
     UINT64,
@@ -384,6 +383,8 @@ def load_config(path: str, overrides: list[str] = ()) -> Config:
     """YAML file, then `section.key=value` overrides, into a checked `Config`. Raises InputError."""
     if not os.path.isfile(path):
         raise InputError(f"--config: no file at {path}")
+    from omegaconf import OmegaConf
+
     try:
         base = OmegaConf.load(path)
     except Exception as error:  # of many kinds; all mean a file that is not valid YAML
@@ -393,12 +394,16 @@ def load_config(path: str, overrides: list[str] = ()) -> Config:
 
 def config_of_sections(sections: dict[str, dict], overrides: list[str], source: str) -> Config:
     """The same from a dictionary of sections in place of a file; source: what an error calls it."""
+    from omegaconf import OmegaConf
+
     base = OmegaConf.create(escape(sections))
     return check_combinations(fill(Config, base, overrides, source, REMOVED, FOREIGN))
 
 
 def config_to_yaml(config: Config) -> str:
     """The resolved configuration as YAML, which `load_config` reads back."""
+    from omegaconf import OmegaConf
+
     return OmegaConf.to_yaml(OmegaConf.create(escape(dataclasses.asdict(config))))
 
 

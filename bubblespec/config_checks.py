@@ -10,13 +10,14 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bubblespec.errors import InputError
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+MISSING: Any = "???"  # OmegaConf's value of a key without default
 # What may happen if a run is continued from a checkpoint with another value of a key.
 EXACT = "exact"  # other tokens or updates: refused
 # the same sums in another order: a warning, as a run out of memory must be able to lower it
@@ -81,6 +82,9 @@ def fill(
     """`schema` filled from `base` and then the overrides, each value within its bounds. source:
     what an error calls `base`; removed: former keys, and what took their place; foreign: names
     of other trainers, whole or the last part, and ours."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     layers = [base]
     for override in overrides:
         if not override.partition("=")[0].strip(". ") or "=" not in override:
@@ -123,8 +127,11 @@ def fill(
     return filled
 
 
-def _put(config: DictConfig, name: str, value: Any) -> None:
+def _put(config: "DictConfig", name: str, value: Any) -> None:
     """Set a key. OmegaConf checks the type, and does not always know the whole name."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         OmegaConf.update(config, name, value)
     except OmegaConfBaseException as error:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -264,6 +263,8 @@ def free_bytes(device: torch.device) -> float:
 
 def free_host_bytes() -> float:
     """This rank's share of the memory of the machine that is available without swapping."""
+    import psutil
+
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

@@ -16,7 +16,7 @@ from benchmarks import simulated_systems
 from benchmarks.simulated_systems import GENERATIONS, MISMATCH, RANKS, SHARE_OF_LONGEST, K, System
 from bubblespec import memory
 from bubblespec.config import load_config
-from bubblespec.simulate.cost import COMPUTE_SHARE, GPUS, MODELS
+from bubblespec.simulate.roofline import GPUS, MODELS
 from bubblespec.simulate.run import SimulatedStep
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.types import Group
@@ -37,6 +37,7 @@ LONGEST = 16 * K  # tokens of the responses of the simulated step
 STEPS = 10  # of which one is drawn; the first has no drafts, and the last drafts nothing
 # Operations per parameter and token: forward, backward, and a forward to recompute activations.
 TRAINING_OPERATIONS = 2 + 4 + 2
+TRAINING_SHARE = 0.5  # of peak operations
 
 # For a reader who sees these words for the first time.
 EXPLAINED = {
@@ -104,7 +105,7 @@ def step_eight_ranks() -> Figure:
         f"Qwen2.5-7B in bfloat16 on H200s by a roofline; {arguments.prompts} prompts x "
         f"{GENERATIONS} responses, lengths lognormal, mean {LONGEST // SHARE_OF_LONGEST:,} and at "
         f"most {LONGEST:,} tokens;\na draft is right for {MISMATCH} tokens on average; training by "
-        f"its operations at {COMPUTE_SHARE:.0%} of peak.\nOf {STEPS} steps, the one whose gain is "
+        f"its operations at {TRAINING_SHARE:.0%} of peak.\nOf {STEPS} steps, the one whose gain is "
         f"closest to that of all of them, {overall:.2f}x",
         fontsize=SIZE,
     )
@@ -115,7 +116,12 @@ def train_s(scale: float, step: SimulatedStep) -> float:
     """Seconds in which each H200 trains a 7B on its share of a step's tokens. scale: real tokens
     for each simulated one."""
     tokens = scale * step.response_tokens / RANKS
-    return TRAINING_OPERATIONS * MODELS["7b"][0] * tokens / (COMPUTE_SHARE * GPUS["h200"][1])
+    return (
+        TRAINING_OPERATIONS
+        * MODELS["7b"].parameters
+        * tokens
+        / (TRAINING_SHARE * GPUS["h200"].peak)
+    )
 
 
 def with_training(scale: float, lane: np.ndarray, step: SimulatedStep) -> np.ndarray:

@@ -32,6 +32,8 @@ LONG_FILES = [
     "extending",
     "bad_input",
     "gpu_configs",
+    "gpu_imports",
+    "gpu_suite",
     "exactness",
     "trainer",
     "tp_graphs",

@@ -1,17 +1,9 @@
-"""The cost of forwards: what a fit recovers, and the roofline."""
+"""The cost of forwards: what a fit recovers."""
 
 import numpy as np
 import pytest
 
-from bubblespec.records import Load
-from bubblespec.simulate.cost import (
-    GPUS,
-    RATES,
-    ForwardCost,
-    fit_cost,
-    load_shared_cost,
-    roofline,
-)
+from bubblespec.simulate.cost import RATES, ForwardCost, fit_cost
 
 
 def make_cost(**rates: float) -> ForwardCost:
@@ -58,36 +50,3 @@ def test_more_work_never_takes_less_time():
         more = loads.astype(float)
         more[:, field] += 10
         assert (seconds_of(cost, more) >= seconds_of(cost, loads)).all()
-
-
-def test_the_roofline_is_that_of_the_data_sheet():
-    cost, (bandwidth, compute, _) = roofline("h200", "7b"), GPUS["h200"]
-    weights_s, token_s = 2 * 7.62e9 / (0.8 * bandwidth), 2 * 7.62e9 / (0.5 * compute)
-    assert cost.seconds(Load(1, 1, 0, 0, 0, 0)) == pytest.approx(3e-3 + weights_s)
-    prompt = Load(1, 5000, 0, 0, 5000, 0)
-    assert cost.seconds(prompt) == pytest.approx(3e-3 + 5000 * token_s, rel=0.01)
-    kv_bytes = 2 * 2 * 28 * 4 * 128
-    read_s = cost.seconds(Load(1, 1, 0, 10**6, 0, 0)) - cost.seconds(Load(1, 1, 0, 0, 0, 0))
-    assert read_s == pytest.approx(kv_bytes * 10**6 / (0.8 * bandwidth))
-
-
-def test_ranks_together_share_the_roofline_and_pay_for_all_reduces():
-    alone, together = roofline("h200", "7b"), roofline("h200", "7b", 2)
-    launch_s = 3e-3
-    read_s = alone.seconds(Load(1, 1, 0, 0, 0, 0)) - launch_s
-    all_reduces_s = (2 * 28 + 1) * 10e-6  # what NCCL's ring took on two GPUs
-    expected_s = launch_s + read_s / 2 + all_reduces_s
-    assert together.seconds(Load(1, 1, 0, 0, 0, 0)) == pytest.approx(expected_s)
-    for name in ("positions", "pairs"):
-        assert together.rates[name] == pytest.approx(alone.rates[name] / 2)
-    # More ranks than key/value heads: each reads a whole one. 28 query heads: some ranks have 4.
-    eight = roofline("h200", "7b", 8)
-    assert eight.rates["positions"] == pytest.approx(alone.rates["positions"] / 4)
-    assert eight.rates["pairs"] == pytest.approx(alone.rates["pairs"] * 4 / 28)
-    prompt = [cost.seconds(Load(1, 5000, 0, 0, 5000, 0)) for cost in (alone, together, eight)]
-    assert prompt[0] > prompt[1] > prompt[2] > prompt[0] / 8
-
-
-def test_a_model_that_so_many_ranks_cannot_share_has_no_shared_cost():
-    assert load_shared_cost("h200:1.5b", 12) is not None
-    assert load_shared_cost("h200:1.5b", 16) is None

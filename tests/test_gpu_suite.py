@@ -5,14 +5,19 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu_suite
+from benchmarks import gpu_forwards, gpu_programs, gpu_ranks, gpu_suite
 from benchmarks.gpu_bench import Figure, make_bench
+from bubblespec import memory
 from bubblespec.dist.ranks import Ranks
+from bubblespec.simulate.roofline import MODELS, Model
 from tests.helpers.clocks import Clock
+from tests.helpers.graphs import stand_in
 
 
 def run_suite(monkeypatch, *arguments: str) -> int:
@@ -34,22 +39,27 @@ def test_every_part_measures_something(monkeypatch, tmp_path, capsys):
         finally:
             dist.destroy_process_group()
 
-    monkeypatch.setattr(gpu_suite, "run_processes", run_processes)
-    out = tmp_path / "cpu.json"
-    assert run_suite(monkeypatch, "--json", str(out)) == 0
+    monkeypatch.setattr(gpu_ranks, "run_processes", run_processes)
+    out, only = tmp_path / "cpu.json", [name for name in gpu_suite.PARTS if name != "tests"]
+    assert run_suite(monkeypatch, "--json", str(out), "--only", *only) == 0
     result = json.loads(out.read_text())
     assert result["versions"]["torch"] == torch.__version__
     assert result["kernels"] == ["sdpa"] and result["is_small"]
-    assert list(result["parts"]) == list(gpu_suite.PARTS)
+    assert list(result["parts"]) == only
     printed, cases = capsys.readouterr().out, {}
     for name, part in result["parts"].items():
         assert part["error"] is None and part["rows"], name
         for row in part["rows"]:
             cases[name, row["case"]] = row
-            assert math.isfinite(row["value"]) and row["value"] >= 0, row
+            if row["note"] != "needs a GPU":
+                assert math.isfinite(row["value"]) and row["value"] >= 0, row
             assert f"| {name} | {row['case']} |" in printed
     parted = [row["value"] for (name, _), row in cases.items() if name == "composition"]
     assert set(parted) == {0}, "float32"
+    assert cases["updates", "parameters that differ when repeated"]["value"] == 0
+    assert cases["programs", "doctor"]["note"].endswith("0 failed; exit code 0")
+    failing = cases["programs", "an exception in a reward ends train.py after"]
+    assert failing["note"] == "exit code 1, its traceback"
     note = cases["ticks", "gloo, 1 processes, ticks"]["note"]
     assert re.fullmatch(r"\d+ ticks in 10 steps", note)
 
@@ -63,10 +73,13 @@ def test_a_part_that_fails_or_takes_too_long_costs_its_own_rows(monkeypatch, tmp
 
     def endless(bench):
         while True:
-            clock.sleep(gpu_suite.TOTAL_S / 2)
+            clock.sleep(100.0)
             yield Figure("again", 2.0)
 
-    monkeypatch.setattr(gpu_suite, "PARTS", {"failing": failing, "endless": endless})
+    parts = {"failing": (failing, 1.0), "endless": (endless, 150.0), "no time": (endless, 150.0)}
+    parts = {name: gpu_suite.Part(*part) for name, part in parts.items()}
+    monkeypatch.setattr(gpu_suite, "PARTS", parts)
+    monkeypatch.setattr(gpu_suite, "TOTAL_S", 250.0)
     monkeypatch.setattr(gpu_suite, "time", clock)
     out = tmp_path / "cpu.json"
     assert run_suite(monkeypatch, "--json", str(out)) == 0
@@ -76,9 +89,75 @@ def test_a_part_that_fails_or_takes_too_long_costs_its_own_rows(monkeypatch, tmp
     assert found["failing"]["error"] == found["failing"]["rows"][1]["note"] == message
     assert found["endless"]["error"] == "stopped: no time was left"
     assert [row["value"] for row in found["endless"]["rows"]] == [2.0, 2.0, None]
+    assert [row["value"] for row in found["no time"]["rows"]] == [2.0, None]
 
 
 def test_a_file_is_not_overwritten(monkeypatch, tmp_path):
     out = tmp_path / "there.json"
     out.write_text("kept")
     assert run_suite(monkeypatch, "--json", str(out)) == 2 and out.read_text() == "kept"
+
+
+def test_all_parts_end_within_the_limit():
+    assert sum(part.limit_s for part in gpu_suite.PARTS.values()) <= gpu_suite.TOTAL_S <= 45 * 60
+
+
+def test_expected_milliseconds_stand_beside_measured_ones(monkeypatch, capsys):
+    monkeypatch.setitem(MODELS, "tiny", Model(1e5, 2, 4, 2, 12))
+    monkeypatch.setattr(
+        gpu_suite, "make_bench", lambda on_cpu: replace(make_bench(True), gpu="h200")
+    )
+    assert run_suite(monkeypatch, "--only", "attention", "decode", "windows", "profile") == 0
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    of_case = {cells[1]: cells for cells in lines if len(cells) == 6}
+    cost = gpu_forwards.decode_seconds("h200", "tiny", 2, 40)
+    assert float(of_case["tiny, 2 rows at 40, eager"][3]) == pytest.approx(1e3 * cost, rel=1e-3)
+    for case in (
+        "tiny, 2 rows at 300, heads apart",
+        "2 rows, window 3",
+        "tiny, 2 rows at 40, host",
+    ):
+        assert float(of_case[case][3]) > 0
+    assert of_case["tiny, 2 rows at 40, products"][3] == ""
+
+
+@pytest.mark.parametrize("max_q, room", [(1, 3), (2, 3), (8, 8)])
+def test_attention_is_the_same_however_it_is_called(monkeypatch, max_q, room):
+    """The engine's kernel, by a stand-in, with room for more sequences than there are rows."""
+    stand_in(monkeypatch)
+    reference = replace(make_bench(True), dtype=torch.float64)
+    bench = replace(reference, kernels=["sdpa", "varlen"])
+    cache = gpu_forwards.random_cache(bench, 3, 300, 2, 16)
+    query = torch.randn(3, 4, 16, dtype=torch.float64)
+    arguments = (query, cache, [1] * 3)
+    wanted = gpu_forwards.attend(reference, *arguments, 3, 300, max_q)()
+    got = gpu_forwards.attend(bench, *arguments, room, 300, max_q)()
+    assert torch.allclose(got, wanted.reshape(3, 4, 16), rtol=0, atol=1e-9)
+
+
+def test_times_of_kernels_and_gaps_add_up():
+    kernels = [("copy", 0, 1), ("Memcpy HtoD", 10, 12), ("flash_fwd_kernel", 15, 25)]
+    kernels += [("nvjet_tst", 25, 30), ("rms_norm", 130, 131), ("ampere_bf16_gemm", 128, 129)]
+    found = gpu_forwards.time_by_kind(kernels)
+    wanted = {"products": 6, "attention": 10, "copies": 2, "other kernels": 2}
+    wanted |= {"short gaps": 9 + 3 + 1, "host": 98}
+    assert found == pytest.approx({kind: us / 1e3 for kind, us in wanted.items()})
+    assert sum(found.values()) == pytest.approx(131 / 1e3)
+
+
+def test_peaks_are_those_of_full_micro_batches(monkeypatch):
+    seen = []
+
+    def peak_of(action, device) -> int:
+        seen.append(action)
+        action()
+        return len(seen)
+
+    for module in (memory, gpu_programs):
+        monkeypatch.setattr(module, "peak_of", peak_of)
+    bench = make_bench(True)
+    monkeypatch.setattr(gpu_programs, "is_cuda", lambda bench: True)
+    rows = [figure for figure in gpu_programs.updates(bench) if "peak" in figure.case]
+    assert [row.value for row in rows] == [2e-9, 3e-9] and {row.expected for row in rows} == {1e-9}
+    for action in seen[1:]:
+        assert sum(action.args[0].sequence_lengths) == 256

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from bubblespec.engine import noise
 from bubblespec.engine.noise import (
@@ -89,6 +88,8 @@ def test_bits_equal_integer_arithmetic():
 
 
 def test_bits_are_uniform_and_independent_of_neighbouring_streams():
+    from scipy import stats
+
     positions = np.arange(200)
     bits = random_bits(keys_for(uid=1, position=positions), 5000)
     counts = np.bincount((bits >> 23).ravel().numpy(), minlength=256)
@@ -111,6 +112,8 @@ def test_bits_are_uniform_and_independent_of_neighbouring_streams():
 def test_gumbel_law():
     """Kolmogorov-Smirnov against the Gumbel distribution, and the far tail, where low-resolution
     noise would end."""
+    from scipy import stats
+
     drawn = gumbel(keys_for(uid=2, position=np.arange(100)), 5000, torch.float64).flatten().numpy()
     assert stats.kstest(drawn, "gumbel_r").pvalue > 1e-4
     beyond_ten, expected = (drawn > 10).sum(), drawn.size * stats.gumbel_r.sf(10)

@@ -8,7 +8,8 @@ import pytest
 from benchmarks import simulated_systems
 from benchmarks.shared import main
 from benchmarks.simulated_systems import CHANGES, SYSTEMS, scaled
-from bubblespec.simulate.cost import roofline
+from bubblespec.records import Load
+from bubblespec.simulate.roofline import roofline
 
 SMALL = ["--sizes", "7b", "--lengths", "8k", "--longest", "100", "--steps", "2", "--prompts", "2"]
 
@@ -57,5 +58,5 @@ def test_wrong_arguments_end_in_one_line(command, capsys, options, says):
 
 def test_scaled_costs_count_positions_so_many_times():
     cost = roofline("h200", "7b")
-    load, longer = (4, 12, 2, 1000, 0, 8), (4, 12, 2, 8000, 0, 8)
-    assert scaled(cost, 8.0).seconds(load) == pytest.approx(cost.seconds(longer))
+    load, longer = Load(4, 12, 2, 1000, 0, 8), Load(4, 12, 2, 8000, 0, 8)
+    assert scaled(cost.seconds, 8.0)(load) == pytest.approx(cost.seconds(longer))

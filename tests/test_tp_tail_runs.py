@@ -13,8 +13,7 @@ from bubblespec.planner.stats import RunStats
 from bubblespec.records import Load
 from bubblespec.rollout.tp_tail import TPTail
 from bubblespec.simulate.__main__ import SECTIONS, simulated_config
-from bubblespec.simulate.cost import load_cost, load_shared_cost
-from bubblespec.simulate.recorded import read_workload, sections_of
+from bubblespec.simulate.recorded import load_cost, load_shared_cost, read_workload, sections_of
 from bubblespec.simulate.run import simulate
 from bubblespec.telemetry.trace import read_meta, read_table
 from tests.helpers.clocks import forward_seconds

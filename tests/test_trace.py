@@ -13,8 +13,7 @@ from bubblespec.dist.ranks import Ranks
 from bubblespec.errors import InputError
 from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
 from bubblespec.simulate.__main__ import SECTIONS, simulated_config
-from bubblespec.simulate.cost import load_cost
-from bubblespec.simulate.recorded import read_workload, sections_of
+from bubblespec.simulate.recorded import load_cost, read_workload, sections_of
 from bubblespec.simulate.run import simulate
 from bubblespec.simulate.workload import Texts
 from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table

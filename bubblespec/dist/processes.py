@@ -9,8 +9,6 @@ import signal
 import sys
 import time
 
-import psutil
-
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -65,6 +63,8 @@ def _supervise(child: int, parent: int) -> None:
     if child not in ended or sys.platform != "linux":
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)
+    import psutil
+
     while _reap(ended):
         # Only direct children, whose ids cannot be reused before they are reaped. Their children
         # are adopted as they end.

@@ -14,7 +14,6 @@ import secrets
 import time
 
 import numpy as np
-import psutil
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.errors import log
@@ -53,6 +52,8 @@ def map_shared(ranks: Ranks, num_bytes: int) -> np.ndarray | None:
 
 def has_ended(pid: int) -> bool:
     """Whether a process of this machine has ended, reaped by its parent or not."""
+    import psutil
+
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

@@ -16,8 +16,12 @@ from typing import Any
 
 from bubblespec.config import Config, config_of_sections
 from bubblespec.errors import InputError, log
-from bubblespec.simulate.cost import load_cost, load_shared_cost
-from bubblespec.simulate.recorded import read_workload, sections_of
+from bubblespec.simulate.recorded import (
+    load_cost,
+    load_shared_cost,
+    read_workload,
+    sections_of,
+)
 from bubblespec.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.simulate.runner import DrafterModel
 from bubblespec.simulate.workload import Synthetic, Workload, make_synthetic, parse

@@ -1,5 +1,4 @@
-"""Seconds of a forward as a function of its load: fitted on measured forwards, or a roofline; of
-one rank alone, and of all ranks together.
+"""Seconds of a forward as a function of its load, and its fit to measured forwards.
 
     T = constant + f(tokens) + rates of rows, wide rows, positions, prompt and draft tokens, pairs
 
@@ -9,21 +8,15 @@ the last knot f continues with its last slope. All coefficients are at least 0.
 
 Pairs: a row that feeds n tokens over p positions attends to about n * p of them, where a decoding
 row attends to p. A load has sums over rows only, so tokens * positions / rows is taken, less the
-positions themselves.
+positions themselves. The kernels of a GPU are not linear in either: see `Attention`.
 """
 
 import math
-import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from bubblespec.engine.tensor_parallel import TPUnsupported, shard_heads
-from bubblespec.errors import InputError
-from bubblespec.records import Load
-from bubblespec.telemetry.trace import FOLDER, read_meta, read_table
 
 RATES = ("rows", "wide_rows", "positions", "prompt_tokens", "draft_tokens", "pairs")
 # A forward that takes this many times its prediction was interrupted, and is left out.
@@ -33,26 +26,42 @@ MIN_FORWARDS = 10
 # Penalties, in squared relative errors: on every rate, so that tokens get the cost where forwards
 # do not tell two causes apart; and on changes of slope, which decide where nothing was measured.
 RIDGE, SMOOTHING = 1e-5, 1e-4
+# A block of FlashAttention-2 computes this many queries, whether they are real or not, against so
+# many keys at a time. Two blocks on a multiprocessor take 1.5 times as long as one (see roofline).
+TILE_QUERIES, TILE_KEYS, OVERLAP = 64, 64, 4 / 3
 
-# Data sheets: bytes per second of HBM, dense bfloat16 operations per second, and bytes per second
-# of NVLink in each direction.
-GPUS = {
-    "h200": (4.8e12, 989e12, 450e9),
-    "h100": (3.35e12, 989e12, 450e9),
-    "a100": (2.04e12, 312e12, 300e9),
-}
-# Qwen2.5: parameters, layers, query heads, key/value heads, head dimension, seconds of launches.
-MODELS = {
-    "32b": (32.76e9, 64, 40, 8, 128, 7e-3),
-    "7b": (7.62e9, 28, 28, 4, 128, 3e-3),
-    "1.5b": (1.54e9, 28, 12, 2, 128, 3e-3),
-}
-BANDWIDTH_SHARE, COMPUTE_SHARE = 0.8, 0.5  # of the data sheet, that kernels reach
-VERIFY_S = 1e-5  # host time for each row that verifies a draft
-# Seconds of a small all-reduce over NVLink: at all, and for each rank beyond the first. NCCL's ring
-# on a DGX A100 was measured at 10 us on 2 GPUs, 16.9 us on 4 and 33.7 us on 8 (NVIDIA/nccl-tests,
-# issue 123). Newer links and other algorithms take less.
-ALL_REDUCE_S, ALL_REDUCE_RANK_S = 6e-6, 4e-6
+
+@dataclass
+class Attention:
+    """Seconds that attention takes as FlashAttention-2 computes it for the engine.
+
+    Where every row feeds one token, the query heads of a key/value head are queries of one block,
+    and few long rows are split. Otherwise each query head has blocks of its own, of TILE_QUERIES
+    queries, and a block goes through all keys of its row.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    num_processors: int
+    """Multiprocessors, each of which computes a block or more."""
+    block_s: float
+    """Seconds of a block for TILE_KEYS keys in one layer."""
+    position_s: float
+    """Seconds in which keys and values of one position are read, all layers."""
+
+    def seconds(self, rows: float, tokens: float, positions: float) -> float:
+        """Seconds of all layers. positions: attended to, summed over rows, as if all rows fed the
+        same number of tokens over the same number of positions."""
+        queries = tokens / rows
+        if queries <= 1:
+            waves = rows * self.kv_heads / self.num_processors / OVERLAP
+        else:
+            blocks = rows * self.heads * math.ceil(queries / TILE_QUERIES)
+            waves = max(math.ceil(blocks / self.num_processors) / OVERLAP, 1.0)
+        keys = max(positions / rows - (queries - 1) / 2, 0.0)  # causal
+        computed_s = self.layers * waves * keys / TILE_KEYS * self.block_s
+        return max(computed_s, positions * self.position_s)
 
 
 @dataclass
@@ -69,6 +78,8 @@ class ForwardCost:
     """Seconds by name (RATES)."""
     source: str = ""
     """Where the figures are from."""
+    attention: Attention | None = None
+    """Beside the rates of positions and pairs, which are 0 then."""
 
     def __post_init__(self):
         rises = np.diff(self.knots) * np.array(self.slopes[:-1])
@@ -82,93 +93,10 @@ class ForwardCost:
         pairs = max(tokens / rows - 1.0, 0.0) * positions
         counts = (rows, wide_rows, positions, prompt_tokens, draft_tokens, pairs)
         by_tokens = self._at_knots[i] + self.slopes[i] * (tokens - self.knots[i])
-        return by_tokens + sum(map(float.__mul__, self._rates, map(float, counts)))
-
-
-def load_cost(name: str) -> ForwardCost:
-    """Of forwards of one rank: the roofline of GPU:MODEL, or what the forwards of a recorded run
-    took, with the host's work between them. name: of GPUS and MODELS, or the run's output_dir.
-    Raises InputError."""
-    gpu, _, model = name.partition(":")
-    if gpu in GPUS and model in MODELS:
-        return roofline(gpu, model)
-    folder = os.path.join(name, FOLDER)
-    if not os.path.isdir(folder):
-        valid = f"{', '.join(GPUS)} : {', '.join(MODELS)}"
-        raise InputError(f"{name}: neither the folder of a recorded run nor a roofline ({valid})")
-    try:
-        return _fit_recorded(folder, together=False)
-    except ValueError as error:
-        raise InputError(f"{folder}: {error}") from error
-
-
-def load_shared_cost(name: str, num_ranks: int) -> ForwardCost | None:
-    """Of forwards of all ranks together, as in the shared tail; see `load_cost`. None where nothing
-    says what they take: a recorded run had another number of ranks or too few such forwards, or the
-    model cannot be sharded over so many ranks."""
-    gpu, _, model = name.partition(":")
-    if gpu in GPUS and model in MODELS:
-        try:
-            return roofline(gpu, model, num_ranks)
-        except TPUnsupported:
-            return None
-    folder = os.path.join(name, FOLDER)
-    if read_meta(folder)["world_size"] != num_ranks:
-        return None
-    try:
-        return _fit_recorded(folder, together=True)
-    except ValueError:
-        return None
-
-
-def _fit_recorded(folder: str, *, together: bool) -> ForwardCost:
-    """Fitted on a trace's forwards of one rank, or on those of all ranks together, of which each
-    rank has recorded the same. Raises ValueError if there are too few."""
-    hardware, table = read_meta(folder)["hardware"], read_table(folder, "forwards")
-    is_shared = np.zeros(len(table), bool)
-    if "together" in table.column_names:  # null where a run was begun by an older version
-        is_shared = table["together"].fill_null(False).to_numpy()
-    chosen = is_shared & (table["rank"].to_numpy() == 0) if together else ~is_shared
-    loads = np.stack([table[name].to_numpy() for name in Load._fields], axis=1)
-    seconds = table["end_s"].to_numpy() - table["begin_s"].to_numpy()
-    kind = "shared forwards" if together else "forwards"
-    source = f"fitted on {kind} of {hardware.get('gpu') or hardware.get('cpu')}"
-    return fit_cost(loads[chosen], seconds[chosen], source)
-
-
-def roofline(gpu: str, model: str, num_ranks: int = 1) -> ForwardCost:
-    """The cost of a forward on a GPU from its data sheet, not measured (Williams, Waterman and
-    Patterson 2009): linear layers read all weights once, or compute, whichever takes longer;
-    attention reads the keys and values of every attended position once, and computes on them.
-
-    Where several ranks compute it together, each does its share of that, the largest counts where
-    heads do not divide evenly, and there are two all-reduces per layer and one exchange of samples.
-
-    gpu, model: of GPUS and MODELS. Left out: sampling, kernels that are slower at odd shapes.
-    Raises TPUnsupported for a model that so many ranks cannot share.
-    """
-    memory, peak, link = GPUS[gpu]
-    bandwidth, compute = memory * BANDWIDTH_SHARE, peak * COMPUTE_SHARE
-    parameters, layers, heads, kv_heads, dimension, launch_s = MODELS[model]
-    own = [shard_heads(heads, kv_heads, rank, num_ranks) for rank in range(num_ranks)]
-    own_heads, own_kv_heads = (max(s.stop - s.start for s in of) for of in zip(*own, strict=True))
-    weights_s = 2 * parameters / num_ranks / bandwidth  # bfloat16
-    token_s = 2 * parameters / num_ranks / compute
-    knee = round(weights_s / token_s)  # tokens that compute for as long as the weights are read
-    rates = dict.fromkeys(RATES, 0.0)
-    rates["wide_rows"] = VERIFY_S
-    rates["positions"] = 2 * 2 * layers * own_kv_heads * dimension / bandwidth
-    rates["pairs"] = 4 * layers * own_heads * dimension / compute
-    constant_s, summed_s, where = launch_s + weights_s, 0.0, f"one {gpu.upper()}"
-    if num_ranks > 1:
-        latency_s = ALL_REDUCE_S + ALL_REDUCE_RANK_S * (num_ranks - 1)
-        constant_s += (2 * layers + 1) * latency_s
-        # A ring sends each sum to and from all ranks but one (bus bandwidth of nccl-tests).
-        sent = 2 * (num_ranks - 1) / num_ranks * 2 * heads * dimension
-        summed_s = 2 * layers * sent / (link * BANDWIDTH_SHARE)
-        where = f"{num_ranks} {gpu.upper()}s together"
-    source = f"roofline, not measured: Qwen2.5-{model.upper()}, bfloat16, on {where}"
-    return ForwardCost([1, knee], [summed_s, token_s + summed_s], constant_s, rates, source)
+        total_s = by_tokens + sum(map(float.__mul__, self._rates, map(float, counts)))
+        if self.attention is not None:
+            total_s += self.attention.seconds(rows, tokens, positions)
+        return total_s
 
 
 def fit_cost(loads: np.ndarray, seconds: np.ndarray, source: str) -> ForwardCost:

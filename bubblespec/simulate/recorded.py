@@ -1,5 +1,5 @@
-"""A workload from the trace of a real run: its prompts, responses and rewards, and its drafts as
-far as they were recorded."""
+"""The trace of a real run: its prompts, responses and rewards as a workload, with its drafts as far
+as they were recorded; and the cost of its forwards."""
 
 import os
 from typing import Any
@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 
 from bubblespec.config import Config, flatten
+from bubblespec.engine.tensor_parallel import TPUnsupported
 from bubblespec.errors import InputError
+from bubblespec.records import Load
+from bubblespec.simulate.cost import ForwardCost, fit_cost
+from bubblespec.simulate.roofline import GPUS, MODELS, roofline
 from bubblespec.simulate.workload import STOP, DraftModel, Key, Workload
-from bubblespec.telemetry.trace import FOLDER, list_steps, read_table
+from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
 from bubblespec.types import Prompt
 
 
@@ -76,3 +80,54 @@ def sections_of(config: dict[str, Any], names: tuple[str, ...]) -> dict[str, dic
         if section in names:
             sections[section][key] = config[name]
     return sections
+
+
+def load_cost(name: str) -> ForwardCost:
+    """Of forwards of one rank: the roofline of GPU:MODEL, or what the forwards of a recorded run
+    took, with the host's work between them. name: of GPUS and MODELS, or the run's output_dir.
+    Raises InputError."""
+    gpu, _, model = name.partition(":")
+    if gpu in GPUS and model in MODELS:
+        return roofline(gpu, model)
+    folder = os.path.join(name, FOLDER)
+    if not os.path.isdir(folder):
+        valid = f"{', '.join(GPUS)} : {', '.join(MODELS)}"
+        raise InputError(f"{name}: neither the folder of a recorded run nor a roofline ({valid})")
+    try:
+        return _fit_recorded(folder, together=False)
+    except ValueError as error:
+        raise InputError(f"{folder}: {error}") from error
+
+
+def load_shared_cost(name: str, num_ranks: int) -> ForwardCost | None:
+    """Of forwards of all ranks together, as in the shared tail; see `load_cost`. None where nothing
+    says what they take: a recorded run had another number of ranks or too few such forwards, or the
+    model cannot be sharded over so many ranks."""
+    gpu, _, model = name.partition(":")
+    if gpu in GPUS and model in MODELS:
+        try:
+            return roofline(gpu, model, num_ranks)
+        except TPUnsupported:
+            return None
+    folder = os.path.join(name, FOLDER)
+    if read_meta(folder)["world_size"] != num_ranks:
+        return None
+    try:
+        return _fit_recorded(folder, together=True)
+    except ValueError:
+        return None
+
+
+def _fit_recorded(folder: str, *, together: bool) -> ForwardCost:
+    """Fitted on a trace's forwards of one rank, or on those of all ranks together, of which each
+    rank has recorded the same. Raises ValueError if there are too few."""
+    hardware, table = read_meta(folder)["hardware"], read_table(folder, "forwards")
+    is_shared = np.zeros(len(table), bool)
+    if "together" in table.column_names:  # null where a run was begun by an older version
+        is_shared = table["together"].fill_null(False).to_numpy()
+    chosen = is_shared & (table["rank"].to_numpy() == 0) if together else ~is_shared
+    loads = np.stack([table[name].to_numpy() for name in Load._fields], axis=1)
+    seconds = table["end_s"].to_numpy() - table["begin_s"].to_numpy()
+    kind = "shared forwards" if together else "forwards"
+    source = f"fitted on {kind} of {hardware.get('gpu') or hardware.get('cpu')}"
+    return fit_cost(loads[chosen], seconds[chosen], source)

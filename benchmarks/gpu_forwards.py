@@ -1,0 +1,310 @@
+"""Parts of the GPU suite on forwards: attention alone, decode steps, verification, where the time
+of a step goes, forwards by number of tokens, and tokens that depend on the batch.
+
+Shape legend: R rows, N packed tokens of a forward, H query heads, K key/value heads, D head
+dimension.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from torch.autograd import DeviceType
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from benchmarks.gpu_bench import (
+    SHAPE_KEYS,
+    SHAPES,
+    Bench,
+    Figure,
+    make_rows,
+    start_decoding,
+)
+from bubblespec.engine.attention import VARLEN_KERNELS, reads_pages
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.graphs import ForwardGraphs, capture, rehearse
+from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.packing import PAGE, Varlen, pack_rows
+from bubblespec.engine.ragged import packed
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.simulate.roofline import HOST_S, decode_seconds
+
+# Models, and the positions that each row attends to: docs/gpu-guide.md has their expected times.
+CONTEXTS = {"0.5B": 400, "1.5B": 3072, "7B": 4096}
+DECODING_ROWS = (16, 128)
+CALLS = 20  # of attention in one graph
+HOST_GAP_US = 20.0  # longer gaps between kernels are the host's
+KINDS = {
+    "products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "linear", "matmul"),
+    "attention": ("flash", "fmha", "attention"),
+    "copies": ("memcpy", "memset", "aten::copy_"),
+}
+
+
+def graph_s(bench: Bench, action: Callable[[], torch.Tensor]) -> float:
+    """Return the seconds of one of CALLS calls in a graph or, without graphs, of one by itself."""
+    if not bench.has_graphs:
+        return bench.seconds(action)
+
+    def calls() -> torch.Tensor:
+        return [action() for _ in range(CALLS)][-1]
+
+    rehearse(calls)
+    return bench.seconds(capture(calls, None)[0]) / CALLS
+
+
+def attention(bench: Bench) -> Iterator[Figure]:
+    """One layer's attention: decoding rows as the engine computes them and with a bound on what a
+    query sees, which keeps query heads apart; then four rows' tokens in graphs with room for one
+    sequence per token, and as the four sequences that they are."""
+    for name in bench.sizes(("tiny",), ("7B", "1.5B", "0.5B")):
+        shape = dict(zip(SHAPE_KEYS, SHAPES[name], strict=True))
+        heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+        dimension = shape["hidden_size"] // heads
+        for rows in bench.sizes((2,), (1, 16, 128)):
+            for context in bench.sizes((300,), (512, 4096, 8192)):
+                case = f"{name}, {rows} rows at {context}"
+                cache = random_cache(bench, rows, context, kv_heads, dimension)
+                query = cache[0].new_empty(rows, heads, dimension).normal_()
+                for kind, max_q in (("heads in groups", 1), ("heads apart", 2)):
+                    call = attend(bench, query, cache, [1] * rows, rows, context, max_q)
+                    expected, cost = None, bench.cost(name)
+                    if cost is not None:
+                        load = rows, rows * max_q, rows * context
+                        expected = 1e6 * cost.attention.seconds(*load) / cost.attention.layers
+                    microseconds = 1e6 * graph_s(bench, call)
+                    yield Figure(f"{case}, {kind}", microseconds, "us per layer", "", expected)
+        for tokens in bench.sizes((8,), (64, 256, 512, 1024)):
+            cache = random_cache(bench, 4, bench.sizes((512,), (4096,))[0], kv_heads, dimension)
+            query = cache[0].new_empty(tokens, heads, dimension).normal_()
+            context, counts = cache[2].shape[1] * PAGE, [tokens // 4] * 4
+            for room, max_q in ((4, tokens // 4), (tokens, tokens)):
+                case = f"{name}, 4 rows of {tokens // 4} tokens, room for {room} of {max_q}"
+                call = attend(bench, query, cache, counts, room, context, max_q)
+                yield Figure(case, 1e6 * graph_s(bench, call), "us per layer")
+
+
+def random_cache(
+    bench: Bench, rows: int, context: int, kv_heads: int, dimension: int
+) -> tuple[torch.Tensor, ...]:
+    """Return keys and values, [P, PAGE, K, D], and the pages of each row, int32 [R, P / R]."""
+    pages = -(-context // PAGE)
+    shape, options = (rows * pages, PAGE, kv_heads, dimension), {"device": bench.device}
+    key, value = (torch.randn(shape, dtype=bench.dtype, **options) for _ in range(2))
+    return key, value, torch.arange(rows * pages, dtype=torch.int32, **options).view(rows, pages)
+
+
+def attend(
+    bench: Bench, query: torch.Tensor, cache: tuple, counts: list[int], room: int, context: int,
+    max_q: int,
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """Return a call of the engine's kernel. query: [N, H, D]; counts: new tokens of the rows;
+    room: sequences, of which those behind the rows are empty. On a CPU SDPA takes its place, with
+    keys repeated for each query head where max_q is above 1."""
+    key, value, table = cache
+    rows, length = len(table), table.shape[1] * PAGE
+    if bench.kernel == "sdpa":
+        query = query.unflatten(0, (rows, -1)).transpose(1, 2)
+        key, value = (t.view(rows, length, *t.shape[2:])[:, :context] for t in (key, value))
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        fold = query.shape[1] // key.shape[1]
+        if max_q == 1:
+            query = query.unflatten(1, (-1, fold)).flatten(2, 3)
+        else:
+            key, value = (t.repeat_interleave(fold, 1) for t in (key, value))
+        return partial(scaled_dot_product_attention, query, key, value)
+    count = torch.tensor(counts + [0] * (room - rows), device=bench.device)
+    cu_q = pad(count.cumsum(0), (1, 0)).to(torch.int32)
+    cu_k = torch.arange(room + 1, device=bench.device).clamp(max=rows).to(torch.int32) * length
+    varlen = Varlen(cu_q, cu_k, (count > 0).to(torch.int32) * context, max_q, length, length)
+    if reads_pages(bench.kernel):
+        varlen.block_table = pad(table, (0, 0, 0, room - rows))
+    else:
+        key, value = key.flatten(0, 1), value.flatten(0, 1)
+    options = {"scaling": query.shape[-1] ** -0.5, "window": None}
+    return partial(VARLEN_KERNELS[bench.kernel], varlen, query, key, value, **options)
+
+
+def decoding_engine(bench: Bench, model, rows: int, context: int, **options) -> Engine:
+    """Return an engine whose rows all decode, after prompts of `context` tokens that differ."""
+    tokens = min(rows * context, 8192)
+    engine = bench.engine(model, rows, context + 64, max_num_batched_tokens=tokens, **options)
+    start_decoding(engine, make_rows(model, rows, context, 60))
+    return engine
+
+
+def decoding(bench: Bench) -> Iterator[Figure]:
+    """Whole engine steps of R decoding rows, sampling included."""
+    for name, context in bench.sizes((("tiny", 40),), tuple(CONTEXTS.items())):
+        model = bench.model(name)
+        for rows in bench.sizes((2,), DECODING_ROWS):
+            is_compared = bench.has_graphs and rows == DECODING_ROWS[0]
+            for eager in (True, False) if is_compared else (not bench.has_graphs,):
+                engine = decoding_engine(bench, model, rows, context, enforce_eager=eager)
+                step_s = bench.seconds(partial(engine.step, SamplingParams()))
+                engine.release()
+                case = f"{name}, {rows} rows at {context}, {'eager' if eager else 'graphs'}"
+                expected, note = None, f"{rows / step_s:.0f} tokens/s"
+                if bench.cost(name) is not None:
+                    expected = 1e3 * decode_seconds(bench.gpu, name.lower(), rows, context)
+                yield Figure(case, step_s * 1e3, "ms per step", note, expected)
+
+
+class FixedDrafts:
+    """Proposes drafts of one length. wanted: the tokens of each row by its uid, or None for
+    meaningless ones."""
+
+    def __init__(self, length: int, wanted: dict[int, np.ndarray] | None = None):
+        self.length, self.wanted = length, wanted
+
+    def propose(self, rows, lengths, room, budget):
+        if self.wanted is None:
+            return packed([np.ones(self.length, np.int64)] * len(rows))
+        places = zip(rows, lengths, strict=True)
+        return packed([self.wanted[row.id.uid][n : n + self.length] for row, n in places])
+
+    def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
+        pass
+
+
+def windows(bench: Bench) -> Iterator[Figure]:
+    """Whole engine steps in which each of R rows verifies a draft of w tokens."""
+    model = bench.model(bench.policy)
+    for rows in bench.sizes((2,), (1, 8, 64)):
+        engine = bench.engine(model, rows, 640)
+        start_decoding(engine, make_rows(model, rows, 64, 500))
+        for window in bench.sizes((0, 3), (0, 1, 3, 7, 15, 31)):
+            if rows * (window + 1) > engine.max_num_batched_tokens:
+                continue
+            step = partial(engine.step, SamplingParams(), FixedDrafts(window) if window else None)
+            step_s, (_, load) = bench.seconds(step, repeats=3 if bench.is_small else 10), step()
+            note, expected = f"{load.tokens} tokens fed", bench.expected_ms(bench.policy, load)
+            yield Figure(
+                f"{rows} rows, window {window}", step_s * 1e3, "ms per step", note, expected
+            )
+        engine.release()
+
+
+def profile(bench: Bench) -> Iterator[Figure]:
+    """Where the time of a decode step goes: kernels by kind, and gaps between them, of which the
+    long ones are the host's."""
+    is_cuda, num_steps = bench.device.type == "cuda", 5
+    kinds = [torch.profiler.ProfilerActivity.CUDA] if is_cuda else None
+    for name in bench.sizes(("tiny",), ("1.5B", "7B")):
+        model, context = bench.model(name), CONTEXTS.get(name, 40)
+        for rows in bench.sizes((2,), DECODING_ROWS):
+            engine = decoding_engine(bench, model, rows, context)
+            for _ in range(3):
+                engine.step(SamplingParams())
+            with torch.profiler.profile(activities=kinds) as profiled:
+                for _ in range(num_steps):
+                    engine.step(SamplingParams())
+                bench.wait()
+            engine.release()
+            kernels = [
+                (event.name, event.time_range.start, event.time_range.end)
+                for event in profiled.events()
+                if (event.device_type == DeviceType.CUDA) == is_cuda and event.cpu_parent is None
+            ]
+            expected, cost = {}, bench.cost(name)
+            if cost is not None:
+                seconds = cost.attention.seconds(rows, rows, rows * context)
+                expected = {"host": 1e3 * HOST_S, "attention": 1e3 * seconds}
+            for kind, ms in time_by_kind(kernels).items():
+                case = f"{name}, {rows} rows at {context}, {kind}"
+                yield Figure(case, ms / num_steps, "ms per step", "", expected.get(kind))
+
+
+def time_by_kind(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
+    """Return milliseconds by kind of kernel, between kernels, and of the host. kernels: name, begin
+    and end in microseconds, one after the other on one stream."""
+    us = dict.fromkeys((*KINDS, "other kernels", "short gaps", "host"), 0.0)
+    last = None
+    for name, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        is_of = (kind for kind, parts in KINDS.items() if any(p in name.lower() for p in parts))
+        us[next(is_of, "other kernels")] += end - begin
+        gap = max(begin - last, 0.0) if last is not None else 0.0
+        us["host" if gap >= HOST_GAP_US else "short gaps"] += gap
+        last = end if last is None else max(last, end)
+    return {kind: total / 1e3 for kind, total in us.items()}
+
+
+def copy_bandwidth(bench: Bench) -> float:
+    """Bytes per second, read and written, of a copy on the device."""
+    size = (1 << 24) if bench.is_small else (1 << 31)
+    source = torch.zeros(size, dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    return 2 * size / bench.seconds(lambda: target.copy_(source))
+
+
+@torch.inference_mode()
+def forwards(bench: Bench) -> Iterator[Figure]:
+    """Forwards of N tokens, over 512 cached positions per row, against the time to read weights,
+    keys and values once."""
+    model = bench.model(bench.policy)
+    slots, cached = bench.sizes((8, 40), (256, 512))
+    bandwidth = copy_bandwidth(bench)
+    yield Figure("copy bandwidth", bandwidth / 1e9, "GB/s")
+    embedding = model.get_input_embeddings().weight
+    weights = [p for p in model.base_model.parameters() if p is not embedding]
+    weight_bytes = sum(p.numel() * p.element_size() for p in weights)
+    cache = KVCache(slots, 2 * cached, num_spare=1)
+    caches = (*cache.keys.values(), *cache.values.values())
+    entry_bytes = sum(t[0, 0].numel() * t.element_size() for t in caches)
+    captured = ForwardGraphs(model, cache, bench.kernel, 2048) if bench.has_graphs else None
+    for num_tokens in bench.sizes((1, 2, 8, 16), tuple(1 << n for n in range(12))):
+        rows = min(num_tokens, slots)
+        count, start = np.full(rows, num_tokens // rows), np.full(rows, cached)
+        tokens = np.random.default_rng(0).integers(1, model.config.vocab_size, num_tokens)
+
+        def eager(start=start, count=count, tokens=tokens):
+            packing = pack_rows(cache, start, count, bench.device)
+            on_device = torch.from_numpy(tokens).to(bench.device)
+            return forward_hidden(model, on_device, packing, bench.kernel)
+
+        def replay(start=start, count=count, tokens=tokens):
+            return captured.forward(tokens, pack_rows(cache, start, count, bench.device))
+
+        limit_s = (weight_bytes + int((start + count).sum()) * entry_bytes) / bandwidth
+        actions = {"eager": eager}
+        if captured is not None:
+            replay()  # captures them
+            packing = pack_rows(cache, start, count, bench.device)
+            if captured.problem is None and captured.shape_of(packing) is not None:
+                actions["graph"] = replay
+        for name, action in actions.items():
+            forward_s = bench.seconds(action)
+            note = f"{forward_s / limit_s:.2f}x reading weights and keys"
+            yield Figure(f"{num_tokens} tokens, {name}", forward_s * 1e3, "ms", note)
+
+
+def composition(bench: Bench) -> Iterator[Figure]:
+    """How many tokens change with the batch that a row is in: rows alone against rows together,
+    decoded or verified, with graphs and without. Rows count up to their first difference, after
+    which the texts have nothing in common."""
+    model = bench.model(bench.policy)
+    rows, length = bench.sizes((4, 20), (48 if bench.has_graphs else 12, 96))
+
+    def generate(slots: int, eager: bool, drafts: FixedDrafts | None = None) -> dict:
+        engine = bench.engine(model, slots, 192, enforce_eager=eager)
+        made = engine.run(make_rows(model, rows, 32, length), SamplingParams(), drafts)
+        engine.release()
+        return {row.id.uid: row.tokens for row in made}
+
+    alone = generate(1, eager=not bench.has_graphs)
+    cases: dict[str, tuple] = {f"alone > {rows} rows": (rows, True)}
+    if bench.has_graphs:
+        cases[f"alone > {rows} rows, graphs"] = (rows, False)
+    for window in (1, 7):
+        drafts = FixedDrafts(window, alone)
+        cases[f"alone > {rows} rows, windows of {window}"] = (rows, True, drafts)
+    for case, arguments in cases.items():
+        other, compared, parted = generate(*arguments), 0, 0
+        for uid, tokens in alone.items():
+            differs = np.flatnonzero(tokens != other[uid])
+            compared += int(differs[0]) + 1 if len(differs) else len(tokens)
+            parted += len(differs) > 0
+        note = f"{parted} of {rows} rows part; {compared} tokens; {bench.dtype}"
+        yield Figure(case, parted / compared, "of tokens", note)
