@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from bubblespec.dist import ranks as distributed
-from bubblespec.dist.ranks import BROKEN_S, GRACE_S, Ranks, Watchdog
+from bubblespec.dist.failures import BROKEN_S, GRACE_S, Watchdog
+from bubblespec.dist.ranks import Ranks
 from bubblespec.dist.shared_memory import PLACE_BYTES
 from bubblespec.errors import InputError, RankTimeout
 from bubblespec.rollout import board as boards

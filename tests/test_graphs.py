@@ -338,8 +338,9 @@ def test_a_second_attempt_when_memory_runs_out_once(
     engine = make_engine(model, 6, kernel="varlen", max_num_batched_tokens=16)
     assert as_dict(engine.run(make_rows(prompts, 2, 5), PARAMS)) == wanted
     assert engine.runner.graphs.num_replays == engine.num_forwards > 3
-    assert len(calls) == 3 + 5 and emptied == [True] and capsys.readouterr().err == ""
-    assert len(engine.runner.graphs._graphs) == 5
+    captured = engine.runner.graphs
+    assert len(calls) == 3 + len(captured.shapes) and len(captured._graphs) == len(captured.shapes)
+    assert emptied == [True] and capsys.readouterr().err == ""
 
 
 def test_graphs_come_back_at_a_release_after_memory_ran_out(

@@ -8,6 +8,7 @@ import torch
 from bubblespec.config import Config
 from bubblespec.dist.ranks import Ranks
 from bubblespec.draft.sources import check_proposals, load_source
+from bubblespec.engine.model import prepare_model
 from bubblespec.imports import import_function
 from bubblespec.learn.advantages import estimate_advantages, load_estimator
 from bubblespec.learn.losses import load_loss
@@ -31,6 +32,7 @@ ALONE = Ranks(torch.device("cpu"))
 
 def both_updates(model, **loss) -> tuple[list[torch.Tensor], dict]:
     config = make_config(num_iterations=2, **loss)
+    prepare_model(model, 64)
     return gradients(make_learner(model, config), make_samples())
 
 
@@ -49,10 +51,11 @@ def test_a_loss_of_ones_own_is_that_of_the_formula(make_model):
 def test_a_loss_of_ones_own_may_have_a_gradient_where_the_advantage_is_zero(make_model):
     config = make_config(loss_type=f"{OWN}.without_advantage")
     samples, zero = make_samples(), np.zeros_like(ADVANTAGES)
-    seen = [
-        gradients(make_learner(make_model(), config), samples, advantages)[0][0]
-        for advantages in (ADVANTAGES, zero)
-    ]
+    seen = []
+    for advantages in (ADVANTAGES, zero):
+        model = make_model()
+        prepare_model(model, 64)
+        seen.append(gradients(make_learner(model, config), samples, advantages)[0][0])
     assert seen[0].any() and torch.equal(*seen)
 
 
