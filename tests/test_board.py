@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bubblespec.dist import failures
 from bubblespec.dist import ranks as distributed
 from bubblespec.dist.failures import BROKEN_S, GRACE_S, Watchdog
 from bubblespec.dist.ranks import Ranks
@@ -191,7 +192,7 @@ def test_a_busy_rank_ticks_at_intervals_and_tells_its_end_at_once():
 
 def with_missing(ranks: Ranks, backend: str, fate: str, missing: int) -> str:
     """Rank `missing` hangs or dies after its third tick: what the others raise."""
-    clock = distributed.time = ranks.clock = ClockThatSkips()
+    clock = failures.time = distributed.time = ranks.clock = ClockThatSkips()
     board = ProgressBoard(ranks, HANG_S, backend, interval_s=0)
     player, store = Player(board, 10**6, 1e-3, 0.0), dist.distributed_c10d._get_default_store()
     try:
@@ -245,7 +246,7 @@ def watchdog(monkeypatch):
     def make(at: list[int], timeline: dict[float, str]) -> tuple[Watchdog, Clock]:
         store, clock = dist.HashStore(), Clock()
         monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-        monkeypatch.setattr(distributed, "time", clock)
+        monkeypatch.setattr(failures, "time", clock)
         made, sleep = Watchdog(0, len(at)), clock.sleep
         made.count = at[0]
         for rank, count in enumerate(at[1:], 1):
