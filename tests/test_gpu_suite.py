@@ -1,11 +1,13 @@
 """The GPU suite in its CPU form: every part has figures; failures and time's end cost their own
 rows."""
 
+import itertools
 import json
 import math
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +17,11 @@ from benchmarks import gpu_forwards, gpu_programs, gpu_ranks, gpu_suite
 from benchmarks.gpu_bench import Figure, make_bench
 from bubblespec import memory
 from bubblespec.dist.ranks import Ranks
-from bubblespec.simulate.roofline import MODELS, Model
+from bubblespec.simulate.roofline import MODELS, Model, decode_seconds, roofline
 from tests.helpers.clocks import Clock
 from tests.helpers.graphs import stand_in
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_suite(monkeypatch, *arguments: str) -> int:
@@ -161,3 +165,18 @@ def test_peaks_are_those_of_full_micro_batches(monkeypatch):
     assert [row.value for row in rows] == [2e-9, 3e-9] and {row.expected for row in rows} == {1e-9}
     for action in seen[1:]:
         assert sum(action.args[0].sequence_lengths) == 256
+
+
+def test_the_guide_has_what_the_suite_expects():
+    text = (ROOT / "docs" / "gpu-guide.md").read_text()
+    row = r"^\| ([\d.]+B) \| (\d+) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| x ([\d.]+) \|$"
+    found = {}
+    for model, rows, context, *figures in re.findall(row, text, re.MULTILINE):
+        case = model, int(rows), int(context.replace(",", ""))
+        found[case] = list(map(float, figures))
+        h200, h100 = (decode_seconds(g, model.lower(), *case[1:]) for g in ("h200", "h100"))
+        load = case[1], case[1], case[1] * case[2]
+        attention_s = roofline("h200", model.lower()).attention.seconds(*load)
+        assert found[case] == pytest.approx([1e3 * h200, 1e3 * attention_s, h100 / h200], rel=0.05)
+    cases = itertools.product(gpu_forwards.CONTEXTS.items(), gpu_forwards.DECODING_ROWS)
+    assert found.keys() == {(model, rows, context) for (model, context), rows in cases}
