@@ -141,7 +141,7 @@ def runner_seconds(num_rows: int, count: int = 50) -> float:
     cache, rng = KVCache(num_rows, length, pages=pages), np.random.default_rng(0)
     starts = rng.integers(PROMPT, DRAFT, num_rows)
     fed = 1 + min(WINDOW, BUCKETS[-1] // num_rows - 1)
-    known = ForwardGraphs(None, cache, "varlen", BUCKETS[-1])
+    known = ForwardGraphs(torch.nn.Module(), cache, "varlen", BUCKETS[-1])
     stream_key, seconds = np.zeros((num_rows, MAX_LENGTH, 4), np.int32), []
     pages.grow(starts + fed)
     slot, offset = ragged(np.full(num_rows, fed))

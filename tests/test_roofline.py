@@ -7,6 +7,7 @@ import pytest
 
 from bubblespec.records import Load
 from bubblespec.simulate import roofline as module
+from bubblespec.simulate.cost import Attention
 from bubblespec.simulate.recorded import load_shared_cost
 from bubblespec.simulate.roofline import GPUS, MODELS, Model, decode_seconds, roofline
 
@@ -38,7 +39,9 @@ OTHERS = {
 
 @pytest.fixture
 def others(monkeypatch):
-    """Models in engines with six small kernels per layer, where the host is not waited for."""
+    """Models in engines with six small kernels per layer, where the host is not waited for and rows
+    that verify are one sequence each."""
+    monkeypatch.setattr(Attention, "are_single", lambda self, tokens, pieces: tokens <= pieces)
     for name, shape in OTHERS.items():
         monkeypatch.setitem(MODELS, name, shape)
     monkeypatch.setattr(module, "SMALL_KERNELS", 6)
@@ -71,15 +74,15 @@ def test_ranks_together_are_within_a_fifth_of_gpt_fast(others):
 
 
 def test_verifying_costs_by_tile_and_query_head():
-    """From 2 to 64 tokens per row attention costs the same; a decoding row reads its keys once for
-    each key/value head."""
+    """Up to the 7 query heads of a key/value head tokens are sequences of their own, with keys read
+    once for each; from 8 to 64 tokens per row attention costs the same."""
     attention, rows, keys = roofline("h200", "7b").attention, 128, 4096
-    decode, *verify = (
+    decode, four, *verify = (
         attention.seconds(rows, rows * tokens, rows * (keys + tokens // 2))
-        for tokens in (1, 2, 8, 64, 65)
+        for tokens in (1, 4, 8, 64, 65)
     )
-    assert verify[0] == pytest.approx(verify[1], rel=0.01) == pytest.approx(verify[2], rel=0.01)
-    assert verify[3] == pytest.approx(2 * verify[2], rel=0.02)
+    assert verify[0] == pytest.approx(verify[1], rel=0.01) and four < 0.6 * verify[0]
+    assert verify[2] == pytest.approx(2 * verify[1], rel=0.02)
     assert decode == pytest.approx(rows * keys * attention.position_s)
     # 4 operations per query of the tile, key and dimension, for every query head and layer.
     operations = 4 * 64 * 128 * keys * 28 * 28 * rows
@@ -95,11 +98,13 @@ def test_query_heads_that_do_not_share_keys_would_show():
     assert cost.seconds(load_of(128, 4096)) > 2.5 * folded_s
 
 
-def test_one_row_that_verifies_waits_for_one_block():
-    """Which goes through all keys alone, whatever else the GPU could do."""
+def test_one_row_that_verifies_is_split(monkeypatch):
+    """As one sequence it would wait for one block that goes through all keys alone."""
     attention = roofline("h200", "7b").attention
+    split_s = attention.seconds(1, 4, 8192)
+    monkeypatch.setattr(Attention, "are_single", lambda self, tokens, pieces: tokens <= pieces)
     assert attention.seconds(1, 4, 8192) == pytest.approx(28 * 128 * 1.2e-6, rel=0.01)
-    assert attention.seconds(1, 1, 8192) < attention.seconds(1, 4, 8192) / 4
+    assert split_s < attention.seconds(1, 4, 8192) / 8
 
 
 def test_the_roofline_is_that_of_the_data_sheet():

@@ -30,7 +30,6 @@ from tests.helpers.tp import ThreadTPGroup, run_together
 
 PARAMS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11))
 GRAPHS = {"kernel": "varlen", "max_num_batched_tokens": 32}
-SIZES = [32, 16, 8, 4, 2, 1]  # of sums in graphs of up to 32 tokens
 
 
 class Recorded:
@@ -70,11 +69,11 @@ def rows() -> list[Row]:
     return [Row(SampleId(n // 2, 1, n), prompts[n // 2], 24) for n in range(8)]
 
 
-def captured(num_slots: int) -> list[int]:
+def captured(model, num_slots: int) -> list[int]:
     """Tokens of the graphs, as captured."""
-    shapes = graphs.graph_shapes(GRAPHS["max_num_batched_tokens"], num_slots, LONGEST)
-    assert {shape.tokens for shape in shapes} == set(SIZES)
-    return [shape.tokens for shape in shapes]
+    fold = graphs.heads_per_key(model)
+    sizes = (GRAPHS["max_num_batched_tokens"], num_slots, LONGEST)
+    return [shape.tokens for shape in graphs.graph_shapes(*sizes, fold=fold)]
 
 
 def tokens_of(rows: list[Row]) -> list[tuple[list[int], str]]:
@@ -105,15 +104,16 @@ def test_rows_are_those_of_plain_generation(captures, name, size):
         engine.run(own, PARAMS, drafts)
         assert drafts.num_accepted > 30 and runner.graphs.problem is None
         assert runner.graphs.num_replays == engine.num_forwards > 10
-        assert sums == [len(SIZES)] * 2, "one of each size before it, and none while recording"
-        assert tp.num_sums == len(SIZES) + 2 * model.config.num_hidden_layers * engine.num_forwards
+        num_sizes = len(set(captured(model, 4)))
+        assert sums == [num_sizes] * 2, "one of each size before it, and none while recording"
+        assert tp.num_sums == num_sizes + 2 * model.config.num_hidden_layers * engine.num_forwards
         return own
 
     for own in run_together(size, of_rank):
         assert tokens_of(own) == tokens_of(wanted)
         for row, of in zip(own, wanted, strict=True):
             np.testing.assert_allclose(row.full_logprob, of.full_logprob, rtol=1e-6)
-    assert [captures[rank].sizes for rank in range(size)] == [captured(4)] * size
+    assert [captures[rank].sizes for rank in range(size)] == [captured(model, 4)] * size
 
 
 def test_they_share_the_memory_of_the_engines_graphs_and_come_again_after_a_release(captures):
@@ -137,8 +137,8 @@ def test_they_share_the_memory_of_the_engines_graphs_and_come_again_after_a_rele
 
     assert run_together(2, of_rank) == [[wanted] * 6] * 2
     for rank in range(2):
-        assert captures[rank].sizes == captured(8) * 4
-        assert captures[rank].pools == [None] + [("the pool",)] * (4 * len(captured(8)) - 1)
+        assert captures[rank].sizes == captured(model, 8) * 4
+        assert captures[rank].pools == [None] + [("the pool",)] * (4 * len(captured(model, 8)) - 1)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_out_of_memory_on_one_rank_is_agreed_on_by_all(
         return found
 
     assert run_together(3, of_rank) == [[wanted] * 2] * 3
-    assert len(calls) == times[-1] + 1 + len(captured(8)) * (2 - attempts)
+    assert len(calls) == times[-1] + 1 + len(captured(model, 8)) * (2 - attempts)
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == attempts
     assert all("forwards are eager" in s and "Tried to allocate" in s for s in said)

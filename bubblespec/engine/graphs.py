@@ -12,9 +12,11 @@ height.
 
 Attention launches ceil(max_q / NARROW) blocks for each sequence and head, also for sequences
 without tokens. So a row that feeds more than NARROW tokens is several sequences, each of which sees
-the keys up to its last token, and graphs have room for few sequences or for many. Forwards in which
-every row feeds one token have graphs of their own, as attention then reads keys once for all query
-heads (see `attention._has_one_query`).
+the keys up to its last token, and graphs have room for few sequences or for many.
+
+Where no sequence has more than one token, attention reads keys once for all query heads of a
+key/value head, and splits long rows (see `attention._has_one_query`). So a row that verifies a few
+draft tokens is a sequence for each of them, where that launches no more blocks (see `shape_of`).
 
 All graphs are captured at the first forward, before anything is timed: captured during a rollout,
 they would count as slow forwards in the planner's cost model. The largest is captured first and the
@@ -42,6 +44,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from bubblespec.engine.attention import ALONE
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import CachePacking, Varlen, pack_rows
@@ -49,16 +52,19 @@ from bubblespec.engine.ragged import ragged
 from bubblespec.engine.tensor_parallel import Shards
 from bubblespec.errors import fallback, first_problem, log, one_line
 
-# Tokens of graphs for decoding. Beyond 8 no step is larger than a third: below about 250 tokens
+# Tokens of graphs of single tokens. Beyond 8 no step is larger than a third: below about 250 tokens
 # reading the weights takes longer than computing with them, so padding costs next to nothing.
 # Larger forwards keep a GPU busy for as long as launching them takes.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-# The same where some row feeds more than one token.
+# The same for sequences of several tokens.
 WIDE_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 # Sequences that these have room for, or one for each token. Up to the first number blocks cost next
 # to nothing; beyond it a graph launches less than four times the blocks that its rows need.
 ROOMS = (64, 240, 512)
 OUT_OF_MEMORY = "out of memory"  # in the message of torch.OutOfMemoryError, and of CUDA's errors
+# Tokens that may be sequences of their own whatever the rows: that takes no longer than one block
+# for each query head, which goes through all keys of a row.
+FEW = 32
 # New tokens of a row up to which attention uses one block of queries, whatever bound it is given.
 NARROW = 64
 
@@ -114,8 +120,9 @@ class ForwardGraphs:
             beside.beside = self
         # At a fixed address, [B of the largest, state_size].
         self.states: torch.Tensor | None = None
+        self.fold = 1 if kernel == ALONE else heads_per_key(model)
         sizes = (max_num_batched_tokens, cache.num_slots, cache.slot_length)
-        self.shapes = graph_shapes(*sizes, min_tokens)
+        self.shapes = graph_shapes(*sizes, min_tokens, self.fold)
         self.num_replays = 0
         self.problem: str | None = None
         """One line that says why this model's forward cannot be captured, here or on another
@@ -155,17 +162,24 @@ class ForwardGraphs:
         return graph.hidden
 
     def shape_of(self, packing: CachePacking) -> Shape | None:
-        """The smallest shape that fits the forward."""
-        tokens, is_decoding = packing.index.shape[1], packing.count.max() == 1
-        pieces = int((-(-packing.count // NARROW)).sum())
-        fitting = (
-            shape
-            for shape in self.shapes
-            if shape.tokens >= tokens
-            and (shape.max_q == 1) == is_decoding
-            and pieces - (tokens - shape.tokens) // shape.max_q <= shape.sequences
-        )
-        return min(fitting, default=None)
+        """The smallest shape that fits the forward, of single tokens where that launches no more
+        blocks: one for each token and key/value head, or for each piece of a row and query head."""
+        tokens, pieces = packing.index.shape[1], int((-(-packing.count // NARROW)).sum())
+        is_single = packing.count.max() == 1
+        is_single |= self.fold > 1 and tokens <= max(FEW, self.fold * pieces)
+        for needed, are_single in ((tokens, True), (pieces, False)):
+            if are_single and not is_single:
+                continue
+            fitting = (
+                shape
+                for shape in self.shapes
+                if shape.tokens >= tokens
+                and (shape.max_q == 1) == are_single
+                and needed - (tokens - shape.tokens) // shape.max_q <= shape.sequences
+            )
+            if (found := min(fitting, default=None)) is not None:
+                return found
+        return None
 
     def clear(self) -> None:
         """Give graphs and their memory back; the next forward captures them again, also where
@@ -269,17 +283,37 @@ def can_capture(device: torch.device, kernel: str) -> bool:
     return device.type == "cuda" and kernel != "sdpa"
 
 
+def heads_per_key(model: torch.nn.Module) -> int:
+    """Query heads that read keys together; 1 where a sliding window forbids that."""
+    config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
+    config = config and config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", 1)
+    if getattr(config, "sliding_window", None):
+        return 1
+    return heads // (getattr(config, "num_key_value_heads", None) or heads)
+
+
 def graph_shapes(
-    max_num_batched_tokens: int, num_slots: int, slot_length: int, min_tokens: int = 1
+    max_num_batched_tokens: int,
+    num_slots: int,
+    slot_length: int,
+    min_tokens: int = 1,
+    fold: int = 1,
 ) -> list[Shape]:
-    """Largest first. Padding, up to a whole graph of it, must fit the spare slot."""
+    """Largest first. Padding, up to a whole graph of it, must fit the spare slot. fold: see
+    `heads_per_key`."""
 
     def sizes(buckets: tuple[int, ...], needed: int) -> list[int]:
         largest = next((b for b in buckets if b >= max(needed, min_tokens)), buckets[-1])
         return [b for b in buckets if min_tokens <= b <= min(largest, slot_length)]
 
-    shapes = {Shape(b, b, 1) for b in sizes(BUCKETS, num_slots)}
+    single = num_slots
+    if fold > 1:
+        single = max(single, min(max(FEW, fold * num_slots), max_num_batched_tokens))
+    shapes = {Shape(b, b, 1) for b in sizes(BUCKETS, single)}
     for b in sizes(WIDE_BUCKETS, max_num_batched_tokens):
+        if fold > 1 and b <= FEW:
+            continue
         rooms = [room for room in ROOMS if 1.5 * room <= b] + [b] * (b <= ROOMS[-1])
         # Each row, the rest of it and of the padding in pieces of NARROW tokens.
         needed = min(num_slots + 2 + b // NARROW, rooms[-1])

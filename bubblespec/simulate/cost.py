@@ -26,6 +26,8 @@ MIN_FORWARDS = 10
 # Penalties, in squared relative errors: on every rate, so that tokens get the cost where forwards
 # do not tell two causes apart; and on changes of slope, which decide where nothing was measured.
 RIDGE, SMOOTHING = 1e-5, 1e-4
+# Tokens that are sequences of their own whatever the rows, see engine/graphs.py.
+FEW = 32
 # A block of FlashAttention-2 computes this many queries, whether they are real or not, against so
 # many keys at a time. Two blocks on a multiprocessor take 1.5 times as long as one (see roofline).
 TILE_QUERIES, TILE_KEYS, OVERLAP = 64, 64, 4 / 3
@@ -35,9 +37,9 @@ TILE_QUERIES, TILE_KEYS, OVERLAP = 64, 64, 4 / 3
 class Attention:
     """Seconds that attention takes as FlashAttention-2 computes it for the engine.
 
-    Where every row feeds one token, the query heads of a key/value head are queries of one block,
-    and few long rows are split. Otherwise each query head has blocks of its own, of TILE_QUERIES
-    queries, and a block goes through all keys of its row.
+    Where each token is a sequence of its own (engine/graphs.py), the query heads of a key/value
+    head are queries of one block, and few long rows are split. Otherwise each query head has blocks
+    of its own, of TILE_QUERIES queries, and a block goes through all keys of its row.
     """
 
     layers: int
@@ -50,14 +52,19 @@ class Attention:
     position_s: float
     """Seconds in which keys and values of one position are read, all layers."""
 
+    def are_single(self, tokens: float, pieces: float) -> bool:
+        """Whether tokens are sequences of their own, see `ForwardGraphs.shape_of`."""
+        return tokens <= max(FEW, pieces * self.heads / self.kv_heads)
+
     def seconds(self, rows: float, tokens: float, positions: float) -> float:
         """Seconds of all layers. positions: attended to, summed over rows, as if all rows fed the
         same number of tokens over the same number of positions."""
-        queries = tokens / rows
-        if queries <= 1:
-            waves = rows * self.kv_heads / self.num_processors / OVERLAP
+        queries = max(tokens / rows, 1.0)
+        pieces = rows * math.ceil(queries / TILE_QUERIES)
+        if self.are_single(tokens, pieces):
+            waves = queries * rows * self.kv_heads / self.num_processors / OVERLAP
         else:
-            blocks = rows * self.heads * math.ceil(queries / TILE_QUERIES)
+            blocks = pieces * self.heads
             waves = max(math.ceil(blocks / self.num_processors) / OVERLAP, 1.0)
         keys = max(positions / rows - (queries - 1) / 2, 0.0)  # causal
         computed_s = self.layers * waves * keys / TILE_KEYS * self.block_s

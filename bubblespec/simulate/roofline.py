@@ -51,9 +51,9 @@ BANDWIDTH_SHARE, COMPUTE_SHARE = 0.8, 0.8  # of the data sheet, that kernels rea
 # Linear layers do not go from reading weights to computing at one number of tokens, the knee: from
 # this share of it on, a token already costs that share of its operations.
 RISE_FROM, RISE = 0.1, 0.5
-# Operations of a layer next to its seven products and attention (of a Qwen2, 40 in all), and
+# Operations of a layer next to its seven products and attention (of a Qwen2, 22 in all), and
 # seconds of one in a graph, an estimate: for vLLM's six per layer on an A100, 1.7 us fit best.
-SMALL_KERNELS, KERNEL_S = 32, 2e-6
+SMALL_KERNELS, KERNEL_S = 14, 2e-6
 # Host time of a forward in which the GPU waits: 0.12 ms by benchmarks/host_time.py, the rest is an
 # estimate of copies and launches; 4 us more for each row that verifies. Seconds in which a token is
 # sampled from 152k logits, an estimate.
