@@ -27,7 +27,7 @@ def data_state(
 
 
 def fingerprints(prompts: Sequence[Prompt]) -> np.ndarray:
-    """Of text, tokens and columns of each prompt, int64 [prompts]; the same in every process."""
+    """Return hashes of text, tokens and columns of each prompt, int64, equal in every process."""
     found = [fingerprint([p.uid, p.token_ids, p.columns]) for p in prompts]  # uid: of the text
     return np.array(found, np.int64)
 

@@ -54,7 +54,7 @@ def begin_trial(
     scorer: Scorer, functions: dict[str, RewardFunction], prompt: Prompt, num_generations: int
 ) -> dict[str, Future]:
     """Call each function on responses to a prompt of the data, where the other calls will be made.
-    Those that need environments are not tried. Returns the calls, by path."""
+    Functions that need environments are not tried. Returns the calls, by path."""
     ids = scorer.tokenizer(RESPONSE, add_special_tokens=False)["input_ids"]
     sample, trial = Sample(prompt.text, RESPONSE, ids, prompt.columns), {}
     for number, (path, function) in enumerate(functions.items()):

@@ -86,7 +86,7 @@ class ForwardCost:
     source: str = ""
     """Where the figures are from."""
     attention: Attention | None = None
-    """Beside the rates of positions and pairs, which are 0 then."""
+    """Replaces the rates of positions and pairs, which are 0 then."""
 
     def __post_init__(self):
         rises = np.diff(self.knots) * np.array(self.slopes[:-1])
