@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_update import ADVANTAGES, make_config, make_samples
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers.models.llama import modeling_llama
 
 from bubblespec.dist.ranks import Ranks
 from bubblespec.engine import fused, graphs, sampling
@@ -370,6 +371,8 @@ def test_a_checkpoint_goes_to_the_host_and_back(cuda):
 def test_a_model_is_checked_on_the_device(cuda, monkeypatch):
     """What it reads back are verdicts, once at the start."""
     monkeypatch.setattr(fused, "gives", lambda call, *wanted: True)  # on the host: no fake numbers
+    rotary = fused.ROTARY  # is put back afterwards
+    monkeypatch.setattr(modeling_llama, rotary, getattr(modeling_llama, rotary))
     model = make_fake()
     cuda.answer = lambda tensor: np.full(tuple(tensor.shape), tensor.dtype == torch.bool)
     prepare_model(model, 100)
