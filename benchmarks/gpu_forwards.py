@@ -35,6 +35,13 @@ from bubblespec.simulate.roofline import HOST_S, decode_seconds
 CONTEXTS = {"0.5B": 400, "1.5B": 3072, "7B": 4096}
 DECODING_ROWS = (16, 128)
 CALLS = 20  # of attention in one graph
+WINDOW = 4
+KINDS_OF_CALL = {  # tokens of a row, of a sequence, and the bound on the latter
+    "heads in groups": (1, 1, 1),
+    "heads apart": (1, 1, 2),
+    "windows as single tokens": (WINDOW, 1, 1),
+    "windows as sequences": (WINDOW, WINDOW, WINDOW),
+}
 HOST_GAP_US = 20.0  # longer gaps between kernels are the host's
 KINDS = {
     "products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "linear", "matmul"),
@@ -57,8 +64,9 @@ def graph_s(bench: Bench, action: Callable[[], torch.Tensor]) -> float:
 
 def attention(bench: Bench) -> Iterator[Figure]:
     """One layer's attention: decoding rows as the engine computes them and with a bound on what a
-    query sees, which keeps query heads apart; then four rows' tokens in graphs with room for one
-    sequence per token, and as the four sequences that they are."""
+    query sees, which keeps query heads apart; windows of WINDOW tokens as so many sequences, and as
+    one for each row; then four rows' tokens in graphs with room for one sequence per token, and as
+    the four sequences that they are."""
     for name in bench.sizes(("tiny",), ("7B", "1.5B", "0.5B")):
         shape = dict(zip(SHAPE_KEYS, SHAPES[name], strict=True))
         heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
@@ -67,12 +75,14 @@ def attention(bench: Bench) -> Iterator[Figure]:
             for context in bench.sizes((300,), (512, 4096, 8192)):
                 case = f"{name}, {rows} rows at {context}"
                 cache = random_cache(bench, rows, context, kv_heads, dimension)
-                query = cache[0].new_empty(rows, heads, dimension).normal_()
-                for kind, max_q in (("heads in groups", 1), ("heads apart", 2)):
-                    call = attend(bench, query, cache, [1] * rows, rows, context, max_q)
+                for kind, (fed, per_sequence, max_q) in KINDS_OF_CALL.items():
+                    query = cache[0].new_empty(rows * fed, heads, dimension).normal_()
+                    table = cache[2].repeat_interleave(fed // per_sequence, 0)
+                    sequences = (*cache[:2], table), [per_sequence] * len(table), len(table)
+                    call = attend(bench, query, *sequences, context, max_q)
                     expected, cost = None, bench.cost(name)
                     if cost is not None:
-                        load = rows, rows * max_q, rows * context
+                        load = rows, rows * fed, rows * context, max_q == 1
                         expected = 1e6 * cost.attention.seconds(*load) / cost.attention.layers
                     microseconds = 1e6 * graph_s(bench, call)
                     yield Figure(f"{case}, {kind}", microseconds, "us per layer", "", expected)
@@ -100,14 +110,14 @@ def attend(
     bench: Bench, query: torch.Tensor, cache: tuple, counts: list[int], room: int, context: int,
     max_q: int,
 ) -> Callable[[], torch.Tensor]:  # fmt: skip
-    """Return a call of the engine's kernel. query: [N, H, D]; counts: new tokens of the rows;
-    room: sequences, of which those behind the rows are empty. On a CPU SDPA takes its place, with
-    keys repeated for each query head where max_q is above 1."""
+    """Return a call of the engine's kernel. query: [N, H, D]; cache: see `random_cache`; counts:
+    new tokens by row of its table; room: sequences, the last of which are empty. On a CPU SDPA
+    takes its place, with keys repeated for each query head where max_q is above 1."""
     key, value, table = cache
     rows, length = len(table), table.shape[1] * PAGE
     if bench.kernel == "sdpa":
         query = query.unflatten(0, (rows, -1)).transpose(1, 2)
-        key, value = (t.view(rows, length, *t.shape[2:])[:, :context] for t in (key, value))
+        key, value = (t[table.long()].flatten(1, 2)[:, :context] for t in (key, value))
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         fold = query.shape[1] // key.shape[1]
         if max_q == 1:
@@ -117,7 +127,7 @@ def attend(
         return partial(scaled_dot_product_attention, query, key, value)
     count = torch.tensor(counts + [0] * (room - rows), device=bench.device)
     cu_q = pad(count.cumsum(0), (1, 0)).to(torch.int32)
-    cu_k = torch.arange(room + 1, device=bench.device).clamp(max=rows).to(torch.int32) * length
+    cu_k = pad(table[:, 0] * PAGE, (0, room + 1 - rows))  # where there are no pages
     varlen = Varlen(cu_q, cu_k, (count > 0).to(torch.int32) * context, max_q, length, length)
     if reads_pages(bench.kernel):
         varlen.block_table = pad(table, (0, 0, 0, room - rows))

@@ -123,6 +123,11 @@ def test_expected_milliseconds_stand_beside_measured_ones(monkeypatch, capsys):
     ):
         assert float(of_case[case][3]) > 0
     assert of_case["tiny, 2 rows at 40, products"][3] == ""
+    # One block for each of 300 keys' tiles, where heads are apart; in groups they are split.
+    apart, in_groups = (
+        float(of_case[f"tiny, 2 rows at 300, heads {how}"][3]) for how in ("apart", "in groups")
+    )
+    assert apart == pytest.approx(1.2 * 12 / 128 * 300 / 64, rel=1e-3) and in_groups < apart / 10
 
 
 @pytest.mark.parametrize("max_q, room", [(1, 3), (2, 3), (8, 8)])

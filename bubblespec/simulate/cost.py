@@ -56,12 +56,15 @@ class Attention:
         """Whether tokens are sequences of their own, see `ForwardGraphs.shape_of`."""
         return tokens <= max(FEW, pieces * self.heads / self.kv_heads)
 
-    def seconds(self, rows: float, tokens: float, positions: float) -> float:
+    def seconds(
+        self, rows: float, tokens: float, positions: float, is_single: bool | None = None
+    ) -> float:
         """Seconds of all layers. positions: attended to, summed over rows, as if all rows fed the
-        same number of tokens over the same number of positions."""
+        same number of tokens over the same number of positions; is_single: `are_single`, where it
+        is not the engine that decides."""
         queries = max(tokens / rows, 1.0)
         pieces = rows * math.ceil(queries / TILE_QUERIES)
-        if self.are_single(tokens, pieces):
+        if self.are_single(tokens, pieces) if is_single is None else is_single:
             waves = queries * rows * self.kv_heads / self.num_processors / OVERLAP
         else:
             blocks = pieces * self.heads
