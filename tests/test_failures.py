@@ -90,6 +90,11 @@ def rank_of_one(monkeypatch):
     for name, value in {**address, "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("bubblespec.dist.ranks.die_with_parent", lambda: None)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def test_normal_end_frees_graphs_then_destroys_the_group(rank_of_one, monkeypatch):
@@ -117,11 +122,7 @@ def codes(rank_of_one, monkeypatch) -> list[int]:
 
     monkeypatch.setattr(failures.os, "_exit", leave)
     monkeypatch.setattr(failures, "_leaving", threading.Lock())
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in numbers}
     yield seen
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     dist.destroy_process_group()
 
 
@@ -186,6 +187,16 @@ def test_the_failure_of_another_is_no_root_cause(monkeypatch, tmp_path):
         write_torchrun_error(error)
         seconds.append(ProcessFailure(0, 1, 1, str(tmp_path / "error.json")).timestamp)
     assert seconds == [8, 7]
+
+
+def test_torchrun_cannot_replace_an_exit_code(rank_of_one, monkeypatch):
+    """It sends a SIGTERM as soon as another rank has ended."""
+    received = []
+    signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
+    monkeypatch.setattr(failures, "log", lambda line: signal.raise_signal(signal.SIGTERM))
+    assert failures.report(InputError("a wrong key")) == 2
+    signal.raise_signal(signal.SIGTERM)
+    assert not received
 
 
 def test_a_store_that_never_comes_up_is_one_line(rank_of_one, monkeypatch, capsys):

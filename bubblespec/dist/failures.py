@@ -138,9 +138,7 @@ def leave(error: BaseException) -> NoReturn:
     code = error.exit_code if isinstance(error, EndsRun) else 1
     if isinstance(error, KeyboardInterrupt):
         code = 128 + signal.SIGINT
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they would cut the text short
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(number, signal.SIG_IGN)
+    _ignore_signals()
     _leaving.acquire()  # for good, as `Watchdog.follow` may come here too
     try:
         guard = threading.Timer(LEAVE_S, os._exit, (code,))  # the screen or the store may hang
@@ -156,6 +154,24 @@ def leave(error: BaseException) -> NoReturn:
         Watchdog(dist.get_rank(), dist.get_world_size()).end_others(error)
     finally:
         os._exit(code)
+
+
+def report(error: EndsRun) -> int:
+    """Print an error outside a process group and write it to torchrun's error file. Return the
+    exit code, with which this process is to end."""
+    if "RANK" in os.environ:
+        _ignore_signals()
+    log_once(error)
+    write_torchrun_error(error)
+    return error.exit_code
+
+
+def _ignore_signals() -> None:
+    """For the rest of this process: they would cut the text short, and torchrun's SIGTERM, sent as
+    soon as another rank has ended, would replace the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(number, signal.SIG_IGN)
 
 
 def log_once(error: EndsRun) -> None:
