@@ -9,9 +9,9 @@ import sys
 import transformers
 
 from bubblespec.config import load_config
-from bubblespec.dist.failures import log_once
+from bubblespec.dist.failures import report
 from bubblespec.dist.ranks import ranks_from_environment, signals_stop
-from bubblespec.errors import EndsRun, write_torchrun_error
+from bubblespec.errors import EndsRun
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
@@ -52,9 +52,7 @@ def main() -> int:
         ):
             train(build(config, ranks))
     except EndsRun as error:  # one line; anything else keeps its traceback
-        log_once(error)
-        write_torchrun_error(error)
-        return error.exit_code
+        return report(error)
     return 0
 
 

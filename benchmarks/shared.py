@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
-from bubblespec.dist.failures import log_once
+from bubblespec.dist.failures import report
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import EndsRun, InputError
@@ -41,8 +41,7 @@ def main(run: Callable[[argparse.Namespace, str], None], parser: argparse.Argume
         with tempfile.TemporaryDirectory() as folder:
             run(arguments, folder)
     except EndsRun as error:
-        log_once(error)
-        return error.exit_code
+        return report(error)
     return 0
 
 

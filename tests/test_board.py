@@ -285,6 +285,23 @@ def test_a_tick_is_awaited_for_as_long_as_the_time_out_says(watchdog, capsys, is
     assert capsys.readouterr().err.count("error: ") == 1
 
 
+def test_a_cuda_error_at_a_tick_is_raised_as_it_is(watchdog):
+    """Of an earlier kernel of this rank: no other rank is missing."""
+    error = torch.AcceleratorError("CUDA error")
+
+    class Broken(Transport):
+        def is_complete(self) -> bool:
+            raise error
+
+    call, clock = watchdog([0, 0], {})
+    ranks = Ranks(torch.device("cpu"))
+    ranks.world_size, ranks.watchdog, ranks.clock = 2, call, clock
+    board = ProgressBoard(ranks, 7.0, Broken(clock))
+    with pytest.raises(torch.AcceleratorError) as raised:
+        board.wait(lambda: RankState(0))
+    assert raised.value is error
+
+
 @pytest.mark.parametrize(
     "at, timeline, left_s, waited_s, said",
     [

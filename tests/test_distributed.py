@@ -175,6 +175,21 @@ def test_a_collective_is_awaited_for_as_long_as_the_time_out_says(monkeypatch, c
     assert 7.0 < clock.now < 7.1 and capsys.readouterr().err.count("error: ") == 1
 
 
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_cuda_error_in_a_collective_is_raised_as_it_is(kind):
+    """Of this rank, or of a kernel before the collective: no other rank is missing."""
+    error, ranks = kind("CUDA error"), Ranks(torch.device("cpu"))
+    ranks.world_size = 2
+    ranks.watchdog = SimpleNamespace(enter=lambda place: None, fail=lambda *_: pytest.fail("named"))
+
+    def poll():
+        raise error
+
+    with pytest.raises(kind) as raised:
+        ranks.complete(lambda: SimpleNamespace(is_completed=poll))
+    assert raised.value is error
+
+
 def test_a_rank_that_never_starts_is_one_line(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(distributed, "die_with_parent", lambda: None)

@@ -1,6 +1,7 @@
 """What fails on one rank ends all of them, wherever they are, under torchrun's own agent and with a
 process group that nobody could shut down."""
 
+import contextlib
 import json
 import signal
 import socket
@@ -8,6 +9,7 @@ import sys
 import tempfile
 import threading
 
+import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -27,7 +29,7 @@ FAILED = "rank 1 has failed (KeyError: 'a mistake in the {}')"
 
 def run_failing(folder, kind: str) -> tuple[dict[str, int], str, str]:
     """The exit codes of ranks that ended by themselves, what was printed before torchrun's summary,
-    and its root cause."""
+    and its root cause. None of the reward workers must be left."""
     codes = folder / "codes"
     codes.mkdir()
     script = ["tests/system/failing_train.py", "--kind", kind, "--codes", str(codes)]
@@ -41,7 +43,15 @@ def run_failing(folder, kind: str) -> tuple[dict[str, int], str, str]:
     assert launcher.exitcode == 1, said[-3000:]
     assert "destroy_process_group was called" not in said
     before, _, root = said.partition("Root Cause")
-    return {path.name: int(path.read_text()) for path in codes.iterdir()}, before, root
+    ended = {path.name: json.loads(path.read_text()) for path in codes.iterdir()}
+    workers = [pid for _, pids in ended.values() for pid in pids]
+    assert workers, "the test needs some"
+    for pid in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker = psutil.Process(pid)
+            if worker.status() != psutil.STATUS_ZOMBIE:
+                worker.wait(TIMEOUT_S)
+    return {rank: code for rank, (code, _) in ended.items()}, before, root
 
 
 @pytest.mark.parametrize("kind, part", [("loss", "loss"), ("rollout", "engine")])
@@ -55,10 +65,12 @@ def test_an_exception_on_one_rank_ends_all(tmp_path, kind, part):
     assert "rank      : 1" in root and "exitcode  : 1" in root and own in root + "\n"
 
 
-def test_a_second_ctrl_c_ends_all_ranks(tmp_path):
-    codes, said, root = run_failing(tmp_path, "ctrl-c")
+@pytest.mark.parametrize("kind", ["ctrl-c", "terminal"])
+def test_a_second_ctrl_c_ends_all_ranks(tmp_path, kind):
+    codes, said, root = run_failing(tmp_path, kind)
     assert codes == {"0": 130, "1": 130}
-    assert "\nKeyboardInterrupt\n" in said and "exitcode  : 130" in root
+    assert "\nKeyboardInterrupt\n" in said
+    assert "exitcode  : 130" in root or kind == "terminal"  # then torchrun has no summary
 
 
 def test_a_rank_that_hangs_ends_with_the_one_that_names_it(tmp_path):
@@ -78,6 +90,11 @@ def rank_of_one(monkeypatch):
     for name, value in {**address, "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("bubblespec.dist.ranks.die_with_parent", lambda: None)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def test_normal_end_frees_graphs_then_destroys_the_group(rank_of_one, monkeypatch):
@@ -105,9 +122,7 @@ def codes(rank_of_one, monkeypatch) -> list[int]:
 
     monkeypatch.setattr(failures.os, "_exit", leave)
     monkeypatch.setattr(failures, "_leaving", threading.Lock())
-    handler = signal.getsignal(signal.SIGINT)
     yield seen
-    signal.signal(signal.SIGINT, handler)
     dist.destroy_process_group()
 
 
@@ -135,6 +150,13 @@ def test_an_error_leaves_text_file_and_code(
     assert shown.splitlines() == lines
     report = dist.distributed_c10d._get_default_store().get("watchdog/report").decode()
     assert report.startswith(f"rank 0 has failed ({type(error).__name__}")
+
+
+def test_an_error_while_graphs_are_freed_shuts_nothing_down(codes, capsys):
+    with pytest.raises(Left), ranks_from_environment("cpu", 60.0) as ranks:
+        ranks.before_end.append(lambda: [][0])
+    assert codes == [1] and dist.is_initialized()
+    assert capsys.readouterr().err.endswith("IndexError: list index out of range\n")
 
 
 def test_a_store_that_hangs_is_not_waited_for(codes, monkeypatch, capsys):
@@ -165,6 +187,16 @@ def test_the_failure_of_another_is_no_root_cause(monkeypatch, tmp_path):
         write_torchrun_error(error)
         seconds.append(ProcessFailure(0, 1, 1, str(tmp_path / "error.json")).timestamp)
     assert seconds == [8, 7]
+
+
+def test_torchrun_cannot_replace_an_exit_code(rank_of_one, monkeypatch):
+    """It sends a SIGTERM as soon as another rank has ended."""
+    received = []
+    signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
+    monkeypatch.setattr(failures, "log", lambda line: signal.raise_signal(signal.SIGTERM))
+    assert failures.report(InputError("a wrong key")) == 2
+    signal.raise_signal(signal.SIGTERM)
+    assert not received
 
 
 def test_a_store_that_never_comes_up_is_one_line(rank_of_one, monkeypatch, capsys):

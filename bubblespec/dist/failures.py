@@ -2,6 +2,7 @@
 end, all of them."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -41,7 +42,7 @@ class Watchdog:
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size, self.count = rank, world_size, 0
-        self._store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store())
+        self._store = dist.PrefixStore("watchdog", _own_store())
 
     def enter(self, place: str) -> None:
         """Note that this rank enters its next collective or tick. Takes microseconds, as it awaits
@@ -137,13 +138,12 @@ def leave(error: BaseException) -> NoReturn:
     code = error.exit_code if isinstance(error, EndsRun) else 1
     if isinstance(error, KeyboardInterrupt):
         code = 128 + signal.SIGINT
+    _ignore_signals()
     _leaving.acquire()  # for good, as `Watchdog.follow` may come here too
     try:
         guard = threading.Timer(LEAVE_S, os._exit, (code,))  # the screen or the store may hang
         guard.daemon = True
         guard.start()
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it would cut the text short
         if isinstance(error, EndsRun):
             log_once(error)
         else:
@@ -154,6 +154,24 @@ def leave(error: BaseException) -> NoReturn:
         Watchdog(dist.get_rank(), dist.get_world_size()).end_others(error)
     finally:
         os._exit(code)
+
+
+def report(error: EndsRun) -> int:
+    """Print an error outside a process group and write it to torchrun's error file. Return the
+    exit code, with which this process is to end."""
+    if "RANK" in os.environ:
+        _ignore_signals()
+    log_once(error)
+    write_torchrun_error(error)
+    return error.exit_code
+
+
+def _ignore_signals() -> None:
+    """For the rest of this process: they would cut the text short, and torchrun's SIGTERM, sent as
+    soon as another rank has ended, would replace the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(number, signal.SIG_IGN)
 
 
 def log_once(error: EndsRun) -> None:
@@ -185,10 +203,21 @@ def _store_of_all() -> dist.Store | None:
     """The key-value store of the job: of the process group or, before there is one, of the
     launcher; None if there is neither."""
     if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
+        return _own_store()
     if "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _store_of_launcher()[0]
     return None
+
+
+def _own_store() -> dist.Store:
+    """Return the store of the process group, on a connection of its own: the main thread may hold
+    the group's, as NCCL does for as long as it waits there for a rank's first collective."""
+    return _clone_of(dist.distributed_c10d._get_default_store())
+
+
+@functools.lru_cache(maxsize=1)  # a new connection would wait for a store that has ended
+def _clone_of(store: dist.Store) -> dist.Store:
+    return store.clone()
 
 
 def _store_of_launcher() -> tuple[dist.Store, int, int]:
@@ -204,8 +233,8 @@ def _store_of_launcher() -> tuple[dist.Store, int, int]:
 
 
 def join_store() -> tuple[dist.Store, int, int]:
-    """Return what `_store_of_launcher` does. Raises InputError for variables of the environment that
-    are missing or wrong, and RankTimeout, which every rank prints, if no store comes up."""
+    """Return what `_store_of_launcher` does. Raises InputError for variables of the environment
+    that are missing or wrong, and RankTimeout, which every rank prints, if no store comes up."""
     try:
         return _store_of_launcher()
     except ValueError as error:

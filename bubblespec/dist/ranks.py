@@ -27,6 +27,9 @@ from bubblespec.errors import EndsRun, InputError, RankTimeout
 # torch 2.13 renames the collective; 2.11 has the old name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# Raised in a collective, these are this rank's own, and keep their traceback. A CUDA error of an
+# earlier kernel shows in whatever call comes next.
+OWN_ERRORS = (RankTimeout, torch.OutOfMemoryError, torch.AcceleratorError)
 MAX_NAP_S = 1e-3  # between polls: a blocking wait reacts neither to the time-out nor to signals
 SAME_CTRL_C_S = 1.0  # one Ctrl-C may reach a rank twice, from the terminal and from the launcher
 
@@ -144,7 +147,7 @@ class Ranks:
             self.watchdog.enter(self.place)
         try:
             yield deadline
-        except (RankTimeout, torch.OutOfMemoryError):
+        except OWN_ERRORS:
             raise
         except RuntimeError as error:  # gloo: a rank has left, or its own time-out
             if self.world_size == 1:
@@ -185,15 +188,15 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         yield ranks
         ranks.place = "the end of the run"
         ranks.barrier()
+        is_over.set()
+        for free in ranks.before_end:
+            free()
     except BaseException as error:
         if dist.is_initialized():
             leave(error)
         if isinstance(error, EndsRun):
             log_once(error)
         raise
-    is_over.set()
-    for free in ranks.before_end:
-        free()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -203,14 +206,15 @@ def signals_stop(ranks: Ranks) -> Iterator[None]:
     """SIGTERM, SIGINT and SIGHUP set `ranks.must_stop`, however often they come, so that a save
     runs to its end.
 
-    Only a second Ctrl-C ends a rank at once. Signals that a parent has set to be ignored (nohup)
-    stay ignored.
+    Only a second Ctrl-C, at a rank or at torchrun, ends a rank at once. Signals that a parent has
+    set to be ignored (nohup) stay ignored.
     """
     first_ctrl_c: list[float] = []
 
     def note(number: int, frame) -> None:
         ranks.must_stop = True
-        if number == signal.SIGINT:
+        # torchrun hands on a first Ctrl-C as SIGINT and a second one as SIGTERM.
+        if number == signal.SIGINT or (number == signal.SIGTERM and first_ctrl_c):
             first_ctrl_c.append(time.monotonic())
             if first_ctrl_c[-1] - first_ctrl_c[0] > SAME_CTRL_C_S:
                 raise KeyboardInterrupt

@@ -55,7 +55,8 @@ class WorkerProcess:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         # The order of sets of strings depends on this seed: replies must not depend on the worker.
         constants = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
-        arguments = [json.dumps([p for p in sys.path if isinstance(p, str)]), str(theirs.fileno()), str(os.getpid())]
+        path = json.dumps([p for p in sys.path if isinstance(p, str)])
+        arguments = [path, str(theirs.fileno()), str(os.getpid())]
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-c", _BOOT, *arguments, module, json.dumps(argument)],

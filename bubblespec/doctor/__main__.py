@@ -24,10 +24,10 @@ import torch.distributed as dist
 import transformers
 
 from bubblespec.config import load_config
-from bubblespec.dist.failures import log_once
+from bubblespec.dist.failures import report
 from bubblespec.dist.ranks import Ranks, ranks_from_environment
 from bubblespec.doctor.checks import CHECKS, Case, Check, Line, failed, local_ranks
-from bubblespec.errors import EndsRun, RankTimeout, RunFailed, log, one_line, write_torchrun_error
+from bubblespec.errors import EndsRun, RankTimeout, RunFailed, log, one_line
 from bubblespec.loading import with_dtype
 
 TIMEOUT_S = 300.0  # that a rank waits for another, at most: run.timeout_s may be hours
@@ -136,9 +136,7 @@ def main() -> int:
                 print("no check failed; this trains:", flush=True)
                 print(next_command(arguments.config, arguments.overrides, ranks), flush=True)
     except EndsRun as error:  # one line
-        log_once(error)
-        write_torchrun_error(error)
-        return error.exit_code
+        return report(error)
     return 0
 
 

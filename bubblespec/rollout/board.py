@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bubblespec.dist.ranks import Ranks, all_gather, one_line
+from bubblespec.dist.ranks import OWN_ERRORS, Ranks, all_gather, one_line
 from bubblespec.dist.shared_memory import PLACE_BYTES, SharedCollectives, open_collectives
 from bubblespec.errors import InputError
 
@@ -272,6 +272,8 @@ class ProgressBoard:
                 self.transport.linger()
             if self.transport.is_complete():
                 return self._take()
+        except OWN_ERRORS:
+            raise
         except RuntimeError as error:  # from the collective or the store: a rank has left
             self._fail(one_line(error))
         if self._clock.monotonic() > self._deadline:

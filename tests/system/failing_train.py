@@ -1,9 +1,11 @@
 """train.py that fails on rank 1 in its first step, where NCCL would leave all ranks waiting:
 tests/system/failing_train.py --kind KIND --codes FOLDER --config F [overrides]
 
-loss      an exception in the user's loss function; rank 0 never comes back from its next collective
+loss      an exception in the user's loss function; in its next collective rank 0 waits for ever, in
+          the key-value store, as NCCL does until another rank has come to its first one
 rollout   an exception between two forwards
-ctrl-c    two Ctrl-C, on all ranks
+ctrl-c    two Ctrl-C, at all ranks
+terminal  two Ctrl-C at the launcher, which alone gets those of a terminal
 hangs     rank 1 does not come out of the update; rank 0's time-out is short
 
 destroy_process_group blocks for ever, and says that it was called. The exit code of every rank that
@@ -11,12 +13,15 @@ ends by itself is a file in FOLDER.
 """
 
 import argparse
+import json
 import os
 import signal
 import sys
 import threading
 import time
 from typing import NoReturn
+
+import psutil
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
@@ -27,7 +32,7 @@ from bubblespec.dist.ranks import SAME_CTRL_C_S, Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.trainer import Trainer
 
-KINDS = ("loss", "rollout", "ctrl-c", "hangs")
+KINDS = ("loss", "rollout", "ctrl-c", "terminal", "hangs")
 RANK = int(os.environ.get("RANK", 0))
 IS_FAILING = threading.Event()  # the rollout or update that fails has begun
 HAS_LOSS = threading.Event()  # and this rank has called the loss function in it
@@ -41,6 +46,23 @@ def block() -> NoReturn:
 def destroy() -> None:
     print("destroy_process_group was called", file=sys.stderr, flush=True)
     block()
+
+
+def press_ctrl_c(ranks: Ranks) -> NoReturn:
+    """Twice, at the launcher: again when all ranks have had the first long enough."""
+    store = dist.distributed_c10d._get_default_store()
+    if RANK == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+    while not ranks.must_stop:
+        time.sleep(0.01)
+    time.sleep(SAME_CTRL_C_S + 0.1)
+    store.add("ready", 1)
+    while store.add("ready", 0) < ranks.world_size:
+        time.sleep(0.01)
+    if RANK == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+    while True:
+        time.sleep(0.01)
 
 
 def failing_loss(logprob, ratio, advantage):
@@ -63,13 +85,16 @@ def main() -> int:
     complete, leave = Ranks.complete, os._exit
 
     def leave_with(code: int) -> NoReturn:
+        children = [child.pid for child in psutil.Process().children(recursive=True)]
         with open(os.path.join(arguments.codes, str(RANK)), "w", encoding="utf-8") as file:
-            file.write(str(code))
+            json.dump([code, children], file)
         leave(code)
 
     def failing_sample(trainer, number):
         if number == 0 and kind in ("rollout", "ctrl-c"):
             IS_FAILING.set()
+        if kind == "terminal":
+            press_ctrl_c(trainer.ranks)
         return sample(trainer, number)
 
     def failing_step(engine, *given):
@@ -92,7 +117,7 @@ def main() -> int:
 
     def complete_never(ranks, start):
         if HAS_LOSS.is_set():
-            block()
+            dist.distributed_c10d._get_default_store().get("what never comes")
         complete(ranks, start)
 
     Trainer.sample, Trainer.update, Engine.step = failing_sample, failing_update, failing_step
