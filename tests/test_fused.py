@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.cohere import modeling_cohere as cohere
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.olmo2 import modeling_olmo2 as olmo2
 from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
@@ -28,6 +29,7 @@ from bubblespec.engine.pages import Pages
 from tests.helpers.fake_cuda import DEVICE, FakeCuda, make_fake
 
 FILES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+OTHER_FILES = {"phi3": phi3, "olmo2": olmo2}
 NUM_NORMS = {"llama": 5, "qwen2": 5, "qwen3": 9}  # of two layers and the end
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -35,7 +37,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.fixture
 def restored(monkeypatch):
     """The modeling files are as they were afterwards."""
-    for file in FILES.values():
+    for file in (FILES | OTHER_FILES).values():
         monkeypatch.setattr(file, ROTARY, getattr(file, ROTARY))
 
 
@@ -86,6 +88,23 @@ def test_fused_model_gives_the_logits_of_its_own(make_model, monkeypatch, restor
     before = getattr(FILES[name], ROTARY)
     fuse(model)
     assert getattr(FILES[name], ROTARY) is before, "once"
+
+
+@pytest.mark.parametrize("name", FILES | OTHER_FILES)
+def test_half_precision_model_is_served(make_model, monkeypatch, restored, name):
+    """OLMo's cos and sin are float32, while its queries and keys are bfloat16."""
+    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+    tokens, model = torch.arange(1, 30), make_model(name, torch.bfloat16)
+    packing = pack_sequences([20, 9], tokens.device)
+    wide = make_model(name)
+    wide.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        prepare_model(model, 64)
+        prepare_model(wide, 64)
+        assert any(isinstance(module, FusedRMSNorm) for module in model.modules())
+        hidden, wanted = (forward_hidden(each, tokens, packing) for each in (model, wide))
+    assert hidden.dtype == torch.bfloat16
+    assert ((hidden - wanted).abs().max() / wanted.abs().max()).item() < 0.05
 
 
 class Lookalike(qwen2.Qwen2RMSNorm):

@@ -119,6 +119,8 @@ def fused_rotary(own: Callable) -> Callable:
     @functools.wraps(own)
     def rotary(query, key, *args, **kwargs):
         is_plain = not kwargs and len(args) == 2 and args[0].shape[-1] == query.shape[-1]
+        # OLMo's cos and sin are float32, and its own function rounds the result.
+        is_plain = is_plain and args[0].dtype == query.dtype
         if is_plain and query.device.type in DEVICES and query.dtype in HALF:
             return rotate_together(query, key, *args)
         return own(query, key, *args, **kwargs)
