@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bubblespec.engine.graphs import FEW
+
 RATES = ("rows", "wide_rows", "positions", "prompt_tokens", "draft_tokens", "pairs")
 # A forward that takes this many times its prediction was interrupted, and is left out.
 INTERRUPTED = 3.0
@@ -26,8 +28,6 @@ MIN_FORWARDS = 10
 # Penalties, in squared relative errors: on every rate, so that tokens get the cost where forwards
 # do not tell two causes apart; and on changes of slope, which decide where nothing was measured.
 RIDGE, SMOOTHING = 1e-5, 1e-4
-# Tokens that are sequences of their own whatever the rows, see engine/graphs.py.
-FEW = 32
 # A block of FlashAttention-2 computes this many queries, whether they are real or not, against so
 # many keys at a time. Two blocks on a multiprocessor take 1.5 times as long as one (see roofline).
 TILE_QUERIES, TILE_KEYS, OVERLAP = 64, 64, 4 / 3
