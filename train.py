@@ -9,8 +9,8 @@ import sys
 import transformers
 
 from bubblespec.config import load_config
-from bubblespec.dist.failures import report
-from bubblespec.dist.ranks import ranks_from_environment, signals_stop
+from bubblespec.distributed.failures import report
+from bubblespec.distributed.ranks import ranks_from_environment, signals_stop
 from bubblespec.errors import EndsRun
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.setup import build

@@ -18,14 +18,14 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks.shared import main, make_parser, plain_engine, write_json
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import Ranks, ranks_from_environment
-from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, save_drafter
-from bubblespec.draft.drafter_source import DrafterSource
+from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.ragged import unpacked
 from bubblespec.errors import InputError
+from bubblespec.mechanisms.drafter.layer import MAX_CHAIN_LENGTH, save_drafter
+from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Row

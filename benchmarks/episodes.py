@@ -36,12 +36,12 @@ from benchmarks import slow_game
 from benchmarks.paired_rollout import learn, timed
 from benchmarks.shared import commit, main, make_parser, markdown, plain_engine, write_json
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import ranks_from_environment
+from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.engine.engine import Engine
-from bubblespec.environments.environments import Environments, Observation
 from bubblespec.errors import InputError
+from bubblespec.mechanisms.episodes.environments import Environments, Observation
+from bubblespec.mechanisms.episodes.episodes import Episodes
 from bubblespec.records import RolloutRecord
-from bubblespec.rollout.episodes import Episodes
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from bubblespec.dist.cuda import set_cuda_defaults
+from bubblespec.distributed.cuda import set_cuda_defaults
 from bubblespec.engine.attention import VARLEN_KERNELS, problem_of
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import can_capture
@@ -19,8 +19,8 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.records import Load
-from bubblespec.simulate.cost import ForwardCost
-from bubblespec.simulate.roofline import GPUS, MODELS, roofline
+from bubblespec.tools.simulate.cost import ForwardCost
+from bubblespec.tools.simulate.roofline import GPUS, MODELS, roofline
 from bubblespec.types import Row, SampleId
 
 SHAPE_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")

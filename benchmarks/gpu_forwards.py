@@ -29,7 +29,7 @@ from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import PAGE, Varlen, pack_rows
 from bubblespec.engine.ragged import packed
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.simulate.roofline import HOST_S, decode_seconds
+from bubblespec.tools.simulate.roofline import HOST_S, decode_seconds
 
 # Models, and the positions that each row attends to: docs/gpu-guide.md has their expected times.
 CONTEXTS = {"0.5B": 400, "1.5B": 3072, "7B": 4096}

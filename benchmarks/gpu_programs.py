@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.gpu_bench import SHAPES, Bench, Figure
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import compiled
 from bubblespec.engine.compiled import (
     OPTIONS,
@@ -33,7 +33,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import full_batch, gradient_peak, peak_of
-from bubblespec.simulate.roofline import SAMPLE_S
+from bubblespec.tools.simulate.roofline import SAMPLE_S
 from bubblespec.types import Group, Prompt, Samples
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -80,7 +80,7 @@ def programs(bench: Bench) -> Iterator[Figure]:
     if bench.is_small:
         overrides = ["rollout.num_prompts_per_step=2", "rollout.max_completion_length=16"]
         overrides += ["data.size=20"]
-    got, seconds = run_program("-m", "bubblespec.doctor", "--config", CONFIG, *overrides)
+    got, seconds = run_program("-m", "bubblespec.tools.doctor", "--config", CONFIG, *overrides)
     verdicts = re.findall(r"^\w[\w ]* +(ok|slower|failed): (.*)$", got.stdout, re.MULTILINE)
     counts = Counter(verdict for verdict, _ in verdicts)
     note = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("ok", "slower", "failed"))

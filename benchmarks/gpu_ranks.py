@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_bench import Bench, Figure, make_bench, make_rows, start_decoding
-from bubblespec.dist.cuda import ALLOCATOR_VARIABLES
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.cuda import ALLOCATOR_VARIABLES
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.graphs import capture, rehearse
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.tensor_parallel import TPGroup
+from bubblespec.mechanisms.tp_tail.shards import TPGroup
 from bubblespec.rollout.board import ProgressBoard, RankState
 
 NUM_SUMS = 50  # one after the other in a graph

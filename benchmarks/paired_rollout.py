@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks.shared import main, make_parser, plain_engine, write_json
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import ranks_from_environment
+from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead

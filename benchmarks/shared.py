@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
-from bubblespec.dist.failures import report
+from bubblespec.distributed.failures import report
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import EndsRun, InputError

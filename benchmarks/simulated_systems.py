@@ -29,11 +29,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks.shared import check_names, main, markdown, write_json
 from bubblespec.errors import InputError
-from bubblespec.simulate.__main__ import rollout_of, simulated_config, totals
-from bubblespec.simulate.roofline import roofline
-from bubblespec.simulate.run import SimulatedStep, counted, simulate
-from bubblespec.simulate.runner import Cost, DrafterModel
-from bubblespec.simulate.workload import Synthetic, make_synthetic, parse
+from bubblespec.tools.simulate.__main__ import rollout_of, simulated_config, totals
+from bubblespec.tools.simulate.roofline import roofline
+from bubblespec.tools.simulate.run import SimulatedStep, counted, simulate
+from bubblespec.tools.simulate.runner import Cost, DrafterModel
+from bubblespec.tools.simulate.workload import Synthetic, make_synthetic, parse
 
 SIZES = ("7b", "32b")
 RANKS, GENERATIONS = 8, 8

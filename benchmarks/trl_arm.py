@@ -14,10 +14,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bubblespec.config import Config
 from bubblespec.data.prompts import make_tokenize
-from bubblespec.environments.forms import load_form
-from bubblespec.environments.tokens import prompt_ids
 from bubblespec.errors import InputError
 from bubblespec.loading import load_prompts, stop_tokens
+from bubblespec.mechanisms.episodes.forms import load_form
+from bubblespec.mechanisms.episodes.tokens import prompt_ids
 from bubblespec.rewards.functions import load_reward
 
 

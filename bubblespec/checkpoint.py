@@ -29,11 +29,11 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
 from bubblespec.config_checks import EXACT, ROUNDING
-from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.drafter import DRAFTER_FOLDER, save_drafter
-from bubblespec.draft.drafter_training import DrafterTraining
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.optimizer import Optimizer
+from bubblespec.mechanisms.drafter.layer import DRAFTER_FOLDER, save_drafter
+from bubblespec.mechanisms.drafter.training import DrafterTraining
 
 STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"

@@ -31,10 +31,10 @@ from bubblespec.data.prompts import (
     reasoning_gym_rows,
 )
 from bubblespec.data.rows import load_rows
-from bubblespec.environments.forms import Form
-from bubblespec.environments.tokens import base_ids
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.lora import add_adapter
+from bubblespec.mechanisms.episodes.forms import Form
+from bubblespec.mechanisms.episodes.tokens import base_ids
 from bubblespec.types import Prompt
 
 HUB_TIMEOUT_S = 5.0

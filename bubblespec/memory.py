@@ -1,6 +1,6 @@
 """Memory of one rank: how many slots, pages and shared rows fit, how many tokens of drafts and
 history, and, before a run, a table:
-python -m bubblespec.memory --config FILE [section.key=value ...]
+python -m bubblespec memory --config FILE [section.key=value ...]
 
 Weights, gradients, optimizer state, keys and values follow from shapes. What a gradient step and a
 forward need besides is a rule of thumb in the table; a run on a GPU makes the largest of both,
@@ -18,8 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bubblespec.config import Config, load_config
-from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.drafter import MAX_ROWS
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.attention import reads_pages
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.output_head import output_head
@@ -29,6 +28,7 @@ from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.loading import from_pretrained, with_dtype
+from bubblespec.mechanisms.drafter.layer import MAX_ROWS
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of an H100, an H200
 AUTO_TP_ROWS = 16

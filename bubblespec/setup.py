@@ -25,26 +25,14 @@ from bubblespec.config import Config
 from bubblespec.data.fingerprints import HELD_OUT, check_continued, data_state, fingerprint
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
-from bubblespec.data.tail_batching import TailBatching
-from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.drafter import read_drafter
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import load_source
-from bubblespec.engine import linear
-from bubblespec.engine.batch_invariant import (
-    NUM_SLOTS,
-    SLOT_LENGTH,
-    first_difference,
-    fix_libraries,
-    make_invariant,
-)
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.kernels import choose_kernel
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.environments.environments import Environments, check_environment
-from bubblespec.environments.forms import load_form
 from bubblespec.errors import InputError, log
 from bubblespec.imports import import_function
 from bubblespec.learn.advantages import load_estimator
@@ -59,13 +47,25 @@ from bubblespec.loading import (
     stop_tokens,
     with_dtype,
 )
+from bubblespec.mechanisms import cpu_linear as linear
+from bubblespec.mechanisms.batch_invariant import (
+    NUM_SLOTS,
+    SLOT_LENGTH,
+    first_difference,
+    fix_libraries,
+    make_invariant,
+)
+from bubblespec.mechanisms.drafter.layer import read_drafter
+from bubblespec.mechanisms.episodes.environments import Environments, check_environment
+from bubblespec.mechanisms.episodes.forms import load_form
+from bubblespec.mechanisms.tail_batching import TailBatching
+from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
 from bubblespec.memory import choose_slots, max_length
 from bubblespec.planner.guard import Guard
 from bubblespec.rewards.functions import RewardFunction, check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rewards.trial import begin_trial, check_columns, check_references, end_trial
 from bubblespec.rollout.make_sampler import make_sampler
-from bubblespec.rollout.tp_tail import make_tp_tail
 from bubblespec.telemetry.console import Console
 from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer

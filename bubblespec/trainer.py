@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from bubblespec.checkpoint import save_checkpoint
 from bubblespec.config import Config
-from bubblespec.dist.ranks import Ranks, StopRequested
-from bubblespec.draft.drafter import DrafterRunner
-from bubblespec.draft.drafter_training import make_drafter
-from bubblespec.engine.linear import read_plans
+from bubblespec.distributed.ranks import Ranks, StopRequested
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import RewardsFailed, SaveFailed, log
 from bubblespec.learn.learner import Learner
+from bubblespec.mechanisms.cpu_linear import read_plans
+from bubblespec.mechanisms.drafter.layer import DrafterRunner
+from bubblespec.mechanisms.drafter.training import make_drafter
 from bubblespec.records import Span, StepRecord
 from bubblespec.rewards.functions import RewardFunction, combine
 from bubblespec.rollout.sampler import Sampler

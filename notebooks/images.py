@@ -16,9 +16,9 @@ from benchmarks import simulated_systems
 from benchmarks.simulated_systems import GENERATIONS, MISMATCH, RANKS, SHARE_OF_LONGEST, K, System
 from bubblespec import memory
 from bubblespec.config import load_config
-from bubblespec.simulate.roofline import GPUS, MODELS
-from bubblespec.simulate.run import SimulatedStep
 from bubblespec.telemetry.timeline import KINDS
+from bubblespec.tools.simulate.roofline import GPUS, MODELS
+from bubblespec.tools.simulate.run import SimulatedStep
 from bubblespec.types import Group
 from notebooks import experiments
 from notebooks.pictures import SIZE, draw_timelines, figure_of, label_axes, legend_below

@@ -15,7 +15,7 @@ import numpy as np
 from bubblespec.config import load_config
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
-from bubblespec.data.tail_batching import TailBatching
+from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Group, Launch, Prompt, Samples
 
@@ -139,7 +139,7 @@ def record() -> None:
     from tqdm import tqdm
     from transformers import AutoTokenizer
 
-    from bubblespec.dist.ranks import Ranks
+    from bubblespec.distributed.ranks import Ranks
     from bubblespec.loading import load_prompts
     from bubblespec.setup import build
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from bubblespec.simulate.__main__ import rollout_of, simulated_config
-from bubblespec.simulate.cost import ForwardCost
-from bubblespec.simulate.run import SimulatedStep, simulate
-from bubblespec.simulate.workload import Synthetic, make_synthetic
+from bubblespec.tools.simulate.__main__ import rollout_of, simulated_config
+from bubblespec.tools.simulate.cost import ForwardCost
+from bubblespec.tools.simulate.run import SimulatedStep, simulate
+from bubblespec.tools.simulate.workload import Synthetic, make_synthetic
 
 GENERATIONS = 4
 

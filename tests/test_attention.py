@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import kernels
 from bubblespec.engine.attention import bubblespec_attention
 from bubblespec.engine.kernels import choose_kernel

@@ -8,16 +8,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import Ranks
-from bubblespec.engine import batch_invariant
-from bubblespec.engine.batch_invariant import (
-    FixedMeans,
-    InvariantLinear,
-    first_difference,
-    fixed_best_and_sum,
-    fixed_mean,
-    make_invariant,
-)
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.compiled import compared
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import graph_shapes
@@ -26,6 +17,15 @@ from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, best_and_sum
 from bubblespec.errors import InputError
+from bubblespec.mechanisms import batch_invariant
+from bubblespec.mechanisms.batch_invariant import (
+    FixedMeans,
+    InvariantLinear,
+    first_difference,
+    fixed_best_and_sum,
+    fixed_mean,
+    make_invariant,
+)
 from bubblespec.setup import prepare
 from tests.helpers.generation import make_prompts, make_rows
 from tests.helpers.models import VOCAB

@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 
 from benchmarks import episodes, generate, paired_rollout, slow_game, systems, tool_game, vs_trl
 from bubblespec.config import load_config
-from bubblespec.environments.environments import Environments, check_environment
-from bubblespec.environments.forms import load_form
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.loading import load_prompts
+from bubblespec.mechanisms.episodes.environments import Environments, check_environment
+from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.trainer import Trainer
 from notebooks import reports
 from tests.helpers.runs import ALWAYS_DRAFT

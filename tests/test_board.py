@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bubblespec.dist import failures
-from bubblespec.dist import ranks as distributed
-from bubblespec.dist.failures import BROKEN_S, GRACE_S, Watchdog
-from bubblespec.dist.ranks import Ranks
-from bubblespec.dist.shared_memory import PLACE_BYTES
+from bubblespec.distributed import failures
+from bubblespec.distributed import ranks as distributed
+from bubblespec.distributed.failures import BROKEN_S, GRACE_S, Watchdog
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.distributed.shared_memory import PLACE_BYTES
 from bubblespec.errors import InputError, RankTimeout
 from bubblespec.rollout import board as boards
 from bubblespec.rollout.board import (
@@ -34,7 +34,7 @@ from bubblespec.rollout.board import (
     Transport,
     make_transport,
 )
-from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
+from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from tests.helpers.clocks import Clock, ClockThatSkips
 from tests.helpers.ranks import run_ranks
 

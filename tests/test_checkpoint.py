@@ -28,7 +28,7 @@ from bubblespec.checkpoint import (
 )
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig, flatten, resume_classes
 from bubblespec.config_checks import EXACT, ROUNDING
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError
 from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.checks import FullDisk, refusal

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from bubblespec.dist.cuda import ALLOCATOR_VARIABLES, set_cuda_defaults
-from bubblespec.dist.ranks import ranks_from_environment
+from bubblespec.distributed.cuda import ALLOCATOR_VARIABLES, set_cuda_defaults
+from bubblespec.distributed.ranks import ranks_from_environment
 
 settings = torch._C._accelerator_getAllocatorSettings
 matmul = torch.backends.cuda.matmul

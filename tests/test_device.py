@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from bubblespec.dist.device import cuda_of_driver, find_device
+from bubblespec.distributed.device import cuda_of_driver, find_device
 from bubblespec.errors import InputError
 
 
@@ -93,7 +93,7 @@ def test_gpus_go_to_ranks_in_order(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr("bubblespec.dist.device.set_cuda_defaults", lambda: None)
+    monkeypatch.setattr("bubblespec.distributed.device.set_cuda_defaults", lambda: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "3")
     fourth = torch.device("cuda", 3)

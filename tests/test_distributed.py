@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bubblespec.dist import failures
-from bubblespec.dist import ranks as distributed
-from bubblespec.dist.ranks import Ranks, StopRequested, ranks_from_environment, signals_stop
+from bubblespec.distributed import failures
+from bubblespec.distributed import ranks as distributed
+from bubblespec.distributed.ranks import Ranks, StopRequested, ranks_from_environment, signals_stop
 from bubblespec.errors import RankTimeout
 from bubblespec.rollout.board import ProgressBoard, RankState
 from tests.helpers.clocks import Clock, ClockThatSkips
@@ -134,7 +134,7 @@ def test_a_rank_missing_from_a_collective_is_named(tmp_path, capfd, collective, 
 
 SLOW_TO_SAY = """
 import sys, time
-from bubblespec.dist import failures
+from bubblespec.distributed import failures
 from bubblespec.errors import InputError
 
 log = failures.log

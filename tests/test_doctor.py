@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import Ranks
-from bubblespec.doctor import __main__ as doctor
-from bubblespec.doctor import checks
-from bubblespec.doctor.checks import CHECKS, Case, Line
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import best_and_sum
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.tools.doctor import __main__ as doctor
+from bubblespec.tools.doctor import checks
+from bubblespec.tools.doctor.checks import CHECKS, Case, Line
 from tests.helpers import graphs as stand_ins
 from tests.helpers.warm import ROOT, launch
 
 CONFIG = "configs/tiny_cpu.yaml"
-COMMAND = ["-m", "bubblespec.doctor", "--config", CONFIG]
+COMMAND = ["-m", "bubblespec.tools.doctor", "--config", CONFIG]
 SHORT = ["data.size=100", "eval.num_prompts=8", "run.eval_steps=0", "model.cpu_linear=torch"]
 LINE = re.compile(r"(\S.*?) +(ok|slower|failed): (.+)")
 
@@ -94,7 +94,7 @@ def test_a_gpu_that_torch_cannot_use_is_slower(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     case = SimpleNamespace(ranks=Ranks(torch.device("cpu")))
     for driver in (None, (12, 2)):
-        for module in ("dist.device", "doctor.checks"):
+        for module in ("distributed.device", "tools.doctor.checks"):
             monkeypatch.setattr(f"bubblespec.{module}.cuda_of_driver", lambda driver=driver: driver)
         found = [text for verdict, text in checks.devices(case) if verdict == "slower"]
         assert any("model.device=cpu" in text for text in found) == (driver is not None)
@@ -120,7 +120,7 @@ def test_a_rank_that_fails_alone(tmp_path):
     script = tmp_path / "doctor_of_two.py"
     script.write_text(
         "import os, sys\n"
-        "from bubblespec.doctor import __main__ as doctor, checks\n"
+        "from bubblespec.tools.doctor import __main__ as doctor, checks\n"
         "def broken(case):\n"
         "    if case.ranks.rank == 1:\n"
         "        raise RuntimeError('out of memory')\n"

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from bubblespec.checkpoint import SUMS_FILE, find_damage
-from bubblespec.draft import drafter_training
-from bubblespec.draft.drafter import DRAFTER_FILE, DRAFTER_FOLDER, DrafterRunner
-from bubblespec.draft.drafter_training import DrafterTraining
-from bubblespec.engine import batch_invariant
+from bubblespec.mechanisms import batch_invariant
+from bubblespec.mechanisms.drafter import training as drafter_training
+from bubblespec.mechanisms.drafter.layer import DRAFTER_FILE, DRAFTER_FOLDER, DrafterRunner
+from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.rollout.sampler import Sampler
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.drafting import chain_always, train_always

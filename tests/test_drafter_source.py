@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bubblespec.draft import drafter_source
-from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, MAX_ROWS
-from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.draft.sources import TrackedRows
+from bubblespec.mechanisms.drafter import source as drafter_source
+from bubblespec.mechanisms.drafter.layer import MAX_CHAIN_LENGTH, MAX_ROWS
+from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.windows import choose_chain_length
 from bubblespec.types import Row, SampleId

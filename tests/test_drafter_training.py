@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.draft import drafter_training
-from bubblespec.draft.drafter import MAX_CHAIN_LENGTH, Drafter
-from bubblespec.draft.drafter_training import (
+from bubblespec.mechanisms.drafter import training as drafter_training
+from bubblespec.mechanisms.drafter.layer import MAX_CHAIN_LENGTH, Drafter
+from bubblespec.mechanisms.drafter.training import (
     EXAMPLES_PER_UPDATE,
     PASSES,
     SHARE_PER_STEP,

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from bubblespec.config import load_config
-from bubblespec.environments.environments import check_environment
-from bubblespec.environments.forms import tool_message
-from bubblespec.environments.tokens import observation_ids
 from bubblespec.loading import load_tokenizer
+from bubblespec.mechanisms.episodes.environments import check_environment
+from bubblespec.mechanisms.episodes.forms import tool_message
+from bubblespec.mechanisms.episodes.tokens import observation_ids
 from examples.calculator import Calculator
 from tests.helpers.checks import refusal
 from tests.helpers.environments import (

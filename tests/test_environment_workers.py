@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from bubblespec.dist import worker as worker_process
-from bubblespec.dist.worker import MAX_REPLY_BYTES
-from bubblespec.environments.environments import Environments, Observation
-from bubblespec.environments.tokens import base_ids
-from bubblespec.environments.workers import Worker
+from bubblespec.distributed import worker as worker_process
+from bubblespec.distributed.worker import MAX_REPLY_BYTES
 from bubblespec.errors import InputError, RunFailed
+from bubblespec.mechanisms.episodes.environments import Environments, Observation
+from bubblespec.mechanisms.episodes.tokens import base_ids
+from bubblespec.mechanisms.episodes.workers import Worker
 from tests.helpers.checks import is_alive
 from tests.helpers.clocks import ClockThatSkips
 from tests.helpers.environments import call_text, make_config, make_prompt, make_tokenizer

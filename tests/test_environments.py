@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from bubblespec.data.prompts import make_tokenize
-from bubblespec.environments.environments import Environments
-from bubblespec.environments.forms import Host, add_text, load_form, tool_message
-from bubblespec.environments.tokens import base_ids, begin_ids, observation_ids, parse_calls
 from bubblespec.errors import InputError
+from bubblespec.mechanisms.episodes.environments import Environments
+from bubblespec.mechanisms.episodes.forms import Host, add_text, load_form, tool_message
+from bubblespec.mechanisms.episodes.tokens import base_ids, begin_ids, observation_ids, parse_calls
 from tests.helpers.checks import refusal
 from tests.helpers.environments import (
     FAMILIES,

@@ -7,8 +7,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from bubblespec.environments import environments as module
-from bubblespec.environments.environments import Environments
+from bubblespec.mechanisms.episodes import environments as module
+from bubblespec.mechanisms.episodes.environments import Environments
 from bubblespec.planner import stats
 from bubblespec.trainer import Trainer
 from bubblespec.types import observed_spans

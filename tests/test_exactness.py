@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.noise import gumbel
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.setup import build

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import train
-from bubblespec.dist import failures
-from bubblespec.dist.ranks import ranks_from_environment
+from bubblespec.distributed import failures
+from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.errors import InputError, RankTimeout, write_torchrun_error
 from tests.helpers.runs import SHORT, start_launcher
 from tests.helpers.warm import TIMEOUT_S
@@ -89,7 +89,7 @@ def rank_of_one(monkeypatch):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0"}
     for name, value in {**address, "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("bubblespec.dist.ranks.die_with_parent", lambda: None)
+    monkeypatch.setattr("bubblespec.distributed.ranks.die_with_parent", lambda: None)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield

@@ -12,7 +12,7 @@ from test_update import ADVANTAGES, make_config, make_samples
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.models.llama import modeling_llama
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import fused, graphs, sampling
 from bubblespec.engine import runner as runner_module
 from bubblespec.engine.engine import Engine
@@ -393,7 +393,7 @@ def test_collectives(cuda, monkeypatch):
         sent.append(own.numel())
         return types.SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
-    monkeypatch.setattr("bubblespec.dist.ranks.all_gather", all_gather)
+    monkeypatch.setattr("bubblespec.distributed.ranks.all_gather", all_gather)
     monkeypatch.setattr("bubblespec.rollout.board.all_gather", all_gather)
     monkeypatch.setattr("torch.distributed.new_group", lambda **options: options)
     monkeypatch.setattr("torch.cuda.Stream", lambda device: device)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bubblespec.checkpoint import list_checkpoints, step_of
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from tests.helpers.runs import (
     EPOCHS,

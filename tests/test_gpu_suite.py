@@ -16,8 +16,8 @@ import torch.distributed as dist
 from benchmarks import gpu_forwards, gpu_programs, gpu_ranks, gpu_suite
 from benchmarks.gpu_bench import Figure, make_bench
 from bubblespec import memory
-from bubblespec.dist.ranks import Ranks
-from bubblespec.simulate.roofline import MODELS, Model, decode_seconds, roofline
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.tools.simulate.roofline import MODELS, Model, decode_seconds, roofline
 from tests.helpers.clocks import Clock
 from tests.helpers.graphs import stand_in
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bubblespec.config import OptimConfig
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import attention
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import FEW, NARROW, ForwardGraphs, Shape, graph_shapes, pad

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.setup import build
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.types import Draft

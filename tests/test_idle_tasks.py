@@ -10,9 +10,9 @@ import pytest
 from bubblespec.config import Config, LossConfig, ModelConfig
 from bubblespec.draft.store import DraftStore
 from bubblespec.idle.draft_ahead import MAX_IDLE_FORWARDS, DraftAhead
-from bubblespec.idle.stream_gradients import StreamGradients
 from bubblespec.idle.task import NUM_WANTED, IdleTask, Job, RankView, assign
-from bubblespec.idle.train_drafter import LITTLE_S, MAX_SHARE, TrainDrafter
+from bubblespec.mechanisms.drafter.idle_task import LITTLE_S, MAX_SHARE, TrainDrafter
+from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.types import Draft, Launch, Row, SampleId
 from tests.helpers.clocks import Clock

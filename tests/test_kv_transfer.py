@@ -8,9 +8,9 @@ import pytest
 import torch
 from test_tensor_parallel import LONGEST, build
 
-from bubblespec.engine import kv_transfer
-from bubblespec.engine.kv_transfer import can_transfer_kv, transfer_kv
 from bubblespec.engine.runner import ModelRunner
+from bubblespec.mechanisms.tp_tail import kv_transfer
+from bubblespec.mechanisms.tp_tail.kv_transfer import can_transfer_kv, transfer_kv
 from tests.helpers.graphs import take_pages
 from tests.helpers.tp import run_together
 

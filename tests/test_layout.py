@@ -1,39 +1,54 @@
-"""The package's structure, read from its imports: they point down, nothing imports in a circle, and
-docs/architecture.md shows it as it is."""
+"""The package's structure, read from its imports: they point down, the core imports no mechanism,
+and what has to be loaded to read one file stays small. `python tests/test_layout.py` prints it."""
 
 import ast
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "bubblespec"
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "bubblespec"
 # A room is a file or a folder of the package. It may import rooms on the floors below it, and
 # within itself.
 FLOORS = [
-    {"doctor", "play"},
+    {"__main__"},
+    {"tools"},
     {"setup"},
-    {"trainer", "simulate"},
+    {"mechanisms"},
+    {"trainer"},
     {"rollout", "checkpoint"},
     {"memory"},
     {"idle", "telemetry", "rewards", "loading"},
-    {"draft", "environments"},
+    {"draft"},
     {"learn", "planner", "data"},
     {"engine"},
-    {"dist", "config"},
+    {"distributed", "config"},
     {"config_combinations"},
     {"config_checks", "config_names", "imports"},
     {"records"},
     {"errors", "types"},
 ]
+# Lines of the package to load, by the file that is read: they may only fall.
+CEILINGS = {
+    "bubblespec.engine.runner": 2100,
+    "examples.minimal_loop": 3400,
+    "bubblespec.rollout.loop": 5400,
+    "bubblespec.rollout.sampler": 8500,
+    "bubblespec.trainer": 11000,
+    "bubblespec.checkpoint": 1900,
+}
+MAX_LINES = {"file": 400, "package": 18000, "tests": 21000}
 
 
 def name_of(path: Path) -> str:
-    return ".".join(("bubblespec", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
-        ".__init__"
-    )
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports_of(path: Path, modules: set[str]) -> set[str]:
+FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+SOURCES = FILES | {"examples.minimal_loop": ROOT / "examples" / "minimal_loop.py"}
+
+
+def imports_of(path: Path) -> set[str]:
     """The package's modules that a file imports: anywhere in it, also in functions and for type
     checking alone."""
     names = set()
@@ -43,29 +58,47 @@ def imports_of(path: Path, modules: set[str]) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return names & modules
+    return names & set(FILES)
 
 
-@pytest.fixture(scope="module")
-def graph() -> dict[str, set[str]]:
-    files = {name_of(path): path for path in PACKAGE.rglob("*.py")}
-    return {name: imports_of(path, set(files)) - {name} for name, path in files.items()}
+GRAPH = {name: imports_of(path) - {name} for name, path in SOURCES.items()}
+NUM_LINES = {name: len(path.read_text().splitlines()) for name, path in SOURCES.items()}
 
 
 def room(module: str) -> str:
     return module.split(".")[1]
 
 
-def test_every_room_has_a_floor(graph):
-    assert {room(name) for name in graph if name != "bubblespec"} == set().union(*FLOORS)
+def mechanism(module: str) -> str | None:
+    """The mechanism that a module belongs to: a folder or file of bubblespec/mechanisms/."""
+    parts = module.split(".")
+    return parts[2] if parts[1] == "mechanisms" and len(parts) > 2 else None
 
 
-def test_imports_point_down(graph):
+def loaded(module: str) -> set[str]:
+    """What has to be loaded for a module: itself, and its imports with theirs."""
+    found, to_visit = set(), [module]
+    while to_visit:
+        if (name := to_visit.pop()) not in found:
+            found.add(name)
+            to_visit += GRAPH[name]
+    return found - {"examples.minimal_loop"}
+
+
+def lines_to_load(module: str) -> int:
+    return sum(NUM_LINES[name] for name in loaded(module))
+
+
+def test_every_room_has_a_floor():
+    assert {room(name) for name in FILES if name != "bubblespec"} == set().union(*FLOORS)
+
+
+def test_imports_point_down():
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
-    for module, imported in graph.items():
+    for module in FILES:
         upward = [
             other
-            for other in imported - {"bubblespec"}
+            for other in GRAPH[module] - {"bubblespec"}
             if module != "bubblespec"
             and room(other) != room(module)
             and floor[room(other)] <= floor[room(module)]
@@ -73,29 +106,56 @@ def test_imports_point_down(graph):
         assert not upward, f"{module} imports {upward}, which are not on a floor below it"
 
 
-def test_no_imports_in_a_circle(graph):
+def test_no_imports_in_a_circle():
     done: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, " -> ".join((*path[path.index(module) :], module))
         if module not in done:
-            for other in graph[module] - {"bubblespec"}:
+            for other in GRAPH[module] - {"bubblespec"}:
                 if not other.startswith(f"{module}.") and not module.startswith(
                     f"{other}."
                 ):  # a package and what it exports
                     visit(other, (*path, module))
             done.add(module)
 
-    for module in graph:
+    for module in FILES:
         visit(module, ())
+
+
+def test_only_setup_and_tools_import_mechanisms():
+    for module in FILES:
+        if module == "bubblespec.setup" or (module != "bubblespec" and room(module) == "tools"):
+            continue
+        own = mechanism(module) if module != "bubblespec" else None
+        others = {n for n in GRAPH[module] - {"bubblespec"} if mechanism(n) not in (None, own)}
+        assert not others, f"{module} imports {sorted(others)}"
+
+
+@pytest.mark.parametrize("module", CEILINGS)
+def test_lines_to_load_stay_below_ceiling(module):
+    assert lines_to_load(module) <= CEILINGS[module]
+
+
+def test_files_and_totals_stay_small():
+    tests = [len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")]
+    assert {n: c for n, c in NUM_LINES.items() if c > MAX_LINES["file"]} == {}
+    assert sum(NUM_LINES[name] for name in FILES) <= MAX_LINES["package"]
+    assert sum(tests) <= MAX_LINES["tests"]
 
 
 def test_architecture_shows_every_room():
     """Folders of the package are lines of the layout; files next to them are named in it."""
-    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "architecture.md").read_text()
     layout = text[text.index("## How it is laid out") :].split("```")[1]
     for path in PACKAGE.iterdir():
         if path.is_dir() and any(path.glob("*.py")):
             assert f"\n  {path.name}/ " in layout, path.name
         elif path.suffix == ".py" and path.stem != "__init__":
             assert path.name in layout, path.name
+
+
+if __name__ == "__main__":
+    for target, ceiling in CEILINGS.items():
+        print(f"{lines_to_load(target):6d} of {ceiling:6d}  {target}")
+    print(f"{sum(NUM_LINES[name] for name in FILES):6d} of {MAX_LINES['package']:6d}  package")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import train as script
 from bubblespec.checkpoint import find_damage
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import RewardsFailed
 from bubblespec.learn.microbatch import make_minibatches
 from bubblespec.records import StepRecord

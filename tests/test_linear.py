@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from bubblespec import setup as set_up_module
 from bubblespec.checkpoint import list_checkpoints, read_state
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import linear as linear_module
-from bubblespec.engine.linear import (
+from bubblespec.mechanisms.cpu_linear import (
     KERNELS,
     MIN_TRAINING_ROWS,
     PACKED,
@@ -150,7 +150,7 @@ def test_training_uses_onednn_from_some_rows_on(monkeypatch):
         seen.append(len(x))
         return x @ weight.t()
 
-    monkeypatch.setattr("bubblespec.engine.linear.onednn_linear", noted)
+    monkeypatch.setattr("bubblespec.mechanisms.cpu_linear.onednn_linear", noted)
     layer(random(MIN_TRAINING_ROWS - 1, K))
     with torch.inference_mode():
         layer(random(MIN_TRAINING_ROWS, K))

@@ -11,7 +11,7 @@ from test_update import gradient, make_config, make_samples, oracle
 from transformers import AutoModelForCausalLM
 
 from bubblespec.config import ModelConfig
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
 from bubblespec.learn.lora import adapter_disabled, add_adapter
 from bubblespec.learn.optimizer import Optimizer

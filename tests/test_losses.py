@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bubblespec.config import LossConfig, OptimConfig
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.output_head import OutputHead
 from bubblespec.learn.losses import (
     cispo_loss,

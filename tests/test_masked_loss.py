@@ -30,7 +30,7 @@ from bubblespec.engine.model import prepare_model
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.table import RowTable
-from bubblespec.simulate.world import SimulatedRanks, World
+from bubblespec.tools.simulate.world import SimulatedRanks, World
 from bubblespec.types import digest
 from tests.helpers.reference_step import kl_estimate, token_logprobs
 from tests.helpers.rows import launch_of, with_observations

@@ -12,7 +12,7 @@ import transformers
 
 from bubblespec import memory
 from bubblespec.config import Config, ModelConfig, OptimConfig, RolloutConfig
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden, prepare_model
 from bubblespec.engine.packing import pack_rows, pack_sequences

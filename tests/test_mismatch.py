@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bubblespec.config import Config, ModelConfig
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn import learner as update
 from bubblespec.learn.learner import Learner
 from tests.helpers.runs import read, train_here

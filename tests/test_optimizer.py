@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bubblespec.config import OptimConfig
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.optimizer import Optimizer, learning_rate_factor
 from tests.helpers.reference_step import adamw_update
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bubblespec.config import Config
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import check_proposals, load_source
 from bubblespec.engine.model import prepare_model
 from bubblespec.imports import import_function

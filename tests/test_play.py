@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bubblespec import play
+from bubblespec.tools import play
 from tests.helpers import games
 from tests.helpers.warm import ROOT
 

@@ -15,7 +15,7 @@ from test_update import NUM_PROMPTS, gradients, make_learner, make_samples, move
 from bubblespec.config import Config, load_config
 from bubblespec.engine.model import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.simulate.world import SimulatedRanks, World
+from bubblespec.tools.simulate.world import SimulatedRanks, World
 from tests.helpers import reference_step
 
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")

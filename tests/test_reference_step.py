@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import train as script
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from tests.helpers.reference_step import grpo_step

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.records import Acceptance, RolloutRecord, Span, StepRecord
 from bubblespec.telemetry import report
 from bubblespec.telemetry.report import (

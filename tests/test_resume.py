@@ -19,7 +19,7 @@ from bubblespec.checkpoint import (
     step_of,
 )
 from bubblespec.config import flatten, load_config
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.store import HEADER
 from bubblespec.errors import InputError
 from bubblespec.rollout.sampler import Sampler

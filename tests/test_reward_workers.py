@@ -14,8 +14,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from bubblespec.dist import worker as worker_process
-from bubblespec.dist.worker import NICENESS
+from bubblespec.distributed import worker as worker_process
+from bubblespec.distributed.worker import NICENESS
 from bubblespec.errors import InputError
 from bubblespec.rewards.functions import Answer, RewardFailure, Sample, score
 from bubblespec.rewards.workers import RewardWorkers

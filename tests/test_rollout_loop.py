@@ -15,8 +15,8 @@ from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
-from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks
-from bubblespec.simulate.world import World as VirtualTime
+from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks
+from bubblespec.tools.simulate.world import World as VirtualTime
 from bubblespec.types import Launch, Row
 from tests.helpers.rollouts import (
     FOUR_PROMPTS,

@@ -6,10 +6,10 @@ import math
 import pytest
 
 from bubblespec.records import Load
-from bubblespec.simulate import roofline as module
-from bubblespec.simulate.cost import Attention
-from bubblespec.simulate.recorded import load_shared_cost
-from bubblespec.simulate.roofline import GPUS, MODELS, Model, decode_seconds, roofline
+from bubblespec.tools.simulate import roofline as module
+from bubblespec.tools.simulate.cost import Attention
+from bubblespec.tools.simulate.recorded import load_shared_cost
+from bubblespec.tools.simulate.roofline import GPUS, MODELS, Model, decode_seconds, roofline
 
 # Median milliseconds of forwards of vLLM 0.11.2 on an A100-SXM4-80GB: an excerpt of
 # sd_toggle/configs/sweep_a100_tp1_*.csv of github.com/furiosa-ai/EfficientRollout, commit 0ff0bc5,

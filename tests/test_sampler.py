@@ -9,7 +9,7 @@ import pytest
 
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
@@ -20,8 +20,8 @@ from bubblespec.records import EpisodeCounts, ForwardRecord, Load, RolloutRecord
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks
-from bubblespec.simulate.world import World as VirtualTime
+from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks
+from bubblespec.tools.simulate.world import World as VirtualTime
 from bubblespec.types import Draft, Group, Row, Samples, ids_of
 from tests.helpers.rollouts import (
     ALONE,

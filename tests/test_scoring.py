@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bubblespec.config import RewardConfig
-from bubblespec.dist.ranks import Ranks, StopRequested, signals_stop
+from bubblespec.distributed.ranks import Ranks, StopRequested, signals_stop
 from bubblespec.errors import InputError
 from bubblespec.rewards.functions import load_reward, per_sample
 from bubblespec.rewards.scorer import Scorer, Scoring

@@ -20,8 +20,7 @@ from bubblespec import loading
 from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.data.fingerprints import data_state
-from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.drafter import DRAFTER_FILE, Drafter, read_drafter, save_drafter
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.loading import (
     check_vocabulary,
@@ -31,6 +30,7 @@ from bubblespec.loading import (
     stop_tokens,
     with_dtype,
 )
+from bubblespec.mechanisms.drafter.layer import DRAFTER_FILE, Drafter, read_drafter, save_drafter
 from bubblespec.setup import check_equal
 from bubblespec.types import Prompt
 from tests.helpers.checks import refusal

@@ -6,7 +6,7 @@ import copy
 import torch
 from test_optimizer import CONFIG, STEPS, Small
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn import optimizer as module
 from bubblespec.learn.optimizer import MOMENTS, Optimizer
 from tests.helpers.ranks import run_ranks

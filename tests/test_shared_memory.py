@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.dist import shared_memory
-from bubblespec.dist.ranks import Ranks
-from bubblespec.dist.shared_memory import PLACE_BYTES, map_shared, open_collectives
+from bubblespec.distributed import shared_memory
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.distributed.shared_memory import PLACE_BYTES, map_shared, open_collectives
 from bubblespec.errors import RankTimeout
 from tests.helpers.ranks import run_ranks
 

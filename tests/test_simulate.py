@@ -11,12 +11,12 @@ import pytest
 from bubblespec.planner.place import place_in_turn
 from bubblespec.records import Load
 from bubblespec.rollout import board as boards
-from bubblespec.simulate import __main__ as command
-from bubblespec.simulate.run import counted, simulate
-from bubblespec.simulate.runner import DrafterModel
-from bubblespec.simulate.workload import STOP, DraftModel, Texts, Workload
-from bubblespec.simulate.world import World
 from bubblespec.telemetry.timeline import KINDS
+from bubblespec.tools.simulate import __main__ as command
+from bubblespec.tools.simulate.run import counted, simulate
+from bubblespec.tools.simulate.runner import DrafterModel
+from bubblespec.tools.simulate.workload import STOP, DraftModel, Texts, Workload
+from bubblespec.tools.simulate.world import World
 from bubblespec.types import Group
 from tests.helpers.simulated import (
     LinearCost,

@@ -5,10 +5,10 @@ import dataclasses
 
 import pytest
 
-from bubblespec.simulate import __main__ as command
-from bubblespec.simulate.run import simulate
-from bubblespec.simulate.workload import Workload
 from bubblespec.telemetry.timeline import KINDS
+from bubblespec.tools.simulate import __main__ as command
+from bubblespec.tools.simulate.run import simulate
+from bubblespec.tools.simulate.workload import Workload
 from tests.helpers.simulated import (
     LinearCost,
     figures,

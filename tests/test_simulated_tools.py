@@ -5,11 +5,11 @@ from collections.abc import Hashable
 import numpy as np
 import pytest
 
-from bubblespec.rollout.episodes import Episodes
+from bubblespec.mechanisms.episodes.episodes import Episodes
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.simulate import run as module
-from bubblespec.simulate.tools import OBSERVED, SimulatedEnvironments
-from bubblespec.simulate.workload import STOP
+from bubblespec.tools.simulate import run as module
+from bubblespec.tools.simulate.tools import OBSERVED, SimulatedEnvironments
+from bubblespec.tools.simulate.workload import STOP
 from tests.helpers.simulated import LinearCost, make_config, make_workload, run
 
 TOOLS = {"turns": 3.0, "observation": 12, "tool_s": 0.2}

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import StopRequested
-from bubblespec.idle.stream_gradients import StreamGradients
+from bubblespec.distributed.ranks import StopRequested
 from bubblespec.learn.learner import Learner
+from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.setup import build
 from tests.helpers.clocks import train_in_virtual_time, virtual_time

@@ -18,12 +18,12 @@ from test_update import (
     moved,
 )
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model import prepare_model
-from bubblespec.idle.stream_gradients import pieces_of
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.microbatch import MicrobatchCost
+from bubblespec.mechanisms.stream_gradients.idle_task import pieces_of
 from bubblespec.types import Row, Samples
 from tests.helpers.ranks import run_ranks
 

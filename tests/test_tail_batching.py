@@ -11,8 +11,8 @@ import torch
 from bubblespec.config import load_config
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
-from bubblespec.data.tail_batching import TailBatching, best_num_launched, scaled
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.mechanisms.tail_batching import TailBatching, best_num_launched, scaled
 from bubblespec.rewards.scorer import Scoring
 from bubblespec.setup import build
 from bubblespec.types import Launch, Prompt, Samples, ids_of

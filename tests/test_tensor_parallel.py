@@ -17,7 +17,8 @@ from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
-from bubblespec.engine.tensor_parallel import (
+from bubblespec.learn.lora import add_adapter
+from bubblespec.mechanisms.tp_tail.shards import (
     Shards,
     TPUnsupported,
     plan_shards,
@@ -25,7 +26,6 @@ from bubblespec.engine.tensor_parallel import (
     shard_heads,
     shard_of,
 )
-from bubblespec.learn.lora import add_adapter
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import Drafter, as_dict
 from tests.helpers.models import GQA, SMALL, VOCAB, small_config

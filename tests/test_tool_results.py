@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bubblespec.environments.environments import Environments, Observation, Outcome
-from bubblespec.environments.forms import load_form
-from bubblespec.environments.tokens import base_ids
+from bubblespec.mechanisms.episodes.environments import Environments, Observation, Outcome
+from bubblespec.mechanisms.episodes.forms import load_form
+from bubblespec.mechanisms.episodes.tokens import base_ids
 from tests.helpers.environments import call_text, make_config, make_prompt, make_tokenizer
 
 GIVE = call_text("chatml", "give", number=1)

@@ -14,13 +14,13 @@ import transformers
 from test_tensor_parallel import LONGEST, build
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import graphs
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.engine.tensor_parallel import TPGroup
+from bubblespec.mechanisms.tp_tail.shards import TPGroup
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import Drafter, as_dict
 from tests.helpers.graphs import Captures, Tape, fail_at, feed, stand_in, take_pages

@@ -8,24 +8,24 @@ import torch
 import transformers
 
 from bubblespec.config import Config
-from bubblespec.draft.drafter import Drafter, DrafterRunner
-from bubblespec.draft.drafter_source import DrafterSource
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.tensor_parallel import TPGroup
+from bubblespec.mechanisms.drafter.layer import Drafter, DrafterRunner
+from bubblespec.mechanisms.drafter.source import DrafterSource
+from bubblespec.mechanisms.tp_tail import tail as tp_tail
+from bubblespec.mechanisms.tp_tail.shards import TPGroup
+from bubblespec.mechanisms.tp_tail.tail import STOP_INTERVAL, TPTail, make_tp_tail
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.place import place_in_turn
 from bubblespec.planner.rows import Rows
 from bubblespec.planner.stats import RunStats
-from bubblespec.rollout import tp_tail
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
-from bubblespec.rollout.tp_tail import STOP_INTERVAL, TPTail, make_tp_tail
-from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
+from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Draft
 from tests.helpers.clocks import forward_seconds
 from tests.helpers.models import VOCAB, small_config

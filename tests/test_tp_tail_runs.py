@@ -9,13 +9,18 @@ import pyarrow.parquet
 import pytest
 
 from bubblespec.engine.noise import EVALUATION
+from bubblespec.mechanisms.tp_tail.tail import TPTail
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import Load
-from bubblespec.rollout.tp_tail import TPTail
-from bubblespec.simulate.__main__ import SECTIONS, simulated_config
-from bubblespec.simulate.recorded import load_cost, load_shared_cost, read_workload, sections_of
-from bubblespec.simulate.run import simulate
 from bubblespec.telemetry.trace import read_meta, read_table
+from bubblespec.tools.simulate.__main__ import SECTIONS, simulated_config
+from bubblespec.tools.simulate.recorded import (
+    load_cost,
+    load_shared_cost,
+    read_workload,
+    sections_of,
+)
+from bubblespec.tools.simulate.run import simulate
 from tests.helpers.clocks import forward_seconds
 from tests.helpers.runs import digests, read
 from tests.helpers.threads import train_on_threads

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError
 from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
-from bubblespec.simulate.__main__ import SECTIONS, simulated_config
-from bubblespec.simulate.recorded import load_cost, read_workload, sections_of
-from bubblespec.simulate.run import simulate
-from bubblespec.simulate.workload import Texts
 from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table
+from bubblespec.tools.simulate.__main__ import SECTIONS, simulated_config
+from bubblespec.tools.simulate.recorded import load_cost, read_workload, sections_of
+from bubblespec.tools.simulate.run import simulate
+from bubblespec.tools.simulate.workload import Texts
 from bubblespec.types import Draft, Group, Prompt, SampleId
 from tests.helpers.clocks import forward_seconds, train_in_virtual_time
 from tests.helpers.rows import record_of, samples_of

@@ -15,7 +15,7 @@ import torch
 
 import train
 from bubblespec.config import Config
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.learner import Learner

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.learn import learner as update
 from bubblespec.learn.learner import Learner

@@ -12,9 +12,9 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import Load
 from bubblespec.rollout.board import LINGER_S, ProgressBoard, RankState
-from bubblespec.simulate import world as world_module
-from bubblespec.simulate.runner import SimulatedRunner
-from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
+from bubblespec.tools.simulate import world as world_module
+from bubblespec.tools.simulate.runner import SimulatedRunner
+from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Draft, Row, SampleId
 from tests.helpers.clocks import Clock
 from tests.helpers.simulated import LinearCost, run_to_end

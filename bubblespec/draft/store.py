@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.types import Draft, SampleId, observed_spans
 
 HEADER = 6  # uid, visit, sample, number of tokens, is_finished + 2 * is_deferred, version

@@ -20,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from bubblespec.engine.batch_invariant import attend_alone
 from bubblespec.engine.packing import PAGE, CachePacking, SequencePacking, Varlen
+from bubblespec.mechanisms.batch_invariant import attend_alone
 
 HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
 MAX_HEAD_SIZE = 256  # of the CUDA kernels

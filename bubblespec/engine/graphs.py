@@ -26,7 +26,7 @@ be called.
 
 A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
 other ranks. So all ranks have graphs, captured in the same order, or none has any. Nothing is
-exchanged in either of the two stages of capturing (for NCCL see dist/cuda.py), and after each the
+exchanged in either of the two stages of capturing (for NCCL see distributed/cuda.py), and after each the
 ranks tell each other how it went; so a rank whose memory runs out may repeat a stage alone. First
 every rank runs each forward without its sums: what may fail on one rank alone fails here. Then each
 records its graphs: a sum that is recorded is not computed, and nobody waits. Between the two the
@@ -49,8 +49,8 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import CachePacking, Varlen, pack_rows
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.tensor_parallel import Shards
 from bubblespec.errors import fallback, first_problem, log, one_line
+from bubblespec.mechanisms.tp_tail.shards import Shards
 
 # Tokens of graphs of single tokens. Beyond 8 no step is larger than a third: below about 250 tokens
 # reading the weights takes longer than computing with them, so padding costs next to nothing.

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from bubblespec.engine.attention import ALONE, reads_pages
 from bubblespec.engine.batch import Batch
-from bubblespec.engine.batch_invariant import MIN_ROWS, FixedMeans, fixed_best_and_sum
 from bubblespec.engine.compiled import compiled_best_and_sum
 from bubblespec.engine.graphs import ForwardGraphs, can_capture
 from bubblespec.engine.kv_cache import KVCache
@@ -26,7 +25,8 @@ from bubblespec.engine.packing import PAGE, CachePacking, to_device
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified, sample, verify
-from bubblespec.engine.tensor_parallel import Shards, TPGroup
+from bubblespec.mechanisms.batch_invariant import MIN_ROWS, FixedMeans, fixed_best_and_sum
+from bubblespec.mechanisms.tp_tail.shards import Shards, TPGroup
 from bubblespec.types import Row
 
 KEYS_AHEAD = 64  # positions whose noise keys are made at once

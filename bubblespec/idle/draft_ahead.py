@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, exchange
 from bubblespec.idle.task import IdleTask, Job

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.planner.drafts import Job
 from bubblespec.records import RolloutRecord, Span

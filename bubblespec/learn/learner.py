@@ -25,9 +25,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
-from bubblespec.dist.ranks import Ranks
-from bubblespec.engine.batch_invariant import deterministic
-from bubblespec.engine.linear import refresh_copies
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
@@ -52,6 +50,8 @@ from bubblespec.learn.microbatch import (
     pack_responses,
 )
 from bubblespec.learn.optimizer import Optimizer
+from bubblespec.mechanisms.batch_invariant import deterministic
+from bubblespec.mechanisms.cpu_linear import refresh_copies
 from bubblespec.records import Span
 from bubblespec.types import Row, SampleId, Samples, count_sampled
 

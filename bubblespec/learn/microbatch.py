@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from bubblespec.config import Config
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.packing import to_device
 from bubblespec.learn.losses import common_factor, local_weights
 from bubblespec.types import Samples, count_sampled, is_sampled

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bubblespec.config import OptimConfig
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
 PIECE = 1 << 24  # elements that a rank sends to rank 0 at a time while saving

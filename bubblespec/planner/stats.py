@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.planner.costs import KNOTS, CostModel, rollout_seconds
 from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.planner.guard import Guard

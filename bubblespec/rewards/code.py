@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bubblespec.dist.processes import fork_with_supervisor
+from bubblespec.distributed.processes import fork_with_supervisor
 from bubblespec.rewards.functions import per_sample, text_of
 
 CPU_LIMIT_S = 5  # lower than the wall time: what is slow on a busy machine should not fail

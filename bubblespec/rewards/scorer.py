@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from bubblespec.config import RewardConfig
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import RewardsFailed, first_problem, log
 from bubblespec.rewards.functions import (
     Answer,

@@ -4,7 +4,7 @@ harm the trainer, or in this one (`InProcess`).
 A unit of work is one call: a function and one sample, or a group of them; units are begun in the
 order in which they come. Each worker process has a thread in the trainer that sends it one unit at
 a time and waits for the answer. A worker that takes too long or dies is killed with all that it has
-started, and replaced; only its current unit is lost (dist/worker.py).
+started, and replaced; only its current unit is lost (distributed/worker.py).
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from bubblespec.dist.worker import WorkerFailure, WorkerProcess
+from bubblespec.distributed.worker import WorkerFailure, WorkerProcess
 from bubblespec.errors import InputError, one_line
 from bubblespec.rewards.functions import (
     Answer,
@@ -156,7 +156,7 @@ def answer_from(reply: list) -> Answer:
 
 
 def make_answer(paths: list[str]) -> Callable[[bytes], list[Answer]]:
-    """What a worker replies with (`bubblespec.dist.worker.serve`). Raises InputError."""
+    """What a worker replies with (`bubblespec.distributed.worker.serve`). Raises InputError."""
     functions = [load_reward(path) for path in paths]
 
     def answer(work: bytes) -> list[Answer]:

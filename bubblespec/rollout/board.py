@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bubblespec.dist.ranks import OWN_ERRORS, Ranks, all_gather, one_line
-from bubblespec.dist.shared_memory import PLACE_BYTES, SharedCollectives, open_collectives
+from bubblespec.distributed.ranks import OWN_ERRORS, Ranks, all_gather, one_line
+from bubblespec.distributed.shared_memory import PLACE_BYTES, SharedCollectives, open_collectives
 from bubblespec.errors import InputError
 
 # A rank that is done waits this long for its tick, which may be the last: it would start another

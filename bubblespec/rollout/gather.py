@@ -3,7 +3,7 @@ that are trained on, as samples in an order that depends on no rank and no clock
 
 import numpy as np
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Row, Samples
 

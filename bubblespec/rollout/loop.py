@@ -13,17 +13,17 @@ from functools import partial
 
 import numpy as np
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.task import IdleTask, RankView, assign
+from bubblespec.mechanisms.episodes.episodes import Episodes
+from bubblespec.mechanisms.tp_tail.tail import TPTail
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import ForwardRecord, IdleUse, Load, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.episodes import Episodes
 from bubblespec.rollout.table import Cutoff, RowTable
-from bubblespec.rollout.tp_tail import TPTail
 from bubblespec.types import Row
 
 

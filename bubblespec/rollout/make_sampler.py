@@ -2,7 +2,7 @@
 
 from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.engine import Engine

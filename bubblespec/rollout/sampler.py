@@ -9,18 +9,20 @@ import numpy as np
 
 from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
-from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.drafter_training import DrafterTraining
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, History, exchange
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.environments.environments import Environments
 from bubblespec.idle.draft_ahead import MAX_SLOWDOWN, DraftAhead
-from bubblespec.idle.stream_gradients import StreamGradients
 from bubblespec.idle.task import IdleTask
-from bubblespec.idle.train_drafter import TrainDrafter
 from bubblespec.learn.learner import Learner
+from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
+from bubblespec.mechanisms.drafter.training import DrafterTraining
+from bubblespec.mechanisms.episodes.environments import Environments
+from bubblespec.mechanisms.episodes.episodes import Episodes
+from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
+from bubblespec.mechanisms.tp_tail.tail import TPTail
 from bubblespec.planner.costs import rollout_seconds
 from bubblespec.planner.drafts import MAX_LOOKAHEAD, choose_lookahead, plan_drafts
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
@@ -30,11 +32,9 @@ from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.dynamic_sampling import joined, num_lacking, selected
-from bubblespec.rollout.episodes import Episodes
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
-from bubblespec.rollout.tp_tail import TPTail
 from bubblespec.types import Draft, Group, Launch, Row, Samples, has_rewards, observed_spans
 
 

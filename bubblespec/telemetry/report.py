@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import torch
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.records import STOPS, RolloutRecord, StepRecord, total_s
 from bubblespec.types import Samples, digest, has_rewards, has_zero_std
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:  # for annotations alone: who only reads timelines waits for no import of torch
-    from bubblespec.dist.ranks import Ranks
+    from bubblespec.distributed.ranks import Ranks
     from bubblespec.records import Span
 
 # In the order of the legend. Useful work is in strong colours; idle time is pale, and what no span

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from bubblespec.config import Config, flatten
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.records import ForwardRecord, RolloutRecord, StepRecord
 from bubblespec.types import SampleId

@@ -9,7 +9,7 @@ import torch
 
 import train
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.records import Load
 from bubblespec.setup import build

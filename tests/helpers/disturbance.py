@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.records import Load

@@ -7,10 +7,7 @@ import numpy as np
 import torch
 import transformers
 
-from bubblespec.dist.ranks import Ranks
-from bubblespec.draft.drafter import SHARPNESS, Drafter, DrafterRunner
-from bubblespec.draft.drafter_source import DrafterSource
-from bubblespec.draft.drafter_training import DrafterTraining, Example
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import forward_hidden, prepare_model
 from bubblespec.engine.output_head import output_head
@@ -18,6 +15,9 @@ from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.microbatch import Microbatch, pack_responses
+from bubblespec.mechanisms.drafter.layer import SHARPNESS, Drafter, DrafterRunner
+from bubblespec.mechanisms.drafter.source import DrafterSource
+from bubblespec.mechanisms.drafter.training import DrafterTraining, Example
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import SampleId
 from tests.helpers.models import GQA, VOCAB, small_config

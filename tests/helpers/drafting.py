@@ -1,9 +1,10 @@
 """Training of the drafter that depends on no clock: slices at every tick, beside rows of the rank's
 own."""
 
-from bubblespec.draft import drafter_training, proposer
-from bubblespec.draft.drafter_source import DrafterSource
-from bubblespec.idle.train_drafter import TrainDrafter
+from bubblespec.draft import proposer
+from bubblespec.mechanisms.drafter import training as drafter_training
+from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
+from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.planner import guard
 from bubblespec.rollout.board import ProgressBoard
 

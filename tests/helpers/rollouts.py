@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.engine import Engine
@@ -22,7 +22,7 @@ from bubblespec.planner.drafts import Job
 from bubblespec.records import Load, RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.simulate.world import SimulatedRanks
+from bubblespec.tools.simulate.world import SimulatedRanks
 from bubblespec.types import Draft, Group, Prompt, Row, SampleId
 from tests.helpers.clocks import Clock, forward_seconds
 from tests.helpers.models import VOCAB, small_config

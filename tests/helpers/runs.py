@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from tests.helpers import warm

@@ -4,10 +4,10 @@ import numpy as np
 
 from bubblespec.engine.engine import Engine
 from bubblespec.records import Load
-from bubblespec.simulate.__main__ import simulated_config
-from bubblespec.simulate.run import simulate
-from bubblespec.simulate.runner import DrafterModel
-from bubblespec.simulate.workload import STOP, VOCABULARY, Synthetic, Workload, make_synthetic
+from bubblespec.tools.simulate.__main__ import simulated_config
+from bubblespec.tools.simulate.run import simulate
+from bubblespec.tools.simulate.runner import DrafterModel
+from bubblespec.tools.simulate.workload import STOP, VOCABULARY, Synthetic, Workload, make_synthetic
 from bubblespec.types import Row
 
 

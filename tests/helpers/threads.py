@@ -3,12 +3,12 @@
 import pytest
 
 from bubblespec.config import load_config
-from bubblespec.dist.ranks import Ranks
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.rollout import make_sampler
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.setup import build
-from bubblespec.simulate.world import SimulatedRanks, SimulatedTicks, World
+from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.trainer import Trainer
 from tests.helpers.clocks import forward_seconds
 from train import train

@@ -28,7 +28,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 import torch.distributed as dist
 
 import train
-from bubblespec.dist.ranks import SAME_CTRL_C_S, Ranks
+from bubblespec.distributed.ranks import SAME_CTRL_C_S, Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.trainer import Trainer
 

@@ -1,0 +1,69 @@
+"""The device of a rank, and why a GPU that is there cannot be used."""
+
+import ctypes
+import os
+
+import torch
+
+from bubblespec.distributed.cuda import set_cuda_defaults
+from bubblespec.errors import InputError, log
+
+# NVIDIA's CUDA Compatibility, minor version compatibility: the oldest driver of each major version
+OLDEST_DRIVER = {12: 525, 13: 580}
+
+
+def find_device(device: str) -> torch.device:
+    """Return the device of this rank for `model.device`, and make a GPU, with our defaults, the
+    current one. Raises InputError if a GPU is asked for and cannot be used, or if there are more
+    ranks than GPUs."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if device == "cuda":
+            raise InputError(f"model.device: cuda, but {why_no_gpu()}; or use cpu")
+        if local_rank == 0 and cuda_of_driver() is not None:
+            log(f"warning: the run goes to the CPU: {why_no_gpu()}")
+        return torch.device("cpu")
+    if max(local_rank + 1, local_world_size) > torch.cuda.device_count():
+        raise InputError(
+            f"--nproc_per_node: {local_world_size} ranks, but only {torch.cuda.device_count()} "
+            "GPUs; each needs one of its own"
+        )
+    set_cuda_defaults()
+    target = torch.device("cuda", local_rank)
+    torch.cuda.set_device(target)
+    return target
+
+
+def why_no_gpu() -> str:
+    """Return what keeps torch from using a GPU, and what to install or set."""
+    driver, build = cuda_of_driver(), torch.version.cuda
+    if build is None:
+        return f"torch {torch.__version__} is built without CUDA; install a build with CUDA"
+    if driver is None:
+        return "there is no NVIDIA driver (libcuda.so.1); install it, in Docker run with --gpus all"
+    major = int(build.split(".")[0])
+    if driver[0] < major:
+        oldest = OLDEST_DRIVER.get(major)
+        needed = f"driver {oldest} or newer" if oldest else "a newer driver"
+        return (
+            f"the NVIDIA driver is too old: it runs CUDA up to {driver[0]}.{driver[1]}, and torch "
+            f"{torch.__version__} is built for {build}; install {needed}, or a build of torch for "
+            f"CUDA {driver[0]}"
+        )
+    return (
+        "the NVIDIA driver gives torch no GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES, in Docker "
+        "run with --gpus all"
+    )
+
+
+def cuda_of_driver() -> tuple[int, int] | None:
+    """Return the newest CUDA version that the NVIDIA driver runs; None without a driver."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):  # none, or something else of that name
+        return None
+    return (version.value // 1000, version.value % 1000 // 10) if version.value else None

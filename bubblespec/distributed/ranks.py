@@ -1,0 +1,229 @@
+"""Ranks: start and end of the process group, the collectives that the trainer uses, time-outs and
+stop signals.
+
+A rank that hangs or has died is named by the others, within `run.timeout_s`; one that fails ends
+all (failures.py). SIGTERM, SIGINT and SIGHUP only set a flag, which the ranks exchange at the next
+`Ranks.barrier_or_stop`. A single process works too.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bubblespec.distributed.device import find_device
+from bubblespec.distributed.failures import Watchdog, join_store, leave, log_once
+from bubblespec.distributed.processes import die_with_parent
+from bubblespec.errors import EndsRun, InputError, RankTimeout
+
+# torch 2.13 renames the collective; 2.11 has the old name only.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Raised in a collective, these are this rank's own, and keep their traceback. A CUDA error of an
+# earlier kernel shows in whatever call comes next.
+OWN_ERRORS = (RankTimeout, torch.OutOfMemoryError, torch.AcceleratorError)
+MAX_NAP_S = 1e-3  # between polls: a blocking wait reacts neither to the time-out nor to signals
+SAME_CTRL_C_S = 1.0  # one Ctrl-C may reach a rank twice, from the terminal and from the launcher
+
+
+class StopRequested(Exception):
+    """A rank has been told to stop. All ranks raise this at the same place, between two updates."""
+
+
+class Ranks:
+    """This process among all ranks, and their collectives, which raise RankTimeout. With one rank
+    they are the identity."""
+
+    def __init__(self, device: torch.device, timeout_s: float = 1800.0):
+        """timeout_s: seconds that a collective may wait for the slowest rank."""
+        self.device, self.timeout_s = device, timeout_s
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.is_main = self.rank == 0
+        self.place = "set-up"  # what the ranks are doing, for the message that names a missing one
+        self.must_stop = False  # this rank has been told to stop; `barrier_or_stop` tells others
+        # Called before the process group ends: NCCL waits for graphs with its collectives to go.
+        self.before_end: list[Callable[[], None]] = []
+        # of rollouts: the `time` module, or a substitute with perf_counter, monotonic and sleep
+        self.clock = time
+        self.watchdog = Watchdog(self.rank, self.world_size) if self.world_size > 1 else None
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.sum_(torch.zeros(1, device=self.device))
+
+    def barrier_or_stop(self) -> None:
+        """Wait for all ranks. Raises StopRequested on all of them if any has been told to stop."""
+        wishes = self.sum_(torch.tensor([float(self.must_stop)], device=self.device))
+        if wishes.item():
+            raise StopRequested
+
+    def is_told_to_stop(self) -> bool:
+        """Whether any rank has been told to stop, for use while this rank waits outside a
+        collective. It then sets `must_stop`, so that all stop at the next `barrier_or_stop`."""
+        if self.watchdog is not None:
+            with contextlib.suppress(RuntimeError):  # the store has ended: the next one reports it
+                if self.must_stop:
+                    self.watchdog.request_stop()
+                self.must_stop |= self.watchdog.is_stop_requested()
+        return self.must_stop
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place."""
+        if self.world_size > 1:
+            self.complete(lambda: dist.all_reduce(tensor, async_op=True))
+        return tensor
+
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """The tensor of rank `source` into that of all ranks, in place."""
+        if self.world_size > 1:
+            self.complete(lambda: dist.broadcast(tensor.detach(), source, async_op=True))
+        return tensor
+
+    def gather(self, array: np.ndarray) -> np.ndarray:
+        """Stack equally shaped numeric arrays of all ranks: [world_size, ...]."""
+        if self.world_size == 1:
+            return array[None].copy()
+        local = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        everyone = local.new_empty(self.world_size * local.numel())
+        self.complete(lambda: all_gather(everyone, local.reshape(-1), async_op=True))
+        return everyone.cpu().numpy().reshape(self.world_size, *array.shape)
+
+    def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
+        """One-dimensional arrays of any lengths from all ranks, as a list by rank (padded on the
+        way, nothing pickled)."""
+        sizes = self.gather(np.array([len(array)]))[:, 0]
+        padded = np.zeros(max(int(sizes.max()), 1), array.dtype)
+        padded[: len(array)] = array
+        return [row[:size] for row, size in zip(self.gather(padded), sizes, strict=True)]
+
+    def gather_text(self, text: str) -> list[str]:
+        """A text of every rank, as a list by rank."""
+        encoded = np.frombuffer(text.encode(), np.uint8)
+        return [row.tobytes().decode() for row in self.gather_ragged(encoded)]
+
+    def agree(self, find: Callable[[], str | None]) -> str | None:
+        """What `find` returns on rank 0, on all ranks, or the InputError that it raises there."""
+        answer = {}
+        if self.is_main:
+            try:
+                answer = {"value": find()}
+            except InputError as error:
+                answer = {"error": str(error)}
+        answer = json.loads(self.gather_text(json.dumps(answer))[0])
+        if "error" in answer:
+            raise InputError(answer["error"])
+        return answer["value"]
+
+    def complete(self, start: Callable[[], dist.Work]) -> None:
+        """Start a collective with async_op=True and wait for its end; a rank that does not come to
+        it is named."""
+        with self.watch() as deadline:
+            work, nap_s = start(), 1e-5
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    self.watchdog.fail(self.place, f"no answer for {self.timeout_s:g} s", deadline)
+                if self.must_stop:
+                    self.watchdog.request_stop()
+                time.sleep(nap_s)
+                nap_s = min(1.5 * nap_s, MAX_NAP_S)
+            # complete: raises if it failed, and orders the CUDA stream behind the collective
+            work.wait()
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[float]:
+        """Around collectives, also those of another library, so that a failure names the missing
+        rank. Yields the end of the time-out, which other libraries enforce by themselves."""
+        deadline = time.monotonic() + self.timeout_s
+        if self.world_size > 1:
+            self.watchdog.enter(self.place)
+        try:
+            yield deadline
+        except OWN_ERRORS:
+            raise
+        except RuntimeError as error:  # gloo: a rank has left, or its own time-out
+            if self.world_size == 1:
+                raise
+            self.watchdog.fail(self.place, one_line(error), deadline)
+
+
+def one_line(error: Exception) -> str:
+    """The message of a failed collective, without its place in the sources."""
+    return str(error).splitlines()[0].rsplit("] ")[-1].split(". ")[0]
+
+
+@contextlib.contextmanager
+def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
+    """Join the process group that torchrun describes in the environment; NCCL on GPUs, gloo on CPU.
+
+    Raises InputError if `device` asks for a GPU that is not there, and RankTimeout if a rank does
+    not come. An EndsRun of the block is printed here. In a process group any exception of the block
+    ends the process here, see `leave`.
+    """
+    target = find_device(device)
+    if "RANK" in os.environ:  # with torchrun
+        die_with_parent()  # an orphan would keep writing to the files of the next run
+        # Gloo's time-out raises in collectives that other libraries wait for. NCCL's watchdog would
+        # end the process before `complete` has said why, so it comes last.
+        limit = timedelta(seconds=2 * timeout_s if target.type == "cuda" else timeout_s)
+        store, rank, world_size = join_store()
+        store.set_timeout(limit)
+        group = {"store": store, "rank": rank, "world_size": world_size, "timeout": limit}
+        try:
+            dist.init_process_group("nccl" if target.type == "cuda" else "gloo", **group)
+        except RuntimeError as error:
+            raise RankTimeout(f"a rank is missing at the start ({one_line(error)})") from error
+    ranks, is_over = Ranks(target, timeout_s), threading.Event()
+    if ranks.watchdog is not None:
+        threading.Thread(target=ranks.watchdog.follow, args=(is_over,), daemon=True).start()
+    try:
+        yield ranks
+        ranks.place = "the end of the run"
+        ranks.barrier()
+        is_over.set()
+        for free in ranks.before_end:
+            free()
+    except BaseException as error:
+        if dist.is_initialized():
+            leave(error)
+        if isinstance(error, EndsRun):
+            log_once(error)
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def signals_stop(ranks: Ranks) -> Iterator[None]:
+    """SIGTERM, SIGINT and SIGHUP set `ranks.must_stop`, however often they come, so that a save
+    runs to its end.
+
+    Only a second Ctrl-C, at a rank or at torchrun, ends a rank at once. Signals that a parent has
+    set to be ignored (nohup) stay ignored.
+    """
+    first_ctrl_c: list[float] = []
+
+    def note(number: int, frame) -> None:
+        ranks.must_stop = True
+        # torchrun hands on a first Ctrl-C as SIGINT and a second one as SIGTERM.
+        if number == signal.SIGINT or (number == signal.SIGTERM and first_ctrl_c):
+            first_ctrl_c.append(time.monotonic())
+            if first_ctrl_c[-1] - first_ctrl_c[0] > SAME_CTRL_C_S:
+                raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,153 @@
+"""Memory that the ranks of one machine have mapped, and collectives of small arrays through it: of
+the tensor-parallel tail, which waits for them, and the ticks of rollouts, which nobody waits for.
+
+An all-reduce of gloo takes hundreds of microseconds whatever its size, as it goes through sockets
+and threads. Here a rank writes its numbers, sets a flag, waits for the flags of the others and
+reads: a few microseconds for what a layer of a small model sums. The order of a sum is that of the
+ranks, so it is bit-identical on all of them.
+"""
+
+import contextlib
+import os
+import platform
+import secrets
+import time
+
+import numpy as np
+
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.errors import log
+
+PLACE_BYTES = 1 << 20  # that a rank exchanges at a time; more goes in several exchanges
+CACHE_LINE = 64  # bytes, so that ranks do not write to each other's
+# A waiting rank first spins this many times, then yields its core, and then sleeps between checks:
+# with more ranks than cores, the rank that it waits for may not be running.
+NUM_SPINS, NUM_YIELDS, NAP_S = 200, 200, 5e-5
+LOOK_S = 0.5  # how often a waiting rank checks that the other processes are alive
+
+
+def map_shared(ranks: Ranks, num_bytes: int) -> np.ndarray | None:
+    """Zeros that all ranks have mapped, uint8 [num_bytes]; all ranks call it together. None, on all
+    of them, where they are not on one machine or it has no room."""
+    path, mapped, handle = "", None, None
+    name = f"bubblespec-{secrets.token_hex(8)}"
+    if ranks.is_main:
+        try:  # a file without a name: nothing is left of it, whenever a rank is killed
+            handle = os.memfd_create(name)
+            # Allocated now: to write where no memory is left ends a process at once.
+            os.posix_fallocate(handle, 0, num_bytes)
+            path = f"/proc/{os.getpid()}/fd/{handle}"
+        except (OSError, AttributeError) as error:
+            reason = getattr(error, "strerror", None) or "not on this system"
+            log(f"warning: no shared memory: {reason}; ranks use gloo instead")
+    path, name = ranks.gather_text(path)[0], ranks.gather_text(name)[0]
+    with contextlib.suppress(OSError, ValueError):  # not there: made on another machine, or nowhere
+        if name in os.readlink(path):
+            mapped = np.asarray(np.memmap(path, np.uint8, "r+", shape=(num_bytes,)))
+    is_common = ranks.gather(np.array([mapped is not None], np.uint8)).all()
+    if handle is not None:
+        os.close(handle)  # the memory stays as long as it is mapped
+    return mapped if is_common else None
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this machine has ended, reaped by its parent or not."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
+
+
+class SharedCollectives:
+    """Sums and gathers over the ranks of one machine, which all call the same in the same order.
+    Raises RankTimeout, which names a rank that has died or does not come.
+
+    Exchange n uses the places n % 2 of all ranks. A rank reaches a place again only after all have
+    begun exchange n + 1, and so have read what was exchanged in n.
+    """
+
+    def __init__(self, ranks: Ranks, mapped: np.ndarray):
+        """mapped: of `num_bytes` bytes."""
+        self._ranks, size = ranks, ranks.world_size
+        flags = mapped[: size * CACHE_LINE].view(np.int64).reshape(size, -1)
+        self._reached, self._pids = flags[:, 0], flags[:, 1]
+        self._places = mapped[size * CACHE_LINE :].reshape(2, size, PLACE_BYTES)
+        self._count = 0
+        self._pids[ranks.rank] = os.getpid()
+        ranks.barrier()
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        """Bytes of memory for this many ranks."""
+        return size * (CACHE_LINE + 2 * PLACE_BYTES)
+
+    def post(self, own: np.ndarray) -> None:
+        """Begin an exchange with this rank's numbers, at most PLACE_BYTES, and as many on all
+        ranks."""
+        self._count += 1
+        self._look_at = time.monotonic() + LOOK_S
+        # of all ranks, [P, n]: once the exchange is complete, until the next but one
+        self.posted = self._places[self._count % 2, :, : own.nbytes].view(own.dtype)
+        self.posted[self._ranks.rank] = own
+        self._reached[self._ranks.rank] = self._count
+
+    def is_complete(self) -> bool:
+        """Whether all ranks have posted. Raises RuntimeError if the process of one has ended that
+        has not."""
+        if self._reached.min() >= self._count:
+            return True
+        if time.monotonic() > self._look_at:
+            self._look_at = time.monotonic() + LOOK_S
+            for rank in np.flatnonzero(self._reached < self._count).tolist():
+                if has_ended(int(self._pids[rank])) and self._reached[rank] < self._count:
+                    raise RuntimeError(f"the process of rank {rank} has ended")
+        return False
+
+    def sum_(self, array: np.ndarray) -> None:
+        """Sum over ranks, in place. array: contiguous, of one dimension."""
+        room = PLACE_BYTES // array.itemsize
+        for begin in range(0, len(array), room):
+            own = array[begin : begin + room]
+            first, *others = self._exchange(own)
+            own[:] = first
+            for of_rank in others:
+                own += of_rank
+
+    def gather(self, array: np.ndarray) -> np.ndarray:
+        """Stack equally shaped arrays of all ranks: [P, ...]."""
+        flat = np.ascontiguousarray(array).reshape(-1)
+        everyone = np.empty((len(self._reached), len(flat)), flat.dtype)
+        room = PLACE_BYTES // flat.itemsize
+        for begin in range(0, len(flat), room):
+            own = slice(begin, begin + room)
+            everyone[:, own] = self._exchange(flat[own])
+        return everyone.reshape(len(everyone), *array.shape)
+
+    def _exchange(self, own: np.ndarray) -> np.ndarray:
+        """The numbers of all ranks, see `posted`."""
+        self.post(own)
+        looks, ranks = 0, self._ranks
+        deadline = time.monotonic() + ranks.timeout_s
+        try:
+            while not self.is_complete():
+                looks += 1
+                if looks > NUM_SPINS + NUM_YIELDS:
+                    time.sleep(NAP_S)
+                elif looks > NUM_SPINS:
+                    os.sched_yield()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no answer for {ranks.timeout_s:g} s")
+        except RuntimeError as error:
+            ranks.watchdog.fail(ranks.place, str(error), time.monotonic())
+        return self.posted
+
+
+def open_collectives(ranks: Ranks) -> SharedCollectives | None:
+    """All ranks call it together. None, on all of them, where memory cannot be shared, or where the
+    processor may let others see a flag before what it stands for."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return None
+    mapped = map_shared(ranks, SharedCollectives.num_bytes(ranks.world_size))
+    return None if mapped is None else SharedCollectives(ranks, mapped)

@@ -1,0 +1,46 @@
+"""Training the drafter (TLT, arXiv 2511.16665): a rank that has nothing better to do learns from
+recent responses, slice by slice."""
+
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.idle.task import NUM_WANTED, SLICE_S, SliceTask
+from bubblespec.mechanisms.drafter.training import DrafterTraining
+from bubblespec.records import Span
+
+# What a slice saves in later rollouts is not known, so it comes after whatever saves something.
+LITTLE_S = 1e-9
+MAX_SHARE = 0.05  # of the rollout so far that a slice may take: the others wait for its end
+
+
+class TrainDrafter(SliceTask):
+    """Training of the drafter in one rollout on one rank."""
+
+    name = "train_drafter"
+
+    def __init__(self, training: DrafterTraining):
+        self.training, self.clock = training, training.clock
+
+    def next_slices(self) -> tuple[int, float, float]:
+        """See `SliceTask`."""
+        return NUM_WANTED, self._slice_s(), LITTLE_S
+
+    def can_begin(self) -> bool:
+        """Where this rank has nothing else to do, and the others would not wait for long."""
+        return self.view.is_idle and 0 < self._slice_s() <= self._limit_s()
+
+    def do_slice(self) -> Span:
+        """See `SliceTask`."""
+        begin_s = self.clock.perf_counter()
+        return Span("train drafter", begin_s, begin_s + self.training.run_slice(self._limit_s()))
+
+    def finish(self, ranks: Ranks) -> None:
+        """All ranks go on with the mean of what each has learned."""
+        self.training.merge(ranks)
+
+    def _slice_s(self) -> float:
+        """Expected seconds of the shortest slice; a little where none has been timed."""
+        tokens = self.training.slice_tokens()
+        return tokens * self.training.token_s or LITTLE_S * bool(tokens)
+
+    def _limit_s(self) -> float:
+        elapsed_s = self.clock.perf_counter() - self.view.record.began_s
+        return min(max(SLICE_S, self._slice_s()), MAX_SHARE * elapsed_s)

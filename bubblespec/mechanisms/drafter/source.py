@@ -1,0 +1,148 @@
+"""The drafter as a draft source: how long its chains are, by what is accepted and by what they
+cost.
+
+A chain of n tokens adds n draft tokens per row to a forward, and n forwards of the drafter before
+it. Acceptance is measured by position in the chain, and so are the seconds of the drafter's
+forwards; `choose_chain_length` picks the length that gives the most tokens per second for the rows
+that are active, 0 included (TLT selects a strategy by the number of running requests, arXiv
+2511.16665).
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from bubblespec.draft.sources import DraftSource, Proposals, Survival, TrackedRows
+from bubblespec.mechanisms.drafter.layer import MAX_CHAIN_LENGTH, MAX_ROWS, DrafterRunner
+from bubblespec.planner.costs import CostModel
+from bubblespec.planner.windows import choose_chain_length
+from bubblespec.records import Load
+
+NAME = "drafter"
+PRIOR = 0.6  # acceptance rate of each token before anything is known: enough to be tried
+
+
+class DrafterSource(DraftSource):
+    """The drafter's chains for the rows of an engine."""
+
+    kinds = ((NAME,),)
+    weighs_its_time = True
+
+    def __init__(self, runner: DrafterRunner, cost: CostModel, clock=time):
+        """cost: of the policy's forwards."""
+        self.runner, self.cost, self.clock = runner, cost, clock
+        self.is_enabled = True
+        self._survival = Survival()
+        positions = [(n,) for n in range(MAX_CHAIN_LENGTH)]  # in the chain
+        self._positions = self._survival.add(positions, [PRIOR] * MAX_CHAIN_LENGTH)
+        # Of chains: rows stand for the drafter's forwards, tokens for those that it is fed.
+        self.drafter_cost = CostModel()
+        self.chain_lengths = np.zeros(MAX_CHAIN_LENGTH + 1, np.int64)
+        """Forwards by the length chosen, since they were last set to 0."""
+        self._proposed: dict[int, np.ndarray] = {}  # by row
+
+    def acceptance_rates(self) -> np.ndarray:
+        """Probability that the first 1, 2, ... tokens of a chain are all right, float64
+        [MAX_CHAIN_LENGTH]."""
+        return np.cumprod(self._survival.estimates[self._positions])
+
+    def enable(self, is_on: bool) -> None:
+        """Keep from now on what chains need of the engine's rows; or draft nothing, and release the
+        drafter's hidden states, keys and values. Between rollouts only."""
+        self.is_enabled = is_on
+        self.runner.enable(is_on)
+
+    @contextlib.contextmanager
+    def moved_to(self, runner: DrafterRunner) -> Iterator[None]:
+        """Within it, proposals are for the rows of another engine."""
+        own, self.runner = self.runner, runner
+        runner.enable(self.is_enabled)
+        try:
+            yield
+        finally:
+            self.runner = own
+
+    def profile(self) -> None:
+        """Time the drafter's forwards of few and many rows, while there are no rows. The first one
+        of each size does not count."""
+        num_slots = self.runner.engine.num_slots
+        for count in sorted({1, min(8, num_slots), min(MAX_ROWS, num_slots)}):
+            self.runner.run_once(count)
+            for _ in range(3):
+                begin_s = self.clock.perf_counter()
+                self.runner.run_once(count)
+                self.drafter_cost.anchor(Load(1, count), self.clock.perf_counter() - begin_s)
+        self.runner.engine.reset()
+
+    @property
+    def chance(self) -> float:
+        """Acceptance rate of another source's proposal below which a chain gains more, net of the
+        drafter's own time."""
+        active = max(len(self.runner.engine.rows), 1)
+        length = self.choose_length(active, 1)
+        if not length:
+            return 0.0
+        gained = float(self.acceptance_rates()[:length].sum())
+        drafter_s = self.drafter_cost.seconds(length, length)
+        forward_s = self.cost.seconds(active, active + length, 1)
+        net = gained - (1 + gained) * drafter_s / (forward_s + drafter_s)
+        return max(net / (1 + net), 0.0)  # a long proposal with rate s gains s / (1 - s) tokens
+
+    def begin(self, tracked: TrackedRows) -> None:
+        """See `DraftSource`."""
+        super().begin(tracked)
+        self._proposed.clear()
+        self._survival.begin()
+
+    def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
+        """See `DraftSource`."""
+        nothing, rows = super().propose(numbers, limits), self.tracked.rows
+        slot_of = {id(row): slot for slot, row in enumerate(self.runner.engine.rows)}
+        asked = enumerate(numbers.tolist())
+        index_of = {slot_of.get(id(rows[number])): index for index, number in asked}
+        index_of.pop(None, None)
+        if not index_of or len(slot_of) > MAX_ROWS:
+            return nothing
+        length = self.choose_length(len(slot_of), len(index_of))
+        self.chain_lengths[length] += 1
+        if not length:
+            return nothing
+        begin_s = self.clock.perf_counter()
+        chains, slots, caught_up = self.runner.draft(np.array(sorted(index_of)), length)
+        if len(slots):
+            seconds = self.clock.perf_counter() - begin_s
+            fed = caught_up + (length - 1) * len(slots)
+            self.drafter_cost.observe(Load(length, fed), seconds)
+        drafted = np.array([index_of[slot] for slot in slots.tolist()], np.int64)
+        self._proposed.update(zip(numbers[drafted].tolist(), chains, strict=True))
+        _, begin, count, kind = nothing
+        begin[drafted] = length * np.arange(len(drafted))
+        count[drafted] = np.minimum(limits[drafted], length)
+        return Proposals(chains.ravel(), begin, count, kind)
+
+    def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """See `DraftSource`."""
+        tried, right = np.zeros((2, MAX_CHAIN_LENGTH))
+        ends = counts.cumsum().tolist()
+        for number, end, count in zip(numbers.tolist(), ends, counts.tolist(), strict=True):
+            if (chain := self._proposed.pop(number, None)) is None:
+                continue
+            both = min(len(chain), count)
+            is_right = chain[:both] == tokens[end - count :][:both]
+            num_right = both if is_right.all() else int(is_right.argmin())
+            tried[: min(num_right + 1, both)] += 1
+            right[:num_right] += 1
+        self._survival.observe(tried, right)
+
+    def choose_length(self, active: int, count: int) -> int:
+        """Tokens of a chain for `count` of `active` rows, 0 for none."""
+        return choose_chain_length(
+            self.acceptance_rates(),
+            self.cost,
+            self.drafter_cost,
+            active,
+            count,
+            int(self.runner.engine.lengths.sum()),
+        )

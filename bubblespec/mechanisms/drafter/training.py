@@ -1,0 +1,403 @@
+"""Training of the drafter on the policy's hidden states, to predict what the policy says next.
+
+The policy's distribution over the drafter's tokens, at the sampling temperature, is the teacher,
+and soft cross-entropy the loss. The drafter is unrolled over a few passes, in which it continues
+from its own estimates as it does in a chain. It has an optimizer of its own; nothing here touches
+the policy's gradient.
+
+Before the first step (`make_drafter`) the policy answers the prompts of the coming steps, and each
+rank learns from its own responses; later from hidden states of the policy's training (`take`), in
+idle time (`run_slice`). Now and then all ranks continue with the mean of their drafters (`merge`).
+
+Shape legend: S sequences, T their padded positions, N = S * T, H hidden size, D size of a head, V
+the drafter's tokens, L tokens of a sequence.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from bubblespec.config import Config
+from bubblespec.data.schedule import StepSchedule
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.packing import pack_sequences, to_device
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.errors import InputError, log
+from bubblespec.learn.microbatch import Microbatch
+from bubblespec.mechanisms.cpu_linear import Plan, use_plans
+from bubblespec.mechanisms.drafter.layer import Drafter, DrafterRunner, read_drafter
+from bubblespec.mechanisms.drafter.source import DrafterSource
+from bubblespec.planner.costs import CostModel
+from bubblespec.types import Row
+
+PASSES = 2  # of the unrolled drafter; the time of a third one is better spent on more updates
+MAX_GRAD_NORM = 0.5
+BETAS = (0.9, 0.95)
+EXAMPLES_PER_UPDATE = 2  # few: what a short warm start lacks is updates, not data
+VOCAB_SIZE = 16_384  # token ids that it can draft
+BUFFER_TOKENS = 50_000  # of recent responses, with hidden states, that each rank keeps
+SHARE_PER_STEP = 0.25  # of the buffer that one step may replace
+PIECE = 256  # response tokens of an example: a slice does not grow with the response
+CONTEXT = 16  # tokens before them; more context, as chains have, did not help
+EPOCHS = 8  # of the warm start
+MERGE_EVERY = 40  # updates of a rank in the warm start
+LEARNING_RATE = 1.5e-3  # of AdamW at the start of the warm start
+FINAL_RATE = 0.1  # of the learning rate, at the end of the warm start and after it
+MAX_STEPS = 256  # whose prompts a warm start answers
+AVERAGE = 0.2  # weight of the latest slice in the seconds per token
+
+
+class Example(NamedTuple):
+    """A response to learn from, or a piece of it."""
+
+    context_length: int
+    """Tokens in `tokens` before the piece: of the prompt, or of the response."""
+    tokens: np.ndarray
+    """int64 [L], with the context, without the response's last one."""
+    hidden: torch.Tensor
+    """[L, H], the policy's hidden states at them; on the host."""
+
+
+def examples_of(tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor) -> Iterator[Example]:
+    """The pieces of one response. Observations are learned from too: what the policy would say
+    there is as good a teacher. tokens: int64 [L], prompt and response without its last token;
+    hidden: [L, H]."""
+    for begin in range(prompt_length, len(tokens) + 1, PIECE):
+        start, stop = max(begin - CONTEXT, 0), min(begin + PIECE - 1, len(tokens))
+        if stop - start > 1:  # a state, and the next one to predict
+            # A copy of its own: a view would keep the states of the whole batch.
+            states = hidden[start:stop].detach().cpu().clone()
+            yield Example(begin - start, tokens[start:stop], states)
+
+
+class UnrolledPacking:
+    """S sequences, each padded to T positions, one after the other. Each forward with it is the
+    next pass.
+
+    Pass j computes token j of the chains that began j - 1 positions earlier: a query at position i
+    sees the keys of pass 1 up to i - (j - 1), and then one key of each later pass up to its own
+    (training-time test of EAGLE-3, arXiv 2503.01840).
+    """
+
+    def __init__(self, num_sequences: int, length: int, device: torch.device):
+        self.shape = (num_sequences, length)
+        self.position = torch.arange(length, device=device).repeat(num_sequences)
+        self._keys: list[torch.Tensor] = []  # [S, heads, T, D] of each pass, and their values
+        self._values: list[torch.Tensor] = []
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float
+    ) -> torch.Tensor:
+        """query: [N, heads, D]; key, value: [N, key/value heads, D], N = S * T. Returns [N, heads,
+        D]."""
+        fold = query.shape[1] // key.shape[1]
+        query, key, value = (
+            t.unflatten(0, self.shape).transpose(1, 2) for t in (query, key, value)
+        )
+        self._keys.append(key.repeat_interleave(fold, dim=1))
+        self._values.append(value.repeat_interleave(fold, dim=1))
+        keys, values = torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
+        # Queries at the start of a sequence, whose chain would have begun before it, see their own
+        # key only.
+        position, passes = torch.arange(self.shape[1], device=query.device), len(self._keys)
+        distance = position[:, None] - position
+        later = [distance == passes - number for number in range(2, passes + 1)]
+        mask = torch.cat([distance >= passes - 1, *later], dim=1)
+        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+class DrafterTraining:
+    """The drafter of a run on one rank: its optimizer, and the latest examples."""
+
+    def __init__(self, source: DrafterSource, seed: int):
+        self.source, self.drafter, self.clock = source, source.runner.drafter, source.clock
+        self.kernel = source.runner.engine.runner.kernel
+        self.random = np.random.default_rng(seed)
+        self.examples: deque[Example] = deque()
+        self._room = 0.0  # tokens of examples that the current step may still add
+        self.params = list(self.drafter.parameters())
+        # In bfloat16 most of a small update would be rounded away.
+        dtype = torch.promote_types(self.params[0].dtype, torch.float32)
+        self.masters = [p.detach().to(dtype, copy=True) for p in self.params]
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=FINAL_RATE * LEARNING_RATE, betas=BETAS, weight_decay=0.0
+        )
+        self.num_updates = 0
+        self.token_s = 0.0  # seconds of a slice per token, 0 before the first
+        self._num_added = 0  # examples in the gradient
+        self._num_unmerged = 0  # updates since all ranks had the same drafter
+
+    # The buffer
+
+    def add(self, example: Example) -> None:
+        """Keep it, and drop the oldest ones beyond BUFFER_TOKENS."""
+        self.examples.append(example)
+        size = sum(len(kept.hidden) for kept in self.examples)
+        while size > BUFFER_TOKENS:
+            size -= len(self.examples.popleft().hidden)
+
+    @torch.no_grad()
+    def take(self, batch: Microbatch, hidden: torch.Tensor) -> None:
+        """Examples from a micro-batch of the policy's training; see `Learner.on_hidden`."""
+        if not self.source.is_enabled:
+            return
+        fed = batch.input_ids.split(batch.sequence_lengths)
+        states = hidden.split(batch.sequence_lengths)
+        for number, prompt_length in enumerate(batch.prompt_lengths):
+            if self._room <= 0:
+                return
+            tokens = fed[number].cpu().numpy()
+            for example in examples_of(tokens, prompt_length, states[number]):
+                self._room -= len(example.hidden)
+                self.add(example)
+
+    # Learning
+
+    def learn(self, examples: Sequence[Example]) -> None:
+        """Add their gradient; an update follows as soon as it is of EXAMPLES_PER_UPDATE."""
+        (len(examples) / EXAMPLES_PER_UPDATE * self.loss(examples)).backward()
+        self._num_added += len(examples)
+        if self._num_added >= EXAMPLES_PER_UPDATE:
+            self._update()
+
+    def loss(self, examples: Sequence[Example]) -> torch.Tensor:
+        """Mean soft cross-entropy of a predicted token, over passes and positions: a scalar with a
+        gradient."""
+        hidden, tokens, counts = self._pad(examples)
+        temperature = self.source.runner.params.temperature
+        with torch.no_grad():
+            teacher = self.drafter.logits(hidden[:, 1:][counts]).float() / temperature
+            teacher = teacher.softmax(-1)
+        losses = [
+            -(teacher[started] * (logits.float() / temperature).log_softmax(-1)).sum(-1)
+            for logits, started in self._passes(hidden[:, :-1], tokens, counts, PASSES)
+        ]
+        return torch.cat(losses).mean()
+
+    def _passes(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, num_passes: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Per pass, the drafter's logits [n, V] and which of the positions that count they are for,
+        bool: chains begin where the first token that they draft is of the response. hidden:
+        [S, T, H]; tokens, counts: of `_pad`."""
+        sequences, length, size = hidden.shape
+        packing = UnrolledPacking(sequences, length, hidden.device)
+        known, started = hidden, counts
+        for _ in range(num_passes):
+            fed = known.reshape(-1, size), tokens.reshape(-1)
+            states = self.drafter(*fed, packing, self.kernel).view(sequences, length, size)
+            yield self.drafter.logits(states[started]), started[counts]
+            known = torch.cat((hidden[:, :1], states[:, :-1]), dim=1)
+            started = counts & pad(started, (1, 0))[:, :-1]
+
+    def _pad(self, examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """On the device: hidden states [S, T + 1, H]; per position the token after it, int64
+        [S, T], and whether the token after that one, which it predicts, is of the response, bool
+        [S, T]."""
+        parts = (
+            [x.hidden for x in examples],
+            [torch.from_numpy(x.tokens[1:]) for x in examples],
+            [torch.arange(len(x.hidden) - 1) >= x.context_length - 2 for x in examples],
+        )
+        device = self.params[0].device
+        hidden, tokens, counts = (pad_sequence(part, batch_first=True).to(device) for part in parts)
+        return hidden, tokens, counts
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        """One update with the gradient that has been added up."""
+        for master, param in zip(self.masters, self.params, strict=True):
+            # The layer's own embedding is not used.
+            master.grad = None if param.grad is None else param.grad.to(master.dtype)
+            param.grad = None
+        torch.nn.utils.clip_grad_norm_(self.masters, MAX_GRAD_NORM)
+        self.optimizer.step()
+        torch._foreach_copy_(self.params, self.masters)
+        self._num_added = 0
+        self.num_updates += 1
+        self._num_unmerged += 1
+
+    # Idle time
+
+    def slice_tokens(self) -> int:
+        """Tokens of the shortest slice; 0 where there is nothing to learn."""
+        return min((len(example.hidden) for example in self.examples), default=0)
+
+    def run_slice(self, limit_s: float) -> float:
+        """Learn from one example that is expected to take no longer than `limit_s`, if there is
+        one. Returns the seconds that it took."""
+        begin_s = self.clock.perf_counter()
+        fitting = [x for x in self.examples if len(x.hidden) * self.token_s <= limit_s]
+        if not fitting:
+            return 0.0
+        example = fitting[self.random.integers(len(fitting))]
+        self.learn([example])
+        seconds = self.clock.perf_counter() - begin_s
+        weight = AVERAGE if self.token_s else 1.0
+        self.token_s += weight * (seconds / len(example.hidden) - self.token_s)
+        return seconds
+
+    @torch.no_grad()
+    def merge(self, ranks: Ranks) -> None:
+        """All ranks together: continue with the mean of their drafters, weighted by the updates
+        since the last time. From now on the step's examples are accepted."""
+        self._room = SHARE_PER_STEP * BUFFER_TOKENS
+        made, self._num_unmerged = self._num_unmerged, 0
+        if ranks.world_size == 1:
+            return
+        flat = parameters_to_vector(self.masters)
+        total = ranks.sum_(torch.cat((made * flat, flat.new_tensor([made]))))
+        if total[-1]:
+            vector_to_parameters(total[:-1] / total[-1], self.masters)
+            torch._foreach_copy_(self.params, self.masters)
+
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Of a step. The chain length is the mean over forwards in which there was a choice."""
+        rates = ranks.gather(self.source.acceptance_rates()).mean(axis=0)
+        metrics = {f"drafter/accepted_{n + 1}": float(rate) for n, rate in enumerate(rates)}
+        metrics["drafter/mean_acceptance_length"] = 1.0 + float(rates.sum())
+        metrics["drafter/num_updates"] = self.num_updates
+        chosen = ranks.gather(self.source.chain_lengths).sum(axis=0)
+        self.source.chain_lengths[:] = 0
+        if chosen.any():
+            lengths = np.arange(len(chosen))
+            metrics["drafter/chain_length"] = float(np.average(lengths, weights=chosen))
+        return metrics
+
+
+# Before the first step
+
+
+def make_drafter(
+    config: Config,
+    ranks: Ranks,
+    engine: Engine,
+    params: SamplingParams,
+    schedule: StepSchedule,
+    cost: CostModel,
+    *,
+    step: int,
+    plans: dict[str, Plan],
+    checkpoint: str | None,
+) -> tuple[DrafterTraining, list[Row]]:
+    """All ranks together, before `step`: the drafter of a run, and the responses that were
+    generated to train it, which are drafts of their steps. It is the checkpoint's, else the one of
+    drafter.path, else it is trained now.
+
+    cost: of the policy's forwards; plans: of linear layers. Raises StopRequested, and InputError
+    for a folder without such a drafter or a policy that can have none.
+    """
+    model, rows, num_updates = engine.runner.model, [], 0
+    saved = read_drafter(config, model, checkpoint, warns=ranks.is_main)
+    if saved is not None:
+        drafter, num_updates = saved
+    else:
+        ranks.place = "warm start of the drafter"
+        rows = generate(config, ranks, engine, params, schedule, step)
+        ids = frequent_ids(rows, params.stop_token_ids, VOCAB_SIZE, ranks)
+        try:
+            drafter = Drafter(model, ids, config.run.seed)
+        except ValueError as error:
+            raise InputError(f"speculative.method: no drafter for this policy: {error}") from error
+    use_plans(drafter, plans)
+    source = DrafterSource(DrafterRunner(drafter, engine, params), cost, ranks.clock)
+    training = DrafterTraining(source, config.run.seed)
+    training.num_updates = num_updates
+    if saved is None:
+        examples = learn_from(model, rows, training.kernel)
+        train(training, examples, ranks)
+        for example in examples:
+            training.add(example)
+        if ranks.is_main:
+            of = f"the policy's own responses (drafter.warm_start = {config.drafter.warm_start})"
+            log(f"drafter: trained with {training.num_updates} updates on {of}")
+    source.enable(True)
+    source.profile()
+    return training, rows
+
+
+def generate(
+    config: Config,
+    ranks: Ranks,
+    engine: Engine,
+    params: SamplingParams,
+    schedule: StepSchedule,
+    step: int,
+) -> list[Row]:
+    """This rank's responses to the prompts of coming steps, nearest first, until it has its share
+    of drafter.warm_start tokens; the last of them are not finished. Raises StopRequested."""
+    depth = min(MAX_STEPS, config.run.max_steps - step - 1)
+    rollout, rows = config.rollout, []
+    for groups in [schedule.launch(step).groups, *schedule.upcoming(step, depth)]:
+        samples = list(itertools.product(groups, range(rollout.num_generations)))
+        rows += [
+            Row(group.sample(sample), group.prompt.token_ids, rollout.max_completion_length)
+            for group, sample in samples[ranks.rank :: ranks.world_size]
+        ]
+    wanted, num_tokens = -(-config.drafter.warm_start // ranks.world_size), 0
+    engine.reset()
+    engine.add(rows)
+    options = {"desc": "tokens of responses to learn from", "leave": False}
+    with tqdm(total=wanted, disable=None if ranks.is_main else True, **options) as bar:
+        while num_tokens < wanted and not engine.is_idle and not ranks.must_stop:
+            load = engine.step(params)[1]
+            num_tokens += load.tokens - load.prompt_tokens
+            bar.update(load.tokens - load.prompt_tokens)
+    engine.collect()
+    engine.release()
+    ranks.barrier_or_stop()
+    return [row for row in rows if len(row.tokens)]
+
+
+def frequent_ids(
+    rows: Sequence[Row], stop_token_ids: Sequence[int], count: int, ranks: Ranks
+) -> np.ndarray:
+    """The `count` most frequent tokens of all ranks' responses, stop tokens among them, int64
+    ascending."""
+    tokens = np.concatenate([np.array(stop_token_ids, np.int64), *(row.tokens for row in rows)])
+    ids, counts = np.unique(np.concatenate(ranks.gather_ragged(tokens)), return_counts=True)
+    return np.sort(ids[np.argsort(-counts, kind="stable")[:count]])
+
+
+@torch.no_grad()
+def learn_from(model: PreTrainedModel, rows: Sequence[Row], kernel: str) -> list[Example]:
+    """Examples of these responses, with the policy's hidden states."""
+    examples = []
+    for row in rows:
+        tokens = np.concatenate((row.prompt, row.tokens[:-1]))
+        packing = pack_sequences([len(tokens)], model.device)
+        hidden = forward_hidden(model, to_device(tokens, model.device), packing, kernel)
+        examples += examples_of(tokens, len(row.prompt), hidden)
+    return examples
+
+
+def train(training: DrafterTraining, examples: list[Example], ranks: Ranks) -> None:
+    """EPOCHS over this rank's examples, merged now and then, at a rate that falls to FINAL_RATE.
+    Raises StopRequested."""
+    examples = sorted(examples, key=lambda example: len(example.hidden))  # to pad little
+    begins = np.arange(0, len(examples), EXAMPLES_PER_UPDATE)
+    order = np.concatenate([training.random.permutation(begins) for _ in range(EPOCHS)])
+    total = int(ranks.gather(np.array([len(order)])).max())
+    options = {"desc": "updates of the drafter", "leave": False}
+    options["disable"] = None if ranks.is_main else True  # None: shown on a terminal alone
+    for number in tqdm(range(total), **options):
+        rate = LEARNING_RATE * (1 - (1 - FINAL_RATE) * number / total)
+        training.optimizer.param_groups[0]["lr"] = rate
+        if number < len(order):
+            training.learn(examples[order[number] : order[number] + EXAMPLES_PER_UPDATE])
+        if number % MERGE_EVERY == 0 or number + 1 == total:
+            training.merge(ranks)
+            ranks.barrier_or_stop()
+    training.optimizer.param_groups[0]["lr"] = FINAL_RATE * LEARNING_RATE

@@ -1,0 +1,144 @@
+"""Gradients of finished groups, a use of idle time: a rank that waits computes those of its own
+samples, a slice at a time.
+
+Every rank tells the others the rewards of the samples that it has finished and scored. A group is
+complete once all rewards that it is trained on are known; then each rank knows the advantages of
+those of its samples that it generated itself. A reward that comes late or not at all keeps its
+group out, and the update computes those gradients as if nothing had been streamed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.idle.task import SLICE_S, SliceTask
+from bubblespec.learn.advantages import estimate_advantages
+from bubblespec.learn.learner import Learner
+from bubblespec.records import Span
+from bubblespec.types import Launch, Row, has_zero_std, is_sampled
+
+
+class Piece(NamedTuple):
+    """A sample whose gradient can be computed."""
+
+    row: Row
+    advantage: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a micro-batch feeds of it."""
+        return len(self.row.prompt) + len(self.row.tokens) - 1
+
+
+def pieces_of(learner: Learner, rows: Sequence[Row | None], rewards: np.ndarray) -> list[Piece]:
+    """One group's samples that this rank has and that have a gradient. rows: None for the samples
+    of other ranks; rewards: float64 [samples], of all of them."""
+    loss = learner.config.loss
+    (advantages,) = estimate_advantages(rewards[None], loss.advantage_estimator, loss.scale_rewards)
+    return [
+        Piece(row, advantage)
+        for row, advantage in zip(rows, advantages.tolist(), strict=True)
+        if row is not None
+        and (advantage != 0 or not learner.skips_zero_advantage)
+        and not (loss.mask_truncated_completions and row.finish == "length")
+        and is_sampled(row.full_logprob).any()
+    ]
+
+
+class StreamGradients(SliceTask):
+    """Streamed gradients in one rollout on one rank."""
+
+    name = "gradients"
+
+    def __init__(
+        self,
+        launch: Launch,
+        learner: Learner,
+        take_rewards: Callable[[], list[tuple[Row, float]]],
+    ):
+        """take_rewards: this rank's rows that are trained on, finished and scored since the last
+        call, with their rewards."""
+        self.learner, self.take_rewards, self.config = learner, take_rewards, learner.config
+        self.shape = (len(launch.groups), launch.num_generations)
+        self._index_of = {sample: index for index, sample in enumerate(launch.ids)}
+        self._rows: dict[int, Row] = {}  # this rank's scored ones, by index in the launch
+        self._own_rewards = np.full(self.shape, np.nan)
+        self._is_complete = np.zeros(len(launch.groups), bool)
+        self._pieces: list[Piece] = []  # of complete groups, not computed yet, shortest first
+
+    @property
+    def scores_in_workers(self) -> bool:
+        """Rewards come from other processes, so that they can be taken while rows of this rank are
+        unfinished."""
+        return self.config.reward.num_workers > 0
+
+    @property
+    def frees_cache(self) -> bool:
+        """There is no memory for a slice while keys and values are held."""
+        return self.config.rollout.free_cache_engine
+
+    def publish(self) -> np.ndarray:
+        """What this rank could do, and rewards of its samples, NaN elsewhere."""
+        if self.scores_in_workers or not self.view.unfinished:
+            for row, reward in self.take_rewards():
+                index = self._index_of[row.id]
+                self._rows[index], self._own_rewards.flat[index] = row, reward
+        return np.concatenate((super().publish(), self._own_rewards.ravel()))
+
+    def receive(self, published: list[np.ndarray]) -> None:
+        """The samples of groups that have become complete can be computed from now on."""
+        slices, rewards = np.split(np.stack(published), [3], axis=1)
+        super().receive(slices)
+        known = np.fmax.reduce(rewards).reshape(self.shape)  # one rank knows that of each sample
+        is_complete = np.isfinite(known).all(axis=1)
+        # Dynamic sampling replaces groups of equal rewards.
+        only_differing = self.config.rollout.dynamic_sampling_max_batches > 1
+        for group in np.flatnonzero(is_complete & ~self._is_complete).tolist():
+            if only_differing and has_zero_std(known[[group]])[0]:
+                continue
+            begin, size = group * self.shape[1], self.shape[1]
+            rows = [self._rows.get(index) for index in range(begin, begin + size)]
+            self._pieces += pieces_of(self.learner, rows, known[group])
+        self._pieces.sort(key=lambda piece: piece.num_tokens)
+        self._is_complete = is_complete
+
+    def next_slices(self) -> tuple[int, float, float]:
+        """See `SliceTask`."""
+        size = sum(piece.num_tokens for piece in self._next_slice())
+        total, cost = sum(piece.num_tokens for piece in self._pieces), self.learner.cost
+        return -(-total // size), cost.seconds(size), cost.tokens_s(size)
+
+    def can_begin(self) -> bool:
+        """Once this rank's rows are done, or while all of them wait for their environments."""
+        is_idle = not self.view.unfinished or self.view.is_idle
+        is_idle &= self.view.engine.is_idle or not self.frees_cache
+        return is_idle and self.learner.cost.is_known and bool(self._pieces)
+
+    def do_slice(self) -> Span:
+        """See `SliceTask`."""
+        if self.frees_cache:
+            self.view.engine.release()
+        pieces = self._next_slice()
+        taken = set(map(id, pieces))
+        self._pieces = [piece for piece in self._pieces if id(piece) not in taken]
+        cost, use = self.learner.cost, self.view.record.idle[self.name]
+        use.saved_s += cost.tokens_s(sum(piece.num_tokens for piece in pieces))
+        advantages = np.array([piece.advantage for piece in pieces])
+        return self.learner.stream([piece.row for piece in pieces], advantages)
+
+    def finish(self, ranks: Ranks) -> None:
+        """The update brings the gradients together, and takes so much less time on each rank."""
+        use = self.view.record.idle[self.name]
+        use.saved_s = float(ranks.gather(np.array([use.saved_s])).mean())
+
+    def _next_slice(self) -> list[Piece]:
+        """The longest sample, and the longest others that fit into a slice with it."""
+        limit = self.config.optim.max_tokens_per_microbatch
+        room, chosen = min(self.learner.cost.max_tokens(SLICE_S), limit), []
+        for piece in reversed(self._pieces):
+            if not chosen or piece.num_tokens <= room:
+                chosen.append(piece)
+                room -= piece.num_tokens
+        return chosen

@@ -1,0 +1,302 @@
+"""Tensor parallelism: one forward computed by all ranks together, each with a shard of the weights
+that it holds anyway.
+
+Every rank has the whole model, so a shard is a view of its parameters: nothing is copied or moved.
+The configuration's `base_model_tp_plan` names the linear layers that are sharded. A "colwise" layer
+computes some of its outputs, attention heads or hidden units of an MLP; the "rowwise" layer behind
+it takes these as its inputs, and its output is the sum over ranks (Megatron-LM, Shoeybi et al.
+2019, arXiv 1909.08053, section 3). Every rank computes everything else in full. The output head
+gives the logits of a shard of the vocabulary, from which the ranks sample together
+(`sample_shards`).
+
+Shape legend: N packed tokens, T positions sampled, V vocabulary, v of it on this rank, P ranks.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from bubblespec.distributed.ranks import Ranks, all_gather
+from bubblespec.distributed.shared_memory import open_collectives
+from bubblespec.engine import sampling
+from bubblespec.engine.kernels import cache_for
+from bubblespec.engine.model import (
+    TOLERANCE,
+    forward_hidden,
+    random_tokens,
+    relative_difference,
+)
+from bubblespec.engine.output_head import output_head
+from bubblespec.engine.packing import pack_rows
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.errors import fallback, first_problem, one_line
+from bubblespec.mechanisms.cpu_linear import sharded_linear
+
+KEYS_AND_VALUES = ("k_proj", "v_proj")  # sharded by key/value heads, other layers by query heads
+CHECKED = 12  # tokens
+
+
+class TPUnsupported(ValueError):
+    """This model cannot be computed by this many ranks together; the message says why."""
+
+
+def no_shared_tail(error: TPUnsupported) -> str:
+    """The line for a run whose ranks compute no forwards together."""
+    instead = "the ranks that have the last rows decode them"
+    return fallback(instead, error, "rollout.tp_tail_max_rows=0")
+
+
+class TPGroup:
+    """The ranks of a run, and the collectives of their common forwards: all ranks call the same in
+    the same order."""
+
+    def __init__(self, ranks: Ranks):
+        """All ranks call it together."""
+        self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.world_size
+        self.gather_text = ranks.gather_text
+        are_processes = dist.is_initialized() and ranks.device.type == "cpu"
+        self._shared = open_collectives(ranks) if are_processes else None
+        is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+        self.can_capture = ranks.device.type == "cuda" and is_nccl
+        """Whether sums may be part of a CUDA graph. Gloo's go through the host."""
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place. On a GPU the host does not wait for it: a rank that is missing
+        is found at the next gather, which comes after it in the stream."""
+        if tensor.device.type == "cuda":
+            dist.all_reduce(tensor)
+        elif self._shared is not None and tensor.dtype in (torch.float32, torch.float64):
+            self._shared.sum_(tensor.view(-1).numpy())
+        else:
+            self.ranks.sum_(tensor)
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Equally shaped tensors of all ranks: [P, ...]. The host waits for it."""
+        if tensor.device.type == "cpu":
+            return torch.from_numpy(self.gather_array(tensor.numpy()))
+        everyone = tensor.new_empty(self.size, *tensor.shape)
+        own = tensor.contiguous().view(-1)
+        self.ranks.complete(lambda: all_gather(everyone.view(-1), own, async_op=True))
+        return everyone
+
+    def gather_array(self, array: np.ndarray) -> np.ndarray:
+        """Equally shaped arrays of all ranks: [P, ...]."""
+        return (self._shared or self.ranks).gather(array)
+
+
+class ShardSpec(NamedTuple):
+    """A linear layer of which this rank computes a part: of its outputs, or of its inputs where it
+    is rowwise."""
+
+    module: torch.nn.Module
+    is_rowwise: bool
+    part: slice
+
+
+class Shards:
+    """This rank's part of a model."""
+
+    def __init__(self, model: PreTrainedModel, tp: TPGroup):
+        """Raises TPUnsupported, on all ranks or on none."""
+        self.model, self.tp = model, tp
+        self.specs, self.key_heads = plan_shards(model, tp.rank, tp.size)
+        """This rank's key/value heads of each attention that is sharded, by its layer."""
+        self.num_key_heads = count_heads(model)[1]
+
+    @contextlib.contextmanager
+    def applied(self, sum_: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Iterator[None]:
+        """Within it the model's layers compute this rank's parts. Their parameters stay as they
+        are. sum_: in place of that over ranks."""
+        changed: list[torch.nn.Module] = []
+
+        def change(module: torch.nn.Module, forward: Callable) -> None:
+            module.forward = forward  # hides that of its class
+            changed.append(module)
+
+        try:
+            for module, is_rowwise, part in self.specs:
+                base = getattr(module, "base_layer", module)  # of a layer with a LoRA adapter
+                side = "lora_A" if is_rowwise else "lora_B"
+                for layer in (base, *getattr(module, side, {}).values()):
+                    change(layer, partial(sharded_linear, layer, part, is_rowwise))
+                if is_rowwise:
+                    add_up = sum_ or self.tp.sum_
+                    change(module, partial(_summed, module.forward, base.bias, add_up))
+            yield
+        finally:
+            for module in changed:
+                vars(module).pop("forward", None)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's logits [T, v] of hidden states [T, hidden]."""
+        head = output_head(self.model)
+        part = shard_of(head.num_tokens, self.tp.rank, self.tp.size)
+        return head.finish(sharded_linear(head.linear, part, False, hidden))
+
+    def sample(self, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`sampling.sample` from this rank's logits [T, v]."""
+        vocab_size = output_head(self.model).num_tokens
+        return sample_shards(*arguments, vocab_size=vocab_size, tp=self.tp, **options)
+
+    @torch.inference_mode()
+    def check(self, kernel: str) -> None:
+        """On all ranks together: whether shards, with this attention kernel, give what the whole
+        model gives. Raises TPUnsupported on all of them if not."""
+        model, name = self.model, type(self.model).__name__
+        tokens, count = random_tokens(model, CHECKED), np.array([CHECKED])
+
+        def hidden() -> torch.Tensor:
+            packing = pack_rows(cache_for(kernel), 0 * count, count, model.device)
+            return forward_hidden(model, tokens, packing, kernel)
+
+        problem = None
+        try:  # without sums nobody waits for a rank that fails alone
+            with self.applied(sum_=lambda tensor: tensor):
+                hidden()
+        except Exception as error:  # the model's own code runs here
+            problem = one_line(error)
+        problem = first_problem(problem, self.tp.gather_text)
+        if problem is not None:
+            raise TPUnsupported(f"the forward of {name} in shards fails: {problem}")
+        with self.applied():
+            sharded = hidden()
+        difference = torch.tensor([relative_difference(sharded, hidden())]).to(model.device)
+        largest = self.tp.gather(difference).max().item()
+        if not largest <= TOLERANCE.get(model.dtype, 0.1):
+            raise TPUnsupported(
+                f"{name} computed in shards, as base_model_tp_plan of its configuration says, "
+                f"differs from the whole model by {largest:.1e}"
+            )
+
+
+def shard_of(count: int, rank: int, size: int) -> slice:
+    """One rank's share of `count` things; the shares of any two ranks differ by at most 1."""
+    return slice(count * rank // size, count * (rank + 1) // size)
+
+
+def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tuple[slice, slice]:
+    """One rank's query heads, and the key/value heads that they look at: whole groups of the query
+    heads that look at one key/value head, where there are as many as ranks. Else several ranks
+    share a group: each has some of its query heads, and all have its key/value head. Raises
+    TPUnsupported if some rank would have none."""
+    fold = num_heads // num_key_heads
+    if num_key_heads >= size:
+        key = shard_of(num_key_heads, rank, size)
+        return slice(key.start * fold, key.stop * fold), key
+    groups = [other * num_key_heads // size for other in range(size)]
+    group = groups[rank]
+    members = [other for other in range(size) if groups[other] == group]
+    if fold < -(-size // num_key_heads):  # of the largest group: all ranks say the same
+        raise TPUnsupported(
+            f"{num_heads} query heads and {num_key_heads} key/value heads are too few for "
+            f"{size} ranks"
+        )
+    own, first = shard_of(fold, members.index(rank), len(members)), group * fold
+    return slice(first + own.start, first + own.stop), slice(group, group + 1)
+
+
+def count_heads(model: PreTrainedModel) -> tuple[int, int]:
+    """Query heads, and key/value heads; 0 where the configuration does not say."""
+    config = model.config.get_text_config(decoder=True)
+    num_heads = getattr(config, "num_attention_heads", 0)
+    return num_heads, getattr(config, "num_key_value_heads", None) or num_heads
+
+
+def plan_shards(
+    model: PreTrainedModel, rank: int, size: int
+) -> tuple[list[ShardSpec], dict[int, slice]]:
+    """This rank's part of every layer that is sharded, and of each such attention, by number of its
+    layer, its key/value heads. Raises TPUnsupported."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    num_heads, num_key_heads = count_heads(model)
+    specs: list[ShardSpec] = []
+    key_heads: dict[int, slice] = {}
+    for parent_name, parent in model.base_model.named_modules():
+        styles = {}
+        for child, module in parent.named_children():
+            style = plan.get(re.sub(r"\b\d+\b", "*", f"{parent_name}.{child}"))
+            is_linear = isinstance(getattr(module, "base_layer", module), torch.nn.Linear)
+            if style in ("colwise", "rowwise") and is_linear:
+                styles[child] = style
+        if set(styles.values()) != {"colwise", "rowwise"}:
+            continue
+        for child, style in styles.items():
+            module, is_rowwise = getattr(parent, child), style == "rowwise"
+            width = count = module.in_features if is_rowwise else module.out_features
+            own = shard_of(count, rank, size)
+            if hasattr(parent, "layer_idx"):  # an attention
+                query, key = shard_heads(num_heads, num_key_heads, rank, size)
+                is_key = child in KEYS_AND_VALUES
+                own, count = (key, num_key_heads) if is_key else (query, num_heads)
+                key_heads[parent.layer_idx] = key
+            if width % count or width < size:
+                raise TPUnsupported(
+                    f"{parent_name}.{child} has {width} features, too few for {size} ranks by heads"
+                )
+            part = slice(own.start * width // count, own.stop * width // count)
+            specs.append(ShardSpec(module, is_rowwise, part))
+    if not specs:
+        raise TPUnsupported(
+            f"{name} has no plan of layers to shard (base_model_tp_plan of its configuration)"
+        )
+    if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        raise TPUnsupported(f"{name} has an output head that is not a linear layer")
+    return specs, key_heads
+
+
+def _summed(forward: Callable, bias: torch.Tensor | None, sum_: Callable, x: torch.Tensor):
+    out = sum_(forward(x))
+    return out if bias is None else out + bias
+
+
+def sample_shards(
+    logits: torch.Tensor,
+    keys,
+    num_generated,
+    params: SamplingParams,
+    reduce: Callable = sampling.best_and_sum,
+    *,
+    vocab_size,
+    tp: TPGroup,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`sampling.sample` from shards of the vocabulary: logits are this rank's, [T, v]. Returns the
+    same, bit-identical on all ranks however they round: each computes it from what all have
+    exchanged.
+
+    For each position the ranks exchange their best token, the largest perturbed logit, and sums of
+    exponentials. top_k and top_p need all logits, which are then exchanged.
+    """
+    if 0 < params.top_k < vocab_size or params.top_p < 1.0:
+        return sampling.sample(_whole(logits, vocab_size, tp), keys, num_generated, params)
+    first = shard_of(vocab_size, tp.rank, tp.size).start
+    stops = [t - first for t in params.stop_token_ids if first <= t < first + logits.shape[1]]
+    own = replace(params, top_p=1.0, top_k=0, stop_token_ids=tuple(stops))
+    ids = torch.arange(first, first + logits.shape[1], dtype=torch.int32, device=logits.device)
+    best, index, *rest = sampling.reduce_chunks(logits, keys, num_generated, own, ids, reduce)
+    columns = [column.double() for column in (best, index + first, *rest)]
+    best, token, chosen, full_sums, sums = tp.gather(torch.stack(columns, dim=-1)).unbind(-1)
+    winner = best.argmax(0)[None]
+    token, chosen = token.gather(0, winner)[0].long(), chosen.gather(0, winner)[0]
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    full_logprob = (chosen - full_sums.logsumexp(0)).to(dtype)
+    if params.temperature == 0.0:
+        return token, torch.zeros_like(full_logprob), full_logprob
+    return token, (chosen - sums.logsumexp(0)).to(dtype), full_logprob
+
+
+def _whole(logits: torch.Tensor, vocab_size: int, tp: TPGroup) -> torch.Tensor:
+    """The logits of all ranks, [T, V]."""
+    widths = [len(range(vocab_size)[shard_of(vocab_size, r, tp.size)]) for r in range(tp.size)]
+    shards = tp.gather(pad(sampling.widened(logits), (0, max(widths) - logits.shape[1])))
+    return torch.cat([s[:, :width] for s, width in zip(shards, widths, strict=True)], dim=1)

@@ -1,0 +1,276 @@
+"""The tensor-parallel tail: when few rows are left on all ranks, all ranks decode them together,
+each with a shard of the weights.
+
+It is entered at a tick, decided by what all ranks know. All ranks get the tokens of all unfinished
+rows, and the keys and values of the heads that they look at, and an engine that is the same on
+every rank goes on. Its forwards are in lockstep: whatever could differ between ranks is exchanged.
+All ranks get the same tokens, as each computes them from what all have exchanged; drafts are
+proposed by the rank that owns the row, which knows its text; whether to stop is asked every few
+forwards. When the last row is done, each rank has its own rows' results, and the rollout ends with
+the next tick.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from bubblespec.config import Config
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.engine import Engine, Proposer
+from bubblespec.engine.ragged import ragged
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.errors import log
+from bubblespec.mechanisms.drafter.layer import DrafterRunner
+from bubblespec.mechanisms.drafter.source import DrafterSource
+from bubblespec.mechanisms.tp_tail.kv_transfer import can_transfer_kv, transfer_kv
+from bubblespec.mechanisms.tp_tail.shards import TPGroup, TPUnsupported, no_shared_tail
+from bubblespec.planner.costs import CostModel
+from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
+from bubblespec.planner.stats import RunStats
+from bubblespec.records import ForwardRecord, RolloutRecord, Span
+from bubblespec.rollout.board import ProgressBoard, RankState
+from bubblespec.rollout.gather import gather_rows
+from bubblespec.rollout.profile import profile
+from bubblespec.rollout.table import RowTable
+from bubblespec.types import Row, SampleId
+
+OVERHEAD_TICKS = 2.0  # from a decision to the first forward
+STOP_INTERVAL = 8  # forwards between two checks whether any rank has been told to stop
+MAX_DRAFT_TOKENS = 64  # of a row
+# Latest tokens of a row that are fed again for the drafter, which needs the policy's hidden states.
+FED_AGAIN = 16
+NUM_TIMED = 3  # forwards at the start, after those that do not count
+
+
+class TPTail:
+    """The engine of all ranks together, and when to use it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: Ranks,
+        gather: Callable[[np.ndarray], np.ndarray],
+        max_rows: int,
+        is_worth_it: Callable[[RowTable], bool] | None = None,
+        has_keys: bool = True,
+    ):
+        """gather: `Ranks.gather` for what is exchanged between two forwards; max_rows: of all
+        ranks, with which it is entered, at most the engine's slots; is_worth_it: a pure function of
+        what all ranks know; None enters it with so many rows always; has_keys: whether
+        there are keys and values, which there are not in virtual time."""
+        self.engine, self.ranks, self.gather, self.max_rows = engine, ranks, gather, max_rows
+        self.is_worth_it, self.has_keys = is_worth_it, has_keys
+        self._drafter: tuple[DrafterSource, DrafterRunner] | None = None
+
+    def draft_with(self, source: DrafterSource, runner: DrafterRunner) -> None:
+        """The drafter drafts for rows in here too. source: one of the proposer's; runner: of this
+        engine."""
+        self._drafter = source, runner
+
+    @property
+    def tokens_fed_again(self) -> int:
+        """Of each row, when it is entered."""
+        return FED_AGAIN if self._drafter is not None else 0
+
+    def is_due(self, table: RowTable, states: list[RankState]) -> bool:
+        """Whether all ranks enter it at this tick. Where some rows are not trained on, never: what
+        is left of these is not finished anyway."""
+        if table.launch.selects or any(state.must_stop for state in states):
+            return False
+        return self.is_small(table) and (self.is_worth_it is None or self.is_worth_it(table))
+
+    def is_small(self, table: RowTable) -> bool:
+        """Whether rows are left, and few enough."""
+        return bool(0 < (table.synced >= 0).sum() <= self.max_rows)
+
+    def run(
+        self,
+        own: dict[int, Row],
+        table: RowTable,
+        params: SamplingParams,
+        proposer: Proposer | None,
+        *,
+        own_engine: Engine,
+        on_finished: Callable[[Row], None],
+        record: RolloutRecord,
+    ) -> None:
+        """Generate the unfinished rows of all ranks to their end, on all ranks together; once in a
+        rollout. If any rank has been told to stop, all leave, and the rows keep their tokens so
+        far. own: this rank's, by index; proposer: on all ranks or on none; own_engine: this
+        rank's, which the own rows leave; on_finished: called with each of the own rows; record:
+        notes the forwards."""
+        ranks, engine, clock = self.ranks, self.engine, self.ranks.clock
+        began_s = clock.perf_counter()
+        own_engine.collect()
+        rows, unfinished = gather_rows(own, table, ranks), set(own.values())
+        if rows:  # otherwise all have ended since the tick
+            self._insert([rows[index] for index in sorted(rows)], unfinished, own_engine)
+        for row in [*own_engine.queue, *own_engine.rows[::-1]]:
+            if row in unfinished:
+                own_engine.drop(row)
+        if not rows:
+            return
+        drafts = None if proposer is None else OwnersPropose(proposer, unfinished, self.gather)
+        record.shared_rows, last_s = len(own), clock.perf_counter()
+        source, drafter_runner = self._drafter or (None, None)
+        with source.moved_to(drafter_runner) if source else contextlib.nullcontext():
+            while not engine.is_idle:
+                is_asked = len(record.shared_forwards) % STOP_INTERVAL == 0
+                if is_asked and self.gather(np.array([ranks.must_stop], np.uint8)).any():
+                    break
+                step_s, own_rows = clock.perf_counter(), len(unfinished)
+                finished, load = engine.step(params, drafts)
+                end_s = clock.perf_counter()
+                propose_s, looked_up = (0.0, 0) if proposer is None else proposer.take_spent()
+                seconds = (last_s, end_s, end_s - step_s - propose_s, propose_s)
+                forward = ForwardRecord(*seconds, *load, own_rows, 0, looked_up)
+                record.shared_forwards.append(forward)
+                last_s = end_s
+                for row in finished:
+                    if row in unfinished:
+                        unfinished.remove(row)
+                        on_finished(row)
+        engine.collect()
+        engine.reset()  # memory and graphs stay: capturing may take as long as what is gained
+        record.shared.append(Span("shared", began_s, clock.perf_counter()))
+
+    def _insert(self, rows: list[Row], own: set[Row], own_engine: Engine) -> None:
+        """The rows of all ranks into the engine, with the keys and values that their ranks have."""
+        engine, place = self.engine, enumerate(own_engine.rows)
+        slots = {row: slot for slot, row in place if row in own}
+        slot = np.array([slots.get(row, -1) for row in rows])
+        latest = own_engine.length[slot] - 1 - self.tokens_fed_again
+        kept = np.where(slot >= 0, np.minimum(own_engine.cached[slot], latest).clip(0), 0)
+        can = not self.has_keys or can_transfer_kv(own_engine.runner, engine.runner)
+        of_ranks = self.gather(np.append(kept, can))
+        counts = of_ranks[:, :-1].max(axis=0) * of_ranks[:, -1].all()
+        engine.reset()  # the weights have changed since the last time
+        engine.insert(rows, counts)
+        if self.has_keys and counts.any():
+            rank_of = of_ranks[:, :-1].argmax(axis=0)
+            transfer_kv(own_engine.runner, engine.runner, slot, counts, rank_of)
+
+
+class OwnersPropose:
+    """The engine's `Proposer` where all ranks have all rows: each asks its own one for its own
+    rows, and all get all drafts."""
+
+    def __init__(self, proposer: Proposer, own_rows: set[Row], gather: Callable):
+        """gather: see `Ranks`."""
+        self.proposer, self.own_rows, self.gather = proposer, own_rows, gather
+
+    def propose(self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int):
+        """See `Proposer`. What is exchanged has one size on all ranks."""
+        own, drafts = self._own(rows), np.full((len(rows), MAX_DRAFT_TOKENS), -1)
+        if len(own):
+            room = np.minimum(room, MAX_DRAFT_TOKENS)
+            own_rows = [rows[i] for i in own]
+            tokens, counts = self.proposer.propose(own_rows, lengths[own], room[own], budget)
+            row, offset = ragged(counts)
+            fits = offset < room[own[row]]
+            drafts[own[row[fits]], offset[fits]] = tokens[fits]
+        drafts = self.gather(drafts).max(axis=0)
+        return drafts[drafts >= 0], (drafts >= 0).sum(axis=1)
+
+    def observe(self, rows: list[Row], tokens, num_gained, num_draft, num_accepted) -> None:
+        """See `Proposer`: of the own rows."""
+        own = self._own(rows)
+        if len(own):
+            tokens = tokens[np.isin(ragged(num_gained)[0], own)]
+            counts = (of[own] for of in (num_gained, num_draft, num_accepted))
+            self.proposer.observe([rows[i] for i in own], tokens, *counts)
+
+    def _own(self, rows: list[Row]) -> np.ndarray:
+        return np.array([i for i, row in enumerate(rows) if row in self.own_rows], np.int64)
+
+
+def make_tp_tail(
+    config: Config,
+    ranks: Ranks,
+    engine: Engine,
+    params: SamplingParams,
+    board: ProgressBoard | None,
+    stats: RunStats,
+    *,
+    max_rows: int,
+) -> TPTail | None:
+    """None where there is one rank, the key says so, the model cannot be sharded, or, with auto,
+    it is measured not to pay. Computes forwards: all ranks must call it together. max_rows: of
+    `choose_slots`."""
+    wanted = config.rollout.tp_tail_max_rows
+    is_wanted = max_rows > 0 and not config.model.batch_invariant  # sums over ranks round
+    is_wanted &= not config.environment.is_used  # an episode stays where its environment is
+    if ranks.world_size == 1 or not is_wanted or board is None:
+        return None
+    alone: ModelRunner = engine.runner
+    ranks.place = "set-up of the tensor-parallel tail"
+    try:
+        options = {"kernel": alone.kernel, "beside": alone.graphs}
+        options["max_num_batched_tokens"] = max(alone.max_num_batched_tokens, max_rows)
+        options["enforce_eager"] = alone.graphs is None
+        parts = (alone.model, max_rows, alone.max_length, alone.seed)
+        tp = TPGroup(ranks)
+        runner = ModelRunner(*parts, tp=tp, **options)
+        runner.shards.check(runner.kernel)
+    except TPUnsupported as error:
+        if wanted != "auto" and ranks.is_main:
+            log(f"warning: {no_shared_tail(error)}")
+        return None
+    tail = TPTail(Engine(runner), ranks, tp.gather_array, max_rows)
+    if wanted == "auto":
+        tp_cost = measure(tail.engine, engine, params, ranks)
+        if tp_cost is None:
+            tail.engine.release()
+            return None
+        enter_by_cost(tail, tp_cost, stats, engine.num_slots, board)
+    ranks.before_end.append(runner.release)
+    return tail
+
+
+def enter_by_cost(
+    tail: TPTail, tp_cost: CostModel, stats: RunStats, num_slots: int, board: ProgressBoard
+) -> None:
+    """The tail is entered from now on where it is expected to pay, by what forwards cost alone and
+    together and what the rows are expected to need. tp_cost: of forwards of all ranks together;
+    num_slots: of one rank."""
+    entering_s = OVERHEAD_TICKS * board.interval_s
+
+    def is_worth_it(table: RowTable) -> bool:
+        if table.rows is None or stats.shared_cost is None:
+            return False
+        indices, rows = table.unfinished()
+        fed_s = tail.tokens_fed_again * len(rows) * float(tp_cost.coefficients[2])
+        options = {"num_slots": num_slots, "overhead_s": entering_s + fed_s}
+        return use_tp_tail(rows, table.rank_of[indices], stats.shared_cost, tp_cost, **options)
+
+    tail.is_worth_it = is_worth_it
+
+
+def measure(
+    together: Engine, alone: Engine, params: SamplingParams, ranks: Ranks
+) -> CostModel | None:
+    """The cost of forwards of all ranks together, the same on all ranks; None where a forward of
+    one row takes no less time together than alone, so that it cannot pay."""
+    params = replace(params, stop_token_ids=())  # nothing is to end a row
+    seconds = [_seconds_of_a_forward(engine, params, ranks) for engine in (alone, together)]
+    alone_s, together_s = ranks.gather(np.array(seconds)).max(axis=0).tolist()
+    if together_s >= (1 - MIN_TAIL_GAIN) * alone_s:
+        return None
+    cost = CostModel()
+    profile(together, params, cost, clock=ranks.clock)
+    return CostModel.from_parameters(ranks.gather(cost.parameters).mean(axis=0))
+
+
+def _seconds_of_a_forward(engine: Engine, params: SamplingParams, ranks: Ranks) -> float:
+    """Of one row; its result has come back to the host."""
+    engine.reset()
+    engine.add([Row(SampleId(0, 0, 0), (1, 1), min(2 * NUM_TIMED, engine.max_length - 2))])
+    seconds = []
+    while not engine.is_idle:
+        began_s = ranks.clock.perf_counter()
+        engine.step(params)
+        seconds.append(ranks.clock.perf_counter() - began_s)
+    return float(np.median(seconds[-NUM_TIMED:]))

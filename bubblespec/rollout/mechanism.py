@@ -1,0 +1,95 @@
+"""What a mechanism is to the core: something that can be switched off without changing what is
+trained on.
+
+A mechanism lives in one folder of bubblespec/mechanisms/ and subclasses `Mechanism`. Before each
+rollout the sampler makes a `RolloutPlan`, each mechanism amends it, and the loop carries it out.
+Only setup.py knows which mechanisms there are.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.draft.proposer import Proposer
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.idle.task import IdleTask
+from bubblespec.records import RolloutRecord, StepRecord
+from bubblespec.rewards.scorer import Scoring
+from bubblespec.rollout.board import RankState
+from bubblespec.rollout.table import RowTable
+from bubblespec.types import Group, Launch, Row
+
+
+class TakeOver(Protocol):
+    """Finishes the unfinished rows of all ranks in place of the loop; on all ranks or on none."""
+
+    def is_near(self, table: RowTable) -> bool:
+        """Whether it may be due soon, so that ticks have to stay frequent."""
+
+    def is_due(self, table: RowTable, states: list[RankState]) -> bool:
+        """Whether all ranks enter it at this tick: a pure function of what all ranks know."""
+
+    def run(
+        self,
+        own: dict[int, Row],
+        table: RowTable,
+        params: SamplingParams,
+        proposer: Proposer | None,
+        *,
+        own_engine: Engine,
+        on_finished,
+        record: RolloutRecord,
+    ) -> None:
+        """Generate the unfinished rows of all ranks to their end. own: this rank's, by index in the
+        table; own_engine: the engine that they leave; on_finished: called with each of them."""
+
+
+@dataclass
+class RolloutPlan:
+    """What one rollout generates, and what goes on beside it."""
+
+    launch: Launch
+    step: int | None
+    """None in an evaluation."""
+    used: list[Group]
+    """Groups that the step has drawn so far, those of this rollout included."""
+    scoring: Scoring | None
+    """None where responses are not scored."""
+    is_on: bool
+    """Whether the guard lets this rollout use mechanisms that are there for speed alone."""
+    proposer: Proposer | None = None
+    """Source of draft tokens; it knows the rows already."""
+    take_over: TakeOver | None = None
+    tasks: list[IdleTask] = field(default_factory=list)
+    """Uses of idle time, the same on all ranks."""
+
+
+class Mechanism:
+    """One mechanism in a run. Every method has a default, so that a mechanism overrides what it
+    needs. All ranks call each method at the same point; collectives may be used."""
+
+    name = "mechanism"
+    """Key of its state in checkpoints."""
+
+    def start(self, trainer) -> None:
+        """Finish the set-up, before the first step: a warm start, for instance."""
+
+    def begin_rollout(self, plan: RolloutPlan) -> None:
+        """Amend the plan of a rollout that is about to begin."""
+
+    def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
+        """Return the mechanism's metrics of a step, the same on all ranks."""
+        return {}
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return what a checkpoint keeps. It changes no token, only how soon it is there."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Take over a saved state."""
+
+    def save(self, folder: str) -> None:
+        """Write files of the mechanism's own into a checkpoint; called on rank 0."""

@@ -1,0 +1,1 @@
+"""Can this machine run a configuration? python -m bubblespec doctor"""

@@ -1,0 +1,144 @@
+"""Can this machine run that configuration? An answer in the first minutes, alone or on all ranks:
+
+python -m bubblespec doctor --config FILE [section.key=value ...]
+
+torchrun --nproc_per_node=8 -m bubblespec doctor --config FILE [section.key=value ...]
+
+Every check prints lines: `ok`, `slower` where a slower fallback is used, or `failed`; the last two
+name the key that matters. The others are made all the same, unless they need what has failed.
+Nothing is left on disk.
+"""
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import sys
+import tempfile
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from bubblespec.config import load_config
+from bubblespec.distributed.failures import report
+from bubblespec.distributed.ranks import Ranks, ranks_from_environment
+from bubblespec.errors import EndsRun, RankTimeout, RunFailed, log, one_line
+from bubblespec.loading import with_dtype
+from bubblespec.tools.doctor.checks import CHECKS, Case, Check, Line, failed, local_ranks
+
+TIMEOUT_S = 300.0  # that a rank waits for another, at most: run.timeout_s may be hours
+
+
+def examine(case: Case) -> list[str]:
+    """Make all checks, on all ranks together, and print their lines; returns those that have
+    failed, the same on all ranks. Raises RunFailed where a rank no longer answers."""
+    failures, passed = [], {None}
+    is_apart = False  # ranks have missed a collective, and there can be no further one
+    for name, check in CHECKS.items():
+        if is_apart or check.needs not in passed:
+            why = "ranks are out of step" if is_apart else f"it needs what {check.needs} makes"
+            of_ranks = [[failed(f"not made, as {why}")]]
+        else:
+            if case.ranks.is_main:
+                log(f"doctor: {name} ...")
+            case.ranks.place = f"the check of {name}"
+            of_ranks, is_apart = compare(case.ranks, name, *attempt(check, case))
+            if any(line.verdict == "failed" for lines in of_ranks for line in lines):
+                failures.append(name)
+            else:
+                passed.add(name)
+        if case.ranks.is_main:
+            show(name, of_ranks)
+    return failures
+
+
+def attempt(check: Check, case: Case) -> tuple[list[Line], bool]:
+    """This rank's lines, an error's among them, and whether it timed out waiting for others."""
+    lines, is_late = [], False
+    try:
+        lines.extend(check.make(case))  # what comes before an error stays
+    except EndsRun as error:  # an InputError names the key
+        is_late = isinstance(error, RankTimeout)
+        lines.append(failed(f"{error}; {check.avoid}" if is_late else str(error)))
+    except Exception as error:  # whatever a driver, a kernel or a library comes up with
+        lines.append(failed(f"{one_line(error)}; {check.avoid}"))
+    return lines, is_late
+
+
+def compare(
+    ranks: Ranks, name: str, lines: list[Line], is_late: bool
+) -> tuple[list[list[Line]], bool]:
+    """Lines of all ranks, by rank, and whether any was late. Through the job's key-value store, as
+    a rank that has failed may have left others alone in a collective. Raises RunFailed."""
+    if ranks.world_size == 1:
+        return [lines], is_late
+    store = dist.PrefixStore("doctor", dist.distributed_c10d._get_default_store())
+    keys = [f"{name}/{rank}" for rank in range(ranks.world_size)]
+    store.set(keys[ranks.rank], json.dumps((lines, is_late)))
+    # Another one may wait for this rank for as long as a collective may, and begin to later.
+    deadline = time.monotonic() + 2 * ranks.timeout_s
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise RunFailed(f"{name}: no answer from rank {', '.join(silent)}")
+        time.sleep(1e-3)
+    answers = [json.loads(store.get(key)) for key in keys]
+    return [[Line(*line) for line in of] for of, _ in answers], any(late for _, late in answers)
+
+
+def show(name: str, of_ranks: list[list[Line]]) -> None:
+    """Print the lines of rank 0, and what else others have found wrong."""
+    for rank, lines in enumerate(of_ranks):
+        for verdict, text in lines:
+            if rank == 0 or (verdict != "ok" and (verdict, text) not in of_ranks[0]):
+                text = text if rank == 0 else f"rank {rank}: {text}"
+                print(f"{name:<11} {verdict}: {text}", flush=True)
+
+
+def next_command(config_path: str, overrides: list[str], ranks: Ranks) -> str:
+    """That trains: on as many ranks or, where no launcher has said so, on all GPUs."""
+    num_local, num_machines = local_ranks(), ranks.world_size // local_ranks()
+    if "RANK" not in os.environ and ranks.device.type == "cuda":
+        num_local = torch.cuda.device_count()
+    nodes = [f"--nnodes={num_machines}"] * (num_machines > 1)
+    launcher = ["torchrun", *nodes, f"--nproc_per_node={num_local}", "train.py"]
+    return shlex.join([*launcher, "--config", config_path, *overrides])
+
+
+def main() -> int:
+    """Returns the exit code: 1 where a check has failed, 2 for bad input."""
+    description = "Can this machine run that configuration?"
+    parser = argparse.ArgumentParser("python -m bubblespec doctor", description=description)
+    parser.add_argument("--config", required=True, help="YAML file, see configs/")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    arguments = parser.parse_intermixed_args()
+    sys.path.insert(0, os.getcwd())  # the user's own reward functions are there
+    transformers.utils.logging.disable_progress_bar()
+    if os.environ.get("RANK", "0") != "0":
+        logging.disable(logging.WARNING)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        timeout_s = min(config.run.timeout_s, TIMEOUT_S)
+        with (
+            ranks_from_environment(config.model.device, timeout_s) as ranks,
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            own = {"output_dir": folder, "resume_from_checkpoint": "none", "timeout_s": timeout_s}
+            config = with_dtype(config, ranks.device.type)
+            case = Case(replace(config, run=replace(config.run, **own)), ranks)
+            if names := examine(case):
+                raise RunFailed(f"checks that failed: {', '.join(names)}")
+            if ranks.is_main:
+                print("no check failed; this trains:", flush=True)
+                print(next_command(arguments.config, arguments.overrides, ranks), flush=True)
+    except EndsRun as error:  # one line
+        return report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

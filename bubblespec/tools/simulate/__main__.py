@@ -1,0 +1,200 @@
+"""Would speculation help on this workload, on so many ranks, and why? An answer in virtual time,
+without the machine.
+
+python -m bubblespec simulate --synthetic mean=2000,max=16000,run=500 --ranks 8 --cost-model h200:7b
+[section.key=value ...]
+
+python -m bubblespec simulate --trace RUN_DIR --ranks 8 --cost-model RUN_DIR [section.key=value ...]
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+from bubblespec.config import Config, config_of_sections
+from bubblespec.errors import InputError, log
+from bubblespec.telemetry.trace import FOLDER, read_meta
+from bubblespec.tools.simulate.recorded import (
+    load_cost,
+    load_shared_cost,
+    read_workload,
+    sections_of,
+)
+from bubblespec.tools.simulate.run import SimulatedStep, counted, simulate
+from bubblespec.tools.simulate.runner import DrafterModel
+from bubblespec.tools.simulate.workload import Synthetic, Workload, make_synthetic, parse
+
+# What overrides may change.
+SECTIONS = ("rollout", "speculative", "tail_batching", "environment")
+COUNTS = (
+    "forwards",
+    "shared_forwards",
+    "drafted_tokens",
+    "proposed_tokens",
+    "refused_tokens",
+    "response_tokens",
+)
+LABELS = {
+    "seconds": "seconds of all rollouts",
+    "forwards": "forwards on the slowest rank",
+    "shared_forwards": "forwards of all ranks together",
+    "idle_share": "idle time, share of rollouts",
+    "drafted_tokens": "tokens drafted for later steps",
+    "proposed_tokens": "draft tokens verified",
+    "refused_tokens": "  rejected",
+    "response_tokens": "tokens trained on",
+    "long_rounds": "long rounds of tail batching",
+    "length_ratio": "mean length, trained on / launched",
+}
+
+
+def main() -> int:
+    description = "Rollouts of a run, simulated on any number of ranks"
+    parser = argparse.ArgumentParser("python -m bubblespec simulate", description=description)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", metavar="RUN_DIR", help="output_dir of a run with run.trace")
+    names = ", ".join(f.name for f in dataclasses.fields(Synthetic))
+    source.add_argument("--synthetic", metavar="NAME=VALUE,...", help=f"of {names}")
+    names = ", ".join(f.name for f in dataclasses.fields(DrafterModel))
+    parser.add_argument("--drafter", default="", metavar="NAME=VALUE,...", help=f"of {names}")
+    parser.add_argument("--ranks", type=int, help="default: those of the trace, or 8")
+    parser.add_argument("--cost-model", metavar="COST", help="GPU:MODEL or RUN_DIR to fit it on")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there; it must not exist")
+    parser.add_argument("overrides", nargs="*", help=f"section.key=value of {', '.join(SECTIONS)}")
+    try:
+        run(parser.parse_intermixed_args())
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.json and os.path.exists(arguments.json):
+        raise InputError(f"--json: {arguments.json} exists")
+    if not (arguments.trace or arguments.cost_model):
+        raise InputError("--cost-model: a synthetic workload says nothing of what a forward takes")
+    for override in arguments.overrides:
+        if override.split(".")[0] not in SECTIONS or "=" not in override:
+            raise InputError(f"{override}: give section.key=value of {', '.join(SECTIONS)}")
+    if arguments.trace:
+        workload, config, default_ranks = recorded(arguments)
+    else:
+        workload, config, default_ranks = synthetic(arguments)
+    num_ranks = default_ranks if arguments.ranks is None else arguments.ranks
+    drafter = parse(DrafterModel, arguments.drafter, "--drafter")
+    if arguments.drafter and "drafter" not in config.speculative.sources:
+        raise InputError(f"--drafter: speculative.method={config.speculative.method} has none")
+    cost_model = arguments.cost_model or arguments.trace
+    cost, together = load_cost(cost_model), None
+    if config.rollout.tp_tail_max_rows and num_ranks > 1 and workload.tools is None:
+        together = load_shared_cost(cost_model, num_ranks)
+        if together is None and config.rollout.tp_tail_max_rows != "auto":
+            reason = f"{cost_model} does not say what forwards of {num_ranks} ranks together take"
+            log(f"warning: the shared tail is left out: {reason}")
+    options = {"drafter": drafter, "shows_progress": True}
+    options["together"] = None if together is None else together.seconds
+    results = {
+        method: simulate(arm, workload, cost.seconds, num_ranks, **options)
+        for method, arm in arms_of(config).items()
+    }
+    num_counted = len(counted([*results.values()][-1]))
+    sums = {method: totals(steps[:num_counted]) for method, steps in results.items()}
+    print(f"{cost.source}; {num_ranks} ranks, {num_counted} steps")
+    print(table(sums))
+    if arguments.json:
+        methods = {
+            method: {
+                "total": sums[method],
+                "steps": [vars(step) | {"lanes": None} for step in steps],
+            }
+            for method, steps in results.items()
+        }
+        report = {"cost": dataclasses.asdict(cost), "num_ranks": num_ranks, "methods": methods}
+        report["shared_cost"] = None if together is None else dataclasses.asdict(together)
+        report["workload"] = arguments.trace or arguments.synthetic
+        report["config"] = {name: vars(getattr(config, name)) for name in SECTIONS}
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1)
+
+
+def recorded(arguments: argparse.Namespace) -> tuple[Workload, Config, int]:
+    """The workload of a trace, its configuration and number of ranks."""
+    meta = read_meta(os.path.join(arguments.trace, FOLDER))
+    config = simulated_config(sections_of(meta["config"], SECTIONS), arguments.overrides)
+    limit = meta["config"]["rollout.max_completion_length"]
+    if config.rollout.max_completion_length > limit:
+        text = f"the recorded responses are cut at {limit}"
+        raise InputError(f"rollout.max_completion_length: {text}")
+    if config.tail_batching.enabled and meta["config"].get("tail_batching.enabled"):
+        raise InputError("tail_batching.enabled: the recorded run has it already: use another run")
+    return read_workload(arguments.trace), config, meta["world_size"]
+
+
+def synthetic(arguments: argparse.Namespace) -> tuple[Workload, Config, int]:
+    """The workload that --synthetic describes, its configuration, and a number of ranks."""
+    spec = parse(Synthetic, arguments.synthetic, "--synthetic")
+    config = simulated_config({"rollout": rollout_of(spec)}, arguments.overrides)
+    if config.rollout.max_completion_length != spec.max:
+        raise InputError("rollout.max_completion_length: give it as max in --synthetic")
+    rollout = config.rollout
+    workload = make_synthetic(spec, rollout.num_prompts_per_step, rollout.num_generations)
+    return workload, config, 8
+
+
+def rollout_of(spec: Synthetic) -> dict[str, int]:
+    """The keys of the section `rollout` that fit a synthetic workload."""
+    lengths = {"max_completion_length": spec.max, "max_prompt_length": 2 * spec.prompt}
+    return lengths | {"max_num_batched_tokens": 8192}
+
+
+def simulated_config(sections: dict[str, dict], overrides: list[str] = ()) -> Config:
+    """A configuration of which a simulated run needs no more than `SECTIONS`."""
+    blank = {name: {"path": "none"} for name in ("model", "data")}
+    blank |= {"run": {"output_dir": "none"}, "optim": {"max_tokens_per_microbatch": 1 << 24}}
+    return config_of_sections(blank | sections, list(overrides), "the simulated configuration")
+
+
+def arms_of(config: Config) -> dict[str, Config]:
+    """What is simulated, by name: the trainer without speculation, and the configuration as is."""
+    method, is_tail = config.speculative.method, config.tail_batching.enabled
+    none = dataclasses.replace(
+        config,
+        speculative=dataclasses.replace(config.speculative, method="none"),
+        tail_batching=dataclasses.replace(config.tail_batching, enabled=False),
+    )
+    name = method if not is_tail else "tail" if method == "none" else f"tail+{method}"
+    return {"none": none, name: config}
+
+
+def totals(steps: list[SimulatedStep]) -> dict[str, Any]:
+    """Over all of these steps; idle time as a share of all of their time."""
+    sums = {name: sum(getattr(step, name) for step in steps) for name in ("seconds", *COUNTS)}
+    idle_s = sum(step.idle_share * step.seconds for step in steps)
+    return sums | {
+        "idle_share": idle_s / sums["seconds"],
+        "seconds_per_token": sums["seconds"] / sums["response_tokens"],
+        "long_rounds": sum(step.is_long_round for step in steps),
+        "length_ratio": steps[-1].length_ratio,
+        "num_steps": len(steps),
+    }
+
+
+def table(arms: dict[str, dict[str, Any]]) -> str:
+    """The totals, a column per method. The ratio of seconds is per token that is trained on."""
+    lines = [f"{'':38}" + "".join(f"{name:>24}" for name in arms)]
+    for name, label in LABELS.items():
+        values = [sums[name] for sums in arms.values()]
+        cells = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in values)
+        lines.append(f"{label:38}" + "".join(f"{cell:>24}" for cell in cells))
+    seconds = [sums["seconds_per_token"] for sums in arms.values()]
+    ratio = f"{seconds[0] / seconds[-1]:.2f}x"
+    lines.append(f"{'speed-up of rollouts':38}{ratio:>{24 * len(arms)}}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

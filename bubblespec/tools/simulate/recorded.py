@@ -1,0 +1,133 @@
+"""The trace of a real run: its prompts, responses and rewards as a workload, with its drafts as far
+as they were recorded; and the cost of its forwards."""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from bubblespec.config import Config, flatten
+from bubblespec.errors import InputError
+from bubblespec.mechanisms.tp_tail.shards import TPUnsupported
+from bubblespec.records import Load
+from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
+from bubblespec.tools.simulate.cost import ForwardCost, fit_cost
+from bubblespec.tools.simulate.roofline import GPUS, MODELS, roofline
+from bubblespec.tools.simulate.workload import STOP, DraftModel, Key, Workload
+from bubblespec.types import Prompt
+
+
+def read_workload(run_dir: str) -> Workload:
+    """The first batch of each step of a recorded run. A recorded draft says what it said, however
+    old the weights are; an unfinished one continues as the response does. Raises InputError."""
+    folder = os.path.join(run_dir, FOLDER)
+    recorded = list_steps(folder)
+    if recorded != list(range(recorded[0], recorded[0] + len(recorded))):
+        raise InputError(f"{folder}: the steps {recorded} are not consecutive")
+    rows = [row for row in read_table(folder, "responses").to_pylist() if not row["batch"]]
+    prompts: list[dict[int, Prompt]] = [{} for _ in recorded]  # by uid
+    responses, drafts, rewards, steps = {}, {}, {}, {}
+    stops = sorted({row["tokens"][-1] for row in rows if row["stopped"]}) or [STOP]
+    for row in rows:
+        step, uid = row["step"] - recorded[0], row["uid"]
+        key = (step, uid, row["sample"])
+        prompts[step][uid] = Prompt(uid, "", tuple(row["prompt_tokens"]), {})
+        steps[uid, row["visit"]] = step
+        responses[key], rewards[key] = np.array(row["tokens"]), row["reward"]
+        if row["draft_tokens"]:
+            drafts[key] = np.array(row["draft_tokens"]), row["draft_finished"]
+    batches = [list(of_step.values()) for of_step in prompts]
+    texts = {key: _whole(*draft, responses[key], stops) for key, draft in drafts.items()}
+    model = DraftModel(_mean_run(responses, drafts))
+    longest = max(len(row["prompt_tokens"]) for row in rows)
+    ends = {"stop_token_ids": tuple(stops), "recorded_drafts": texts, "rewards": rewards}
+    workload = Workload(batches, responses, steps, len(recorded), longest, model, **ends)
+    if len(responses) != len(recorded) * workload.num_prompts * workload.num_generations:
+        raise InputError(f"{folder}: its steps do not all have {workload.num_prompts} whole groups")
+    return workload
+
+
+def _whole(
+    draft: np.ndarray, is_finished: bool, tokens: np.ndarray, stops: list[int]
+) -> np.ndarray:
+    """What a recorded draft of the response `tokens` says at its end."""
+    whole = draft if is_finished else np.concatenate((draft, tokens[len(draft) :]))
+    if whole[-1] in stops:
+        return whole
+    # It has left its response, and outgrown it.
+    return np.append(whole, tokens[-1] if tokens[-1] in stops else stops[0])
+
+
+def _mean_run(responses: dict[Key, np.ndarray], drafts: dict[Key, tuple]) -> float:
+    """Tokens of recorded drafts to their first mismatch; the default if there are none."""
+    if not drafts:
+        return DraftModel.mean_run
+    num_agreed = num_diverged = 0
+    for key, (draft, _) in drafts.items():
+        tokens = responses[key]
+        both = min(len(tokens), len(draft))
+        wrong = np.flatnonzero(tokens[:both] != draft[:both])
+        num_agreed += int(wrong[0]) if len(wrong) else both
+        num_diverged += len(wrong) > 0
+    return max(num_agreed / num_diverged, 1.0) if num_diverged else float("inf")
+
+
+def sections_of(config: dict[str, Any], names: tuple[str, ...]) -> dict[str, dict]:
+    """Of a recorded configuration by flat key, those keys of some sections that there still are."""
+    sections: dict[str, dict] = {name: {} for name in names}
+    for name in flatten(Config()).keys() & config.keys():
+        section, key = name.split(".")
+        if section in names:
+            sections[section][key] = config[name]
+    return sections
+
+
+def load_cost(name: str) -> ForwardCost:
+    """Of forwards of one rank: the roofline of GPU:MODEL, or what the forwards of a recorded run
+    took, with the host's work between them. name: of GPUS and MODELS, or the run's output_dir.
+    Raises InputError."""
+    gpu, _, model = name.partition(":")
+    if gpu in GPUS and model in MODELS:
+        return roofline(gpu, model)
+    folder = os.path.join(name, FOLDER)
+    if not os.path.isdir(folder):
+        valid = f"{', '.join(GPUS)} : {', '.join(MODELS)}"
+        raise InputError(f"{name}: neither the folder of a recorded run nor a roofline ({valid})")
+    try:
+        return _fit_recorded(folder, together=False)
+    except ValueError as error:
+        raise InputError(f"{folder}: {error}") from error
+
+
+def load_shared_cost(name: str, num_ranks: int) -> ForwardCost | None:
+    """Of forwards of all ranks together, as in the shared tail; see `load_cost`. None where nothing
+    says what they take: a recorded run had another number of ranks or too few such forwards, or the
+    model cannot be sharded over so many ranks."""
+    gpu, _, model = name.partition(":")
+    if gpu in GPUS and model in MODELS:
+        try:
+            return roofline(gpu, model, num_ranks)
+        except TPUnsupported:
+            return None
+    folder = os.path.join(name, FOLDER)
+    if read_meta(folder)["world_size"] != num_ranks:
+        return None
+    try:
+        return _fit_recorded(folder, together=True)
+    except ValueError:
+        return None
+
+
+def _fit_recorded(folder: str, *, together: bool) -> ForwardCost:
+    """Fitted on a trace's forwards of one rank, or on those of all ranks together, of which each
+    rank has recorded the same. Raises ValueError if there are too few."""
+    hardware, table = read_meta(folder)["hardware"], read_table(folder, "forwards")
+    is_shared = np.zeros(len(table), bool)
+    if "together" in table.column_names:  # null where a run was begun by an older version
+        is_shared = table["together"].fill_null(False).to_numpy()
+    chosen = is_shared & (table["rank"].to_numpy() == 0) if together else ~is_shared
+    loads = np.stack([table[name].to_numpy() for name in Load._fields], axis=1)
+    seconds = table["end_s"].to_numpy() - table["begin_s"].to_numpy()
+    kind = "shared forwards" if together else "forwards"
+    source = f"fitted on {kind} of {hardware.get('gpu') or hardware.get('cpu')}"
+    return fit_cost(loads[chosen], seconds[chosen], source)

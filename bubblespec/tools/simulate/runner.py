@@ -1,0 +1,148 @@
+"""A runner without a model: it knows what each row will say, and each forward takes the time that a
+cost model says. With it, a learned drafter whose acceptance is given.
+
+Everything but the forward is the real `Engine`: queue, slots, shared prefills, budgets, drafts and
+their rollback. A draft token is accepted if it is the one that the row says there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import brentq
+
+from bubblespec.engine.batch import Batch
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.ragged import ragged
+from bubblespec.engine.sampling import SamplingParams, Verified, num_accepted
+from bubblespec.errors import InputError
+from bubblespec.mechanisms.drafter.layer import CONTEXT, MAX_CHAIN_LENGTH
+from bubblespec.records import Load
+from bubblespec.tools.simulate.world import World
+from bubblespec.types import Row
+
+NO_TOKEN = -2  # stands behind the end of a text: no draft has it
+Text = Callable[[Row, np.ndarray], np.ndarray]
+Cost = Callable[[Load], float]
+
+
+class SimulatedRunner:
+    """A `Runner`. text(row, tokens so far): all that a row will have said at its end, int [L],
+    beginning with those tokens; asked for when the row comes into a slot. cost(load): seconds of a
+    forward; together(load): of one that all ranks compute together, over the same rows on each of
+    them, where this runner's forwards are such."""
+
+    def __init__(
+        self,
+        world: World,
+        rank: int,
+        num_slots: int,
+        max_length: int,
+        *,
+        max_num_batched_tokens: int,
+        cost: Cost,
+        text: Text,
+        together: Cost | None = None,
+    ):
+        self.num_slots, self.max_length = num_slots, max_length
+        self.max_num_batched_tokens, self.pages = max_num_batched_tokens, None
+        self.world, self.rank, self.text = world, rank, text
+        self.cost, self.together = cost, together
+        self.said = np.full((num_slots, max_length + 1), NO_TOKEN, np.int32)  # text of each slot
+        self.end = np.zeros(num_slots, np.int64)  # of that text
+        self.name = np.zeros((num_slots, 3), np.int64)  # of its sample
+        self.drafter_knows = np.zeros(num_slots, np.int64)  # positions, where there is a drafter
+
+    def place(self, slot: int, row: Row) -> None:
+        """See `Runner`; so are the others."""
+        text = self.text(row, row.tokens)[: row.max_new_tokens]
+        self.end[slot] = len(text)
+        self.said[slot, : len(text)] = text
+        self.said[slot, len(text)] = NO_TOKEN
+        self.name[slot], self.drafter_knows[slot] = row.id, 0
+
+    def move(self, source: int, target: int, length: int) -> None:
+        for array in (self.said, self.end, self.name, self.drafter_knows):
+            array[target] = array[source]
+
+    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+        """There are no keys and values."""
+
+    def release(self) -> None:
+        """There are no keys and values."""
+
+    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
+        """Log-probabilities are 0."""
+        if self.together is None:
+            self.world.advance(self.rank, self.cost(batch.load))
+        else:  # none goes on before all are done
+            self.world.meet(self.rank, None, self.together(batch.load))
+        row, offset = ragged(batch.num_draft + 1)
+        slot = batch.slots[row]
+        position = np.minimum(batch.generated[row] + offset, self.end[slot])
+        token = self.said[slot, position].astype(np.int64)
+        accepted = num_accepted(token, batch.draft, batch.num_draft)
+        return lambda: Verified(accepted, token, np.zeros((2, len(token))))
+
+
+@dataclass(frozen=True)
+class DrafterModel:
+    """How good a learned drafter is, and what it costs."""
+
+    accept_length: float = 2.0
+    """Tokens that a row gains in a forward that verifies a chain of MAX_CHAIN_LENGTH tokens."""
+    share: float = 0.05
+    """Seconds of a forward of the drafter over those of the policy with the same load."""
+
+    def __post_init__(self):
+        if not 1 <= self.accept_length <= 1 + MAX_CHAIN_LENGTH:
+            bounds = f"from 1 to {1 + MAX_CHAIN_LENGTH}"
+            raise InputError(f"accept_length: {self.accept_length} must be {bounds}")
+        if not 0 <= self.share <= 1:
+            raise InputError(f"share: {self.share} must be from 0 to 1")
+
+    def accepted(self) -> np.ndarray:
+        """Chance that the first 1, 2, ... tokens of a chain are all right, float64
+        [MAX_CHAIN_LENGTH]; each token is right with one chance if all before it are."""
+        powers = np.arange(1, MAX_CHAIN_LENGTH + 1)
+        gained = self.accept_length - 1
+        return brentq(lambda chance: (chance**powers).sum() - gained, 0.0, 1.0) ** powers
+
+
+class SimulatedDrafterRunner:
+    """As `DrafterRunner`, for a `SimulatedRunner`. It is there from the first step on: warm start
+    and training take no time. How many tokens of a chain are right is a function of the sample and
+    the position."""
+
+    def __init__(self, engine: Engine, model: DrafterModel):
+        self.engine, self.runner, self.model = engine, engine.runner, model
+        self._accepted = model.accepted()
+
+    def draft(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """See `DrafterRunner`; so is the next."""
+        engine, runner, cached = self.engine, self.runner, self.engine.cached[slots]
+        count = int(np.minimum(cached - runner.drafter_knows[slots], CONTEXT).sum())
+        runner.drafter_knows[slots] = cached
+        positions = int(engine.length[slots].sum())
+        self._advance(len(slots), count, positions)
+        for _ in range(length - 1):
+            self._advance(len(slots), len(slots), positions)
+        begin = (engine.length - engine.prompt_length)[slots]
+        position = begin[:, None] + np.arange(length)
+        end = runner.end[slots, None]
+        said = runner.said[slots[:, None], np.minimum(position, end)].astype(np.int64)
+        bits = stream_keys(0, *runner.name[slots].T, begin)[:, 0].view(np.uint32)
+        num_right = ((bits[:, None] + 0.5) * 2.0**-32 < self._accepted).sum(axis=1)
+        is_right = (np.arange(length) < num_right[:, None]) & (position < end)
+        return np.where(is_right, said, np.abs(said) ^ 1), slots, count
+
+    def enable(self, is_on: bool) -> None:
+        """It needs nothing of the engine's rows."""
+
+    def run_once(self, num_rows: int) -> None:
+        self._advance(num_rows, num_rows, 0)
+
+    def _advance(self, rows: int, tokens: int, positions: int) -> None:
+        seconds = self.runner.cost(Load(rows, tokens, 0, positions, 0, 0))
+        self.runner.world.advance(self.runner.rank, self.model.share * seconds)

@@ -1,0 +1,333 @@
+"""What is generated in a simulated run: the prompts of each step, their responses, and what weights
+of other steps generate instead: the response up to a first mismatch, and then an edited text.
+
+Under other weights, each token of a response changes with a probability of 1 / mean_run. Whether a
+token stays is one number per position, compared with that chance: drafts by all older weights get
+equally far.
+
+After the mismatch the text continues like the response, with tokens replaced, inserted and omitted,
+so that positions shift; suffix matching finds its way in it for a while and loses it again. All of
+this is a function of (seed, step, uid, sample), the distance, and the tokens so far.
+"""
+
+import dataclasses
+import itertools
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bubblespec.errors import InputError
+from bubblespec.tools.simulate.tools import OBSERVED, with_turns
+from bubblespec.types import Group, Prompt, SampleId
+
+VOCABULARY = 1 << 15  # of synthetic tokens: so many that no text has an n-gram twice by chance
+STOP = VOCABULARY  # the token that ends a synthetic response
+TEXT, MISMATCH, EDITS, TURNS, TOOLS = range(5)  # uses of random numbers
+LATER = 1 << 12  # above all sample numbers: the k-th later version of a sample is named + k * LATER
+# Mean acceptance length of `SuffixIndex` on texts of which such a share is edited, with windows of
+# 128 tokens (18,000 tokens each).
+ACCEPT_LENGTH = (1.0, 1.10, 1.18, 1.29, 1.44, 1.68, 2.01, 2.60, 3.78, 7.24, 14.4)
+EDITED = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
+SHARED_VARIANCE = 0.5  # of log length, what the samples of a prompt have in common
+MIN_LENGTH = 4
+SPARE_STEPS = 5  # of prompts, for tail batching: it launches up to four times as many
+NOTHING = np.empty(0, np.int64)
+
+Key = tuple[int, int, int]
+"""Step, uid and sample of a response."""
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """How the texts of other weights differ from a response."""
+
+    mean_run: float = 500.0
+    """Tokens to the first mismatch with other weights; infinite for none."""
+    accept_length: float = 2.0
+    """About what a row gains per forward after it, by suffix matches."""
+    seed: int = 0
+
+    def text(self, key: Key, true: np.ndarray, limit: int, stop: int, distance: int) -> np.ndarray:
+        """All that weights `distance` updates away from the response's say, int64 [L]; older ones
+        if it is negative. Two later versions have nothing in common after their first mismatches.
+
+        true: int64 [L], the response, cut at `limit` tokens if its last is not `stop`.
+        """
+        step, uid, sample = key
+        name = (step, uid, sample + max(distance, 0) * LATER)
+        chance = -math.expm1(-min(abs(distance), 1) / self.mean_run)
+        leaves = keyed_random(self.seed, *name, MISMATCH).random(len(true)) < chance
+        leaves[:-1] &= ~_is_fixed(true, stop)[:-1]
+        leaves[-1] &= true[-1] < OBSERVED
+        at = int(leaves.argmax())
+        return self.diverged(name, true, limit, stop, at) if leaves[at] else true
+
+    def continued(
+        self, key: Key, text: np.ndarray, limit: int, stop: int, so_far: np.ndarray
+    ) -> np.ndarray:
+        """What weights that would say `text` say if they continue `so_far`, with it: `text` itself,
+        or if `so_far` has left it, a text like it."""
+        known = len(so_far)
+        if np.array_equal(so_far, text[:known]):
+            return text
+        if known >= len(text):  # it has outgrown it
+            return np.append(so_far, stop)[:limit]
+        return np.concatenate((so_far, self.diverged(key, text, limit, stop, known)[known:]))
+
+    def diverged(self, key: Key, true: np.ndarray, limit: int, stop: int, at: int) -> np.ndarray:
+        """The text whose first mismatch is token `at`."""
+        share = float(np.interp(self.accept_length, ACCEPT_LENGTH, EDITED))
+        if self.accept_length > ACCEPT_LENGTH[-1]:
+            share *= ACCEPT_LENGTH[-1] / self.accept_length
+        random = keyed_random(self.seed, *key, EDITS)
+        return edited(true, limit, stop, at, share=share, random=random)
+
+
+def edited(
+    true: np.ndarray, limit: int, stop: int, at: int, *, share: float, random: np.random.Generator
+) -> np.ndarray:
+    """A text whose first mismatch with `true` is token `at`; after it a share of its tokens is
+    replaced, inserted or omitted, all replaced with a share of 1. Turns end, and environments
+    answer, as in `true`.
+
+    It ends with `stop` if `true` does and there is room for it within `limit` tokens.
+    """
+    rest = true[at:-1] if true[-1] == stop else true[at:]
+    edit = np.where(random.random(len(rest)) < share, random.integers(1, 4, len(rest)), 0)
+    keep, replace, insert, omit = range(4)
+    if share == 1.0:
+        edit[:] = replace
+    edit[_is_fixed(rest, stop)] = keep
+    if len(rest) and edit[0] in (keep, omit):
+        edit[0] = replace
+    copies = np.array([1, 1, 2, 0])[edit]
+    text = np.repeat(rest, copies)
+    new = (np.cumsum(copies) - copies)[(edit == replace) | (edit == insert)]
+    # Another token than the one in its place.
+    text[new] = (text[new] + random.integers(1, VOCABULARY, len(new))) % VOCABULARY
+    room = limit - at
+    if true[-1] != stop:  # its end is beyond the limit, and so is the draft's
+        missing = max(room - len(text), 0)
+        text = np.concatenate((text, random.integers(0, VOCABULARY, missing)))
+    elif len(text) < room:
+        if not len(text):  # the mismatch is the stop token: the text continues for a token
+            text = random.integers(0, VOCABULARY, 1)
+        text = np.append(text, stop)
+    return np.concatenate((true[:at], text[:room])).astype(np.int64)
+
+
+def _is_fixed(text: np.ndarray, stop: int) -> np.ndarray:
+    """Which tokens make up the turns of a text: those that end one, and observations; bool [L]."""
+    return (text == stop) | (text >= OBSERVED)
+
+
+def keyed_random(seed: int, step: int, uid: int, sample: int, use: int) -> np.random.Generator:
+    """Random numbers of one use by one sample."""
+    seeds = np.random.SeedSequence((seed, step, uid, sample, use))
+    return np.random.Generator(np.random.Philox(seeds))
+
+
+@dataclass(frozen=True)
+class ToolModel:
+    """How long tools take: lognormal."""
+
+    median_s: float
+    sigma: float
+    """Standard deviation of the logarithm."""
+    seed: int = 0
+
+    def seconds(self, key: Key, length: int) -> float:
+        """Of the call that follows a turn which ends with this length of the response."""
+        random = keyed_random(self.seed, *key, TOOLS + length)
+        return self.median_s * math.exp(self.sigma * random.standard_normal())
+
+
+@dataclass
+class Workload:
+    """Steps of prompts with their responses, numbered from 0; a `StepSchedule` takes it for a
+    `PromptSet`."""
+
+    batches: list[list[Prompt]]
+    """By step. Tail batching draws from those beyond `num_steps`, too."""
+    responses: dict[Key, np.ndarray]
+    """int64 [L], with the stop token where they are not cut off."""
+    steps: dict[tuple[int, int], int]
+    """The step that a prompt's visit belongs to in the order of the data, by uid and visit."""
+    num_steps: int
+    max_prompt_length: int
+    drafts: DraftModel
+    """What other weights say."""
+    stop_token_ids: tuple[int, ...] = (STOP,)
+    recorded_drafts: dict[Key, np.ndarray] = field(default_factory=dict)
+    """What a recorded run's drafts said, or would have said at their end."""
+    rewards: dict[Key, float] = field(default_factory=dict)
+    """0 where there is none."""
+    tools: ToolModel | None = None
+    """Where responses have turns."""
+    prompts = ()
+    """Those that a saved state may name, here none."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Of a step."""
+        return len(self.batches[0])
+
+    @property
+    def num_generations(self) -> int:
+        return max(sample for _, _, sample in self.responses) + 1
+
+    def batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
+        """As `PromptSet.batch`. A planner that looks ahead may ask for steps beyond the end."""
+        return self.batches[step] if step < len(self.batches) else []
+
+    def key(self, sample: SampleId) -> Key:
+        return self.steps[sample.uid, sample.visit], sample.uid, sample.sample
+
+
+class Texts:
+    """What each sample says under the weights of each step, on one rank.
+
+    Before a sample is launched, weights of older steps draft it. If it is deferred, the weights of
+    the step that finishes it are newer than its own and say something else; its tokens from its own
+    step, and what was drafted in between, are its drafts.
+    """
+
+    def __init__(self, workload: Workload):
+        self.workload, self.version = workload, 0
+        self._launched: dict[tuple[int, int], int] = {}  # by group: its step, until it is trained
+
+    def begin(self, step: int, groups: Iterable[Group]) -> None:
+        """A step launches these groups, or continues them."""
+        self.version = step
+        for group in groups:
+            self._launched.setdefault(group.name, step)
+
+    def end(self, groups: Iterable[Group]) -> None:
+        """Groups have been trained on."""
+        for group in groups:
+            del self._launched[group.name]
+
+    def text(self, sample: SampleId, limit: int, so_far: np.ndarray = NOTHING) -> np.ndarray:
+        """What the present weights say if they continue `so_far`, with it, int64 [L <= limit]."""
+        workload, key = self.workload, self.workload.key(sample)
+        true, launched = workload.responses[key][:limit], self._launched.get(sample[:2])
+        if launched == self.version:
+            return true
+        stops = workload.stop_token_ids
+        stop = int(true[-1]) if true[-1] in stops else stops[0]
+        if launched is None and key in workload.recorded_drafts:
+            text = workload.recorded_drafts[key][:limit]
+        else:
+            before = min(self.version - key[0], -1)
+            distance = before if launched is None else self.version - launched
+            text = workload.drafts.text(key, true, limit, stop, distance)
+        return workload.drafts.continued(key, text, limit, stop, so_far)
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Lengths are lognormal, tokens random, every prompt occurs once per epoch."""
+
+    mean: float = 2000.0
+    """Of the lengths before they are cut."""
+    max: int = 16000
+    """Tokens at which they are cut."""
+    sigma: float = 1.0
+    """Standard deviation of their logarithm."""
+    prompt: int = 256
+    """Tokens of a prompt, on average."""
+    run: float = 500.0
+    """`mean_run` of `DraftModel`; the next is of it as well."""
+    accept_length: float = 2.0
+    steps: int = 6
+    """Of the run."""
+    epochs: int = 1
+    """Of equally many steps."""
+    edited: float = 0.2
+    """Share of a response's tokens that differs from the same sample of the epoch before."""
+    turns: float = 1.0
+    """Of an episode, on average; 1 for responses without tools."""
+    observation: int = 50
+    """Tokens of an environment between two turns."""
+    tool_s: float = 0.2
+    """Median seconds of the call before them."""
+    tool_sigma: float = 1.0
+    """Standard deviation of their logarithm."""
+    seed: int = 0
+
+    def __post_init__(self):
+        at_least_0 = dict.fromkeys(("sigma", "edited", "seed", "tool_s", "tool_sigma"), 0)
+        minimum = {"max": MIN_LENGTH, "prompt": 2, **at_least_0}
+        for name, value in vars(self).items():
+            if not value >= minimum.get(name, 1):
+                raise InputError(f"{name}: {value} must be at least {minimum.get(name, 1)}")
+        if self.edited > 1 or math.isinf(self.mean + self.sigma):
+            raise InputError("edited: a share; mean and sigma: finite")
+        if self.steps % self.epochs:
+            raise InputError(f"epochs: {self.steps} steps are not {self.epochs} equal epochs")
+
+
+def make_synthetic(spec: Synthetic, num_prompts: int, num_generations: int) -> Workload:
+    """See `Synthetic`."""
+    steps_per_epoch = spec.steps // spec.epochs if spec.epochs > 1 else sys.maxsize
+    batches, responses, steps = [], {}, {}
+    for step in range(spec.steps + SPARE_STEPS):
+        epoch, first = divmod(step, steps_per_epoch)  # `first` has the same prompts first
+        uids = range(first * num_prompts + 1, (first + 1) * num_prompts + 1)
+        batches.append([_prompt(spec, first, uid) for uid in uids])
+        steps |= {(uid, epoch): step for uid in uids}
+        for uid, sample in itertools.product(uids, range(num_generations)):
+            before = responses.get((step - steps_per_epoch, uid, sample))
+            responses[step, uid, sample] = _response(spec, (step, uid, sample), before)
+    drafts = DraftModel(spec.run, spec.accept_length, spec.seed)
+    tools = ToolModel(spec.tool_s, spec.tool_sigma, spec.seed) if spec.turns > 1 else None
+    return Workload(batches, responses, steps, spec.steps, 2 * spec.prompt, drafts, tools=tools)
+
+
+def _prompt(spec: Synthetic, step: int, uid: int) -> Prompt:
+    random = keyed_random(spec.seed, step, uid, 0, TEXT)
+    length = int(random.integers(max(spec.prompt // 2, 1), spec.prompt * 3 // 2 + 1))
+    return Prompt(uid, "", tuple(random.integers(0, VOCABULARY, length).tolist()), {})
+
+
+def _response(spec: Synthetic, key: Key, before: np.ndarray | None) -> np.ndarray:
+    """before: the same sample in the epoch before."""
+    step, uid, sample = key
+    random = keyed_random(spec.seed, step, uid, sample + 1, TEXT)
+    if before is not None:
+        return edited(before, spec.max, STOP, 0, share=spec.edited, random=random)
+    common = keyed_random(spec.seed, step, uid, 1 << 12, TEXT).standard_normal()
+    own = random.standard_normal()
+    score = math.sqrt(SHARED_VARIANCE) * common + math.sqrt(1 - SHARED_VARIANCE) * own
+    # The mean of a lognormal is exp(mu + sigma**2 / 2).
+    length = round(spec.mean * math.exp(spec.sigma * score - spec.sigma**2 / 2))
+    length = max(length, MIN_LENGTH)
+    tokens = random.integers(0, VOCABULARY, min(length, spec.max))
+    if length <= spec.max:
+        tokens[-1] = STOP
+    if spec.turns > 1:
+        random = keyed_random(spec.seed, step, uid, sample + 1, TURNS)
+        num_turns = 1 + random.poisson(spec.turns - 1)
+        tokens = with_turns(tokens, num_turns, STOP, spec.observation, random)[: spec.max]
+    return tokens
+
+
+def parse(kind: type, text: str, option: str):
+    """A dataclass of numbers from `name=value,name=value`. Raises InputError."""
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    given = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in types:
+            raise InputError(f"{option}: unknown name {name!r}; valid are {', '.join(types)}")
+        try:
+            given[name] = types[name](value)
+        except ValueError as error:
+            raise InputError(f"{option}: {name}={value} is no {types[name].__name__}") from error
+    try:
+        return kind(**given)
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from error

@@ -1,0 +1,208 @@
+"""Virtual time for several ranks in one process: their clocks, their collectives and their progress
+board.
+
+Each rank is a thread, and exactly one of them runs at any time. A rank's clock moves only when it
+is told to (a forward takes so long, a rank sleeps), and wherever a rank looks at what others have
+done, all that are behind it in time go first. So what happens is a function of the inputs alone,
+however the machine schedules the threads.
+"""
+
+import math
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.rollout.board import LINGER_S, Transport
+
+TICK_S = 1e-4  # a progress tick, once all ranks have posted to it
+POST_S = 1.2e-4  # what a rank pays to post to one
+
+
+class _Abandoned(BaseException):
+    """Ends the threads of the other ranks after an error in one."""
+
+
+class World:
+    """Clocks and meetings of `num_ranks` ranks.
+
+    now: each rank's time in seconds. Each rank has a device of its own. meeting_s: seconds that a
+    collective takes once all ranks have come to it.
+    """
+
+    def __init__(self, num_ranks: int, meeting_s: float = 1e-3):
+        self.num_ranks, self.meeting_s = num_ranks, meeting_s
+        self.now = [0.0] * num_ranks
+        # When each rank continues; infinite while another has to wake it.
+        self._wake = [0.0] * num_ranks
+        self._tick_awaited: list[int | None] = [None] * num_ranks
+        self._batons = [threading.Semaphore(0) for _ in range(num_ranks)]
+        self._error: BaseException | None = None
+        self._num_running = num_ranks
+        self._ended = threading.Event()
+        self._meetings = [0] * num_ranks
+        self._present: dict[int, dict[int, object]] = {}  # by meeting, what each rank has brought
+        # By tick, when each rank posted to it, and its numbers.
+        self._posted: dict[int, dict[int, tuple[float, np.ndarray]]] = {}
+
+    def run(self, work: Callable[[int], None]) -> None:
+        """`work(rank)` on every rank, to the end of all; once. Raises what a rank raises."""
+        threads = [
+            threading.Thread(target=self._thread, args=(rank, work), daemon=True)
+            for rank in range(self.num_ranks)
+        ]
+        for thread in threads:
+            thread.start()
+        self._batons[0].release()
+        self._ended.wait()
+        for baton, thread in zip(self._batons, threads, strict=True):
+            baton.release()  # after an error, others still wait for it
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _thread(self, rank: int, work: Callable[[int], None]) -> None:
+        self._batons[rank].acquire()
+        try:
+            if self._error is None:
+                work(rank)
+                self._wake[rank] = math.inf
+                self._num_running -= 1
+                if self._num_running:
+                    self._pass_on()
+                else:
+                    self._ended.set()
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self._error = error
+            self._ended.set()
+
+    def _pass_on(self) -> None:
+        earliest = min(self._wake)
+        if earliest == math.inf:
+            raise RuntimeError("all ranks wait for each other")
+        self._batons[self._wake.index(earliest)].release()
+
+    def advance(self, rank: int, seconds: float) -> None:
+        self.now[rank] += seconds
+
+    def wait(self, rank: int, until: float) -> None:
+        """Let all that happens before `until` happen; infinite: until another rank wakes this
+        one."""
+        wake = self._wake
+        wake[rank] = until
+        if until == math.inf or min(wake) < until or wake.index(until) != rank:
+            self._pass_on()
+            self._batons[rank].acquire()
+            if self._error is not None:
+                raise _Abandoned
+        self.now[rank] = max(self.now[rank], wake[rank])
+
+    def meet(self, rank: int, brought: object, seconds: float | None = None) -> list:
+        """Join the next collective; returns what all ranks bring, by rank, once the last has come.
+        seconds: that it takes from then on, equal on all ranks; by default meeting_s."""
+        number = self._meetings[rank]
+        self._meetings[rank] += 1
+        present = self._present.setdefault(number, {})
+        present[rank] = brought
+        if len(present) < self.num_ranks:
+            self.wait(rank, math.inf)
+        else:
+            del self._present[number]
+            took_s = self.meeting_s if seconds is None else seconds
+            over = max(self.now) + took_s  # all are here, so none can be later
+            self._wake[:] = [over] * self.num_ranks
+            self.now[rank] = over
+        return [present[other] for other in range(self.num_ranks)]
+
+    def post(self, rank: int, tick: int, numbers: np.ndarray) -> None:
+        """Start a tick on this rank; complete TICK_S after the last rank has."""
+        self.now[rank] += POST_S
+        self._posted.setdefault(tick, {})[rank] = (self.now[rank], numbers)
+        complete_at = self.complete_at(tick)
+        if complete_at < math.inf:
+            self._posted.pop(tick - 2, None)  # all have read the one before this, to post to this
+            for other, awaited in enumerate(self._tick_awaited):
+                if awaited == tick:
+                    wake = min(self._wake[other], complete_at)
+                    self._wake[other] = max(wake, self.now[other])
+
+    def complete_at(self, tick: int) -> float:
+        """When a tick is complete, as far as is known: infinite while a rank has yet to post."""
+        posted = self._posted.get(tick, {})
+        if len(posted) < self.num_ranks:
+            return math.inf
+        return max(time for time, _ in posted.values()) + TICK_S
+
+    def await_tick(self, rank: int, tick: int, until: float) -> None:
+        """Rest until a tick is complete, and no longer than `until`."""
+        self._tick_awaited[rank] = tick
+        self.wait(rank, min(until, max(self.complete_at(tick), self.now[rank])))
+        self._tick_awaited[rank] = None
+
+    def posted(self, tick: int) -> list[np.ndarray]:
+        return [self._posted[tick][rank][1] for rank in range(self.num_ranks)]
+
+
+class SimulatedRanks(Ranks):
+    """One of the world's ranks: collectives are meetings in virtual time."""
+
+    def __init__(self, world: World, rank: int, meeting_s: float | None = None):
+        """meeting_s: in place of the world's."""
+        super().__init__(torch.device("cpu"))
+        self.meeting_s = meeting_s
+        self.world, self.rank, self.world_size = world, rank, world.num_ranks
+        self.is_main = rank == 0
+
+        def now() -> float:
+            return world.now[rank]
+
+        # The functions of the `time` module that a rollout uses.
+        sleep = partial(world.advance, rank)
+        self.clock = SimpleNamespace(perf_counter=now, monotonic=now, sleep=sleep)
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(sum(self._meet(tensor.clone())))
+
+    def gather(self, array: np.ndarray) -> np.ndarray:
+        return np.stack(self._meet(array))
+
+    def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
+        """The arrays themselves, not copies: they must not be written to."""
+        return self._meet(array)
+
+    def _meet(self, brought: object) -> list:
+        return self.world.meet(self.rank, brought, self.meeting_s)
+
+
+class SimulatedTicks(Transport):
+    """Ticks in virtual time. A rank that has nothing to do sees a tick the moment it is complete,
+    not up to NAP_S later."""
+
+    def __init__(self, ranks: SimulatedRanks):
+        super().__init__(ranks.clock)
+        self._world, self._rank, self._tick = ranks.world, ranks.rank, -1  # of the whole run
+
+    def post(self, numbers: np.ndarray, name: str) -> None:
+        self._tick += 1
+        self._world.post(self._rank, self._tick, numbers)
+
+    def is_complete(self) -> bool:
+        now = self._world.now[self._rank]
+        if self._world.complete_at(self._tick) == math.inf:
+            self._world.wait(self._rank, now)  # those behind may yet post before now
+        return self._world.complete_at(self._tick) <= now
+
+    def receive(self) -> list[np.ndarray]:
+        return self._world.posted(self._tick)
+
+    def linger(self) -> None:
+        self._world.await_tick(self._rank, self._tick, self._world.now[self._rank] + LINGER_S)
+
+    def nap(self) -> None:
+        self._world.await_tick(self._rank, self._tick, math.inf)
