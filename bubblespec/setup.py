@@ -275,8 +275,8 @@ def check_weights(config: Config, has_environment: bool) -> list[float]:
     InputError."""
     count, weights = len(config.reward.functions) + has_environment, config.reward.weights
     if not count:
-        problem = "is not given, and environment.factory has no get_reward"
-        raise InputError(f"reward.functions: {problem}; one of them must score the responses")
+        problem = "is empty, and environment.factory has no get_reward"
+        raise InputError(f"reward.functions: {problem}; one of the two must score responses")
     if weights is not None and len(weights) != count:
         needed = f"{count} are needed, the environment's last" if has_environment else f"{count}"
         raise InputError(f"reward.weights: {len(weights)} weights, but {needed}")
@@ -288,8 +288,8 @@ def check_equal(data: dict[str, np.ndarray], ranks: Ranks) -> None:
     found = ranks.gather(np.array([fingerprint([of.tolist() for of in data.values()])]))
     if (found != found[0]).any():
         raise InputError(
-            "data: ranks have read different rows; some tasks of data.tasks depend on "
-            "PYTHONHASHSEED, which must be set, to 0 for instance"
+            "data: ranks have read different rows; some of data.tasks depend on "
+            "PYTHONHASHSEED; set it to 0"
         )
 
 
@@ -316,7 +316,7 @@ def check_prompts(
     train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
     if num_prompts < ranks.world_size:
         shortage = f"{num_prompts} prompts for {ranks.world_size} ranks"
-        raise InputError(f"rollout.num_prompts_per_step: {shortage}; give at least one for each")
+        raise InputError(f"rollout.num_prompts_per_step: {shortage}; each rank needs at least one")
 
 
 def choose_linear(

@@ -295,9 +295,9 @@ class Learner:
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if num_skipped else 0
         if self.num_skipped_in_a_row > MAX_SKIPPED_STEPS:
             raise RunFailed(
-                f"loss or gradient not finite in {self.num_skipped_in_a_row} steps in a row, "
-                f"up to step {step}; the weights are those before them. "
-                "Look at optim.learning_rate, at the rewards and at model.dtype"
+                f"loss or gradient was not finite in {self.num_skipped_in_a_row} steps in a row, "
+                f"the last of them step {step}; these updates were skipped. Check "
+                "optim.learning_rate, the rewards and model.dtype"
             )
 
     def training_metrics(self, totals: list[dict[str, float]]) -> dict[str, float]:
@@ -343,10 +343,10 @@ class Learner:
         if self.ranks.is_main:
             log(
                 f"warning: in step {step} log-probabilities in training differ from those in "
-                f"generation by {mean:.1e} on average (sampling/logp_difference/mean), far more "
-                f"than {str(dtype).removeprefix('torch.')} rounds; one of the two computes "
-                "something else: look for randomness in the model's own code (dropout, noise of a "
-                "router), and try another model.attention and model.dtype"
+                f"generation by {mean:.1e} on average (sampling/logp_difference/mean), far above "
+                f"the rounding of {str(dtype).removeprefix('torch.')}: the two forwards differ. "
+                "Look for randomness in the model's own code (dropout, router noise), and try "
+                "another model.attention and model.dtype"
             )
 
 
