@@ -58,6 +58,7 @@ from bubblespec.mechanisms.batch_invariant import (
 from bubblespec.mechanisms.drafter.layer import read_drafter
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.forms import load_form
+from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
 from bubblespec.memory import choose_slots, max_length
@@ -128,6 +129,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             linear.use_plans(reference, trained)
     parts = {"config": config, "ranks": ranks, "model": model, "reference": reference}
     learner = Learner(**parts, optimizer=optimizer, kernel=kernel)
+    if kernels is not None:
+        learner.after_update.append(partial(linear.refresh_copies, model))
     schedule = make_schedule(config, train_prompts)
     scorer = Scorer(config.reward, functions, tokenizer, ranks, has_reward)
     trial = {}  # in workers it goes on while the engine is timed
@@ -153,7 +156,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         atexit.register(sampler.environments.close)
     ranks.agree(lambda: end_trial(scorer, trial))
     if config.optim.stream_gradients:
-        sampler.learner = learner
+        sampler.mechanisms.append(StreamGradientsMechanism(learner, sampler.combined))
     if "drafter" in config.speculative.sources:
         read_drafter(config, model, checkpoint)  # a bad one is refused before anything is written
     locks: list[IO] = []  # of rank 0; where it cannot have the folder, all ranks raise what it says

@@ -206,6 +206,8 @@ class Trainer:
         metrics |= reports.idle_metrics(ranks, record) | reports.shared_tail_metrics(ranks, record)
         if sampler.drafter is not None:
             metrics |= sampler.drafter.metrics(ranks)
+        for mechanism in sampler.mechanisms:
+            metrics |= mechanism.metrics(ranks, record)
         metrics["perf/max_memory_gb"] = reports.peak_memory_gb(ranks)
         metrics |= self.progress_metrics(record, metrics)
         if self.recorder is not None:

@@ -11,16 +11,13 @@ latter are between ⟦ and ⟧.
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
-import transformers
-
 from bubblespec.config import Config, load_config
-from bubblespec.errors import EndsRun, InputError, log
+from bubblespec.errors import InputError, log
 from bubblespec.loading import load_prompts, load_tokenizer
 from bubblespec.mechanisms.episodes.environments import Environments, Observation, check_environment
 from bubblespec.mechanisms.episodes.episodes import episode_seed
@@ -131,28 +128,15 @@ def read_turn(lines: Iterator[str]) -> str | None:
     return "\n".join(turn) if turn else None
 
 
-def main() -> int:
-    """Returns the exit code: 2 for bad input."""
+def main(arguments: list[str]) -> None:
+    """Play one episode with standard input and output."""
     parser = argparse.ArgumentParser("python -m bubblespec play", description="Play one episode")
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument("--prompt", type=int, default=0, help="index of the prompt in the data")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
-    arguments = parser.parse_intermixed_args()
-    sys.path.insert(0, os.getcwd())  # the user's own environments are there
-    transformers.utils.logging.disable_progress_bar()
+    given = parser.parse_intermixed_args(arguments)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-        play(config, arguments.prompt, iter(sys.stdin), sys.stdout.isatty())
-    except EndsRun as error:  # one line
-        log(f"error: {error}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    config = load_config(given.config, given.overrides)
+    play(config, given.prompt, iter(sys.stdin), sys.stdout.isatty())

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 from typing import Any
 
 from bubblespec.config import Config, config_of_sections
@@ -51,7 +50,8 @@ LABELS = {
 }
 
 
-def main() -> int:
+def main(arguments: list[str]) -> None:
+    """Simulate the workload that the arguments describe, and print a table."""
     description = "Rollouts of a run, simulated on any number of ranks"
     parser = argparse.ArgumentParser("python -m bubblespec simulate", description=description)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -64,12 +64,7 @@ def main() -> int:
     parser.add_argument("--cost-model", metavar="COST", help="GPU:MODEL or RUN_DIR to fit it on")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this new file")
     parser.add_argument("overrides", nargs="*", help=f"section.key=value of {', '.join(SECTIONS)}")
-    try:
-        run(parser.parse_intermixed_args())
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    run(parser.parse_intermixed_args(arguments))
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -194,7 +189,3 @@ def table(arms: dict[str, dict[str, Any]]) -> str:
     ratio = f"{seconds[0] / seconds[-1]:.2f}x"
     lines.append(f"{'speed-up of rollouts':38}{ratio:>{24 * len(arms)}}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
