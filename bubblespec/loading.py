@@ -73,7 +73,7 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     has_adapter = config.model.lora_r > 0
     path = config.model.path if has_adapter or checkpoint is None else checkpoint
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
-        advice = "merge it into its base (merge_and_unload of peft), and save that"
+        advice = "merge it into its base model (peft's merge_and_unload) and save that"
         raise InputError(f"model.path: {path} is a LoRA adapter; {advice}")
     key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
     if getattr(from_pretrained(AutoConfig, config, path), "is_encoder_decoder", False):
@@ -85,7 +85,7 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     model, info = from_pretrained(AutoModelForCausalLM, config, path, **options)
     if info["mismatched_keys"]:
         name, there, wanted = sorted(info["mismatched_keys"])[0]
-        shapes = f"is {list(there)}, but its config.json asks for {list(wanted)}"
+        shapes = f"is {list(there)}, but its config.json expects {list(wanted)}"
         raise InputError(f"{key}: {name} in the weights of {path} {shapes}")
     if info["missing_keys"]:
         first, *others = sorted(info["missing_keys"])
@@ -106,7 +106,7 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
         )
     except Exception as error:  # someone else's files, and a dozen libraries that read them
         if "trust_remote_code" in str(error):
-            advice = "brings code of its own, which needs model.trust_remote_code=true; read it"
+            advice = "has code of its own: read it, then set model.trust_remote_code=true"
             raise InputError(f"model.path: {path} {advice}") from error
         key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
         reason = f"cannot load {auto_class.__name__} from {path}: {one_line(error)}"
@@ -114,7 +114,7 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
             reason = f"there is no folder {path}"
             if path.count("/") < 2 and path[:1] not in "./~":  # else it is no name of a model
                 reason += ", and no such model is in the cache or on the Hugging Face hub"
-                reason += "" if is_hub_reachable() else f" ({constants.ENDPOINT} is out of reach)"
+                reason += "" if is_hub_reachable() else f" ({constants.ENDPOINT} cannot be reached)"
         raise InputError(f"{key}: {reason}") from error
 
 
@@ -143,7 +143,7 @@ def check_vocabulary(
     size = model.get_input_embeddings().num_embeddings
     known = set(tokenizer.get_vocab().values())
     if (largest := max(known, default=0)) >= size:
-        excess = f"has token {largest}, but the model only {size} embeddings"
+        excess = f"has token {largest}, but the model has only {size} embeddings"
         raise InputError(f"model.path: the tokenizer of {config.model.path} {excess}")
     for token in config.rollout.stop_token_ids or []:
         if token >= size:
@@ -153,13 +153,13 @@ def check_vocabulary(
     lines = []
     if num_tokens < size:
         lines.append(
-            f"{size - num_tokens} of the model's {size} token ids are beyond the tokenizer's last "
+            f"{size - num_tokens} of the model's {size} token ids exceed the tokenizer's last "
             "token; they are never sampled"
         )
     if len(known) < num_tokens:
         lines.append(
             f"warning: the tokenizer has no token for {num_tokens - len(known)} ids below its last "
-            "one, which can be sampled and are trained on like others"
+            "one; these ids can be sampled and trained on like others"
         )
     return num_tokens, lines
 
@@ -223,8 +223,8 @@ def load_prompts(
             held_out = prompts_of(rows, key).prompts[:count]
         elif count:
             if len(train) < 2:
-                dropped = f"({train.num_dropped} are over rollout.max_prompt_length)"
-                reason = "usable prompts cannot be split into training and held-out ones"
+                dropped = f"({train.num_dropped} more exceed rollout.max_prompt_length)"
+                reason = "usable prompts are too few to hold any out"
                 raise InputError(f"data.path: {len(train)} {reason} {dropped}")
             held_out = _hold_out(train, min(count, len(train) // 2), saved_held_out)
         if train.prompts and held_out:
@@ -234,11 +234,11 @@ def load_prompts(
         raise InputError(f"rollout.max_prompt_length: {reason}")
     if len(held_out) < count:
         has = "half of data.path" if key == "eval.num_prompts" else f"all of {key}"
-        has = "those of data.tasks that are short enough" if data.tasks else has
+        has = "the short enough ones of data.tasks" if data.tasks else has
         warn(f"warning: eval.num_prompts: {count}, but only {len(held_out)} are held out, {has}")
     remaining = leave_out(train, held_out, columns)
     if train.prompts and not remaining.prompts:
-        reason = "all training prompts are held out as well, so none is left to train on"
+        reason = "every training prompt is held out, so none is left to train on"
         raise InputError(f"{key}: {reason}")
     return remaining, held_out
 

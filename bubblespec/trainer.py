@@ -160,8 +160,8 @@ class Trainer:
         if self.ranks.is_main:
             prompt = groups[missing[0]].prompt
             log(
-                f"warning: {when}: no reward function gave a number for some response of "
-                f"{len(missing)} of {len(groups)} prompts, which are left out; the first is "
+                f"warning: {when}: {len(missing)} of {len(groups)} prompts have responses without "
+                "a reward and are left out; the first is "
                 f"{prompt.uid}, {str(prompt.text)!r:.100} (rewards/NAME/missing, "
                 "reward/left_out)"
             )
@@ -206,6 +206,8 @@ class Trainer:
         metrics |= reports.idle_metrics(ranks, record) | reports.shared_tail_metrics(ranks, record)
         if sampler.drafter is not None:
             metrics |= sampler.drafter.metrics(ranks)
+        for mechanism in sampler.mechanisms:
+            metrics |= mechanism.metrics(ranks, record)
         metrics["perf/max_memory_gb"] = reports.peak_memory_gb(ranks)
         metrics |= self.progress_metrics(record, metrics)
         if self.recorder is not None:
@@ -288,7 +290,7 @@ class Trainer:
         rewards = combine(samples.rewards, self.sampler.reward_weights).reshape(len(groups), -1)
         self.warn_of_missing(groups, rewards, self.ranks.place)
         if not (is_scored := has_rewards(rewards)).any():
-            problem = f"no function gave a number for any held-out prompt ({len(groups)} of them)"
+            problem = f"no function returned a number for any of {len(groups)} held-out prompts"
             raise RewardsFailed(f"reward.functions: {problem}")
         metrics = {
             "eval/reward": float(rewards[is_scored].mean()),
@@ -344,7 +346,7 @@ class Trainer:
         if is_last:
             raise SaveFailed(line)
         if self.ranks.is_main:
-            log(f"warning: {line}, and the run goes on")
+            log(f"warning: {line}; the run continues")
 
 
 def expected_best(rewards: np.ndarray, k: int) -> np.ndarray:

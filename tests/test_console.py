@@ -98,8 +98,8 @@ def test_the_start_of_other_runs():
 @pytest.mark.parametrize(
     "num_updates, scheduler, said",
     [
-        (20, "cosine", "continuing after 20 of 60 steps from runs/a/checkpoint-20"),
-        (60, "constant", "run.max_steps, for instance 120, goes on with it"),
+        (20, "cosine", "resuming after 20 of 60 steps from runs/a/checkpoint-20"),
+        (60, "constant", "set run.max_steps=120 to continue"),
         (60, "cosine", "start a new run with model.path=runs/a/checkpoint-60"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_resumed_run_says_where_it_is_and_how_it_is_extended(num_updates, sche
     facts = replace(FACTS, num_updates=num_updates, checkpoint=checkpoint)
     (line,) = [s for s in summary.start_lines(config, facts) if s.startswith("output: ")]
     assert line.endswith(said)
-    assert ("all 60 steps of this run are done" in line) == (num_updates == 60)
+    assert ("run complete (60 steps)" in line) == (num_updates == 60)
 
 
 # Steps and evaluations
@@ -232,7 +232,7 @@ def test_the_end_of_runs_that_did_nothing_or_little():
     ]
     assert end(make_config(), Totals(), [], checkpoint=None) == files
     options = {"num_updates": 0, "checkpoint": None, "is_stopped": True}
-    told = "told to stop after 0 of 60 updates; the same command goes on from there"
+    told = "stopped after 0 of 60 updates; run the same command to resume"
     assert end(make_config(), Totals(), [], **options) == [told, *files]
     totals = Totals()
     totals.add(METRICS)

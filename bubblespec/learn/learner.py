@@ -7,18 +7,16 @@ forwards, never from the generator, so the gradient depends on the tokens alone:
 or in which batches they were generated. The first update takes them from its own forward, so its
 ratio is exactly 1; later minibatches get a forward before it.
 
-With optim.stream_gradients part of the gradient may exist before the update begins (RollPacker's
-stream trainer, arXiv 2509.21009). A group whose rewards are all known determines its samples'
-advantages, and a sample's contribution to the gradient is then known up to one factor, the same for
-all samples of the update (losses.py). So a rank that has nothing else to do adds up the gradients
-of its own finished samples (`stream`). A batch then makes one update, which computes the others and
-scales the sum once.
+Part of an update's gradient may be in the optimizer's buffer before the update begins
+(`EarlyGradients`): a sample's contribution is known up to one factor that all samples of the update
+share (losses.py), and the sum is scaled once, at the end.
 """
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,22 +36,13 @@ from bubblespec.learn.losses import (
     importance_ratio,
     kl_penalty,
     load_loss,
-    local_weights,
     policy_loss,
     token_logprobs,
 )
-from bubblespec.learn.microbatch import (
-    Microbatch,
-    MicrobatchCost,
-    is_in_loss,
-    make_minibatches,
-    pack_responses,
-)
+from bubblespec.learn.microbatch import Microbatch, is_in_loss, make_minibatches
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.mechanisms.batch_invariant import deterministic
-from bubblespec.mechanisms.cpu_linear import refresh_copies
 from bubblespec.records import Span
-from bubblespec.types import Row, SampleId, Samples, count_sampled
+from bubblespec.types import Samples
 
 # Upper bound of sampling/logp_difference/mean at temperature 1; above it something other than
 # rounding is at work. Rounding alone gives 1e-7 in float64 (the generator's are kept in float32),
@@ -86,14 +75,34 @@ def response_logprobs(
     return token_logprobs(hidden, head, batch.target, temperature, MAX_LOGITS)
 
 
-@dataclass
-class Streamed:
-    """What this rank's gradient buffer holds of the coming update before that begins."""
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Context of a backward pass that adds in a fixed order, so that equal micro-batches have equal
+    gradients.
 
-    ids: set[SampleId] = field(default_factory=set)
-    """Samples whose gradients have been added, without the update's common factor."""
-    measured: list[torch.Tensor] = field(default_factory=list)
-    """`MEASURED` of their micro-batches."""
+    Raises RuntimeError for an operation that has no such order. On a GPU cuBLAS must be set up for
+    it before its first product (`fix_libraries`). Not for generation, which would write keys and
+    values in order.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+
+
+class EarlyGradients(Protocol):
+    """Gradients that are in the optimizer's buffer before the update that they belong to begins,
+    without the factor that all samples of the update share."""
+
+    def take(self, samples: Samples) -> tuple[np.ndarray, list[torch.Tensor]]:
+        """Hand over to the update of `samples`, on all ranks together. Return which samples are
+        covered by some rank, bool [S], and the `MEASURED` of this rank's micro-batches."""
+
+    def observe(self, microbatches: list[Microbatch], seconds: float) -> None:
+        """Learn how long forward and backward passes of these micro-batches took."""
 
 
 @dataclass(kw_only=True)
@@ -110,9 +119,10 @@ class Learner:
     optimizer: Optimizer
     kernel: str
     """Of attention; see `choose_kernel`."""
-    streamed: Streamed = field(default_factory=Streamed)
-    cost: MicrobatchCost = field(default_factory=MicrobatchCost)
-    """Seconds of a micro-batch, learned when gradients are streamed."""
+    after_update: list[Callable[[], None]] = field(default_factory=list)
+    """Called once the weights have changed: copies of weights are renewed here, not in the next
+    forward, whose time would be taken for the cost of its rows."""
+    early: EarlyGradients | None = None
     on_hidden: Callable[[Microbatch, torch.Tensor], None] | None = None
     """Called with the policy's hidden states of each micro-batch, [N, hidden]: the drafter learns
     from them."""
@@ -153,9 +163,11 @@ class Learner:
         # NaN says that an environment gave a token; where there is none, generation has failed.
         has_nan = bool((samples.num_sampled < samples.lengths).any())
         is_broken = has_nan and not self.config.environment.is_used
-        is_streamed = self._streamed_on_any_rank(samples)
+        is_covered, early = np.zeros(len(samples), bool), []
+        if self.early is not None:
+            is_covered, early = self.early.take(samples)
         minibatches, weights, factors = make_minibatches(
-            samples, has_gradient & ~is_streamed, config=self.config, ranks=self.ranks
+            samples, has_gradient & ~is_covered, config=self.config, ranks=self.ranks
         )
         for microbatches in minibatches[1:]:
             for batch in microbatches:
@@ -164,29 +176,25 @@ class Learner:
         totals, grad_norms, spans, num_skipped = [], [], [], 0
         updates = list(zip(minibatches, factors, strict=True)) * self.config.loss.num_iterations
         for microbatches, factor in updates:
-            measured = self._accumulate_gradients(microbatches, advantages, weights)
+            measured = self.accumulate_gradients(microbatches, advantages, weights)
             if self.ranks.device.type == "cuda":  # the host is far ahead of the backward pass
                 torch.cuda.synchronize(self.ranks.device)
             begin_s = self.ranks.clock.perf_counter()
             self.ranks.sum_(self.optimizer.flat_grad)  # tokens are weighted by global counts
             spans.append(Span("sync", begin_s, self.ranks.clock.perf_counter()))
-            if factor != 1.0:
-                self.optimizer.flat_grad.mul_(factor)
-            totals.append(sum_over_ranks(self.streamed.measured + measured, self.ranks, factor))
+            self.optimizer.flat_grad.mul_(factor)
+            totals.append(sum_over_ranks(early + measured, self.ranks, factor))
             is_finite = math.isfinite(totals[-1]["loss"]) and not is_broken
             grad_norm, learning_rate = self.optimizer.step(step, is_finite)
             grad_norms.append(grad_norm)
             num_skipped += not (is_finite and math.isfinite(grad_norm))
-        refresh_copies(self.model)
+        for renew in self.after_update:
+            renew()
         self._count_skipped(num_skipped, step)
-        self.streamed = Streamed()
         metrics = self.training_metrics(totals)
         if len(totals) > 1 and self.own_loss is None:  # in a first update every ratio is 1
             metrics |= self.clip_metrics(totals)
         self.warn_of_mismatch(metrics, step)
-        if self.config.optim.stream_gradients:
-            tokens = samples.lengths * has_gradient
-            metrics["idle/gradients/share"] = float(tokens @ is_streamed / max(tokens.sum(), 1))
         metrics |= {
             "grad_norm": float(np.mean(grad_norms)),
             "learning_rate": learning_rate,
@@ -195,51 +203,16 @@ class Learner:
         }
         return metrics, spans
 
-    def stream(self, rows: list[Row], advantages: np.ndarray) -> Span:
-        """Add the gradients of these finished samples to that of the coming update, in one
-        micro-batch. advantages: float64 [rows]. Returns when that was. Raises ValueError for a
-        sample whose gradient has been added before."""
-        ids = [row.id for row in rows]
-        if not self.streamed.ids.isdisjoint(ids):
-            raise ValueError(f"some gradients of {ids} have been computed before")
-        begin_s = self.ranks.clock.perf_counter()
-        tokens, generated = [row.tokens for row in rows], [row.full_logprob for row in rows]
-        are_used, loss_type = np.ones(len(rows), bool), self.config.loss.loss_type
-        weights = local_weights(loss_type, count_sampled(generated), are_used)
-        batch = pack_responses([row.prompt for row in rows], tokens, generated, self.ranks.device)
-        self.streamed.measured += self._accumulate_gradients([batch], advantages, weights)
-        self.streamed.ids.update(ids)
-        return Span("gradient", begin_s, self.ranks.clock.perf_counter())
-
-    def forget_streamed(self) -> None:
-        """Discard what was added to the gradient for an update that never came."""
-        if self.streamed.ids:
-            self.optimizer.clear()
-            self.streamed = Streamed()
-
-    def _streamed_on_any_rank(self, samples: Samples) -> np.ndarray:
-        """Which samples' gradients were computed before the update, bool [S]. Raises ValueError if
-        this rank has streamed samples that are not trained on."""
-        if not self.config.optim.stream_gradients:
-            return np.zeros(len(samples), bool)
-        own = np.array([name in self.streamed.ids for name in samples.ids], bool)
-        if own.sum() != len(self.streamed.ids):
-            raise ValueError(
-                f"{len(self.streamed.ids) - own.sum()} streamed samples are not trained on"
-            )
-        return self.ranks.gather(own.astype(np.uint8)).any(axis=0)
-
-    def _accumulate_gradients(
+    def accumulate_gradients(
         self, microbatches: list[Microbatch], advantages: np.ndarray, weights: np.ndarray
     ) -> list[torch.Tensor]:
-        """`accumulate_gradient` of each, measured for `cost` when gradients are streamed."""
+        """Add the gradients of these micro-batches to the optimizer's buffer; see
+        `accumulate_gradient`."""
         begin_s = self.ranks.clock.perf_counter()
         measured = [self.accumulate_gradient(b, advantages, weights) for b in microbatches]
-        if self.config.optim.stream_gradients and measured:
+        if self.early is not None and measured:
             measured[-1][0].item()  # waits for a GPU
-            num_tokens = sum(sum(batch.sequence_lengths) for batch in microbatches)
-            seconds = self.ranks.clock.perf_counter() - begin_s
-            self.cost.observe(len(microbatches), num_tokens, seconds)
+            self.early.observe(microbatches, self.ranks.clock.perf_counter() - begin_s)
         return measured
 
     def accumulate_gradient(
@@ -295,9 +268,9 @@ class Learner:
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if num_skipped else 0
         if self.num_skipped_in_a_row > MAX_SKIPPED_STEPS:
             raise RunFailed(
-                f"loss or gradient not finite in {self.num_skipped_in_a_row} steps in a row, "
-                f"up to step {step}; the weights are those before them. "
-                "Look at optim.learning_rate, at the rewards and at model.dtype"
+                f"loss or gradient was not finite in {self.num_skipped_in_a_row} steps in a row, "
+                f"the last of them step {step}; these updates were skipped. Check "
+                "optim.learning_rate, the rewards and model.dtype"
             )
 
     def training_metrics(self, totals: list[dict[str, float]]) -> dict[str, float]:
@@ -343,16 +316,14 @@ class Learner:
         if self.ranks.is_main:
             log(
                 f"warning: in step {step} log-probabilities in training differ from those in "
-                f"generation by {mean:.1e} on average (sampling/logp_difference/mean), far more "
-                f"than {str(dtype).removeprefix('torch.')} rounds; one of the two computes "
-                "something else: look for randomness in the model's own code (dropout, noise of a "
-                "router), and try another model.attention and model.dtype"
+                f"generation by {mean:.1e} on average (sampling/logp_difference/mean), far above "
+                f"the rounding of {str(dtype).removeprefix('torch.')}: the two forwards differ. "
+                "Look for randomness in the model's own code (dropout, router noise), and try "
+                "another model.attention and model.dtype"
             )
 
 
-def sum_over_ranks(
-    measured: list[torch.Tensor], ranks: Ranks, factor: float = 1.0
-) -> dict[str, float]:
+def sum_over_ranks(measured: list[torch.Tensor], ranks: Ranks, factor: float) -> dict[str, float]:
     """`MEASURED` of an update, from this rank's micro-batches; factor: of the loss."""
     by_batch = np.zeros((1, len(MEASURED)))
     if measured:

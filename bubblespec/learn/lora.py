@@ -51,7 +51,7 @@ def add_adapter(
         result = set_peft_model_state_dict(model, load_peft_weights(checkpoint, device="cpu"))
         if result.unexpected_keys or any("lora_" in key for key in result.missing_keys):
             raise InputError(
-                f"run.resume_from_checkpoint: the adapter in {checkpoint} is not one of this model"
+                f"run.resume_from_checkpoint: the adapter in {checkpoint} does not fit this model"
             )
 
 

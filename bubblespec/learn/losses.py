@@ -97,13 +97,13 @@ def load_loss(path: str) -> TokenLoss:
     try:
         loss = function(logprob, ratio, torch.tensor([1.0, -1.0, 0.0]))
     except Exception as error:  # the user's own code
-        problem = f"failed when tried on three tokens: {one_line(error)}"
+        problem = f"failed in a trial on three tokens: {one_line(error)}"
         raise InputError(f"loss.loss_type: {path} {problem}") from error
     check_token_loss(path, loss, logprob)
     if not loss.isfinite().all():
         raise InputError(f"loss.loss_type: {path} is not finite for ratios of 1: {loss.tolist()}")
     if not loss.requires_grad:
-        raise InputError(f"loss.loss_type: {path} has no gradient; is everything detached?")
+        raise InputError(f"loss.loss_type: {path} has no gradient; are its tensors detached?")
     return function
 
 

@@ -105,8 +105,8 @@ def make_minibatches(
     samples: Samples, has_gradient: np.ndarray, *, config: Config, ranks: Ranks
 ) -> tuple[list[list[Microbatch]], np.ndarray, list[float]]:
     """This rank's micro-batches of every minibatch; the weight of each sample's tokens, float64
-    [S]; and the factor by which each minibatch's gradient is to be scaled: with streamed gradients
-    the one that its samples have in common (it is known only now), otherwise 1.
+    [S], without the factor that the samples of a minibatch share; and this factor of each
+    minibatch, by which its gradient is to be scaled.
 
     Minibatches are whole groups, in the order of the batch, whatever the number of ranks. Each is
     normalised by its own counts, as if it were the whole batch of its update.
@@ -119,11 +119,7 @@ def make_minibatches(
     num_minibatches = min(loss.num_minibatches, len(by_group))  # groups may have been left out
     for members in map(np.ravel, np.array_split(by_group, num_minibatches)):
         limit = config.rollout.max_completion_length
-        factor = common_factor(loss.loss_type, num_sampled[members], is_used[members], limit)
-        if not config.optim.stream_gradients:
-            weights[members] *= factor
-            factor = 1.0
-        factors.append(factor)
+        factors.append(common_factor(loss.loss_type, num_sampled[members], is_used[members], limit))
         own = plan_microbatches(
             to_train[members], ranks.world_size, config.optim.max_tokens_per_microbatch
         )[ranks.rank]

@@ -156,7 +156,7 @@ class Optimizer:
                 if key == "step":
                     tensor.fill_(self.num_updates)
                 elif saved[key].shape != tensor.shape:
-                    raise ValueError("the optimizer state is of a model of other shapes")
+                    raise ValueError("the optimizer state is for other parameter shapes")
                 else:
                     tensor.copy_(saved[key])
 

@@ -3,7 +3,7 @@ and take in what was measured."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,12 +16,10 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import MAX_SLOWDOWN, DraftAhead
 from bubblespec.idle.task import IdleTask
-from bubblespec.learn.learner import Learner
 from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
 from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.mechanisms.episodes.environments import Environments
 from bubblespec.mechanisms.episodes.episodes import Episodes
-from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
 from bubblespec.mechanisms.tp_tail.tail import TPTail
 from bubblespec.planner.costs import rollout_seconds
 from bubblespec.planner.drafts import MAX_LOOKAHEAD, choose_lookahead, plan_drafts
@@ -34,6 +32,7 @@ from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.dynamic_sampling import joined, num_lacking, selected
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Draft, Group, Launch, Row, Samples, has_rewards
 
@@ -65,8 +64,7 @@ class Sampler:
     evaluation: Proposer | None = None
     """Of evaluations: held-out prompts may be of another kind, and sampled at another temperature,
     so what is learned there is kept apart. None where evaluations have no drafts."""
-    learner: Learner | None = None
-    """Where gradients are streamed."""
+    mechanisms: list[Mechanism] = field(default_factory=list)
     drafter: DrafterTraining | None = None
     """Where there is a learned drafter."""
     tail: TPTail | None = None
@@ -79,8 +77,6 @@ class Sampler:
     def sample(self, step: int) -> StepRecord:
         """The samples of `step`, in canonical order and the same on every rank. Raises
         StopRequested: the step is abandoned."""
-        if self.learner is not None:
-            self.learner.forget_streamed()  # of an abandoned rollout
         rollout, launch = self.config.rollout, self.schedule.launch(step)
         used, max_batches = launch.groups, rollout.dynamic_sampling_max_batches
         record = self._sample_groups(launch, step, used)
@@ -233,10 +229,10 @@ class Sampler:
         self, launch: Launch, step: int, used: list[Group], scoring: Scoring | None
     ) -> list[IdleTask]:
         """What ranks do while they wait in a rollout of a step."""
-        tasks: list[IdleTask] = []
-        is_first = len(used) == len(launch.groups)  # later rollouts are not trained on whole
-        if self.learner is not None and scoring is not None and is_first:
-            tasks.append(self._stream_gradients(launch, scoring))
+        plan = RolloutPlan(launch, step, used, scoring, self.stats.is_on)
+        for mechanism in self.mechanisms:
+            mechanism.begin_rollout(plan)
+        tasks = plan.tasks
         if "bubble" in self.config.speculative.sources and not self.stats.is_paused:
             begin_s = self.ranks.clock.perf_counter()
             if (drafting := self._draft_ahead(step, used)) is not None:
@@ -290,18 +286,6 @@ class Sampler:
             max_new_tokens=config.rollout.max_completion_length,
             max_slowdown=math.inf if planning == "always" else MAX_SLOWDOWN,
         )
-
-    def _stream_gradients(self, launch: Launch, scoring: Scoring) -> StreamGradients:
-        """Of a step's first rollout: with dynamic sampling whatever differs in it is trained on."""
-
-        def take_rewards() -> list[tuple[Row, float]]:
-            if not (scored := scoring.take_scored()):
-                return []
-            rows, scores = zip(*scored, strict=True)
-            lengths = np.array([len(row.tokens) for row in rows])
-            return list(zip(rows, self.combined(np.stack(scores), lengths).tolist(), strict=True))
-
-        return StreamGradients(launch, self.learner, take_rewards)
 
     def gather(self, table: RowTable, rows: dict[int, Row], scoring: Scoring) -> Samples:
         """The samples that are trained on, of all ranks. rows: this rank's."""

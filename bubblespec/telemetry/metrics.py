@@ -111,7 +111,6 @@ class MetricsLogger:
             self._log_to(record)
         except Exception as error:  # the user's own code, which may need a network
             if not self._has_warned:
-                log(
-                    f"warning: run.log_to failed in step {step}: {one_line(error)}; the run goes on"
-                )
+                problem = f"run.log_to failed in step {step}: {one_line(error)}"
+                log(f"warning: {problem}; the run continues")
             self._has_warned = True

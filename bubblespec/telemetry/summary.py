@@ -133,15 +133,14 @@ def progress_text(config: Config, facts: Facts) -> str:
     if done >= run.max_steps:
         if config.optim.lr_scheduler_type != "constant":
             return (
-                f"where all {done} steps of this run are done; its learning rate has come to its "
-                f"end (optim.lr_scheduler_type={config.optim.lr_scheduler_type}): start a new run "
-                f"with model.path={facts.checkpoint}"
+                f"run complete ({done} steps), with its learning rate at the end of "
+                f"optim.lr_scheduler_type={config.optim.lr_scheduler_type}; start a new run with "
+                f"model.path={facts.checkpoint}"
             )
-        advice = f"a larger run.max_steps, for instance {2 * done}, goes on with it"
-        return f"where all {done} steps of this run are done; {advice}"
+        return f"run complete ({done} steps); set run.max_steps={2 * done} to continue"
     if facts.checkpoint is None:
         return f"a new run of {run.max_steps} steps"
-    return f"continuing after {done} of {run.max_steps} steps from {facts.checkpoint}"
+    return f"resuming after {done} of {run.max_steps} steps from {facts.checkpoint}"
 
 
 def set_up_line(seconds: float, phases: dict[str, float]) -> str:
@@ -220,7 +219,7 @@ def end_lines(
     output_dir, of = config.run.output_dir, f"{num_updates} of {config.run.max_steps}"
     lines = [*table(history, num_updates), *evaluation_table(evaluations)]
     if is_stopped:
-        lines.append(f"told to stop after {of} updates; the same command goes on from there")
+        lines.append(f"stopped after {of} updates; run the same command to resume")
     elif history:
         lines.append(f"finished: {of} steps")
     if history:

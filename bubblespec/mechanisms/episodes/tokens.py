@@ -63,7 +63,7 @@ def begin_ids(
         ids = prompt_ids(tokenizer, cut, schemas)
         if tuple(ids[: len(base)]) != base:
             raise InputError(
-                "environment.factory: what it adds to the prompt changes the tokens before it: "
+                "environment.factory: text that it adds to the prompt changes earlier tokens: "
                 f"{after!r:.200}"
             )
         return ids[len(base) :]
@@ -71,8 +71,8 @@ def begin_ids(
     ids = _fit(ids_at, len(added), max_length)
     if ids is None:
         raise InputError(
-            f"environment.max_observation_length: {max_length} tokens are too few for what "
-            f"follows the shared part of a prompt"
+            f"environment.max_observation_length: {max_length} tokens are too few for the "
+            f"part of a prompt after its shared prefix"
         )
     return ids
 
@@ -210,7 +210,7 @@ def check_tokens(
     is_chat = not isinstance(prompt, str)
     if not is_chat and schemas:
         raise InputError(
-            "environment: tools need chat prompts; give data.as_chat=true, for instance"
+            "environment: tools need chat prompts; set data.as_chat=true for string prompts"
         )
     if is_chat and tokenizer.chat_template is None:
         raise InputError("model.path: its tokenizer has no chat template, but prompts are chats")
@@ -245,7 +245,7 @@ def _check_tool_format(tokenizer, prompt: list[dict], schemas: list[dict]) -> No
     if getattr(tokenizer, "response_template", None) is None and "<tool_call>" not in text:
         raise InputError(
             "model.path: its tokenizer has no response_template, by which tool calls are parsed, "
-            "and its chat template no <tool_call> tags"
+            "and its chat template has no <tool_call> tags"
         )
     part = {"type": "text", "text": content}
     for returned in (content, [content], [part], {content: 1}, None, 7, 0.5):
@@ -254,8 +254,8 @@ def _check_tool_format(tokenizer, prompt: list[dict], schemas: list[dict]) -> No
         wanted = content if content in str(returned) else str(returned)
         if wanted not in shown:
             raise InputError(
-                f"model.path: its chat template does not show what a tool returns: of {returned!r} "
-                f"there is {shown!r:.200}"
+                f"model.path: its chat template does not render a tool's result: {returned!r} "
+                f"becomes {shown!r:.200}"
             )
 
 
