@@ -5,7 +5,7 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -33,8 +33,6 @@ from bubblespec.data.prompts import (
 from bubblespec.data.rows import load_rows
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.lora import add_adapter
-from bubblespec.mechanisms.episodes.forms import Form
-from bubblespec.mechanisms.episodes.tokens import base_ids
 from bubblespec.types import Prompt
 
 HUB_TIMEOUT_S = 5.0
@@ -183,7 +181,7 @@ def stop_tokens(
 def load_prompts(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    environment: Form | None = None,
+    tokenize: Callable[[str | list[dict]], Sequence[int]] | None = None,
     *,
     saved_held_out: np.ndarray | None = None,
     warn: Callable[[str], None] = log,
@@ -192,15 +190,13 @@ def load_prompts(
     training, whether or not this run evaluates: the batches do not depend on that. Raises
     InputError.
 
-    saved_held_out: fingerprints of those of a run that continues, which stay the same if rows have
-    been appended.
+    tokenize: from a prompt to the ids that its group shares, by default all of its ids;
+    saved_held_out: fingerprints of the held-out rows of a run that resumes, which stay the same if
+    rows have been appended.
     """
     data, count, longest = config.data, config.eval.num_prompts, config.rollout.max_prompt_length
     options = {"system_prompt": data.system_prompt, "as_chat": data.as_chat}
-    tokenize = make_tokenize(tokenizer)
-    if environment is not None:  # what it adds to the prompt comes later
-        options_of_base = {"schemas": environment.schemas(), "adds_text": environment.adds_text}
-        tokenize = functools.partial(base_ids, tokenizer, **options_of_base)
+    tokenize = tokenize or make_tokenize(tokenizer)
 
     def prompts_of(rows, key: str) -> PromptSet:
         return build_prompt_set(rows, tokenize, longest, key=key, **options)

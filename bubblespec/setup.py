@@ -58,6 +58,7 @@ from bubblespec.mechanisms.batch_invariant import (
 from bubblespec.mechanisms.drafter.layer import read_drafter
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.forms import load_form
+from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
@@ -98,15 +99,16 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         lines.append(f"warning: {slower}")
     for line in lines if ranks.is_main else []:
         log(line)
-    form = None
+    form = tokenize = None
     if config.environment.is_used:
         form = load_form(config.environment.factory, config.environment.tools)
+        tokenize = tokenize_with(tokenizer, form)
     has_reward = form is not None and form.has_reward
     weights = check_weights(config, has_reward)
     with console.phase("reading the data"):
         warn = log if ranks.is_main else lambda line: None
         options = {"saved_held_out": planner.get(HELD_OUT), "warn": warn}
-        train_prompts, eval_prompts = load_prompts(config, tokenizer, form, **options)
+        train_prompts, eval_prompts = load_prompts(config, tokenizer, tokenize, **options)
         data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts)
         check_equal(data, ranks)
         if checkpoint:

@@ -34,7 +34,7 @@ from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 from bubblespec.rollout.table import RowTable
-from bubblespec.types import Draft, Group, Launch, Row, Samples, has_rewards, observed_spans
+from bubblespec.types import Draft, Group, Launch, Row, Samples, has_rewards
 
 
 @dataclass
@@ -187,8 +187,6 @@ class Sampler:
             upcoming = self.schedule.upcoming(step, MAX_LOOKAHEAD, used)
             groups = [group for batch in (table.launch.groups, *upcoming) for group in batch]
             loop.episodes = self._episodes(groups, scoring)
-            if loop.proposer is not None:
-                loop.episodes.drafts = self.store
         return loop.run(rows, table), loop.tasks
 
     @property
@@ -207,7 +205,6 @@ class Sampler:
             clock=self.ranks.clock,
             with_environment=self.scorer.takes_environments,
             runs_drafts=self.config.environment.draft,
-            speculates=self.stats.predicts_observations,
         )
         if scoring is not None:
             scoring.outcomes = episodes.outcomes
@@ -333,8 +330,8 @@ class Sampler:
             if is_right and len(old.tokens) > length:
                 drafts[row.id] = old
             elif length:
-                tokens, spans = row.tokens.astype(np.int32), observed_spans(row.logprob)
-                drafts[row.id] = Draft(tokens, row.finish is not None, step, spans)
+                tokens = row.tokens.astype(np.int32)
+                drafts[row.id] = Draft(tokens, row.finish is not None, step)
         exchange(self.store, drafts, self.ranks, are_deferred=are_deferred)
 
     def observe_samples(self, samples: Samples, rewards: np.ndarray) -> None:
@@ -372,7 +369,6 @@ class Sampler:
             track(loop.proposer, rows, self.evaluation_store, version)
         if self.environments is not None:
             loop.episodes = self._episodes(groups, scoring)
-            loop.episodes.drafts = self.evaluation_store
         record = loop.run(rows, table)
         self.ranks.barrier_or_stop()
         samples = self.gather(table, rows, scoring)
@@ -380,8 +376,7 @@ class Sampler:
             # All of them, or the longest, as many as there is room for.
             self.evaluation_store, ids = DraftStore(self.evaluation_store.max_tokens), samples.ids
             for index in np.argsort(-samples.lengths, kind="stable").tolist():
-                spans = observed_spans(samples.logprob[index])
-                draft = Draft(samples.tokens[index].astype(np.int32), True, version, spans)
+                draft = Draft(samples.tokens[index].astype(np.int32), True, version)
                 self.evaluation_store.put(ids[index], draft)
         return samples, record
 

@@ -22,6 +22,7 @@ from bubblespec.loading import load_prompts, load_tokenizer
 from bubblespec.mechanisms.episodes.environments import Environments, Observation, check_environment
 from bubblespec.mechanisms.episodes.episodes import episode_seed
 from bubblespec.mechanisms.episodes.forms import load_form
+from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.rewards.functions import Sample, load_reward, score, takes_environments
 
 NAME = "episode"
@@ -44,7 +45,7 @@ def play(config: Config, number: int, lines: Iterator[str], has_colour: bool) ->
     functions = {path: load_reward(path) for path in config.reward.functions}
     tokenizer = load_tokenizer(config)
     form = load_form(options.factory, options.tools)
-    prompts = load_prompts(config, tokenizer, form)[0].prompts
+    prompts = load_prompts(config, tokenizer, tokenize_with(tokenizer, form))[0].prompts
     if not 0 <= number < len(prompts):
         raise InputError(f"--prompt: {number}, but the data has {len(prompts)} usable prompts")
     prompt = prompts[number]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from bubblespec.data.prompts import make_tokenize, render, render_text
 from bubblespec.errors import InputError
-from bubblespec.mechanisms.episodes.forms import Chat, tool_message
+from bubblespec.mechanisms.episodes.forms import Chat, Form, tool_message
 
 # How added text may begin and end: kinds of characters that tokenizers join to what is before them.
 _BEGINNINGS = ("", "a", " a", "7", "\na", ".")
@@ -43,6 +43,12 @@ def base_ids(tokenizer, prompt: Chat, schemas: list[dict], adds_text: bool) -> t
         lambda column: len(set(column)) == 1, zip(*renderings, strict=False)
     )
     return tuple(column[0] for column in columns)
+
+
+def tokenize_with(tokenizer, form: Form) -> Callable[[Chat], tuple[int, ...]]:
+    """Return the function from a prompt to the ids that a group of episodes shares."""
+    schemas, adds_text = form.schemas(), form.adds_text
+    return lambda prompt: base_ids(tokenizer, prompt, schemas, adds_text)
 
 
 def begin_ids(
