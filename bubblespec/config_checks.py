@@ -10,12 +10,13 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from bubblespec.config_names import FOREIGN
 from bubblespec.errors import InputError
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 MISSING: Any = "???"  # OmegaConf's value of a key without default
 # What may happen if a run is continued from a checkpoint with another value of a key.
@@ -33,7 +34,7 @@ class Bound(NamedTuple):
 
 
 def at_least(limit: float, or_else: Any = None) -> Bound:
-    """or_else: another valid value, named in the message."""
+    """Return a lower bound. or_else: another valid value, which the message names."""
     text = f"at least {limit}" if or_else is None else f"{or_else}, or at least {limit}"
     return Bound(
         lambda value: value == or_else or (not isinstance(value, str) and value >= limit), text
@@ -41,12 +42,13 @@ def at_least(limit: float, or_else: Any = None) -> Bound:
 
 
 def above(limit: float) -> Bound:
+    """Return a lower bound that is not valid itself."""
     return Bound(lambda value: value > limit, f"above {limit}")
 
 
 def at_most(limit: float, why: str = "") -> Bound:
-    """Without `why` it is a technical limit: larger sizes exhaust the machine before anything is
-    checked, or overflow."""
+    """Return an upper bound. Without `why` the limit is technical: larger sizes overflow, or
+    exhaust the machine before anything is checked."""
     return Bound(lambda value: value <= limit, f"at most {limit}{why and f' ({why})'}")
 
 
@@ -57,8 +59,8 @@ _FINITE = Bound(lambda value: not isinstance(value, float) or math.isfinite(valu
 
 
 def key(default: Any, *bounds: Bound, resume: str = EXACT) -> Any:
-    """A field of a section: its default, what its value (or each element of its list) must be, and
-    its class on resume."""
+    """Return a field of a section. bounds: on its value, or on each element of a list; resume: its
+    class on resume."""
     metadata = {"bounds": bounds, "resume": resume}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
@@ -66,25 +68,14 @@ def key(default: Any, *bounds: Bound, resume: str = EXACT) -> Any:
 
 
 def require(holds: bool, name: str, value: Any, what: str) -> None:
-    """An InputError that names the key and what its value must be, unless the condition holds."""
+    """Raise an InputError that names the key and its valid values unless the condition holds."""
     if not holds:
         raise InputError(f"{name}: {value} must be {what}")
 
 
-def fill(
-    schema: type,
-    base: Any,
-    overrides: list[str],
-    source: str,
-    removed: dict[str, str],
-    foreign: dict[str, str],
-) -> Any:
-    """`schema` filled from `base` and then the overrides, each value within its bounds. source:
-    what an error calls `base`; removed: former keys, and what took their place; foreign: names
-    of other trainers, whole or the last part, and ours."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
+def fill(schema: type, base: Any, overrides: list[str], source: str) -> Any:
+    """Fill `schema` from `base` and then the overrides, and check bounds. source: the name of
+    `base` in errors."""
     layers = [base]
     for override in overrides:
         if not override.partition("=")[0].strip(". ") or "=" not in override:
@@ -104,22 +95,20 @@ def fill(
             raise InputError(f"{source}: expected sections (model, data, ...), found {found}")
         for section, values in given.items():
             if not isinstance(section, str):  # YAML reads on, off, yes and no as true and false
-                raise InputError(f"{source}: the key {section!r} is no text, so it is no section")
+                raise InputError(f"{source}: the key {section!r} is not text")
             if section in sections and not isinstance(values, dict):
-                raise InputError(f"{section}: is a section, not a value")
+                raise InputError(f"{section}: is a section; set its keys")
             if section not in sections and not (values and isinstance(values, dict)):
-                raise InputError(f"{section}: {_unknown(section, keys, foreign)}")
+                raise InputError(f"{section}: {_unknown(section, keys)}")
             for leaf, value in values.items():
                 name = f"{section}.{leaf}"
-                if name in removed:
-                    raise InputError(f"{name}: there is no such key any more: {removed[name]}")
                 if name not in keys:
                     name = _innermost(name, value)
-                    raise InputError(f"{name}: {_unknown(name, keys, foreign)}")
+                    raise InputError(f"{name}: {_unknown(name, keys)}")
                 _put(config, name, value)
     try:
         for name in sorted(OmegaConf.missing_keys(config)):
-            raise InputError(f"{name}: has no default, so it must be given")
+            raise InputError(f"{name}: is required")
         filled = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # a reference ${...} to what does not exist
         raise InputError(f"{error.full_key}: {_first_line(error)}") from error
@@ -127,30 +116,27 @@ def fill(
     return filled
 
 
-def _put(config: "DictConfig", name: str, value: Any) -> None:
-    """Set a key. OmegaConf checks the type, and does not always know the whole name."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
+def _put(config: DictConfig, name: str, value: Any) -> None:
+    """Set a key. OmegaConf checks the type; its error may lack the whole name."""
     try:
         OmegaConf.update(config, name, value)
     except OmegaConfBaseException as error:
         name = error.full_key if str(error.full_key).startswith(name) else name
         problem = _first_line(error)
         if "ListConfig" in problem or "container types" in problem:
-            problem = "is a list or a mapping; give it whole, as in [...] or {...}"
+            problem = "is a list or a mapping; set all of it, as in [...] or {...}"
         raise InputError(f"{name}: {problem}") from error
 
 
 def keys_of(schema: type) -> dict[str, dataclasses.Field]:
-    """The field of each "section.key"."""
+    """Return the field of each "section.key"."""
     sections = dataclasses.fields(schema)
     return {f"{s.name}.{f.name}": f for s in sections for f in dataclasses.fields(s.type)}
 
 
 def _check_bounds(section: Any, prefix: str = "") -> None:
-    """Each value against the bounds of its key, which null and auto need not meet. A text that
-    cannot be null is not empty."""
+    """Check each value against the bounds of its key, except null and auto. A text that cannot be
+    null must not be empty."""
     for field in dataclasses.fields(section):
         name, value = f"{prefix}{field.name}", getattr(section, field.name)
         if field.type is str and not value.strip():
@@ -168,19 +154,19 @@ def _check_bounds(section: Any, prefix: str = "") -> None:
 
 
 def _innermost(name: str, value: Any) -> str:
-    """Other trainers nest their keys deeper: the name of the first value."""
+    """Return the whole name of the first value, as other trainers nest keys deeper."""
     while isinstance(value, dict) and value:
         leaf, value = next(iter(value.items()))
         name += f".{leaf}"
     return name
 
 
-def _unknown(name: str, keys: Iterable[str], foreign: dict[str, str]) -> str:
-    """What a key of another trainer is called here, the right name in the wrong section, or the key
-    that is spelled most alike."""
+def _unknown(name: str, keys: Iterable[str]) -> str:
+    """Return our name of another trainer's key, the right section of a key, or the key with the
+    most similar spelling."""
     section, leaf = name.partition(".")[0], name.rpartition(".")[2]
     matches = sorted(key for key in keys if key.partition(".")[2] == leaf)
-    if answer := foreign.get(name) or (not matches and foreign.get(leaf)):
+    if answer := FOREIGN.get(name) or (not matches and FOREIGN.get(leaf)):
         return f"unknown key; here it is {answer}"
     if len(matches) != 1:
         matches = difflib.get_close_matches(name, sorted(keys), n=1) or matches
@@ -191,8 +177,7 @@ def _unknown(name: str, keys: Iterable[str], foreign: dict[str, str]) -> str:
 
 
 def escape(value: Any) -> Any:
-    """`${` is written so that it is read as text, not as a reference; a backslash in front of it
-    counts as an escape."""
+    """Escape `${` in all texts, so that it is not read as a reference."""
     if isinstance(value, dict):
         return {k: escape(v) for k, v in value.items()}
     if isinstance(value, list):
