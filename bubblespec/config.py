@@ -1,5 +1,4 @@
-"""Configuration: typed dataclasses, filled from a YAML file and dotted overrides, checked before
-anything heavy starts.
+"""Configuration: typed dataclasses, which config_file.py fills from a YAML file and overrides.
 
 A key is declared once: its type and default, its meaning in the docstring below, and in `key(...)`
 its bounds and whether a resumed run may have another value (`resume`; by default it may not). Leaf
@@ -7,11 +6,8 @@ names are TRL's where TRL has one, else verl's. A mistake is an `InputError` nam
 """
 
 import dataclasses
-import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from omegaconf import OmegaConf
 
 from bubblespec.config_checks import (
     EXACT,
@@ -23,13 +19,9 @@ from bubblespec.config_checks import (
     above,
     at_least,
     at_most,
-    escape,
-    fill,
     key,
     keys_of,
 )
-from bubblespec.config_combinations import check_combinations
-from bubblespec.errors import InputError
 
 # of uid, visit, sample and position; a prompt has at most one visit per step
 COUNTER = "the noise counter's field"
@@ -374,28 +366,6 @@ class Config:
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     run: RunConfig = field(default_factory=RunConfig)
-
-
-def load_config(path: str, overrides: list[str] = ()) -> Config:
-    """Return the checked configuration of a YAML file and `section.key=value` overrides. Raises
-    InputError."""
-    if not os.path.isfile(path):
-        raise InputError(f"--config: no file at {path}")
-    try:
-        base = OmegaConf.load(path)
-    except Exception as error:  # of many kinds; all mean a file that is not valid YAML
-        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    return check_combinations(fill(Config, base, overrides, path))
-
-
-def config_of_sections(sections: dict[str, dict], overrides: list[str], source: str) -> Config:
-    """Return the checked configuration of a dictionary of sections. source: its name in errors."""
-    return check_combinations(fill(Config, OmegaConf.create(escape(sections)), overrides, source))
-
-
-def config_to_yaml(config: Config) -> str:
-    """Return the resolved configuration as YAML, which `load_config` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(escape(dataclasses.asdict(config))))
 
 
 def flatten(config: Config) -> dict[str, Any]:

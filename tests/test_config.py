@@ -9,7 +9,8 @@ import re
 import pytest
 
 from bubblespec import config as module
-from bubblespec.config import Config, config_to_yaml, flatten, load_config
+from bubblespec.config import Config, flatten
+from bubblespec.config_file import config_to_yaml, load_config
 from bubblespec.config_names import FOREIGN
 from bubblespec.errors import InputError
 from scripts import write_configuration

@@ -21,7 +21,7 @@ FLOORS = [
     {"idle", "telemetry", "rewards", "loading"},
     {"draft"},
     {"learn", "planner", "data"},
-    {"engine"},
+    {"config_file", "engine"},
     {"distributed", "config"},
     {"config_combinations"},
     {"config_checks", "imports"},
