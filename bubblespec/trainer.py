@@ -123,6 +123,8 @@ class Trainer:
         if wants_drafter and self.num_updates < self.config.run.max_steps:
             with self.console.phase("preparing the drafter"):
                 self._make_drafter()
+        for mechanism in self.sampler.mechanisms:
+            mechanism.start(self)
         if self.ranks.is_main:
             self.console.end_set_up(self.num_updates)
 
@@ -206,6 +208,8 @@ class Trainer:
         metrics |= reports.idle_metrics(ranks, record) | reports.shared_tail_metrics(ranks, record)
         if sampler.drafter is not None:
             metrics |= sampler.drafter.metrics(ranks)
+        for mechanism in sampler.mechanisms:
+            metrics |= mechanism.metrics(ranks, record)
         metrics["perf/max_memory_gb"] = reports.peak_memory_gb(ranks)
         metrics |= self.progress_metrics(record, metrics)
         if self.recorder is not None:
@@ -334,6 +338,7 @@ class Trainer:
                 speculation=self.sampler.state_dict(),
                 linear=self.linear,
                 drafter=self.sampler.drafter,
+                writers=[mechanism.save for mechanism in self.sampler.mechanisms],
                 ranks=self.ranks,
             )
         if problem is None:
