@@ -80,7 +80,7 @@ def programs(bench: Bench) -> Iterator[Figure]:
     if bench.is_small:
         overrides = ["rollout.num_prompts_per_step=2", "rollout.max_completion_length=16"]
         overrides += ["data.size=20"]
-    got, seconds = run_program("-m", "bubblespec.tools.doctor", "--config", CONFIG, *overrides)
+    got, seconds = run_program("-m", "bubblespec", "doctor", "--config", CONFIG, *overrides)
     verdicts = re.findall(r"^\w[\w ]* +(ok|slower|failed): (.*)$", got.stdout, re.MULTILINE)
     counts = Counter(verdict for verdict, _ in verdicts)
     note = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("ok", "slower", "failed"))

@@ -29,7 +29,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks.shared import check_names, main, markdown, write_json
 from bubblespec.errors import InputError
-from bubblespec.tools.simulate.__main__ import rollout_of, simulated_config, totals
+from bubblespec.tools.simulate.command import rollout_of, simulated_config, totals
 from bubblespec.tools.simulate.roofline import roofline
 from bubblespec.tools.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.tools.simulate.runner import Cost, DrafterModel

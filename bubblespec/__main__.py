@@ -1,24 +1,39 @@
 """The commands beside training: python -m bubblespec doctor|memory|simulate|play ..."""
 
-import runpy
+import importlib
+import logging
+import os
 import sys
 
+import transformers
+
+from bubblespec.distributed.failures import report
+from bubblespec.errors import EndsRun
+
 COMMANDS = {
-    "doctor": "bubblespec.tools.doctor",
-    "memory": "bubblespec.memory",
-    "simulate": "bubblespec.tools.simulate",
+    "doctor": "bubblespec.tools.doctor.command",
+    "memory": "bubblespec.tools.memory",
+    "simulate": "bubblespec.tools.simulate.command",
     "play": "bubblespec.tools.play",
 }
 
 
-def main() -> None:
-    """Run the command that the first argument names, with the rest of the arguments."""
-    name = sys.argv[1] if len(sys.argv) > 1 else None
+def main() -> int:
+    """Run the command that the first argument names. Return the exit code: 2 for bad input."""
+    name, *arguments = sys.argv[1:] or [""]
     if name not in COMMANDS:
         sys.exit(f"usage: python -m bubblespec {'|'.join(COMMANDS)} ...")
-    del sys.argv[1]
-    runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
+    transformers.utils.logging.disable_progress_bar()
+    if os.environ.get("RANK", "0") != "0":
+        logging.disable(logging.WARNING)
+    try:
+        importlib.import_module(COMMANDS[name]).main(arguments)
+    except EndsRun as error:  # one line
+        return report(error)
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

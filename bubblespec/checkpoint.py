@@ -42,7 +42,7 @@ SPECULATION_FILE = "speculation.npz"
 PLANNER_FILE = "planner.npz"
 OPTIMIZER_FILE = "optimizer.pt"
 FORMAT = 3  # of checkpoints; 2 has other statistics and kernels, those without one other noise
-NOT_THE_SAME = "continuing would not be the same run (give another run.output_dir for a new one)"
+NOT_THE_SAME = "resuming would not repeat the same run (set another run.output_dir for a new one)"
 # What reading files may raise that are torn or something else.
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError)
 UNREADABLE += (zipfile.BadZipFile, pickle.UnpicklingError)
@@ -140,13 +140,13 @@ def find_damage(folder: str) -> str | None:
     except (OSError, ValueError) as error:  # ValueError: a line of another form, or not UTF-8
         return f"{SUMS_FILE} cannot be read ({error})"
     if not wanted or list(wanted)[-1] != STATE_FILE:  # which is written last
-        return f"{SUMS_FILE} has lost its end"
+        return f"{SUMS_FILE} is truncated"
     try:
         digests = _digests(folder, list(wanted))
     except OSError as error:
         return f"a file cannot be read: {error}"
     changed = [name for name in wanted if digests[name] != wanted[name]]
-    return f"{changed[0]} is not as it was written" if changed else None
+    return f"{changed[0]} does not match its checksum" if changed else None
 
 
 def _digests(folder: str, names: list[str]) -> dict[str, str]:
@@ -214,8 +214,8 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
         _check_same_run(config, flatten(load_config(resolved)), output_dir)
     if folder == "none" and existing:
         raise InputError(
-            f"run.output_dir: {output_dir} holds checkpoints; give another folder, or "
-            "run.resume_from_checkpoint=auto to continue"
+            f"run.output_dir: {output_dir} contains checkpoints; set another folder, or "
+            "run.resume_from_checkpoint=auto to resume"
         )
     if folder == "auto":
         folder = _newest_whole(existing) or "none"
@@ -230,13 +230,13 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
     state = read_state(folder)
     if state.get("format") != FORMAT:
         raise InputError(
-            f"run.resume_from_checkpoint: {folder} is of another version of this package: "
+            f"run.resume_from_checkpoint: {folder} was written by another version of this package: "
             f"{NOT_THE_SAME}"
         )
     differences = _check_same_run(config, state["config"], folder)
     if world_size != state["world_size"]:
         differences.append(f"{world_size} ranks here, but {state['world_size']}")
-    weights = "the run goes on, but its weights are the same to rounding only"
+    weights = "the run continues, but its weights repeat up to rounding only"
     for difference in differences:
         log(f"warning: {difference} in {folder}; {weights}")
     return folder
@@ -249,10 +249,10 @@ def _newest_whole(folders: list[str]) -> str | None:
         damage = find_damage(folder)
         if damage is None:
             return folder
-        log(f"warning: {folder} is damaged: {damage}; looking at the one before")
+        log(f"warning: {folder} is damaged: {damage}; trying the previous one")
     if folders:
-        advice = "remove the damaged ones to start a new run"
-        raise InputError(f"run.output_dir: no checkpoint in it is whole; {advice}")
+        advice = "remove them to start a new run"
+        raise InputError(f"run.output_dir: all its checkpoints are damaged; {advice}")
     return None
 
 
@@ -262,7 +262,7 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
     current, classes, rounding = flatten(config), resume_classes(config), []
     for key in sorted(saved.keys() | current.keys()):
         if key not in current:
-            raise InputError(f"{key}: unknown key in {where}, which another version has written")
+            raise InputError(f"{key}: unknown key in {where}, written by another version")
         here, there = current[key], saved.get(key)
         if key.endswith("path") and _is_the_same_data(here, there):
             continue

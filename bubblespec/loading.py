@@ -5,7 +5,7 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -33,8 +33,6 @@ from bubblespec.data.prompts import (
 from bubblespec.data.rows import load_rows
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.lora import add_adapter
-from bubblespec.mechanisms.episodes.forms import Form
-from bubblespec.mechanisms.episodes.tokens import base_ids
 from bubblespec.types import Prompt
 
 HUB_TIMEOUT_S = 5.0
@@ -73,7 +71,7 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     has_adapter = config.model.lora_r > 0
     path = config.model.path if has_adapter or checkpoint is None else checkpoint
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
-        advice = "merge it into its base (merge_and_unload of peft), and save that"
+        advice = "merge it into its base model (peft's merge_and_unload) and save that"
         raise InputError(f"model.path: {path} is a LoRA adapter; {advice}")
     key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
     if getattr(from_pretrained(AutoConfig, config, path), "is_encoder_decoder", False):
@@ -85,7 +83,7 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     model, info = from_pretrained(AutoModelForCausalLM, config, path, **options)
     if info["mismatched_keys"]:
         name, there, wanted = sorted(info["mismatched_keys"])[0]
-        shapes = f"is {list(there)}, but its config.json asks for {list(wanted)}"
+        shapes = f"is {list(there)}, but its config.json expects {list(wanted)}"
         raise InputError(f"{key}: {name} in the weights of {path} {shapes}")
     if info["missing_keys"]:
         first, *others = sorted(info["missing_keys"])
@@ -106,7 +104,7 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
         )
     except Exception as error:  # someone else's files, and a dozen libraries that read them
         if "trust_remote_code" in str(error):
-            advice = "brings code of its own, which needs model.trust_remote_code=true; read it"
+            advice = "has code of its own: read it, then set model.trust_remote_code=true"
             raise InputError(f"model.path: {path} {advice}") from error
         key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
         reason = f"cannot load {auto_class.__name__} from {path}: {one_line(error)}"
@@ -114,7 +112,7 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
             reason = f"there is no folder {path}"
             if path.count("/") < 2 and path[:1] not in "./~":  # else it is no name of a model
                 reason += ", and no such model is in the cache or on the Hugging Face hub"
-                reason += "" if is_hub_reachable() else f" ({constants.ENDPOINT} is out of reach)"
+                reason += "" if is_hub_reachable() else f" ({constants.ENDPOINT} cannot be reached)"
         raise InputError(f"{key}: {reason}") from error
 
 
@@ -143,7 +141,7 @@ def check_vocabulary(
     size = model.get_input_embeddings().num_embeddings
     known = set(tokenizer.get_vocab().values())
     if (largest := max(known, default=0)) >= size:
-        excess = f"has token {largest}, but the model only {size} embeddings"
+        excess = f"has token {largest}, but the model has only {size} embeddings"
         raise InputError(f"model.path: the tokenizer of {config.model.path} {excess}")
     for token in config.rollout.stop_token_ids or []:
         if token >= size:
@@ -153,13 +151,13 @@ def check_vocabulary(
     lines = []
     if num_tokens < size:
         lines.append(
-            f"{size - num_tokens} of the model's {size} token ids are beyond the tokenizer's last "
+            f"{size - num_tokens} of the model's {size} token ids exceed the tokenizer's last "
             "token; they are never sampled"
         )
     if len(known) < num_tokens:
         lines.append(
             f"warning: the tokenizer has no token for {num_tokens - len(known)} ids below its last "
-            "one, which can be sampled and are trained on like others"
+            "one; these ids can be sampled and trained on like others"
         )
     return num_tokens, lines
 
@@ -183,7 +181,7 @@ def stop_tokens(
 def load_prompts(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    environment: Form | None = None,
+    tokenize: Callable[[str | list[dict]], Sequence[int]] | None = None,
     *,
     saved_held_out: np.ndarray | None = None,
     warn: Callable[[str], None] = log,
@@ -192,15 +190,13 @@ def load_prompts(
     training, whether or not this run evaluates: the batches do not depend on that. Raises
     InputError.
 
-    saved_held_out: fingerprints of those of a run that continues, which stay the same if rows have
-    been appended.
+    tokenize: from a prompt to the ids that its group shares, by default all of its ids;
+    saved_held_out: fingerprints of the held-out rows of a run that resumes, which stay the same if
+    rows have been appended.
     """
     data, count, longest = config.data, config.eval.num_prompts, config.rollout.max_prompt_length
     options = {"system_prompt": data.system_prompt, "as_chat": data.as_chat}
-    tokenize = make_tokenize(tokenizer)
-    if environment is not None:  # what it adds to the prompt comes later
-        options_of_base = {"schemas": environment.schemas(), "adds_text": environment.adds_text}
-        tokenize = functools.partial(base_ids, tokenizer, **options_of_base)
+    tokenize = tokenize or make_tokenize(tokenizer)
 
     def prompts_of(rows, key: str) -> PromptSet:
         return build_prompt_set(rows, tokenize, longest, key=key, **options)
@@ -223,8 +219,8 @@ def load_prompts(
             held_out = prompts_of(rows, key).prompts[:count]
         elif count:
             if len(train) < 2:
-                dropped = f"({train.num_dropped} are over rollout.max_prompt_length)"
-                reason = "usable prompts cannot be split into training and held-out ones"
+                dropped = f"({train.num_dropped} more exceed rollout.max_prompt_length)"
+                reason = "usable prompts are too few to hold any out"
                 raise InputError(f"data.path: {len(train)} {reason} {dropped}")
             held_out = _hold_out(train, min(count, len(train) // 2), saved_held_out)
         if train.prompts and held_out:
@@ -234,11 +230,11 @@ def load_prompts(
         raise InputError(f"rollout.max_prompt_length: {reason}")
     if len(held_out) < count:
         has = "half of data.path" if key == "eval.num_prompts" else f"all of {key}"
-        has = "those of data.tasks that are short enough" if data.tasks else has
+        has = "the short enough ones of data.tasks" if data.tasks else has
         warn(f"warning: eval.num_prompts: {count}, but only {len(held_out)} are held out, {has}")
     remaining = leave_out(train, held_out, columns)
     if train.prompts and not remaining.prompts:
-        reason = "all training prompts are held out as well, so none is left to train on"
+        reason = "every training prompt is held out, so none is left to train on"
         raise InputError(f"{key}: {reason}")
     return remaining, held_out
 

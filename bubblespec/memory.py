@@ -1,23 +1,20 @@
 """Memory of one rank: how many slots, pages and shared rows fit, how many tokens of drafts and
-history, and, before a run, a table:
-python -m bubblespec memory --config FILE [section.key=value ...]
+history.
 
 Weights, gradients, optimizer state, keys and values follow from shapes. What a gradient step and a
 forward need besides is a rule of thumb in the table; a run on a GPU makes the largest of both,
 reads their peaks and gives the rest to keys and values.
 """
 
-import argparse
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from bubblespec.config import Config, load_config
+from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.attention import reads_pages
 from bubblespec.engine.model import forward_hidden
@@ -27,10 +24,8 @@ from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.microbatch import pack_responses
-from bubblespec.loading import from_pretrained, with_dtype
 from bubblespec.mechanisms.drafter.layer import MAX_ROWS
 
-CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of an H100, an H200
 AUTO_TP_ROWS = 16
 SHARE_OF_HOST = 0.05  # of the free memory of the machine, for drafts and for history each
 DRAFT_TOKEN_BYTES, HISTORY_TOKEN_BYTES = 4, 100  # a token of history is in an index, too
@@ -188,13 +183,13 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
             break
     else:
         size = needed * unit + num_tp_rows * needs.tp_row
-        have = f"need {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free besides the model"
+        have = f"need {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free next to the model"
         keys = (
             "rollout.max_num_seqs, rollout.max_completion_length, optim.max_tokens_per_microbatch"
         )
         raise InputError(
             f"rollout.max_num_seqs: {wanted}, but slots of {max_length(config)} tokens {have}; "
-            f"lower {keys}, or set optim.shard_state"
+            f"lower {keys}, or set optim.shard_state=true"
         )
     if not is_paged:
         return min(fitting, useful), None, num_tp_rows
@@ -275,61 +270,5 @@ def host_token_budget(ranks: Ranks) -> tuple[int, int]:
     return int(free // DRAFT_TOKEN_BYTES), int(free // HISTORY_TOKEN_BYTES)
 
 
-def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
-    """What each rank needs, and what it leaves of cards of two sizes."""
-    needs = estimate(config, model, world_size)
-    count = sum(p.numel() for p in model.parameters())
-    rows = [(needs.weights, "weights"), (needs.gradients, "gradients")]
-    rows += [(needs.optimizer, "optimizer state"), (needs.drafter, "drafter")]
-    rows += [(needs.lasting, "total, for the whole run")]
-    rows += [(needs.training, "gradient step, in addition (estimated)")]
-    rows += [(needs.rollout, "forward of a rollout, in addition, at another time (estimated)")]
-    rows += [(needs.slot, f"keys and values of one response of {max_length(config)} tokens")]
-    title = f"{config.model.path}: {count / 1e9:.2f} B parameters in {config.model.dtype}"
-    lines = [f"{title}, {world_size} ranks; GB on each"]
-    lines += [f"{size / 1e9:8.2f}  {name}" for size, name in rows if size]
-    count, wanted = num_rows(config, world_size), config.rollout.max_num_seqs
-    unit, spare, per_row = cache_unit(config, needs, has_pages(config))
-    needed = per_row if wanted == "auto" or has_pages(config) else wanted
-    for name, total in CARDS.items():
-        room = total * config.rollout.gpu_memory_utilization - needs.lasting
-        fitting = max(int(needs.room_for_cache(room, config) // unit) - spare, 0)
-        what = f"room for {fitting} responses at once, {max_slots(config, world_size)} are useful"
-        if has_pages(config):
-            # On average a row leaves half of its last page empty.
-            mean = min(max(int((fitting / count - 0.5) * PAGE), 0), max_length(config))
-            what = f"{fitting} pages of {PAGE} tokens: {count} responses of {mean} on average"
-        fits = "fits" if room >= needs.training and fitting >= needed else "DOES NOT FIT"
-        lines.append(f"{world_size} x {name}: {fits}; {what}")
-    return "\n".join(lines)
-
-
-def meta_model(architecture: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model on the meta device, where tensors have shapes and no memory."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(architecture, dtype=dtype)
-
-
-def main() -> int:
-    """Print the table. Returns the exit code: 2 for bad input."""
-    parser = argparse.ArgumentParser(description="Memory of one rank, before a run")
-    parser.add_argument("--config", required=True, help="YAML file, see configs/")
-    parser.add_argument("--world-size", type=int, default=8, help="number of ranks")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    arguments = parser.parse_intermixed_args()
-    try:
-        if arguments.world_size < 1:
-            raise InputError(f"--world-size: {arguments.world_size} must be at least 1")
-        config = load_config(arguments.config, arguments.overrides)
-        config = with_dtype(config, "cpu" if config.model.device == "cpu" else "cuda")
-        architecture = from_pretrained(AutoConfig, config, config.model.path)
-        model = meta_model(architecture, getattr(torch, config.model.dtype))
-        print(table(config, model, arguments.world_size))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit("error: python -m bubblespec.memory is now python -m bubblespec memory")

@@ -147,14 +147,6 @@ class EpisodeCounts:
     """In which a row waited for its environment, summed over rows."""
     idle_s: float = 0.0
     """Of these, those in which the rank did nothing else."""
-    predictions: int = 0
-    """Turns that a row ended as its draft did, while the environment had not answered yet."""
-    right_predictions: int = 0
-    """Those in which the answer was the draft's observation."""
-    guesses: int = 0
-    """Of the former, those after which the row went on with the draft's observation."""
-    guesses_kept: int = 0
-    """Those in which what followed was kept."""
     differing_replays: int = 0
     """Of environments whose worker had died, those of drafts included."""
     stops: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STOPS, 0))

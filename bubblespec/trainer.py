@@ -162,8 +162,8 @@ class Trainer:
         if self.ranks.is_main:
             prompt = groups[missing[0]].prompt
             log(
-                f"warning: {when}: no reward function gave a number for some response of "
-                f"{len(missing)} of {len(groups)} prompts, which are left out; the first is "
+                f"warning: {when}: {len(missing)} of {len(groups)} prompts have responses without "
+                "a reward and are left out; the first is "
                 f"{prompt.uid}, {str(prompt.text)!r:.100} (rewards/NAME/missing, "
                 "reward/left_out)"
             )
@@ -292,7 +292,7 @@ class Trainer:
         rewards = combine(samples.rewards, self.sampler.reward_weights).reshape(len(groups), -1)
         self.warn_of_missing(groups, rewards, self.ranks.place)
         if not (is_scored := has_rewards(rewards)).any():
-            problem = f"no function gave a number for any held-out prompt ({len(groups)} of them)"
+            problem = f"no function returned a number for any of {len(groups)} held-out prompts"
             raise RewardsFailed(f"reward.functions: {problem}")
         metrics = {
             "eval/reward": float(rewards[is_scored].mean()),
@@ -349,7 +349,7 @@ class Trainer:
         if is_last:
             raise SaveFailed(line)
         if self.ranks.is_main:
-            log(f"warning: {line}, and the run goes on")
+            log(f"warning: {line}; the run continues")
 
 
 def expected_best(rewards: np.ndarray, k: int) -> np.ndarray:

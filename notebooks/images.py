@@ -17,6 +17,7 @@ from benchmarks.simulated_systems import GENERATIONS, MISMATCH, RANKS, SHARE_OF_
 from bubblespec import memory
 from bubblespec.config import load_config
 from bubblespec.telemetry.timeline import KINDS
+from bubblespec.tools.memory import CARDS, meta_model
 from bubblespec.tools.simulate.roofline import GPUS, MODELS
 from bubblespec.tools.simulate.run import SimulatedStep
 from bubblespec.types import Group
@@ -237,12 +238,12 @@ def memory_7b() -> Figure:
     """What the memory of each of eight GPUs holds for configs/qwen2.5_7b.yaml, during rollouts and
     during updates, on two cards."""
     config = load_config(os.path.join(ROOT, "configs", "qwen2.5_7b.yaml"))
-    model = memory.meta_model(transformers.Qwen2Config(**QWEN_7B), "bfloat16")
+    model = meta_model(transformers.Qwen2Config(**QWEN_7B), "bfloat16")
     needs = memory.estimate(config, model, RANKS)
     lasting = (needs.weights, needs.gradients, needs.optimizer)
     figure, (axes,) = figure_of(11, 3.8)
     names = []
-    for card, total in memory.CARDS.items():
+    for card, total in CARDS.items():
         room = total * config.rollout.gpu_memory_utilization - needs.lasting
         cache = needs.room_for_cache(room, config)
         for moment in ("rollout", "update"):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from bubblespec.tools.simulate.__main__ import rollout_of, simulated_config
+from bubblespec.tools.simulate.command import rollout_of, simulated_config
 from bubblespec.tools.simulate.cost import ForwardCost
 from bubblespec.tools.simulate.run import SimulatedStep, simulate
 from bubblespec.tools.simulate.workload import Synthetic, make_synthetic

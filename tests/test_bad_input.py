@@ -129,10 +129,10 @@ def copy_policy(folder, **keys):
         ("reward.functions=[math.nothing]", "reward.functions: cannot import 'math.nothing'"),
         ("model.path=/nowhere", "model.path: there is no folder /nowhere"),
         ("model.device=cuda", "model.device: cuda, but "),
-        ("model.attention=varlen", "model.attention: varlen runs on CUDA only; on cpu use sdpa"),
+        ("model.attention=varlen", "model.attention: varlen runs on CUDA only; set sdpa on cpu"),
         (
             "rollout.max_prompt_length=2000 optim.max_tokens_per_microbatch=9000",
-            "rollout.max_prompt_length + rollout.max_completion_length = 2008 is beyond the "
+            "rollout.max_prompt_length + rollout.max_completion_length = 2008 exceeds the "
             "model's 1024 positions",
         ),
         (
@@ -171,9 +171,9 @@ def test_held_out_data_that_is_short_or_all_there_is(refusal, data, monkeypatch,
     code, said = run(monkeypatch, tmp_path / "few", *few)
     assert code == 0 and "2, but only 1 are held out, all of data.eval_path" in said
     message = refusal(*some, f"data.eval_path={tmp_path / 'some.jsonl'}", "eval.num_prompts=12")
-    assert message.startswith("data.eval_path: all training prompts are held out")
+    assert message.startswith("data.eval_path: every training prompt is held out")
     message = refusal(*data("alike.jsonl", rows[:1] * 4), "eval.num_prompts=2")
-    assert message.startswith("eval.num_prompts: all training prompts are held out")
+    assert message.startswith("eval.num_prompts: every training prompt is held out")
 
 
 # Another state of the data in a run that continues
@@ -189,7 +189,7 @@ def test_rows_that_changed_are_refused_appended_ones_are_named(
     overrides.append("run.max_steps=2")
     text = (tmp_path / "rows.jsonl").read_text()
     for changed, says in [
-        (rows[::-1], "of 5 rows"),
+        (rows[::-1], "of 5 training rows"),
         ([{**row, "answer": "0"} for row in rows], "held-out rows"),
         ([{**row, "hint": [9]} for row in rows], "held-out rows"),
         (rows[:6], ""),
@@ -203,7 +203,7 @@ def test_rows_that_changed_are_refused_appended_ones_are_named(
     data("rows.jsonl", rows + more)
     code, said = run(monkeypatch, tmp_path / "out", *overrides)
     assert code == 0, said
-    assert said.count("4 rows to train on have been appended since ") == 1
+    assert said.count("data: 4 training rows appended since ") == 1
     before, after = (
         load_arrays(str(tmp_path / "out" / f"checkpoint-{n}"), PLANNER_FILE) for n in (1, 2)
     )
@@ -224,7 +224,7 @@ def test_chat_template_that_changed_is_refused(refusal, data, monkeypatch, tmp_p
     assert code == 0, said
     path.write_text(chatml + "{# the same text, so far #}")
     message = refusal(*overrides, "run.max_steps=2")
-    assert message.startswith("model.path, model.chat_template_path: the chat template is another")
+    assert message.startswith("model.path, model.chat_template_path: the chat template differs")
     folder = tmp_path / "out" / "checkpoint-1"
     state = load_arrays(str(folder), PLANNER_FILE)
     os.remove(folder / SUMS_FILE)
@@ -297,7 +297,7 @@ def test_model_code_runs_only_if_trusted(refusal, monkeypatch, tmp_path):
     folder = copy_policy(tmp_path / "policy", model_type="our_own", auto_map=classes)
     (folder / "code.py").write_text(CODE.format(mark=str(tmp_path / "mark")))
     message = refusal(f"model.path={folder}")
-    assert message.startswith(f"model.path: {folder} brings code of its own")
+    assert message.startswith(f"model.path: {folder} has code of its own")
     assert "model.trust_remote_code=true" in message and not (tmp_path / "mark").exists()
     trusted = (f"model.path={folder}", "model.trust_remote_code=true")
     code, said = run(monkeypatch, tmp_path / "trusted", *trusted)
@@ -362,7 +362,7 @@ def test_more_ranks_than_gpus_is_said_by_every_rank_alike(monkeypatch):
         ("run.output_dir=/proc/none", "run.output_dir: cannot write to", False),
         (
             "reward.functions=[tests.helpers.rewards.nothing]",
-            "reward.functions: in step 0 no function gave a number for any prompt (2 of them)",
+            "reward.functions: in step 0 no function returned a number for any of 2 prompts",
             True,
         ),
     ],

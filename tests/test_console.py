@@ -98,8 +98,8 @@ def test_the_start_of_other_runs():
 @pytest.mark.parametrize(
     "num_updates, scheduler, said",
     [
-        (20, "cosine", "continuing after 20 of 60 steps from runs/a/checkpoint-20"),
-        (60, "constant", "run.max_steps, for instance 120, goes on with it"),
+        (20, "cosine", "resuming after 20 of 60 steps from runs/a/checkpoint-20"),
+        (60, "constant", "set run.max_steps=120 to continue"),
         (60, "cosine", "start a new run with model.path=runs/a/checkpoint-60"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_resumed_run_says_where_it_is_and_how_it_is_extended(num_updates, sche
     facts = replace(FACTS, num_updates=num_updates, checkpoint=checkpoint)
     (line,) = [s for s in summary.start_lines(config, facts) if s.startswith("output: ")]
     assert line.endswith(said)
-    assert ("all 60 steps of this run are done" in line) == (num_updates == 60)
+    assert ("run complete (60 steps)" in line) == (num_updates == 60)
 
 
 # Steps and evaluations
@@ -150,7 +150,7 @@ def test_tail_batching_in_words():
         said.append(summary.step_text(metrics, totals, 0.0).rpartition("; ")[2])
     assert said[1] == "short round, 5 prompts wait for a long one" and said[3] == "long round"
     assert summary.deferred_text(totals) == (
-        "10 prompts deferred in 3 short rounds, 1 long round; prompts that still wait: 2"
+        "10 prompts deferred in 3 short rounds, 1 long round; prompts still waiting: 2"
     )
     nothing = Totals()
     nothing.add(METRICS | {"tail/is_long_round": 0, "tail/num_deferred": 0})
@@ -232,13 +232,14 @@ def test_the_end_of_runs_that_did_nothing_or_little():
     ]
     assert end(make_config(), Totals(), [], checkpoint=None) == files
     options = {"num_updates": 0, "checkpoint": None, "is_stopped": True}
-    told = "told to stop after 0 of 60 updates; the same command goes on from there"
+    told = "stopped after 0 of 60 updates; run the same command to resume"
     assert end(make_config(), Totals(), [], **options) == [told, *files]
     totals = Totals()
     totals.add(METRICS)
     said = end(make_config(), totals, [METRICS], num_updates=1)
     assert said[0].split() == ["step", "1"] and "drafts: none were verified" in said
-    totals.draft_tokens, totals.without_drafts, totals.with_drafts = 10, [0.5], [3.0, 2.0]
+    totals.draft_tokens, totals.without_drafts = 10, [0.5]
+    totals.measured_s, totals.modelled_s = 3.0, 2.0
     lost = "(0%); about 2.0 s of generation lost, compared with 1 step without drafts"
     assert summary.drafted_text(totals).endswith(lost)
 
@@ -294,7 +295,7 @@ def test_durations_have_two_units(seconds, text):
 def hints_of(steps: list[dict], config: Config | None = None) -> list[tuple[int, str]]:
     """(step, line) of all hints in a run of such steps."""
     hints = Hints(config or make_config())
-    found = [(step, hints.of_step(step, METRICS | metrics)) for step, metrics in enumerate(steps)]
+    found = [(step, hints.find(step, METRICS | metrics)) for step, metrics in enumerate(steps)]
     return [(step, line) for step, lines in found for line in lines]
 
 

@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bubblespec.__main__ import main
 from bubblespec.config import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import best_and_sum
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.tools.doctor import __main__ as doctor
 from bubblespec.tools.doctor import checks
 from bubblespec.tools.doctor.checks import CHECKS, Case, Line
 from tests.helpers import graphs as stand_ins
 from tests.helpers.warm import ROOT, launch
 
 CONFIG = "configs/tiny_cpu.yaml"
-COMMAND = ["-m", "bubblespec.tools.doctor", "--config", CONFIG]
+COMMAND = ["-m", "bubblespec", "doctor", "--config", CONFIG]
 SHORT = ["data.size=100", "eval.num_prompts=8", "run.eval_steps=0", "model.cpu_linear=torch"]
 LINE = re.compile(r"(\S.*?) +(ok|slower|failed): (.+)")
 
@@ -34,9 +34,8 @@ def parsed(stdout: str) -> list[tuple[str, str, str]]:
 def run_here(monkeypatch, capsys, *overrides: str) -> tuple[int, list[tuple[str, str, str]], str]:
     """Exit code, lines, and the last line on stderr."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", ["doctor", "--config", CONFIG, *SHORT, *overrides])
-    code = doctor.main()
+    monkeypatch.setattr(sys, "argv", ["", "doctor", "--config", CONFIG, *SHORT, *overrides])
+    code = main()
     out, err = capsys.readouterr()
     return code, parsed(out), err.splitlines()[-1]
 
@@ -85,8 +84,8 @@ def test_what_a_failed_check_was_to_make(monkeypatch, capsys):
     assert (code, last) == (1, "error: checks that failed: model")
     verdicts = {name: (verdict, text) for name, verdict, text in lines}
     assert verdicts["model"] == ("failed", "model.path: there is no folder nowhere/at/all")
-    assert verdicts["graphs"] == ("failed", "not made, as it needs what model makes")
-    assert verdicts["rollouts"] == ("failed", "not made, as it needs what set-up makes")
+    assert verdicts["graphs"] == ("failed", "not made, as model failed")
+    assert verdicts["rollouts"] == ("failed", "not made, as set-up failed")
     assert verdicts["devices"][0] == "ok"
 
 
@@ -119,8 +118,9 @@ def test_a_rank_that_fails_alone(tmp_path):
     """The other one times out waiting for it; checks that need all ranks are left out."""
     script = tmp_path / "doctor_of_two.py"
     script.write_text(
-        "import os, sys\n"
-        "from bubblespec.tools.doctor import __main__ as doctor, checks\n"
+        "import sys\n"
+        "from bubblespec.__main__ import main\n"
+        "from bubblespec.tools.doctor import checks\n"
         "def broken(case):\n"
         "    if case.ranks.rank == 1:\n"
         "        raise RuntimeError('out of memory')\n"
@@ -128,7 +128,7 @@ def test_a_rank_that_fails_alone(tmp_path):
         "    yield checks.ok('together')\n"
         "check = checks.CHECKS['shared tail']\n"
         "checks.CHECKS['shared tail'] = check._replace(make=broken)\n"
-        "sys.exit(doctor.main())\n"
+        "sys.exit(main())\n"
     )
     done = launch(2, [str(script), *COMMAND[2:], *SHORT, "run.timeout_s=8"])
     assert done.returncode == 1

@@ -145,7 +145,7 @@ def test_a_stop_in_the_warm_start_ends_the_run(monkeypatch, tmp_path, capfd):
 
     monkeypatch.setattr(drafter_training, "train", stopped)
     train_on_threads(2, *OPTIONS, *DRAFTER, ALL, f"run.output_dir={tmp_path}")
-    assert capfd.readouterr().err.count("told to stop after 0 of 4 updates") == 1
+    assert capfd.readouterr().err.count("stopped after 0 of 4 updates") == 1
     assert not digests(tmp_path)
     assert not [name for name in os.listdir(tmp_path) if name.startswith("checkpoint")]
 

@@ -13,6 +13,7 @@ from test_update import gradient, make_config, make_samples, oracle
 from bubblespec import memory
 from bubblespec.config import load_config
 from bubblespec.engine.model import prepare_model
+from bubblespec.tools.memory import meta_model
 from tests.helpers.models import GQA
 from tests.helpers.runs import read, train_here, weights
 
@@ -67,7 +68,7 @@ def make(name: str, dtype: torch.dtype):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_memory_of_weights_and_slots(name):
     config = load_config("configs/tiny_cpu.yaml", ["run.output_dir=x"])
-    shapes = memory.meta_model(CONFIGS[name](), torch.bfloat16)
+    shapes = meta_model(CONFIGS[name](), torch.bfloat16)
     needs = memory.estimate(config, shapes, 1)
     assert needs.weights == sum(p.numel() for p in shapes.parameters()) * 2
     assert needs.slot == (160 + 400) * SLOT.get(name, 2 * 2 * 32) * 2

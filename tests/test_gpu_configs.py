@@ -10,9 +10,9 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from bubblespec import memory
 from bubblespec.config import load_config
 from bubblespec.rewards import math_equivalence
+from bubblespec.tools.memory import meta_model, table
 from tests.helpers.runs import digests, read, same_weights, steps_of, train_here, weights
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -170,8 +170,8 @@ def test_headers_give_the_memory_that_is_estimated(size):
     """The comment at the top is what `python -m bubblespec memory` prints for the published
     model."""
     config = load_config(path_of(size))
-    model = memory.meta_model(full_size(size), torch.bfloat16)
-    printed = memory.table(config, model, 8)
+    model = meta_model(full_size(size), torch.bfloat16)
+    printed = table(config, model, 8)
     with open(path_of(size), encoding="utf-8") as file:
         header = [line.rstrip("\n") for line in file if line.startswith("#")]
     assert header[-len(printed.splitlines()) :] == [f"#   {line}" for line in printed.splitlines()]

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from bubblespec import memory
+from bubblespec.__main__ import main
 from bubblespec.config import Config, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.kv_cache import KVCache
@@ -19,6 +20,7 @@ from bubblespec.engine.packing import pack_rows, pack_sequences
 from bubblespec.engine.sampling import sample
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
+from bubblespec.tools.memory import meta_model, table
 from tests.helpers.checks import refusal
 from tests.helpers.models import small_config
 from tests.helpers.warm import ROOT
@@ -57,7 +59,7 @@ def make_learner(config: Config, ranks=CPU) -> Learner:
 def test_what_lasts_is_what_the_tensors_hold(dtype):
     config = make_config(dtype)
     learner = make_learner(config)
-    needs = memory.estimate(config, memory.meta_model(small(), getattr(torch, dtype)), 1)
+    needs = memory.estimate(config, meta_model(small(), getattr(torch, dtype)), 1)
     adamw = learner.optimizer.local
     moments = [s[k] for s in adamw.state.values() for k in ("exp_avg", "exp_avg_sq")]
     masters = [p for group in adamw.param_groups for p in group["params"]]
@@ -250,15 +252,15 @@ def test_tokens_that_may_be_kept_are_a_share_of_free_memory(monkeypatch):
 # The command
 
 
-def main(monkeypatch, *arguments: str) -> int:
+def call(monkeypatch, *arguments: str) -> int:
     config = os.path.join(ROOT, "configs/qwen2.5_7b.yaml")
-    monkeypatch.setattr(sys, "argv", ["memory", "--config", config, *arguments])
-    return memory.main()
+    monkeypatch.setattr(sys, "argv", ["", "memory", "--config", config, *arguments])
+    return main()
 
 
 def test_the_command_prints_a_table(monkeypatch, tmp_path, capsys):
     small().save_pretrained(tmp_path)
-    assert main(monkeypatch, "--world-size", "4", f"model.path={tmp_path}") == 0
+    assert call(monkeypatch, "--world-size", "4", f"model.path={tmp_path}") == 0
     printed = capsys.readouterr().out
     found = re.findall(r"^ *([\d.]+)  (\w+)", printed, re.M)
     sizes = {name: float(size) for size, name in found}
@@ -267,7 +269,7 @@ def test_the_command_prints_a_table(monkeypatch, tmp_path, capsys):
 
 
 def test_bad_input_is_one_line(monkeypatch, capsys):
-    assert main(monkeypatch, "model.path=/nowhere") == 2
+    assert call(monkeypatch, "model.path=/nowhere") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: model.path: there is no folder /nowhere")
     assert error.count("\n") == 1
@@ -276,8 +278,8 @@ def test_bad_input_is_one_line(monkeypatch, capsys):
 def test_what_does_not_fit_is_said():
     config = make_config("bfloat16")
     large = small(hidden_size=8192, intermediate_size=20_000, num_hidden_layers=10)
-    model = memory.meta_model(large, torch.bfloat16)
-    assert memory.table(config, model, 8).count("DOES NOT FIT") == 2
+    model = meta_model(large, torch.bfloat16)
+    assert table(config, model, 8).count("DOES NOT FIT") == 2
     config.optim.shard_state = True
-    *_, first, second = memory.table(config, model, 8).splitlines()
+    *_, first, second = table(config, model, 8).splitlines()
     assert "8 x 80 GB: DOES NOT FIT" in first and "8 x 141 GB: fits" in second

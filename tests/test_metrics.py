@@ -17,7 +17,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from bubblespec.planner.windows import WINDOWS
 from bubblespec.telemetry.metrics import MetricsLogger
-from bubblespec.telemetry.tensorboard import LAYOUT
+from bubblespec.telemetry.table import SHOWN
 from bubblespec.types import Group, Prompt
 from tests.helpers.checks import FullDisk
 from tests.helpers.rows import record_of, samples_of
@@ -144,7 +144,7 @@ def test_what_to_watch_first_comes_first_and_only_charts_with_curves_are_shown(t
     for charts in found.values():
         for patterns in charts.values():
             assert any(re.search(pattern, tag) for pattern in patterns for tag in tags)
-    assert len(LAYOUT["Watch first"]) == 8
+    assert len({metric.chart for metric in SHOWN["Watch first"]}) == 8
 
 
 def test_what_stays_the_same_in_all_steps_is_not_drawn(tmp_path):
@@ -185,7 +185,7 @@ def test_a_fresh_start_keeps_what_a_run_without_checkpoint_left_aside(tmp_path, 
     assert curves(tmp_path) == curves_of_lines(read(tmp_path))
     kept = tmp_path / "metrics.jsonl.1"
     assert kept.read_text(encoding="utf-8").count("\n") > len(read(tmp_path)) > 0
-    assert f"kept in {kept}" in capsys.readouterr().err
+    assert f"now {kept}" in capsys.readouterr().err
     run(tmp_path, range(1))
     assert (tmp_path / "metrics.jsonl.2").exists() and kept.exists()
 

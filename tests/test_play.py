@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from bubblespec.__main__ import main
 from bubblespec.tools import play
 from tests.helpers import games
 from tests.helpers.warm import ROOT
@@ -44,10 +45,9 @@ def run(monkeypatch, capsys):
     """run(arguments, input) -> exit code, standard output and standard error."""
 
     def run(arguments: list[str], text: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["play", *arguments])
-        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(sys, "argv", ["", "play", *arguments])
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-        code = play.main()
+        code = main()
         return code, *capsys.readouterr()
 
     return run

@@ -15,8 +15,8 @@ from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.planner import drafts as drafts_module
 from bubblespec.planner import guard
-from bubblespec.planner.stats import MIN_PREDICTED, RunStats
-from bubblespec.records import EpisodeCounts, ForwardRecord, Load, RolloutRecord, Span, StepRecord
+from bubblespec.planner.stats import RunStats
+from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
@@ -313,16 +313,3 @@ def test_a_rollout_counts_with_its_tensor_parallel_tail():
     record.shared_rows, record.shared_forwards = 2, forwards[:8]
     saved_s = stats.observe_rollout(record, rows, ALONE, num_slots=8, planning_s=0.5)
     assert saved_s == pytest.approx(20.0 - 16.5, rel=0.02) and stats.forwards == 20
-
-
-def test_rows_wait_for_observations_that_drafts_rarely_know_until_they_do():
-    stats, rows, goes_on = RunStats(cost=fixed_cost()), rows_of(0), []
-    for row in rows:
-        row.tokens = np.ones(20, np.int64)
-    few, many = MIN_PREDICTED - 1, 4 * MIN_PREDICTED
-    for predicted, right in ((few, 0), (many, 0), (many, 0), (many, many), (many, many)):
-        counts = EpisodeCounts(predictions=predicted, right_predictions=right)
-        record = RolloutRecord(0.0, 1.0, episodes=counts)
-        stats.observe_rollout(record, rows, ALONE, num_slots=8, planning_s=0.0)
-        goes_on.append(stats.predicts_observations)
-    assert goes_on == [True, False, False, True, True]

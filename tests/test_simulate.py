@@ -8,11 +8,11 @@ import sys
 import numpy as np
 import pytest
 
+from bubblespec.__main__ import main
 from bubblespec.planner.place import place_in_turn
 from bubblespec.records import Load
 from bubblespec.rollout import board as boards
 from bubblespec.telemetry.timeline import KINDS
-from bubblespec.tools.simulate import __main__ as command
 from bubblespec.tools.simulate.run import counted, simulate
 from bubblespec.tools.simulate.runner import DrafterModel
 from bubblespec.tools.simulate.workload import STOP, DraftModel, Texts, Workload
@@ -236,8 +236,8 @@ ROWS = ["rollout.num_prompts_per_step=4", "rollout.num_generations=2"]
 
 
 def call(monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["simulate", *arguments])
-    return command.main()
+    monkeypatch.setattr(sys, "argv", ["", "simulate", *arguments])
+    return main()
 
 
 def test_the_command_line_compares_the_method_with_no_drafts(monkeypatch, tmp_path, capsys):

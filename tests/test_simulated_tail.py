@@ -5,8 +5,9 @@ import dataclasses
 
 import pytest
 
+from bubblespec.__main__ import main
 from bubblespec.telemetry.timeline import KINDS
-from bubblespec.tools.simulate import __main__ as command
+from bubblespec.tools.simulate import command
 from bubblespec.tools.simulate.run import simulate
 from bubblespec.tools.simulate.workload import Workload
 from tests.helpers.simulated import (
@@ -98,13 +99,13 @@ def test_the_command_line_counts_shared_forwards(monkeypatch, capsys):
     spec = "mean=30,max=100,prompt=8,run=50,steps=2"
     keys = ["rollout.num_prompts_per_step=4", "rollout.num_generations=2"]
     keys += ["rollout.tp_tail_max_rows=4", "speculative.method=none"]
-    arguments = ["simulate", "--synthetic", spec, "--cost", "h200:7b", *keys, "--ranks"]
+    arguments = ["", "simulate", "--synthetic", spec, "--cost", "h200:7b", *keys, "--ranks"]
     monkeypatch.setattr("sys.argv", [*arguments, "2"])
-    assert command.main() == 0
+    assert main() == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "of all ranks tog" in line]
     assert int(line.split()[-1]) > 0
     monkeypatch.setattr("sys.argv", [*arguments, "4"])
     monkeypatch.setattr(command, "load_shared_cost", lambda *_: None)
-    assert command.main() == 0
-    reason = "h200:7b does not say what forwards of 4 ranks together take"
+    assert main() == 0
+    reason = "h200:7b has no forwards of 4 ranks together"
     assert f"warning: the shared tail is left out: {reason}\n" in capsys.readouterr().err

@@ -315,8 +315,8 @@ def test_a_model_that_cannot_be_cut_is_named_once_where_it_was_asked_for(capfd):
     assert set_up_tail(8, 0.1, "gpt2") == [None, None]
     said = capfd.readouterr().err.strip().splitlines()
     assert said == [
-        "warning: the ranks that have the last rows decode them: GPT2LMHeadModel has no plan of "
-        "layers to shard (base_model_tp_plan of its configuration) "
+        "warning: no tensor-parallel tail: GPT2LMHeadModel has no tensor-parallel plan "
+        "(base_model_tp_plan of its configuration) "
         "(rollout.tp_tail_max_rows=0 tries nothing else)"
     ]
     assert set_up_tail("auto", 0.1, "gpt2") == [None, None] and not capfd.readouterr().err

@@ -13,7 +13,7 @@ from bubblespec.mechanisms.tp_tail.tail import TPTail
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import Load
 from bubblespec.telemetry.trace import read_meta, read_table
-from bubblespec.tools.simulate.__main__ import SECTIONS, simulated_config
+from bubblespec.tools.simulate.command import SECTIONS, simulated_config
 from bubblespec.tools.simulate.recorded import (
     load_cost,
     load_shared_cost,

@@ -13,7 +13,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError
 from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
 from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table
-from bubblespec.tools.simulate.__main__ import SECTIONS, simulated_config
+from bubblespec.tools.simulate.command import SECTIONS, simulated_config
 from bubblespec.tools.simulate.recorded import load_cost, read_workload, sections_of
 from bubblespec.tools.simulate.run import simulate
 from bubblespec.tools.simulate.workload import Texts

@@ -7,7 +7,7 @@ import re
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bubblespec.telemetry.tensorboard import LAYOUT, tag_of
+from bubblespec.telemetry.table import SHOWN
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.runs import (
     ALWAYS_DRAFT,
@@ -101,8 +101,8 @@ def test_every_metric_is_documented(two_ranks, drafted, evaluated):
         and {key for key in written if not any(re.fullmatch(p, key) for p in patterns)} == set()
     )
     first = re.findall(r"^\| `(.*?)` \|", page.split("\n## ")[1], re.MULTILINE)
-    tags = [charts[0] for charts in LAYOUT["Watch first"].values()]
-    assert tags == [tag_of(key) for key in first] and len(first) == 8
+    charts = {metric.chart: metric.key for metric in reversed(SHOWN["Watch first"])}
+    assert list(charts.values())[::-1] == first and len(first) == 8
 
 
 def test_tokens_epochs_and_time_add_up(two_ranks):

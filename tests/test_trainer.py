@@ -57,7 +57,7 @@ def test_equal_rewards_are_warned_of_once_and_a_run_that_is_over_says_so(
     assert [0 < line["entropy"] < 10 for line in read(tmp_path)] == [True] * 6
     assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
     said = capsys.readouterr().err
-    assert "all 6 steps of this run are done; a larger run.max_steps" in said
+    assert "run complete (6 steps); set run.max_steps=12" in said
     assert f"\ncheckpoint: {tmp_path}/checkpoint-6 " in said and "finished" not in said
     assert len(read(tmp_path)) == 6
 
@@ -89,7 +89,7 @@ def test_steps_without_an_update_in_a_row_end_the_run(
         assert (line["learning_rate"] == 0) == is_skipped
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     if exit_code:
-        assert len(errors) == 1 and "not finite in 3 steps in a row, up to step 4" in errors[0]
+        assert len(errors) == 1 and "in 3 steps in a row, the last of them step 4" in errors[0]
     else:
         assert not errors and all(torch.isfinite(t).all() for t in weights(tmp_path, 6).values())
 

@@ -65,25 +65,25 @@ def check_continued(
         return
     problem = None
     if not np.array_equal(saved[TEMPLATE], state[TEMPLATE]):
-        problem = "model.path, model.chat_template_path: the chat template is another"
+        problem = "model.path, model.chat_template_path: the chat template differs from that"
     elif not np.array_equal(saved[HELD_OUT], state[HELD_OUT]):
-        problem = "data: held-out rows, their tokens or order are others"
+        problem = "data: held-out rows, their tokens or order differ from those"
     else:
         count = len(saved[ROWS])
         rows = state[ROWS][:count]
         if len(rows) < count:
-            problem = f"data: {len(rows)} rows to train on are fewer than the {count}"
+            problem = f"data: {len(rows)} training rows, fewer than the {count}"
         elif differing := np.count_nonzero(rows != saved[ROWS]):
             first = int(np.argmax(rows != saved[ROWS]))
-            problem = f"data: {differing} of {count} rows, their tokens or order are others, the "
-            problem += f"first of them row {first} of those to train on,"
+            problem = f"data: {differing} of {count} training rows, their tokens or order differ "
+            problem += f"(first: row {first}) from those"
     if problem is None:
         if added := len(state[ROWS]) - count:
-            warn(f"{added} rows to train on have been appended since {folder}: they are in use now")
+            warn(f"data: {added} training rows appended since {folder} are in use from now on")
     elif is_allowed:
-        warn(f"warning: {problem} than in {folder}")
+        warn(f"warning: {problem} in {folder}")
     else:
         raise InputError(
-            f"{problem} than in {folder}; give another run.output_dir for a new run, or "
-            "run.allow_changed_data=true to continue with it"
+            f"{problem} in {folder}; set another run.output_dir for a new run, or "
+            "run.allow_changed_data=true to resume with it"
         )

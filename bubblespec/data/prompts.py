@@ -40,7 +40,7 @@ class PromptSet:
         would collide)."""
         steps_per_epoch = len(self.prompts) // num_prompts
         if steps_per_epoch == 0:
-            too_long = f"; {self.num_dropped} more are over rollout.max_prompt_length"
+            too_long = f"; {self.num_dropped} more exceed rollout.max_prompt_length"
             raise InputError(
                 f"rollout.num_prompts_per_step: {num_prompts}, but the data has "
                 f"{len(self.prompts)} usable prompts{too_long if self.num_dropped else ''}"
@@ -93,8 +93,8 @@ def build_prompt_set(
             text = [{"role": "user", "content": text}]
         if system_prompt and isinstance(text, str):
             raise InputError(
-                f"data.system_prompt: the prompt of row {number} is a string, which has no place "
-                "for a system message; give data.as_chat=true, or leave it out"
+                f"data.system_prompt: the prompt of row {number} is a string, which cannot "
+                "have a system message; set data.as_chat=true, or leave it out"
             )
         if not isinstance(text, str):
             text = [_with_text(message) for message in text]
@@ -162,7 +162,7 @@ def render_text(tokenizer, messages: list[dict], schemas: Sequence[dict] = (), *
         )
     except Exception as error:  # a template is a program, and fails in any way
         raise InputError(
-            f"model.path: its chat template refuses {messages!r:.300}: {one_line(error)}"
+            f"model.path: its chat template fails on {messages!r:.300}: {one_line(error)}"
         ) from error
 
 
@@ -246,15 +246,15 @@ def _find_problem(prompt) -> str | None:
             return f"has {message!r}, not a message with 'role' and 'content'"
         content = message["content"]
         if isinstance(content, list) and not all(map(_is_text_part, content)):
-            return f"has {content!r:.200}, whose parts are not all text"
+            return f"has {content!r:.200}, which has parts that are not text"
         if not isinstance(message["role"], str) or not (
             isinstance(content, (str, list)) or (content is None and message.get("tool_calls"))
         ):
-            return f"has {message!r}, whose role or content is no text"
+            return f"has {message!r}, whose role or content is not text"
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        return f"has half a character: {error}"
+        return f"has an incomplete character: {error}"
     return None
 
 

@@ -65,7 +65,7 @@ def load_rows(
     if not files and (is_path or _suffix(path) in FILE_FORMATS):
         raise InputError(f"{key}: no JSON, JSONL, CSV or Parquet file at {path}")
     if len(formats) > 1:
-        raise InputError(f"{key}: {path} mixes the formats {formats}; give files of one format")
+        raise InputError(f"{key}: {path} mixes file formats {formats}; use one format")
     if files and name is not None:
         raise InputError(
             f"data.name: {name}, but the files of {path} have no subsets; leave it out"
@@ -82,13 +82,13 @@ def load_rows(
         raise InputError(f"{key}: {error}") from error
     except Exception as error:  # `datasets` raises many kinds
         cause = error.__cause__ or error  # DatasetGenerationError says nothing itself
-        what = path if files else f"{path} (no such file or folder, so taken for a hub dataset)"
+        what = path if files else f"{path} (no such file or folder; taken as a hub dataset)"
         raise InputError(f"{key}: cannot load {what}, split {split}: {one_line(cause)}") from error
     if not rows:
         raise InputError(f"{key}: {path}, split {split}, has no rows")
     if len(files) > 1 and formats != ["arrow"]:  # by their names alone
         names = "; ".join(f"{of}: {', '.join(map(os.path.basename, files[of]))}" for of in files)
-        warn(f"{key}: {path} has several splits, of which {split} is read ({names:.300})")
+        warn(f"{key}: {path} has several splits; {split} is used ({names:.300})")
     lacking = dict.fromkeys(name for row in rows for name in row)
     if any(len(row) < len(lacking) for row in rows):
         rows = [lacking | row for row in rows]
@@ -217,7 +217,7 @@ def _read_csv(path: str) -> Iterator[dict[str, str]]:
         try:
             header = [name or f"Unnamed: {n}" for n, name in enumerate(next(lines, []))]
             if len(set(header)) < len(header):
-                raise InputError(f"{path} has two columns of one name: {header}")
+                raise InputError(f"{path} has two columns with the same name: {header}")
             for cells in filter(None, lines):
                 if len(cells) > len(header):
                     count = f"{len(cells)} cells, but the header has {len(header)}"
@@ -239,5 +239,5 @@ def _column(rows: list[dict], key: str, source: str) -> list:
         return [functools.reduce(operator.getitem, source.split("."), row) for row in rows]
     except (KeyError, TypeError) as error:
         raise InputError(
-            f"{key}: not every row has a '{source}'; there are {list(rows[0])}"
+            f"{key}: some row has no column '{source}'; the first row has {list(rows[0])}"
         ) from error

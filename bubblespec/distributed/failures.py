@@ -27,7 +27,7 @@ LOOK_S = 1.0  # how often a rank looks whether another one has ended with an err
 FOLLOW_S = 3.0  # that it then has to notice by itself and to print where it was
 LEAVE_S = 10.0  # that a rank may take to print and report an error
 
-STORE_HAS_ENDED = "the job's key-value store has ended, with its launcher or rank 0"
+STORE_HAS_ENDED = "the job's key-value store is gone: its launcher or rank 0 has ended"
 
 _leaving = threading.Lock()
 
@@ -69,7 +69,7 @@ class Watchdog:
         try:
             missing = self._missing_ranks(min(deadline, time.monotonic() + BROKEN_S))
             names = " and ".join(f"rank {rank}" for rank in missing) or "no rank"
-            last = "; ".join((describe or self._last_place)(rank) for rank in missing) or "of none"
+            last = "; ".join((describe or self._last_place)(rank) for rank in missing) or "none"
             line = f"{names} missing in {place} ({reason}); last heard: {last}"
             line = self._report(line)
         except RuntimeError:
@@ -84,7 +84,7 @@ class Watchdog:
 
     def end_others(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends with an error."""
-        self._report(f"rank {self.rank} has failed ({one_line(error)})")
+        self._report(f"rank {self.rank} failed ({one_line(error)})")
         self._store.set("has_failed", "1")
 
     def follow(self, is_over: threading.Event) -> None:
@@ -238,7 +238,7 @@ def join_store() -> tuple[dist.Store, int, int]:
     try:
         return _store_of_launcher()
     except ValueError as error:
-        raise InputError(f"{one_line(error)}; torchrun sets what a rank needs") from error
+        raise InputError(f"{one_line(error)}; torchrun sets these variables") from error
     except RuntimeError as error:
         address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         missing = RankTimeout(

@@ -38,7 +38,7 @@ def map_shared(ranks: Ranks, num_bytes: int) -> np.ndarray | None:
             os.posix_fallocate(handle, 0, num_bytes)
             path = f"/proc/{os.getpid()}/fd/{handle}"
         except (OSError, AttributeError) as error:
-            reason = getattr(error, "strerror", None) or "not on this system"
+            reason = getattr(error, "strerror", None) or "unavailable on this system"
             log(f"warning: no shared memory: {reason}; ranks use gloo instead")
     path, name = ranks.gather_text(path)[0], ranks.gather_text(name)[0]
     with contextlib.suppress(OSError, ValueError):  # not there: made on another machine, or nowhere

@@ -16,12 +16,10 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.task import IdleTask
-from bubblespec.learn.learner import Learner
 from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
 from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.mechanisms.episodes.environments import Environments
 from bubblespec.mechanisms.episodes.episodes import Episodes
-from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
 from bubblespec.mechanisms.tp_tail.tail import TPTail
 from bubblespec.planner.costs import rollout_seconds
 from bubblespec.planner.drafts import MAX_LOOKAHEAD
@@ -36,7 +34,7 @@ from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 from bubblespec.rollout.table import RowTable
-from bubblespec.types import Draft, Group, Launch, Row, Samples, has_rewards, observed_spans
+from bubblespec.types import Draft, Group, Launch, Row, Samples, has_rewards
 
 
 @dataclass
@@ -66,24 +64,20 @@ class Sampler:
     evaluation: Proposer | None = None
     """Of evaluations: held-out prompts may be of another kind, and sampled at another temperature,
     so what is learned there is kept apart. None where evaluations have no drafts."""
-    learner: Learner | None = None
-    """Where gradients are streamed."""
+    mechanisms: list[Mechanism] = field(default_factory=list)
+    """They amend the plan of each rollout, in this order."""
     drafter: DrafterTraining | None = None
     """Where there is a learned drafter."""
     tail: TPTail | None = None
     """Where the last rows of a rollout may be decoded by all ranks together."""
     environments: Environments | None = None
     """Where responses are episodes."""
-    mechanisms: list[Mechanism] = field(default_factory=list)
-    """They amend the plan of each rollout, in this order."""
     planning_s: float = 0.0
     """Spent on drafts outside of rollouts since the last one was accounted for."""
 
     def sample(self, step: int) -> StepRecord:
         """The samples of `step`, in canonical order and the same on every rank. Raises
         StopRequested: the step is abandoned."""
-        if self.learner is not None:
-            self.learner.forget_streamed()  # of an abandoned rollout
         rollout, launch = self.config.rollout, self.schedule.launch(step)
         used, max_batches = launch.groups, rollout.dynamic_sampling_max_batches
         record = self._sample_groups(launch, step, used)
@@ -194,8 +188,6 @@ class Sampler:
             upcoming = self.schedule.upcoming(step, MAX_LOOKAHEAD, used)
             groups = [group for batch in (table.launch.groups, *upcoming) for group in batch]
             loop.episodes = self._episodes(groups, scoring)
-            if loop.proposer is not None:
-                loop.episodes.drafts = self.store
         return loop.run(rows, table), loop.tasks
 
     def _plan(
@@ -240,7 +232,6 @@ class Sampler:
             clock=self.ranks.clock,
             with_environment=self.scorer.takes_environments,
             runs_drafts=self.config.environment.draft,
-            speculates=self.stats.predicts_observations,
         )
         if scoring is not None:
             scoring.outcomes = episodes.outcomes
@@ -267,24 +258,9 @@ class Sampler:
     ) -> list[IdleTask]:
         """What ranks do while they wait in a rollout of a step."""
         tasks: list[IdleTask] = []
-        is_first = len(used) == len(launch.groups)  # later rollouts are not trained on whole
-        if self.learner is not None and scoring is not None and is_first:
-            tasks.append(self._stream_gradients(launch, scoring))
         if self.has_drafter:
             tasks.append(TrainDrafter(self.drafter))
         return tasks
-
-    def _stream_gradients(self, launch: Launch, scoring: Scoring) -> StreamGradients:
-        """Of a step's first rollout: with dynamic sampling whatever differs in it is trained on."""
-
-        def take_rewards() -> list[tuple[Row, float]]:
-            if not (scored := scoring.take_scored()):
-                return []
-            rows, scores = zip(*scored, strict=True)
-            lengths = np.array([len(row.tokens) for row in rows])
-            return list(zip(rows, self.combined(np.stack(scores), lengths).tolist(), strict=True))
-
-        return StreamGradients(launch, self.learner, take_rewards)
 
     def gather(self, table: RowTable, rows: dict[int, Row], scoring: Scoring) -> Samples:
         """The samples that are trained on, of all ranks. rows: this rank's."""
@@ -329,8 +305,8 @@ class Sampler:
             if is_right and len(old.tokens) > length:
                 drafts[row.id] = old
             elif length:
-                tokens, spans = row.tokens.astype(np.int32), observed_spans(row.logprob)
-                drafts[row.id] = Draft(tokens, row.finish is not None, step, spans)
+                tokens = row.tokens.astype(np.int32)
+                drafts[row.id] = Draft(tokens, row.finish is not None, step)
         exchange(self.store, drafts, self.ranks, are_deferred=are_deferred)
 
     def observe_samples(self, samples: Samples, rewards: np.ndarray) -> None:
@@ -367,7 +343,6 @@ class Sampler:
         loop = self._loop(plan, params)
         if self.environments is not None:
             loop.episodes = self._episodes(groups, scoring)
-            loop.episodes.drafts = self.evaluation_store
         record = loop.run(rows, table)
         self.ranks.barrier_or_stop()
         samples = self.gather(table, rows, scoring)
@@ -375,8 +350,7 @@ class Sampler:
             # All of them, or the longest, as many as there is room for.
             self.evaluation_store, ids = DraftStore(self.evaluation_store.max_tokens), samples.ids
             for index in np.argsort(-samples.lengths, kind="stable").tolist():
-                spans = observed_spans(samples.logprob[index])
-                draft = Draft(samples.tokens[index].astype(np.int32), True, version, spans)
+                draft = Draft(samples.tokens[index].astype(np.int32), True, version)
                 self.evaluation_store.put(ids[index], draft)
         return samples, record
 

@@ -81,22 +81,18 @@ def episode_metrics(ranks: Ranks, record: StepRecord) -> dict:
     """What happened in the step's episodes, over all ranks. Frequencies as in TRL: calls per
     episode, and the share of the calls that failed."""
     names = ("turns", "calls", "failed_calls", "environment_s", "waiting_s", "idle_s")
-    names += ("predictions", "right_predictions", "guesses", "guesses_kept", "differing_replays")
+    names += ("differing_replays",)
     counts = [rollout.episodes for rollout in record.rollouts]
     own = [sum(getattr(of, name) for of in counts) for name in names]
     own += [sum(of.stops[reason] for of in counts) for reason in STOPS]
     sums = ranks.gather(np.array(own, np.float64)).sum(axis=0).tolist()
-    turns, calls, failed, environment_s, waiting_s, idle_s, *sums = sums
-    predicted, right, guesses, kept, differing, *stops = sums
+    turns, calls, failed, environment_s, waiting_s, idle_s, differing, *stops = sums
     total = max(sum(stops), 1)
     metrics = {
         "tools/call_frequency": calls / total,
         "tools/failure_frequency": failed / calls if calls else 0.0,
         "episodes/turns": turns / total,
         "episodes/covered_share": 1 - idle_s / waiting_s if waiting_s else 1.0,
-        "episodes/prediction_accuracy": right / max(predicted, 1),
-        "episodes/speculated": guesses / max(turns, 1),
-        "episodes/speculation_kept": kept / max(guesses, 1),
         "episodes/differing_replays": differing,
         "timing_s/environment": environment_s / total,
     }

@@ -78,7 +78,7 @@ class Recorder:
             except OSError as error:
                 self.is_on = False
                 reason = f"{self.folder}: {error.strerror or error}"
-                log(f"warning: {reason}; recording stops before step {step}, and the run goes on")
+                log(f"warning: {reason}; recording stops before step {step}; the run continues")
         self.is_on = bool(self.ranks.gather(np.array([self.is_on], np.uint8))[0, 0])
 
     def _remove_from(self, first_step: int) -> None:

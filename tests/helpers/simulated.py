@@ -4,7 +4,7 @@ import numpy as np
 
 from bubblespec.engine.engine import Engine
 from bubblespec.records import Load
-from bubblespec.tools.simulate.__main__ import simulated_config
+from bubblespec.tools.simulate.command import simulated_config
 from bubblespec.tools.simulate.run import simulate
 from bubblespec.tools.simulate.runner import DrafterModel
 from bubblespec.tools.simulate.workload import STOP, VOCABULARY, Synthetic, Workload, make_synthetic

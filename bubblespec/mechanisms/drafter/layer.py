@@ -386,8 +386,8 @@ def read_drafter(
     here = _sample_of(model)
     if warns and (here - trained_for).norm() > MAX_DIFFERENCE * trained_for.norm():
         log(
-            f"warning: {key}: the drafter in {folder} was trained for another model; tokens are "
-            "right all the same, but few of its drafts will be accepted until it has learned"
+            f"warning: {key}: the drafter in {folder} was trained for another model; few of "
+            "its drafts will be accepted until it has adapted (tokens are not affected)"
         )
     return drafter, num_updates
 

@@ -11,20 +11,16 @@ Nothing is left on disk.
 
 import argparse
 import json
-import logging
 import os
 import shlex
-import sys
 import tempfile
 import time
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-import transformers
 
 from bubblespec.config import load_config
-from bubblespec.distributed.failures import report
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import EndsRun, RankTimeout, RunFailed, log, one_line
 from bubblespec.loading import with_dtype
@@ -40,7 +36,7 @@ def examine(case: Case) -> list[str]:
     is_apart = False  # ranks have missed a collective, and there can be no further one
     for name, check in CHECKS.items():
         if is_apart or check.needs not in passed:
-            why = "ranks are out of step" if is_apart else f"it needs what {check.needs} makes"
+            why = "ranks are out of step" if is_apart else f"{check.needs} failed"
             of_ranks = [[failed(f"not made, as {why}")]]
         else:
             if case.ranks.is_main:
@@ -109,36 +105,24 @@ def next_command(config_path: str, overrides: list[str], ranks: Ranks) -> str:
     return shlex.join([*launcher, "--config", config_path, *overrides])
 
 
-def main() -> int:
-    """Returns the exit code: 1 where a check has failed, 2 for bad input."""
+def main(arguments: list[str]) -> None:
+    """Make all checks. Raises RunFailed where one fails."""
     description = "Can this machine run that configuration?"
     parser = argparse.ArgumentParser("python -m bubblespec doctor", description=description)
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
-    arguments = parser.parse_intermixed_args()
-    sys.path.insert(0, os.getcwd())  # the user's own reward functions are there
-    transformers.utils.logging.disable_progress_bar()
-    if os.environ.get("RANK", "0") != "0":
-        logging.disable(logging.WARNING)
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-        timeout_s = min(config.run.timeout_s, TIMEOUT_S)
-        with (
-            ranks_from_environment(config.model.device, timeout_s) as ranks,
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            own = {"output_dir": folder, "resume_from_checkpoint": "none", "timeout_s": timeout_s}
-            config = with_dtype(config, ranks.device.type)
-            case = Case(replace(config, run=replace(config.run, **own)), ranks)
-            if names := examine(case):
-                raise RunFailed(f"checks that failed: {', '.join(names)}")
-            if ranks.is_main:
-                print("no check failed; this trains:", flush=True)
-                print(next_command(arguments.config, arguments.overrides, ranks), flush=True)
-    except EndsRun as error:  # one line
-        return report(error)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    given = parser.parse_intermixed_args(arguments)
+    config = load_config(given.config, given.overrides)
+    timeout_s = min(config.run.timeout_s, TIMEOUT_S)
+    with (
+        ranks_from_environment(config.model.device, timeout_s) as ranks,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        own = {"output_dir": folder, "resume_from_checkpoint": "none", "timeout_s": timeout_s}
+        config = with_dtype(config, ranks.device.type)
+        case = Case(replace(config, run=replace(config.run, **own)), ranks)
+        if names := examine(case):
+            raise RunFailed(f"checks that failed: {', '.join(names)}")
+        if ranks.is_main:
+            print("no check failed; this trains:", flush=True)
+            print(next_command(given.config, given.overrides, ranks), flush=True)
