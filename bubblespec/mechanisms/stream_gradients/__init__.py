@@ -1,2 +1,4 @@
-"""Streamed gradients (RollPacker's stream trainer, arXiv 2509.21009): idle ranks compute gradients
-of finished groups before the step's update begins."""
+"""Streamed gradients: idle ranks compute those of finished groups before the update begins.
+
+This is the stream trainer of RollPacker (arXiv 2509.21009).
+"""

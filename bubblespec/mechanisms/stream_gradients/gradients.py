@@ -23,7 +23,7 @@ class StreamedGradients:
         self.learner, self.cost = learner, MicrobatchCost()
         self.ids: set[SampleId] = set()
         """Samples whose gradients this rank has added since the last update."""
-        self.is_covered = np.zeros(0, bool)
+        self.is_covered: np.ndarray = np.zeros(0, bool)
         """Samples of the last update whose gradients some rank had added, bool [S]."""
         self._measured: list[torch.Tensor] = []
         learner.early = self
@@ -47,12 +47,11 @@ class StreamedGradients:
         return Span("gradient", begin_s, ranks.clock.perf_counter())
 
     def take(self, samples: Samples) -> tuple[np.ndarray, list[torch.Tensor]]:
-        """See `EarlyGradients`. Raises ValueError if this rank has streamed a sample that is not
-        trained on."""
+        """See `EarlyGradients`. Raises ValueError for a streamed sample that is not trained on."""
         own = np.array([name in self.ids for name in samples.ids], bool)
         if num_others := len(self.ids) - own.sum():
             raise ValueError(f"{num_others} streamed samples are not trained on")
-        self.is_covered = self.learner.ranks.gather(own.astype(np.uint8)).any(axis=0)
+        self.is_covered = np.any(self.learner.ranks.gather(own.astype(np.uint8)), axis=0)
         measured, self._measured, self.ids = self._measured, [], set()
         return self.is_covered, measured
 

@@ -1,10 +1,9 @@
-"""Gradients of finished groups, a use of idle time: a rank that waits computes those of its own
-samples, a slice at a time.
+"""The idle task of streamed gradients: a waiting rank computes gradients of its own samples.
 
-Every rank tells the others the rewards of the samples that it has finished and scored. A group is
-complete once all rewards that it is trained on are known; then each rank knows the advantages of
-those of its samples that it generated itself. A reward that comes late or not at all keeps its
-group out, and the update computes those gradients as if nothing had been streamed.
+Every rank publishes the rewards of the samples that it has finished and scored. A group is complete
+once all of its rewards are known; then each rank can compute advantages, and gradients of the
+group's samples that it has generated itself, a slice at a time. A reward that comes late or not at
+all keeps its group out: the update computes the group's gradients as without streaming.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +29,15 @@ class Piece(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a micro-batch feeds of it."""
+        """Tokens of the sample that a micro-batch feeds."""
         return len(self.row.prompt) + len(self.row.tokens) - 1
 
 
 def pieces_of(learner: Learner, rows: Sequence[Row | None], rewards: np.ndarray) -> list[Piece]:
-    """One group's samples that this rank has and that have a gradient. rows: None for the samples
-    of other ranks; rewards: float64 [samples], of all of them."""
+    """Return the pieces of one group: this rank's samples that have a gradient.
+
+    rows: None for samples of other ranks; rewards: float64 [samples], of all samples.
+    """
     loss = learner.config.loss
     (advantages,) = estimate_advantages(rewards[None], loss.advantage_estimator, loss.scale_rewards)
     return [
@@ -61,7 +62,7 @@ class StreamGradients(SliceTask):
         scoring: Scoring,
         combine_rewards: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ):
-        """combine_rewards: see `StreamGradientsMechanism`."""
+        """Create the task of one rollout. combine_rewards: see `StreamGradientsMechanism`."""
         self.gradients, self.scoring, self.combine_rewards = gradients, scoring, combine_rewards
         self.config, self.cost = gradients.learner.config, gradients.cost
         self.shape = (len(launch.groups), launch.num_generations)
@@ -73,17 +74,16 @@ class StreamGradients(SliceTask):
 
     @property
     def scores_in_workers(self) -> bool:
-        """Rewards come from other processes, so that they can be taken while rows of this rank are
-        unfinished."""
+        """Whether rewards come from other processes, and so also while own rows are unfinished."""
         return self.config.reward.num_workers > 0
 
     @property
     def frees_cache(self) -> bool:
-        """There is no memory for a slice while keys and values are held."""
+        """Whether there is no memory for a slice while keys and values are held."""
         return self.config.rollout.free_cache_engine
 
     def publish(self) -> np.ndarray:
-        """What this rank could do, and rewards of its samples, NaN elsewhere."""
+        """Return what `SliceTask` does, and rewards of this rank's samples, NaN elsewhere."""
         if self.scores_in_workers or not self.view.unfinished:
             self._take_rewards()
         return np.concatenate((super().publish(), self._own_rewards.ravel()))
@@ -100,10 +100,10 @@ class StreamGradients(SliceTask):
             self._rows[index], self._own_rewards.flat[index] = row, reward
 
     def receive(self, published: list[np.ndarray]) -> None:
-        """The samples of groups that have become complete can be computed from now on."""
-        slices, rewards = np.split(np.stack(published), [3], axis=1)
-        super().receive(slices)
-        known = np.fmax.reduce(rewards).reshape(self.shape)  # one rank knows that of each sample
+        """Make pieces of the groups that have become complete."""
+        super().receive([values[:3] for values in published])
+        rewards = np.stack([values[3:] for values in published])
+        known = np.fmax.reduce(rewards).reshape(self.shape)  # one rank has each sample's reward
         is_complete = np.isfinite(known).all(axis=1)
         # Dynamic sampling replaces groups of equal rewards.
         only_differing = self.config.rollout.dynamic_sampling_max_batches > 1
@@ -123,7 +123,7 @@ class StreamGradients(SliceTask):
         return -(-total // size), self.cost.seconds(size), self.cost.tokens_s(size)
 
     def can_begin(self) -> bool:
-        """Once this rank's rows are done, or while all of them wait for their environments."""
+        """Whether own rows are done or wait for environments, and there is a piece to compute."""
         is_idle = not self.view.unfinished or self.view.is_idle
         is_idle &= self.view.engine.is_idle or not self.frees_cache
         return is_idle and self.cost.is_known and bool(self._pieces)
@@ -141,14 +141,15 @@ class StreamGradients(SliceTask):
         return self.gradients.add([piece.row for piece in pieces], advantages)
 
     def finish(self, ranks: Ranks) -> None:
-        """The update brings the gradients together, and takes so much less time on each rank."""
+        """Share the saved seconds evenly: the update adds up the gradients of all ranks."""
         use = self.view.record.idle[self.name]
         use.saved_s = float(ranks.gather(np.array([use.saved_s])).mean())
 
     def _next_slice(self) -> list[Piece]:
-        """The longest sample, and the longest others that fit into a slice with it."""
+        """Return the longest piece, and the longest others that fit into a slice with it."""
         limit = self.config.optim.max_tokens_per_microbatch
-        room, chosen = min(self.cost.max_tokens(SLICE_S), limit), []
+        room = min(self.cost.max_tokens(SLICE_S), limit)
+        chosen: list[Piece] = []
         for piece in reversed(self._pieces):
             if not chosen or piece.num_tokens <= room:
                 chosen.append(piece)

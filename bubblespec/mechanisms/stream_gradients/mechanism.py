@@ -13,16 +13,21 @@ from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 
 
 class StreamGradientsMechanism(Mechanism):
-    """Gradients of finished groups, computed in idle time of a step's first rollout: with dynamic
-    sampling, later rollouts are not trained on whole."""
+    """Gradients of finished groups, computed in idle time of a step's first rollout.
+
+    With dynamic sampling, later rollouts are not trained on as a whole.
+    """
 
     name = "stream_gradients"
 
     def __init__(
         self, learner: Learner, combine_rewards: Callable[[np.ndarray, np.ndarray], np.ndarray]
     ):
-        """combine_rewards: the reward in training, float64 [S], from each function's rewards,
-        [S, functions], and lengths, [S]."""
+        """Make `gradients` the learner's early gradients.
+
+        combine_rewards: returns training rewards, float64 [S], given each function's rewards,
+        [S, functions], and lengths, [S].
+        """
         self.learner, self.combine_rewards = learner, combine_rewards
         self.gradients = StreamedGradients(learner)
 
@@ -38,6 +43,7 @@ class StreamGradientsMechanism(Mechanism):
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
         """See `Mechanism`."""
+        assert record.advantages is not None
         has_gradient = self.learner.has_gradient(record.samples, record.advantages)
         tokens = record.samples.lengths * has_gradient
         share = tokens @ self.gradients.is_covered / max(tokens.sum(), 1)
