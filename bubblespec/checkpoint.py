@@ -18,7 +18,7 @@ import pickle
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
@@ -27,8 +27,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
+from bubblespec.config import Config, flatten, resume_classes
 from bubblespec.config_checks import EXACT, ROUNDING
+from bubblespec.config_file import config_to_yaml, load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.optimizer import Optimizer
@@ -62,10 +63,12 @@ def save_checkpoint(
     linear: dict | None,
     drafter: DrafterTraining | None,
     ranks: Ranks,
+    writers: Sequence[Callable[[str], None]] = (),
 ) -> str | None:
     """Save after `step` updates; all ranks call it. evaluated: updates before the last evaluation,
     or -1; progress: sums over the run so far, by name; linear: the choice of linear layers'
-    kernels, see `setup.choose_linear`.
+    kernels, see `setup.choose_linear`; writers: add files of their own to the folder that they are
+    given, on rank 0.
 
     Returns None, or in one line why it failed (a full disk, for instance): then nothing is left of
     it, and the checkpoints before it stay. The answer is the same on every rank.
@@ -90,6 +93,8 @@ def save_checkpoint(
             if drafter is not None:
                 folder = os.path.join(temporary, DRAFTER_FOLDER)
                 save_drafter(folder, drafter.drafter, drafter.num_updates)
+            for write in writers:
+                write(temporary)
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
             _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))

@@ -144,7 +144,11 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     with console.phase("timing the engine"):
         engine, max_tp_rows = build_engine(config, learner, ranks)
         parts = (config, ranks, engine, params)
-        sampler = make_sampler(*parts, schedule, scorer, reward_weights=weights)
+        # How a response begins may be the environment's to say.
+        knows_beginnings = form is None or not form.adds_text or config.environment.draft
+        sampler = make_sampler(
+            *parts, schedule, scorer, reward_weights=weights, drafts_ahead=knows_beginnings
+        )
         board, stats = sampler.board, sampler.stats
         sampler.tail = make_tp_tail(*parts, board, stats, max_rows=max_tp_rows)
         if sampler.tail is not None and sampler.tail.is_worth_it and sampler.proposer is None:

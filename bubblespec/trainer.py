@@ -123,6 +123,8 @@ class Trainer:
         if wants_drafter and self.num_updates < self.config.run.max_steps:
             with self.console.phase("preparing the drafter"):
                 self._make_drafter()
+        for mechanism in self.sampler.mechanisms:
+            mechanism.start(self)
         if self.ranks.is_main:
             self.console.end_set_up(self.num_updates)
 
@@ -336,6 +338,7 @@ class Trainer:
                 speculation=self.sampler.state_dict(),
                 linear=self.linear,
                 drafter=self.sampler.drafter,
+                writers=[mechanism.save for mechanism in self.sampler.mechanisms],
                 ranks=self.ranks,
             )
         if problem is None:

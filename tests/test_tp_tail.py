@@ -112,7 +112,7 @@ def play(
 
         tail.run, shared.launch = noted, watched
         board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
-        parts = {"proposer": proposer, "board": board, "tail": tail}
+        parts = {"proposer": proposer, "board": board, "take_over": tail}
         loop = RolloutLoop(engine, ranks, PARAMS, on_finished=told.append, **parts)
         record = loop.run(rows, table)
         found = {"rows": rows, "told": told, "entered": entered, "record": record}

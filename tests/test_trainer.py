@@ -146,6 +146,7 @@ def test_an_evaluation_by_hand(monkeypatch):
     )
     parts = {"params": sampling, "scorer": scorer, "reward_weights": [1.0, 10.0]}
     parts |= {"engine": SimpleNamespace(num_slots=8), "stats": RunStats(cost=CostModel())}
+    parts["mechanisms"] = []
     trainer = make_trainer(config, parts, eval_prompts=prompts, num_updates=12)
     trainer.ranks.clock = SimpleNamespace(perf_counter=iter((2.0, 5.5)).__next__)
     assert trainer.evaluate() == {

@@ -13,6 +13,8 @@ from bubblespec.planner.guard import Guard
 from bubblespec.planner.stats import RunStats
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rollout.drafting import Drafting
+from bubblespec.rollout.mechanism import Mechanism
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.sampler import Sampler
 
@@ -28,11 +30,13 @@ def make_sampler(
     scorer: Scorer,
     *,
     reward_weights: list[float],
+    drafts_ahead: bool = True,
     board: ProgressBoard | None = None,
     cost: CostModel | None = None,
 ) -> Sampler:
-    """All ranks call it together. board, cost: in virtual time, in place of those that are made and
-    measured here."""
+    """All ranks call it together. drafts_ahead: whether idle time may generate samples of coming
+    steps, where the sources have them; board, cost: in virtual time, in place of those that are
+    made and measured here."""
     max_draft_tokens, max_history_tokens = VIRTUAL_TOKENS if cost else host_token_budget(ranks)
     sources = config.speculative.sources
     has_drafts = bool(sources) or config.tail_batching.enabled
@@ -58,6 +62,10 @@ def make_sampler(
         evaluation = make_proposer(sources, History(0), cost, has_drafts=True, **common)
     by_cost = config.speculative.planning == "by_cost"
     guard = Guard() if sources and by_cost and not config.tail_batching.enabled else None
+    stats, store = RunStats(cost=cost, guard=guard), DraftStore(max_draft_tokens)
+    mechanisms: list[Mechanism] = []
+    if "bubble" in sources and drafts_ahead:
+        mechanisms.append(Drafting(config, ranks, engine, schedule, stats, store, proposer))
     return Sampler(
         config=config,
         ranks=ranks,
@@ -66,11 +74,12 @@ def make_sampler(
         schedule=schedule,
         scorer=scorer,
         reward_weights=reward_weights,
-        stats=RunStats(cost=cost, guard=guard),
-        store=DraftStore(max_draft_tokens),
+        stats=stats,
+        store=store,
         history=history,
         proposer=proposer,
         board=board,
         evaluation=evaluation,
         evaluation_store=DraftStore(max_draft_tokens),
+        mechanisms=mechanisms,
     )

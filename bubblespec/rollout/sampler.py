@@ -14,7 +14,7 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, History, exchange
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.idle.draft_ahead import MAX_SLOWDOWN, DraftAhead
+from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.task import IdleTask
 from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
 from bubblespec.mechanisms.drafter.training import DrafterTraining
@@ -22,7 +22,7 @@ from bubblespec.mechanisms.episodes.environments import Environments
 from bubblespec.mechanisms.episodes.episodes import Episodes
 from bubblespec.mechanisms.tp_tail.tail import TPTail
 from bubblespec.planner.costs import rollout_seconds
-from bubblespec.planner.drafts import MAX_LOOKAHEAD, choose_lookahead, plan_drafts
+from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
 from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import RolloutRecord, Span, StepRecord
@@ -65,6 +65,7 @@ class Sampler:
     """Of evaluations: held-out prompts may be of another kind, and sampled at another temperature,
     so what is learned there is kept apart. None where evaluations have no drafts."""
     mechanisms: list[Mechanism] = field(default_factory=list)
+    """They amend the plan of each rollout, in this order."""
     drafter: DrafterTraining | None = None
     """Where there is a learned drafter."""
     tail: TPTail | None = None
@@ -172,22 +173,48 @@ class Sampler:
         used: groups that the step has drawn so far, those of this rollout included; scoring: of its
         rows, None where they are not scored.
         """
-        loop = RolloutLoop(self.engine, self.ranks, self.params, board=self.board)
-        loop.on_finished = None if scoring is None else scoring.on_finished
-        loop.cost = self.stats.cost if self.learns else None
-        loop.tail = self._tail_in_use
         if self.drafter is not None:
             self.drafter.source.enable(self.has_drafter)
+        begin_s = self.ranks.clock.perf_counter()
+        plan = self._plan(table.launch, step, used, scoring)
+        self.planning_s += self.ranks.clock.perf_counter() - begin_s
         if self.proposer is not None:
             track(self.proposer, rows, self.store, step)
             if self.proposer.enabled_sources and self.stats.is_on:
-                loop.proposer = self.proposer
-        loop.tasks = self._idle_tasks(table.launch, step, used, scoring)
+                plan.proposer = self.proposer
+        loop = self._loop(plan, self.params)
+        loop.cost = self.stats.cost if self.needs_timings else None
         if self.environments is not None:
             upcoming = self.schedule.upcoming(step, MAX_LOOKAHEAD, used)
             groups = [group for batch in (table.launch.groups, *upcoming) for group in batch]
             loop.episodes = self._episodes(groups, scoring)
         return loop.run(rows, table), loop.tasks
+
+    def _plan(
+        self, launch: Launch, step: int | None, used: list[Group], scoring: Scoring | None
+    ) -> RolloutPlan:
+        """Return the plan of a rollout that is about to begin, as all mechanisms have amended
+        it."""
+        plan = RolloutPlan(launch, step, used, scoring, is_on=self.stats.is_on)
+        plan.take_over = self._tail_in_use
+        if step is not None:
+            plan.tasks += self._idle_tasks(launch, used, scoring)
+        for mechanism in self.mechanisms:
+            mechanism.begin_rollout(plan)
+        return plan
+
+    def _loop(self, plan: RolloutPlan, params: SamplingParams) -> RolloutLoop:
+        """Return the loop that carries out a plan."""
+        return RolloutLoop(
+            self.engine,
+            self.ranks,
+            params,
+            proposer=plan.proposer,
+            board=self.board,
+            tasks=plan.tasks,
+            on_finished=None if plan.scoring is None else plan.scoring.on_finished,
+            take_over=plan.take_over,
+        )
 
     @property
     def _tail_in_use(self) -> TPTail | None:
@@ -221,71 +248,19 @@ class Sampler:
         return self.config.rollout.placement != "in_turn" and self.ranks.world_size > 1
 
     @property
-    def learns(self) -> bool:
-        """Whether what a rollout takes matters to a later one."""
-        return self.proposer is not None or self.tail is not None or self.is_balanced
+    def needs_timings(self) -> bool:
+        """Whether later rollouts use the measured costs."""
+        uses = self.proposer is not None or self.tail is not None or self.is_balanced
+        return uses or any(mechanism.needs_timings for mechanism in self.mechanisms)
 
     def _idle_tasks(
-        self, launch: Launch, step: int, used: list[Group], scoring: Scoring | None
+        self, launch: Launch, used: list[Group], scoring: Scoring | None
     ) -> list[IdleTask]:
         """What ranks do while they wait in a rollout of a step."""
-        plan = RolloutPlan(launch, step, used, scoring, self.stats.is_on)
-        for mechanism in self.mechanisms:
-            mechanism.begin_rollout(plan)
-        tasks = plan.tasks
-        if "bubble" in self.config.speculative.sources and not self.stats.is_paused:
-            begin_s = self.ranks.clock.perf_counter()
-            if (drafting := self._draft_ahead(step, used)) is not None:
-                tasks.append(drafting)
-            self.planning_s += self.ranks.clock.perf_counter() - begin_s
+        tasks: list[IdleTask] = []
         if self.has_drafter:
             tasks.append(TrainDrafter(self.drafter))
         return tasks
-
-    def _draft_ahead(self, step: int, used: list[Group]) -> DraftAhead | None:
-        """None where nothing is left to draft."""
-        config, stats = self.config, self.stats
-        has_environment = self.environments is not None
-        if has_environment and self.environments.form.adds_text and not config.environment.draft:
-            return None  # how a response begins is the environment's
-        depth = choose_lookahead(
-            step,
-            steps_left=config.run.max_steps - step - 1,
-            steps_stored=self.store.max_tokens / max(stats.tokens_per_step, 1.0),
-            accepted=stats.accepted_by_age,
-        )
-        batches = self.schedule.upcoming(step, depth, used) if depth else []
-        if batches and stats.is_next_without:
-            batches[0] = []  # nobody would verify them
-        if not any(batches):
-            return None
-        # A short round of tail batching has no tail that co-scheduled drafts could shorten, and a
-        # rollout that drafts are compared with is not slowed down by any.
-        plain = config.tail_batching.enabled or not stats.is_on
-        planning = "idle_only" if plain else config.speculative.planning
-        plans = plan_drafts(
-            batches,
-            config.rollout.num_generations,
-            self.store.get,
-            stats.lengths,
-            cost=stats.shared_cost,
-            rates=stats.rates,
-            forwards_per_step=stats.forwards,
-            num_ranks=self.ranks.world_size,
-            num_slots=self.engine.num_slots,
-            oldest_verified=max(stats.accepted_by_age, default=0),
-            planning=planning,
-            deferred={group.name for group in self.schedule.deferred},
-        )
-        return DraftAhead(
-            plans,
-            self.store,
-            self.proposer,
-            stats.cost,
-            version=step,
-            max_new_tokens=config.rollout.max_completion_length,
-            max_slowdown=math.inf if planning == "always" else MAX_SLOWDOWN,
-        )
 
     def gather(self, table: RowTable, rows: dict[int, Row], scoring: Scoring) -> Samples:
         """The samples that are trained on, of all ranks. rows: this rank's."""
@@ -304,7 +279,7 @@ class Sampler:
         """After a rollout, on all ranks together: what each has measured and made, and the tokens
         of what is deferred, as drafts."""
         begin_s = self.ranks.clock.perf_counter()
-        if self.learns:
+        if self.needs_timings:
             shape = (self.ranks, self.engine.num_slots, self.planning_s)
             saved_s = self.stats.observe_rollout(rollout, list(rows.values()), *shape)
             rollout.modelled_s = self.stats.modelled_s
@@ -359,14 +334,13 @@ class Sampler:
         guard learns nothing from it. version: updates of the weights. Raises StopRequested."""
         launch = Launch(groups, len(groups), num_generations)
         table, rows, scoring = self.begin(launch, None)
-        loop = RolloutLoop(self.engine, self.ranks, params, board=self.board)
-        loop.on_finished = scoring.on_finished
-        loop.tail = self._tail_in_use
         if self.drafter is not None:
             self.drafter.source.enable(False)  # it is not asked in an evaluation
+        plan = self._plan(launch, None, groups, scoring)
         if self.evaluation is not None and len(self.evaluation_store):
-            loop.proposer = self.evaluation
-            track(loop.proposer, rows, self.evaluation_store, version)
+            plan.proposer = self.evaluation
+            track(self.evaluation, rows, self.evaluation_store, version)
+        loop = self._loop(plan, params)
         if self.environments is not None:
             loop.episodes = self._episodes(groups, scoring)
         record = loop.run(rows, table)
@@ -401,6 +375,7 @@ class Sampler:
 
     def _parts(self) -> dict:
         parts = {"drafts": self.store, "history": self.history, "stats": self.stats}
+        parts |= {mechanism.name: mechanism for mechanism in self.mechanisms}
         if self.proposer is not None:
             parts["survival"] = self.proposer.survival
         if self.evaluation is not None:

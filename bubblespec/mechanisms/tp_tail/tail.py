@@ -80,9 +80,9 @@ class TPTail:
         is left of these is not finished anyway."""
         if table.launch.selects or any(state.must_stop for state in states):
             return False
-        return self.is_small(table) and (self.is_worth_it is None or self.is_worth_it(table))
+        return self.is_near(table) and (self.is_worth_it is None or self.is_worth_it(table))
 
-    def is_small(self, table: RowTable) -> bool:
+    def is_near(self, table: RowTable) -> bool:
         """Whether rows are left, and few enough."""
         return bool(0 < (table.synced >= 0).sum() <= self.max_rows)
 

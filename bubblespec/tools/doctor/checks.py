@@ -9,7 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from itertools import combinations
@@ -304,7 +304,7 @@ def rollouts(case: Case) -> Iterator[Line]:
     ranks, sampler, rollout = case.ranks, case.trainer.sampler, case.config.rollout
     sampler.environments = None  # of episodes the first turns are compared
     longest = min(rollout.max_completion_length, MAX_TOKENS)
-    sampler.config = replace(case.config, rollout=replace(rollout, max_completion_length=longest))
+    rollout.max_completion_length = longest  # also of what is drafted ahead
     groups = sampler.schedule.launch(0).groups[: max(MIN_PROMPTS, ranks.world_size)]
     size = min(rollout.num_generations, MAX_RESPONSES)
     rank_of = place_in_turn(len(groups), size, ranks.world_size)
