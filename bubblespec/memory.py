@@ -28,7 +28,7 @@ from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.loading import from_pretrained, with_dtype
-from bubblespec.mechanisms.drafter.layer import MAX_ROWS
+from bubblespec.mechanisms.drafter.runner import MAX_ROWS
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # what torch sees of an H100, an H200
 AUTO_TP_ROWS = 16
