@@ -55,7 +55,7 @@ from bubblespec.mechanisms.batch_invariant import (
     fix_libraries,
     make_invariant,
 )
-from bubblespec.mechanisms.drafter.layer import read_drafter
+from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
@@ -164,7 +164,11 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     if config.optim.stream_gradients:
         sampler.mechanisms.append(StreamGradientsMechanism(learner, sampler.combined))
     if "drafter" in config.speculative.sources:
-        read_drafter(config, model, checkpoint)  # a bad one is refused before anything is written
+        set_kernels = partial(linear.use_plans, plans=linear.read_plans(kernels))
+        drafter = DrafterMechanism(config, model, ranks, params, checkpoint, set_kernels)
+        sampler.mechanisms.append(drafter)
+        if sampler.tail is not None:
+            sampler.tail.companions.append(drafter.moved_to)
     locks: list[IO] = []  # of rank 0; where it cannot have the folder, all ranks raise what it says
     ranks.agree(lambda: locks.append(lock_output_dir(config)))
     return Trainer(

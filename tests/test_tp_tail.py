@@ -13,7 +13,8 @@ from bubblespec.draft.store import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.mechanisms.drafter.layer import Drafter, DrafterRunner
+from bubblespec.mechanisms.drafter.layer import Drafter
+from bubblespec.mechanisms.drafter.runner import DrafterRunner
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.tp_tail import tail as tp_tail
 from bubblespec.mechanisms.tp_tail.shards import TPGroup
@@ -91,7 +92,8 @@ def play(
             source = DrafterSource(runner, fixed_cost(), ranks.clock)
             source.choose_length = lambda active, count: 3
             source.enable(True)
-            tail.draft_with(source, TimedRunner(drafter, tail.engine, PARAMS))
+            together = TimedRunner(drafter, tail.engine, PARAMS)
+            tail.companions.append(lambda engine: source.moved_to(together))
             proposer = Proposer([source], source.cost, always=True, clock=ranks.clock)
             proposer.begin()
             for row in rows.values():

@@ -12,6 +12,7 @@ the next tick.
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -23,8 +24,6 @@ from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log
-from bubblespec.mechanisms.drafter.layer import DrafterRunner
-from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.tp_tail.kv_transfer import can_transfer_kv, transfer_kv
 from bubblespec.mechanisms.tp_tail.shards import TPGroup, TPUnsupported, no_shared_tail
 from bubblespec.planner.costs import CostModel
@@ -40,7 +39,7 @@ from bubblespec.types import Row, SampleId
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward
 STOP_INTERVAL = 8  # forwards between two checks whether any rank has been told to stop
 MAX_DRAFT_TOKENS = 64  # of a row
-# Latest tokens of a row that are fed again for the drafter, which needs the policy's hidden states.
+# Latest tokens of a row that are fed again for companions, which may need their hidden states.
 FED_AGAIN = 16
 NUM_TIMED = 3  # forwards at the start, after those that do not count
 
@@ -63,17 +62,13 @@ class TPTail:
         there are keys and values, which there are not in virtual time."""
         self.engine, self.ranks, self.gather, self.max_rows = engine, ranks, gather, max_rows
         self.is_worth_it, self.has_keys = is_worth_it, has_keys
-        self._drafter: tuple[DrafterSource, DrafterRunner] | None = None
-
-    def draft_with(self, source: DrafterSource, runner: DrafterRunner) -> None:
-        """The drafter drafts for rows in here too. source: one of the proposer's; runner: of this
-        engine."""
-        self._drafter = source, runner
+        self.companions: list[Callable[[Engine], AbstractContextManager]] = []
+        """Contexts in which draft sources follow the rows to another engine."""
 
     @property
     def tokens_fed_again(self) -> int:
-        """Of each row, when it is entered."""
-        return FED_AGAIN if self._drafter is not None else 0
+        """Tokens of each row that are fed again when the tail is entered."""
+        return FED_AGAIN if self.companions else 0
 
     def is_due(self, table: RowTable, states: list[RankState]) -> bool:
         """Whether all ranks enter it at this tick. Where some rows are not trained on, never: what
@@ -115,8 +110,9 @@ class TPTail:
             return
         drafts = None if proposer is None else OwnersPropose(proposer, unfinished, self.gather)
         record.shared_rows, last_s = len(own), clock.perf_counter()
-        source, drafter_runner = self._drafter or (None, None)
-        with source.moved_to(drafter_runner) if source else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for follow in self.companions:
+                stack.enter_context(follow(engine))
             while not engine.is_idle:
                 is_asked = len(record.shared_forwards) % STOP_INTERVAL == 0
                 if is_asked and self.gather(np.array([ranks.must_stop], np.uint8)).any():

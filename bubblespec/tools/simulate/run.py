@@ -280,7 +280,8 @@ class _Rank:
             source.profile()
             proposer.add(source)
             if tail is not None:
-                tail.draft_with(source, SimulatedDrafterRunner(tail.engine, costs.drafter))
+                together = SimulatedDrafterRunner(tail.engine, costs.drafter)
+                tail.companions.append(lambda engine: source.moved_to(together))
         ranks.barrier()
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
