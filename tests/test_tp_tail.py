@@ -18,7 +18,7 @@ from bubblespec.mechanisms.drafter.runner import DrafterRunner
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.tp_tail import tail as tp_tail
 from bubblespec.mechanisms.tp_tail.shards import TPGroup
-from bubblespec.mechanisms.tp_tail.tail import STOP_INTERVAL, TPTail, make_tp_tail
+from bubblespec.mechanisms.tp_tail.tail import ROWS, STOP_INTERVAL, TPTail, make_tp_tail
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.place import place_in_turn
 from bubblespec.planner.rows import Rows
@@ -150,7 +150,7 @@ def test_the_responses_are_those_of_plain_generation(num_ranks, max_rows):
     lengths = [length for (rows,) in entered for length in rows.values()]
     assert 0 < len(lengths) <= max_rows and (max_rows == 12 or max(lengths) > 0)
     assert len({num_shared(result) for result in ranks}) == 1
-    assert [result["record"].shared_rows for result in ranks] == [len(rows) for (rows,) in entered]
+    assert [result["record"].extras[ROWS] for result in ranks] == [len(rows) for (rows,) in entered]
     for result in ranks:
         first = result["record"].shared_forwards[0]
         if max_rows < 12:  # they all have decoded, so what they have said is not fed again

@@ -29,9 +29,10 @@ from bubblespec.mechanisms.tp_tail.shards import TPGroup, TPUnsupported, no_shar
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
 from bubblespec.planner.stats import RunStats
-from bubblespec.records import ForwardRecord, RolloutRecord, Span
+from bubblespec.records import ForwardRecord, RolloutRecord, Span, StepRecord, total_s
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.gather import gather_rows
+from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Row, SampleId
@@ -41,11 +42,15 @@ STOP_INTERVAL = 8  # forwards between two checks whether any rank has been told 
 MAX_DRAFT_TOKENS = 64  # of a row
 # Latest tokens of a row that are fed again for companions, which may need their hidden states.
 FED_AGAIN = 16
+ROWS = "tp_tail_rows"  # in a rollout's extras: rows of this rank that were unfinished on entry
 NUM_TIMED = 3  # forwards at the start, after those that do not count
 
 
-class TPTail:
+class TPTail(Mechanism):
     """The engine of all ranks together, and when to use it."""
+
+    name = "tp_tail"
+    needs_timings = True
 
     def __init__(
         self,
@@ -64,6 +69,25 @@ class TPTail:
         self.is_worth_it, self.has_keys = is_worth_it, has_keys
         self.companions: list[Callable[[Engine], AbstractContextManager]] = []
         """Contexts in which draft sources follow the rows to another engine."""
+
+    def begin_rollout(self, plan: RolloutPlan) -> None:
+        """Take over at the end of the rollout. Where costs decide when, the guard may forbid it."""
+        if self.is_worth_it is None or plan.is_on:
+            plan.take_over = self
+
+    def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
+        """Return the rows, forwards and seconds of shared decoding; nothing in steps without."""
+        shared = [rollout for rollout in record.rollouts if rollout.shared]
+        if not shared:
+            return {}
+        own_s = sum(total_s(rollout.shared, "shared") for rollout in shared)
+        own_rows = sum(rollout.extras[ROWS] for rollout in shared)
+        rows, seconds = ranks.gather(np.array([own_rows, own_s])).T
+        return {
+            "tp_tail/rows": int(rows.sum()),
+            "tp_tail/forwards": sum(len(rollout.shared_forwards) for rollout in shared),
+            "timing_s/tp_tail": float(seconds.mean()),
+        }
 
     @property
     def tokens_fed_again(self) -> int:
@@ -109,7 +133,7 @@ class TPTail:
         if not rows:
             return
         drafts = None if proposer is None else OwnersPropose(proposer, unfinished, self.gather)
-        record.shared_rows, last_s = len(own), clock.perf_counter()
+        record.extras[ROWS], last_s = len(own), clock.perf_counter()
         with contextlib.ExitStack() as stack:
             for follow in self.companions:
                 stack.enter_context(follow(engine))
