@@ -32,7 +32,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks import slow_game
 from benchmarks.paired_rollout import learn, timed
 from benchmarks.shared import commit, main, make_parser, markdown, plain_engine, write_json
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import InputError

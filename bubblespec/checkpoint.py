@@ -27,8 +27,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
+from bubblespec.config import Config, flatten, resume_classes
 from bubblespec.config_checks import EXACT, ROUNDING
+from bubblespec.config_file import config_to_yaml, load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.optimizer import Optimizer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.mechanisms.tail_batching import TailBatching

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks import episodes, generate, paired_rollout, slow_game, systems, tool_game, vs_trl
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.loading import load_prompts

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bubblespec.__main__ import main
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import best_and_sum

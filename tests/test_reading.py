@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from bubblespec.config import config_to_yaml, load_config
+from bubblespec.config_file import config_to_yaml, load_config
 from bubblespec.errors import InputError
 from bubblespec.telemetry.timeline import KINDS, trace
 from notebooks.reading import (

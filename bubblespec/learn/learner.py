@@ -8,8 +8,8 @@ batches they were generated. The first update takes them from its own forward, s
 exactly 1; later minibatches get a forward before it.
 
 Part of an update's gradient may be in the optimizer's buffer before the update begins
-(`EarlyGradients`): a sample's contribution is known up to one factor that all samples of the update
-share (losses.py), and the sum is scaled once, at the end.
+(`EarlyGradients`): a sample's contribution is then known up to a factor that all samples of the
+update share (losses.py), so the sum is scaled once, at the end.
 """
 
 import contextlib
@@ -174,7 +174,11 @@ class Learner:
         if self.early is not None:
             is_covered, early = self.early.take(samples)
         minibatches, weights, factors = make_minibatches(
-            samples, has_gradient & ~is_covered, config=self.config, ranks=self.ranks
+            samples,
+            has_gradient & ~is_covered,
+            config=self.config,
+            ranks=self.ranks,
+            scales_later=self.early is not None,
         )
         for microbatches in minibatches[1:]:
             for batch in microbatches:
@@ -189,7 +193,8 @@ class Learner:
             begin_s = self.ranks.clock.perf_counter()
             self.ranks.sum_(self.optimizer.flat_grad)  # tokens are weighted by global counts
             spans.append(Span("sync", begin_s, self.ranks.clock.perf_counter()))
-            self.optimizer.flat_grad.mul_(factor)
+            if factor != 1.0:
+                self.optimizer.flat_grad.mul_(factor)
             totals.append(sum_over_ranks(early + measured, self.ranks, factor))
             is_finite = math.isfinite(totals[-1]["loss"]) and not is_broken
             grad_norm, learning_rate = self.optimizer.step(step, is_finite)

@@ -110,14 +110,20 @@ def pack_responses(
 
 
 def make_minibatches(
-    samples: Samples, has_gradient: np.ndarray, *, config: Config, ranks: Ranks
+    samples: Samples,
+    has_gradient: np.ndarray,
+    *,
+    config: Config,
+    ranks: Ranks,
+    scales_later: bool = False,
 ) -> tuple[list[list[Microbatch]], np.ndarray, list[float]]:
     """Return this rank's micro-batches of every minibatch, weights, and factors of minibatches.
 
-    weights: of each sample's tokens, float64 [S], without the factor that the samples of a
-    minibatch share, by which its gradient is to be scaled. Minibatches are whole groups, in the
-    order of the batch, whatever the number of ranks. Each is normalised by its own counts, as if it
-    were the whole batch of its update.
+    weights: of each sample's tokens, float64 [S]; factors: by which the gradient of each minibatch
+    is to be scaled. With `scales_later` it is the factor that the minibatch's samples share, and
+    weights lack it; otherwise 1. Minibatches are whole groups, in the order of the batch, whatever
+    the number of ranks. Each is normalised by its own counts, as if it were the whole batch of its
+    update.
     """
     loss, num_sampled, is_used = config.loss, samples.num_sampled, is_in_loss(samples, config)
     prompt_lengths = [len(samples.prompt_of(i).token_ids) for i in range(len(samples))]
@@ -127,7 +133,11 @@ def make_minibatches(
     num_minibatches = min(loss.num_minibatches, len(by_group))  # groups may have been left out
     for members in map(np.ravel, np.array_split(by_group, num_minibatches)):
         limit = config.rollout.max_completion_length
-        factors.append(common_factor(loss.loss_type, num_sampled[members], is_used[members], limit))
+        factor = common_factor(loss.loss_type, num_sampled[members], is_used[members], limit)
+        if not scales_later:
+            weights[members] *= factor
+            factor = 1.0
+        factors.append(factor)
         own = plan_microbatches(
             to_train[members], ranks.world_size, config.optim.max_tokens_per_microbatch
         )[ranks.rank]

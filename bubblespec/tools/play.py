@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
-from bubblespec.config import Config, load_config
+from bubblespec.config import Config
+from bubblespec.config_file import load_config
 from bubblespec.errors import InputError, log
 from bubblespec.loading import load_prompts, load_tokenizer
 from bubblespec.mechanisms.episodes.environments import Environments, Observation, check_environment

@@ -13,7 +13,8 @@ import json
 import os
 from typing import Any
 
-from bubblespec.config import Config, config_of_sections
+from bubblespec.config import Config
+from bubblespec.config_file import config_of_sections
 from bubblespec.errors import InputError, log
 from bubblespec.telemetry.trace import FOLDER, read_meta
 from bubblespec.tools.simulate.recorded import (
