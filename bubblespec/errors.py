@@ -30,8 +30,9 @@ class InputError(EndsRun, ValueError):
 
 
 class RewardsFailed(InputError):
-    """A step has rewards that cannot be trained on. Raised by all ranks together, so that the run
-    is saved before it ends."""
+    """A step has rewards that cannot be trained on.
+
+    Raised by all ranks together, so that the run is saved before it ends."""
 
 
 class RunFailed(EndsRun, RuntimeError):
@@ -45,8 +46,9 @@ class RankTimeout(EndsRun, RuntimeError):
 
 
 class SaveFailed(EndsRun, RuntimeError):
-    """The last state of a run could not be saved. The message, equal on all ranks, has the
-    reason."""
+    """The last state of a run could not be saved.
+
+    The message, equal on all ranks, has the reason."""
 
     exit_code = 4
 
@@ -66,8 +68,9 @@ def write_torchrun_error(error: BaseException) -> None:
 
 
 def log(line: str) -> None:
-    """Print a line to stderr. If that is a log on a full disk, the line is lost and the run
-    continues."""
+    """Print a line to stderr.
+
+    If that is a log on a full disk, the line is lost and the run continues."""
     with contextlib.suppress(OSError):
         tqdm.write(line, file=sys.stderr)  # not into a progress bar
         sys.stderr.flush()
@@ -81,6 +84,7 @@ def one_line(error: BaseException) -> str:
 
 def first_problem(own: str | None, gather_text: Callable[[str], list[str]]) -> str | None:
     """Return the problem of the first rank that has one, on all ranks; None if there is none.
+
     gather_text: see `Ranks`."""
     return next(filter(None, gather_text(own or "")), None)
 

@@ -10,8 +10,9 @@ from bubblespec.errors import InputError, one_line
 
 
 def import_path(key: str, path: str, example: str) -> Any:
-    """Import `package.module.name`, the value of `key`. example: a valid path, for the message.
-    Raises InputError."""
+    """Import `package.module.name`, the value of `key`.
+
+    example: a valid path, for the message. Raises InputError."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise InputError(f"{key}: '{path}' is not a dotted path such as {example}")
@@ -22,8 +23,9 @@ def import_path(key: str, path: str, example: str) -> Any:
 
 
 def import_function(key: str, path: str, example: str, arguments: tuple[str, ...] = ()) -> Callable:
-    """Import a function. arguments: names of the positional arguments that it must take. Raises
-    InputError."""
+    """Import a function.
+
+    arguments: names of the positional arguments that it must take. Raises InputError."""
     function = import_path(key, path, example)
     if not callable(function) or isinstance(function, type):
         raise InputError(f"{key}: '{path}' is not a function")
@@ -43,8 +45,10 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def awaited(value: Any) -> Any:
-    """Return the value, or its result if it is awaitable. All coroutines of a process share one
-    event loop, so that connections which they keep open stay valid."""
+    """Return the value, or its result if it is awaitable.
+
+    All coroutines of a process share one event loop, so that connections which they keep open stay
+    valid."""
     if not inspect.isawaitable(value):
         return value
     global _loop
