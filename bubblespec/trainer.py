@@ -19,9 +19,6 @@ from bubblespec.distributed.ranks import Ranks, StopRequested
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import RewardsFailed, SaveFailed, log
 from bubblespec.learn.learner import Learner
-from bubblespec.mechanisms.cpu_linear import read_plans
-from bubblespec.mechanisms.drafter.layer import DrafterRunner
-from bubblespec.mechanisms.drafter.training import make_drafter
 from bubblespec.records import Span, StepRecord
 from bubblespec.rewards.functions import RewardFunction, combine
 from bubblespec.rollout.sampler import Sampler
@@ -117,31 +114,11 @@ class Trainer:
         )
 
     def warm_start(self) -> None:
-        """The end of set-up. Make the drafter, where one is wanted: read or trained. Raises
-        StopRequested, InputError."""
-        wants_drafter = "drafter" in self.config.speculative.sources
-        if wants_drafter and self.num_updates < self.config.run.max_steps:
-            with self.console.phase("preparing the drafter"):
-                self._make_drafter()
+        """Finish the set-up of mechanisms. Raises StopRequested, InputError."""
         for mechanism in self.sampler.mechanisms:
             mechanism.start(self)
         if self.ranks.is_main:
             self.console.end_set_up(self.num_updates)
-
-    def _make_drafter(self) -> None:
-        config, sampler, step = self.config, self.sampler, self.num_updates
-        parts = (sampler.engine, sampler.params, sampler.schedule, sampler.proposer.cost)
-        options = {"plans": read_plans(self.linear), "checkpoint": self.checkpoint}
-        drafter, rows = make_drafter(config, self.ranks, *parts, step=step, **options)
-        # It generates no turns of environments, so of episodes it has the beginnings alone.
-        if "bubble" in config.speculative.sources and sampler.environments is None:
-            sampler.keep_as_drafts(rows, step, are_deferred=False)
-        sampler.proposer.add(drafter.source)
-        if (tail := sampler.tail) is not None:
-            runner = DrafterRunner(drafter.drafter, tail.engine, sampler.params)
-            tail.draft_with(drafter.source, runner)
-        sampler.drafter = drafter
-        self.learner.on_hidden = drafter.take
 
     def sample(self, step: int) -> StepRecord:
         """The step's samples and rewards, the same on all ranks. Raises StopRequested."""
@@ -202,12 +179,12 @@ class Trainer:
                 drafts["store_tokens"] = sampler.store.num_tokens
             metrics |= reports.speculation_metrics(ranks, record, **drafts)
         metrics |= reports.timing_metrics(ranks, record, metrics.pop("timing_s/sync"))
-        metrics |= reports.placement_metrics(ranks, record) | sampler.stats.metrics()
+        metrics |= reports.placement_metrics(ranks, record)
+        if sampler.needs_timings:
+            metrics |= sampler.stats.metrics()
         if sampler.environments is not None:
             metrics |= reports.episode_metrics(ranks, record)
-        metrics |= reports.idle_metrics(ranks, record) | reports.shared_tail_metrics(ranks, record)
-        if sampler.drafter is not None:
-            metrics |= sampler.drafter.metrics(ranks)
+        metrics |= reports.idle_metrics(ranks, record)
         for mechanism in sampler.mechanisms:
             metrics |= mechanism.metrics(ranks, record)
         metrics["perf/max_memory_gb"] = reports.peak_memory_gb(ranks)
@@ -337,7 +314,6 @@ class Trainer:
                 schedule=self.sampler.schedule.state_dict() | self.data,
                 speculation=self.sampler.state_dict(),
                 linear=self.linear,
-                drafter=self.sampler.drafter,
                 writers=[mechanism.save for mechanism in self.sampler.mechanisms],
                 ranks=self.ranks,
             )

@@ -310,6 +310,6 @@ def test_a_rollout_counts_with_its_tensor_parallel_tail():
     load = Load(6, 6, 0, 60, 0, 0)
     forwards = [ForwardRecord(n, n + 1.0, 1.0, 0.0, *load, 6, 0, 0) for n in range(12)]
     record = RolloutRecord(0.0, 16.0, forwards, shared=[Span("shared", 12.0, 16.0)])
-    record.shared_rows, record.shared_forwards = 2, forwards[:8]
+    record.shared_forwards = forwards[:8]
     saved_s = stats.observe_rollout(record, rows, ALONE, num_slots=8, planning_s=0.5)
     assert saved_s == pytest.approx(20.0 - 16.5, rel=0.02) and stats.forwards == 20

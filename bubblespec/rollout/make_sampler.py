@@ -61,7 +61,10 @@ def make_sampler(
     if sources:
         evaluation = make_proposer(sources, History(0), cost, has_drafts=True, **common)
     by_cost = config.speculative.planning == "by_cost"
-    guard = Guard() if sources and by_cost and not config.tail_batching.enabled else None
+    is_guarded = bool(sources) and by_cost and not config.tail_batching.enabled
+    # Without drafts the guard is for a shared tail that costs decide about.
+    is_guarded |= not has_drafts and uses_tail and config.rollout.tp_tail_max_rows == "auto"
+    guard = Guard() if is_guarded else None
     stats, store = RunStats(cost=cost, guard=guard), DraftStore(max_draft_tokens)
     mechanisms: list[Mechanism] = []
     if "bubble" in sources and drafts_ahead:

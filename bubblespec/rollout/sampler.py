@@ -16,11 +16,8 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.task import IdleTask
-from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
-from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.mechanisms.episodes.environments import Environments
 from bubblespec.mechanisms.episodes.episodes import Episodes
-from bubblespec.mechanisms.tp_tail.tail import TPTail
 from bubblespec.planner.costs import rollout_seconds
 from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
@@ -66,10 +63,6 @@ class Sampler:
     so what is learned there is kept apart. None where evaluations have no drafts."""
     mechanisms: list[Mechanism] = field(default_factory=list)
     """They amend the plan of each rollout, in this order."""
-    drafter: DrafterTraining | None = None
-    """Where there is a learned drafter."""
-    tail: TPTail | None = None
-    """Where the last rows of a rollout may be decoded by all ranks together."""
     environments: Environments | None = None
     """Where responses are episodes."""
     planning_s: float = 0.0
@@ -173,8 +166,6 @@ class Sampler:
         used: groups that the step has drawn so far, those of this rollout included; scoring: of its
         rows, None where they are not scored.
         """
-        if self.drafter is not None:
-            self.drafter.source.enable(self.has_drafter)
         begin_s = self.ranks.clock.perf_counter()
         plan = self._plan(table.launch, step, used, scoring)
         self.planning_s += self.ranks.clock.perf_counter() - begin_s
@@ -196,9 +187,6 @@ class Sampler:
         """Return the plan of a rollout that is about to begin, as all mechanisms have amended
         it."""
         plan = RolloutPlan(launch, step, used, scoring, is_on=self.stats.is_on)
-        plan.take_over = self._tail_in_use
-        if step is not None:
-            plan.tasks += self._idle_tasks(launch, used, scoring)
         for mechanism in self.mechanisms:
             mechanism.begin_rollout(plan)
         return plan
@@ -216,12 +204,6 @@ class Sampler:
             take_over=plan.take_over,
         )
 
-    @property
-    def _tail_in_use(self) -> TPTail | None:
-        """Of the next rollout. The guard watches it where costs decide when it is entered."""
-        is_asked_for = self.tail is not None and self.tail.is_worth_it is None
-        return self.tail if is_asked_for or self.stats.is_on else None
-
     def _episodes(self, groups: list[Group], scoring: Scoring | None) -> Episodes:
         """Of a rollout that may begin samples of these groups."""
         episodes = Episodes(
@@ -238,11 +220,6 @@ class Sampler:
         return episodes
 
     @property
-    def has_drafter(self) -> bool:
-        """Whether the next rollout uses and trains the learned drafter."""
-        return self.drafter is not None and self.stats.is_on
-
-    @property
     def is_balanced(self) -> bool:
         """Whether rows are placed by what they are expected to need."""
         return self.config.rollout.placement != "in_turn" and self.ranks.world_size > 1
@@ -250,17 +227,8 @@ class Sampler:
     @property
     def needs_timings(self) -> bool:
         """Whether later rollouts use the measured costs."""
-        uses = self.proposer is not None or self.tail is not None or self.is_balanced
+        uses = self.proposer is not None or self.is_balanced
         return uses or any(mechanism.needs_timings for mechanism in self.mechanisms)
-
-    def _idle_tasks(
-        self, launch: Launch, used: list[Group], scoring: Scoring | None
-    ) -> list[IdleTask]:
-        """What ranks do while they wait in a rollout of a step."""
-        tasks: list[IdleTask] = []
-        if self.has_drafter:
-            tasks.append(TrainDrafter(self.drafter))
-        return tasks
 
     def gather(self, table: RowTable, rows: dict[int, Row], scoring: Scoring) -> Samples:
         """The samples that are trained on, of all ranks. rows: this rank's."""
@@ -334,8 +302,6 @@ class Sampler:
         guard learns nothing from it. version: updates of the weights. Raises StopRequested."""
         launch = Launch(groups, len(groups), num_generations)
         table, rows, scoring = self.begin(launch, None)
-        if self.drafter is not None:
-            self.drafter.source.enable(False)  # it is not asked in an evaluation
         plan = self._plan(launch, None, groups, scoring)
         if self.evaluation is not None and len(self.evaluation_store):
             plan.proposer = self.evaluation

@@ -206,22 +206,6 @@ def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
     return {"rollout/placement_error": error}
 
 
-def shared_tail_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """Of rollouts whose last rows all ranks decoded together; nothing where there were none, on no
-    rank."""
-    shared = [rollout for rollout in record.rollouts if rollout.shared]
-    if not shared:
-        return {}
-    own_s = sum(total_s(rollout.shared, "shared") for rollout in shared)
-    own_rows = sum(rollout.shared_rows for rollout in shared)
-    rows, seconds = ranks.gather(np.array([own_rows, own_s])).T
-    return {
-        "tp_tail/rows": int(rows.sum()),
-        "tp_tail/forwards": sum(len(rollout.shared_forwards) for rollout in shared),
-        "timing_s/tp_tail": float(seconds.mean()),
-    }
-
-
 def idle_metrics(ranks: Ranks, record: StepRecord) -> dict:
     """Return seconds of each use of idle time, and the wall time that it was expected to save and
     is estimated to have saved."""
