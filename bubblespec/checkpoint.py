@@ -33,8 +33,6 @@ from bubblespec.config_file import config_to_yaml, load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.mechanisms.drafter.layer import DRAFTER_FOLDER, save_drafter
-from bubblespec.mechanisms.drafter.training import DrafterTraining
 
 STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"
@@ -61,7 +59,6 @@ def save_checkpoint(
     schedule: dict[str, np.ndarray],
     speculation: dict[str, np.ndarray],
     linear: dict | None,
-    drafter: DrafterTraining | None,
     ranks: Ranks,
     writers: Sequence[Callable[[str], None]] = (),
 ) -> str | None:
@@ -90,9 +87,6 @@ def save_checkpoint(
                 torch.save(optimizer_state, file)
             np.savez(os.path.join(temporary, PLANNER_FILE), **schedule)
             np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
-            if drafter is not None:
-                folder = os.path.join(temporary, DRAFTER_FOLDER)
-                save_drafter(folder, drafter.drafter, drafter.num_updates)
             for write in writers:
                 write(temporary)
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:

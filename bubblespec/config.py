@@ -375,8 +375,9 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def resume_classes(config: Config) -> dict[str, str]:
-    """Return `{"section.key": EXACT, ROUNDING or SAFE}`. run.max_steps is exact if the learning
-    rate's schedule depends on it."""
+    """Return `{"section.key": EXACT, ROUNDING or SAFE}`.
+
+    run.max_steps is exact if the learning rate's schedule depends on it."""
     classes = {name: f.metadata.get("resume", EXACT) for name, f in keys_of(Config).items()}
     if config.optim.lr_scheduler_type != "constant":
         classes["run.max_steps"] = EXACT

@@ -37,8 +37,10 @@ def above(limit: float) -> Bound:
 
 
 def at_most(limit: float, why: str = "") -> Bound:
-    """Return an upper bound. Without `why` the limit is technical: larger sizes overflow, or
-    exhaust the machine before anything is checked."""
+    """Return an upper bound.
+
+    Without `why` the limit is technical: larger sizes overflow, or exhaust the machine before
+    anything is checked."""
     return Bound(lambda value: value <= limit, f"at most {limit}{why and f' ({why})'}")
 
 
@@ -49,8 +51,9 @@ _FINITE = Bound(lambda value: not isinstance(value, float) or math.isfinite(valu
 
 
 def key(default: Any, *bounds: Bound, resume: str = EXACT) -> Any:
-    """Return a field of a section. bounds: on its value, or on each element of a list; resume: its
-    class on resume."""
+    """Return a field of a section.
+
+    bounds: on its value, or on each element of a list; resume: its class on resume."""
     metadata = {"bounds": bounds, "resume": resume}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
@@ -70,8 +73,9 @@ def keys_of(schema: type) -> dict[str, dataclasses.Field]:
 
 
 def check_bounds(section: Any, prefix: str = "") -> None:
-    """Check each value against the bounds of its key, except null and auto. A text that cannot be
-    null must not be empty."""
+    """Check each value against the bounds of its key, except null and auto.
+
+    A text that cannot be null must not be empty."""
     for field in dataclasses.fields(section):
         name, value = f"{prefix}{field.name}", getattr(section, field.name)
         if field.type is str and not value.strip():

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 def load_config(path: str, overrides: list[str] = ()) -> Config:
-    """Return the checked configuration of a YAML file and `section.key=value` overrides. Raises
-    InputError."""
+    """Return the checked configuration of a YAML file and `section.key=value` overrides.
+
+    Raises InputError."""
     if not os.path.isfile(path):
         raise InputError(f"--config: no file at {path}")
     from omegaconf import OmegaConf
@@ -51,8 +52,9 @@ def config_to_yaml(config: Config) -> str:
 
 
 def _fill(base: Any, overrides: list[str], source: str) -> Config:
-    """Fill a `Config` from `base` and then the overrides, and check bounds. source: the name of
-    `base` in errors."""
+    """Fill a `Config` from `base` and then the overrides, and check bounds.
+
+    source: the name of `base` in errors."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -24,7 +24,7 @@ from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.microbatch import pack_responses
-from bubblespec.mechanisms.drafter.layer import MAX_ROWS
+from bubblespec.mechanisms.drafter.runner import MAX_ROWS
 
 AUTO_TP_ROWS = 16
 SHARE_OF_HOST = 0.05  # of the free memory of the machine, for drafts and for history each

@@ -8,7 +8,7 @@ who learn from it.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -166,8 +166,6 @@ class RolloutRecord:
     """Pieces of idle work that took no forwards."""
     shared: list[Span] = field(default_factory=list)
     """In which all ranks together decoded the last rows of all of them (tp_tail.py)."""
-    shared_rows: int = 0
-    """Of this rank, that were unfinished when it began."""
     shared_forwards: list[ForwardRecord] = field(default_factory=list)
     """Of all ranks together; they are not in `forwards`. Their load is that of all ranks' rows,
     own_rows and looked_up_rows are this rank's."""
@@ -180,6 +178,8 @@ class RolloutRecord:
     every rank."""
     idle: dict[str, IdleUse] = field(default_factory=dict)
     """By the name of the use."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What mechanisms record for metrics of their own."""
     episodes: EpisodeCounts | None = None
     """Where there are any."""
 

@@ -55,7 +55,7 @@ from bubblespec.mechanisms.batch_invariant import (
     fix_libraries,
     make_invariant,
 )
-from bubblespec.mechanisms.drafter.layer import read_drafter
+from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
@@ -63,10 +63,10 @@ from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMech
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
 from bubblespec.memory import choose_slots, max_length
-from bubblespec.planner.guard import Guard
 from bubblespec.rewards.functions import RewardFunction, check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rewards.trial import begin_trial, check_columns, check_references, end_trial
+from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.telemetry.console import Console
 from bubblespec.telemetry.trace import describe_hardware
@@ -150,13 +150,16 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             *parts, schedule, scorer, reward_weights=weights, drafts_ahead=knows_beginnings
         )
         board, stats = sampler.board, sampler.stats
-        sampler.tail = make_tp_tail(*parts, board, stats, max_rows=max_tp_rows)
-        if sampler.tail is not None and sampler.tail.is_worth_it and sampler.proposer is None:
-            stats.guard = Guard()
+        tail = make_tp_tail(*parts, board, stats, max_rows=max_tp_rows)
+        if tail is not None:
+            sampler.mechanisms.append(tail)
+        evaluator = make_evaluator(sampler)
     if checkpoint:
         with refuse_what_does_not_fit(checkpoint):
             schedule.load_state_dict(planner)
-            sampler.load_state_dict(load_arrays(checkpoint, SPECULATION_FILE))
+            speculation = load_arrays(checkpoint, SPECULATION_FILE)
+            sampler.load_state_dict(speculation)
+            evaluator.load_state_dict(speculation)
     if form is not None:
         sampler.environments = Environments(config.environment, tokenizer)
         atexit.register(sampler.environments.close)
@@ -164,7 +167,11 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     if config.optim.stream_gradients:
         sampler.mechanisms.append(StreamGradientsMechanism(learner, sampler.combined))
     if "drafter" in config.speculative.sources:
-        read_drafter(config, model, checkpoint)  # a bad one is refused before anything is written
+        set_kernels = partial(linear.use_plans, plans=linear.read_plans(kernels))
+        drafter = DrafterMechanism(config, model, ranks, params, checkpoint, set_kernels)
+        sampler.mechanisms.append(drafter)
+        if tail is not None:
+            tail.companions.append(drafter.moved_to)
     locks: list[IO] = []  # of rank 0; where it cannot have the folder, all ranks raise what it says
     ranks.agree(lambda: locks.append(lock_output_dir(config)))
     return Trainer(
@@ -172,6 +179,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         ranks=ranks,
         learner=learner,
         sampler=sampler,
+        evaluator=evaluator,
         tokenizer=tokenizer,
         data=data,
         eval_prompts=eval_prompts,

@@ -67,7 +67,7 @@ def saver(tmp_path, make_model):
         with torch.no_grad():
             optimizer.flat_grad.fill_(1.0 + step)
         optimizer.step(step)
-        parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer, "drafter": None}
+        parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer}
         parts |= {"schedule": {"uids": np.arange(step)}, "linear": None}
         parts |= {"speculation": {"drafts.tokens": np.arange(step)}}
         return save_checkpoint(

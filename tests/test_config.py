@@ -146,7 +146,7 @@ optim.max_tokens_per_microbatch=1023 | | at least 1024
 rollout.max_completion_length=1048576 | | below 1048576
 run.eval_steps=5 | eval.num_prompts | at least 1
 reward.functions=[] | | at least one
-reward.functions=[a.b,a.b] | | 'a.b' is given more than once
+reward.functions=[a.b,a.b] | | 'a.b' is listed twice
 reward.weights=[1,2] | | 2 weights for 1 reward.functions
 reward.weights=[nan] | reward.weights[0] | finite
 reward.overlong_buffer_length=513 | | at most rollout.max_completion_length = 512
@@ -154,17 +154,17 @@ speculative.method=none+drafter | | none, or some of bubble, suffix, drafter
 loss.num_minibatches=3 | | a divisor of rollout.num_prompts_per_step = 16
 loss.delta=1.2 | | above 1 + loss.epsilon_high = 1.2
 loss.loss_type=gprpo | | grpo, dr_grpo, dapo, cispo, or a dotted path
-loss.loss_type=my.loss loss.delta=3 | loss.delta | is not given to my.loss; leave it out
-loss.loss_type=my.loss loss.epsilon_high=0.3 | loss.epsilon_high | is not given to my.loss
+loss.loss_type=my.loss loss.delta=3 | loss.delta | is not passed to my.loss; leave it out
+loss.loss_type=my.loss loss.epsilon_high=0.3 | loss.epsilon_high | is not passed to my.loss
 loss.advantage_estimator=gae | | grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, or
 loss.scale_rewards=none loss.advantage_estimator=my.function | | leave it out
-optim.stream_gradients=true loss.advantage_estimator=my.function | | is given the whole batch
+optim.stream_gradients=true loss.advantage_estimator=my.function | | gets the whole batch
 speculative.method=my.Source+my.Source | | none, or some of bubble, suffix, drafter and dotted paths
 loss.loss_type=cispo | loss.epsilon_high | at least 1 with cispo
 loss.loss_type=cispo loss.epsilon_high=5 loss.delta=9 | loss.delta | leave it out
 loss.scale_rewards=group loss.advantage_estimator=reinforce_plus_plus | | scaled by the batch
 optim.stream_gradients=true loss.num_iterations=2 | | one update per step
-optim.stream_gradients=true loss.scale_rewards=batch | | divides them by the batch's
+optim.stream_gradients=true loss.scale_rewards=batch | | scale_rewards=batch uses the batch
 data.path=null | data.path, data.tasks | exactly one
 data.path=null data.tasks=[{name:a},{name:a,weight:0}] | data.tasks[1].weight | above 0
 data.path=null data.tasks=[{name:a}] data.eval_path=b.jsonl | data.eval_path | leave it out

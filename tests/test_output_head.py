@@ -18,7 +18,7 @@ from bubblespec.engine.model import UnsupportedModel, prepare_model
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.mechanisms.drafter.layer import DrafterRunner
+from bubblespec.mechanisms.drafter.runner import DrafterRunner
 from bubblespec.types import Row, SampleId
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.drafter_oracle import make_drafter

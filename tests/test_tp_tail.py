@@ -13,11 +13,12 @@ from bubblespec.draft.store import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.mechanisms.drafter.layer import Drafter, DrafterRunner
+from bubblespec.mechanisms.drafter.layer import Drafter
+from bubblespec.mechanisms.drafter.runner import DrafterRunner
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.tp_tail import tail as tp_tail
 from bubblespec.mechanisms.tp_tail.shards import TPGroup
-from bubblespec.mechanisms.tp_tail.tail import STOP_INTERVAL, TPTail, make_tp_tail
+from bubblespec.mechanisms.tp_tail.tail import ROWS, STOP_INTERVAL, TPTail, make_tp_tail
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.place import place_in_turn
 from bubblespec.planner.rows import Rows
@@ -91,7 +92,8 @@ def play(
             source = DrafterSource(runner, fixed_cost(), ranks.clock)
             source.choose_length = lambda active, count: 3
             source.enable(True)
-            tail.draft_with(source, TimedRunner(drafter, tail.engine, PARAMS))
+            together = TimedRunner(drafter, tail.engine, PARAMS)
+            tail.companions.append(lambda engine: source.moved_to(together))
             proposer = Proposer([source], source.cost, always=True, clock=ranks.clock)
             proposer.begin()
             for row in rows.values():
@@ -148,7 +150,7 @@ def test_the_responses_are_those_of_plain_generation(num_ranks, max_rows):
     lengths = [length for (rows,) in entered for length in rows.values()]
     assert 0 < len(lengths) <= max_rows and (max_rows == 12 or max(lengths) > 0)
     assert len({num_shared(result) for result in ranks}) == 1
-    assert [result["record"].shared_rows for result in ranks] == [len(rows) for (rows,) in entered]
+    assert [result["record"].extras[ROWS] for result in ranks] == [len(rows) for (rows,) in entered]
     for result in ranks:
         first = result["record"].shared_forwards[0]
         if max_rows < 12:  # they all have decoded, so what they have said is not fed again

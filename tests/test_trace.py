@@ -198,7 +198,10 @@ def test_recording_stops_where_it_cannot_write_and_the_run_goes_on(tmp_path, cap
         (shutil.rmtree, "neither the folder of a recorded run nor a roofline"),
         (lambda folder: (folder / "meta.json").write_text("{"), "is not a trace: JSONDecodeError"),
         (lambda f: (f / "meta.json").write_text('{"format": 99}'), "not a trace of this version"),
-        (lambda folder: (folder / "responses-00000.parquet").unlink(), "no step is recorded there"),
+        (
+            lambda folder: (folder / "responses-00000.parquet").unlink(),
+            "no complete step is recorded",
+        ),
         (lambda f: (f / "forwards-00000.parquet").unlink(), "00000.parquet: cannot be read"),
         (lambda folder: None, "1 forwards are too few to fit a cost"),
     ],

@@ -29,8 +29,10 @@ MIN_ACCEPTED = 0.05
 
 
 class Console:
-    """The screen of a run. Other ranks have one with `is_on` False: its phases show nothing, and
-    its other methods are not called."""
+    """The screen of a run.
+
+    Other ranks have one with `is_on` False: its phases show nothing, and its other methods are not
+    called."""
 
     def __init__(self, config: Config, is_on: bool):
         self.config, self.is_on = config, is_on
@@ -121,8 +123,9 @@ class Console:
                 self._bar.close()
 
     def end(self, num_updates: int, checkpoint: str | None, is_stopped: bool) -> None:
-        """Show the summary of a run that is complete or stopped. checkpoint: folder of the
-        newest."""
+        """Show the summary of a run that is complete or stopped.
+
+        checkpoint: folder of the newest."""
         self.totals.seconds = time.monotonic() - self._began_s
         for line in summary.end_lines(
             self.config,
@@ -141,8 +144,9 @@ def _bar(**options) -> tqdm:
 
 
 def is_terminal() -> bool:
-    """Whether lines on stderr can be drawn over. Terminals without a height, as in some
-    containers, count as logs."""
+    """Whether lines on stderr can be drawn over.
+
+    Terminals without a height, as in some containers, count as logs."""
     with contextlib.suppress(OSError, ValueError):
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).lines > 1
     return False

@@ -14,9 +14,11 @@ from bubblespec.errors import InputError, log
 
 
 class JsonLines:
-    """A file of one run on rank 0. With `first_step` > 0 it is continued: `records` are its lines
-    for which `is_kept` holds, and other lines are cut off. With 0 an existing file is kept under
-    another name. Raises InputError if it cannot be written."""
+    """A file of one run on rank 0.
+
+    With `first_step` > 0 it is continued: `records` are its lines for which `is_kept` holds, and
+    other lines are cut off. With 0 an existing file is kept under another name. Raises InputError
+    if it cannot be written."""
 
     def __init__(self, path: str, first_step: int, is_kept: Callable[[dict], bool]):
         self.name = os.path.basename(path)
@@ -80,8 +82,9 @@ def _keep_aside(path: str) -> None:
 
 
 def _cut(path: str, is_kept: Callable[[dict], bool]) -> list[dict]:
-    """Drop the lines after the last checkpoint, whose steps are repeated. Return the other
-    lines."""
+    """Drop the lines after the last checkpoint, whose steps are repeated.
+
+    Return the other lines."""
     if not os.path.exists(path):
         return []
     records = []

@@ -25,8 +25,10 @@ ACCEPTED_LENGTHS = "rollout/spec_accepted_lengths"
 
 
 class MetricsLogger:
-    """Writes the files of a run. `first_step` > 0 resumes it: later lines of its files are cut off.
-    With 0, existing files are kept under other names. log_to: the user's hook, see `run.log_to`."""
+    """Writes the files of a run.
+
+    `first_step` > 0 resumes it: later lines of its files are cut off. With 0, existing files are
+    kept under other names. log_to: the user's hook, see `run.log_to`."""
 
     def __init__(
         self, output_dir: str, first_step: int, log_to: Callable[[dict], object] | None = None
@@ -67,8 +69,9 @@ class MetricsLogger:
             self._tensorboard.draw("add_histogram", tag_of(ACCEPTED_LENGTHS), lengths, step)
 
     def log_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write an evaluation after `step` updates as a line of its own. A resumed run that repeats
-        an evaluation has its line already."""
+        """Write an evaluation after `step` updates as a line of its own.
+
+        A resumed run that repeats an evaluation has its line already."""
         if step not in self._evaluated:
             self._tags.update(map(tag_of, metrics))
             self._write(step, metrics)
@@ -76,8 +79,9 @@ class MetricsLogger:
     def log_samples(
         self, record: StepRecord, names: list[str], tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """Write a few responses with their rewards, and a histogram of lengths. names: of the
-        reward functions."""
+        """Write a few responses with their rewards, and a histogram of lengths.
+
+        names: of the reward functions."""
         samples, step = record.samples, record.step
         self._tensorboard.draw("add_histogram", "completions/length", samples.num_sampled, step)
         for number, index in enumerate(choose(samples, self._shown)):

@@ -106,8 +106,9 @@ def set_up_line(seconds: float, phases: dict[str, float]) -> str:
 
 
 def step_text(metrics: dict[str, Any], totals: Totals, left_s: float) -> str:
-    """Return a step's numbers, the most important first, as terminals may be narrow. totals: this
-    step included."""
+    """Return a step's numbers, the most important first, as terminals may be narrow.
+
+    totals: this step included."""
     text = f"reward {compact(metrics['reward'])}, {length_text(metrics)}"
     text += f"; {duration(left_s)} left" if left_s > 0 else ""
     step_s = metrics["timing_s/step"]
@@ -145,8 +146,9 @@ def evaluation_line(step: int, metrics: dict[str, Any]) -> str:
 def sample_lines(
     prompt: str | list[dict], reply: str, rewards: dict[str, float], columns: dict[str, Any]
 ) -> list[str]:
-    """Return one sample. prompt, columns: see `Prompt`; rewards: by the function's path, NaN where
-    it does not apply."""
+    """Return one sample.
+
+    prompt, columns: see `Prompt`; rewards: by the function's path, NaN where it does not apply."""
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
     scores = [f"{path.rsplit('.', 1)[-1]} {value:.3g}" for path, value in rewards.items()]
     lines = [f"  prompt: {shorten(text)}", f"  response: {shorten(reply)}"]
@@ -166,8 +168,10 @@ def end_lines(
     checkpoint: str | None,
     is_stopped: bool,
 ) -> list[str]:
-    """Return the result of a run, and where its files are. history: metrics of this process's
-    steps; evaluations: updates before each, and its metrics; checkpoint: folder of the newest."""
+    """Return the result of a run, and where its files are.
+
+    history: metrics of this process's steps; evaluations: updates before each, and its metrics;
+    checkpoint: folder of the newest."""
     output_dir, of = config.run.output_dir, f"{num_updates} of {config.run.max_steps}"
     lines = [*step_table(history, num_updates), *evaluation_table(evaluations)]
     if is_stopped:

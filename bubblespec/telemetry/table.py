@@ -105,8 +105,10 @@ SHOWN = {
 
 
 def tag_of(key: str) -> str:
-    """Return the curve of a metric. A key without a group is in `train`, as in TRL; what only this
-    trainer has, seconds by rank included, is in one group of its own."""
+    """Return the curve of a metric.
+
+    A key without a group is in `train`, as in TRL; what only this trainer has, seconds by rank
+    included, is in one group of its own."""
     if "/" not in key:
         return f"train/{key}"
     return f"{OWN_GROUP}/{key}" if key.startswith(OWN) or "/rank_" in key else key

@@ -48,8 +48,10 @@ class TensorBoard:
                 self.draw("add_scalar", tag_of(key), value, step)
 
     def draw(self, method: str, *arguments, **options) -> None:
-        """Call a method of the writer. An error, which the writer's thread raises at a later call,
-        disables drawing until `resume`."""
+        """Call a method of the writer.
+
+        An error, which the writer's thread raises at a later call, disables drawing until `resume`.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         if not self._is_drawing:

@@ -53,8 +53,9 @@ class Totals:
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds that drafts saved, negative if they lost; None before a step without drafts. The
-        model, corrected by its error in steps without drafts, is compared with the clock."""
+        """Seconds that drafts saved, negative if they lost; None before a step without drafts.
+
+        The model, corrected by its error in steps without drafts, is compared with the clock."""
         if not self.without_drafts or not self.draft_tokens:
             return None
         return statistics.median(self.without_drafts) * self.modelled_s - self.measured_s
