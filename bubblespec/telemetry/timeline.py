@@ -137,8 +137,10 @@ def draw(lanes: list[np.ndarray], title: str) -> np.ndarray:
     figure = Figure(figsize=(12, 1.5 + 0.4 * len(lanes)), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     handles = draw_lanes(axes, lanes)
-    place = {"loc": "outside lower center", "ncols": min(len(handles), MAX_LEGEND_COLUMNS)}
-    figure.legend(handles=handles, frameon=False, fontsize=9, **place)
+    columns = min(len(handles), MAX_LEGEND_COLUMNS)
+    figure.legend(
+        handles=handles, frameon=False, fontsize=9, loc="outside lower center", ncols=columns
+    )
     axes.set_title(title, fontsize=10)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
