@@ -79,7 +79,7 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
     """Roll out a step once per arm, then learn from it."""
     config, ranks, sampler = trainer.config, trainer.ranks, trainer.sampler
     launch, state = sampler.schedule.launch(step), sampler.state_dict()
-    table, placed, scoring = sampler.begin(launch, step)
+    table, placed, scoring = sampler.begin(launch, step, sampler.store)
     length, prompts = config.rollout.max_completion_length, [of.prompt for of in launch.groups]
     rows = {arm: {index: table.make_row(index, length) for index in placed} for arm in ARMS}
     records: dict[str, RolloutRecord] = {}

@@ -76,7 +76,7 @@ def paired_step(
     the weights change."""
     config, ranks, sampler = trainer.config, trainer.ranks, trainer.sampler
     stats, launch = sampler.stats, sampler.schedule.launch(step)
-    table, plain_rows, scoring = sampler.begin(launch, step)
+    table, plain_rows, scoring = sampler.begin(launch, step, sampler.store)
     rows = {
         "none": plain_rows,
         "speculation": {

@@ -66,6 +66,7 @@ from bubblespec.memory import choose_slots, max_length
 from bubblespec.rewards.functions import RewardFunction, check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rewards.trial import begin_trial, check_columns, check_references, end_trial
+from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.telemetry.console import Console
 from bubblespec.telemetry.trace import describe_hardware
@@ -152,10 +153,13 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         tail = make_tp_tail(*parts, board, stats, max_rows=max_tp_rows)
         if tail is not None:
             sampler.mechanisms.append(tail)
+        evaluator = make_evaluator(sampler)
     if checkpoint:
         with refuse_what_does_not_fit(checkpoint):
             schedule.load_state_dict(planner)
-            sampler.load_state_dict(load_arrays(checkpoint, SPECULATION_FILE))
+            speculation = load_arrays(checkpoint, SPECULATION_FILE)
+            sampler.load_state_dict(speculation)
+            evaluator.load_state_dict(speculation)
     if form is not None:
         sampler.environments = Environments(config.environment, tokenizer)
         atexit.register(sampler.environments.close)
@@ -175,6 +179,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         ranks=ranks,
         learner=learner,
         sampler=sampler,
+        evaluator=evaluator,
         tokenizer=tokenizer,
         data=data,
         eval_prompts=eval_prompts,

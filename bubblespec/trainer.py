@@ -3,10 +3,9 @@ setup.py makes the parts."""
 
 import contextlib
 import gc
-import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import IO
 
 import numpy as np
@@ -16,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from bubblespec.checkpoint import save_checkpoint
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks, StopRequested
-from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import RewardsFailed, SaveFailed, log
 from bubblespec.learn.learner import Learner
 from bubblespec.records import Span, StepRecord
-from bubblespec.rewards.functions import RewardFunction, combine
+from bubblespec.rewards.functions import RewardFunction
+from bubblespec.rollout.evaluate import Evaluator
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry import report as reports
 from bubblespec.telemetry.console import Console
@@ -41,6 +40,7 @@ class Trainer:
     config: Config
     ranks: Ranks
     sampler: Sampler
+    evaluator: Evaluator
     learner: Learner
     tokenizer: PreTrainedTokenizerBase
     data: dict[str, np.ndarray]  # fingerprints, see `data_state`
@@ -248,47 +248,13 @@ class Trainer:
                 self.console.show_evaluation(done, metrics, *parts)
 
     def evaluate(self) -> dict[str, float | str]:
-        """Held-out mean reward and pass@k, under noise that is the same at every evaluation, so
-        that curves are paired.
-
-        pass@k is the expected best of k samples by the first reward function: for a 0/1 reward the
-        usual unbiased estimator (Chen et al. 2021, arXiv 2107.03374, equation 1). Raises
-        StopRequested, and then the evaluation is still to be made.
-        """
-        settings, params, clock = self.config.eval, self.sampler.params, self.ranks.clock
-        began_s = clock.perf_counter()
+        """Evaluate on the held-out prompts, under noise that is the same at every evaluation.
+        Raises StopRequested: the evaluation is still to be made."""
         self.ranks.place = f"evaluation after {self.num_updates} updates"
-        if settings.temperature is not None:
-            params = replace(params, temperature=settings.temperature)
-        groups = [Group(prompt, EVALUATION) for prompt in self.eval_prompts]
-        samples, rollout = self.sampler.evaluate(
-            groups, settings.num_generations, params, self.num_updates
-        )
-        seconds = clock.perf_counter() - began_s
-        # Without the overlong penalty, which shapes training alone.
-        rewards = combine(samples.rewards, self.sampler.reward_weights).reshape(len(groups), -1)
-        self.warn_of_missing(groups, rewards, self.ranks.place)
-        if not (is_scored := has_rewards(rewards)).any():
-            problem = f"no function returned a number for any of {len(groups)} held-out prompts"
-            raise RewardsFailed(f"reward.functions: {problem}")
-        metrics = {
-            "eval/reward": float(rewards[is_scored].mean()),
-            "eval/completions/mean_length": float(samples.num_sampled.mean()),
-            "eval/completions/clipped_ratio": float(samples.is_truncated.mean()),
-            "eval/reward/errors": self.sampler.scorer.take_metrics()["reward/errors"],
-        }
-        by_prompt = np.nan_to_num(samples.rewards[:, 0]).reshape(len(groups), -1)[is_scored]
-        for k in (1 << i for i in range(settings.num_generations.bit_length())):
-            metrics[f"eval/pass@{k}"] = float(expected_best(by_prompt, k).mean())
-        names = self.sampler.scorer.names
-        of_functions = reports.function_metrics(samples.rewards, names)
-        metrics |= {f"eval/{key}": value for key, value in of_functions.items()}
-        has_drafts = self.sampler.evaluation is not None
-        metrics |= reports.evaluation_metrics(
-            self.ranks, samples, rollout, seconds, has_drafts=has_drafts
-        )
-        self.evaluated, self.evaluation_samples = self.num_updates, samples
-        return metrics
+        evaluation = self.evaluator.evaluate(self.eval_prompts, self.num_updates)
+        self.warn_of_missing(evaluation.samples.groups, evaluation.rewards, self.ranks.place)
+        self.evaluated, self.evaluation_samples = self.num_updates, evaluation.samples
+        return evaluation.metrics
 
     def save_if_due(self) -> None:
         """Save where run.save_steps wants it, and at the end."""
@@ -312,7 +278,7 @@ class Trainer:
                 tokenizer=self.tokenizer,
                 optimizer=self.learner.optimizer,
                 schedule=self.sampler.schedule.state_dict() | self.data,
-                speculation=self.sampler.state_dict(),
+                speculation=self.sampler.state_dict() | self.evaluator.state_dict(),
                 linear=self.linear,
                 writers=[mechanism.save for mechanism in self.sampler.mechanisms],
                 ranks=self.ranks,
@@ -326,11 +292,3 @@ class Trainer:
             raise SaveFailed(line)
         if self.ranks.is_main:
             log(f"warning: {line}; the run continues")
-
-
-def expected_best(rewards: np.ndarray, k: int) -> np.ndarray:
-    """Expected maximum of k of the n rewards of each row, drawn without replacement: sum over i of
-    r_(i) C(i-1, k-1) / C(n, k). rewards: float64 [..., n]."""
-    n = rewards.shape[-1]
-    weights = np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
-    return np.sort(rewards) @ weights

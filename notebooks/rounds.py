@@ -160,7 +160,7 @@ def record() -> None:
     for begin in tqdm(range(0, len(drawn), 16), desc="answers", unit="batch"):
         for visit in (0, ANEW):
             groups = [Group(prompt, visit) for prompt in drawn[begin : begin + 16]]
-            samples, _ = trainer.sampler.evaluate(
+            samples, _ = trainer.evaluator.generate(
                 groups, rollout.num_generations, trainer.sampler.params, version=0
             )
             lengths[begin : begin + 16, visit] = samples.lengths.reshape(len(groups), -1)

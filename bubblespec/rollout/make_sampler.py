@@ -16,7 +16,7 @@ from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.drafting import Drafting
 from bubblespec.rollout.mechanism import Mechanism
 from bubblespec.rollout.profile import profile
-from bubblespec.rollout.sampler import Sampler
+from bubblespec.rollout.sampler import Sampler, vocab_size_of
 
 VIRTUAL_TOKENS = (1 << 28, 1 << 28)  # of drafts and history: the simulator is about time
 
@@ -49,17 +49,18 @@ def make_sampler(
     if board is None and (has_drafts or uses_tail or config.optim.stream_gradients):
         board = ProgressBoard(ranks, config.run.timeout_s, config.rollout.progress_backend)
     history = History(max_history_tokens)
-    model = getattr(engine.runner, "model", None)  # there is none in virtual time
-    vocab_size = None if model is None else model.get_input_embeddings().num_embeddings
-    common = {"clock": ranks.clock, "vocab_size": vocab_size}
-    proposer = evaluation = None
+    proposer = None
     if has_drafts:
         uses_drafts = "bubble" in sources or config.tail_batching.enabled
-        always = config.speculative.planning == "always"
-        options = {"has_drafts": uses_drafts, "always": always, **common}
-        proposer = make_proposer(sources, history, cost, **options)
-    if sources:
-        evaluation = make_proposer(sources, History(0), cost, has_drafts=True, **common)
+        proposer = make_proposer(
+            sources,
+            history,
+            cost,
+            has_drafts=uses_drafts,
+            always=config.speculative.planning == "always",
+            clock=ranks.clock,
+            vocab_size=vocab_size_of(engine),
+        )
     by_cost = config.speculative.planning == "by_cost"
     is_guarded = bool(sources) and by_cost and not config.tail_batching.enabled
     # Without drafts the guard is for a shared tail that costs decide about.
@@ -82,7 +83,5 @@ def make_sampler(
         history=history,
         proposer=proposer,
         board=board,
-        evaluation=evaluation,
-        evaluation_store=DraftStore(max_draft_tokens),
         mechanisms=mechanisms,
     )

@@ -18,7 +18,7 @@ from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.task import IdleTask
 from bubblespec.mechanisms.episodes.environments import Environments
 from bubblespec.mechanisms.episodes.episodes import Episodes
-from bubblespec.planner.costs import rollout_seconds
+from bubblespec.planner.costs import CostModel, rollout_seconds
 from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
 from bubblespec.planner.stats import RunStats, load_parts, state_of
@@ -49,18 +49,12 @@ class Sampler:
     stats: RunStats
     store: DraftStore
     """Drafts of coming steps."""
-    evaluation_store: DraftStore
-    """The responses of the last evaluation. The next one generates the same prompts with the same
-    noise (`EVALUATION` in engine/noise.py) under newer weights: they are its drafts."""
     history: History
     """Responses of earlier epochs."""
     proposer: Proposer | None = None
     """Where draft tokens come from; None where nothing is drafted or deferred."""
     board: ProgressBoard | None = None
     """None where no rollout needs ticks."""
-    evaluation: Proposer | None = None
-    """Of evaluations: held-out prompts may be of another kind, and sampled at another temperature,
-    so what is learned there is kept apart. None where evaluations have no drafts."""
     mechanisms: list[Mechanism] = field(default_factory=list)
     """They amend the plan of each rollout, in this order."""
     environments: Environments | None = None
@@ -92,7 +86,7 @@ class Sampler:
         """One rollout of a step and what follows it. used: see `roll_out`."""
         ranks, clock = self.ranks, self.ranks.clock
         began_s = clock.perf_counter()
-        table, rows, scoring = self.begin(launch, step)
+        table, rows, scoring = self.begin(launch, step, self.store)
         ranks.place = f"rollout of step {step}"
         drafts = {name: draft for name in launch.ids if (draft := self.store.get(name)) is not None}
         expected_s = self._expected_s(table)
@@ -127,11 +121,12 @@ class Sampler:
             deferred={ids[index]: int(table.generated[index]) for index in others},
         )
 
-    def begin(self, launch: Launch, step: int | None) -> tuple[RowTable, dict[int, Row], Scoring]:
-        """A rollout's table, this rank's rows of it in the order in which to generate them, and
-        what scores them as they are done. step: None in an evaluation."""
+    def begin(
+        self, launch: Launch, step: int | None, store: DraftStore
+    ) -> tuple[RowTable, dict[int, Row], Scoring]:
+        """Return the row table, this rank's rows in admission order, and the scoring. step: None in
+        an evaluation; store: the rows' drafts."""
         ranks, stats = self.ranks, self.stats
-        store = self.evaluation_store if step is None else self.store
         rank_of = place_in_turn(len(launch.groups), launch.num_generations, ranks.world_size)
         expected = None
         if stats.lengths.knows_lengths:
@@ -167,42 +162,53 @@ class Sampler:
         rows, None where they are not scored.
         """
         begin_s = self.ranks.clock.perf_counter()
-        plan = self._plan(table.launch, step, used, scoring)
+        plan = self.plan_rollout(table.launch, step, used, scoring)
         self.planning_s += self.ranks.clock.perf_counter() - begin_s
         if self.proposer is not None:
             track(self.proposer, rows, self.store, step)
-            if self.proposer.enabled_sources and self.stats.is_on:
+            if self.proposer.enabled_sources and plan.is_on:
                 plan.proposer = self.proposer
-        loop = self._loop(plan, self.params)
-        loop.cost = self.stats.cost if self.needs_timings else None
-        if self.environments is not None:
-            upcoming = self.schedule.upcoming(step, MAX_LOOKAHEAD, used)
-            groups = [group for batch in (table.launch.groups, *upcoming) for group in batch]
-            loop.episodes = self._episodes(groups, scoring)
-        return loop.run(rows, table), loop.tasks
+        cost = self.stats.cost if self.needs_timings else None
+        return self.carry_out(plan, table, rows, self.params, cost), plan.tasks
 
-    def _plan(
+    def plan_rollout(
         self, launch: Launch, step: int | None, used: list[Group], scoring: Scoring | None
     ) -> RolloutPlan:
-        """Return the plan of a rollout that is about to begin, as all mechanisms have amended
-        it."""
+        """Return the plan of a rollout that is about to begin, amended by all mechanisms."""
         plan = RolloutPlan(launch, step, used, scoring, is_on=self.stats.is_on)
         for mechanism in self.mechanisms:
             mechanism.begin_rollout(plan)
         return plan
 
-    def _loop(self, plan: RolloutPlan, params: SamplingParams) -> RolloutLoop:
-        """Return the loop that carries out a plan."""
-        return RolloutLoop(
+    def carry_out(
+        self,
+        plan: RolloutPlan,
+        table: RowTable,
+        rows: dict[int, Row],
+        params: SamplingParams,
+        cost: CostModel | None = None,
+    ) -> RolloutRecord:
+        """Generate this rank's rows of a plan. cost: learns from every forward."""
+        episodes = None
+        if self.environments is not None:
+            groups = plan.launch.groups
+            if plan.step is not None:
+                upcoming = self.schedule.upcoming(plan.step, MAX_LOOKAHEAD, plan.used)
+                groups = [group for batch in (groups, *upcoming) for group in batch]
+            episodes = self._episodes(groups, plan.scoring)
+        loop = RolloutLoop(
             self.engine,
             self.ranks,
             params,
             proposer=plan.proposer,
             board=self.board,
             tasks=plan.tasks,
+            cost=cost,
             on_finished=None if plan.scoring is None else plan.scoring.on_finished,
             take_over=plan.take_over,
+            episodes=episodes,
         )
+        return loop.run(rows, table)
 
     def _episodes(self, groups: list[Group], scoring: Scoring | None) -> Episodes:
         """Of a rollout that may begin samples of these groups."""
@@ -295,31 +301,6 @@ class Sampler:
         stats = self.stats
         return rollout_seconds(own, stats.shared_cost, self.engine.num_slots, stats.rates)
 
-    def evaluate(
-        self, groups: list[Group], num_generations: int, params: SamplingParams, version: int
-    ) -> tuple[Samples, RolloutRecord]:
-        """Samples of held-out prompts, of which those of the last evaluation may be drafts. The
-        guard learns nothing from it. version: updates of the weights. Raises StopRequested."""
-        launch = Launch(groups, len(groups), num_generations)
-        table, rows, scoring = self.begin(launch, None)
-        plan = self._plan(launch, None, groups, scoring)
-        if self.evaluation is not None and len(self.evaluation_store):
-            plan.proposer = self.evaluation
-            track(self.evaluation, rows, self.evaluation_store, version)
-        loop = self._loop(plan, params)
-        if self.environments is not None:
-            loop.episodes = self._episodes(groups, scoring)
-        record = loop.run(rows, table)
-        self.ranks.barrier_or_stop()
-        samples = self.gather(table, rows, scoring)
-        if self.evaluation is not None:
-            # All of them, or the longest, as many as there is room for.
-            self.evaluation_store, ids = DraftStore(self.evaluation_store.max_tokens), samples.ids
-            for index in np.argsort(-samples.lengths, kind="stable").tolist():
-                draft = Draft(samples.tokens[index].astype(np.int32), True, version)
-                self.evaluation_store.put(ids[index], draft)
-        return samples, record
-
     def combined(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Reward of each sample in training: the weighted sum and the overlong penalty, float64
         [S]; NaN where it has none. rewards, lengths: see `Samples`."""
@@ -344,9 +325,6 @@ class Sampler:
         parts |= {mechanism.name: mechanism for mechanism in self.mechanisms}
         if self.proposer is not None:
             parts["survival"] = self.proposer.survival
-        if self.evaluation is not None:
-            parts["evaluation.drafts"] = self.evaluation_store
-            parts["evaluation.survival"] = self.evaluation.survival
         return parts
 
 
@@ -355,3 +333,9 @@ def track(proposer: Proposer, rows: dict[int, Row], store: DraftStore, version: 
     proposer.begin()
     for row in rows.values():
         proposer.track(row, store.get(row.id), version)
+
+
+def vocab_size_of(engine: Engine) -> int | None:
+    """Return the number of tokens that the policy can embed; None in virtual time."""
+    model = getattr(engine.runner, "model", None)
+    return None if model is None else model.get_input_embeddings().num_embeddings
