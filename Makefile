@@ -5,7 +5,12 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test lint smollm2 clean
+# Tests of the inner loop, about a minute on two cores: digests, structure, and what is exact.
+FAST := golden layout verify suffix sampling losses advantages data rows schedule microbatch \
+	optimizer config guard planner proposer store noise kv_cache generator rollout_loop board \
+	idle_tasks sampler tail_batching rewards minimal_loop update
+
+.PHONY: train test test-fast lint smollm2 clean
 
 train: .venv/installed
 	$(BIN)/torchrun --nproc_per_node=2 train.py --config configs/tiny_cpu.yaml
@@ -13,9 +18,13 @@ train: .venv/installed
 test: .venv/tests lint
 	$(BIN)/python -m pytest -q --durations=10 -n logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
+test-fast: .venv/tests
+	$(BIN)/python -m pytest -q -n 2 --dist=loadfile $(FAST:%=tests/test_%.py)
+
 lint: .venv/tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 smollm2: .venv/installed
 	$(BIN)/pip install -q gguf==0.19.0

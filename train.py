@@ -8,7 +8,7 @@ import sys
 
 import transformers
 
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.failures import report
 from bubblespec.distributed.ranks import ranks_from_environment, signals_stop
 from bubblespec.errors import EndsRun

@@ -17,15 +17,18 @@ import numpy as np
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks.shared import main, make_parser, plain_engine, write_json
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.ragged import unpacked
 from bubblespec.errors import InputError
-from bubblespec.mechanisms.drafter.layer import MAX_CHAIN_LENGTH, save_drafter
+from bubblespec.mechanisms.drafter.layer import save_drafter
+from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
+from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH
 from bubblespec.mechanisms.drafter.source import DrafterSource
+from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Row
@@ -63,6 +66,12 @@ class CountedSource(DrafterSource):
                     break
 
 
+def training_of(trainer: Trainer) -> DrafterTraining:
+    """Return the run's drafter and its source of draft tokens."""
+    (drafter,) = (m for m in trainer.sampler.mechanisms if isinstance(m, DrafterMechanism))
+    return drafter.training
+
+
 def held_out_rows(trainer: Trainer) -> list[Row]:
     """One for each held-out prompt."""
     limit = trainer.config.rollout.max_completion_length
@@ -95,7 +104,7 @@ def acceptance(trainer: Trainer, has_own_noise: bool) -> list[float]:
     """Probability that the first 1, 2, ... tokens of a chain are right, on this policy's responses
     to the held-out prompts, which each rank has a share of."""
     ranks, sampler = trainer.ranks, trainer.sampler
-    source = CountedSource(sampler.drafter.source, has_own_noise)
+    source = CountedSource(training_of(trainer).source, has_own_noise)
     # A chain that is not verified says only whether its first token is right.
     proposer = Proposer([source], source.cost, always=True)
     rows = held_out_rows(trainer)[ranks.rank :: ranks.world_size]
@@ -106,7 +115,7 @@ def acceptance(trainer: Trainer, has_own_noise: bool) -> list[float]:
 
 def tails(trainer: Trainer, count: int, repeats: int) -> dict:
     """The held-out rows, `count` at a time, by both arms in turn."""
-    source, plain = trainer.sampler.drafter.source, plain_engine(trainer)
+    source, plain = training_of(trainer).source, plain_engine(trainer)
     proposer = Proposer([source], source.cost)
     engines = {"plain": plain, "drafter": trainer.sampler.engine}
     proposers = {"plain": None, "drafter": proposer}
@@ -159,8 +168,8 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             trainer.warm_start()
         warm_start_s = time.perf_counter() - begin_s
         if arguments.save and ranks.is_main:
-            drafter = trainer.sampler.drafter
-            save_drafter(arguments.save, drafter.drafter, drafter.num_updates)
+            training = training_of(trainer)
+            save_drafter(arguments.save, training.drafter, training.num_updates)
         found = {}
         for name, noise in (("coupled", "the row's own noise"), ("point_mass", "other noise")):
             found[name] = acceptance(trainer, name == "coupled")

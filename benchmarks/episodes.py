@@ -1,4 +1,4 @@
-"""Episodes whose tools take their time, in four ways: torchrun --nproc_per_node=2
+"""Episodes whose tools take their time, in three ways: torchrun --nproc_per_node=2
 benchmarks/episodes.py --config configs/tiny_episodes.yaml [--json OUT] [overrides]
 
 For each training step the *same batch* is rolled out with the *same weights*
@@ -6,8 +6,7 @@ For each training step the *same batch* is rolled out with the *same weights*
 - in lock-step, as TRL does it: once all rows of a rank have ended a turn, tools run one call after
   another, and then all rows go on;
 - overlapped: rows that wait are left out, and calls run in `environment.num_workers` processes;
-- with drafts that were made in the idle time of the step before, by the same rule as in training;
-- with observation speculation as well,
+- with drafts as well, made in the idle time of the step before by the same rule as in training,
 
 in an order that changes from step to step, each from the same drafts and statistics; the tokens are
 compared; then the policy is trained on them and the next step follows. The first step, which has no
@@ -24,9 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Hashable
-from contextlib import nullcontext
 from functools import partial
-from unittest import mock
 
 import numpy as np
 
@@ -35,7 +32,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks import slow_game
 from benchmarks.paired_rollout import learn, timed
 from benchmarks.shared import commit, main, make_parser, markdown, plain_engine, write_json
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import InputError
@@ -46,8 +43,8 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 
-ARMS = ("lock_step", "overlapped", "drafts", "speculation")
-COUNTS = ("turns", "environment_s", "waiting_s", "idle_s", "guesses", "guesses_kept")
+ARMS = ("lock_step", "overlapped", "drafts")
+COUNTS = ("turns", "environment_s", "waiting_s", "idle_s")
 DEFAULTS = ["environment.factory=benchmarks.slow_game.SlowGame", "environment.num_workers=8"]
 
 
@@ -82,7 +79,7 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
     """Roll out a step once per arm, then learn from it."""
     config, ranks, sampler = trainer.config, trainer.ranks, trainer.sampler
     launch, state = sampler.schedule.launch(step), sampler.state_dict()
-    table, placed, scoring = sampler.begin(launch, step)
+    table, placed, scoring = sampler.begin(launch, step, sampler.store)
     length, prompts = config.rollout.max_completion_length, [of.prompt for of in launch.groups]
     rows = {arm: {index: table.make_row(index, length) for index in placed} for arm in ARMS}
     records: dict[str, RolloutRecord] = {}
@@ -104,23 +101,20 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
     result = {"step": step, "rows": len(table.rank_of)}
     for arm in np.roll(ARMS, step).tolist():
         sampler.load_state_dict(state)
-        has_drafts = arm in ("drafts", "speculation")
-        no_guess = mock.patch.object(Episodes, "_guess", lambda *_: None)
-        with no_guess if arm == "drafts" else nullcontext():
-            timing = timed(trainer, partial(with_drafts if has_drafts else without_drafts, arm))
+        roll_out = with_drafts if arm == "drafts" else without_drafts
+        timing = timed(trainer, partial(roll_out, arm))
         result[f"{arm}_s"], result[f"{arm}_forwards"] = timing
-        if has_drafts:
+        if arm == "drafts":
             time.sleep(slow_game.LONGEST_S)  # calls of drafts that were left unfinished
-        if arm == "speculation":
             next_state = sampler.state_dict()
     sampler.load_state_dict(next_state)
     wanted = rows["lock_step"]
     pairs = [(row.tokens, wanted[at].tokens) for own in rows.values() for at, row in own.items()]
     chain_s = max((lock_step.tool_s[row] for row in wanted.values()), default=0.0)
     result["longest_chain_s"] = float(ranks.gather(np.array([chain_s])).max())
-    local = {name: getattr(records["speculation"].episodes, name) for name in COUNTS}
+    local = {name: getattr(records["drafts"].episodes, name) for name in COUNTS}
     local["differing_rows"] = sum(not np.array_equal(*pair) for pair in pairs)
-    local["drafted_tokens"] = records["speculation"].drafted_tokens
+    local["drafted_tokens"] = records["drafts"].drafted_tokens
     totals = ranks.gather(np.array(list(local.values()), np.float64)).sum(axis=0)
     learn(trainer, table, rows["overlapped"], scoring, step)
     return result | dict(zip(local, totals.tolist(), strict=True))
@@ -134,7 +128,6 @@ def summarise(steps: list[dict]) -> dict:
         "median_s": median_s,
         "overlap": median_s["lock_step"] / median_s["overlapped"],
         "drafts": median_s["overlapped"] / median_s["drafts"],
-        "speculation": median_s["overlapped"] / median_s["speculation"],
         "longest_chain_s": float(np.median([s["longest_chain_s"] for s in timed_steps])),
         "differing_rows": int(sum(s["differing_rows"] for s in steps)),
         "rows": sum(s["rows"] for s in steps),
@@ -163,7 +156,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
             print(markdown([{arm: f"{s:.2f} s" for arm, s in summary["median_s"].items()}]))
             print(
                 f"overlap {summary['overlap']:.2f}x over lock-step; over that, drafts "
-                f"{summary['drafts']:.2f}x and with speculation {summary['speculation']:.2f}x; "
+                f"{summary['drafts']:.2f}x; "
                 f"{summary['differing_rows']} of {summary['rows']} rows differ; the calls of one "
                 f"row alone take up to {summary['longest_chain_s']:.2f} s"
             )
@@ -172,4 +165,4 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(run, make_parser("Episodes with slow tools, in four ways")))
+    sys.exit(main(run, make_parser("Episodes with slow tools, in three ways")))

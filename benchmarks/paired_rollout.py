@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks.shared import main, make_parser, plain_engine, write_json
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import InputError
@@ -76,7 +76,7 @@ def paired_step(
     the weights change."""
     config, ranks, sampler = trainer.config, trainer.ranks, trainer.sampler
     stats, launch = sampler.stats, sampler.schedule.launch(step)
-    table, plain_rows, scoring = sampler.begin(launch, step)
+    table, plain_rows, scoring = sampler.begin(launch, step, sampler.store)
     rows = {
         "none": plain_rows,
         "speculation": {
@@ -168,7 +168,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     config = load_config(arguments.config, [*arguments.overrides, f"run.output_dir={folder}"])
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = build(config, ranks)
-        if trainer.sampler.proposer is None and trainer.sampler.tail is None:
+        if not trainer.sampler.needs_timings:
             raise InputError(
                 "speculative.method: none, and no tensor-parallel tail; nothing to compare"
             )

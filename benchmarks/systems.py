@@ -28,7 +28,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks.shared import check_names, main, make_parser, markdown, write_json
 from bubblespec import memory
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages

@@ -17,7 +17,7 @@ from bubblespec.data.prompts import make_tokenize
 from bubblespec.errors import InputError
 from bubblespec.loading import load_prompts, stop_tokens
 from bubblespec.mechanisms.episodes.forms import load_form
-from bubblespec.mechanisms.episodes.tokens import prompt_ids
+from bubblespec.mechanisms.episodes.tokens import prompt_ids, tokenize_with
 from bubblespec.rewards.functions import load_reward
 
 
@@ -31,10 +31,11 @@ def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Calla
         config.model.path, dtype=torch.float32, attn_implementation="sdpa"
     )
     model.generation_config.eos_token_id = list(stop_tokens(config, model, tokenizer))
-    environment, form = config.environment, None
+    environment, form, tokenize = config.environment, None, None
     if environment.is_used:
         form = load_form(environment.factory, environment.tools)
-    prompt_set, _ = load_prompts(config, tokenizer, form)
+        tokenize = tokenize_with(tokenizer, form)
+    prompt_set, _ = load_prompts(config, tokenizer, tokenize)
     batches = [
         prompt_set.batch(config.run.seed, step, rollout.num_prompts_per_step)
         for step in range(num_steps)

@@ -18,7 +18,7 @@ import pickle
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
@@ -27,13 +27,12 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from bubblespec.config import Config, config_to_yaml, flatten, load_config, resume_classes
+from bubblespec.config import Config, flatten, resume_classes
 from bubblespec.config_checks import EXACT, ROUNDING
+from bubblespec.config_file import config_to_yaml, load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.mechanisms.drafter.layer import DRAFTER_FOLDER, save_drafter
-from bubblespec.mechanisms.drafter.training import DrafterTraining
 
 STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"
@@ -42,7 +41,7 @@ SPECULATION_FILE = "speculation.npz"
 PLANNER_FILE = "planner.npz"
 OPTIMIZER_FILE = "optimizer.pt"
 FORMAT = 3  # of checkpoints; 2 has other statistics and kernels, those without one other noise
-NOT_THE_SAME = "continuing would not be the same run (give another run.output_dir for a new one)"
+NOT_THE_SAME = "resuming would not repeat the same run (set another run.output_dir for a new one)"
 # What reading files may raise that are torn or something else.
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError)
 UNREADABLE += (zipfile.BadZipFile, pickle.UnpicklingError)
@@ -60,12 +59,13 @@ def save_checkpoint(
     schedule: dict[str, np.ndarray],
     speculation: dict[str, np.ndarray],
     linear: dict | None,
-    drafter: DrafterTraining | None,
     ranks: Ranks,
+    writers: Sequence[Callable[[str], None]] = (),
 ) -> str | None:
     """Save after `step` updates; all ranks call it. evaluated: updates before the last evaluation,
     or -1; progress: sums over the run so far, by name; linear: the choice of linear layers'
-    kernels, see `setup.choose_linear`.
+    kernels, see `setup.choose_linear`; writers: add files of their own to the folder that they are
+    given, on rank 0.
 
     Returns None, or in one line why it failed (a full disk, for instance): then nothing is left of
     it, and the checkpoints before it stay. The answer is the same on every rank.
@@ -87,9 +87,8 @@ def save_checkpoint(
                 torch.save(optimizer_state, file)
             np.savez(os.path.join(temporary, PLANNER_FILE), **schedule)
             np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
-            if drafter is not None:
-                folder = os.path.join(temporary, DRAFTER_FOLDER)
-                save_drafter(folder, drafter.drafter, drafter.num_updates)
+            for write in writers:
+                write(temporary)
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
             _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))
@@ -136,13 +135,13 @@ def find_damage(folder: str) -> str | None:
     except (OSError, ValueError) as error:  # ValueError: a line of another form, or not UTF-8
         return f"{SUMS_FILE} cannot be read ({error})"
     if not wanted or list(wanted)[-1] != STATE_FILE:  # which is written last
-        return f"{SUMS_FILE} has lost its end"
+        return f"{SUMS_FILE} is truncated"
     try:
         digests = _digests(folder, list(wanted))
     except OSError as error:
         return f"a file cannot be read: {error}"
     changed = [name for name in wanted if digests[name] != wanted[name]]
-    return f"{changed[0]} is not as it was written" if changed else None
+    return f"{changed[0]} does not match its checksum" if changed else None
 
 
 def _digests(folder: str, names: list[str]) -> dict[str, str]:
@@ -210,8 +209,8 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
         _check_same_run(config, flatten(load_config(resolved)), output_dir)
     if folder == "none" and existing:
         raise InputError(
-            f"run.output_dir: {output_dir} holds checkpoints; give another folder, or "
-            "run.resume_from_checkpoint=auto to continue"
+            f"run.output_dir: {output_dir} contains checkpoints; set another folder, or "
+            "run.resume_from_checkpoint=auto to resume"
         )
     if folder == "auto":
         folder = _newest_whole(existing) or "none"
@@ -226,13 +225,13 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
     state = read_state(folder)
     if state.get("format") != FORMAT:
         raise InputError(
-            f"run.resume_from_checkpoint: {folder} is of another version of this package: "
+            f"run.resume_from_checkpoint: {folder} was written by another version of this package: "
             f"{NOT_THE_SAME}"
         )
     differences = _check_same_run(config, state["config"], folder)
     if world_size != state["world_size"]:
         differences.append(f"{world_size} ranks here, but {state['world_size']}")
-    weights = "the run goes on, but its weights are the same to rounding only"
+    weights = "the run continues, but its weights repeat up to rounding only"
     for difference in differences:
         log(f"warning: {difference} in {folder}; {weights}")
     return folder
@@ -245,10 +244,10 @@ def _newest_whole(folders: list[str]) -> str | None:
         damage = find_damage(folder)
         if damage is None:
             return folder
-        log(f"warning: {folder} is damaged: {damage}; looking at the one before")
+        log(f"warning: {folder} is damaged: {damage}; trying the previous one")
     if folders:
-        advice = "remove the damaged ones to start a new run"
-        raise InputError(f"run.output_dir: no checkpoint in it is whole; {advice}")
+        advice = "remove them to start a new run"
+        raise InputError(f"run.output_dir: all its checkpoints are damaged; {advice}")
     return None
 
 
@@ -258,7 +257,7 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
     current, classes, rounding = flatten(config), resume_classes(config), []
     for key in sorted(saved.keys() | current.keys()):
         if key not in current:
-            raise InputError(f"{key}: unknown key in {where}, which another version has written")
+            raise InputError(f"{key}: unknown key in {where}, written by another version")
         here, there = current[key], saved.get(key)
         if key.endswith("path") and _is_the_same_data(here, there):
             continue

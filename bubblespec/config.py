@@ -1,5 +1,4 @@
-"""Configuration: typed dataclasses, filled from a YAML file and dotted overrides, checked before
-anything heavy starts.
+"""Configuration: typed dataclasses, which config_file.py fills from a YAML file and overrides.
 
 A key is declared once: its type and default, its meaning in the docstring below, and in `key(...)`
 its bounds and whether a resumed run may have another value (`resume`; by default it may not). Leaf
@@ -7,7 +6,6 @@ names are TRL's where TRL has one, else verl's. A mistake is an `InputError` nam
 """
 
 import dataclasses
-import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,19 +19,14 @@ from bubblespec.config_checks import (
     above,
     at_least,
     at_most,
-    escape,
-    fill,
     key,
     keys_of,
 )
-from bubblespec.config_combinations import check_combinations
-from bubblespec.config_names import FOREIGN, REMOVED
-from bubblespec.errors import InputError
 
 # of uid, visit, sample and position; a prompt has at most one visit per step
 COUNTER = "the noise counter's field"
 # logits divided by less leave the range of float32
-TEMPERATURE, OR_GREEDY = ((at_least(1e-3, or_else=other), at_most(1e4)) for other in (None, 0))
+TEMPERATURE, OR_GREEDY = ((at_least(1e-3, other), at_most(1e4)) for other in (None, 0))
 SHARE = Bound(lambda share: 0 < share <= 1, "above 0 and at most 1")
 DECAY = Bound(lambda decay: 0 <= decay < 1, "at least 0 and below 1")
 
@@ -186,9 +179,7 @@ class RolloutConfig:
     placement: Literal["in_turn", "balanced"] = key("balanced", resume=SAFE)
     """Which rank generates what: in_turn deals prompts in turn; balanced places samples so that all
     ranks are expected to finish together. Affects time, not tokens."""
-    tp_tail_max_rows: int | str = key(
-        "auto", at_least(0, or_else="auto"), at_most(1 << 10), resume=SAFE
-    )
+    tp_tail_max_rows: int | str = key("auto", at_least(0, "auto"), at_most(1 << 10), resume=SAFE)
     """Once at most this many rows are left, all ranks decode them together, each with a shard of
     the weights. 0: never; auto: at most 16, if that is measured to be faster. Affects time, not
     tokens."""
@@ -196,9 +187,7 @@ class RolloutConfig:
     """How ranks exchange progress: auto (NCCL on GPUs; else shared memory or gloo), or shm only."""
     stop_token_ids: list[int] | None = key(None, at_least(0))
     """Tokens that end a response (default: the model's and the tokenizer's)."""
-    max_num_seqs: int | str = key(
-        "auto", at_least(1, or_else="auto"), at_most(1 << 20), resume=SAFE
-    )
+    max_num_seqs: int | str = key("auto", at_least(1, "auto"), at_most(1 << 20), resume=SAFE)
     """Maximum number of rows that one rank decodes at once, drafts included. auto: as many as are
     useful and fit into memory; give a number where float32 tokens must repeat bit for bit."""
     gpu_memory_utilization: float = key(0.9, SHARE, resume=SAFE)
@@ -324,7 +313,7 @@ class TailBatchingConfig:
 
     enabled: bool = False
     """Train in short and long rounds instead of the data's order; the responses are the same."""
-    over_sampling_ratio: int | float | str = key("auto", at_least(1, or_else="auto"), at_most(4))
+    over_sampling_ratio: int | float | str = key("auto", at_least(1, "auto"), at_most(4))
     """Prompts launched in a short round per prompt that it trains on; auto chooses by recent
     lengths."""
 
@@ -379,43 +368,16 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
 
-def load_config(path: str, overrides: list[str] = ()) -> Config:
-    """YAML file, then `section.key=value` overrides, into a checked `Config`. Raises InputError."""
-    if not os.path.isfile(path):
-        raise InputError(f"--config: no file at {path}")
-    from omegaconf import OmegaConf
-
-    try:
-        base = OmegaConf.load(path)
-    except Exception as error:  # of many kinds; all mean a file that is not valid YAML
-        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    return check_combinations(fill(Config, base, overrides, path, REMOVED, FOREIGN))
-
-
-def config_of_sections(sections: dict[str, dict], overrides: list[str], source: str) -> Config:
-    """The same from a dictionary of sections in place of a file; source: what an error calls it."""
-    from omegaconf import OmegaConf
-
-    base = OmegaConf.create(escape(sections))
-    return check_combinations(fill(Config, base, overrides, source, REMOVED, FOREIGN))
-
-
-def config_to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML, which `load_config` reads back."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(escape(dataclasses.asdict(config))))
-
-
 def flatten(config: Config) -> dict[str, Any]:
-    """`{"section.key": value}` of a resolved configuration."""
+    """Return `{"section.key": value}` of a resolved configuration."""
     sections = dataclasses.asdict(config)
     return {f"{s}.{k}": value for s, keys in sections.items() for k, value in keys.items()}
 
 
 def resume_classes(config: Config) -> dict[str, str]:
-    """`{"section.key": EXACT, ROUNDING or SAFE}`. run.max_steps is exact if the learning rate's
-    course depends on it."""
+    """Return `{"section.key": EXACT, ROUNDING or SAFE}`.
+
+    run.max_steps is exact if the learning rate's schedule depends on it."""
     classes = {name: f.metadata.get("resume", EXACT) for name, f in keys_of(Config).items()}
     if config.optim.lr_scheduler_type != "constant":
         classes["run.max_steps"] = EXACT

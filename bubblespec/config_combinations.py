@@ -1,5 +1,4 @@
-"""Which values of configuration keys go together: what bounds of single keys (config.py) cannot
-express."""
+"""Conditions on several configuration keys together, which bounds of single keys cannot express."""
 
 from collections.abc import Iterator
 
@@ -12,8 +11,7 @@ LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "cispo")
 
 
 def check_combinations(config):
-    """The same configuration, a `config.Config`. Raises InputError, naming the key and the nearest
-    valid value."""
+    """Return the same `Config`. Raises InputError with the key and its nearest valid value."""
     _check_sizes(config)
     of_sections = (_loss_problems, _reward_problems, _data_problems, _environment_problems)
     for problems in (*of_sections, _streaming_problems):
@@ -25,7 +23,7 @@ def check_combinations(config):
     require(is_method and len(set(names)) == len(names), "speculative.method", method, what)
     betas, num_evaluated = config.optim.adam_betas, config.eval.num_prompts
     require(len(betas) == 2, "optim.adam_betas", betas, "two numbers")
-    what = "at least 1, as run.eval_steps asks for evaluations"
+    what = "at least 1, as run.eval_steps is set"
     require(num_evaluated or not config.run.eval_steps, "eval.num_prompts", num_evaluated, what)
     return config
 
@@ -50,7 +48,7 @@ def _check_sizes(config) -> None:
     what = f"at least rollout.num_prompts_per_step = {num_prompts}"
     require(size >= num_prompts or not config.data.tasks, "data.size", size, what)
     rows, is_invariant = rollout.tp_tail_max_rows, config.model.batch_invariant
-    what = "0, as model.batch_invariant asks for forwards of one rank"
+    what = "0 with model.batch_invariant=true"
     require(rows in ("auto", 0) or not is_invariant, "rollout.tp_tail_max_rows", rows, what)
     parts = config.loss.num_minibatches
     what = f"a divisor of rollout.num_prompts_per_step = {num_prompts}"
@@ -69,24 +67,24 @@ def _loss_problems(config) -> Iterator[str]:
         yield f"rollout.dynamic_sampling_max_batches: above 1 {needs}"
     if rollout.num_generations == 1 and estimator != "reinforce_plus_plus" and not is_own:
         yield (
-            f"rollout.num_generations: 1, but {estimator} compares a prompt's responses with each "
-            "other; give at least 2, or loss.advantage_estimator=reinforce_plus_plus"
+            f"rollout.num_generations: 1, but {estimator} compares responses to the same prompt; "
+            "set at least 2, or loss.advantage_estimator=reinforce_plus_plus"
         )
     if loss.scale_rewards == "group" and estimator.startswith("reinforce_plus_plus"):
-        yield f"loss.scale_rewards: group, but {estimator} is scaled by the batch; give none"
+        yield f"loss.scale_rewards: group, but {estimator} is scaled by the batch; set none"
     if is_own and loss.scale_rewards is not None:
-        yield f"loss.scale_rewards: {estimator} gives advantages as they are used; leave it out"
+        yield f"loss.scale_rewards: {estimator} returns final advantages; leave it out"
     if "." in loss.loss_type:
         for name in ("epsilon_low", "epsilon_high", "delta"):
             if getattr(loss, name) != getattr(type(loss), name):
-                yield f"loss.{name}: is not given to {loss.loss_type}; leave it out"
+                yield f"loss.{name}: is not passed to {loss.loss_type}; leave it out"
         return
     if loss.loss_type != "cispo":
         if delta is not None and delta <= 1 + high:
             yield f"loss.delta: {delta} must be above 1 + loss.epsilon_high = {1 + high:g} (3, say)"
         return
     if loss.importance_sampling_level == "sequence":
-        yield "loss.importance_sampling_level: cispo weights single tokens; give token"
+        yield "loss.importance_sampling_level: cispo weights single tokens; set token"
     if delta is not None:
         yield "loss.delta: cispo caps every weight at loss.epsilon_high; leave it out"
     if high < 1:
@@ -96,10 +94,10 @@ def _loss_problems(config) -> Iterator[str]:
 def _reward_problems(config) -> Iterator[str]:
     functions, weights = config.reward.functions, config.reward.weights
     if not functions and config.environment.factory is None:
-        yield "reward.functions: give at least one reward function"
+        yield "reward.functions: set at least one reward function"
     for path in functions:
         if functions.count(path) > 1:
-            yield f"reward.functions: '{path}' is given more than once; give it a larger weight"
+            yield f"reward.functions: '{path}' is listed twice; raise its weight instead"
     num_possible = {len(functions), len(functions) + (config.environment.factory is not None)}
     if weights is not None and len(weights) not in num_possible:
         yield f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions"
@@ -108,10 +106,10 @@ def _reward_problems(config) -> Iterator[str]:
 def _data_problems(config) -> Iterator[str]:
     data = config.data
     if bool(data.path) == bool(data.tasks):
-        yield "data.path, data.tasks: give exactly one of them"
+        yield "data.path, data.tasks: set exactly one of the two"
     for name in ("name", "eval_path", "eval_split") if data.tasks else ():
         if getattr(data, name) is not None:
-            yield f"data.{name}: held-out problems of data.tasks have a seed; leave it out"
+            yield f"data.{name}: held-out problems are made from data.tasks; leave it out"
 
 
 def _environment_problems(config) -> Iterator[str]:
@@ -122,29 +120,29 @@ def _environment_problems(config) -> Iterator[str]:
     if longest >= limit:
         yield (
             f"environment.max_observation_length: {longest} must be below "
-            f"rollout.max_completion_length = {limit}, so that a turn fits behind an observation"
+            f"rollout.max_completion_length = {limit}, so that a turn fits after it"
         )
     if rollout.tp_tail_max_rows not in ("auto", 0):
         yield (
-            f"rollout.tp_tail_max_rows: {rollout.tp_tail_max_rows}, but an episode goes on where "
-            "its environment is; give 0"
+            f"rollout.tp_tail_max_rows: {rollout.tp_tail_max_rows}, but episodes cannot move "
+            "to other ranks; set 0"
         )
     if config.run.trace:
-        yield "run.trace: traces for the simulator do not know turns; give false with environments"
+        yield "run.trace: traces have no turns of environments; set false"
 
 
 def _streaming_problems(config) -> Iterator[str]:
-    """A sample's part of the gradient must be known, up to a common factor, before all samples
-    are."""
+    """Yield problems of optim.stream_gradients: a sample's share of the gradient must be known, up
+    to a common factor, before all samples are."""
     loss, needs = config.loss, "optim.stream_gradients: true needs"
     if not config.optim.stream_gradients:
         return
     if (estimator := loss.advantage_estimator).startswith("reinforce_plus_plus"):
-        yield f"{needs} advantages within the group; {estimator} takes the batch's"
+        yield f"{needs} advantages within the group; {estimator} uses the batch"
     if "." in estimator:
-        yield f"{needs} advantages within the group; {estimator} is given the whole batch"
+        yield f"{needs} advantages within the group; {estimator} gets the whole batch"
     if loss.scale_rewards == "batch":
-        yield f"{needs} advantages within the group; loss.scale_rewards divides them by the batch's"
+        yield f"{needs} advantages within the group; loss.scale_rewards=batch uses the batch"
     for name in ("num_iterations", "num_minibatches"):
         if (value := getattr(loss, name)) > 1:
-            yield f"{needs} one update per step; loss.{name}={value} makes several; give 1"
+            yield f"{needs} one update per step; loss.{name}={value} makes several; set 1"

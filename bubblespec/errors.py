@@ -25,28 +25,30 @@ class InputError(EndsRun, ValueError):
     exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows instead of a traceback (IPython asks exceptions for it)."""
+        """Return what IPython shows in a notebook instead of a traceback."""
         return [f"error: {self}"]
 
 
 class RewardsFailed(InputError):
-    """Rewards with which a step cannot be trained. Raised by all ranks together, so that the run is
-    saved before it ends."""
+    """A step has rewards that cannot be trained on.
+
+    Raised by all ranks together, so that the run is saved before it ends."""
 
 
 class RunFailed(EndsRun, RuntimeError):
-    """Training cannot usefully go on. The message says why, the same on all ranks."""
+    """Training cannot usefully continue. The message, equal on all ranks, has the reason."""
 
 
 class RankTimeout(EndsRun, RuntimeError):
-    """A rank hangs or has died; the message names it, the same on all other ranks."""
+    """A rank hangs or has died; the message, equal on all other ranks, names it."""
 
     exit_code = 3
 
 
 class SaveFailed(EndsRun, RuntimeError):
-    """The state of a run that ends could not be saved. The message says why, the same on all
-    ranks."""
+    """The last state of a run could not be saved.
+
+    The message, equal on all ranks, has the reason."""
 
     exit_code = 4
 
@@ -66,26 +68,27 @@ def write_torchrun_error(error: BaseException) -> None:
 
 
 def log(line: str) -> None:
-    """Print a line to stderr. If that is a log on a full disk, the line is lost and the run
-    continues."""
+    """Print a line to stderr.
+
+    If that is a log on a full disk, the line is lost and the run continues."""
     with contextlib.suppress(OSError):
         tqdm.write(line, file=sys.stderr)  # not into a progress bar
         sys.stderr.flush()
 
 
 def one_line(error: BaseException) -> str:
-    """Its kind and the first sentences of its message, enough to tell what is wrong."""
+    """Return an error's kind and the beginning of its message, on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}{'...' if text[200:] else ''}".removesuffix(": ")
 
 
 def first_problem(own: str | None, gather_text: Callable[[str], list[str]]) -> str | None:
-    """The problem of the first rank that has one, the same on all ranks; None if there is none.
+    """Return the problem of the first rank that has one, on all ranks; None if there is none.
+
     gather_text: see `Ranks`."""
     return next(filter(None, gather_text(own or "")), None)
 
 
 def fallback(instead: str, problem: object, key: str) -> str:
-    """The line of a run and of the doctor about a slower fallback: what is used, why, and the key
-    that avoids trying anything else."""
+    """Return a line about a slower fallback: what is used, why, and the key that avoids it."""
     return f"{instead}: {problem} ({key} tries nothing else)"

@@ -1,5 +1,4 @@
-"""The user's own functions and classes, which configuration keys name by dotted path, and what they
-return."""
+"""The user's own functions and classes, which configuration keys name by dotted path."""
 
 import asyncio
 import importlib
@@ -11,8 +10,9 @@ from bubblespec.errors import InputError, one_line
 
 
 def import_path(key: str, path: str, example: str) -> Any:
-    """Import `package.module.name`, the value of `key`. Raises InputError; example: a path that it
-    names where this one has no dot."""
+    """Import `package.module.name`, the value of `key`.
+
+    example: a valid path, for the message. Raises InputError."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise InputError(f"{key}: '{path}' is not a dotted path such as {example}")
@@ -23,8 +23,9 @@ def import_path(key: str, path: str, example: str) -> Any:
 
 
 def import_function(key: str, path: str, example: str, arguments: tuple[str, ...] = ()) -> Callable:
-    """Import a function. arguments: names of the positional arguments that it must take. Raises
-    InputError."""
+    """Import a function.
+
+    arguments: names of the positional arguments that it must take. Raises InputError."""
     function = import_path(key, path, example)
     if not callable(function) or isinstance(function, type):
         raise InputError(f"{key}: '{path}' is not a function")
@@ -44,8 +45,10 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def awaited(value: Any) -> Any:
-    """Return the value, or what it gives once awaited. All coroutines of a process share one event
-    loop, to which whatever they keep open belongs."""
+    """Return the value, or its result if it is awaitable.
+
+    All coroutines of a process share one event loop, so that connections which they keep open stay
+    valid."""
     if not inspect.isawaitable(value):
         return value
     global _loop

@@ -1,11 +1,10 @@
-"""Model, tokenizer and prompts are loaded from the user's files, and what does not fit together is
-refused."""
+"""Load model, tokenizer and prompts from the user's files, and refuse what does not fit."""
 
 import contextlib
 import functools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -33,8 +32,6 @@ from bubblespec.data.prompts import (
 from bubblespec.data.rows import load_rows
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.lora import add_adapter
-from bubblespec.mechanisms.episodes.forms import Form
-from bubblespec.mechanisms.episodes.tokens import base_ids
 from bubblespec.types import Prompt
 
 HUB_TIMEOUT_S = 5.0
@@ -56,7 +53,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def with_dtype(config: Config, device_type: str) -> Config:
-    """The configuration with the precision that `auto` stands for on such a device."""
+    """Replace the precision `auto` by that of the device type."""
     if config.model.dtype != "auto":
         return config
     dtype = "bfloat16" if device_type == "cuda" else "float32"
@@ -64,16 +61,15 @@ def with_dtype(config: Config, device_type: str) -> Config:
 
 
 def load_model(config: Config, checkpoint: str | None, device: torch.device) -> PreTrainedModel:
-    """The policy of a checkpoint, or the initial one. With LoRA a checkpoint holds the adapter
-    alone.
+    """Load the policy of a checkpoint, or the initial one. With LoRA, checkpoints are adapters.
 
-    It has the shapes that its configuration names and all of its weights: missing ones would be
-    random numbers. Raises InputError.
+    Raises InputError if a shape differs from the model's configuration, or if weights are missing:
+    they would be random numbers.
     """
     has_adapter = config.model.lora_r > 0
     path = config.model.path if has_adapter or checkpoint is None else checkpoint
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
-        advice = "merge it into its base (merge_and_unload of peft), and save that"
+        advice = "merge it into its base model (peft's merge_and_unload) and save that"
         raise InputError(f"model.path: {path} is a LoRA adapter; {advice}")
     key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
     if getattr(from_pretrained(AutoConfig, config, path), "is_encoder_decoder", False):
@@ -85,7 +81,7 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     model, info = from_pretrained(AutoModelForCausalLM, config, path, **options)
     if info["mismatched_keys"]:
         name, there, wanted = sorted(info["mismatched_keys"])[0]
-        shapes = f"is {list(there)}, but its config.json asks for {list(wanted)}"
+        shapes = f"is {list(there)}, but its config.json expects {list(wanted)}"
         raise InputError(f"{key}: {name} in the weights of {path} {shapes}")
     if info["missing_keys"]:
         first, *others = sorted(info["missing_keys"])
@@ -97,8 +93,7 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
 
 
 def from_pretrained(auto_class, config: Config, path: str, **options):
-    """What transformers' `auto_class` finds in a folder or, by a model's name, in the cache or on
-    the Hugging Face hub. Raises InputError."""
+    """Load by transformers' `auto_class` from a folder, the cache or the hub. Raises InputError."""
     options["local_files_only"] = os.path.isdir(path) or not is_hub_reachable()
     try:
         return auto_class.from_pretrained(
@@ -106,7 +101,7 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
         )
     except Exception as error:  # someone else's files, and a dozen libraries that read them
         if "trust_remote_code" in str(error):
-            advice = "brings code of its own, which needs model.trust_remote_code=true; read it"
+            advice = "has code of its own: read it, then set model.trust_remote_code=true"
             raise InputError(f"model.path: {path} {advice}") from error
         key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
         reason = f"cannot load {auto_class.__name__} from {path}: {one_line(error)}"
@@ -114,13 +109,13 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
             reason = f"there is no folder {path}"
             if path.count("/") < 2 and path[:1] not in "./~":  # else it is no name of a model
                 reason += ", and no such model is in the cache or on the Hugging Face hub"
-                reason += "" if is_hub_reachable() else f" ({constants.ENDPOINT} is out of reach)"
+                reason += "" if is_hub_reachable() else f" ({constants.ENDPOINT} cannot be reached)"
         raise InputError(f"{key}: {reason}") from error
 
 
 @functools.cache
 def is_hub_reachable() -> bool:
-    """One attempt to connect: without it the hub's library tries for half a minute."""
+    """Whether one attempt to connect succeeds; the hub's library would try for half a minute."""
     if getproxies():  # whether there is one to answer shows when it is asked
         return True
     address = urlsplit(constants.ENDPOINT)
@@ -134,16 +129,16 @@ def is_hub_reachable() -> bool:
 def check_vocabulary(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, list[str]]:
-    """Return the size of the policy's vocabulary, up to the last token of the tokenizer or among
-    the stop tokens, and lines to print if not all of the model's ids are such tokens.
+    """Return the size of the policy's vocabulary, and lines to print if the model has other ids.
 
-    Every token that a prompt or a stop can be must have an embedding; more embeddings than tokens
-    are usual padding, which is never sampled. Raises InputError.
+    The vocabulary ends with the last token of the tokenizer or among the stop tokens. All of these
+    must have an embedding; further embeddings are usual padding, which is never sampled. Raises
+    InputError.
     """
     size = model.get_input_embeddings().num_embeddings
     known = set(tokenizer.get_vocab().values())
     if (largest := max(known, default=0)) >= size:
-        excess = f"has token {largest}, but the model only {size} embeddings"
+        excess = f"has token {largest}, but the model has only {size} embeddings"
         raise InputError(f"model.path: the tokenizer of {config.model.path} {excess}")
     for token in config.rollout.stop_token_ids or []:
         if token >= size:
@@ -153,13 +148,13 @@ def check_vocabulary(
     lines = []
     if num_tokens < size:
         lines.append(
-            f"{size - num_tokens} of the model's {size} token ids are beyond the tokenizer's last "
+            f"{size - num_tokens} of the model's {size} token ids exceed the tokenizer's last "
             "token; they are never sampled"
         )
     if len(known) < num_tokens:
         lines.append(
             f"warning: the tokenizer has no token for {num_tokens - len(known)} ids below its last "
-            "one, which can be sampled and are trained on like others"
+            "one; these ids can be sampled and trained on like others"
         )
     return num_tokens, lines
 
@@ -167,8 +162,10 @@ def check_vocabulary(
 def stop_tokens(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
-    """The configured stop tokens, or the model's and the tokenizer's end-of-sequence tokens. Raises
-    InputError if there are none."""
+    """Return the configured stop tokens, or model's and tokenizer's end-of-sequence tokens.
+
+    Raises InputError if there are none.
+    """
     if config.rollout.stop_token_ids is not None:
         return tuple(config.rollout.stop_token_ids)
     of_model = model.generation_config.eos_token_id
@@ -183,24 +180,23 @@ def stop_tokens(
 def load_prompts(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    environment: Form | None = None,
+    tokenize: Callable[[str | list[dict]], Sequence[int]] | None = None,
     *,
     saved_held_out: np.ndarray | None = None,
     warn: Callable[[str], None] = log,
 ) -> tuple[PromptSet, list[Prompt]]:
-    """Training prompts and held-out prompts. A training prompt that is also held out is left out of
-    training, whether or not this run evaluates: the batches do not depend on that. Raises
-    InputError.
+    """Return training prompts and held-out prompts. Raises InputError.
 
-    saved_held_out: fingerprints of those of a run that continues, which stay the same if rows have
-    been appended.
+    A training prompt that is also held out is left out of training, whether or not this run
+    evaluates: batches do not depend on that.
+
+    tokenize: from a prompt to the ids that its group shares, by default all of its ids;
+    saved_held_out: fingerprints of the held-out rows of a run that resumes, which stay the same if
+    rows have been appended.
     """
     data, count, longest = config.data, config.eval.num_prompts, config.rollout.max_prompt_length
     options = {"system_prompt": data.system_prompt, "as_chat": data.as_chat}
-    tokenize = make_tokenize(tokenizer)
-    if environment is not None:  # what it adds to the prompt comes later
-        options_of_base = {"schemas": environment.schemas(), "adds_text": environment.adds_text}
-        tokenize = functools.partial(base_ids, tokenizer, **options_of_base)
+    tokenize = tokenize or make_tokenize(tokenizer)
 
     def prompts_of(rows, key: str) -> PromptSet:
         return build_prompt_set(rows, tokenize, longest, key=key, **options)
@@ -223,8 +219,8 @@ def load_prompts(
             held_out = prompts_of(rows, key).prompts[:count]
         elif count:
             if len(train) < 2:
-                dropped = f"({train.num_dropped} are over rollout.max_prompt_length)"
-                reason = "usable prompts cannot be split into training and held-out ones"
+                dropped = f"({train.num_dropped} more exceed rollout.max_prompt_length)"
+                reason = "usable prompts are too few to hold any out"
                 raise InputError(f"data.path: {len(train)} {reason} {dropped}")
             held_out = _hold_out(train, min(count, len(train) // 2), saved_held_out)
         if train.prompts and held_out:
@@ -234,17 +230,17 @@ def load_prompts(
         raise InputError(f"rollout.max_prompt_length: {reason}")
     if len(held_out) < count:
         has = "half of data.path" if key == "eval.num_prompts" else f"all of {key}"
-        has = "those of data.tasks that are short enough" if data.tasks else has
+        has = "the short enough ones of data.tasks" if data.tasks else has
         warn(f"warning: eval.num_prompts: {count}, but only {len(held_out)} are held out, {has}")
     remaining = leave_out(train, held_out, columns)
     if train.prompts and not remaining.prompts:
-        reason = "all training prompts are held out as well, so none is left to train on"
+        reason = "every training prompt is held out, so none is left to train on"
         raise InputError(f"{key}: {reason}")
     return remaining, held_out
 
 
 def _hold_out(train: PromptSet, count: int, saved: np.ndarray | None) -> list[Prompt]:
-    """The rows of the training data to hold out: the saved ones, if all are there."""
+    """Return the training prompts to hold out: the saved ones, if all are there."""
     if saved is not None:
         of = dict(zip(fingerprints(train.prompts).tolist(), train.prompts, strict=True))
         held_out = [of[name] for name in saved.tolist() if name in of]

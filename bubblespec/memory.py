@@ -173,13 +173,13 @@ def choose_slots(
             break
     else:
         size = needed * unit + num_tp_rows * needs.tp_row
-        have = f"need {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free besides the model"
+        have = f"need {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free next to the model"
         keys = (
             "rollout.max_num_seqs, rollout.max_completion_length, optim.max_tokens_per_microbatch"
         )
         raise InputError(
             f"rollout.max_num_seqs: {wanted}, but slots of {max_length(config)} tokens {have}; "
-            f"lower {keys}, or set optim.shard_state"
+            f"lower {keys}, or set optim.shard_state=true"
         )
     if not is_paged:
         return min(fitting, useful), None, num_tp_rows

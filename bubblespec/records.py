@@ -8,7 +8,7 @@ who learn from it.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -147,14 +147,6 @@ class EpisodeCounts:
     """In which a row waited for its environment, summed over rows."""
     idle_s: float = 0.0
     """Of these, those in which the rank did nothing else."""
-    predictions: int = 0
-    """Turns that a row ended as its draft did, while the environment had not answered yet."""
-    right_predictions: int = 0
-    """Those in which the answer was the draft's observation."""
-    guesses: int = 0
-    """Of the former, those after which the row went on with the draft's observation."""
-    guesses_kept: int = 0
-    """Those in which what followed was kept."""
     differing_replays: int = 0
     """Of environments whose worker had died, those of drafts included."""
     stops: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STOPS, 0))
@@ -174,8 +166,6 @@ class RolloutRecord:
     """Pieces of idle work that took no forwards."""
     shared: list[Span] = field(default_factory=list)
     """In which all ranks together decoded the last rows of all of them (tp_tail.py)."""
-    shared_rows: int = 0
-    """Of this rank, that were unfinished when it began."""
     shared_forwards: list[ForwardRecord] = field(default_factory=list)
     """Of all ranks together; they are not in `forwards`. Their load is that of all ranks' rows,
     own_rows and looked_up_rows are this rank's."""
@@ -188,6 +178,8 @@ class RolloutRecord:
     every rank."""
     idle: dict[str, IdleUse] = field(default_factory=dict)
     """By the name of the use."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What mechanisms record for metrics of their own."""
     episodes: EpisodeCounts | None = None
     """Where there are any."""
 

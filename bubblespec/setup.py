@@ -55,17 +55,19 @@ from bubblespec.mechanisms.batch_invariant import (
     fix_libraries,
     make_invariant,
 )
-from bubblespec.mechanisms.drafter.layer import read_drafter
+from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
 from bubblespec.mechanisms.drafter.memory import add_drafter
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.forms import load_form
+from bubblespec.mechanisms.episodes.tokens import tokenize_with
+from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
 from bubblespec.memory import choose_slots, estimate, max_length
-from bubblespec.planner.guard import Guard
 from bubblespec.rewards.functions import RewardFunction, check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rewards.trial import begin_trial, check_columns, check_references, end_trial
+from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.telemetry.console import Console
 from bubblespec.telemetry.trace import describe_hardware
@@ -98,15 +100,16 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         lines.append(f"warning: {slower}")
     for line in lines if ranks.is_main else []:
         log(line)
-    form = None
+    form = tokenize = None
     if config.environment.is_used:
         form = load_form(config.environment.factory, config.environment.tools)
+        tokenize = tokenize_with(tokenizer, form)
     has_reward = form is not None and form.has_reward
     weights = check_weights(config, has_reward)
     with console.phase("reading the data"):
         warn = log if ranks.is_main else lambda line: None
         options = {"saved_held_out": planner.get(HELD_OUT), "warn": warn}
-        train_prompts, eval_prompts = load_prompts(config, tokenizer, form, **options)
+        train_prompts, eval_prompts = load_prompts(config, tokenizer, tokenize, **options)
         data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts)
         check_equal(data, ranks)
         if checkpoint:
@@ -129,6 +132,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             linear.use_plans(reference, trained)
     parts = {"config": config, "ranks": ranks, "model": model, "reference": reference}
     learner = Learner(**parts, optimizer=optimizer, kernel=kernel)
+    if kernels is not None:
+        learner.after_update.append(partial(linear.refresh_copies, model))
     schedule = make_schedule(config, train_prompts)
     scorer = Scorer(config.reward, functions, tokenizer, ranks, has_reward)
     trial = {}  # in workers it goes on while the engine is timed
@@ -140,23 +145,34 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     with console.phase("timing the engine"):
         engine, max_tp_rows = build_engine(config, learner, ranks)
         parts = (config, ranks, engine, params)
-        sampler = make_sampler(*parts, schedule, scorer, reward_weights=weights)
+        # How a response begins may be the environment's to say.
+        knows_beginnings = form is None or not form.adds_text or config.environment.draft
+        sampler = make_sampler(
+            *parts, schedule, scorer, reward_weights=weights, drafts_ahead=knows_beginnings
+        )
         board, stats = sampler.board, sampler.stats
-        sampler.tail = make_tp_tail(*parts, board, stats, max_rows=max_tp_rows)
-        if sampler.tail is not None and sampler.tail.is_worth_it and sampler.proposer is None:
-            stats.guard = Guard()
+        tail = make_tp_tail(*parts, board, stats, max_rows=max_tp_rows)
+        if tail is not None:
+            sampler.mechanisms.append(tail)
+        evaluator = make_evaluator(sampler)
     if checkpoint:
         with refuse_what_does_not_fit(checkpoint):
             schedule.load_state_dict(planner)
-            sampler.load_state_dict(load_arrays(checkpoint, SPECULATION_FILE))
+            speculation = load_arrays(checkpoint, SPECULATION_FILE)
+            sampler.load_state_dict(speculation)
+            evaluator.load_state_dict(speculation)
     if form is not None:
         sampler.environments = Environments(config.environment, tokenizer)
         atexit.register(sampler.environments.close)
     ranks.agree(lambda: end_trial(scorer, trial))
     if config.optim.stream_gradients:
-        sampler.learner = learner
+        sampler.mechanisms.append(StreamGradientsMechanism(learner, sampler.combined))
     if "drafter" in config.speculative.sources:
-        read_drafter(config, model, checkpoint)  # a bad one is refused before anything is written
+        set_kernels = partial(linear.use_plans, plans=linear.read_plans(kernels))
+        drafter = DrafterMechanism(config, model, ranks, params, checkpoint, set_kernels)
+        sampler.mechanisms.append(drafter)
+        if tail is not None:
+            tail.companions.append(drafter.moved_to)
     locks: list[IO] = []  # of rank 0; where it cannot have the folder, all ranks raise what it says
     ranks.agree(lambda: locks.append(lock_output_dir(config)))
     return Trainer(
@@ -164,6 +180,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         ranks=ranks,
         learner=learner,
         sampler=sampler,
+        evaluator=evaluator,
         tokenizer=tokenizer,
         data=data,
         eval_prompts=eval_prompts,
@@ -278,8 +295,8 @@ def check_weights(config: Config, has_environment: bool) -> list[float]:
     InputError."""
     count, weights = len(config.reward.functions) + has_environment, config.reward.weights
     if not count:
-        problem = "is not given, and environment.factory has no get_reward"
-        raise InputError(f"reward.functions: {problem}; one of them must score the responses")
+        problem = "is empty, and environment.factory has no get_reward"
+        raise InputError(f"reward.functions: {problem}; one of the two must score responses")
     if weights is not None and len(weights) != count:
         needed = f"{count} are needed, the environment's last" if has_environment else f"{count}"
         raise InputError(f"reward.weights: {len(weights)} weights, but {needed}")
@@ -291,8 +308,8 @@ def check_equal(data: dict[str, np.ndarray], ranks: Ranks) -> None:
     found = ranks.gather(np.array([fingerprint([of.tolist() for of in data.values()])]))
     if (found != found[0]).any():
         raise InputError(
-            "data: ranks have read different rows; some tasks of data.tasks depend on "
-            "PYTHONHASHSEED, which must be set, to 0 for instance"
+            "data: ranks have read different rows; some of data.tasks depend on "
+            "PYTHONHASHSEED; set it to 0"
         )
 
 
@@ -319,7 +336,7 @@ def check_prompts(
     train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
     if num_prompts < ranks.world_size:
         shortage = f"{num_prompts} prompts for {ranks.world_size} ranks"
-        raise InputError(f"rollout.num_prompts_per_step: {shortage}; give at least one for each")
+        raise InputError(f"rollout.num_prompts_per_step: {shortage}; each rank needs at least one")
 
 
 def choose_linear(

@@ -3,10 +3,9 @@ setup.py makes the parts."""
 
 import contextlib
 import gc
-import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import IO
 
 import numpy as np
@@ -16,14 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from bubblespec.checkpoint import save_checkpoint
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks, StopRequested
-from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import RewardsFailed, SaveFailed, log
 from bubblespec.learn.learner import Learner
-from bubblespec.mechanisms.cpu_linear import read_plans
-from bubblespec.mechanisms.drafter.layer import DrafterRunner
-from bubblespec.mechanisms.drafter.training import make_drafter
 from bubblespec.records import Span, StepRecord
-from bubblespec.rewards.functions import RewardFunction, combine
+from bubblespec.rewards.functions import RewardFunction
+from bubblespec.rollout.evaluate import Evaluator
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry import report as reports
 from bubblespec.telemetry.console import Console
@@ -44,6 +40,7 @@ class Trainer:
     config: Config
     ranks: Ranks
     sampler: Sampler
+    evaluator: Evaluator
     learner: Learner
     tokenizer: PreTrainedTokenizerBase
     data: dict[str, np.ndarray]  # fingerprints, see `data_state`
@@ -117,29 +114,11 @@ class Trainer:
         )
 
     def warm_start(self) -> None:
-        """The end of set-up. Make the drafter, where one is wanted: read or trained. Raises
-        StopRequested, InputError."""
-        wants_drafter = "drafter" in self.config.speculative.sources
-        if wants_drafter and self.num_updates < self.config.run.max_steps:
-            with self.console.phase("preparing the drafter"):
-                self._make_drafter()
+        """Finish the set-up of mechanisms. Raises StopRequested, InputError."""
+        for mechanism in self.sampler.mechanisms:
+            mechanism.start(self)
         if self.ranks.is_main:
             self.console.end_set_up(self.num_updates)
-
-    def _make_drafter(self) -> None:
-        config, sampler, step = self.config, self.sampler, self.num_updates
-        parts = (sampler.engine, sampler.params, sampler.schedule, sampler.proposer.cost)
-        options = {"plans": read_plans(self.linear), "checkpoint": self.checkpoint}
-        drafter, rows = make_drafter(config, self.ranks, *parts, step=step, **options)
-        # It generates no turns of environments, so of episodes it has the beginnings alone.
-        if "bubble" in config.speculative.sources and sampler.environments is None:
-            sampler.keep_as_drafts(rows, step, are_deferred=False)
-        sampler.proposer.add(drafter.source)
-        if (tail := sampler.tail) is not None:
-            runner = DrafterRunner(drafter.drafter, tail.engine, sampler.params)
-            tail.draft_with(drafter.source, runner)
-        sampler.drafter = drafter
-        self.learner.on_hidden = drafter.take
 
     def sample(self, step: int) -> StepRecord:
         """The step's samples and rewards, the same on all ranks. Raises StopRequested."""
@@ -160,8 +139,8 @@ class Trainer:
         if self.ranks.is_main:
             prompt = groups[missing[0]].prompt
             log(
-                f"warning: {when}: no reward function gave a number for some response of "
-                f"{len(missing)} of {len(groups)} prompts, which are left out; the first is "
+                f"warning: {when}: {len(missing)} of {len(groups)} prompts have responses without "
+                "a reward and are left out; the first is "
                 f"{prompt.uid}, {str(prompt.text)!r:.100} (rewards/NAME/missing, "
                 "reward/left_out)"
             )
@@ -200,12 +179,14 @@ class Trainer:
                 drafts["store_tokens"] = sampler.store.num_tokens
             metrics |= reports.speculation_metrics(ranks, record, **drafts)
         metrics |= reports.timing_metrics(ranks, record, metrics.pop("timing_s/sync"))
-        metrics |= reports.placement_metrics(ranks, record) | sampler.stats.metrics()
+        metrics |= reports.placement_metrics(ranks, record)
+        if sampler.needs_timings:
+            metrics |= sampler.stats.metrics()
         if sampler.environments is not None:
             metrics |= reports.episode_metrics(ranks, record)
-        metrics |= reports.idle_metrics(ranks, record) | reports.shared_tail_metrics(ranks, record)
-        if sampler.drafter is not None:
-            metrics |= sampler.drafter.metrics(ranks)
+        metrics |= reports.idle_metrics(ranks, record)
+        for mechanism in sampler.mechanisms:
+            metrics |= mechanism.metrics(ranks, record)
         metrics["perf/max_memory_gb"] = reports.peak_memory_gb(ranks)
         metrics |= self.progress_metrics(record, metrics)
         if self.recorder is not None:
@@ -267,47 +248,13 @@ class Trainer:
                 self.console.show_evaluation(done, metrics, *parts)
 
     def evaluate(self) -> dict[str, float | str]:
-        """Held-out mean reward and pass@k, under noise that is the same at every evaluation, so
-        that curves are paired.
-
-        pass@k is the expected best of k samples by the first reward function: for a 0/1 reward the
-        usual unbiased estimator (Chen et al. 2021, arXiv 2107.03374, equation 1). Raises
-        StopRequested, and then the evaluation is still to be made.
-        """
-        settings, params, clock = self.config.eval, self.sampler.params, self.ranks.clock
-        began_s = clock.perf_counter()
+        """Evaluate on the held-out prompts, under noise that is the same at every evaluation.
+        Raises StopRequested: the evaluation is still to be made."""
         self.ranks.place = f"evaluation after {self.num_updates} updates"
-        if settings.temperature is not None:
-            params = replace(params, temperature=settings.temperature)
-        groups = [Group(prompt, EVALUATION) for prompt in self.eval_prompts]
-        samples, rollout = self.sampler.evaluate(
-            groups, settings.num_generations, params, self.num_updates
-        )
-        seconds = clock.perf_counter() - began_s
-        # Without the overlong penalty, which shapes training alone.
-        rewards = combine(samples.rewards, self.sampler.reward_weights).reshape(len(groups), -1)
-        self.warn_of_missing(groups, rewards, self.ranks.place)
-        if not (is_scored := has_rewards(rewards)).any():
-            problem = f"no function gave a number for any held-out prompt ({len(groups)} of them)"
-            raise RewardsFailed(f"reward.functions: {problem}")
-        metrics = {
-            "eval/reward": float(rewards[is_scored].mean()),
-            "eval/completions/mean_length": float(samples.num_sampled.mean()),
-            "eval/completions/clipped_ratio": float(samples.is_truncated.mean()),
-            "eval/reward/errors": self.sampler.scorer.take_metrics()["reward/errors"],
-        }
-        by_prompt = np.nan_to_num(samples.rewards[:, 0]).reshape(len(groups), -1)[is_scored]
-        for k in (1 << i for i in range(settings.num_generations.bit_length())):
-            metrics[f"eval/pass@{k}"] = float(expected_best(by_prompt, k).mean())
-        names = self.sampler.scorer.names
-        of_functions = reports.function_metrics(samples.rewards, names)
-        metrics |= {f"eval/{key}": value for key, value in of_functions.items()}
-        has_drafts = self.sampler.evaluation is not None
-        metrics |= reports.evaluation_metrics(
-            self.ranks, samples, rollout, seconds, has_drafts=has_drafts
-        )
-        self.evaluated, self.evaluation_samples = self.num_updates, samples
-        return metrics
+        evaluation = self.evaluator.evaluate(self.eval_prompts, self.num_updates)
+        self.warn_of_missing(evaluation.samples.groups, evaluation.rewards, self.ranks.place)
+        self.evaluated, self.evaluation_samples = self.num_updates, evaluation.samples
+        return evaluation.metrics
 
     def save_if_due(self) -> None:
         """Save where run.save_steps wants it, and at the end."""
@@ -331,9 +278,9 @@ class Trainer:
                 tokenizer=self.tokenizer,
                 optimizer=self.learner.optimizer,
                 schedule=self.sampler.schedule.state_dict() | self.data,
-                speculation=self.sampler.state_dict(),
+                speculation=self.sampler.state_dict() | self.evaluator.state_dict(),
                 linear=self.linear,
-                drafter=self.sampler.drafter,
+                writers=[mechanism.save for mechanism in self.sampler.mechanisms],
                 ranks=self.ranks,
             )
         if problem is None:
@@ -344,12 +291,4 @@ class Trainer:
         if is_last:
             raise SaveFailed(line)
         if self.ranks.is_main:
-            log(f"warning: {line}, and the run goes on")
-
-
-def expected_best(rewards: np.ndarray, k: int) -> np.ndarray:
-    """Expected maximum of k of the n rewards of each row, drawn without replacement: sum over i of
-    r_(i) C(i-1, k-1) / C(n, k). rewards: float64 [..., n]."""
-    n = rewards.shape[-1]
-    weights = np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
-    return np.sort(rewards) @ weights
+            log(f"warning: {line}; the run continues")

@@ -92,14 +92,6 @@ class Draft:
     """It ends as a response does."""
     version: int
     """Updates of the weights that last extended it."""
-    observations: tuple[tuple[int, int], ...] = ()
-    """[begin, end) of the tokens that an environment gave."""
-
-
-def observed_spans(logprob: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """[begin, end) of the tokens that were not sampled. logprob: [L], NaN for these."""
-    edges = np.flatnonzero(np.diff(is_sampled(logprob), prepend=True, append=True)).tolist()
-    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 class Launch(NamedTuple):

@@ -15,7 +15,7 @@ from matplotlib.patches import FancyBboxPatch, Patch
 from benchmarks import simulated_systems
 from benchmarks.simulated_systems import GENERATIONS, MISMATCH, RANKS, SHARE_OF_LONGEST, K, System
 from bubblespec import memory
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.memory import CARDS, meta_model
 from bubblespec.tools.simulate.roofline import GPUS, MODELS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.mechanisms.tail_batching import TailBatching
@@ -160,7 +160,7 @@ def record() -> None:
     for begin in tqdm(range(0, len(drawn), 16), desc="answers", unit="batch"):
         for visit in (0, ANEW):
             groups = [Group(prompt, visit) for prompt in drawn[begin : begin + 16]]
-            samples, _ = trainer.sampler.evaluate(
+            samples, _ = trainer.evaluator.generate(
                 groups, rollout.num_generations, trainer.sampler.params, version=0
             )
             lengths[begin : begin + 16, visit] = samples.lengths.reshape(len(groups), -1)

@@ -139,7 +139,7 @@ def test_greedy_equals_generate(name):
     assert [row.tokens.tolist() for row in rows] == wanted
 
 
-NO_WINDOW = rf"layer 0 has a sliding window of {WINDOW} tokens, but hands no sliding window to"
+NO_WINDOW = rf"layer 0 has a sliding window of {WINDOW} tokens, but passes no sliding window to"
 REFUSED = {
     "phimoe": (
         lambda: transformers.PhimoeConfig(**GQA, num_local_experts=4, sliding_window=WINDOW),
@@ -182,7 +182,7 @@ REFUSED = {
     "doge": (lambda: transformers.DogeConfig(**GQA), "an attention mask of its own"),
     "nemotron": (
         lambda: transformers.NemotronConfig(**GQA, head_dim=16),
-        "does not pass the arguments of its forward on",
+        "does not pass its forward's arguments",
     ),
     "electra": (
         lambda: transformers.ElectraConfig(**SMALL, embedding_size=48),
@@ -191,7 +191,7 @@ REFUSED = {
     # Head sizes that contradict each other: the model fails without the engine too.
     "inconsistent": (
         lambda: transformers.DeepseekV3Config(**{**DEEPSEEK, "head_dim": 24}),
-        "its own forward fails, without the",
+        "its own forward fails even without the",
     ),
 }
 
@@ -213,7 +213,7 @@ def test_kernels_for_heads_of_one_size_alone(name, sizes):
     assert found == sizes
     problem = problem_of("varlen", torch.device("cuda"), torch.bfloat16, found)
     if name == "deepseek_v2":
-        assert problem.endswith("query and key heads have 24 and its value heads 16; use sdpa")
+        assert problem.endswith("query and key heads have 24 and its value heads 16; set sdpa")
     else:
         assert problem is None
 
@@ -285,7 +285,7 @@ def test_a_window_handed_over_but_not_in_the_mask_is_refused(monkeypatch):
         layer.self_attn.register_forward_pre_hook(
             lambda m, a, kw: (a, {**kw, "sliding_window": 40}), with_kwargs=True
         )
-    why = r"hands a sliding window of 40 tokens .* its own mask shows other positions"
+    why = r"passes a sliding window of 40 tokens .* own mask differs"
     with pytest.raises(UnsupportedModel, match=why):
         prepare_model(model, LONGEST)
     prepare_model(model, 40)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import kernels
 from bubblespec.engine.attention import bubblespec_attention
@@ -118,10 +118,10 @@ def test_choice_of_kernel(monkeypatch):
     assert choose("auto", "cpu", half) == choose("sdpa", "cuda", half) == ("sdpa", None)
     assert choose("auto", "cuda", half) == ("flash_attn" if has_flash else "varlen", None)
     kernel, line = choose("auto", "cuda", single)
-    assert kernel == "sdpa" and "varlen computes in bfloat16; for float32 use sdpa" in line
-    with pytest.raises(ValueError, match="attention: varlen runs on CUDA only; on cpu use sdpa"):
+    assert kernel == "sdpa" and "varlen computes in bfloat16 only; set sdpa for float32" in line
+    with pytest.raises(ValueError, match="attention: varlen runs on CUDA only; set sdpa on cpu"):
         choose("varlen", "cpu", half)
-    with pytest.raises(ValueError, match="varlen computes in bfloat16; for float32 use sdpa"):
+    with pytest.raises(ValueError, match="varlen computes in bfloat16 only; set sdpa for float32"):
         choose("varlen", "cuda", single)
     if not has_flash:
         with pytest.raises(ValueError, match="flash_attn is not installed"):
@@ -144,7 +144,7 @@ def raises(*arguments, **options):
     "broken, why",
     [
         (raises, "flash_attn fails: ImportError: undefined symbol: of another torch"),
-        (lambda query, *rest, **options: 0 * query, "flash_attn gives other logits than sdpa, by "),
+        (lambda query, *rest, **options: 0 * query, "flash_attn logits differ from sdpa's by "),
     ],
 )
 def test_a_kernel_that_does_not_work(make_model, monkeypatch, kernels_on_cpu, broken, why):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.compiled import compared
 from bubblespec.engine.engine import Engine

@@ -67,7 +67,7 @@ def saver(tmp_path, make_model):
         with torch.no_grad():
             optimizer.flat_grad.fill_(1.0 + step)
         optimizer.step(step)
-        parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer, "drafter": None}
+        parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer}
         parts |= {"schedule": {"uids": np.arange(step)}, "linear": None}
         parts |= {"speculation": {"drafts.tokens": np.arange(step)}}
         return save_checkpoint(
@@ -137,7 +137,7 @@ def test_every_damaged_file_is_noticed(saver, damage):
             file.write(before)
         assert find_damage(folder) is None
     drop_last_line(os.path.join(folder, SUMS_FILE))
-    assert "lost its end" in find_damage(folder)
+    assert "is truncated" in find_damage(folder)
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(saver, capfd):
@@ -168,14 +168,14 @@ def test_a_checkpoint_of_another_version_is_refused(saver):
         file.writelines(f"{sum_}  {name}\n" for name, sum_ in _digests(folder, names).items())
     assert find_damage(folder) is None
     message = refusal(find_checkpoint, saver.config, ALONE)
-    assert message.startswith(f"run.resume_from_checkpoint: {folder} is of another version")
+    assert message.startswith(f"run.resume_from_checkpoint: {folder} was written by another")
 
 
 def test_without_a_whole_checkpoint_a_run_does_not_start_over(saver):
     for step in (1, 2):
         saver(step)
         cut(os.path.join(checkpoint(saver.folder, step), "optimizer.pt"), 0.5)
-    says = "run.output_dir: no checkpoint in it is whole"
+    says = "run.output_dir: all its checkpoints are damaged"
     with pytest.raises(InputError, match=says):
         find_checkpoint(saver.config, ALONE)
 

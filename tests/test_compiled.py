@@ -125,7 +125,7 @@ def test_compiling_starts_no_worker_processes(monkeypatch):
 def test_without_triton_nothing_is_tried_on_cuda(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     reduce, line = compile_reduction(100, torch.bfloat16, torch.device("cuda"))
-    assert reduce is best_and_sum and "the package triton is not there" in line
+    assert reduce is best_and_sum and "the package triton is not installed" in line
 
 
 @torch.inference_mode()

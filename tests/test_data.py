@@ -55,10 +55,10 @@ def test_chat_and_system_prompt(prompt, as_chat, system_prompt, wanted):
         ("", "the prompt of row 1 is empty"),
         (["x"], "row 1 has 'x', not a message"),
         ([{"role": "user"}], "not a message with 'role' and 'content'"),
-        ([{"role": "user", "content": None}], "whose role or content is no text"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "whose parts are not all text"),
-        ([{"role": "user", "content": ["hi"]}], "whose parts are not all text"),
-        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "are not all text"),
+        ([{"role": "user", "content": None}], "whose role or content is not text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "parts that are not text"),
+        ([{"role": "user", "content": ["hi"]}], "parts that are not text"),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "parts that are not text"),
     ],
 )
 def test_prompt_of_another_kind_names_the_row(prompt, part):

@@ -49,13 +49,13 @@ CASES = [
     (
         12020,
         "13.0",
-        "the NVIDIA driver is too old: it runs CUDA up to 12.2, and torch 2.13.0 is built for "
+        "the NVIDIA driver is too old: it supports CUDA up to 12.2; torch 2.13.0 is built for "
         "13.0; install driver 580 or newer, or a build of torch for CUDA 12",
     ),
     (11080, "12.8", "built for 12.8; install driver 525 or newer, or a build of torch for CUDA 11"),
     (13010, "14.0", "built for 14.0; install a newer driver, or a build of torch for CUDA 13"),
-    (12000, "12.8", "the NVIDIA driver gives torch no GPU; see nvidia-smi and CUDA_VISIBLE_DEV"),
-    (13000, "12.8", "the NVIDIA driver gives torch no GPU; see nvidia-smi and CUDA_VISIBLE_DEV"),
+    (12000, "12.8", "torch finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEV"),
+    (13000, "12.8", "torch finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEV"),
 ]
 
 
@@ -77,7 +77,7 @@ def test_auto_warns_once_where_a_driver_is_of_no_use(
     assert find_device("auto") == torch.device("cpu")
     said = capsys.readouterr().err
     if driver:
-        assert said.startswith("warning: the run goes to the CPU: ") and said.count("\n") == 1
+        assert said.startswith("warning: running on the CPU: ") and said.count("\n") == 1
         assert says in said
     else:
         assert not said

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bubblespec.__main__ import main
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import best_and_sum
@@ -84,8 +84,8 @@ def test_what_a_failed_check_was_to_make(monkeypatch, capsys):
     assert (code, last) == (1, "error: checks that failed: model")
     verdicts = {name: (verdict, text) for name, verdict, text in lines}
     assert verdicts["model"] == ("failed", "model.path: there is no folder nowhere/at/all")
-    assert verdicts["graphs"] == ("failed", "not made, as it needs what model makes")
-    assert verdicts["rollouts"] == ("failed", "not made, as it needs what set-up makes")
+    assert verdicts["graphs"] == ("failed", "not made, as model failed")
+    assert verdicts["rollouts"] == ("failed", "not made, as set-up failed")
     assert verdicts["devices"][0] == "ok"
 
 

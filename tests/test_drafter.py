@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.draft import drafter as drafter_module
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.mechanisms.drafter.layer import MAX_CHAIN_LENGTH, Drafter, DrafterRunner
+from bubblespec.mechanisms.drafter import runner as drafter_module
+from bubblespec.mechanisms.drafter.layer import Drafter
+from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, DrafterRunner
 from bubblespec.types import Row, SampleId
 from tests.helpers.drafter_oracle import (
     MAX_LENGTH,

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from bubblespec.checkpoint import SUMS_FILE, find_damage
 from bubblespec.mechanisms import batch_invariant
-from bubblespec.mechanisms.drafter import training as drafter_training
-from bubblespec.mechanisms.drafter.layer import DRAFTER_FILE, DRAFTER_FOLDER, DrafterRunner
+from bubblespec.mechanisms.drafter import mechanism as drafter_mechanism
+from bubblespec.mechanisms.drafter.layer import DRAFTER_FILE, DRAFTER_FOLDER
+from bubblespec.mechanisms.drafter.runner import DrafterRunner
 from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.rollout.sampler import Sampler
 from tests.helpers.clocks import train_in_virtual_time
@@ -103,7 +104,8 @@ def test_slices_train_the_drafter_alone_and_evaluations_keep_nothing_for_it(
     def watched(sampler, *arguments):
         before = len(kept)
         result = evaluate(sampler, *arguments)
-        assert len(kept) == before and sampler.drafter.source.runner._hidden is None
+        (drafter,) = (m for m in sampler.mechanisms if m.name == "drafter")
+        assert len(kept) == before and drafter.training.source.runner._hidden is None
         return result
 
     patch(DrafterTraining, "run_slice", noted)
@@ -137,15 +139,15 @@ def test_a_continued_run_has_the_drafter_of_its_checkpoint(tmp_path, drafted, ca
 
 
 def test_a_stop_in_the_warm_start_ends_the_run(monkeypatch, tmp_path, capfd):
-    train_drafter = drafter_training.train
+    train_drafter = drafter_mechanism.train
 
     def stopped(training, examples, ranks):
         ranks.must_stop |= ranks.rank == 1
         train_drafter(training, examples, ranks)
 
-    monkeypatch.setattr(drafter_training, "train", stopped)
+    monkeypatch.setattr(drafter_mechanism, "train", stopped)
     train_on_threads(2, *OPTIONS, *DRAFTER, ALL, f"run.output_dir={tmp_path}")
-    assert capfd.readouterr().err.count("told to stop after 0 of 4 updates") == 1
+    assert capfd.readouterr().err.count("stopped after 0 of 4 updates") == 1
     assert not digests(tmp_path)
     assert not [name for name in os.listdir(tmp_path) if name.startswith("checkpoint")]
 

@@ -7,7 +7,7 @@ import pytest
 
 from bubblespec.draft.sources import TrackedRows
 from bubblespec.mechanisms.drafter import source as drafter_source
-from bubblespec.mechanisms.drafter.layer import MAX_CHAIN_LENGTH, MAX_ROWS
+from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, MAX_ROWS
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.windows import choose_chain_length

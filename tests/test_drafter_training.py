@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from bubblespec.mechanisms.drafter import training as drafter_training
-from bubblespec.mechanisms.drafter.layer import MAX_CHAIN_LENGTH, Drafter
+from bubblespec.mechanisms.drafter.layer import Drafter
+from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH
 from bubblespec.mechanisms.drafter.training import (
     EXAMPLES_PER_UPDATE,
     PASSES,
     SHARE_PER_STEP,
     Example,
-    train,
 )
+from bubblespec.mechanisms.drafter.warm_start import EPOCHS, train
 from tests.helpers.clocks import Clock
 from tests.helpers.drafter_oracle import (
     NAMES,
@@ -155,8 +156,7 @@ def test_training_lowers_the_loss_and_leaves_the_policy_as_it_is(dtype):
     loss = training.loss(examples).item()
     train(training, examples, ONE_RANK)
     assert training.loss(examples).item() < loss
-    epochs = drafter_training.EPOCHS
-    assert 2 * epochs <= training.num_updates <= epochs * 20 / EXAMPLES_PER_UPDATE
+    assert 2 * EPOCHS <= training.num_updates <= EPOCHS * 20 / EXAMPLES_PER_UPDATE
     final = drafter_training.FINAL_RATE * drafter_training.LEARNING_RATE
     assert training.optimizer.param_groups[0]["lr"] == pytest.approx(final)
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.loading import load_tokenizer
 from bubblespec.mechanisms.episodes.environments import check_environment
 from bubblespec.mechanisms.episodes.forms import tool_message
@@ -55,7 +55,10 @@ REFUSED = {
     "no hints": ({"factory": f"{HERE}.Untyped"}, "type hints"),
     "no docstring": ({"factory": f"{HERE}.Undocumented"}, "docstring"),
     "no function": ({"tools": [f"{HERE}.Calculator"]}, "not a function"),
-    "text and tools": ({"factory": f"{HERE}.Guess", "tools": [f"{HERE}.search"]}, "no tools"),
+    "text and tools": (
+        {"factory": f"{HERE}.Guess", "tools": [f"{HERE}.search"]},
+        "cannot be combined with tools",
+    ),
     "columns": ({"factory": f"{HERE}.Picky"}, "cannot be called with the columns"),
     "one name twice": (
         {"factory": f"{HERE}.Calculator", "tools": ["tests.test_environment_checks.add"]},
@@ -89,11 +92,11 @@ TEMPLATES = {
         Path("configs/chatml_tools.jinja")
         .read_text()
         .replace("(message.content or '')", "(message.content | replace('7', ''))"),
-        "does not show what a tool returns",
+        "does not render a tool's result",
     ),
     "prefix with tools": ("Calculator", FORGETFUL, "preserve prefixes"),
     "prefix": ("Guess", FORGETFUL, "preserve prefixes"),
-    "raises": ("Guess", "{{ raise_exception('no') }}", "refuses"),
+    "raises": ("Guess", "{{ raise_exception('no') }}", "fails on"),
 }
 
 

@@ -146,7 +146,7 @@ def test_turn_that_the_prompt_begins_is_continued(tokenizer):
     wanted = tokenizer.apply_chat_template(longer, continue_final_message=True, tokenize=False)
     assert ids == tokenizer(wanted, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids).endswith("Let me think: 3 + 4")
-    with pytest.raises(TypeError, match="whose parts are not all text"):
+    with pytest.raises(TypeError, match="parts that are not text"):
         add_text(CHAT, [{"type": "image"}])
 
 
@@ -357,7 +357,7 @@ def test_long_text_of_reset_is_cut(chatml, play):
 def test_beginning_that_changes_the_base_is_refused(chatml):
     begun = [{"role": "user", "content": "Something else"}]
     base = base_ids(chatml, CHAT, [], False)
-    assert "changes the tokens" in refusal(begin_ids, chatml, CHAT, begun, base, [], 99)
+    assert "changes earlier tokens" in refusal(begin_ids, chatml, CHAT, begun, base, [], 99)
 
 
 def test_observations_of_ended_episodes_are_dropped(chatml):

@@ -2,16 +2,14 @@
 is used to be faster, killed and resumed. In the style of test_exact_runs.py."""
 
 from collections import defaultdict
-from itertools import chain
+from itertools import chain, groupby
 
 import numpy as np
 import pytest
 
 from bubblespec.mechanisms.episodes import environments as module
 from bubblespec.mechanisms.episodes.environments import Environments
-from bubblespec.planner import stats
 from bubblespec.trainer import Trainer
-from bubblespec.types import observed_spans
 from tests.helpers import games
 from tests.helpers.runs import ALWAYS_DRAFT, digests, read, same_weights, weights
 from tests.helpers.threads import Killed, train_on_threads
@@ -38,7 +36,7 @@ OPTIONS = {
     "plain": [],
     "few slots": ["rollout.max_num_seqs=5", "rollout.max_num_batched_tokens=9"],
     "drafts": DRAFTS,
-    "late": DRAFTS,  # observations, so that rows go on with those of their drafts
+    "late": DRAFTS,  # observations
     "drafter": [
         "speculative.method=bubble+suffix+drafter",
         "drafter.warm_start=300",
@@ -50,7 +48,7 @@ OPTIONS = {
 }
 METRICS = {
     "drafts": "bubble/drafted_tokens",
-    "late": "episodes/speculation_kept",
+    "late": "rollout/spec_accepted_tokens",
     "drafter": "drafts/drafter/tokens",
 }
 # shape, options, ranks, how the run is interrupted
@@ -149,10 +147,8 @@ def test_run_is_that_without_drafts(
         assert sum(line.get(key, 0) for line in lines) > 0, key
 
 
-def test_what_is_kept_follows_real_observations(shapes, monkeypatch, tmp_path):
-    """In a random environment, whose observations come late, and rows go on with those of their
-    drafts however often these were wrong."""
-    monkeypatch.setattr(stats, "MIN_RIGHT", 0.0)
+def test_responses_contain_the_real_observations(shapes, monkeypatch, tmp_path):
+    """In a random environment, whose observations come late and differ from those of the drafts."""
     real, poll, begin = defaultdict(list), games.delay(Environments.poll), Environments.begin
 
     def noted_begin(environments, row, *arguments, **options):
@@ -171,7 +167,8 @@ def test_what_is_kept_follows_real_observations(shapes, monkeypatch, tmp_path):
     def checked_report(trainer, record, metrics):
         samples = record.samples
         for name, tokens, logprob in zip(samples.ids, samples.tokens, samples.logprob, strict=True):
-            spans = [tokens[begin:end].tolist() for begin, end in observed_spans(logprob)]
+            runs = groupby(zip(tokens.tolist(), np.isnan(logprob), strict=True), lambda at: at[1])
+            spans = [[token for token, _ in run] for is_observed, run in runs if is_observed]
             wanted = [ids for ids in real[name] if ids]
             if len(tokens) == 72:  # the last one may have been cut
                 spans, wanted = list(chain(*spans)), list(chain(*wanted))
@@ -186,9 +183,7 @@ def test_what_is_kept_follows_real_observations(shapes, monkeypatch, tmp_path):
     options = [*TINY, *shapes["game"], *DRAFTS, f"environment.factory={games.DICE}"]
     options += ["environment.deterministic=false", f"run.output_dir={tmp_path}"]
     train_on_threads(1, *options)
-    lines = read(tmp_path)
-    kept = [line["episodes/speculation_kept"] for line in lines if line["episodes/speculated"]]
-    assert kept and min(kept) < 1, "some were wrong"
+    assert sum(line["bubble/drafted_tokens"] for line in read(tmp_path)) > 0
     assert np.mean(checked) > 1
 
 

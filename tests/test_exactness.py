@@ -4,7 +4,7 @@ calls a near tie."""
 import pytest
 import torch
 
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.noise import gumbel
 from bubblespec.engine.sampling import SamplingParams

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from test_update import gradient, make_config, make_samples, oracle
 
 from bubblespec import memory
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.engine.model import prepare_model
 from bubblespec.tools.memory import meta_model
 from tests.helpers.models import GQA

@@ -24,7 +24,7 @@ from tests.helpers.warm import TIMEOUT_S
 OPTIONS = [*SHORT, "rollout.max_completion_length=24", "eval.num_prompts=0", "run.save_steps=0"]
 OPTIONS += ["reward.num_workers=1"]
 OPTIONS += ["loss.loss_type=tests.system.failing_train.failing_loss"]
-FAILED = "rank 1 has failed (KeyError: 'a mistake in the {}')"
+FAILED = "rank 1 failed (KeyError: 'a mistake in the {}')"
 
 
 def run_failing(folder, kind: str) -> tuple[dict[str, int], str, str]:
@@ -149,7 +149,7 @@ def test_an_error_leaves_text_file_and_code(
     shown = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
     assert shown.splitlines() == lines
     report = dist.distributed_c10d._get_default_store().get("watchdog/report").decode()
-    assert report.startswith(f"rank 0 has failed ({type(error).__name__}")
+    assert report.startswith(f"rank 0 failed ({type(error).__name__}")
 
 
 def test_an_error_while_graphs_are_freed_shuts_nothing_down(codes, capsys):

@@ -99,7 +99,7 @@ def test_stopped_and_killed_runs_end_as_an_undisturbed_one(tmp_path):
 
     # Told to stop: the state of the step that was done is saved.
     said = run(folder, 2, short=RUN, script=signalled("ranks", 0)).stderr
-    assert f"told to stop after 1 of {STEPS} updates" in said, said[-3000:]
+    assert f"stopped after 1 of {STEPS} updates" in said, said[-3000:]
     saved = [step_of(path) for path in list_checkpoints(str(folder))]
     assert len(digests(folder)) == 1 and saved == [1]
 

@@ -224,15 +224,15 @@ class FakeStreamCost:
         return int(limit_s * 1000)
 
 
-class FakeLearner:
+class FakeGradients:
     """A token takes a millisecond and saves as much of the update. All samples have a gradient."""
 
     def __init__(self, clock: Clock):
         self.clock, self.done, self.cost = clock, [], FakeStreamCost()
         self.config = Config(model=ModelConfig(path=""), loss=LossConfig(scale_rewards="none"))
-        self.skips_zero_advantage = False
+        self.skips_zero_advantage, self.learner = False, self
 
-    def stream(self, rows: list[Row], advantages: np.ndarray) -> Span:
+    def add(self, rows: list[Row], advantages: np.ndarray) -> Span:
         begin_s = self.clock.perf_counter()
         self.clock.sleep(self.cost.seconds(sum(len(row.tokens) for row in rows)))
         self.done.append(list(zip(rows, advantages.tolist(), strict=True)))
@@ -248,11 +248,11 @@ def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **rollout):
         for of in zip(launch.ids, [(1,)] * 4, [50] * 4, texts, strict=True)
     ]
     scored = [list(zip(rows, rewards, strict=True))]
-    learner = FakeLearner(Clock())
+    learner = FakeGradients(Clock())
     for key, value in rollout.items():
         setattr(learner.config.rollout, key, value)
-    take = lambda: scored.pop() if scored else []  # noqa: E731
-    task = StreamGradients(launch, learner, take)
+    scoring = SimpleNamespace(take_scored=lambda: scored.pop() if scored else [])
+    task = StreamGradients(launch, learner, scoring, lambda scores, lengths: scores)
     task.view = view_of(own)
     return task, learner
 

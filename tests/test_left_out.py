@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import train as script
 from bubblespec.checkpoint import find_damage
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import RewardsFailed
 from bubblespec.learn.microbatch import make_minibatches
@@ -117,7 +117,7 @@ def test_ranks_leave_out_the_same(tmp_path, capfd, rule):
     for ranks, folder in enumerate(folders, start=1):
         train_on_threads(ranks, *options, f"run.output_dir={folder}")
         said = capfd.readouterr().err
-        assert said.count("no reward function gave a number for some response of") == 1
+        assert said.count("prompts have responses without a reward") == 1
     one, two = map(read, folders)
     assert digests(folders[0]) == digests(folders[1])
     names = ("reward", "eval/reward", "reward/left_out", "rewards/with_gaps/missing")
@@ -151,7 +151,7 @@ def test_groups_without_rewards_are_replaced_or_left_out():
     assert uids_of(selected(made(rewards, 2)).samples) == [0, 4]
     assert uids_of(selected(made(rewards, 5)).samples) == [0, 2, 4], "none can be filled up"
     assert num_lacking(made([[NAN, NAN]] * 4, 4), 3) == 4
-    with pytest.raises(RewardsFailed, match="no function gave a number for any prompt"):
+    with pytest.raises(RewardsFailed, match="no function returned a number for any of"):
         selected(made([[NAN, 0.0]] * 4, 4))
 
 
@@ -180,7 +180,7 @@ def fail_from(monkeypatch, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "how, says", [("none", "in step 3 no function gave a number"), ("raise", "failed for all")]
+    "how, says", [("none", "in step 3 no function returned a number"), ("raise", "failed for all")]
 )
 @pytest.mark.parametrize("null", [False, True])
 def test_run_is_saved_before_rewards_end_it(tmp_path, monkeypatch, how, says, null):

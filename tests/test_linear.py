@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from bubblespec import setup as set_up_module
 from bubblespec.checkpoint import list_checkpoints, read_state
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import linear as linear_module
 from bubblespec.mechanisms.cpu_linear import (

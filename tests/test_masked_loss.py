@@ -13,7 +13,6 @@ from test_streaming import (
     assert_same_gradient,
     reference_of,
     stream_groups,
-    streaming,
 )
 from test_update import (
     ADVANTAGES,
@@ -28,6 +27,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from bubblespec.engine.model import prepare_model
 from bubblespec.learn.microbatch import pack_responses
+from bubblespec.mechanisms.stream_gradients.gradients import StreamedGradients
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.table import RowTable
 from bubblespec.tools.simulate.world import SimulatedRanks, World
@@ -183,11 +183,12 @@ def test_streamed_gradients_are_those_of_the_update(make_model, case, num_ranks)
     streamed = []
 
     def stream(rank: int, learner) -> None:
-        stream_groups(learner, samples, [3, 0], own=lambda place: place % num_ranks == rank)
-        streamed.extend(learner.streamed.ids)
+        gradients = StreamedGradients(learner)
+        stream_groups(gradients, samples, [3, 0], own=lambda place: place % num_ranks == rank)
+        streamed.extend(gradients.ids)
 
     wanted = updates(make_model, config, samples, advantages, 1)
-    got = updates(make_model, streaming(config), samples, advantages, num_ranks, stream)
+    got = updates(make_model, config, samples, advantages, num_ranks, stream)
     assert_same_gradient(got[0][0][0], wanted[0][0][0])
     empty = {samples.ids[i] for i in np.flatnonzero(samples.num_sampled == 0)}
     assert len(streamed) >= 3 and empty.isdisjoint(streamed)

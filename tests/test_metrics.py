@@ -17,7 +17,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from bubblespec.planner.windows import WINDOWS
 from bubblespec.telemetry.metrics import MetricsLogger
-from bubblespec.telemetry.tensorboard import LAYOUT
+from bubblespec.telemetry.table import SHOWN
 from bubblespec.types import Group, Prompt
 from tests.helpers.checks import FullDisk
 from tests.helpers.rows import record_of, samples_of
@@ -87,7 +87,7 @@ def run(
     return logger
 
 
-def test_every_step_and_evaluation_is_one_line_and_one_point_of_each_curve(tmp_path):
+def test_step_and_evaluation_are_one_line_and_one_point(tmp_path):
     more = {"completions/max_length": 7, "rollout/digest": "abc", "rollout/forwards": 9}
     more["timing_s/gen/rank_1"] = 0.5
     run(tmp_path, range(3), (0, 2), **more)
@@ -105,7 +105,7 @@ def test_every_step_and_evaluation_is_one_line_and_one_point_of_each_curve(tmp_p
     assert {"completions/max_length", "eval/reward"} <= set(curves(tmp_path))
 
 
-def test_an_evaluation_that_is_made_again_has_one_line_and_one_point(tmp_path):
+def test_repeated_evaluation_has_one_line_and_one_point(tmp_path):
     """A run that was stopped in an evaluation saves before it, makes it when it continues, and may
     be killed then."""
     run(tmp_path, range(2), (2,))
@@ -130,7 +130,7 @@ def layout(folder) -> dict[str, dict[str, list[str]]]:
     }
 
 
-def test_what_to_watch_first_comes_first_and_only_charts_with_curves_are_shown(tmp_path):
+def test_layout_has_charts_with_curves_in_order(tmp_path):
     run(tmp_path, range(2), (0,), **{"completions/clipped_ratio": 0.5, "rewards/f/mean": 1.0})
     found, tags = layout(tmp_path), curves(tmp_path)
     assert next(iter(found)) == "Watch first"
@@ -144,17 +144,17 @@ def test_what_to_watch_first_comes_first_and_only_charts_with_curves_are_shown(t
     for charts in found.values():
         for patterns in charts.values():
             assert any(re.search(pattern, tag) for pattern in patterns for tag in tags)
-    assert len(LAYOUT["Watch first"]) == 8
+    assert len({metric.chart for metric in SHOWN["Watch first"]}) == 8
 
 
-def test_what_stays_the_same_in_all_steps_is_not_drawn(tmp_path):
+def test_constant_metrics_are_not_drawn(tmp_path):
     run(tmp_path, range(2), **{"data/num_dropped": 3})
     assert [line["data/num_dropped"] for line in read(tmp_path)] == [3, 3]
     assert "data/num_dropped" not in curves(tmp_path)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, np.float32("inf")])
-def test_numbers_that_json_lacks_are_null(tmp_path, value):
+def test_nonfinite_numbers_are_null(tmp_path, value):
     run(tmp_path, range(1), grad_norm=value)
     assert read(tmp_path) == [{"step": 0, **BASE, "reward": 0.0, "grad_norm": None}]
     (point,) = curves(tmp_path)["train/grad_norm"]
@@ -177,7 +177,7 @@ def test_resumed_run_writes_each_step_once(tmp_path, lost):
     assert curves(killed) == curves_of_lines(read(whole)) == curves(whole)
 
 
-def test_a_fresh_start_keeps_what_a_run_without_checkpoint_left_aside(tmp_path, capsys):
+def test_fresh_start_renames_earlier_files(tmp_path, capsys):
     run(tmp_path, range(3), (0, 2))
     run(tmp_path, range(2), (0,))
     found = [(line["step"], "eval/reward" in line) for line in read(tmp_path)]
@@ -185,7 +185,7 @@ def test_a_fresh_start_keeps_what_a_run_without_checkpoint_left_aside(tmp_path, 
     assert curves(tmp_path) == curves_of_lines(read(tmp_path))
     kept = tmp_path / "metrics.jsonl.1"
     assert kept.read_text(encoding="utf-8").count("\n") > len(read(tmp_path)) > 0
-    assert f"kept in {kept}" in capsys.readouterr().err
+    assert f"now {kept}" in capsys.readouterr().err
     run(tmp_path, range(1))
     assert (tmp_path / "metrics.jsonl.2").exists() and kept.exists()
 
@@ -254,7 +254,7 @@ def test_samples_and_accepted_lengths_are_written(tmp_path):
     assert (found.num, found.max, found.sum) == (len(values), 128, sum(values))
 
 
-def test_samples_are_of_other_prompts_each_time_also_after_a_resume(tmp_path):
+def test_samples_rotate_over_prompts_across_resume(tmp_path):
     """Ten prompts, four at a time: all are shown before one is shown again, and then its second
     response. What a killed run has shown after its checkpoint is cut off."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -278,7 +278,7 @@ def test_samples_are_of_other_prompts_each_time_also_after_a_resume(tmp_path):
     assert len(samples_in(whole)) == 4 and (whole / "samples.jsonl.1").exists()
 
 
-def test_the_hook_gets_each_line_and_may_fail(tmp_path, capsys):
+def test_hook_gets_each_line_and_may_fail(tmp_path, capsys):
     taken = []
 
     def hook(metrics: dict) -> None:
@@ -297,7 +297,7 @@ def test_the_hook_gets_each_line_and_may_fail(tmp_path, capsys):
     assert said.count("run.log_to failed") == 1 and "ConnectionError: no network" in said
 
 
-def test_the_hook_of_the_page_logs_to_weights_and_biases(tmp_path, monkeypatch):
+def test_documented_wandb_hook_logs(tmp_path, monkeypatch):
     """As it stands in docs/metrics.md, with a stand-in for the library."""
     with open("docs/metrics.md", encoding="utf-8") as file:
         (code,) = re.findall(r"^```python my_log.py\n(.*?)^```$", file.read(), re.M | re.S)

@@ -46,7 +46,7 @@ def test_it_is_said_by_dtype_and_temperature(capsys, dtype, temperature, passes,
     said = capsys.readouterr().err
     assert said.startswith("warning: in step 4 log-probabilities in training differ from those in")
     assert f" by {warns:.1e} " in said
-    assert said.count("\n") == 1 and f"more than {dtype} rounds" in said and "dropout" in said
+    assert said.count("\n") == 1 and f"rounding of {dtype}" in said and "dropout" in said
 
 
 def test_a_run_says_it_once(monkeypatch, tmp_path, capsys):

@@ -23,7 +23,7 @@ DYNAMIC = {
 @pytest.mark.parametrize(
     "auto_class, config, why",
     [
-        ("AutoModelForCausalLM", STATE_SPACE, "layers with a recurrent state"),
+        ("AutoModelForCausalLM", STATE_SPACE, "a recurrent state"),
         ("AutoModelForSeq2SeqLM", ENCODER_DECODER, "an encoder-decoder model"),
         (
             "AutoModelForCausalLM",
@@ -47,7 +47,7 @@ def test_refused_with_the_reason_in_one_line(auto_class, config, why):
 
 
 def test_too_long_for_the_positions(make_model):
-    with pytest.raises(UnsupportedModel, match="600 is beyond the model's 512 positions"):
+    with pytest.raises(UnsupportedModel, match="600 exceeds the model's 512 positions"):
         prepare_model(make_model("gpt2"), 600)
 
 

@@ -18,7 +18,7 @@ from bubblespec.engine.model import UnsupportedModel, prepare_model
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.mechanisms.drafter.layer import DrafterRunner
+from bubblespec.mechanisms.drafter.runner import DrafterRunner
 from bubblespec.types import Row, SampleId
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.drafter_oracle import make_drafter
@@ -181,7 +181,7 @@ def test_a_head_that_is_not_called_is_refused():
 
     assert forward is not Other.forward
     model.__class__ = Other
-    with pytest.raises(UnsupportedModel, match="does not call its output head once"):
+    with pytest.raises(UnsupportedModel, match="does not call its output head exactly once"):
         prepare_model(model, LONGEST)
 
 
@@ -270,7 +270,7 @@ def test_a_run_with_unknown_ids_is_the_run_without(
     train_in_virtual_time(*RUN, "speculative.method=none", f"run.output_dir={plain}")
     assert "token ids" not in capfd.readouterr().err
     train_on_threads(num_ranks, *RUN, *method, f"model.path={padded}", f"run.output_dir={folder}")
-    line = "8 of the model's 320 token ids are beyond the tokenizer's last token; they are never"
+    line = "8 of the model's 320 token ids exceed the tokenizer's last token; they are never"
     assert capfd.readouterr().err.count(line) == 1
     assert digests(folder) == digests(plain) and len(set(digests(plain))) == 4
     assert not method or sum(step.get("drafts/drafter/tokens", 0) for step in read(folder)) > 50

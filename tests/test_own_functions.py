@@ -86,7 +86,7 @@ def test_bad_advantages_end_the_run_with_one_line(name, problem):
         "no_tensor": "returned 3.0, not a tensor [3]",
         "detached_loss": "has no gradient",
         "infinite_loss": "is not finite for ratios of 1",
-        "failing_loss": "failed when tried on three tokens: RuntimeError: no luck",
+        "failing_loss": "failed in a trial on three tokens: RuntimeError: no luck",
         "two_arguments": "cannot be called with (logprob, ratio, advantage): too many",
         "absent": "cannot import",
         "Fixed": "is not a function",
@@ -119,7 +119,7 @@ def test_a_function_without_a_signature_is_taken_as_it_is():
     {
         "unclipped": "is not a subclass of bubblespec.draft.sources.DraftSource",
         "NoKinds": "kinds must be tuples that begin with a name, not ()",
-        "TakenName": "'own' cannot be the name of a source of your own",
+        "TakenName": "'own' is reserved for the built-in sources",
         "NeedsArguments": "() failed: TypeError",
     }.items(),
 )

@@ -18,7 +18,8 @@ from bubblespec.checkpoint import (
     load_arrays,
     step_of,
 )
-from bubblespec.config import flatten, load_config
+from bubblespec.config import flatten
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.store import HEADER
 from bubblespec.errors import InputError

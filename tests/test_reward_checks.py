@@ -37,7 +37,7 @@ def test_coroutines_run_and_failures_of_the_trial_warn(monkeypatch, tmp_path, nu
     code, said = run(monkeypatch, tmp_path / "out", functions, f"reward.num_workers={num_workers}")
     assert code == 0
     (warning,) = [line for line in said.splitlines() if "warning: reward" in line]
-    assert "picky: raised ZeroDivisionError" in warning and "when tried on the response" in warning
+    assert "picky: raised ZeroDivisionError" in warning and "in a trial on the response" in warning
     (line,) = read(tmp_path / "out")
     assert line["reward/errors"] == 0 and {"rewards/judge/mean", "rewards/picky/mean"} <= set(line)
 
@@ -47,7 +47,7 @@ def test_trial_that_hangs_does_not_stop_a_run(monkeypatch, tmp_path):
     options = ["reward.num_workers=1", "reward.timeout_s=2"]
     function = "reward.functions=[tests.helpers.rewards.slow_at_first]"
     code, said = run(monkeypatch, tmp_path / "out", function, *options)
-    assert code == 0 and "no answer within 4 s (timeout, when tried on" in said
+    assert code == 0 and "no answer within 4 s (timeout, in a trial on" in said
 
 
 def test_worker_that_cannot_start_is_refused(refusal, monkeypatch):  # noqa: F811
@@ -63,7 +63,7 @@ def test_worker_that_cannot_start_is_refused(refusal, monkeypatch):  # noqa: F81
 def test_column_with_an_arguments_name(refusal, data, monkeypatch, tmp_path, name):  # noqa: F811
     rows = [row | {name: "x"} for row in GOOD]
     message = refusal(*data("rows.jsonl", rows))
-    assert message.startswith(f"data.columns: the column '{name}' of the data has the name of an ")
+    assert message.startswith(f"data.columns: the column '{name}' of the data is named like an ")
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     options = [f"data.columns={{my_{name}: {name}}}", f"reward.functions=[{__name__}.note_columns]"]
     code, _ = run(monkeypatch, tmp_path / "out", *data("rows.jsonl", rows), *options)

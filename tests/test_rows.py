@@ -85,7 +85,7 @@ def test_folder_and_glob_take_the_files_in_name_order(tmp_path):
     assert load(tmp_path / "folder" / "*.jsonl") == ROWS
     assert load(tmp_path / "folder" / "[b].jsonl") == ROWS[1:]
     write(tmp_path / "folder" / "c.csv", ROWS)
-    assert "mixes the formats ['csv', 'json']" in refusal(load, tmp_path / "folder")
+    assert "mixes file formats ['csv', 'json']" in refusal(load, tmp_path / "folder")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_folder_and_glob_take_the_files_in_name_order(tmp_path):
         ("nested.json", '{"rows": [{"prompt": "x"}]}', "no prompt column; it has ['rows']"),
         ("open.csv", 'prompt,answer\n"x,1\ny,2\n', "open.csv, line 3 is not CSV: "),
         ("long.csv", "prompt,answer\nx,1\ny,2,3\n", "line 3 has 3 cells, but the header has 2"),
-        ("twice.csv", "prompt,prompt\nx,1\n", "has two columns of one name"),
+        ("twice.csv", "prompt,prompt\nx,1\n", "has two columns with the same name"),
         ("twice.jsonl", '{"prompt": "x"}\n{"a": 1, "a": 2}\n', "twice.jsonl, line 2: "),
         ("not.parquet", "hello", "not.parquet, split train: "),
         ("header.csv", "prompt,answer\n", "header.csv, split train, has no rows"),
@@ -267,8 +267,8 @@ def test_columns_come_from_others_at_the_top_or_inside(tmp_path):
 @pytest.mark.parametrize(
     "columns, says",
     [
-        ({"prompt": "problem"}, "data.columns.prompt: not every row has a 'problem'; there are"),
-        ({"answer": "level.deep"}, "data.columns.answer: not every row has a 'level.deep'"),
+        ({"prompt": "problem"}, "data.columns.prompt: some row has no column 'problem'; the"),
+        ({"answer": "level.deep"}, "data.columns.answer: some row has no column 'level.deep'"),
     ],
 )
 def test_columns_that_are_not_there_are_named(tmp_path, columns, says):

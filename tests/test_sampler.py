@@ -15,9 +15,10 @@ from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.planner import drafts as drafts_module
 from bubblespec.planner import guard
-from bubblespec.planner.stats import MIN_PREDICTED, RunStats
-from bubblespec.records import EpisodeCounts, ForwardRecord, Load, RolloutRecord, Span, StepRecord
+from bubblespec.planner.stats import RunStats
+from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
 from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks
@@ -218,16 +219,16 @@ HELD_OUT = [Group(prompt, EVALUATION) for prompt in PROMPTS]
 def test_an_evaluation_verifies_the_responses_of_the_last():
     model = new_model()
     sampler = start("bubble", model)
-    wanted, forwards = generated(model, HELD_OUT), []
+    evaluator, wanted, forwards = make_evaluator(sampler), generated(model, HELD_OUT), []
     for version in (0, 4):
-        samples, record = sampler.evaluate(HELD_OUT, 2, PARAMS, version)
+        samples, record = evaluator.generate(HELD_OUT, 2, PARAMS, version)
         assert by_id(samples) == wanted
         forwards.append(record.own_forwards)
     counts = record.acceptance
     assert counts.draft_tokens == counts.accepted_tokens > 0 and set(counts.by_age) == {4}
     assert forwards[1] < forwards[0] / 3
     update(model, 0)
-    assert by_id(sampler.evaluate(HELD_OUT, 2, PARAMS, 5)[0]) == generated(model, HELD_OUT)
+    assert by_id(evaluator.generate(HELD_OUT, 2, PARAMS, 5)[0]) == generated(model, HELD_OUT)
 
 
 def test_evaluations_leave_training_as_it_is(no_controls):
@@ -236,15 +237,15 @@ def test_evaluations_leave_training_as_it_is(no_controls):
     for evaluates in (False, True):
         model = new_model()
         sampler = start("bubble+suffix", model, BoardWithSlowRank(40))
+        evaluator = make_evaluator(sampler)
         for step in range(2):
             if evaluates:
-                sampler.evaluate(HELD_OUT, 2, PARAMS, step)
+                evaluator.generate(HELD_OUT, 2, PARAMS, step)
             sampler.sample(step)
             update(model, step)
         state = sampler.state_dict()
         # Seconds of the helper's clock, which moves at every look.
-        apart = ("evaluation.", "stats.guard")
-        states.append({name: a for name, a in state.items() if not name.startswith(apart)})
+        states.append({name: a for name, a in state.items() if not name.startswith("stats.guard")})
     assert states[0].keys() == states[1].keys()
     changed = [name for name in states[0] if not np.array_equal(states[0][name], states[1][name])]
     assert changed == [] and len(states[0]["drafts.tokens"])
@@ -263,7 +264,7 @@ def test_lengths_are_learned_whatever_drafts_are():
             record = sampler.sample(step)
         lengths = sampler.stats.lengths
         drafts = [sampler.store.get(name) for name in sampler.schedule.launch(2).ids]
-        table, rows, _ = sampler.begin(sampler.schedule.launch(2), 2)
+        table, rows, _ = sampler.begin(sampler.schedule.launch(2), 2, sampler.store)
         predicted = lengths.predict(table.launch.groups, 2, drafts)
         np.testing.assert_array_equal(table.rows.expected, predicted.expected)
         order = table.rows.expected[list(rows)] - table.rows.drafted[list(rows)]
@@ -310,19 +311,6 @@ def test_a_rollout_counts_with_its_tensor_parallel_tail():
     load = Load(6, 6, 0, 60, 0, 0)
     forwards = [ForwardRecord(n, n + 1.0, 1.0, 0.0, *load, 6, 0, 0) for n in range(12)]
     record = RolloutRecord(0.0, 16.0, forwards, shared=[Span("shared", 12.0, 16.0)])
-    record.shared_rows, record.shared_forwards = 2, forwards[:8]
+    record.shared_forwards = forwards[:8]
     saved_s = stats.observe_rollout(record, rows, ALONE, num_slots=8, planning_s=0.5)
     assert saved_s == pytest.approx(20.0 - 16.5, rel=0.02) and stats.forwards == 20
-
-
-def test_rows_wait_for_observations_that_drafts_rarely_know_until_they_do():
-    stats, rows, goes_on = RunStats(cost=fixed_cost()), rows_of(0), []
-    for row in rows:
-        row.tokens = np.ones(20, np.int64)
-    few, many = MIN_PREDICTED - 1, 4 * MIN_PREDICTED
-    for predicted, right in ((few, 0), (many, 0), (many, 0), (many, many), (many, many)):
-        counts = EpisodeCounts(predictions=predicted, right_predictions=right)
-        record = RolloutRecord(0.0, 1.0, episodes=counts)
-        stats.observe_rollout(record, rows, ALONE, num_slots=8, planning_s=0.0)
-        goes_on.append(stats.predicts_observations)
-    assert goes_on == [True, False, False, True, True]

@@ -139,11 +139,11 @@ def drop_stops(folder) -> None:
         (put("tokenizer.json", b"{"), "model.path: cannot load AutoTokenizer"),
         (put("model.safetensors", b""), "SafetensorError: Error while deserializing header"),
         (drop_a_weight, f"model.path: the weights of POLICY lack {UP}"),
-        (shrink_embedding, "model.path: the tokenizer of POLICY has token 311, but the model only"),
+        (shrink_embedding, "model.path: the tokenizer of POLICY has token 311, but the model has"),
         (other_architecture, "model.path: POLICY is an encoder-decoder model"),
         (put("adapter_config.json", b"{}"), "model.path: POLICY is a LoRA adapter; merge it"),
         (drop_stops, "rollout.stop_token_ids: neither model nor tokenizer has an end"),
-        (edit_config(hidden_size=128), "but its config.json asks for [312, 128]"),
+        (edit_config(hidden_size=128), "but its config.json expects [312, 128]"),
         (edit_config(num_hidden_layers=5), "lack model.layers.3.input_layernorm.weight and 17"),
     ],
 )
@@ -157,7 +157,7 @@ def test_damaged_model_folder(policy, damage, says):
 def test_checkpoint_of_another_model(policy):
     edit_json(policy / "config.json", intermediate_size=64)
     message = refusal(load_model, make_config(), str(policy), CPU)
-    assert message.startswith("run.resume_from_checkpoint: ") and "config.json asks for" in message
+    assert message.startswith("run.resume_from_checkpoint: ") and "config.json expects" in message
 
 
 def without_last_row(value):
@@ -173,7 +173,7 @@ def without_last_row(value):
     "edit, says",
     [
         (lambda state: [1, 2], "does not fit this run"),
-        (without_last_row, "of a model of other shapes"),
+        (without_last_row, "for other parameter shapes"),
         (None, "does not fit this run"),
     ],
 )
@@ -195,7 +195,7 @@ def test_optimizer_of_another_model(tmp_path, edit, says):
     [
         (
             "{{ raise_exception('no system role') }}",
-            "model.path: its chat template refuses .*: TemplateError",
+            "model.path: its chat template fails on .*: TemplateError",
         ),
         ("{# nothing #}", "data.path: the prompt of row 0 has no tokens"),
     ],
@@ -290,7 +290,7 @@ def test_a_hub_out_of_reach_is_asked_once_and_named(monkeypatch):
             config.model.path = path
             message = refusal(load_tokenizer, config)
             assert message.startswith(f"model.path: there is no folder {path}, and no such model")
-            assert message.endswith(f"({endpoint} is out of reach)")
+            assert message.endswith(f"({endpoint} cannot be reached)")
         config.model.path = "./models/no-such-model"
         assert (
             refusal(load_tokenizer, config) == f"model.path: there is no folder {config.model.path}"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import StopRequested
 from bubblespec.learn.learner import Learner
 from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
@@ -66,7 +66,7 @@ def test_a_streamed_run_is_the_run_without(monkeypatch, tmp_path, rule):
     def noting(learner, samples, *arguments):
         pairs = zip(samples.ids, samples.tokens, strict=True)
         failed = {name[:2] for name, tokens in pairs if tokens.sum() % 16 == 0}
-        groups.append(({name[:2] for name in learner.streamed.ids}, failed))
+        groups.append(({name[:2] for name in learner.early.ids}, failed))
         return update(learner, samples, *arguments)
 
     monkeypatch.setattr(Learner, "update", noting)
@@ -105,7 +105,7 @@ def test_an_abandoned_step_leaves_no_gradient(monkeypatch, tmp_path):
                     trainer.sample(0)
                 monkeypatch.setattr(StreamGradients, "end", end)
                 ranks.must_stop = False
-                assert trainer.learner.streamed.ids and trainer.learner.optimizer.flat_grad.any()
+                assert trainer.learner.early.ids and trainer.learner.optimizer.flat_grad.any()
             train(trainer)
             trainer.lock.close()
         norms.append(read(tmp_path / name)[0]["grad_norm"])

@@ -21,13 +21,13 @@ from test_update import (
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.learn.learner import Learner
 from bubblespec.learn.microbatch import MicrobatchCost
+from bubblespec.mechanisms.stream_gradients.gradients import StreamedGradients
 from bubblespec.mechanisms.stream_gradients.idle_task import pieces_of
 from bubblespec.types import Row, Samples
 from tests.helpers.ranks import run_ranks
 
-# What is streamed is scaled behind the backward pass, what is not before it. In the model's own
+# Streamed gradients are scaled behind the backward pass, others before it. In the model's own
 # precision that is the same.
 pytestmark = pytest.mark.usefixtures("exact_norms")
 
@@ -51,12 +51,6 @@ def advantages_of(rewards: np.ndarray, config) -> np.ndarray:
     return estimate_advantages(rewards, loss.advantage_estimator, loss.scale_rewards).ravel()
 
 
-def streaming(config):
-    config = copy.deepcopy(config)
-    config.optim.stream_gradients = True
-    return config
-
-
 def row_of(samples: Samples, i: int) -> Row:
     finish = "length" if samples.is_truncated[i] else "stop"
     fields = {"tokens": samples.tokens[i].astype(np.int64), "finish": finish}
@@ -65,17 +59,21 @@ def row_of(samples: Samples, i: int) -> Row:
 
 
 def stream_groups(
-    learner: Learner, samples: Samples, groups, own=lambda place: True, slice_size: int = 2
+    streamed: StreamedGradients,
+    samples: Samples,
+    groups,
+    own=lambda place: True,
+    slice_size: int = 2,
 ) -> None:
     """What a rank does while it waits: its own samples of these groups, a few in a slice."""
     for group in groups:
         places = [group * GENERATIONS + number for number in range(GENERATIONS)]
         rows = [row_of(samples, place) if own(place) else None for place in places]
-        pieces = pieces_of(learner, rows, REWARDS[group])
+        pieces = pieces_of(streamed.learner, rows, REWARDS[group])
         for first in range(0, len(pieces), slice_size):
             chosen = pieces[first : first + slice_size]
             advantages = np.array([piece.advantage for piece in chosen])
-            learner.stream([piece.row for piece in chosen], advantages)
+            streamed.add([piece.row for piece in chosen], advantages)
 
 
 def assert_same_gradient(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -107,28 +105,30 @@ def test_the_gradient_and_the_metrics_are_those_without_streaming(
         plain, samples, config, advantages, reference=reference_of(plain, config)
     )
     model = prepared(make_model, with_adapter)
-    learner = make_learner(model, streaming(config), reference=reference_of(model, config))
-    stream_groups(learner, samples, groups)
-    num_streamed = len(learner.streamed.ids)
+    learner = make_learner(model, config, reference=reference_of(model, config))
+    streamed = StreamedGradients(learner)
+    stream_groups(streamed, samples, groups)
+    num_streamed = len(streamed.ids)
     assert num_streamed > 0
     seen, metrics = gradients(learner, samples, advantages)
     assert_same_gradient(seen[0], wanted)
-    assert 0 < metrics.pop("idle/gradients/share") <= 1
+    assert streamed.is_covered.sum() == num_streamed
     for name in metrics.keys() - {"timing_s/sync"}:
         assert metrics[name] == pytest.approx(wanted_metrics[name], rel=1e-9, abs=1e-12), name
     assert metrics.keys() == wanted_metrics.keys()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         # Adam divides small gradients by themselves
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
-    assert not learner.streamed.ids and not learner.optimizer.flat_grad.any()
+    assert not streamed.ids and not learner.optimizer.flat_grad.any()
 
 
 def test_a_sample_is_not_streamed_twice_and_only_what_is_trained_on(make_model):
-    samples, learner = make_samples(), make_learner(prepared(make_model), streaming(make_config()))
-    stream_groups(learner, samples, [0])
+    samples, learner = make_samples(), make_learner(prepared(make_model), make_config())
+    streamed = StreamedGradients(learner)
+    stream_groups(streamed, samples, [0])
     rows = [row_of(samples, place) for place in range(GENERATIONS)]
     with pytest.raises(ValueError, match="computed before"):
-        learner.stream(rows[:1], np.ones(1))
+        streamed.add(rows[:1], np.ones(1))
     with pytest.raises(ValueError, match="not trained on"):
         learner.update(samples.of_groups([1, 2]), advantages_of(REWARDS[1:3], learner.config), 0)
 
@@ -136,11 +136,14 @@ def test_a_sample_is_not_streamed_twice_and_only_what_is_trained_on(make_model):
 def test_what_an_abandoned_rollout_has_left_is_forgotten(make_model):
     samples, config = make_samples(), make_config()
     advantages = advantages_of(REWARDS, config)
-    wanted, _ = gradient(prepared(make_model), samples, streaming(config), advantages)
-    learner = make_learner(prepared(make_model), streaming(config))
-    stream_groups(learner, samples, [0, 2])
+    undisturbed = make_learner(prepared(make_model), config)
+    StreamedGradients(undisturbed)
+    wanted = gradients(undisturbed, samples, advantages)[0][0]
+    learner = make_learner(prepared(make_model), config)
+    streamed = StreamedGradients(learner)
+    stream_groups(streamed, samples, [0, 2])
     assert learner.optimizer.flat_grad.any()
-    learner.forget_streamed()
+    streamed.forget()
     assert torch.equal(gradients(learner, samples, advantages)[0][0], wanted)
 
 
@@ -151,17 +154,19 @@ def streamed_on_two_ranks(ranks: Ranks, model, shard_state: bool) -> dict:
     for streams in (False, True):
         own, config = copy.deepcopy(model), make_config(loss_type="grpo")
         prepare_model(own, 64)
-        config.optim.stream_gradients = True  # streamed or not, scaled at the end
         config.optim.shard_state = shard_state
-        learner = make_learner(own, config, ranks=ranks)
+        learner, advantages = make_learner(own, config, ranks=ranks), advantages_of(REWARDS, config)
+        streamed = StreamedGradients(learner)
         for step in range(2):
             samples = make_samples(step)
             if streams:
                 groups = [0, 2, 3][step:]
-                stream_groups(learner, samples, groups, own=lambda i: i % 2 == ranks.rank)
-            (gradient,), metrics = gradients(learner, samples, advantages_of(REWARDS, config))
+                stream_groups(streamed, samples, groups, own=lambda i: i % 2 == ranks.rank)
+            (gradient,), _ = gradients(learner, samples, advantages)
             seen[streams, step] = gradient
-            shares.append(metrics["idle/gradients/share"])
+            shares.append(
+                streamed.is_covered.sum() / learner.has_gradient(samples, advantages).sum()
+            )
         weights[streams] = torch.cat([p.detach().flatten() for p in own.parameters()])
     pairs = [(seen[True, step], seen[False, step]) for step in range(2)]
     return {
@@ -201,14 +206,15 @@ def test_costs_are_learnt():
 
 
 def test_an_update_teaches_what_a_slice_takes(make_model):
-    learner = make_learner(prepared(make_model), streaming(make_config()))
-    assert not learner.cost.is_known
+    learner = make_learner(prepared(make_model), make_config())
+    cost = StreamedGradients(learner).cost
+    assert not cost.is_known
     learner.update(make_samples(), advantages_of(REWARDS, learner.config), 0)
-    assert learner.cost.is_known and learner.cost.seconds(10) > 0
+    assert cost.is_known and cost.seconds(10) > 0
 
 
 def test_masked_and_useless_samples_are_no_pieces(make_model):
-    config, samples = streaming(make_config(mask_truncated_completions=True)), make_samples()
+    config, samples = make_config(mask_truncated_completions=True), make_samples()
     samples.is_truncated = np.arange(12) == 1
     learner = make_learner(prepared(make_model), config)
     rows = [row_of(samples, place) for place in range(3)]

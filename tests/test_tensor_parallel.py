@@ -166,7 +166,7 @@ def test_heads_are_shared_by_all_ranks(heads, key_heads):
 
 @pytest.mark.parametrize("name", ["gpt2", "phi3"])
 def test_architectures_without_a_plan_are_refused(make_model, name):
-    with pytest.raises(TPUnsupported, match="has no plan of layers to shard"):
+    with pytest.raises(TPUnsupported, match="has no tensor-parallel plan"):
         plan_shards(make_model(name), 0, 2)
 
 
@@ -182,7 +182,7 @@ def test_a_plan_that_is_wrong_is_found(make_model):
             c._replace(part=slice(0, 48)) if c.part == slice(48, 96) and c.is_rowwise else c
             for c in runner.shards.specs
         ]
-        with pytest.raises(TPUnsupported, match=r"Llama.* in shards, .* differs from the whole"):
+        with pytest.raises(TPUnsupported, match=r"Llama.* in shards by .* differs from the whole"):
             runner.shards.check("sdpa")
 
     run_together(2, check)

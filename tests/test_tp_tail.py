@@ -13,11 +13,12 @@ from bubblespec.draft.store import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.mechanisms.drafter.layer import Drafter, DrafterRunner
+from bubblespec.mechanisms.drafter.layer import Drafter
+from bubblespec.mechanisms.drafter.runner import DrafterRunner
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.tp_tail import tail as tp_tail
 from bubblespec.mechanisms.tp_tail.shards import TPGroup
-from bubblespec.mechanisms.tp_tail.tail import STOP_INTERVAL, TPTail, make_tp_tail
+from bubblespec.mechanisms.tp_tail.tail import ROWS, STOP_INTERVAL, TPTail, make_tp_tail
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.place import place_in_turn
 from bubblespec.planner.rows import Rows
@@ -91,7 +92,8 @@ def play(
             source = DrafterSource(runner, fixed_cost(), ranks.clock)
             source.choose_length = lambda active, count: 3
             source.enable(True)
-            tail.draft_with(source, TimedRunner(drafter, tail.engine, PARAMS))
+            together = TimedRunner(drafter, tail.engine, PARAMS)
+            tail.companions.append(lambda engine: source.moved_to(together))
             proposer = Proposer([source], source.cost, always=True, clock=ranks.clock)
             proposer.begin()
             for row in rows.values():
@@ -112,7 +114,7 @@ def play(
 
         tail.run, shared.launch = noted, watched
         board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
-        parts = {"proposer": proposer, "board": board, "tail": tail}
+        parts = {"proposer": proposer, "board": board, "take_over": tail}
         loop = RolloutLoop(engine, ranks, PARAMS, on_finished=told.append, **parts)
         record = loop.run(rows, table)
         found = {"rows": rows, "told": told, "entered": entered, "record": record}
@@ -148,7 +150,7 @@ def test_the_responses_are_those_of_plain_generation(num_ranks, max_rows):
     lengths = [length for (rows,) in entered for length in rows.values()]
     assert 0 < len(lengths) <= max_rows and (max_rows == 12 or max(lengths) > 0)
     assert len({num_shared(result) for result in ranks}) == 1
-    assert [result["record"].shared_rows for result in ranks] == [len(rows) for (rows,) in entered]
+    assert [result["record"].extras[ROWS] for result in ranks] == [len(rows) for (rows,) in entered]
     for result in ranks:
         first = result["record"].shared_forwards[0]
         if max_rows < 12:  # they all have decoded, so what they have said is not fed again
@@ -315,8 +317,8 @@ def test_a_model_that_cannot_be_cut_is_named_once_where_it_was_asked_for(capfd):
     assert set_up_tail(8, 0.1, "gpt2") == [None, None]
     said = capfd.readouterr().err.strip().splitlines()
     assert said == [
-        "warning: the ranks that have the last rows decode them: GPT2LMHeadModel has no plan of "
-        "layers to shard (base_model_tp_plan of its configuration) "
+        "warning: no tensor-parallel tail: GPT2LMHeadModel has no tensor-parallel plan "
+        "(base_model_tp_plan of its configuration) "
         "(rollout.tp_tail_max_rows=0 tries nothing else)"
     ]
     assert set_up_tail("auto", 0.1, "gpt2") == [None, None] and not capfd.readouterr().err

@@ -16,6 +16,7 @@ import torch
 import train
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.draft.store import DraftStore
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.learner import Learner
@@ -23,9 +24,10 @@ from bubblespec.planner.costs import CostModel
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import ForwardRecord, RolloutRecord
 from bubblespec.rewards.functions import load_reward
+from bubblespec.rollout.evaluate import Evaluator, expected_best
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.trainer import Trainer, expected_best
+from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Prompt, digest
 from tests.helpers.rows import samples_of
 from tests.helpers.runs import SHORT, read, weights
@@ -52,12 +54,12 @@ def test_equal_rewards_are_warned_of_once_and_a_run_that_is_over_says_so(
 ):
     """After three steps, not before; the run goes on."""
     assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
-    hints = [line for line in capsys.readouterr().err.splitlines() if "same reward" in line]
+    hints = [line for line in capsys.readouterr().err.splitlines() if "equal rewards" in line]
     assert len(hints) == 1 and hints[0].startswith("hint: after 3 steps: ")
     assert [0 < line["entropy"] < 10 for line in read(tmp_path)] == [True] * 6
     assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
     said = capsys.readouterr().err
-    assert "all 6 steps of this run are done; a larger run.max_steps" in said
+    assert "run complete (6 steps); set run.max_steps=12" in said
     assert f"\ncheckpoint: {tmp_path}/checkpoint-6 " in said and "finished" not in said
     assert len(read(tmp_path)) == 6
 
@@ -89,7 +91,7 @@ def test_steps_without_an_update_in_a_row_end_the_run(
         assert (line["learning_rate"] == 0) == is_skipped
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     if exit_code:
-        assert len(errors) == 1 and "not finite in 3 steps in a row, up to step 4" in errors[0]
+        assert len(errors) == 1 and "in 3 steps in a row, the last of them step 4" in errors[0]
     else:
         assert not errors and all(torch.isfinite(t).all() for t in weights(tmp_path, 6).values())
 
@@ -102,7 +104,10 @@ def make_trainer(config: Config, sampler: dict, **fields) -> Trainer:
     common = {"config": config, "ranks": Ranks(torch.device("cpu"))}
     made = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | common | sampler)
     return Trainer(
-        **dict.fromkeys(Trainer.__dataclass_fields__) | common | {"sampler": made} | fields
+        **dict.fromkeys(Trainer.__dataclass_fields__)
+        | common
+        | {"sampler": made, "evaluator": Evaluator(made, None)}
+        | fields
     )
 
 
@@ -145,7 +150,11 @@ def test_an_evaluation_by_hand(monkeypatch):
         take_metrics=lambda: {"reward/errors": 3},
     )
     parts = {"params": sampling, "scorer": scorer, "reward_weights": [1.0, 10.0]}
-    parts |= {"engine": SimpleNamespace(num_slots=8), "stats": RunStats(cost=CostModel())}
+    parts |= {
+        "engine": SimpleNamespace(num_slots=8),
+        "stats": RunStats(cost=CostModel()),
+    }
+    parts |= {"mechanisms": [], "store": DraftStore(0)}
     trainer = make_trainer(config, parts, eval_prompts=prompts, num_updates=12)
     trainer.ranks.clock = SimpleNamespace(perf_counter=iter((2.0, 5.5)).__next__)
     assert trainer.evaluate() == {

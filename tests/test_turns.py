@@ -65,25 +65,18 @@ def baseline():
     return model, prompts, wanted
 
 
-def play(engine, rows: list[Row], proposer=None, *, guesses=False, max_prefill_tokens=None) -> None:
-    """Rows to their end; observations come after a while and in any order. guesses: until then
-    rows go on with wrong ones."""
+def play(engine, rows: list[Row], proposer=None, *, max_prefill_tokens=None) -> None:
+    """Rows to their end; observations come after a while and in any order."""
     random = np.random.default_rng(0)
-    turns, waiting, guessed = dict.fromkeys(rows, 0), [], {}
+    turns, waiting = dict.fromkeys(rows, 0), []
     engine.add(rows)
     while waiting or not engine.is_idle:
         is_waiting = engine.is_waiting
         finished, load = engine.step(PARAMS, proposer, max_prefill_tokens)
         # Where pages are few, what could be fed may give way instead.
         assert (load is None) == is_waiting or engine.pages is not None
-        waiting += [row for row in finished if row.finish == "stop" and row not in guessed]
+        waiting += [row for row in finished if row.finish == "stop"]
         for row in [row for row in waiting if load is None or random.random() < 0.3]:
-            if guesses and row not in guessed:
-                guessed[row] = len(row.tokens)
-                engine.resume(row, random.integers(1, VOCAB, random.integers(4)))
-                continue
-            if row in guessed:
-                engine.rewind(row, guessed.pop(row))
             waiting.remove(row)
             turns[row] += 1
             if (ids := observation(row, turns[row])) is None:
@@ -100,11 +93,10 @@ def check(rows: list[Row], wanted: dict) -> None:
         np.testing.assert_allclose(row.full_logprob, logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("guesses", [False, True])
 @pytest.mark.parametrize("corrupted", [None, 0.0, 0.3])
 @pytest.mark.parametrize("num_slots, max_num_batched_tokens", [(1, 1), (3, 7), (64, 2048)])
 def test_rows_with_turns_are_those_computed_alone(
-    baseline, num_slots, max_num_batched_tokens, corrupted, guesses
+    baseline, num_slots, max_num_batched_tokens, corrupted
 ):
     model, prompts, wanted = baseline
     engine = make_engine(model, num_slots, seed=SEED, max_num_batched_tokens=max_num_batched_tokens)
@@ -114,21 +106,20 @@ def test_rows_with_turns_are_those_computed_alone(
     rows = make_rows(prompts, 3, LIMIT)
     for row in rows:
         row.has_turns = True
-    play(engine, rows, drafter, guesses=guesses)
+    play(engine, rows, drafter)
     check(rows, wanted)
     if corrupted == 0.0 and max_num_batched_tokens > 1:
         assert drafter.num_accepted > 30
 
 
-@pytest.mark.parametrize("guesses", [False, True])
 @pytest.mark.parametrize("num_pages", [None, 40, 11])
-def test_paused_rows_give_way_where_pages_are_few(baseline, num_pages, guesses):
+def test_paused_rows_give_way_where_pages_are_few(baseline, num_pages):
     model, prompts, wanted = baseline
     options = {"max_length": 55, "page_size": 5, "num_pages": num_pages}
     engine = make_engine(model, 8, seed=SEED, **options)
     rows = make_rows(prompts, 3, LIMIT)
     for row in rows:
         row.has_turns = True
-    play(engine, rows, guesses=guesses, max_prefill_tokens=4)
+    play(engine, rows, max_prefill_tokens=4)
     check(rows, wanted)
     assert engine.pages.num_free == engine.pages.num_pages

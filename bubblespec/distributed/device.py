@@ -13,23 +13,24 @@ OLDEST_DRIVER = {12: 525, 13: 580}
 
 
 def find_device(device: str) -> torch.device:
-    """Return the device of this rank for `model.device`, and make a GPU, with our defaults, the
-    current one. Raises InputError if a GPU is asked for and cannot be used, or if there are more
-    ranks than GPUs."""
+    """Return the device of this rank for `model.device`; make a GPU the current one.
+
+    Raises InputError if a GPU is requested and cannot be used, or for more ranks than GPUs.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         if device == "cuda":
-            raise InputError(f"model.device: cuda, but {why_no_gpu()}; or use cpu")
+            raise InputError(f"model.device: cuda, but {why_no_gpu()}; or set cpu")
         if local_rank == 0 and cuda_of_driver() is not None:
-            log(f"warning: the run goes to the CPU: {why_no_gpu()}")
+            log(f"warning: running on the CPU: {why_no_gpu()}")
         return torch.device("cpu")
     if max(local_rank + 1, local_world_size) > torch.cuda.device_count():
         raise InputError(
             f"--nproc_per_node: {local_world_size} ranks, but only {torch.cuda.device_count()} "
-            "GPUs; each needs one of its own"
+            "GPUs; each rank needs its own"
         )
     set_cuda_defaults()
     target = torch.device("cuda", local_rank)
@@ -49,12 +50,12 @@ def why_no_gpu() -> str:
         oldest = OLDEST_DRIVER.get(major)
         needed = f"driver {oldest} or newer" if oldest else "a newer driver"
         return (
-            f"the NVIDIA driver is too old: it runs CUDA up to {driver[0]}.{driver[1]}, and torch "
+            f"the NVIDIA driver is too old: it supports CUDA up to {driver[0]}.{driver[1]}; torch "
             f"{torch.__version__} is built for {build}; install {needed}, or a build of torch for "
             f"CUDA {driver[0]}"
         )
     return (
-        "the NVIDIA driver gives torch no GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES, in Docker "
+        "torch finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES, in Docker "
         "run with --gpus all"
     )
 

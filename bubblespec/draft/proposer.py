@@ -113,9 +113,6 @@ class Proposer:
         of this step."""
         self._read()
         age = 0 if draft is None else min(version - draft.version, MAX_AGE)
-        self._track(row, draft, age, is_counted)
-
-    def _track(self, row: Row, draft: Draft | None, age: int, is_counted: bool) -> None:
         number = self._numbers[id(row)] = self.tracked.add(row, draft, age, is_counted)
         self._last = ([], *self._last[1:])
         for source in self.sources:
@@ -130,16 +127,6 @@ class Proposer:
         self.tracked.extend(*gained)
         for source in self.enabled_sources:
             source.observe(*gained)
-
-    def rewind(self, row: Row) -> None:
-        """A row has lost its last tokens."""
-        self.take_in()
-        if (number := self._numbers.get(id(row))) is None:
-            return
-        tracked = self.tracked
-        draft = Draft(tracked.draft(number), False, 0)
-        state = int(tracked.age[number]), bool(tracked.is_counted[number])
-        self._track(row, draft, *state)
 
     def take_spent(self) -> tuple[float, int]:
         """Seconds spent here since the last call, and rows for which proposals were looked for."""

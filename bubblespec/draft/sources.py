@@ -234,11 +234,11 @@ def load_source(path: str, vocab_size: int | None) -> DraftSource:
         raise InputError(f"{key}: {path}.kinds must be tuples that begin with a name, not {kinds}")
     for name, *_ in kinds:
         if not isinstance(name, str) or name in SOURCES:
-            problem = f"{name!r} cannot be the name of a source of your own"
-            raise InputError(f"{key}: {path}.kinds: {problem}; choose another text")
+            problem = f"{name!r} is reserved for the built-in sources"
+            raise InputError(f"{key}: {path}.kinds: {problem}; choose another name")
     for kind in kinds:  # checkpoints keep them as JSON
         if not all(type(part) in (str, int, float, bool) for part in kind):
-            raise InputError(f"{key}: {path}.kinds: {kind!r} must hold texts and numbers of Python")
+            raise InputError(f"{key}: {path}.kinds: {kind!r} must be of Python strings and numbers")
     source.path, source.vocab_size = path, vocab_size
     return source
 

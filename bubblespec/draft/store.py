@@ -13,7 +13,7 @@ from itertools import zip_longest
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.types import Draft, SampleId, observed_spans
+from bubblespec.types import Draft, SampleId
 
 HEADER = 6  # uid, visit, sample, number of tokens, is_finished + 2 * is_deferred, version
 
@@ -99,18 +99,8 @@ def _pack(
         (*sample, len(draft.tokens), draft.is_finished + 2 * (sample in deferred), draft.version)
         for sample, draft in drafts.items()
     ]
-    tokens = [_coded(draft) for draft in drafts.values()]
+    tokens = [draft.tokens for draft in drafts.values()]
     return np.array(header, np.int64).ravel(), np.concatenate([np.empty(0, np.int32), *tokens])
-
-
-def _coded(draft: Draft) -> np.ndarray:
-    """Its tokens, those of observations inverted, which makes them negative."""
-    if not draft.observations:
-        return draft.tokens
-    tokens = draft.tokens.copy()
-    for begin, end in draft.observations:
-        tokens[begin:end] = ~tokens[begin:end]
-    return tokens
 
 
 def _unpack(header: np.ndarray, tokens: np.ndarray) -> Iterator[tuple[SampleId, Draft, bool]]:
@@ -120,11 +110,7 @@ def _unpack(header: np.ndarray, tokens: np.ndarray) -> Iterator[tuple[SampleId, 
     for (*sample, _, flags, version), part in zip(
         fields.tolist(), parts[: len(fields)], strict=True
     ):
-        draft = Draft(part, bool(flags & 1), version)
-        if (is_observed := part < 0).any():
-            draft.tokens = np.where(is_observed, ~part, part)
-            draft.observations = observed_spans(np.where(is_observed, np.nan, 0.0))
-        yield SampleId(*sample), draft, flags >= 2
+        yield SampleId(*sample), Draft(part, bool(flags & 1), version), flags >= 2
 
 
 class History:

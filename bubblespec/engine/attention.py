@@ -40,16 +40,16 @@ def problem_of(
     """Why a CUDA kernel cannot be used, after its name; None where it can."""
     unfit = sorted((key, value) for key, value in head_sizes if key != value or key > MAX_HEAD_SIZE)
     if device.type != "cuda":
-        return f"runs on CUDA only; on {device.type} use sdpa"
+        return f"runs on CUDA only; set sdpa on {device.type}"
     if dtype not in HALF:
-        return f"computes in bfloat16; for {str(dtype).partition('.')[2]} use sdpa"
+        return f"computes in bfloat16 only; set sdpa for {str(dtype).partition('.')[2]}"
     if unfit:
         return (
             f"takes heads of one size up to {MAX_HEAD_SIZE}; this model's query and key heads have "
-            f"{unfit[0][0]} and its value heads {unfit[0][1]}; use sdpa"
+            f"{unfit[0][0]} and its value heads {unfit[0][1]}; set sdpa"
         )
     if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        return "is not installed (see requirements-flash.txt); use varlen or sdpa"
+        return "is not installed (see requirements-flash.txt); set varlen or sdpa"
     return None
 
 
@@ -70,8 +70,8 @@ def bubblespec_attention(
         raise ValueError(f"this model passes {own} of its own, which the engine does not support")
     if packing is None:
         raise ValueError(
-            "this model does not pass the arguments of its forward on to its attention function, "
-            "as the engine needs"
+            "this model does not pass its forward's arguments to its attention function, which the "
+            "engine needs"
         )
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
     if scaling is None:

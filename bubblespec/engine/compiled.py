@@ -48,7 +48,7 @@ def compile_reduction(
     arguments."""
     try:
         if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-            raise ImportError("the package triton is not there")
+            raise ImportError("the package triton is not installed")
         compiled = compile_for_any_length(best_and_sum)
         problem = first_difference(compiled, vocab_size, dtype, device)
     except Exception as error:  # a compiler, a driver, or what one of them needs of the system

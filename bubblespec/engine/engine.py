@@ -163,19 +163,6 @@ class Engine:
         if row.finish is not None:
             self.drop(row)
 
-    def rewind(self, row: Row, length: int) -> None:
-        """Forget a row's response tokens after the first `length`; it is paused then, also if it
-        has reached its limit since."""
-        is_active = row in self.rows
-        if is_active:
-            self._take_results(self.rows.index(row))
-        row.tokens, row.finish = row.tokens[:length], "stop"
-        row.logprob, row.full_logprob = row.logprob[:length], row.full_logprob[:length]
-        if is_active:
-            self._write(self.rows.index(row))
-        elif row not in self.queue:
-            self.queue.append(row)
-
     def collect(self) -> list[Row]:
         """The rows in slots, with their tokens so far in them, and those in the queue as they are.
         All stay where they are."""

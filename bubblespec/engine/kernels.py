@@ -75,7 +75,7 @@ def difference_of(kernel: str, model: PreTrainedModel) -> str | None:
     except Exception as error:  # a package built for another torch, a driver, the kernel itself
         return f"fails: {one_line(error)}"
     is_close = difference <= TOLERANCE.get(model.dtype, 0.1)
-    return None if is_close else f"gives other logits than sdpa, by {difference:.1e} of their size"
+    return None if is_close else f"logits differ from sdpa's by {difference:.1e} of their size"
 
 
 def cache_for(kernel: str, num_spare: int = 0) -> KVCache:

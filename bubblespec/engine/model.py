@@ -146,10 +146,9 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
         ),
         f"attention of another kind{other}; the engine computes full and sliding-window attention "
         "only": other,
-        f"attention with a state besides its keys and values{beside}; the engine can only roll "
-        "back layers whose whole state is a K/V cache": beside,
-        f"layers with a recurrent state{recurrent}; the engine can only roll back layers whose "
-        "state is a K/V cache": is_recurrent,
+        f"attention with a state besides its keys and values{beside}; the engine can roll "
+        "back K/V caches only": beside,
+        f"a recurrent state{recurrent}; the engine can roll back K/V caches only": is_recurrent,
         "scales attention by a token's place in the input (attn_temperature_tuning), which is not "
         "its position in a packed one": getattr(decoder, "attn_temperature_tuning", False),
         "does not use transformers' attention interface, so the engine cannot serve it "
@@ -162,7 +161,7 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
     limit = getattr(decoder, "max_position_embeddings", None)
     if limit is not None and max_length > limit:
         raise UnsupportedModel(
-            f"rollout.max_prompt_length + rollout.max_completion_length = {max_length} is beyond "
+            f"rollout.max_prompt_length + rollout.max_completion_length = {max_length} exceeds "
             f"the model's {limit} positions"
         )
     rope = getattr(decoder, "rope_parameters", None) or {}
@@ -208,8 +207,8 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
         wanted = windows[layer] if layer < len(windows) else None
         if wanted is not None and wanted < max_length and window != wanted:
             raise ValueError(
-                f"layer {layer} has a sliding window of {wanted} tokens, but hands {handed} to its "
-                f"attention function, so the engine cannot apply it; keep prompt and response "
+                f"layer {layer} has a sliding window of {wanted} tokens, but passes {handed} to "
+                f"its attention function, so the engine cannot apply it; keep prompt and response "
                 f"within {wanted} tokens together"
             )
         if shows is None:
@@ -226,9 +225,9 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
                 ) from None
             if not (shown == seen).all():
                 raise ValueError(
-                    f"layer {layer} hands {handed} to its attention function, which is all that "
-                    f"the engine knows of its mask; over {max_length} tokens its own mask shows "
-                    f"other positions"
+                    f"layer {layer} passes {handed} to its attention function, and the engine "
+                    f"derives the mask from that alone; over {max_length} tokens the model's own "
+                    f"mask differs"
                 )
 
 
@@ -249,7 +248,7 @@ def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Ten
         logits = output_head(model)(hidden[-CHECKED:])
     if not logits.isfinite().all():
         raise ValueError(
-            "its logits are not finite: the weights are damaged, or too large for their type"
+            "its logits are not finite: the weights are damaged, or overflow their dtype"
         )
     return logits
 
@@ -266,7 +265,7 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
     if getattr(head.linear, "in_features", size) != size:
         raise ValueError(
             f"its output head takes vectors of {head.linear.in_features} and its hidden states "
-            f"have {size}: it computes something in between, which the engine does not know of"
+            f"have {size}: the model computes something in between that the engine would skip"
         )
     cache = KVCache(2, length)
 
@@ -289,8 +288,8 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
         if not difference <= tolerance:
             raise ValueError(
                 f"logits through {what} differ from the model's own by {difference:.1e} of their "
-                f"size; it computes something (between tokens, or on the logits) that the engine "
-                f"does not know of"
+                f"size; it computes something (across tokens, or on the logits) that the "
+                f"engine would skip"
             )
     sizes = zip(cache.keys.values(), cache.values.values(), strict=True)
     return frozenset((key.shape[-1], value.shape[-1]) for key, value in sizes)

@@ -62,7 +62,7 @@ def own_forward(model: PreTrainedModel, part: PreTrainedModel, tokens: torch.Ten
     try:
         return part(input_ids=tokens[None], use_cache=False)
     except Exception as error:
-        raise ValueError(f"its own forward fails, without the engine: {error}") from error
+        raise ValueError(f"its own forward fails even without the engine: {error}") from error
 
 
 @torch.no_grad()
@@ -86,8 +86,8 @@ def find_head(
         handle.remove()
     if len(calls) != 1:
         raise ValueError(
-            "its forward does not call its output head once, so the engine cannot know what it "
-            "does to the logits"
+            "its forward does not call its output head exactly once, so the engine cannot "
+            "reproduce its logits"
         )
     (product,), logits = products, logits.double()
     if logits.shape == product.shape:
@@ -101,8 +101,8 @@ def find_head(
         if torch.isclose(head.finish(product), logits, rtol=ROUNDING, atol=0.0).all():
             return head
     raise ValueError(
-        "its logits are not its output head's product times a constant, with or without a cap by "
-        "tanh, which is all that the engine computes there"
+        "its logits are not its output head's product times a constant, optionally capped by "
+        "tanh; the engine computes nothing else there"
     )
 
 

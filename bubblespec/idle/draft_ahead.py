@@ -17,7 +17,7 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, exchange
 from bubblespec.idle.task import IdleTask, Job
 from bubblespec.planner.costs import CostModel
-from bubblespec.types import Draft, Row, SampleId, observed_spans
+from bubblespec.types import Draft, Row, SampleId
 
 MAX_SLOWDOWN = 1.0  # of a forward with own rows, by co-scheduled drafts, unless told otherwise
 # On a rank that waits a forward takes no longer than so many of a single row, or than this share of
@@ -121,8 +121,8 @@ class DraftAhead(IdleTask):
         grown = len(row.tokens) - (0 if old is None else len(old.tokens))
         if grown > 0:
             self.view.record.drafted_tokens += grown
-            tokens, spans = row.tokens.astype(np.int32), observed_spans(row.logprob)
-            self.drafts[row.id] = Draft(tokens, is_finished, self.version, spans)
+            tokens = row.tokens.astype(np.int32)
+            self.drafts[row.id] = Draft(tokens, is_finished, self.version)
 
     def _spare_s(self) -> float:
         """Seconds that drafts may add to a forward."""

@@ -57,7 +57,10 @@ class IdleTask:
     name = "task"
     """In metrics (`idle/NAME/...`)."""
     view: RankView
-    """Set when the rollout begins."""
+
+    def begin(self, view: RankView) -> None:
+        """Start with a rollout."""
+        self.view = view
 
     def publish(self) -> np.ndarray:
         """What this rank tells the others in the next tick, float64, of one length on all ranks."""

@@ -17,14 +17,12 @@ KEY = "loss.advantage_estimator"
 
 
 def grpo(rewards: np.ndarray, scale: str | None) -> np.ndarray:
-    """Against the mean of the prompt's own group (Shao et al. 2024, arXiv 2402.03300, section
-    4.1.2)."""
+    """Compare with the mean of the group (Shao et al. 2024, arXiv 2402.03300, section 4.1.2)."""
     return divided(centred_by_group(rewards), rewards, scale or "group")
 
 
 def rloo(rewards: np.ndarray, scale: str | None) -> np.ndarray:
-    """Against the mean of the group's other samples (Ahmadian et al. 2024, arXiv 2402.14740,
-    section 3.2)."""
+    """Compare with the group's other samples (Ahmadian et al. 2024, arXiv 2402.14740, 3.2)."""
     centred, generations = centred_by_group(rewards), rewards.shape[1]
     if generations > 1:
         # r - (G mean - r) / (G - 1), so written because equal rewards then leave no more rounding
@@ -34,14 +32,13 @@ def rloo(rewards: np.ndarray, scale: str | None) -> np.ndarray:
 
 
 def reinforce_plus_plus(rewards: np.ndarray, scale: str | None) -> np.ndarray:
-    """Against the mean of the whole batch (Hu et al. 2025, arXiv 2501.03262, without a critic)."""
+    """Compare with the mean of the batch (Hu et al. 2025, arXiv 2501.03262, without a critic)."""
     centred = rewards - rewards.mean()
     return divided(centred, centred, scale or "batch")
 
 
 def reinforce_plus_plus_baseline(rewards: np.ndarray, scale: str | None) -> np.ndarray:
-    """Against the mean of the group, and then that of the batch, which is 0 by then (the same
-    paper's other variant)."""
+    """Compare with the mean of the group, divide by the batch's deviation (the same paper)."""
     centred = centred_by_group(rewards)
     return divided(centred, centred, scale or "batch")
 
@@ -58,12 +55,12 @@ def estimate_advantages(
     scale_rewards: str | None = None,
     samples: Samples | None = None,
 ) -> np.ndarray:
-    """Advantages by one of ESTIMATORS, divided as its paper does unless `scale_rewards` says
-    otherwise (see `divided`); or by the user's own function of the samples and their rewards.
+    """Return advantages by one of ESTIMATORS or by the user's own function.
 
-    A single generation has no group to compare with: its advantage is 0, except under
-    reinforce_plus_plus, which knows no groups, and under the user's own. Raises InputError for
-    values of the latter that are not one finite number per sample.
+    scale_rewards: see `divided`, by default that of the estimator's paper; samples: for the user's
+    own function. A single generation has no group to compare with: its advantage is 0, except under
+    reinforce_plus_plus, which has no groups, and under the user's own. Raises InputError if the
+    user's own returns anything but one finite number per sample.
     """
     if "." in estimator:
         returned = load_estimator(estimator)(samples, rewards.copy())
@@ -73,8 +70,8 @@ def estimate_advantages(
     return ESTIMATORS[estimator](rewards, scale_rewards)
 
 
-def load_estimator(path: str) -> Callable[[Samples, np.ndarray], np.ndarray]:
-    """The user's own estimator, called with the samples and their rewards. Raises InputError."""
+def load_estimator(path: str) -> Callable[[Samples | None, np.ndarray], object]:
+    """Return the user's own estimator, a function of samples and rewards. Raises InputError."""
     return import_function(KEY, path, "my_module.my_advantages", ("samples", "rewards"))
 
 
@@ -93,14 +90,16 @@ def _checked(path: str, returned: object, shape: tuple[int, int]) -> np.ndarray:
 
 
 def centred_by_group(rewards: np.ndarray) -> np.ndarray:
-    """Rewards less the mean of their group."""
+    """Return rewards less the mean of their group."""
     return rewards - rewards.mean(axis=1, keepdims=True)
 
 
 def divided(centred: np.ndarray, spread: np.ndarray, scale: str) -> np.ndarray:
-    """centred / (std + 1e-4), with the sample standard deviation of `spread` in each group
-    ("group") or in the whole batch ("batch"; Liu et al. 2025, arXiv 2508.08221), or no division
-    ("none"; Dr. GRPO, arXiv 2503.20783)."""
+    """Return centred / (std + 1e-4), with the sample standard deviation of `spread`.
+
+    scale: "group", "batch" (Liu et al. 2025, arXiv 2508.08221), or "none" for no division (Dr.
+    GRPO, arXiv 2503.20783).
+    """
     if scale == "batch":
         return centred / (spread.std(ddof=1) + 1e-4)
     if scale == "group" and spread.shape[1] > 1:

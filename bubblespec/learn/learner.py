@@ -1,24 +1,22 @@
-"""The updates of a step: samples balanced over ranks, padding-free micro-batches, one reduction and
-one optimizer step per update.
+"""The updates of a step, each with one reduction over ranks and one optimizer step.
 
-A batch makes one update, or `num_iterations` passes of `num_minibatches` updates. The old policy of
-the probability ratio is the one that generated the batch. Its log-probabilities come from training
-forwards, never from the generator, so the gradient depends on the tokens alone: not on how, where
-or in which batches they were generated. The first update takes them from its own forward, so its
-ratio is exactly 1; later minibatches get a forward before it.
+Samples are balanced over ranks and packed into micro-batches without padding. A batch makes one
+update, or `num_iterations` passes of `num_minibatches` updates. The old policy of the probability
+ratio is the one that generated the batch. Its log-probabilities come from training forwards, never
+from the generator, so the gradient depends on the tokens alone: not on how, where or in which
+batches they were generated. The first update takes them from its own forward, so its ratio is
+exactly 1; later minibatches get a forward before it.
 
-With optim.stream_gradients part of the gradient may exist before the update begins (RollPacker's
-stream trainer, arXiv 2509.21009). A group whose rewards are all known determines its samples'
-advantages, and a sample's contribution to the gradient is then known up to one factor, the same for
-all samples of the update (losses.py). So a rank that has nothing else to do adds up the gradients
-of its own finished samples (`stream`). A batch then makes one update, which computes the others and
-scales the sum once.
+Part of an update's gradient may be in the optimizer's buffer before the update begins
+(`EarlyGradients`): a sample's contribution is then known up to a factor that all samples of the
+update share (losses.py), so the sum is scaled once, at the end.
 """
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,34 +36,25 @@ from bubblespec.learn.losses import (
     importance_ratio,
     kl_penalty,
     load_loss,
-    local_weights,
     policy_loss,
     token_logprobs,
 )
-from bubblespec.learn.microbatch import (
-    Microbatch,
-    MicrobatchCost,
-    is_in_loss,
-    make_minibatches,
-    pack_responses,
-)
+from bubblespec.learn.microbatch import Microbatch, is_in_loss, make_minibatches
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.mechanisms.batch_invariant import deterministic
-from bubblespec.mechanisms.cpu_linear import refresh_copies
 from bubblespec.records import Span
-from bubblespec.types import Row, SampleId, Samples, count_sampled
+from bubblespec.types import Samples
 
 # Upper bound of sampling/logp_difference/mean at temperature 1; above it something other than
 # rounding is at work. Rounding alone gives 1e-7 in float64 (the generator's are kept in float32),
 # 3e-7 to 1e-4 in float32 and 2e-3 to 3e-2 in bfloat16, measured on random models of eight layers,
-# dense and with experts, with weights from usual ones to so large ones that errors grow.
+# dense and with experts, with weights of usual size up to a size at which errors grow.
 MAX_MISMATCH = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
 
-MAX_LOGITS = 1 << 26  # tokens x vocabulary, of a micro-batch, that exist at once
+MAX_LOGITS = 1 << 26  # tokens x vocabulary of a micro-batch that exist at once
 MAX_SKIPPED_STEPS = 5
 
-# Measured in each micro-batch. All are summed over the micro-batches of an update except the last,
-# a maximum; low, high and delta count bounded tokens (policy_loss).
+# What each micro-batch measures, summed over the micro-batches of an update except the last, a
+# maximum. low, high and delta count bounded tokens (policy_loss).
 MEASURED = ("loss", "low", "high", "delta", "kl", "mismatch", "tokens", "max_mismatch")
 
 
@@ -76,8 +65,10 @@ def response_logprobs(
     kernel: str,
     on_hidden: Callable[[Microbatch, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """Log-probability of every sampled token, float [M], in one packed forward.
-    kernel: of attention; on_hidden: called with the batch and its hidden states, [N, hidden]."""
+    """Return the log-probability of every sampled token, float [M], in one packed forward.
+
+    kernel: attention kernel; on_hidden: called with the batch and its hidden states, [N, hidden].
+    """
     packing = pack_sequences(batch.sequence_lengths, batch.input_ids.device)
     hidden = forward_hidden(model, batch.input_ids, packing, kernel)
     if on_hidden is not None:
@@ -86,14 +77,38 @@ def response_logprobs(
     return token_logprobs(hidden, head, batch.target, temperature, MAX_LOGITS)
 
 
-@dataclass
-class Streamed:
-    """What this rank's gradient buffer holds of the coming update before that begins."""
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Make the backward passes in this context add in a fixed order.
 
-    ids: set[SampleId] = field(default_factory=set)
-    """Samples whose gradients have been added, without the update's common factor."""
-    measured: list[torch.Tensor] = field(default_factory=list)
-    """`MEASURED` of their micro-batches."""
+    Equal micro-batches then have equal gradients. Raises RuntimeError for an operation that has no
+    such order. On a GPU, `fix_libraries` must come before the first product. Not for generation,
+    which would write keys and values in order.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+
+
+class EarlyGradients(Protocol):
+    """Gradients in the optimizer's buffer before their update begins.
+
+    They lack the factor that all samples of the update share.
+    """
+
+    def take(self, samples: Samples) -> tuple[np.ndarray, list[torch.Tensor]]:
+        """Hand the gradients over to the update of `samples`, on all ranks together.
+
+        Return which samples are covered by some rank, bool [S], and the `MEASURED` of this rank's
+        micro-batches.
+        """
+
+    def observe(self, microbatches: list[Microbatch], seconds: float) -> None:
+        """Learn how long forward and backward passes of these micro-batches took."""
 
 
 @dataclass(kw_only=True)
@@ -103,24 +118,24 @@ class Learner:
     config: Config
     ranks: Ranks
     model: PreTrainedModel
-    """The policy, which generates as well."""
+    """Policy, which generates as well."""
     reference: PreTrainedModel | None
-    """The initial policy, for the KL term, or None without one. With LoRA it is `model` itself,
-    whose adapter is then turned off."""
+    """Initial policy, for the KL term; None without one. With LoRA it is `model` itself, with the
+    adapter turned off."""
     optimizer: Optimizer
     kernel: str
-    """Of attention; see `choose_kernel`."""
-    streamed: Streamed = field(default_factory=Streamed)
-    cost: MicrobatchCost = field(default_factory=MicrobatchCost)
-    """Seconds of a micro-batch, learned when gradients are streamed."""
+    """Attention kernel; see `choose_kernel`."""
+    after_update: list[Callable[[], None]] = field(default_factory=list)
+    """Functions called once the weights have changed. Copies of weights are renewed here: in the
+    next forward, the time would be taken for the cost of its rows."""
+    early: EarlyGradients | None = None
     on_hidden: Callable[[Microbatch, torch.Tensor], None] | None = None
-    """Called with the policy's hidden states of each micro-batch, [N, hidden]: the drafter learns
-    from them."""
+    """Function called with the policy's hidden states of each micro-batch, [N, hidden]."""
     num_skipped_in_a_row: int = 0
     """Latest consecutive steps in which an update was skipped."""
     has_warned_of_mismatch: bool = False
     own_loss: TokenLoss | None = None
-    """The user's own, where loss.loss_type is a dotted path."""
+    """The user's own loss, where loss.loss_type is a dotted path."""
 
     def __post_init__(self):
         if "." in self.config.loss.loss_type:
@@ -128,34 +143,42 @@ class Learner:
 
     @property
     def skips_zero_advantage(self) -> bool:
-        """Whether a sample of zero advantage (of a group of equal rewards) has zero gradient: it is
-        then not computed. A KL term has one, and the user's own loss may have one."""
+        """Whether a sample of zero advantage is left out, as its gradient is zero.
+
+        A KL term has a gradient, and the user's own loss may have one.
+        """
         return self.reference is None and self.own_loss is None
 
     def has_gradient(self, samples: Samples, advantages: np.ndarray) -> np.ndarray:
-        """Which samples are trained on, bool [S]. advantages: float64 [S]."""
+        """Return which samples are trained on, bool [S]. advantages: float64 [S]."""
         is_used = is_in_loss(samples, self.config)
         return is_used & (advantages != 0) if self.skips_zero_advantage else is_used
 
     def update(
         self, samples: Samples, advantages: np.ndarray, step: int
     ) -> tuple[dict[str, float], list[Span]]:
-        """All updates of one step. advantages: float64 [S]. Returns the step's training metrics,
-        equal on all ranks except `timing_s/sync`, this rank's seconds in gradient reductions, and a
-        "sync" span for each of these reductions.
+        """Make all updates of one step. advantages: float64 [S].
 
-        An update whose loss, gradient or samples' log-probabilities are not finite is skipped, on
-        all ranks alike;
+        Return the step's training metrics, equal on all ranks except `timing_s/sync` (this rank's
+        seconds in gradient reductions), and a "sync" span for each reduction. An update whose loss,
+        gradient or samples' log-probabilities are not finite is skipped, on all ranks alike;
         `skipped_updates` counts them. Raises RunFailed after more than MAX_SKIPPED_STEPS
         consecutive steps with such an update.
         """
         has_gradient = self.has_gradient(samples, advantages)
-        # NaN says that an environment gave a token; where there is none, generation has failed.
+        # NaN marks a token of an environment. Without environments, it shows a failed generation.
         has_nan = bool((samples.num_sampled < samples.lengths).any())
         is_broken = has_nan and not self.config.environment.is_used
-        is_streamed = self._streamed_on_any_rank(samples)
+        is_covered = np.zeros(len(samples), bool)
+        early: list[torch.Tensor] = []
+        if self.early is not None:
+            is_covered, early = self.early.take(samples)
         minibatches, weights, factors = make_minibatches(
-            samples, has_gradient & ~is_streamed, config=self.config, ranks=self.ranks
+            samples,
+            has_gradient & ~is_covered,
+            config=self.config,
+            ranks=self.ranks,
+            scales_later=self.early is not None,
         )
         for microbatches in minibatches[1:]:
             for batch in microbatches:
@@ -164,7 +187,7 @@ class Learner:
         totals, grad_norms, spans, num_skipped = [], [], [], 0
         updates = list(zip(minibatches, factors, strict=True)) * self.config.loss.num_iterations
         for microbatches, factor in updates:
-            measured = self._accumulate_gradients(microbatches, advantages, weights)
+            measured = self.accumulate_gradients(microbatches, advantages, weights)
             if self.ranks.device.type == "cuda":  # the host is far ahead of the backward pass
                 torch.cuda.synchronize(self.ranks.device)
             begin_s = self.ranks.clock.perf_counter()
@@ -172,21 +195,16 @@ class Learner:
             spans.append(Span("sync", begin_s, self.ranks.clock.perf_counter()))
             if factor != 1.0:
                 self.optimizer.flat_grad.mul_(factor)
-            totals.append(sum_over_ranks(self.streamed.measured + measured, self.ranks, factor))
+            totals.append(sum_over_ranks(early + measured, self.ranks, factor))
             is_finite = math.isfinite(totals[-1]["loss"]) and not is_broken
             grad_norm, learning_rate = self.optimizer.step(step, is_finite)
             grad_norms.append(grad_norm)
             num_skipped += not (is_finite and math.isfinite(grad_norm))
-        refresh_copies(self.model)
+        for renew in self.after_update:
+            renew()
         self._count_skipped(num_skipped, step)
-        self.streamed = Streamed()
         metrics = self.training_metrics(totals)
-        if len(totals) > 1 and self.own_loss is None:  # in a first update every ratio is 1
-            metrics |= self.clip_metrics(totals)
         self.warn_of_mismatch(metrics, step)
-        if self.config.optim.stream_gradients:
-            tokens = samples.lengths * has_gradient
-            metrics["idle/gradients/share"] = float(tokens @ is_streamed / max(tokens.sum(), 1))
         metrics |= {
             "grad_norm": float(np.mean(grad_norms)),
             "learning_rate": learning_rate,
@@ -195,58 +213,24 @@ class Learner:
         }
         return metrics, spans
 
-    def stream(self, rows: list[Row], advantages: np.ndarray) -> Span:
-        """Add the gradients of these finished samples to that of the coming update, in one
-        micro-batch. advantages: float64 [rows]. Returns when that was. Raises ValueError for a
-        sample whose gradient has been added before."""
-        ids = [row.id for row in rows]
-        if not self.streamed.ids.isdisjoint(ids):
-            raise ValueError(f"some gradients of {ids} have been computed before")
-        begin_s = self.ranks.clock.perf_counter()
-        tokens, generated = [row.tokens for row in rows], [row.full_logprob for row in rows]
-        are_used, loss_type = np.ones(len(rows), bool), self.config.loss.loss_type
-        weights = local_weights(loss_type, count_sampled(generated), are_used)
-        batch = pack_responses([row.prompt for row in rows], tokens, generated, self.ranks.device)
-        self.streamed.measured += self._accumulate_gradients([batch], advantages, weights)
-        self.streamed.ids.update(ids)
-        return Span("gradient", begin_s, self.ranks.clock.perf_counter())
-
-    def forget_streamed(self) -> None:
-        """Discard what was added to the gradient for an update that never came."""
-        if self.streamed.ids:
-            self.optimizer.clear()
-            self.streamed = Streamed()
-
-    def _streamed_on_any_rank(self, samples: Samples) -> np.ndarray:
-        """Which samples' gradients were computed before the update, bool [S]. Raises ValueError if
-        this rank has streamed samples that are not trained on."""
-        if not self.config.optim.stream_gradients:
-            return np.zeros(len(samples), bool)
-        own = np.array([name in self.streamed.ids for name in samples.ids], bool)
-        if own.sum() != len(self.streamed.ids):
-            raise ValueError(
-                f"{len(self.streamed.ids) - own.sum()} streamed samples are not trained on"
-            )
-        return self.ranks.gather(own.astype(np.uint8)).any(axis=0)
-
-    def _accumulate_gradients(
+    def accumulate_gradients(
         self, microbatches: list[Microbatch], advantages: np.ndarray, weights: np.ndarray
     ) -> list[torch.Tensor]:
-        """`accumulate_gradient` of each, measured for `cost` when gradients are streamed."""
+        """Do `accumulate_gradient` for each micro-batch, and time them for `early`."""
         begin_s = self.ranks.clock.perf_counter()
         measured = [self.accumulate_gradient(b, advantages, weights) for b in microbatches]
-        if self.config.optim.stream_gradients and measured:
+        if self.early is not None and measured:
             measured[-1][0].item()  # waits for a GPU
-            num_tokens = sum(sum(batch.sequence_lengths) for batch in microbatches)
-            seconds = self.ranks.clock.perf_counter() - begin_s
-            self.cost.observe(len(microbatches), num_tokens, seconds)
+            self.early.observe(microbatches, self.ranks.clock.perf_counter() - begin_s)
         return measured
 
     def accumulate_gradient(
         self, batch: Microbatch, advantages: np.ndarray, weights: np.ndarray
     ) -> torch.Tensor:
-        """Forward and backward of one micro-batch. advantages, weights: float64 [S]. Returns its
-        `MEASURED`."""
+        """Do forward and backward of one micro-batch. Return its `MEASURED`.
+
+        advantages, weights: float64 [S].
+        """
         loss = self.config.loss
         logprob = self._logprobs(self.model, batch, on_hidden=self.on_hidden)
         if batch.old is None:
@@ -295,14 +279,17 @@ class Learner:
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if num_skipped else 0
         if self.num_skipped_in_a_row > MAX_SKIPPED_STEPS:
             raise RunFailed(
-                f"loss or gradient not finite in {self.num_skipped_in_a_row} steps in a row, "
-                f"up to step {step}; the weights are those before them. "
-                "Look at optim.learning_rate, at the rewards and at model.dtype"
+                f"loss or gradient was not finite in {self.num_skipped_in_a_row} steps in a row, "
+                f"the last of them step {step}; these updates were skipped. Check "
+                "optim.learning_rate, the rewards and model.dtype"
             )
 
     def training_metrics(self, totals: list[dict[str, float]]) -> dict[str, float]:
-        """totals: `MEASURED` of each update. The loss is the mean over updates; other means are
-        over the tokens that were trained on in all updates, if there were any."""
+        """Return the metrics of a step from the `MEASURED` of each of its updates.
+
+        The loss is the mean over updates; other means are over the tokens that were trained on in
+        all updates, if there were any. Clips are left out for a single update, whose ratios are 1.
+        """
         total = {name: sum(update[name] for update in totals) for name in MEASURED}
         if total["tokens"] == 0:
             return {"loss": 0.0}
@@ -314,26 +301,19 @@ class Learner:
         }
         if self.reference is not None:
             metrics["kl"] = mean["kl"]
-        return metrics
-
-    def clip_metrics(self, totals: list[dict[str, float]]) -> dict[str, float]:
-        """Shares of clipped tokens. totals: see `training_metrics`."""
-        names = ("low", "high", "delta", "tokens")
-        low, high, delta, tokens = (sum(update[name] for update in totals) for name in names)
-        if tokens == 0:
-            return {}
-        metrics = {
-            "clip_ratio/low_mean": low / tokens,
-            "clip_ratio/high_mean": high / tokens,
-            "clip_ratio/region_mean": (low + high) / tokens,
-        }
-        if self.config.loss.delta is not None:
-            metrics["clip_ratio/delta_mean"] = delta / tokens
+        if len(totals) > 1 and self.own_loss is None:
+            metrics["clip_ratio/low_mean"] = mean["low"]
+            metrics["clip_ratio/high_mean"] = mean["high"]
+            metrics["clip_ratio/region_mean"] = mean["low"] + mean["high"]
+            if self.config.loss.delta is not None:
+                metrics["clip_ratio/delta_mean"] = mean["delta"]
         return metrics
 
     def warn_of_mismatch(self, metrics: dict[str, float], step: int) -> None:
-        """Warn, once per run, if generation and training differ by more than rounding: both should
-        be one function of the same weights."""
+        """Warn, once per run, if generation and training differ by more than rounding.
+
+        Both should be one function of the same weights.
+        """
         dtype, temperature = self.model.dtype, self.config.rollout.temperature
         mean = metrics.get("sampling/logp_difference/mean", 0.0)
         limit = MAX_MISMATCH[dtype] / min(temperature, 1.0)
@@ -343,17 +323,15 @@ class Learner:
         if self.ranks.is_main:
             log(
                 f"warning: in step {step} log-probabilities in training differ from those in "
-                f"generation by {mean:.1e} on average (sampling/logp_difference/mean), far more "
-                f"than {str(dtype).removeprefix('torch.')} rounds; one of the two computes "
-                "something else: look for randomness in the model's own code (dropout, noise of a "
-                "router), and try another model.attention and model.dtype"
+                f"generation by {mean:.1e} on average (sampling/logp_difference/mean), far above "
+                f"the rounding of {str(dtype).removeprefix('torch.')}: the two forwards differ. "
+                "Look for randomness in the model's own code (dropout, router noise), and try "
+                "another model.attention and model.dtype"
             )
 
 
-def sum_over_ranks(
-    measured: list[torch.Tensor], ranks: Ranks, factor: float = 1.0
-) -> dict[str, float]:
-    """`MEASURED` of an update, from this rank's micro-batches; factor: of the loss."""
+def sum_over_ranks(measured: list[torch.Tensor], ranks: Ranks, factor: float) -> dict[str, float]:
+    """Return the `MEASURED` of an update from each rank's micro-batches; the loss times factor."""
     by_batch = np.zeros((1, len(MEASURED)))
     if measured:
         by_batch = torch.stack(measured).double().cpu().numpy()

@@ -8,6 +8,7 @@ reference of a KL term needs no second copy of the weights.
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,12 +20,11 @@ from bubblespec.errors import InputError
 def add_adapter(
     model: PreTrainedModel, config: ModelConfig, seed: int, checkpoint: str | None = None
 ) -> None:
-    """Put an adapter of rank config.lora_r into a freshly loaded model, in its dtype, and freeze
-    everything else.
+    """Put an adapter into a freshly loaded model, in its dtype, and freeze everything else.
 
-    It is that of `checkpoint`, or a new one: B = 0, so the model computes what it did before, and A
-    from `seed`, so that all ranks have the same. Call before the model goes to a GPU, whose random
-    numbers are others. Raises InputError.
+    The adapter is that of `checkpoint`, or a new one: B = 0, so the model computes what it did
+    before, and A from `seed`, so that all ranks have the same. Call before the model goes to a GPU,
+    whose random numbers differ. Raises InputError.
     """
     try:
         from peft import LoraConfig, load_peft_weights, set_peft_model_state_dict
@@ -48,17 +48,16 @@ def add_adapter(
         torch.manual_seed(seed)
         model.add_adapter(lora)
     if checkpoint is not None:
-        result = set_peft_model_state_dict(model, load_peft_weights(checkpoint, device="cpu"))
+        result: Any = set_peft_model_state_dict(model, load_peft_weights(checkpoint, device="cpu"))
         if result.unexpected_keys or any("lora_" in key for key in result.missing_keys):
             raise InputError(
-                f"run.resume_from_checkpoint: the adapter in {checkpoint} is not one of this model"
+                f"run.resume_from_checkpoint: the adapter in {checkpoint} does not fit this model"
             )
 
 
 @contextlib.contextmanager
 def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
-    """Within it the model computes, bit for bit, what its base does. A model without an adapter
-    stays as it is."""
+    """Make the model compute, bit for bit, what its base does; no change without an adapter."""
     if not hasattr(model, "peft_config"):
         yield
         return

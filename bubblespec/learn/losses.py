@@ -12,6 +12,7 @@ if it has one), V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,15 +29,14 @@ TokenLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def importance_ratio(
     logprob: torch.Tensor, old_logprob: torch.Tensor, lengths: torch.Tensor, level: str
 ) -> torch.Tensor:
-    """policy / old policy for every token, or, at level "sequence", for its whole sequence (GSPO,
-    arXiv 2507.18071).
+    """Return policy / old policy, [M]: of each token or, at level "sequence", of its sequence.
 
-    logprob, old_logprob: [M]; lengths: int64, tokens of each sequence, which sum to M. Returns [M].
+    logprob, old_logprob: [M]; lengths: int64, tokens of each sequence, which sum to M.
 
-    A sequence's ratio is the geometric mean of its tokens' (equation 7). Each token carries that
-    value with the gradient of its own log-probability (GSPO-token, equation 14): where a sequence's
-    tokens share advantage and weight, as they do here, the gradients of both forms are the same,
-    and no sum over segments, in no fixed order on a GPU, is differentiated.
+    A sequence's ratio is the geometric mean of its tokens' ratios (GSPO, arXiv 2507.18071, equation
+    7). Each token carries that value with the gradient of its own log-probability (GSPO-token,
+    equation 14). A sequence's tokens share advantage and weight here, so the gradients of both
+    forms are equal, and no sum over segments, in no fixed order on a GPU, is differentiated.
     """
     log_ratio = logprob - old_logprob
     if level == "sequence":
@@ -54,13 +54,12 @@ def policy_loss(
     epsilon_high: float,
     delta: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped surrogate per token (Schulman et al. 2017, equation 7), with separate clips
-    (DAPO, arXiv 2503.14476).
+    """Return PPO's clipped surrogate per token, [M], and where it is bounded, bool [3, M].
 
-    With `delta`, above 1 + epsilon_high, a negative advantage costs at most delta times itself
-    (dual clip, Ye et al. 2020, arXiv 1912.09729, equation 5). ratio, advantage: [M]. Returns (loss
-    [M], where the token's loss is bounded, bool [3, M]: by the lower clip, by the upper clip, by
-    delta).
+    The bounds are the lower clip, the upper clip and delta (Schulman et al. 2017, equation 7;
+    separate clips: DAPO, arXiv 2503.14476). With `delta`, above 1 + epsilon_high, a negative
+    advantage costs at most delta times itself (dual clip, Ye et al. 2020, arXiv 1912.09729,
+    equation 5). ratio, advantage: [M].
     """
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     bounded = ratio if delta is None else ratio.clamp(max=delta)
@@ -74,12 +73,11 @@ def policy_loss(
 def cispo_loss(
     logprob: torch.Tensor, ratio: torch.Tensor, advantage: torch.Tensor, epsilon_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """REINFORCE with a capped importance weight that carries no gradient (CISPO, MiniMax-M1, arXiv
-    2506.13585, equation 4).
+    """Return the loss of CISPO, as `policy_loss` does (MiniMax-M1, arXiv 2506.13585, equation 4).
 
-    No token loses its gradient: the weight alone is cut, to at most epsilon_high. All tensors: [M].
-    Returns as `policy_loss`, a capped weight counting as an upper clip, whatever the sign of the
-    advantage.
+    It is REINFORCE with an importance weight that carries no gradient and is cut to at most
+    epsilon_high, so no token loses its gradient. A cut weight counts as an upper clip, whatever the
+    sign of the advantage. All tensors: [M].
     """
     is_high = ratio > epsilon_high
     loss = -ratio.detach().clamp(max=epsilon_high) * advantage * logprob
@@ -87,8 +85,10 @@ def cispo_loss(
 
 
 def load_loss(path: str) -> TokenLoss:
-    """The user's own loss, called with logprob, ratio and advantage, [M] each; it returns the loss
-    of every token, [M]. It is tried on three tokens. Raises InputError."""
+    """Return the user's own loss, once it has passed a trial on three tokens. Raises InputError.
+
+    It is called with logprob, ratio and advantage, [M] each, and returns each token's loss, [M].
+    """
     function = import_function(
         "loss.loss_type", path, "my_module.my_loss", ("logprob", "ratio", "advantage")
     )
@@ -97,18 +97,18 @@ def load_loss(path: str) -> TokenLoss:
     try:
         loss = function(logprob, ratio, torch.tensor([1.0, -1.0, 0.0]))
     except Exception as error:  # the user's own code
-        problem = f"failed when tried on three tokens: {one_line(error)}"
+        problem = f"failed in a trial on three tokens: {one_line(error)}"
         raise InputError(f"loss.loss_type: {path} {problem}") from error
     check_token_loss(path, loss, logprob)
     if not loss.isfinite().all():
         raise InputError(f"loss.loss_type: {path} is not finite for ratios of 1: {loss.tolist()}")
     if not loss.requires_grad:
-        raise InputError(f"loss.loss_type: {path} has no gradient; is everything detached?")
+        raise InputError(f"loss.loss_type: {path} has no gradient; are its tensors detached?")
     return function
 
 
 def check_token_loss(path: str, loss: object, logprob: torch.Tensor) -> None:
-    """Raises InputError unless the user's own loss has one value per token."""
+    """Raise InputError unless the user's own loss has one value per token."""
     if not isinstance(loss, torch.Tensor) or loss.shape != logprob.shape:
         found = f"{loss!r:.200}"
         if isinstance(loss, torch.Tensor):
@@ -120,13 +120,13 @@ def check_token_loss(path: str, loss: object, logprob: torch.Tensor) -> None:
 def kl_penalty(
     logprob: torch.Tensor, reference_logprob: torch.Tensor, estimator: str
 ) -> torch.Tensor:
-    """Schulman's estimators of KL(policy || reference) per token (joschu.net/blog/kl-approx.html).
-    [M] -> [M].
+    """Return an estimate of KL(policy || reference) per token, [M].
 
-    With d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As values, k1
-    and k3 are unbiased and k3 is never negative. As losses, what counts is the gradient, which for
-    samples of the policy itself has these means: k1 none at all (it is noise), k2 that of KL(policy
-    || reference), k3 that of KL(reference || policy).
+    The estimators are Schulman's (joschu.net/blog/kl-approx.html). With d = log policy - log
+    reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As values, k1 and k3 are unbiased, and k3
+    is never negative. In a loss only the gradient counts. For samples of the policy its mean is 0
+    with k1 (pure noise), that of KL(policy || reference) with k2, and that of KL(reference ||
+    policy) with k3.
     """
     difference = logprob - reference_logprob
     if estimator == "k1":
@@ -139,16 +139,17 @@ def kl_penalty(
 def common_factor(
     loss_type: str, lengths: np.ndarray, is_used: np.ndarray, max_completion_length: int
 ) -> float:
-    """The part of a token's weight that all sequences of the update have in common; known once all
-    of them are. With `local_weights` the loss is the weighted sum over all tokens of
+    """Return the factor of a token's weight that all sequences of the update share.
+
+    It is known once all sequences are. With `local_weights` it makes the loss
 
     - grpo: the mean over sequences of the mean over their tokens (arXiv 2402.03300, equation 3);
     - dr_grpo: the sum over tokens / (S * max_completion_length) (arXiv 2503.20783);
     - dapo, cispo, and the user's own: the mean over all used tokens (DAPO, arXiv 2503.14476,
       equation 12; CISPO, arXiv 2506.13585, equation 4).
 
-    lengths: sampled tokens; is_used: False for sequences that are masked out of the loss (they
-    still count as sequences). S is what one update is made on.
+    lengths: sampled tokens of the update's S sequences; is_used: False for sequences that are
+    masked out of the loss (they still count as sequences).
     """
     if loss_type == "grpo":
         return 1.0 / len(lengths)
@@ -158,7 +159,7 @@ def common_factor(
 
 
 def local_weights(loss_type: str, lengths: np.ndarray, is_used: np.ndarray) -> np.ndarray:
-    """The part of a token's weight that depends on its sequence alone, float64 [S]."""
+    """Return the factor of a token's weight that depends on its sequence alone, float64 [S]."""
     weight = 1.0 / np.maximum(lengths, 1) if loss_type == "grpo" else np.ones(len(lengths))
     return np.where(is_used, weight, 0.0)
 
@@ -170,41 +171,46 @@ def token_logprobs(
     temperature: float,
     max_logits: int,
 ) -> torch.Tensor:
-    """Log-probability of each target under softmax(logits / temperature), float [M].
+    """Return the log-probability of each target under softmax(logits / temperature), float [M].
 
     hidden: [M, hidden size]; target: int64 [M]. At most `max_logits` logits exist at once: above
     that, chunks are computed one by one and again in the backward pass. The gradient of a head with
     a `main_grad` (optimizer.py) is added to that.
     """
-    vocab = head.linear.weight.shape[0]
+    vocab = head.linear.get_parameter("weight").shape[0]
     if hidden.shape[0] * vocab <= max_logits:
         return _logprob(hidden, head, target, temperature)
     rows = max(1, max_logits // vocab)
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    parts = [
-        checkpoint(_logprob, h, head, t, temperature, **options)
-        for h, t in zip(hidden.split(rows), target.split(rows), strict=True)
-    ]
-    return torch.cat(parts)
+    compute = partial(checkpoint, _logprob, use_reentrant=False, preserve_rng_state=False)
+    chunks = zip(hidden.split(rows), target.split(rows), strict=True)
+    return torch.cat([compute(h, head, t, temperature) for h, t in chunks])
 
 
 class _ToMainGrad(torch.autograd.Function):
-    """A parameter as it is. Its gradient goes to the optimizer's float32 buffer, chunk by chunk;
-    autograd would add up the chunks in the parameter's type."""
+    """Identity on a parameter, whose gradient goes to the optimizer's float32 buffer.
+
+    Autograd would add up the chunks in the parameter's type.
+    """
 
     @staticmethod
-    def forward(ctx, param: torch.nn.Parameter) -> torch.Tensor:
-        ctx.main_grad = param.main_grad
+    def forward(ctx, param: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
+        ctx.main_grad = main_grad
         return param.view_as(param)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> None:
+    def backward(ctx, grad: torch.Tensor) -> tuple[None, None]:
         ctx.main_grad.add_(grad)
+        return None, None
 
 
-def _logprob(hidden, head, target, temperature):
-    params = ((name, p) for name, p in head.linear.named_parameters() if hasattr(p, "main_grad"))
-    params = {name: _ToMainGrad.apply(p) for name, p in params}
+def _logprob(
+    hidden: torch.Tensor, head: OutputHead, target: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    params = {
+        name: _ToMainGrad.apply(p, p.main_grad)
+        for name, p in head.linear.named_parameters()
+        if hasattr(p, "main_grad")
+    }
     logits = head.logits(functional_call(head.linear, params, (hidden,)))
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1.0:

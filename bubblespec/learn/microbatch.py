@@ -1,5 +1,7 @@
-"""Micro-batches, each one forward and backward: minibatches of whole groups, balanced over ranks,
-packed without padding; and how long they take."""
+"""Micro-batches, each one forward and backward.
+
+Minibatches of whole groups are balanced over ranks and packed without padding.
+"""
 
 from dataclasses import dataclass
 
@@ -15,35 +17,40 @@ from bubblespec.types import Samples, count_sampled, is_sampled
 
 @dataclass
 class Microbatch:
-    """B packed sequences, prompt and response each, on the device: N tokens fed, of which M predict
-    a sampled token. What an environment has added is fed, and is no target."""
+    """B packed sequences on the device, prompt and response each.
+
+    N tokens are fed, of which M predict a sampled token. Tokens of an environment are fed, and are
+    no targets.
+    """
 
     order: list[int]
-    """Each sequence's index among the samples, [B]."""
+    """Index of each sequence among the samples, [B]."""
     lengths: torch.Tensor
-    """Sampled tokens of each, int64 [B]."""
+    """Sampled tokens of each sequence, int64 [B]."""
     input_ids: torch.Tensor
-    """Int64 [N]."""
+    """Tokens fed, int64 [N]."""
     sequence_lengths: list[int]
-    """Tokens fed of each, [B]."""
+    """Tokens fed of each sequence, [B]."""
     prompt_lengths: list[int]
-    """Of these, the prompt's, [B]."""
+    """Prompt tokens of each sequence, [B]."""
     predicts: torch.Tensor
-    """Where in `input_ids` the sampled tokens are predicted, int64 [M]."""
+    """Positions in `input_ids` that predict sampled tokens, int64 [M]."""
     target: torch.Tensor
-    """The sampled tokens, int64 [M]."""
+    """Sampled tokens, int64 [M]."""
     generated: torch.Tensor
-    """Their log-probabilities as the generator has them, float [M]."""
+    """Log-probabilities of the sampled tokens as the generator has them, float [M]."""
     old: torch.Tensor | None = None
-    """Their log-probabilities under the old policy, float [M], once known."""
+    """Log-probabilities of the sampled tokens under the old policy, float [M], once known."""
     reference: torch.Tensor | None = None
-    """Their log-probabilities under the reference, float [M], once known."""
+    """Log-probabilities of the sampled tokens under the reference, float [M], once known."""
 
 
 def plan_microbatches(
     lengths: np.ndarray, world_size: int, max_tokens: int
 ) -> list[list[list[int]]]:
-    """Sample indices by rank and micro-batch. lengths: int64 [S], tokens (0 = not trained on).
+    """Return sample indices by rank and micro-batch.
+
+    lengths: tokens of each sample, int64 [S]; 0: not trained on.
 
     Longest first to the rank with the least work so far (linear cost in tokens), then, again
     longest first, into the first micro-batch with room. A pure function of the lengths, so equal
@@ -61,11 +68,11 @@ def plan_microbatches(
 
 
 def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Each sample into the first micro-batch with room."""
+    """Put each sample into the first micro-batch with room."""
     room = np.full(len(indices), max_tokens)
     microbatches: list[list[int]] = [[] for _ in indices]
     for index in indices:
-        needed = min(lengths[index], max_tokens)  # one that is too long gets its own micro-batch
+        needed = min(lengths[index], max_tokens)  # a longer sample gets its own micro-batch
         first = int((room >= needed).argmax())
         microbatches[first].append(index)
         room[first] -= needed
@@ -79,10 +86,11 @@ def pack_responses(
     device: torch.device,
     order: list[int] | None = None,
 ) -> Microbatch:
-    """Each sequence is its prompt and its response without the last token, which predicts nothing.
-    generated: the tokens' log-probabilities as the generator has them, NaN where a token is an
-    environment's; at least one of them all is not. order: see `Microbatch`, by default that of
-    these lists."""
+    """Pack prompts and responses, each without its last token, which predicts nothing.
+
+    generated: log-probabilities as the generator has them, NaN for an environment's tokens; at
+    least one is a number. order: see `Microbatch`, by default that of these lists.
+    """
     fed = [np.concatenate((p, t[:-1])) for p, t in zip(prompts, tokens, strict=True)]
     sequence_lengths = [len(sequence) for sequence in fed]
     ends = np.cumsum(sequence_lengths)
@@ -102,14 +110,20 @@ def pack_responses(
 
 
 def make_minibatches(
-    samples: Samples, has_gradient: np.ndarray, *, config: Config, ranks: Ranks
+    samples: Samples,
+    has_gradient: np.ndarray,
+    *,
+    config: Config,
+    ranks: Ranks,
+    scales_later: bool = False,
 ) -> tuple[list[list[Microbatch]], np.ndarray, list[float]]:
-    """This rank's micro-batches of every minibatch; the weight of each sample's tokens, float64
-    [S]; and the factor by which each minibatch's gradient is to be scaled: with streamed gradients
-    the one that its samples have in common (it is known only now), otherwise 1.
+    """Return this rank's micro-batches of every minibatch, weights, and factors of minibatches.
 
-    Minibatches are whole groups, in the order of the batch, whatever the number of ranks. Each is
-    normalised by its own counts, as if it were the whole batch of its update.
+    weights: of each sample's tokens, float64 [S]; factors: by which the gradient of each minibatch
+    is to be scaled. With `scales_later` it is the factor that the minibatch's samples share, and
+    weights lack it; otherwise 1. Minibatches are whole groups, in the order of the batch, whatever
+    the number of ranks. Each is normalised by its own counts, as if it were the whole batch of its
+    update.
     """
     loss, num_sampled, is_used = config.loss, samples.num_sampled, is_in_loss(samples, config)
     prompt_lengths = [len(samples.prompt_of(i).token_ids) for i in range(len(samples))]
@@ -120,7 +134,7 @@ def make_minibatches(
     for members in map(np.ravel, np.array_split(by_group, num_minibatches)):
         limit = config.rollout.max_completion_length
         factor = common_factor(loss.loss_type, num_sampled[members], is_used[members], limit)
-        if not config.optim.stream_gradients:
+        if not scales_later:
             weights[members] *= factor
             factor = 1.0
         factors.append(factor)
@@ -138,8 +152,8 @@ def make_minibatches(
 
 
 def is_in_loss(samples: Samples, config: Config) -> np.ndarray:
-    """Which samples are in the loss, bool [S]."""
-    is_used = samples.num_sampled > 0  # an environment may have filled a response alone
+    """Return which samples are in the loss, bool [S]."""
+    is_used = samples.num_sampled > 0  # a response may be an environment's alone
     return is_used & ~samples.is_truncated if config.loss.mask_truncated_completions else is_used
 
 

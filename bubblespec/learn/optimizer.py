@@ -1,6 +1,6 @@
-"""AdamW on one flat gradient buffer: micro-batches accumulate into it locally, ranks sum it once,
-the norm is one operation.
+"""AdamW on one flat gradient buffer.
 
+Micro-batches accumulate into the buffer locally, ranks sum it once, and its norm is one operation.
 A bfloat16 model gets float32 gradients and float32 master weights; other models are updated in
 place. With optim.shard_state a rank keeps masters and moments of its own share of the parameters
 alone, updates those, and sends them to all (ZeRO stage 1, Rajbhandari et al. 2020, arXiv
@@ -10,6 +10,7 @@ numbers as without: equal bits. The gradient buffer stays whole on every rank.
 
 import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ PIECE = 1 << 24  # elements that a rank sends to rank 0 at a time while saving
 
 
 class Optimizer:
-    """All ranks make, step and save it together."""
+    """AdamW of a model's trained parameters; all ranks make, step and save it together."""
 
     def __init__(self, model: torch.nn.Module, config: OptimConfig, max_steps: int, ranks: Ranks):
         self.config, self.max_steps, self.ranks = config, max_steps, ranks
@@ -33,54 +34,58 @@ class Optimizer:
         dtype = torch.float32 if self.has_masters else self.params[0].dtype
         sizes = [p.numel() for p in self.params]
         self.flat_grad = torch.zeros(sum(sizes), dtype=dtype, device=self.params[0].device)
-        self.grads = {}  # by parameter, its part of the flat buffer
+        self.grads: dict[torch.Tensor, torch.Tensor] = {}  # parts of the flat buffer, by parameter
         for param, view in zip(self.params, self.flat_grad.split(sizes), strict=True):
             self.grads[param] = view.view_as(param)
             if self.has_masters:
                 move = partial(_move_grad, self.grads[param])
                 param.register_post_accumulate_grad_hook(move)
-                param.main_grad = self.grads[param]  # for gradients that come in many parts
+                # for gradients that come in many parts
+                setattr(param, "main_grad", self.grads[param])  # noqa: B010 (no field of torch's)
             else:  # autograd accumulates right into the flat buffer
                 param.grad = self.grads[param]
         # this rank's parameters, and what AdamW updates for them
         self.updated: dict[torch.Tensor, torch.Tensor] = {}
-        options = {
-            "lr": config.learning_rate,
-            "betas": tuple(config.adam_betas),
-            "eps": config.adam_epsilon,
-            # on CUDA the default makes a copy of all moments in every step
-            "fused": self.flat_grad.is_cuda or None,
-        }
-        matrices = [p for p in self.params if p.ndim >= 2]
-        others = [p for p in self.params if p.ndim < 2]
         groups = [
-            {"params": params, "weight_decay": weight_decay}
-            for params, weight_decay in ((matrices, config.weight_decay), (others, 0.0))
-            if params
+            {
+                "params": [p for p in self.params if p.ndim >= 2],
+                "weight_decay": config.weight_decay,
+            },
+            {"params": [p for p in self.params if p.ndim < 2], "weight_decay": 0.0},
         ]
-        if config.shard_state and ranks.world_size > 1:
+        groups = [group for group in groups if group["params"]]
+        self.adamw: torch.optim.Optimizer
+        self.is_sharded = config.shard_state and ranks.world_size > 1
+        if self.is_sharded:
             from torch.distributed.optim import ZeroRedundancyOptimizer  # takes seconds to import
 
             # It gives each rank its share and sends the updated parameters. Saving is our own: its
             # consolidate_state_dict needs room for two whole shares on every GPU.
-            self.adamw = ZeroRedundancyOptimizer(groups, self._make_adamw, **options)
-            self.local = self.adamw.optim
+            make: Any = self._make_adamw  # a class is expected
+            sharded = ZeroRedundancyOptimizer(groups, make, lr=config.learning_rate)
+            self.adamw, self.local = sharded, sharded.optim
         else:
-            self.adamw = self.local = self._make_adamw(groups, **options)
+            self.adamw = self.local = self._make_adamw(groups, lr=config.learning_rate)
         is_updated = np.array([p in self.updated for p in self.params], np.uint8)
         # the first rank that updates each parameter
         self.owner = ranks.gather(is_updated).argmax(axis=0).tolist()
 
-    def _make_adamw(self, groups: list[dict], **options) -> torch.optim.AdamW:
-        """AdamW on the given parameters, or on float32 masters of them, from which they are copied
-        after every step. Its moments are made at once, so that what is free afterwards is free for
-        the whole run."""
+    def _make_adamw(self, groups: list[dict], lr: float) -> torch.optim.AdamW:
+        """Create AdamW on the parameters, or on float32 masters, copied back after every step.
+
+        Moments are made at once, so that memory that is free afterwards is free for the whole run.
+        """
         given = [p for group in groups for p in group["params"]]
         self.updated = {p: p.detach().float() if self.has_masters else p for p in given}
         for param, master in self.updated.items():
             master.grad = self.grads[param]
         adamw = torch.optim.AdamW(
-            [{**g, "params": [self.updated[p] for p in g["params"]]} for g in groups], **options
+            [{**g, "params": [self.updated[p] for p in g["params"]]} for g in groups],
+            lr=lr,
+            betas=(self.config.adam_betas[0], self.config.adam_betas[1]),
+            eps=self.config.adam_epsilon,
+            # on CUDA the default makes a copy of all moments in every step
+            fused=self.flat_grad.is_cuda or None,
         )
         masters = list(self.updated.values())
         state = adamw.state_dict()
@@ -97,11 +102,10 @@ class Optimizer:
         self.flat_grad.zero_()
 
     def step(self, step: int, is_finite: bool = True) -> tuple[float, float]:
-        """Clip, update, clear the gradients. Returns (gradient norm before clipping, learning
-        rate).
+        """Clip, update, clear. Return the gradient's norm before clipping, and the learning rate.
 
-        Where the gradient is not finite, or the loss was not (`is_finite`), nothing but the
-        gradients is changed.
+        If the gradient is not finite, or the loss was not (`is_finite`), only the gradients are
+        changed.
         """
         grad_norm = torch.linalg.vector_norm(self.flat_grad).item()
         if not (is_finite and math.isfinite(grad_norm)):
@@ -110,26 +114,27 @@ class Optimizer:
         limit = self.config.max_grad_norm
         if limit and grad_norm > limit:
             self.flat_grad.mul_(limit / grad_norm)
-        learning_rate = self.config.learning_rate * learning_rate_factor(
-            self.config, step, self.max_steps
-        )
+        factor = learning_rate_factor(self.config, step, self.max_steps)
+        learning_rate = self.config.learning_rate * factor
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        if self.adamw is self.local:
+        if not self.is_sharded:
             self.adamw.step()
         else:
-            with self.ranks.watch():  # sends what it has updated
+            with self.ranks.watch():  # it sends the updated parameters
                 self.adamw.step()
-            # received parameters bypass the version counters, which tell that copies are outdated
+            # received parameters bypass the version counters, by which copies are renewed
             torch.autograd.graph.increment_version(self.params)
         self.num_updates += 1
         self.clear()
         return grad_norm, learning_rate
 
     def state_dict(self) -> dict | None:
-        """Number of updates, and by parameter name its moments and master, on the CPU. The same
-        whether sharded or not: what is on other ranks is gathered tensor by tensor. Only rank 0
-        gets it; the others get None."""
+        """Return the number of updates, and by parameter name moments and master, on the CPU.
+
+        Equal whether sharded or not: tensors of other ranks are gathered one by one. Ranks other
+        than 0 get None.
+        """
         parameters: dict[str, dict[str, torch.Tensor]] = {}
         named = list(zip(self.names, self.params, self.owner, strict=True))
         # Without an update the moments are zeros, and the masters are the weights.
@@ -137,32 +142,32 @@ class Optimizer:
             own = self._state_of(param)
             for key in (*MOMENTS, "master") if self.has_masters else MOMENTS:
                 tensor = self._to_main(own.get(key), param, owner)
-                if self.ranks.is_main:
+                if tensor is not None:
                     parameters.setdefault(name, {})[key] = tensor
         if not self.ranks.is_main:
             return None
         return {"num_updates": self.num_updates, "parameters": parameters}
 
     def load_state_dict(self, state: dict) -> None:
-        """Take what this rank needs from a `state_dict`, of whatever number of ranks. Raises
-        ValueError if it is of a model of other shapes."""
+        """Load this rank's part of a `state_dict`, of whatever number of ranks.
+
+        Raises ValueError if it is of a model of other shapes.
+        """
         self.num_updates = state["num_updates"]
         if not self.num_updates:
             return
-        name_of = dict(zip(self.params, self.names, strict=True))
-        for param in self.updated:
-            saved = state["parameters"][name_of[param]]
+        for name, param in zip(self.names, self.params, strict=True):
+            saved = state["parameters"][name]
             for key, tensor in self._state_of(param).items():
                 if key == "step":
                     tensor.fill_(self.num_updates)
                 elif saved[key].shape != tensor.shape:
-                    raise ValueError("the optimizer state is of a model of other shapes")
+                    raise ValueError("the optimizer state is for other parameter shapes")
                 else:
                     tensor.copy_(saved[key])
 
     def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return AdamW's tensors of a parameter, and its master if there is one; empty on ranks
-        that do not update the parameter."""
+        """Return AdamW's tensors of a parameter, and its master; empty if another rank has them."""
         target = self.updated.get(param)
         if target is None:
             return {}
@@ -172,13 +177,15 @@ class Optimizer:
     def _to_main(
         self, tensor: torch.Tensor | None, param: torch.Tensor, owner: int
     ) -> torch.Tensor | None:
-        """Copy a tensor of rank `owner`, of a parameter's shape, to the CPU of rank 0, in pieces:
-        keys and values leave no room on a GPU for a whole one. Returns None on other ranks."""
+        """Copy a tensor of rank `owner`, of a parameter's shape, to the CPU of rank 0, in pieces.
+
+        Keys and values leave no room on a GPU for a whole one. Other ranks get None.
+        """
         if owner == 0:
-            return tensor.cpu() if self.ranks.is_main else None
-        whole = (
-            torch.empty(param.numel(), dtype=self.flat_grad.dtype) if self.ranks.is_main else None
-        )
+            return tensor.cpu() if self.ranks.is_main and tensor is not None else None
+        whole = None
+        if self.ranks.is_main:
+            whole = torch.empty(param.numel(), dtype=self.flat_grad.dtype)
         for begin in range(0, param.numel(), PIECE):
             part = slice(begin, min(begin + PIECE, param.numel()))
             if tensor is None:
@@ -192,8 +199,10 @@ class Optimizer:
 
 
 def learning_rate_factor(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Share of the peak learning rate at `step`: linear warm-up, then constant, or down to 0 at
-    `max_steps`."""
+    """Return the share of the peak learning rate at `step`.
+
+    Linear warm-up, then constant, or down to 0 at `max_steps`.
+    """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(max_steps - config.warmup_steps, 1)

@@ -11,9 +11,7 @@ Shape legend: N packed tokens, R rows, P positions compared, V vocabulary, L att
 query heads, K key/value heads, G = H / K, D head dimension.
 """
 
-import contextlib
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -77,20 +75,6 @@ def fix_libraries() -> None:
     """Set what cuBLAS reads once, before its first product."""
     for name, value in CUBLAS.items():
         os.environ[name] = value
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Context of a backward pass that adds in a fixed order, so that equal micro-batches have equal
-    gradients. RuntimeError where an operation cannot. On a GPU `fix_libraries` comes first, as
-    torch refuses cuBLAS without. Not for generation, which would write keys and values in order."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warns)
 
 
 def make_invariant(model: torch.nn.Module) -> None:

@@ -18,16 +18,11 @@ from bubblespec.types import Row, Samples
 FORGETTING = 0.7  # of counts, per rollout
 MIN_DRAFTED = 20  # tokens of an age, below which its share of accepted ones says nothing
 NUM_AGES = MAX_LOOKAHEAD + 1
-# Observations that drafts have predicted, below which their share of right ones says nothing; and
-# the share from which on rows go on with them. What is generated after a wrong one joins forwards
-# that other rows need anyway; after a right one it saves forwards.
-MIN_PREDICTED, MIN_RIGHT = 10, 0.3
 # What one rank has measured in a rollout.
 MEASURED = np.dtype(
     [
         ("by_age", "f8", (NUM_AGES, 2)),  # drafted and accepted tokens by age of the draft
         ("counts", "f8", (2, 2)),  # see `acceptance_rates`
-        ("predictions", "f8", (2,)),  # of observations, and those that were right
         ("cost", "f8", (CostModel.NUM_TERMS + len(KNOTS),)),  # parameters of the cost model
         ("forwards", "f8"),  # while the rank had rows of its own, alone or in the shared tail
         ("seconds", "f8", (2,)),  # measured, and modelled without drafts
@@ -46,9 +41,6 @@ class RunStats:
     lengths: LengthModel = field(default_factory=LengthModel)
     counts: np.ndarray = field(default_factory=lambda: np.zeros((2, 2)))
     """Of drafts in recent rollouts, see `acceptance_rates`."""
-    predictions: np.ndarray = field(default_factory=lambda: np.zeros(2))
-    """Observations of environments that drafts predicted in recent rollouts, and those that came
-    so."""
     accepted_by_age: dict[int, float] = field(default_factory=dict)
     """Share of draft tokens that were accepted, by updates since the draft was last extended."""
     forwards: float = 0.0
@@ -64,13 +56,6 @@ class RunStats:
     def rates(self) -> AcceptanceRates:
         """How far drafts hold."""
         return acceptance_rates(self.counts)
-
-    @property
-    def predicts_observations(self) -> bool:
-        """Whether drafts' observations are right often enough to go on with them, as far as
-        known."""
-        predicted, right = self.predictions
-        return bool(predicted < MIN_PREDICTED or right >= MIN_RIGHT * predicted)
 
     @property
     def is_on(self) -> bool:
@@ -108,8 +93,6 @@ class RunStats:
         for age, of_age in counts.by_age.items():
             own["by_age"][0, min(age, NUM_AGES - 1)] += of_age
         own["counts"] = counts.before_divergence, counts.after_divergence
-        if (episodes := record.episodes) is not None:
-            own["predictions"] = episodes.predictions, episodes.right_predictions
         own["cost"] = self.cost.parameters
         own["forwards"] = record.own_forwards + len(record.shared_forwards)
         modelled_s = rollout_seconds(rows_as_generated(rows), self.cost, num_slots)
@@ -121,7 +104,6 @@ class RunStats:
                 self.accepted_by_age[age] = average(self.accepted_by_age.get(age, share), share)
         # Where nothing is drafted any more, what was seen is forgotten, and drafts are tried again.
         self.counts = FORGETTING * self.counts + measured["counts"].sum(axis=0)
-        self.predictions = FORGETTING * self.predictions + measured["predictions"].sum(axis=0)
         forwards = float(measured["forwards"].max())
         self.forwards = average(self.forwards or forwards, forwards)
         self.shared_cost = CostModel.from_parameters(measured["cost"].mean(axis=0))
@@ -143,7 +125,6 @@ class RunStats:
         return state_of(self._parts()) | {
             "accepted_by_age": np.array(list(self.accepted_by_age.items())).reshape(-1, 2),
             "counts": self.counts,
-            "predictions": self.predictions,
             "averages": np.array([self.tokens_per_step, self.forwards]),
             "shared_cost": cost,
         }
@@ -154,7 +135,6 @@ class RunStats:
         self.tokens_per_step, self.forwards = map(float, state["averages"])
         self.accepted_by_age = {int(age): float(share) for age, share in state["accepted_by_age"]}
         self.counts = state["counts"]
-        self.predictions = state.get("predictions", self.predictions)
         if len(state["shared_cost"]) == CostModel.NUM_TERMS + len(KNOTS):
             self.shared_cost = CostModel.from_parameters(state["shared_cost"])
 

@@ -257,7 +257,7 @@ class Scoring:
                 print(failure.trace, end="", file=sys.stderr)
                 problem = warning
                 break
-            log(f"warning: {warning}; {count} of {len(rows)} like it")
+            log(f"warning: {warning}; {count} of {len(rows)} such failures")
         if self.scorer.config.reward_on_error is None:
             problem = first_problem(problem, self.scorer.ranks.gather_text)
             if problem is not None:

@@ -26,8 +26,8 @@ def check_columns(names: Collection[str], renamed: Collection[str], source: str)
     for name in ARGUMENTS:
         if name in names and name not in renamed:
             raise InputError(
-                f"data.columns: the column '{name}' of {source} has the name of an argument of "
-                f"reward functions; give it another name, as in data.columns={{my_{name}: {name}}}"
+                f"data.columns: the column '{name}' of {source} is named like an argument of "
+                f"reward functions; rename it, as in data.columns={{my_{name}: {name}}}"
             )
 
 
@@ -47,7 +47,7 @@ def check_references(
     line = f"no reward function can score {len(without)} of {len(prompts)} rows of {source}"
     if len(without) == len(prompts):
         raise InputError(f"reward.functions: {line}; the first is {row}")
-    log(f"warning: {line}, which will be left out of the updates; the first is {row}")
+    log(f"warning: {line}; these rows are left out of updates; the first is {row}")
 
 
 def begin_trial(
@@ -81,4 +81,4 @@ def end_trial(scorer: Scorer, trial: dict[str, Future]) -> None:
         problem = f"{path}: {reward.message}"
         if reward.kind == "result":
             raise InputError(f"reward.functions: {problem}")
-        log(f"warning: reward {problem} ({reward.kind}, when tried on the response {RESPONSE!r})")
+        log(f"warning: reward {problem} ({reward.kind}, in a trial on the response {RESPONSE!r})")

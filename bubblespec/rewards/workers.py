@@ -82,7 +82,7 @@ class RewardWorkers:
         except Exception as error:  # objects with code of their own
             raise InputError(
                 "reward.num_workers: a sample's columns cannot be sent to a worker "
-                f"({one_line(error)}); give 0"
+                f"({one_line(error)}); set 0"
             ) from error
         future = Future()
         self._units.put((future, work, len(samples)))

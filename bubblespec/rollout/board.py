@@ -63,8 +63,8 @@ class RankState(NamedTuple):
         return cls(int(numbers[0]), bool(numbers[1]), numbers[2:])
 
     def __str__(self) -> str:
-        told = "" if self.must_stop else "not "
-        return f"{self.unfinished_rows} unfinished rows, {told}told to stop"
+        told = ", stop requested" if self.must_stop else ""
+        return f"{self.unfinished_rows} unfinished rows{told}"
 
 
 class Transport:
@@ -186,8 +186,8 @@ def make_transport(ranks: Ranks, timeout_s: float, backend: str = "auto") -> Tra
             return SharedTicks(ranks.clock, shared)
         if backend == "shm":
             raise InputError(
-                "rollout.progress_backend: shm needs ranks on one x86 machine with room in its "
-                "shared memory; use auto"
+                "rollout.progress_backend: shm needs all ranks on one x86 machine with free "
+                "shared memory; set auto"
             )
     if backend == "auto":
         backend = "nccl" if on_gpu else "gloo"

@@ -47,8 +47,8 @@ def selected(record: StepRecord) -> StepRecord:
     order = order[has_rewards(record.all_rewards)[order]]
     if not len(order):
         raise RewardsFailed(
-            f"reward.functions: in step {record.step} no function gave a number for any prompt "
-            f"({len(record.all_rewards)} of them), so there is nothing to train on"
+            f"reward.functions: in step {record.step} no function returned a number for any of "
+            f"{len(record.all_rewards)} prompts, so there is nothing to train on"
         )
     chosen = sorted(order[: record.batch_sizes[0]].tolist())
     samples = record.generated.of_groups(chosen)

@@ -10,6 +10,7 @@ needs to know how far anyone is.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -19,12 +20,35 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.task import IdleTask, RankView, assign
 from bubblespec.mechanisms.episodes.episodes import Episodes
-from bubblespec.mechanisms.tp_tail.tail import TPTail
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import ForwardRecord, IdleUse, Load, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.table import Cutoff, RowTable
 from bubblespec.types import Row
+
+
+class TakeOver(Protocol):
+    """Finishes the unfinished rows of all ranks in place of the loop; on all ranks or on none."""
+
+    def is_near(self, table: RowTable) -> bool:
+        """Whether it may be due soon, so that ticks have to stay frequent."""
+
+    def is_due(self, table: RowTable, states: list[RankState]) -> bool:
+        """Whether all ranks enter it at this tick: a pure function of what all ranks know."""
+
+    def run(
+        self,
+        own: dict[int, Row],
+        table: RowTable,
+        params: SamplingParams,
+        proposer: Proposer | None,
+        *,
+        own_engine: Engine,
+        on_finished,
+        record: RolloutRecord,
+    ) -> None:
+        """Generate the unfinished rows of all ranks to their end. own: this rank's, by index in the
+        table; own_engine: the engine that they leave; on_finished: called with each of them."""
 
 
 @dataclass
@@ -43,8 +67,8 @@ class RolloutLoop:
     """Learns from every forward."""
     on_finished: Callable[[Row], None] | None = None
     """Called with each row of this rank that is trained on, once it is done and that is certain."""
-    tail: TPTail | None = None
-    """Decodes the last rows of all ranks; on all ranks or on none."""
+    take_over: TakeOver | None = None
+    """Finishes the last rows of all ranks; on all ranks or on none."""
     episodes: Episodes | None = None
     """Where an environment answers the rows' turns."""
 
@@ -69,7 +93,7 @@ class RolloutLoop:
         else:
             self._begin_episodes()
         self.record.began_s = self._last_s = self.clock.perf_counter()
-        if self.tasks or self.selects or self.tail is not None:
+        if self.tasks or self.selects or self.take_over is not None:
             self._run_with_ticks()
         else:
             while self.unfinished and not self.ranks.must_stop:
@@ -104,7 +128,7 @@ class RolloutLoop:
         board = self.board
         self.record.idle = {task.name: IdleUse() for task in self.tasks}
         for task in self.tasks:
-            task.view = self.view
+            task.begin(self.view)
         if self.selects:
             self._cutoff = self.table.cutoff()
         board.begin()
@@ -139,8 +163,8 @@ class RolloutLoop:
             task.receive(of_ranks)
         if self.selects:
             self._select()
-        if self.tail is not None and self.tail.is_due(self.table, states):
-            self._share_tail()
+        if self.take_over is not None and self.take_over.is_due(self.table, states):
+            self._let_take_over()
             return
         jobs = [task.jobs() for task in self.tasks]
         given = assign(jobs, capacities, [not state.is_done for state in states])
@@ -151,8 +175,8 @@ class RolloutLoop:
                     self.record.idle[self.tasks[number].name].expected_s += job.saves_s
         # Jobs may follow jobs; the cutoff and the tail wait for lengths. The end needs no frequent
         # ticks: a rank that is done posts at once.
-        is_tail_near = self.tail is not None and self.tail.is_small(self.table)
-        self.board.is_relaxed = not (self.selects or is_tail_near or any(given))
+        is_take_over_near = self.take_over is not None and self.take_over.is_near(self.table)
+        self.board.is_relaxed = not (self.selects or is_take_over_near or any(given))
 
     def _select(self) -> None:
         """Drop own rows that are out, and hand on those that are in."""
@@ -173,7 +197,7 @@ class RolloutLoop:
                 self.episodes.abandon(row)
             self._note_end(row)
 
-    def _share_tail(self) -> None:
+    def _let_take_over(self) -> None:
         """Go on with the unfinished rows of all ranks, on all of them together."""
 
         def finish(row: Row) -> None:
@@ -181,7 +205,7 @@ class RolloutLoop:
 
         own = {index: row for row, index in self.unfinished.items()}
         parts = {"own_engine": self.engine, "on_finished": finish, "record": self.record}
-        self.tail.run(own, self.table, self.params, self.proposer, **parts)
+        self.take_over.run(own, self.table, self.params, self.proposer, **parts)
         self.board.go_on()
         self._last_s = self.clock.perf_counter()
 

@@ -13,8 +13,10 @@ from bubblespec.planner.guard import Guard
 from bubblespec.planner.stats import RunStats
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rollout.drafting import Drafting
+from bubblespec.rollout.mechanism import Mechanism
 from bubblespec.rollout.profile import profile
-from bubblespec.rollout.sampler import Sampler
+from bubblespec.rollout.sampler import Sampler, vocab_size_of
 
 VIRTUAL_TOKENS = (1 << 28, 1 << 28)  # of drafts and history: the simulator is about time
 
@@ -28,11 +30,13 @@ def make_sampler(
     scorer: Scorer,
     *,
     reward_weights: list[float],
+    drafts_ahead: bool = True,
     board: ProgressBoard | None = None,
     cost: CostModel | None = None,
 ) -> Sampler:
-    """All ranks call it together. board, cost: in virtual time, in place of those that are made and
-    measured here."""
+    """All ranks call it together. drafts_ahead: whether idle time may generate samples of coming
+    steps, where the sources have them; board, cost: in virtual time, in place of those that are
+    made and measured here."""
     max_draft_tokens, max_history_tokens = VIRTUAL_TOKENS if cost else host_token_budget(ranks)
     sources = config.speculative.sources
     has_drafts = bool(sources) or config.tail_batching.enabled
@@ -45,19 +49,27 @@ def make_sampler(
     if board is None and (has_drafts or uses_tail or config.optim.stream_gradients):
         board = ProgressBoard(ranks, config.run.timeout_s, config.rollout.progress_backend)
     history = History(max_history_tokens)
-    model = getattr(engine.runner, "model", None)  # there is none in virtual time
-    vocab_size = None if model is None else model.get_input_embeddings().num_embeddings
-    common = {"clock": ranks.clock, "vocab_size": vocab_size}
-    proposer = evaluation = None
+    proposer = None
     if has_drafts:
         uses_drafts = "bubble" in sources or config.tail_batching.enabled
-        always = config.speculative.planning == "always"
-        options = {"has_drafts": uses_drafts, "always": always, **common}
-        proposer = make_proposer(sources, history, cost, **options)
-    if sources:
-        evaluation = make_proposer(sources, History(0), cost, has_drafts=True, **common)
+        proposer = make_proposer(
+            sources,
+            history,
+            cost,
+            has_drafts=uses_drafts,
+            always=config.speculative.planning == "always",
+            clock=ranks.clock,
+            vocab_size=vocab_size_of(engine),
+        )
     by_cost = config.speculative.planning == "by_cost"
-    guard = Guard() if sources and by_cost and not config.tail_batching.enabled else None
+    is_guarded = bool(sources) and by_cost and not config.tail_batching.enabled
+    # Without drafts the guard is for a shared tail that costs decide about.
+    is_guarded |= not has_drafts and uses_tail and config.rollout.tp_tail_max_rows == "auto"
+    guard = Guard() if is_guarded else None
+    stats, store = RunStats(cost=cost, guard=guard), DraftStore(max_draft_tokens)
+    mechanisms: list[Mechanism] = []
+    if "bubble" in sources and drafts_ahead:
+        mechanisms.append(Drafting(config, ranks, engine, schedule, stats, store, proposer))
     return Sampler(
         config=config,
         ranks=ranks,
@@ -66,11 +78,10 @@ def make_sampler(
         schedule=schedule,
         scorer=scorer,
         reward_weights=reward_weights,
-        stats=RunStats(cost=cost, guard=guard),
-        store=DraftStore(max_draft_tokens),
+        stats=stats,
+        store=store,
         history=history,
         proposer=proposer,
         board=board,
-        evaluation=evaluation,
-        evaluation_store=DraftStore(max_draft_tokens),
+        mechanisms=mechanisms,
     )

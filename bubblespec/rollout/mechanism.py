@@ -7,44 +7,16 @@ Only setup.py knows which mechanisms there are.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
-from bubblespec.engine.engine import Engine
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.task import IdleTask
-from bubblespec.records import RolloutRecord, StepRecord
+from bubblespec.records import StepRecord
 from bubblespec.rewards.scorer import Scoring
-from bubblespec.rollout.board import RankState
-from bubblespec.rollout.table import RowTable
-from bubblespec.types import Group, Launch, Row
-
-
-class TakeOver(Protocol):
-    """Finishes the unfinished rows of all ranks in place of the loop; on all ranks or on none."""
-
-    def is_near(self, table: RowTable) -> bool:
-        """Whether it may be due soon, so that ticks have to stay frequent."""
-
-    def is_due(self, table: RowTable, states: list[RankState]) -> bool:
-        """Whether all ranks enter it at this tick: a pure function of what all ranks know."""
-
-    def run(
-        self,
-        own: dict[int, Row],
-        table: RowTable,
-        params: SamplingParams,
-        proposer: Proposer | None,
-        *,
-        own_engine: Engine,
-        on_finished,
-        record: RolloutRecord,
-    ) -> None:
-        """Generate the unfinished rows of all ranks to their end. own: this rank's, by index in the
-        table; own_engine: the engine that they leave; on_finished: called with each of them."""
+from bubblespec.rollout.loop import TakeOver
+from bubblespec.types import Group, Launch
 
 
 @dataclass
@@ -73,6 +45,8 @@ class Mechanism:
 
     name = "mechanism"
     """Key of its state in checkpoints."""
+    needs_timings = False
+    """Whether later rollouts use the costs that earlier ones have measured."""
 
     def start(self, trainer) -> None:
         """Finish the set-up, before the first step: a warm start, for instance."""

@@ -3,7 +3,7 @@ and take in what was measured."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,17 +14,12 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, History, exchange
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.idle.draft_ahead import MAX_SLOWDOWN, DraftAhead
+from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.task import IdleTask
-from bubblespec.learn.learner import Learner
-from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
-from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.mechanisms.episodes.environments import Environments
 from bubblespec.mechanisms.episodes.episodes import Episodes
-from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
-from bubblespec.mechanisms.tp_tail.tail import TPTail
-from bubblespec.planner.costs import rollout_seconds
-from bubblespec.planner.drafts import MAX_LOOKAHEAD, choose_lookahead, plan_drafts
+from bubblespec.planner.costs import CostModel, rollout_seconds
+from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
 from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import RolloutRecord, Span, StepRecord
@@ -34,8 +29,9 @@ from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.dynamic_sampling import joined, num_lacking, selected
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 from bubblespec.rollout.table import RowTable
-from bubblespec.types import Draft, Group, Launch, Row, Samples, has_rewards, observed_spans
+from bubblespec.types import Draft, Group, Launch, Row, Samples, has_rewards
 
 
 @dataclass
@@ -53,24 +49,14 @@ class Sampler:
     stats: RunStats
     store: DraftStore
     """Drafts of coming steps."""
-    evaluation_store: DraftStore
-    """The responses of the last evaluation. The next one generates the same prompts with the same
-    noise (`EVALUATION` in engine/noise.py) under newer weights: they are its drafts."""
     history: History
     """Responses of earlier epochs."""
     proposer: Proposer | None = None
     """Where draft tokens come from; None where nothing is drafted or deferred."""
     board: ProgressBoard | None = None
     """None where no rollout needs ticks."""
-    evaluation: Proposer | None = None
-    """Of evaluations: held-out prompts may be of another kind, and sampled at another temperature,
-    so what is learned there is kept apart. None where evaluations have no drafts."""
-    learner: Learner | None = None
-    """Where gradients are streamed."""
-    drafter: DrafterTraining | None = None
-    """Where there is a learned drafter."""
-    tail: TPTail | None = None
-    """Where the last rows of a rollout may be decoded by all ranks together."""
+    mechanisms: list[Mechanism] = field(default_factory=list)
+    """They amend the plan of each rollout, in this order."""
     environments: Environments | None = None
     """Where responses are episodes."""
     planning_s: float = 0.0
@@ -79,8 +65,6 @@ class Sampler:
     def sample(self, step: int) -> StepRecord:
         """The samples of `step`, in canonical order and the same on every rank. Raises
         StopRequested: the step is abandoned."""
-        if self.learner is not None:
-            self.learner.forget_streamed()  # of an abandoned rollout
         rollout, launch = self.config.rollout, self.schedule.launch(step)
         used, max_batches = launch.groups, rollout.dynamic_sampling_max_batches
         record = self._sample_groups(launch, step, used)
@@ -102,7 +86,7 @@ class Sampler:
         """One rollout of a step and what follows it. used: see `roll_out`."""
         ranks, clock = self.ranks, self.ranks.clock
         began_s = clock.perf_counter()
-        table, rows, scoring = self.begin(launch, step)
+        table, rows, scoring = self.begin(launch, step, self.store)
         ranks.place = f"rollout of step {step}"
         drafts = {name: draft for name in launch.ids if (draft := self.store.get(name)) is not None}
         expected_s = self._expected_s(table)
@@ -137,11 +121,12 @@ class Sampler:
             deferred={ids[index]: int(table.generated[index]) for index in others},
         )
 
-    def begin(self, launch: Launch, step: int | None) -> tuple[RowTable, dict[int, Row], Scoring]:
-        """A rollout's table, this rank's rows of it in the order in which to generate them, and
-        what scores them as they are done. step: None in an evaluation."""
+    def begin(
+        self, launch: Launch, step: int | None, store: DraftStore
+    ) -> tuple[RowTable, dict[int, Row], Scoring]:
+        """Return the row table, this rank's rows in admission order, and the scoring. step: None in
+        an evaluation; store: the rows' drafts."""
         ranks, stats = self.ranks, self.stats
-        store = self.evaluation_store if step is None else self.store
         rank_of = place_in_turn(len(launch.groups), launch.num_generations, ranks.world_size)
         expected = None
         if stats.lengths.knows_lengths:
@@ -176,30 +161,54 @@ class Sampler:
         used: groups that the step has drawn so far, those of this rollout included; scoring: of its
         rows, None where they are not scored.
         """
-        loop = RolloutLoop(self.engine, self.ranks, self.params, board=self.board)
-        loop.on_finished = None if scoring is None else scoring.on_finished
-        loop.cost = self.stats.cost if self.learns else None
-        loop.tail = self._tail_in_use
-        if self.drafter is not None:
-            self.drafter.source.enable(self.has_drafter)
+        begin_s = self.ranks.clock.perf_counter()
+        plan = self.plan_rollout(table.launch, step, used, scoring)
+        self.planning_s += self.ranks.clock.perf_counter() - begin_s
         if self.proposer is not None:
             track(self.proposer, rows, self.store, step)
-            if self.proposer.enabled_sources and self.stats.is_on:
-                loop.proposer = self.proposer
-        loop.tasks = self._idle_tasks(table.launch, step, used, scoring)
-        if self.environments is not None:
-            upcoming = self.schedule.upcoming(step, MAX_LOOKAHEAD, used)
-            groups = [group for batch in (table.launch.groups, *upcoming) for group in batch]
-            loop.episodes = self._episodes(groups, scoring)
-            if loop.proposer is not None:
-                loop.episodes.drafts = self.store
-        return loop.run(rows, table), loop.tasks
+            if self.proposer.enabled_sources and plan.is_on:
+                plan.proposer = self.proposer
+        cost = self.stats.cost if self.needs_timings else None
+        return self.carry_out(plan, table, rows, self.params, cost), plan.tasks
 
-    @property
-    def _tail_in_use(self) -> TPTail | None:
-        """Of the next rollout. The guard watches it where costs decide when it is entered."""
-        is_asked_for = self.tail is not None and self.tail.is_worth_it is None
-        return self.tail if is_asked_for or self.stats.is_on else None
+    def plan_rollout(
+        self, launch: Launch, step: int | None, used: list[Group], scoring: Scoring | None
+    ) -> RolloutPlan:
+        """Return the plan of a rollout that is about to begin, amended by all mechanisms."""
+        plan = RolloutPlan(launch, step, used, scoring, is_on=self.stats.is_on)
+        for mechanism in self.mechanisms:
+            mechanism.begin_rollout(plan)
+        return plan
+
+    def carry_out(
+        self,
+        plan: RolloutPlan,
+        table: RowTable,
+        rows: dict[int, Row],
+        params: SamplingParams,
+        cost: CostModel | None = None,
+    ) -> RolloutRecord:
+        """Generate this rank's rows of a plan. cost: learns from every forward."""
+        episodes = None
+        if self.environments is not None:
+            groups = plan.launch.groups
+            if plan.step is not None:
+                upcoming = self.schedule.upcoming(plan.step, MAX_LOOKAHEAD, plan.used)
+                groups = [group for batch in (groups, *upcoming) for group in batch]
+            episodes = self._episodes(groups, plan.scoring)
+        loop = RolloutLoop(
+            self.engine,
+            self.ranks,
+            params,
+            proposer=plan.proposer,
+            board=self.board,
+            tasks=plan.tasks,
+            cost=cost,
+            on_finished=None if plan.scoring is None else plan.scoring.on_finished,
+            take_over=plan.take_over,
+            episodes=episodes,
+        )
+        return loop.run(rows, table)
 
     def _episodes(self, groups: list[Group], scoring: Scoring | None) -> Episodes:
         """Of a rollout that may begin samples of these groups."""
@@ -211,16 +220,10 @@ class Sampler:
             clock=self.ranks.clock,
             with_environment=self.scorer.takes_environments,
             runs_drafts=self.config.environment.draft,
-            speculates=self.stats.predicts_observations,
         )
         if scoring is not None:
             scoring.outcomes = episodes.outcomes
         return episodes
-
-    @property
-    def has_drafter(self) -> bool:
-        """Whether the next rollout uses and trains the learned drafter."""
-        return self.drafter is not None and self.stats.is_on
 
     @property
     def is_balanced(self) -> bool:
@@ -228,83 +231,10 @@ class Sampler:
         return self.config.rollout.placement != "in_turn" and self.ranks.world_size > 1
 
     @property
-    def learns(self) -> bool:
-        """Whether what a rollout takes matters to a later one."""
-        return self.proposer is not None or self.tail is not None or self.is_balanced
-
-    def _idle_tasks(
-        self, launch: Launch, step: int, used: list[Group], scoring: Scoring | None
-    ) -> list[IdleTask]:
-        """What ranks do while they wait in a rollout of a step."""
-        tasks: list[IdleTask] = []
-        is_first = len(used) == len(launch.groups)  # later rollouts are not trained on whole
-        if self.learner is not None and scoring is not None and is_first:
-            tasks.append(self._stream_gradients(launch, scoring))
-        if "bubble" in self.config.speculative.sources and not self.stats.is_paused:
-            begin_s = self.ranks.clock.perf_counter()
-            if (drafting := self._draft_ahead(step, used)) is not None:
-                tasks.append(drafting)
-            self.planning_s += self.ranks.clock.perf_counter() - begin_s
-        if self.has_drafter:
-            tasks.append(TrainDrafter(self.drafter))
-        return tasks
-
-    def _draft_ahead(self, step: int, used: list[Group]) -> DraftAhead | None:
-        """None where nothing is left to draft."""
-        config, stats = self.config, self.stats
-        has_environment = self.environments is not None
-        if has_environment and self.environments.form.adds_text and not config.environment.draft:
-            return None  # how a response begins is the environment's
-        depth = choose_lookahead(
-            step,
-            steps_left=config.run.max_steps - step - 1,
-            steps_stored=self.store.max_tokens / max(stats.tokens_per_step, 1.0),
-            accepted=stats.accepted_by_age,
-        )
-        batches = self.schedule.upcoming(step, depth, used) if depth else []
-        if batches and stats.is_next_without:
-            batches[0] = []  # nobody would verify them
-        if not any(batches):
-            return None
-        # A short round of tail batching has no tail that co-scheduled drafts could shorten, and a
-        # rollout that drafts are compared with is not slowed down by any.
-        plain = config.tail_batching.enabled or not stats.is_on
-        planning = "idle_only" if plain else config.speculative.planning
-        plans = plan_drafts(
-            batches,
-            config.rollout.num_generations,
-            self.store.get,
-            stats.lengths,
-            cost=stats.shared_cost,
-            rates=stats.rates,
-            forwards_per_step=stats.forwards,
-            num_ranks=self.ranks.world_size,
-            num_slots=self.engine.num_slots,
-            oldest_verified=max(stats.accepted_by_age, default=0),
-            planning=planning,
-            deferred={group.name for group in self.schedule.deferred},
-        )
-        return DraftAhead(
-            plans,
-            self.store,
-            self.proposer,
-            stats.cost,
-            version=step,
-            max_new_tokens=config.rollout.max_completion_length,
-            max_slowdown=math.inf if planning == "always" else MAX_SLOWDOWN,
-        )
-
-    def _stream_gradients(self, launch: Launch, scoring: Scoring) -> StreamGradients:
-        """Of a step's first rollout: with dynamic sampling whatever differs in it is trained on."""
-
-        def take_rewards() -> list[tuple[Row, float]]:
-            if not (scored := scoring.take_scored()):
-                return []
-            rows, scores = zip(*scored, strict=True)
-            lengths = np.array([len(row.tokens) for row in rows])
-            return list(zip(rows, self.combined(np.stack(scores), lengths).tolist(), strict=True))
-
-        return StreamGradients(launch, self.learner, take_rewards)
+    def needs_timings(self) -> bool:
+        """Whether later rollouts use the measured costs."""
+        uses = self.proposer is not None or self.is_balanced
+        return uses or any(mechanism.needs_timings for mechanism in self.mechanisms)
 
     def gather(self, table: RowTable, rows: dict[int, Row], scoring: Scoring) -> Samples:
         """The samples that are trained on, of all ranks. rows: this rank's."""
@@ -323,7 +253,7 @@ class Sampler:
         """After a rollout, on all ranks together: what each has measured and made, and the tokens
         of what is deferred, as drafts."""
         begin_s = self.ranks.clock.perf_counter()
-        if self.learns:
+        if self.needs_timings:
             shape = (self.ranks, self.engine.num_slots, self.planning_s)
             saved_s = self.stats.observe_rollout(rollout, list(rows.values()), *shape)
             rollout.modelled_s = self.stats.modelled_s
@@ -349,8 +279,8 @@ class Sampler:
             if is_right and len(old.tokens) > length:
                 drafts[row.id] = old
             elif length:
-                tokens, spans = row.tokens.astype(np.int32), observed_spans(row.logprob)
-                drafts[row.id] = Draft(tokens, row.finish is not None, step, spans)
+                tokens = row.tokens.astype(np.int32)
+                drafts[row.id] = Draft(tokens, row.finish is not None, step)
         exchange(self.store, drafts, self.ranks, are_deferred=are_deferred)
 
     def observe_samples(self, samples: Samples, rewards: np.ndarray) -> None:
@@ -370,36 +300,6 @@ class Sampler:
         own = table.rows.take(table.rank_of == self.ranks.rank)
         stats = self.stats
         return rollout_seconds(own, stats.shared_cost, self.engine.num_slots, stats.rates)
-
-    def evaluate(
-        self, groups: list[Group], num_generations: int, params: SamplingParams, version: int
-    ) -> tuple[Samples, RolloutRecord]:
-        """Samples of held-out prompts, of which those of the last evaluation may be drafts. The
-        guard learns nothing from it. version: updates of the weights. Raises StopRequested."""
-        launch = Launch(groups, len(groups), num_generations)
-        table, rows, scoring = self.begin(launch, None)
-        loop = RolloutLoop(self.engine, self.ranks, params, board=self.board)
-        loop.on_finished = scoring.on_finished
-        loop.tail = self._tail_in_use
-        if self.drafter is not None:
-            self.drafter.source.enable(False)  # it is not asked in an evaluation
-        if self.evaluation is not None and len(self.evaluation_store):
-            loop.proposer = self.evaluation
-            track(loop.proposer, rows, self.evaluation_store, version)
-        if self.environments is not None:
-            loop.episodes = self._episodes(groups, scoring)
-            loop.episodes.drafts = self.evaluation_store
-        record = loop.run(rows, table)
-        self.ranks.barrier_or_stop()
-        samples = self.gather(table, rows, scoring)
-        if self.evaluation is not None:
-            # All of them, or the longest, as many as there is room for.
-            self.evaluation_store, ids = DraftStore(self.evaluation_store.max_tokens), samples.ids
-            for index in np.argsort(-samples.lengths, kind="stable").tolist():
-                spans = observed_spans(samples.logprob[index])
-                draft = Draft(samples.tokens[index].astype(np.int32), True, version, spans)
-                self.evaluation_store.put(ids[index], draft)
-        return samples, record
 
     def combined(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Reward of each sample in training: the weighted sum and the overlong penalty, float64
@@ -422,11 +322,9 @@ class Sampler:
 
     def _parts(self) -> dict:
         parts = {"drafts": self.store, "history": self.history, "stats": self.stats}
+        parts |= {mechanism.name: mechanism for mechanism in self.mechanisms}
         if self.proposer is not None:
             parts["survival"] = self.proposer.survival
-        if self.evaluation is not None:
-            parts["evaluation.drafts"] = self.evaluation_store
-            parts["evaluation.survival"] = self.evaluation.survival
         return parts
 
 
@@ -435,3 +333,9 @@ def track(proposer: Proposer, rows: dict[int, Row], store: DraftStore, version: 
     proposer.begin()
     for row in rows.values():
         proposer.track(row, store.get(row.id), version)
+
+
+def vocab_size_of(engine: Engine) -> int | None:
+    """Return the number of tokens that the policy can embed; None in virtual time."""
+    model = getattr(engine.runner, "model", None)
+    return None if model is None else model.get_input_embeddings().num_embeddings

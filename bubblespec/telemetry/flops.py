@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from bubblespec.types import Samples
 
-# Dense bfloat16 FLOP/s in units of 1e12, from NVIDIA's data sheets (without sparsity), by a part of
-# the name that CUDA gives the device. The first that fits counts.
+# Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name; the first match
+# counts.
 PEAK_TFLOPS = {
     "H100 PCIe": 756,
     "H100 NVL": 835,
@@ -27,11 +27,11 @@ PEAK_TFLOPS = {
 }
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configurations
-NUM_ROUTED = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # of these to each token
+NUM_ROUTED = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # experts per token
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a GPU of this name in half precision; None for others and for other precisions."""
+    """Return FLOP/s of a GPU in half precision; None if the name is unknown or dtype is wider."""
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     words = f" {device_name.replace('-', ' ')} "
@@ -41,18 +41,17 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 @dataclass
 class ModelFlops:
-    """Floating-point operations of a model's forward, as in PaLM's appendix B (arXiv 2204.02311): 2
-    per parameter and token, and causal attention."""
+    """FLOPs of a model's forward, as in PaLM's appendix B (arXiv 2204.02311): 2 per parameter and
+    token, and causal attention."""
 
     num_parameters: float
-    """That a token meets: without the table of input embeddings, and of experts those that it is
-    routed to."""
+    """Parameters per token: without input embeddings, and with the routed share of experts."""
     attention_width: int
     """Layers x heads x size of a head."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelFlops | None":
-        """Of a causal language model; None where it does not say how many experts a token meets."""
+        """Count a causal language model; None if its configuration lacks the experts per token."""
         config = model.config.get_text_config(decoder=True)
         counts = (getattr(config, name, None) for name in NUM_EXPERTS)
         num_experts = next(filter(None, counts), None)
@@ -73,7 +72,7 @@ class ModelFlops:
         return cls(count, config.num_hidden_layers * config.num_attention_heads * head_size)
 
     def forward(self, lengths: np.ndarray) -> float:
-        """Of sequences of so many tokens, int [S]."""
+        """Return the FLOPs of a forward of sequences of these lengths, int [S]."""
         lengths = lengths.astype(np.float64)
         return float(
             2 * self.num_parameters * lengths.sum() + 2 * self.attention_width * lengths @ lengths
@@ -82,12 +81,10 @@ class ModelFlops:
     def step(
         self, generated: Samples, trained: Samples, has_gradient: np.ndarray, passes: int
     ) -> float:
-        """Of a step on all ranks: one forward of what was generated, each group's prompt counted
-        once, and `passes` of each sample that was trained on. has_gradient: bool [S of trained];
-        passes: 3 for a forward and a backward, 2 with LoRA, times the passes over the batch.
-
-        Drafts, recomputation and the forwards of a reference model are not counted.
-        """
+        """Return the FLOPs of a step on all ranks: one forward of what was generated, with each
+        group's prompt once, and `passes` of each sample that was trained on. Drafts, recomputation
+        and reference models are not counted. has_gradient: bool [S of trained]; passes: 3 for a
+        forward and a backward, 2 with LoRA, times the passes over the batch."""
         prompts = np.array([len(group.prompt.token_ids) for group in generated.groups])
         num_repeated = generated.num_generations - 1
         total = self.forward(whole_lengths(generated)) - num_repeated * self.forward(prompts)
@@ -95,6 +92,6 @@ class ModelFlops:
 
 
 def whole_lengths(samples: Samples) -> np.ndarray:
-    """Tokens of each sample's prompt and response, int64 [S]."""
+    """Return the tokens of each sample's prompt and response, int64 [S]."""
     prompts = [len(group.prompt.token_ids) for group in samples.groups]
     return samples.lengths + np.repeat(prompts, samples.num_generations)

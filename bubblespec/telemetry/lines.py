@@ -1,7 +1,4 @@
-"""Files with one JSON object per line that a run appends to and a continued run goes on with.
-
-A full disk does not end a run: lines wait in memory until they can be written.
-"""
+"""Files with one JSON object per line, which a resumed run continues."""
 
 import contextlib
 import itertools
@@ -17,9 +14,11 @@ from bubblespec.errors import InputError, log
 
 
 class JsonLines:
-    """A file of one run on rank 0. With `first_step` > 0 it is continued: `records` are its lines
-    for which `is_kept` holds, and the others are cut off. With 0 a file that is there is kept under
-    another name. Raises InputError if it cannot be written."""
+    """A file of one run on rank 0.
+
+    With `first_step` > 0 it is continued: `records` are its lines for which `is_kept` holds, and
+    other lines are cut off. With 0 an existing file is kept under another name. Raises InputError
+    if it cannot be written."""
 
     def __init__(self, path: str, first_step: int, is_kept: Callable[[dict], bool]):
         self.name = os.path.basename(path)
@@ -34,17 +33,17 @@ class JsonLines:
         self._waiting: list[str] = []  # lines that could not be written yet
 
     def write(self, record: dict[str, Any]) -> bool:
-        """Append a line, after those that wait. Returns whether all of them are in the file."""
+        """Append a line after the waiting ones. Return whether all of them are in the file."""
         line = json.dumps(_plain(record), allow_nan=False, default=str) + "\n"
         self._waiting.append(line)
         return self._flush()
 
     def close(self) -> None:
-        """Write what still waits, and close the file."""
+        """Write the waiting lines, and close the file."""
         self._flush()
         self._file.close()
         if self._waiting:
-            log(f"warning: the last {len(self._waiting)} lines of {self.name} are lost")
+            log(f"warning: {len(self._waiting)} lines of {self.name} are lost")
 
     def _flush(self) -> bool:
         data = "".join(self._waiting).encode()
@@ -64,7 +63,7 @@ class JsonLines:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: without NaN and infinity, which are null, and without arrays."""
+    """Return a value of JSON's types: NaN and infinity become null, arrays lists."""
     if isinstance(value, dict):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | np.ndarray):
@@ -74,17 +73,18 @@ def _plain(value: Any) -> Any:
 
 
 def _keep_aside(path: str) -> None:
-    """Rename the file of an earlier run: one that starts from scratch would overwrite it."""
+    """Rename the file of an earlier run, so that a new run does not overwrite it."""
     if not os.path.exists(path) or not os.path.getsize(path):
         return
     kept = next(name for n in itertools.count(1) if not os.path.exists(name := f"{path}.{n}"))
     os.rename(path, kept)
-    log(f"no checkpoint in this folder: starting from scratch; the earlier file is kept in {kept}")
+    log(f"no checkpoint in this folder, so the run starts anew; the earlier file is now {kept}")
 
 
 def _cut(path: str, is_kept: Callable[[dict], bool]) -> list[dict]:
-    """Drop the lines that an interrupted run wrote after its last checkpoint, as those steps are
-    run again. Returns the remaining lines."""
+    """Drop the lines after the last checkpoint, whose steps are repeated.
+
+    Return the other lines."""
     if not os.path.exists(path):
         return []
     records = []

@@ -17,13 +17,18 @@ from bubblespec.errors import log, one_line
 from bubblespec.records import ACCEPT_BINS, StepRecord
 from bubblespec.telemetry.lines import JsonLines
 from bubblespec.telemetry.samples import as_text, choose, describe
-from bubblespec.telemetry.tensorboard import TensorBoard, layout_of, tag_of
+from bubblespec.telemetry.table import tag_of
+from bubblespec.telemetry.tensorboard import TensorBoard, layout_of
 from bubblespec.telemetry.timeline import save_timeline
+
+ACCEPTED_LENGTHS = "rollout/spec_accepted_lengths"
 
 
 class MetricsLogger:
-    """`first_step` > 0 continues a run: later lines of its files are cut off first. With 0 files
-    that are there are kept under other names. log_to: the user's hook, see `run.log_to`."""
+    """Writes the files of a run.
+
+    `first_step` > 0 resumes it: later lines of its files are cut off. With 0, existing files are
+    kept under other names. log_to: the user's hook, see `run.log_to`."""
 
     def __init__(
         self, output_dir: str, first_step: int, log_to: Callable[[dict], object] | None = None
@@ -40,7 +45,7 @@ class MetricsLogger:
         self._lines, self._samples = (JsonLines(path, first_step, is_kept) for path in paths)
         self._tensorboard = TensorBoard(output_dir, first_step)
         self._log_to, self._has_warned = log_to, False
-        self._tags: set[str] = set()  # of evaluations, until the first step has had its layout
+        self._tags: set[str] = set()  # tags of evaluations, until the first step draws its layout
         self._has_layout = False
         self._evaluated: set[int] = set()  # steps whose evaluations are in the file
         for record in self._lines.records:
@@ -52,32 +57,31 @@ class MetricsLogger:
         self._shown = Counter(sample["uid"] for sample in self._samples.records)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """One line of metrics.jsonl and one point of each curve; `step` counts finished steps from
-        0."""
+        """Write a step (from 0): a line of metrics.jsonl and a point of each curve."""
         if not self._has_layout:  # TensorBoard takes the first of a run
             self._tags.update(map(tag_of, metrics))
             self._tensorboard.draw("add_custom_scalars", layout_of(self._tags))
             self._has_layout = True
         self._write(step, metrics)
-        key = "rollout/spec_accepted_lengths"
-        counts = metrics.get(key)
+        counts = metrics.get(ACCEPTED_LENGTHS)
         if counts and sum(counts):
             lengths = np.repeat(ACCEPT_BINS, counts)
-            self._tensorboard.draw("add_histogram", tag_of(key), lengths, step)
+            self._tensorboard.draw("add_histogram", tag_of(ACCEPTED_LENGTHS), lengths, step)
 
     def log_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
-        """Evaluations are lines of their own: {"step": ..., "eval/...": ...}; `step` is the number
-        of updates so far. One that a continued run makes again, the same, has its line already."""
-        if step in self._evaluated:
-            return
-        self._tags.update(map(tag_of, metrics))
-        self._write(step, metrics)
+        """Write an evaluation after `step` updates as a line of its own.
+
+        A resumed run that repeats an evaluation has its line already."""
+        if step not in self._evaluated:
+            self._tags.update(map(tag_of, metrics))
+            self._write(step, metrics)
 
     def log_samples(
         self, record: StepRecord, names: list[str], tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """A few responses with their rewards, of an episode all of it, to samples.jsonl and
-        TensorBoard, and a histogram of lengths. names: of the reward functions."""
+        """Write a few responses with their rewards, and a histogram of lengths.
+
+        names: of the reward functions."""
         samples, step = record.samples, record.step
         self._tensorboard.draw("add_histogram", "completions/length", samples.num_sampled, step)
         for number, index in enumerate(choose(samples, self._shown)):
@@ -86,7 +90,7 @@ class MetricsLogger:
             self._tensorboard.draw("add_text", f"sample_{number}", as_text(sample), step)
 
     def log_timeline(self, step: int, lanes: list[np.ndarray], method: str) -> None:
-        """A trace and a picture of one step; see `gather_lanes` for the lanes."""
+        """Write a trace and a picture of one step. lanes: see `gather_lanes`."""
         try:
             picture = save_timeline(self.output_dir, step, lanes, method)
         except OSError as error:
@@ -95,10 +99,9 @@ class MetricsLogger:
         self._tensorboard.draw("add_image", "timeline", picture, step, dataformats="HWC")
 
     def close(self) -> None:
-        """Write what still waits, and close the files."""
-        self._lines.close()
-        self._samples.close()
-        self._tensorboard.close()
+        """Write the lines that still wait, and close the files."""
+        for file in (self._lines, self._samples, self._tensorboard):
+            file.close()
 
     def _write(self, step: int, metrics: dict[str, Any]) -> None:
         record = {"step": step, **metrics}
@@ -111,7 +114,6 @@ class MetricsLogger:
             self._log_to(record)
         except Exception as error:  # the user's own code, which may need a network
             if not self._has_warned:
-                log(
-                    f"warning: run.log_to failed in step {step}: {one_line(error)}; the run goes on"
-                )
+                problem = f"run.log_to failed in step {step}: {one_line(error)}"
+                log(f"warning: {problem}; the run continues")
             self._has_warned = True

@@ -1,4 +1,4 @@
-"""The numbers of one step, under the field's names (TRL's and verl's)."""
+"""Metrics of one step, under the field's names (TRL's and verl's)."""
 
 import json
 import resource
@@ -11,43 +11,35 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.records import STOPS, RolloutRecord, StepRecord, total_s
 from bubblespec.types import Samples, digest, has_rewards, has_zero_std
 
-UNKNOWN_SAVINGS = ("train_drafter",)  # uses of idle time that save in later steps, nobody knows how
+UNKNOWN_SAVINGS = ("train_drafter",)  # uses of idle time whose savings are unknown
 
 
 def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: bool = False) -> dict:
-    """What was generated and how it scored, groups that dynamic sampling has replaced included;
-    rewards without the groups that lack one. functions: dotted paths, and `environment`;
-    is_dynamic: with dynamic sampling."""
+    """Return metrics of what was generated, groups that dynamic sampling replaced included, and of
+    its rewards, without groups that lack one. functions: dotted paths, and `environment`;
+    is_dynamic: whether dynamic sampling is on."""
     samples, is_scored = record.generated, has_rewards(record.all_rewards)
     rewards = record.all_rewards[is_scored]
     lengths = samples.num_sampled
     terminated = lengths[~samples.is_truncated]
     prompts = np.array([len(group.prompt.token_ids) for group in samples.groups])
-    metrics = {
+    metrics: dict = {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
         "frac_reward_zero_std": float(has_zero_std(rewards).mean()),
-        # Of a token that is sampled from p, -log p is the entropy of p on average.
+        # the mean of -log p over tokens sampled from p estimates the entropy
         "entropy": -float(np.nanmean(np.concatenate(samples.full_logprob), dtype=np.float64)),
-        "completions/mean_length": float(lengths.mean()),
         "completions/median_length": float(np.median(lengths)),
         "completions/p99_length": float(np.percentile(lengths, 99)),
-        "completions/min_length": int(lengths.min()),
-        "completions/max_length": int(lengths.max()),
         "completions/clipped_ratio": float(samples.is_truncated.mean()),
-        "prompt_length/mean": float(prompts.mean()),
-        "prompt_length/min": int(prompts.min()),
-        "prompt_length/max": int(prompts.max()),
-        "critic/rewards/min": float(rewards.min()),
-        "critic/rewards/max": float(rewards.max()),
-        "critic/advantages/min": float(record.advantages.min()),
-        "critic/advantages/max": float(record.advantages.max()),
         "rollout/digest": digest(samples),
     }
+    metrics |= spread("completions/{}_length", lengths) | spread("prompt_length/{}", prompts)
     if len(terminated):
-        metrics["completions/mean_terminated_length"] = float(terminated.mean())
-        metrics["completions/min_terminated_length"] = int(terminated.min())
-        metrics["completions/max_terminated_length"] = int(terminated.max())
+        metrics |= spread("completions/{}_terminated_length", terminated)
+    for name, values in {"rewards": rewards, "advantages": record.advantages}.items():
+        metrics[f"critic/{name}/min"] = float(values.min())
+        metrics[f"critic/{name}/max"] = float(values.max())
     if not is_scored.all():
         metrics["reward/left_out"] = int((~is_scored).sum())
     if is_dynamic:
@@ -56,17 +48,27 @@ def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: boo
     return metrics | function_metrics(samples.rewards, functions)
 
 
+def spread(key: str, counts: np.ndarray) -> dict:
+    """Return the mean, minimum and maximum of integers. key: with {} for these names."""
+    low, high = int(counts.min()), int(counts.max())
+    return {
+        key.format("mean"): float(counts.mean()),
+        key.format("min"): low,
+        key.format("max"): high,
+    }
+
+
 def short_names(functions: list[str]) -> list[str]:
-    """Of dotted paths the last parts, but all of a path where two modules use one name."""
+    """Return the last part of each dotted path, or all of it where two paths end alike."""
     short = [path.rsplit(".", 1)[-1] for path in functions]
     named = zip(functions, short, strict=True)
     return [name if short.count(name) == 1 else path for path, name in named]
 
 
 def function_metrics(rewards: np.ndarray, functions: list[str]) -> dict:
-    """Mean and sample standard deviation of each function over the samples that it applies to, and
-    how many others there are, if there are any. rewards: float64 [S, functions]."""
-    metrics = {}
+    """Return mean and sample standard deviation of each function over the samples that it applies
+    to, and the number of other samples unless it is 0. rewards: float64 [S, functions]."""
+    metrics: dict[str, float] = {}
     for name, values in zip(short_names(functions), rewards.T, strict=True):
         if num_missing := int(np.isnan(values).sum()):
             metrics[f"rewards/{name}/missing"] = num_missing
@@ -78,25 +80,22 @@ def function_metrics(rewards: np.ndarray, functions: list[str]) -> dict:
 
 
 def episode_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """What happened in the step's episodes, over all ranks. Frequencies as in TRL: calls per
-    episode, and the share of the calls that failed."""
+    """What happened in the step's episodes, over all ranks.
+
+    Frequencies as in TRL: calls per episode, and the share of the calls that failed."""
     names = ("turns", "calls", "failed_calls", "environment_s", "waiting_s", "idle_s")
-    names += ("predictions", "right_predictions", "guesses", "guesses_kept", "differing_replays")
+    names += ("differing_replays",)
     counts = [rollout.episodes for rollout in record.rollouts]
     own = [sum(getattr(of, name) for of in counts) for name in names]
     own += [sum(of.stops[reason] for of in counts) for reason in STOPS]
     sums = ranks.gather(np.array(own, np.float64)).sum(axis=0).tolist()
-    turns, calls, failed, environment_s, waiting_s, idle_s, *sums = sums
-    predicted, right, guesses, kept, differing, *stops = sums
+    turns, calls, failed, environment_s, waiting_s, idle_s, differing, *stops = sums
     total = max(sum(stops), 1)
     metrics = {
         "tools/call_frequency": calls / total,
         "tools/failure_frequency": failed / calls if calls else 0.0,
         "episodes/turns": turns / total,
         "episodes/covered_share": 1 - idle_s / waiting_s if waiting_s else 1.0,
-        "episodes/prediction_accuracy": right / max(predicted, 1),
-        "episodes/speculated": guesses / max(turns, 1),
-        "episodes/speculation_kept": kept / max(guesses, 1),
         "episodes/differing_replays": differing,
         "timing_s/environment": environment_s / total,
     }
@@ -105,7 +104,7 @@ def episode_metrics(ranks: Ranks, record: StepRecord) -> dict:
 
 
 def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """Without drafts: forwards of the rank that took most."""
+    """Return the forwards of the rank that took most, in a run without drafts."""
     own = sum(rollout.own_forwards for rollout in record.rollouts)
     return {"rollout/forwards": int(ranks.gather(np.array([own])).max())}
 
@@ -113,9 +112,8 @@ def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:
 def evaluation_metrics(
     ranks: Ranks, samples: Samples, rollout: RolloutRecord, seconds: float, *, has_drafts: bool
 ) -> dict:
-    """How an evaluation was generated; forwards are those of the rank that took most, the shared
-    ones included. seconds: of all of it; has_drafts: from the second evaluation on, its samples may
-    have drafts."""
+    """Return how an evaluation was generated, with the forwards of the rank that took most, shared
+    ones included. seconds: of the evaluation; has_drafts: whether its samples may have drafts."""
     counts = rollout.acceptance
     forwards = rollout.own_forwards + len(rollout.shared_forwards)
     own = [forwards, counts.draft_tokens, counts.accepted_tokens]
@@ -186,7 +184,7 @@ def speculation_metrics(
 
 
 def peak_memory_gb(ranks: Ranks) -> float:
-    """Most memory that any rank has needed so far: of the device on CUDA, else of the process."""
+    """Return the peak memory of any rank so far: of the GPU, or of the process on a CPU."""
     if ranks.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(ranks.device)
     else:
@@ -196,8 +194,8 @@ def peak_memory_gb(ranks: Ranks) -> float:
 
 
 def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """How far the ranks' work lay from what was expected, as a share of the slowest rank's; nothing
-    where they have shared some of it."""
+    """Return the mean error of the ranks' expected seconds, as a share of the slowest rank's; empty
+    if ranks shared rows."""
     if any(rollout.shared for rollout in record.rollouts):
         return {}
     own_s = sum(rollout.own_s for rollout in record.rollouts)
@@ -208,25 +206,9 @@ def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
     return {"rollout/placement_error": error}
 
 
-def shared_tail_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """Of rollouts whose last rows all ranks decoded together; nothing where there were none, on no
-    rank."""
-    shared = [rollout for rollout in record.rollouts if rollout.shared]
-    if not shared:
-        return {}
-    own_s = sum(total_s(rollout.shared, "shared") for rollout in shared)
-    own_rows = sum(rollout.shared_rows for rollout in shared)
-    rows, seconds = ranks.gather(np.array([own_rows, own_s])).T
-    return {
-        "tp_tail/rows": int(rows.sum()),
-        "tp_tail/forwards": sum(len(rollout.shared_forwards) for rollout in shared),
-        "timing_s/tp_tail": float(seconds.mean()),
-    }
-
-
 def idle_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """What became of idle time: of each use seconds spent on the mean rank, and seconds of wall
-    time that it was expected to save and is estimated to have saved."""
+    """Return seconds of each use of idle time, and the wall time that it was expected to save and
+    is estimated to have saved."""
     metrics = {}
     for name in sorted({name for rollout in record.rollouts for name in rollout.idle}):
         uses = [rollout.idle[name] for rollout in record.rollouts if name in rollout.idle]
@@ -241,11 +223,8 @@ def idle_metrics(ranks: Ranks, record: StepRecord) -> dict:
 
 
 def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
-    """Where the step's time went, on the mean rank and by rank. sync_s: reductions of gradients,
-    within train.
-
-    `bubble/ratio` is the share of all ranks' rollout time that was spent waiting.
-    """
+    """Return where the step's time went, on the mean rank and by rank; `bubble/ratio` is the share
+    of all ranks' rollout time spent waiting. sync_s: reductions of gradients, within train."""
     gen, wait, reward, train = (
         total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train")
     )

@@ -12,8 +12,8 @@ NUM_SHOWN = 4  # of a step
 
 
 def choose(samples: Samples, shown: Counter[int], count: int = NUM_SHOWN) -> list[int]:
-    """Indices of samples of different prompts, those first that have been shown least often, and of
-    a prompt the next sample each time. shown: how often, by uid; it is updated."""
+    """Return samples of different prompts: the least often shown ones first, and each time a
+    prompt's next sample. shown: how often each uid was shown; updated."""
     uids = [group.prompt.uid for group in samples.groups]
     groups = sorted(range(len(uids)), key=lambda number: (shown[uids[number]], number))[:count]
     chosen = []
@@ -27,7 +27,7 @@ def choose(samples: Samples, shown: Counter[int], count: int = NUM_SHOWN) -> lis
 def describe(
     record: StepRecord, index: int, names: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> dict:
-    """A sample that was trained on. names: of the reward functions."""
+    """Return a sample as a line of samples.jsonl. names: of the reward functions."""
     samples, number = record.samples, index % record.samples.num_generations
     group = samples.groups[index // samples.num_generations]
     rewards = zip(names, samples.rewards[index].tolist(), strict=True)
@@ -48,7 +48,7 @@ def describe(
 
 
 def as_text(sample: dict) -> str:
-    """A description for TensorBoard, shown with its lines and spaces."""
+    """Return a described sample for TensorBoard, which keeps its lines and spaces."""
     numbers = {"reward": sample["reward"]} | sample["rewards"] | {"advantage": sample["advantage"]}
     head = ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
     prompt, completion = sample["prompt"], sample["completion"]
@@ -57,7 +57,7 @@ def as_text(sample: dict) -> str:
 
 
 def completion_of(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sample's text; what an environment has said in it is between ⟦ and ⟧."""
+    """Return a sample's text, with an environment's tokens between ⟦ and ⟧."""
     tokens, sampled = samples.tokens[index], is_sampled(samples.full_logprob[index])
     turns = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(sampled)) + 1)
     texts = [tokenizer.decode(tokens[turn].tolist()) for turn in turns]

@@ -1,4 +1,4 @@
-"""The words of the console: from the numbers of a run to lines of text.
+"""The lines of the console: from the numbers of a run to text.
 
 Steps are counted as finished ones: "3/60 steps" is printed after the third, whose line in
 metrics.jsonl has `step` 2.
@@ -6,37 +6,15 @@ metrics.jsonl has `step` 2.
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bubblespec.config import Config
+from bubblespec.telemetry.table import Metric, rows
 from bubblespec.telemetry.totals import Totals
 
-# Rows of the table at the end: what they are called, and their metric.
-STEP_ROWS = {
-    "reward": "reward",
-    "groups of equal rewards": "frac_reward_zero_std",
-    "tokens per response": "completions/mean_length",
-    "longest response": "completions/max_length",
-    "cut off at the limit": "completions/clipped_ratio",
-    "entropy": "entropy",
-    "seconds per step": "timing_s/step",
-    "  generating": "timing_s/gen",
-    "  waiting for other ranks": "timing_s/bubble",
-    "  training": "timing_s/train",
-    "tokens per second and rank": "perf/throughput",
-    "draft tokens accepted": "rollout/spec_accept_rate",
-}
-EVALUATION_ROWS = {
-    "tokens per response": "eval/completions/mean_length",
-    "cut off at the limit": "eval/completions/clipped_ratio",
-    "rewards that failed": "eval/reward/errors",
-    "seconds": "timing_s/eval",
-}
 DRAFTER_KEYS = tuple(f"drafter/accepted_{n}" for n in (1, 2, 3))
-KEPT = (*STEP_ROWS.values(), *DRAFTER_KEYS)  # metrics of each step, for the end
-SHARES = {row for row in STEP_ROWS if row.startswith(("groups", "cut off", "draft"))}  # as percent
+KEPT = (*(metric.key for metric in rows(of_evaluations=False)), *DRAFTER_KEYS)
 SMALL = 5e-4  # numbers below it are shown as 0
 MAX_EVALUATIONS = 6  # in the table: the first, and the latest
 METHODS = {
@@ -56,109 +34,82 @@ class Facts:
     hardware: dict[str, Any]
     """See `describe_hardware`."""
     kernel: str
-    """Of attention."""
+    """Attention kernel."""
     num_parameters: int
     num_trained: int
-    """Of the parameters: fewer with LoRA."""
+    """Trained parameters: fewer with LoRA."""
     num_prompts: int
-    """To train on."""
+    """Training prompts."""
     num_held_out: int
     num_dropped: int
     """Prompts of more than rollout.max_prompt_length tokens."""
     num_updates: int
-    """Done by the run that this one continues."""
+    """Updates before this start of the run."""
     checkpoint: str | None
-    """Folder of the checkpoint that the run continues."""
+    """Folder of the checkpoint that the run resumes."""
     num_deferred: int
     """Prompts that wait for a long round of tail batching."""
 
 
-# The start
-
-
 def start_lines(config: Config, facts: Facts) -> list[str]:
-    """What is about to run, and where its files are."""
-    rollout, output_dir = config.rollout, config.run.output_dir
-    num_responses = rollout.num_prompts_per_step * rollout.num_generations
-    per_rank = f"{num_responses / facts.num_ranks:.4g}"
-    step = f"{rollout.num_prompts_per_step} prompts x {rollout.num_generations} responses"
-    step += f" of up to {rollout.max_completion_length} tokens; {per_rank} responses per rank"
+    """Return what is about to run, and where its files are."""
+    rollout, output_dir, hardware = config.rollout, config.run.output_dir, facts.hardware
     trained = ""
     if facts.num_trained < facts.num_parameters:
         trained = f", {count(facts.num_trained)} of them trained"
-    model = f"{config.model.path}, {count(facts.num_parameters)} parameters{trained}"
-    lines = [
-        f"model: {model}, {config.model.dtype}",
-        f"ranks: {facts.num_ranks} on {device_text(facts.hardware)}, {facts.kernel} attention",
-        f"step: {step}",
-        f"data: {data_text(config, facts)}",
-        f"drafts: {drafts_text(config.speculative.method)}",
+    threads = several(hardware["threads"], "thread")
+    device = hardware["gpu"] or f"CPU ({hardware['cpu']}, {threads} per rank)"
+    num_prompts, num_generations = rollout.num_prompts_per_step, rollout.num_generations
+    per_rank = f"{num_prompts * num_generations / facts.num_ranks:.4g} responses per rank"
+    step = f"{num_prompts} prompts x {num_generations} responses"
+    source = f"{config.data.path}" + (f" ({config.data.name})" if config.data.name else "")
+    if config.data.tasks:
+        source = f"reasoning-gym ({', '.join(dict.fromkeys(t.name for t in config.data.tasks))})"
+    held_out = f"{facts.num_prompts:,} prompts from {source}, {facts.num_held_out:,} held out"
+    dropped = f"{facts.num_dropped:,} dropped" if facts.num_dropped else "none dropped"
+    sources = [f"{METHODS.get(s, 'your own')} ({s})" for s in config.speculative.sources]
+    return [
+        f"model: {config.model.path}, {count(facts.num_parameters)} parameters{trained}, "
+        f"{config.model.dtype}",
+        f"ranks: {facts.num_ranks} on {device}, {facts.kernel} attention",
+        f"step: {step} of up to {rollout.max_completion_length} tokens; {per_rank}",
+        f"data: {held_out}; {dropped} as longer than rollout.max_prompt_length = "
+        f"{rollout.max_prompt_length}",
+        f"drafts: {', '.join(sources) or 'none (speculative.method=none)'}",
+        *["tail batching: short rounds defer their slowest prompts to long rounds"]
+        * config.tail_batching.enabled,
+        f"output: {output_dir}, {progress_text(config, facts)}",
+        f"TensorBoard: {curves_command(output_dir)}",
     ]
-    if config.tail_batching.enabled:
-        lines.append("tail batching: short rounds defer their slowest prompts to long rounds")
-    lines.append(f"output: {output_dir}, {progress_text(config, facts)}")
-    return [*lines, f"TensorBoard: {curves_command(output_dir)}"]
-
-
-def device_text(hardware: dict[str, Any]) -> str:
-    """The GPU, or the processor and the threads of each rank. hardware: see
-    `describe_hardware`."""
-    if hardware["gpu"] is not None:
-        return hardware["gpu"]
-    return f"CPU ({hardware['cpu']}, {several(hardware['threads'], 'thread')} per rank)"
-
-
-def data_text(config: Config, facts: Facts) -> str:
-    """Where prompts come from, and what has become of them."""
-    data = config.data
-    source = f"{data.path}" + (f" ({data.name})" if data.name else "")
-    if data.tasks:
-        source = "reasoning-gym (" + ", ".join(dict.fromkeys(t.name for t in data.tasks)) + ")"
-    text = f"{facts.num_prompts:,} prompts from {source}, {facts.num_held_out:,} held out"
-    dropped = f"{facts.num_dropped:,}" if facts.num_dropped else "none"
-    limit = f"longer than rollout.max_prompt_length = {config.rollout.max_prompt_length}"
-    return f"{text}; {dropped} dropped as {limit}"
-
-
-def drafts_text(method: str) -> str:
-    """speculative.method in words."""
-    if method == "none":
-        return "none (speculative.method=none)"
-    return ", ".join(f"{METHODS.get(name, 'your own')} ({name})" for name in method.split("+"))
 
 
 def progress_text(config: Config, facts: Facts) -> str:
-    """Whether a run is new, goes on or is done, and how a run that is done is extended."""
-    run, done = config.run, facts.num_updates
-    if done >= run.max_steps:
-        if config.optim.lr_scheduler_type != "constant":
-            return (
-                f"where all {done} steps of this run are done; its learning rate has come to its "
-                f"end (optim.lr_scheduler_type={config.optim.lr_scheduler_type}): start a new run "
-                f"with model.path={facts.checkpoint}"
-            )
-        advice = f"a larger run.max_steps, for instance {2 * done}, goes on with it"
-        return f"where all {done} steps of this run are done; {advice}"
+    """Return whether a run is new, resumed or complete, and how to extend a complete one."""
+    max_steps, done, scheduler = config.run.max_steps, facts.num_updates, config.optim
+    if done >= max_steps and scheduler.lr_scheduler_type != "constant":
+        return (
+            f"run complete ({done} steps), with its learning rate at the end of "
+            f"optim.lr_scheduler_type={scheduler.lr_scheduler_type}; start a new run with "
+            f"model.path={facts.checkpoint}"
+        )
+    if done >= max_steps:
+        return f"run complete ({done} steps); set run.max_steps={2 * done} to continue"
     if facts.checkpoint is None:
-        return f"a new run of {run.max_steps} steps"
-    return f"continuing after {done} of {run.max_steps} steps from {facts.checkpoint}"
+        return f"a new run of {max_steps} steps"
+    return f"resuming after {done} of {max_steps} steps from {facts.checkpoint}"
 
 
 def set_up_line(seconds: float, phases: dict[str, float]) -> str:
-    """How long it took, and its parts. phases: seconds by name."""
+    """Return how long set-up took. phases: seconds of its parts by name."""
     parts = [f"{name} {duration(phase_s)}" for name, phase_s in phases.items()]
     return f"set-up took {duration(seconds)}: {', '.join(parts)}"
 
 
-# Steps and evaluations
-
-
 def step_text(metrics: dict[str, Any], totals: Totals, left_s: float) -> str:
-    """A step, the most important first, as terminals may be narrow. totals: this step
-    included."""
-    text = f"reward {compact(metrics['reward'])}"
-    text += f", length {compact(metrics['completions/mean_length'])}"
-    text += f", clipped {metrics['completions/clipped_ratio']:.0%}"
+    """Return a step's numbers, the most important first, as terminals may be narrow.
+
+    totals: this step included."""
+    text = f"reward {compact(metrics['reward'])}, {length_text(metrics)}"
     text += f"; {duration(left_s)} left" if left_s > 0 else ""
     step_s = metrics["timing_s/step"]
     generate_s = metrics["timing_s/gen"] + metrics["timing_s/bubble"]
@@ -177,22 +128,27 @@ def step_text(metrics: dict[str, Any], totals: Totals, left_s: float) -> str:
     return text
 
 
+def length_text(metrics: dict[str, Any], prefix: str = "") -> str:
+    """Return length and clipping of responses. prefix: of the metrics' keys."""
+    length = compact(metrics[f"{prefix}completions/mean_length"])
+    return f"length {length}, clipped {metrics[f'{prefix}completions/clipped_ratio']:.0%}"
+
+
 def evaluation_line(step: int, metrics: dict[str, Any]) -> str:
-    """The result of an evaluation after `step` updates."""
+    """Return the result of an evaluation after `step` updates."""
     text = f"evaluation after {several(step, 'step')}"
     text += f": held-out reward {compact(metrics['eval/reward'])}"
-    if ks := [key for key in pass_keys(metrics) if key != "eval/pass@1"]:
-        text += f", {ks[-1].removeprefix('eval/')} {compact(metrics[ks[-1]])}"
-    text += f", length {compact(metrics['eval/completions/mean_length'])}"
-    text += f", clipped {metrics['eval/completions/clipped_ratio']:.0%}"
-    return f"{text} ({duration(metrics['timing_s/eval'])})"
+    if keys := pass_keys(metrics):
+        text += f", {keys[-1].removeprefix('eval/')} {compact(metrics[keys[-1]])}"
+    return f"{text}, {length_text(metrics, 'eval/')} ({duration(metrics['timing_s/eval'])})"
 
 
 def sample_lines(
     prompt: str | list[dict], reply: str, rewards: dict[str, float], columns: dict[str, Any]
 ) -> list[str]:
-    """One sample. prompt, columns: see `Prompt`; rewards: by the function's path, NaN where it does
-    not apply."""
+    """Return one sample.
+
+    prompt, columns: see `Prompt`; rewards: by the function's path, NaN where it does not apply."""
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
     scores = [f"{path.rsplit('.', 1)[-1]} {value:.3g}" for path, value in rewards.items()]
     lines = [f"  prompt: {shorten(text)}", f"  response: {shorten(reply)}"]
@@ -200,9 +156,6 @@ def sample_lines(
     if name is not None:
         lines.append(f"  {name}: {shorten(str(columns[name]))}")
     return [*lines, f"  reward: {', '.join(scores)}"]
-
-
-# The end
 
 
 def end_lines(
@@ -215,25 +168,30 @@ def end_lines(
     checkpoint: str | None,
     is_stopped: bool,
 ) -> list[str]:
-    """What the run has come to, and where its files are. history: metrics of this process's steps;
-    evaluations: updates before each, and its metrics; checkpoint: folder of the newest one."""
+    """Return the result of a run, and where its files are.
+
+    history: metrics of this process's steps; evaluations: updates before each, and its metrics;
+    checkpoint: folder of the newest."""
     output_dir, of = config.run.output_dir, f"{num_updates} of {config.run.max_steps}"
-    lines = [*table(history, num_updates), *evaluation_table(evaluations)]
+    lines = [*step_table(history, num_updates), *evaluation_table(evaluations)]
     if is_stopped:
-        lines.append(f"told to stop after {of} updates; the same command goes on from there")
+        lines.append(f"stopped after {of} updates; run the same command to resume")
     elif history:
         lines.append(f"finished: {of} steps")
     if history:
         rest_s = totals.seconds - totals.set_up_s - totals.generate_s - totals.train_s
-        parts = f"set-up {duration(totals.set_up_s)}, generate {duration(totals.generate_s)}"
-        parts += f", train {duration(totals.train_s)}"
-        parts += f", evaluations, saves and all else {duration(max(rest_s, 0.0))}"
+        parts = {"set-up": totals.set_up_s, "generate": totals.generate_s}
+        parts |= {"train": totals.train_s, "evaluations, saves and all else": max(rest_s, 0.0)}
+        text = ", ".join(f"{name} {duration(part_s)}" for name, part_s in parts.items())
         steps = several(len(history), "step")
-        lines.append(f"time: {duration(totals.seconds)} for {steps}: {parts}")
+        lines.append(f"time: {duration(totals.seconds)} for {steps}: {text}")
         if config.speculative.method != "none":
             lines.append(f"drafts: {drafted_text(totals)}")
-        if accepted := drafter_text(history[-1]):
-            lines.append(f"learned drafter: {accepted}")
+        right = [history[-1].get(key) for key in DRAFTER_KEYS]
+        if None not in right:
+            first, two, three = (f"{share:.0%}" for share in right)
+            text = f"{first} have the first token right, {two} the first two"
+            lines.append(f"learned drafter: of its drafts {text}, {three} the first three")
         if config.tail_batching.enabled:
             lines.append(f"tail batching: {deferred_text(totals)}")
     if checkpoint is not None:
@@ -243,12 +201,11 @@ def end_lines(
 
 
 def drafted_text(totals: Totals) -> str:
-    """What drafts have saved."""
+    """Return what drafts have saved."""
     if not totals.draft_tokens:
         return "none were verified"
-    share = totals.accepted_tokens / totals.draft_tokens
-    text = f"{totals.accepted_tokens:,} of {totals.draft_tokens:,} draft tokens accepted"
-    text += f" ({share:.0%})"
+    accepted, drafted = totals.accepted_tokens, totals.draft_tokens
+    text = f"{accepted:,} of {drafted:,} draft tokens accepted ({accepted / drafted:.0%})"
     if totals.saved_s is None:
         return text
     change, compared = "saved" if totals.saved_s > 0 else "lost", len(totals.without_drafts)
@@ -256,86 +213,75 @@ def drafted_text(totals: Totals) -> str:
     return f"{text}, compared with {several(compared, 'step')} without drafts"
 
 
-def drafter_text(metrics: dict[str, Any]) -> str:
-    """How good the learned drafter is; empty where there is none."""
-    shares = [metrics.get(key) for key in DRAFTER_KEYS]
-    if None in shares:
-        return ""
-    right = ["{:.0%} have the first token right", "{:.0%} the first two", "{:.0%} the first three"]
-    return "of its drafts " + ", ".join(
-        s.format(share) for s, share in zip(right, shares, strict=True)
-    )
-
-
 def deferred_text(totals: Totals) -> str:
-    """What tail batching has done."""
+    """Return what tail batching has deferred."""
     short, long = totals.num_rounds
     if not totals.num_deferred:
-        when = "auto defers once lengths are known and that is expected to save time"
+        when = "auto defers once lengths are known and deferring is expected to save time"
         return f"no prompt was deferred in {several(short, 'short round')}: {when}"
     text = f"{several(totals.num_deferred, 'prompt')} deferred in {several(short, 'short round')}"
-    return f"{text}, {several(long, 'long round')}; prompts that still wait: {totals.num_waiting}"
+    return f"{text}, {several(long, 'long round')}; prompts still waiting: {totals.num_waiting}"
 
 
-def table(history: list[dict[str, Any]], num_updates: int) -> list[str]:
-    """First tenth of the steps against the last tenth, without rows that are 0 in both."""
+def step_table(history: list[dict[str, Any]], num_updates: int) -> list[str]:
+    """Return means of the first and of the last tenth of the steps, without rows of zeros."""
     if not history:
         return []
     share, first = max(1, len(history) // 10), num_updates - len(history)
-    parts = {step_range(first, share): history[:share]}
+    columns = {step_range(first, share): mean_of(history[:share])}
     if len(history) > 1:
-        parts[step_range(num_updates - share, share)] = history[-share:]
-    rows = {}
-    for row, key in STEP_ROWS.items():
-        known = [[m[key] for m in part if m.get(key) is not None] for part in parts.values()]
-        rows[row] = [sum(values) / len(values) if values else math.nan for values in known]
-    return grid(list(parts), rows)
+        columns[step_range(num_updates - share, share)] = mean_of(history[-share:])
+    return grid(columns, rows(of_evaluations=False))
+
+
+def mean_of(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the mean of each metric over the steps that have it."""
+    known = {key: [m[key] for m in steps if m.get(key) is not None] for key in KEPT}
+    return {key: sum(values) / len(values) for key, values in known.items() if values}
 
 
 def step_range(begin: int, length: int) -> str:
-    """Steps begin + 1 to begin + length, counted from 1."""
+    """Return the title of steps begin + 1 to begin + length, counted from 1."""
     return f"step {begin + 1}" if length == 1 else f"steps {begin + 1}-{begin + length}"
 
 
 def evaluation_table(evaluations: list[tuple[int, dict[str, Any]]]) -> list[str]:
-    """The first and the latest evaluations, without rows that are 0 in all of them."""
+    """Return the first and the latest evaluations, without rows of zeros."""
     if not evaluations:
         return []
     shown = evaluations[:1] + evaluations[1:][1 - MAX_EVALUATIONS :]
-    more = [key for key in pass_keys(shown[0][1]) if key != "eval/pass@1"]
-    keys = {"held-out reward": "eval/reward"}
-    keys |= {key.removeprefix("eval/"): key for key in more} | EVALUATION_ROWS
-    rows = {row: [m.get(key, math.nan) for _, m in shown] for row, key in keys.items()}
-    return ["", *grid([f"after {step}" for step, _ in shown], rows)]
+    first, *others = rows(of_evaluations=True)
+    passes = [Metric(key, "", key.removeprefix("eval/")) for key in pass_keys(shown[0][1])]
+    columns = {f"after {step}": metrics for step, metrics in shown}
+    return ["", *grid(columns, [first, *passes, *others])]
 
 
-def grid(titles: Sequence[str], rows: dict[str, list[float]]) -> list[str]:
-    """A table with a column for each title; rows that would be all 0 are left out."""
-    width = max(12, *(len(title) + 2 for title in titles))
-    lines = [f"{'':28}" + "".join(f"{title:>{width}}" for title in titles)]
-    for row, values in rows.items():
+def grid(columns: dict[str, dict[str, float]], metrics: list[Metric]) -> list[str]:
+    """Return a table of metrics by the title of their column; rows that would be all 0 are left
+    out."""
+    width = max(12, *(len(title) + 2 for title in columns))
+    lines = [f"{'':28}" + "".join(f"{title:>{width}}" for title in columns)]
+    for metric in metrics:
+        values = [column.get(metric.key, math.nan) for column in columns.values()]
         if any(abs(value) >= SMALL for value in values):  # false for NaN
-            shown = (f"{value:.0%}" if row in SHARES else compact(value) for value in values)
-            lines.append(f"{row:28}" + "".join(f"{text:>{width}}" for text in shown))
+            shown = (f"{value:.0%}" if metric.format else compact(value) for value in values)
+            lines.append(f"{metric.row:28}" + "".join(f"{text:>{width}}" for text in shown))
     return lines
 
 
-# Numbers and text
-
-
 def pass_keys(metrics: dict[str, Any]) -> list[str]:
-    """The pass@k that an evaluation has, by k."""
-    keys = (key for key in metrics if key.startswith("eval/pass@"))
+    """Return the pass@k of an evaluation by k, without pass@1, which is the reward."""
+    keys = (key for key in metrics if key.startswith("eval/pass@") and key != "eval/pass@1")
     return sorted(keys, key=lambda key: int(key.removeprefix("eval/pass@")))
 
 
 def curves_command(output_dir: str) -> str:
-    """What shows the run's curves."""
+    """Return the command that shows the run's curves."""
     return f"tensorboard --logdir {os.path.join(output_dir, 'tensorboard')}"
 
 
 def compact(value: float) -> str:
-    """A number with about three digits; a dash for what is not known."""
+    """Return a number with about three digits; a dash if it is not finite."""
     size = abs(value)
     if not math.isfinite(size):
         return "-"
@@ -343,17 +289,17 @@ def compact(value: float) -> str:
 
 
 def several(number: int, noun: str) -> str:
-    """1 step, 2 steps."""
+    """Return 1 step, 2 steps."""
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def count(number: int) -> str:
-    """Parameters, in millions or billions."""
+    """Return a number of parameters in millions or billions."""
     return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
 def duration(seconds: float) -> str:
-    """In the two units that matter."""
+    """Return a time in its two leading units."""
     if abs(seconds) < 59.5:
         return f"{seconds:.1f} s" if abs(seconds) < 9.95 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -364,10 +310,8 @@ def duration(seconds: float) -> str:
 
 
 def shorten(text: str) -> str:
-    """On one line of at most WIDTH characters, without control characters; its begin and end
-    stay."""
+    """Return the beginning and the end of a text on one line of at most WIDTH characters, without
+    control characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    if len(line) <= WIDTH:
-        return line
     half = (WIDTH - 5) // 2
-    return f"{line[:half]} ... {line[-half:]}"
+    return line if len(line) <= WIDTH else f"{line[:half]} ... {line[-half:]}"

@@ -1,8 +1,7 @@
-"""What each rank did when, in chosen steps: a trace for Perfetto or chrome://tracing, and the same
-as a picture.
+"""Timelines of all ranks in chosen steps: a trace for Perfetto or chrome://tracing, and a picture.
 
-A rank notes spans of time by its own clock. Clocks of different machines have different zeros;
-barriers, which all ranks leave at about the same time, say how far they are apart.
+A rank notes spans of time by its own clock. Clocks may have different zeros; barriers, which all
+ranks leave at about the same time, show the difference.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # for annotations alone: who only reads timelines waits for no import of torch
+if TYPE_CHECKING:  # readers of timelines do not wait for torch
     from bubblespec.distributed.ranks import Ranks
     from bubblespec.records import Span
 
@@ -35,7 +34,7 @@ COLOURS = {
     "train": "#7b52ab",
     "sync": "#1a1a1a",
 }
-# What traces and pictures call the kinds that a reader would not know by their names in the code.
+# Names in traces and pictures.
 LABELS = {kind: kind for kind in COLOURS} | {
     "decode": "generate",
     "verify": "verify drafts",
@@ -52,12 +51,9 @@ NUM_BARRIERS = 11
 
 
 def step_spans(spans: list[Span], stages: list[Span]) -> list[tuple[str, float, float]]:
-    """A whole step in order of time: what `spans` leave free of waiting, reward and training gets
-    that stage's kind.
-
-    stages: the step's (gen, wait, reward, train, ...), one after the other. In gen what is between
-    the spans, the work on the host between two forwards, stays free.
-    """
+    """Return a step's spans in order, with the rest of waiting, reward and training as spans of
+    these kinds. stages: the step's (gen, wait, reward, train, ...), one after the other. Gaps in
+    gen, the host's work between forwards, stay empty."""
     filled = []
     for kind, begin, end in stages:
         if kind == "gen":
@@ -71,21 +67,22 @@ def step_spans(spans: list[Span], stages: list[Span]) -> list[tuple[str, float, 
 
 
 def clock_offsets(ranks: Ranks) -> np.ndarray:
-    """How far each rank's clock is ahead of rank 0's, float64 [ranks], in seconds. To be called by
-    all ranks together."""
+    """Return the seconds that each rank's clock is ahead of rank 0's, float64 [ranks].
+
+    Called by all ranks together."""
     times = []
     for _ in range(NUM_BARRIERS):
         ranks.barrier()
         times.append(time.perf_counter())
     by_rank = ranks.gather(np.array(times))
-    # On a busy machine a rank is late to leave some of them.
+    # on a busy machine a rank leaves some barriers late
     return np.median(by_rank - by_rank[0], axis=1)
 
 
 def gather_lanes(ranks: Ranks, spans: list[Span], stages: list[Span]) -> list[np.ndarray]:
-    """All ranks' steps, on every rank: a list by rank of float64 [spans, 3] with the kind's place
-    in KINDS, begin and end in seconds since the first rank began the step. To be called by all
-    ranks together; see `step_spans` for the arguments."""
+    """Return the spans of all ranks on every rank: by rank, float64 [spans, 3] with the index in
+    KINDS, begin and end in seconds since the first rank began the step. Called by all ranks
+    together; see `step_spans` for the arguments."""
     offsets = clock_offsets(ranks)
     zero = offsets[ranks.rank] + (ranks.gather(np.array(stages[0][1])) - offsets).min()
     whole = step_spans(spans, stages)
@@ -94,8 +91,9 @@ def gather_lanes(ranks: Ranks, spans: list[Span], stages: list[Span]) -> list[np
 
 
 def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: str) -> np.ndarray:
-    """Write output_dir/timeline/step_00012.json and .png. Returns the picture, uint8 [height,
-    width, 4]."""
+    """Write output_dir/timeline/step_00012.json and .png.
+
+    Return the picture, uint8 [height, width, 4]."""
     from matplotlib.image import imsave
 
     folder = os.path.join(output_dir, "timeline")
@@ -112,8 +110,8 @@ def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: s
 
 
 def trace(lanes: list[np.ndarray], title: str) -> dict:
-    """The step in Chrome's trace event format: one process, one thread a rank, one complete ("X")
-    event a stretch of time. Times are in microseconds, as the format has it."""
+    """Return the step in Chrome's trace event format: a thread per rank and a complete ("X") event
+    per span, in microseconds."""
 
     def event(phase: str, name: str, rank: int, **fields) -> dict:
         return {"ph": phase, "name": name, "pid": 0, "tid": rank, **fields}
@@ -122,7 +120,7 @@ def trace(lanes: list[np.ndarray], title: str) -> dict:
     for rank, lane in enumerate(lanes):
         events.append(event("M", "thread_name", rank, args={"name": f"rank {rank}"}))
         events.append(event("M", "thread_sort_index", rank, args={"sort_index": rank}))
-        # Whole nanoseconds: rounding makes no overlaps.
+        # whole nanoseconds, so that rounding makes no overlaps
         begin, end = np.rint(lane[:, 1:].T * 1e9).astype(np.int64)
         columns = (lane[:, 0].astype(int), begin / 1000, (end - begin) / 1000)
         for kind, ts, dur in zip(*columns, strict=True):
@@ -131,16 +129,18 @@ def trace(lanes: list[np.ndarray], title: str) -> dict:
 
 
 def draw(lanes: list[np.ndarray], title: str) -> np.ndarray:
-    """One lane a rank over seconds, coloured by kind. Returns uint8 [height, width, 4]."""
-    # Half a second that only a step with a picture pays.
+    """Draw one lane per rank over seconds, coloured by kind. Return uint8 [height, width, 4]."""
+    # imported here: it takes half a second
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1.5 + 0.4 * len(lanes)), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     handles = draw_lanes(axes, lanes)
-    place = {"loc": "outside lower center", "ncols": min(len(handles), MAX_LEGEND_COLUMNS)}
-    figure.legend(handles=handles, frameon=False, fontsize=9, **place)
+    columns = min(len(handles), MAX_LEGEND_COLUMNS)
+    figure.legend(
+        handles=handles, frameon=False, fontsize=9, loc="outside lower center", ncols=columns
+    )
     axes.set_title(title, fontsize=10)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -148,8 +148,9 @@ def draw(lanes: list[np.ndarray], title: str) -> np.ndarray:
 
 
 def draw_lanes(axes, lanes: list[np.ndarray]) -> list:
-    """The lanes on matplotlib axes, each with its share of idle time. Returns the legend's patches,
-    in the order of KINDS."""
+    """Draw the lanes on matplotlib axes, each with its share of idle time.
+
+    Return the legend's patches in the order of KINDS."""
     from matplotlib.patches import Patch
 
     for rank, lane in enumerate(lanes):
@@ -169,6 +170,5 @@ def draw_lanes(axes, lanes: list[np.ndarray]) -> list:
     axes.set_yticks(range(len(lanes)), [f"rank {rank}" for rank in range(len(lanes))])
     axes.set_ylim(len(lanes) - 0.5, -0.5)  # rank 0 on top
     axes.spines[["top", "right"]].set_visible(False)
-    present = sorted({int(number) for lane in lanes for number in lane[:, 0]})
-    kinds = [KINDS[number] for number in present]
+    kinds = [KINDS[int(number)] for number in np.unique(np.concatenate(lanes)[:, 0])]
     return [Patch(facecolor=COLOURS[kind], label=LABELS[kind]) for kind in kinds]

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass
 class Totals:
-    """Sums over the steps of this process, for the summary."""
+    """Sums over the steps of this process, for the lines of a step and of the end."""
 
     seconds: float = 0.0
     set_up_s: float = 0.0
@@ -15,8 +15,10 @@ class Totals:
     train_s: float = 0.0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    with_drafts: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Seconds of rollouts in steps with drafts: measured, and modelled without drafts."""
+    measured_s: float = 0.0
+    """Seconds of rollouts in steps with drafts."""
+    modelled_s: float = 0.0
+    """Seconds that the cost model expects of the same rollouts without drafts."""
     without_drafts: list[float] = field(default_factory=list)
     """Measured over modelled seconds of each step in which the guard left drafts out."""
     is_without: bool = False
@@ -26,10 +28,10 @@ class Totals:
     num_waiting: int = 0
     """Deferred prompts that are still to be trained on."""
     num_rounds: list[int] = field(default_factory=lambda: [0, 0])
-    """Of tail batching: short and long ones."""
+    """Numbers of short and of long rounds of tail batching."""
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """A step with these metrics is over."""
+        """Add a step."""
         generate_s = metrics["timing_s/gen"] + metrics["timing_s/bubble"]
         self.generate_s += generate_s
         self.train_s += metrics["timing_s/train"] + metrics["timing_s/sync"]
@@ -40,8 +42,8 @@ class Totals:
             if self.is_without:
                 self.without_drafts.append(generate_s / modelled_s)
             else:
-                self.with_drafts[0] += generate_s
-                self.with_drafts[1] += modelled_s
+                self.measured_s += generate_s
+                self.modelled_s += modelled_s
         self.is_without = metrics.get("guard/is_on") == 0
         if "tail/num_deferred" in metrics:
             self.num_rounds[metrics["tail/is_long_round"]] += 1
@@ -51,10 +53,9 @@ class Totals:
 
     @property
     def saved_s(self) -> float | None:
-        """By drafts, negative if they have lost: what steps with drafts would have taken without,
-        by the model and its error in steps without, less what they took. None before there is such
-        a step."""
+        """Seconds that drafts saved, negative if they lost; None before a step without drafts.
+
+        The model, corrected by its error in steps without drafts, is compared with the clock."""
         if not self.without_drafts or not self.draft_tokens:
             return None
-        measured_s, modelled_s = self.with_drafts
-        return statistics.median(self.without_drafts) * modelled_s - measured_s
+        return statistics.median(self.without_drafts) * self.modelled_s - self.measured_s

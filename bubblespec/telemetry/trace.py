@@ -1,22 +1,20 @@
-"""A run recorded for replay (`run.trace`): its responses, the drafts they had, and every
-forward with its load and time.
+"""A run recorded for replay (`run.trace`): its responses, the drafts they had, and every forward
+with its load and time.
 
-output_dir/trace holds meta.json and two Parquet files per step, responses-00012.parquet and
-forwards-00012.parquet. The responses are written last: a step counts
-if it has them. All files are written aside and renamed, and a continued run writes the steps again
-that come after its checkpoint. Where the disk is full recording stops, and the run continues.
+output_dir/trace has meta.json (format, flat config, world_size, hardware and versions of the newest
+start) and two Parquet files per step, responses-00012.parquet and forwards-00012.parquet. Responses
+are written last: a step counts if it has them. Files are written aside and renamed, and a resumed
+run repeats the steps after its checkpoint. On a full disk recording stops, and the run continues.
 
-responses: a row per response of the step, groups that dynamic sampling has replaced included, in
-canonical order. batch counts the step's rollouts; owner is the rank that generated the response;
-stopped says that it ended by itself, not at the length limit; reward is combined, with the overlong
-penalty; draft_tokens is its draft as its step began, null if it had none; draft_version counts the
-updates before the draft was last extended, -1 if there is none.
+responses: a row per response of the step, groups that dynamic sampling replaced included, in
+canonical order. batch numbers the step's rollouts; owner is the rank that generated the response;
+stopped is false at the length limit; reward is combined, with the overlong penalty; draft_tokens is
+the draft as the step began, null without one; draft_version counts the updates before the draft was
+last extended, -1 without one.
 
 forwards: a row per forward, by rank, batch and time, with the fields of `ForwardRecord`; times are
 seconds since that rank began that batch's rollout. together marks forwards of all ranks together
-(the shared tail): each rank has a row of each; older traces lack the column, and have none of them.
-
-meta.json: format, config (flat), world_size, hardware and versions of the newest start.
+(the shared tail), a row on each rank; older traces lack the column.
 """
 
 import contextlib
@@ -36,7 +34,7 @@ from bubblespec.errors import InputError, log, one_line
 from bubblespec.records import ForwardRecord, RolloutRecord, StepRecord
 from bubblespec.types import SampleId
 
-if TYPE_CHECKING:  # a tenth of a second that only a recorded run pays
+if TYPE_CHECKING:  # imported where it is used: it takes a tenth of a second
     import pyarrow
 
 FORMAT = 2
@@ -49,8 +47,7 @@ class Recorder:
     """Writes the trace of a run. Made by all ranks together; only rank 0 writes."""
 
     def __init__(self, config: Config, ranks: Ranks, first_step: int):
-        """first_step: steps from here on, left by an earlier start, are removed. Raises
-        InputError."""
+        """first_step: steps from here on are removed. Raises InputError."""
         self.ranks = ranks
         self.folder = os.path.join(config.run.output_dir, FOLDER)
         self.is_on = True  # the same on all ranks
@@ -64,8 +61,9 @@ class Recorder:
                 raise InputError(f"run.trace: {reason}") from error
 
     def write(self, record: StepRecord) -> None:
-        """The step is over: gather all ranks' forwards and write it. All ranks continue together,
-        so that nobody counts the writing as waiting for rank 0."""
+        """Gather all ranks' forwards of a step and write it.
+
+        All ranks continue together, so that no rank counts the writing as waiting for rank 0."""
         if not self.is_on:
             return
         step = record.step
@@ -78,7 +76,7 @@ class Recorder:
             except OSError as error:
                 self.is_on = False
                 reason = f"{self.folder}: {error.strerror or error}"
-                log(f"warning: {reason}; recording stops before step {step}, and the run goes on")
+                log(f"warning: {reason}; recording stops before step {step}; the run continues")
         self.is_on = bool(self.ranks.gather(np.array([self.is_on], np.uint8))[0, 0])
 
     def _remove_from(self, first_step: int) -> None:
@@ -108,7 +106,7 @@ class Recorder:
 
 
 def describe_hardware(device: torch.device) -> dict[str, Any]:
-    """What times depend on: processor, GPU (None on a CPU), cores, and threads of this process."""
+    """Return what times depend on: processor, GPU (or None), cores, and threads of this process."""
     processor = platform.processor() or platform.machine()
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
@@ -122,7 +120,7 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
 
 
 def read_meta(folder: str) -> dict[str, Any]:
-    """meta.json of a trace. Raises InputError."""
+    """Return meta.json of a trace. Raises InputError."""
     path = os.path.join(folder, META_FILE)
     try:
         with open(path, encoding="utf-8") as file:
@@ -130,22 +128,22 @@ def read_meta(folder: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} is not a trace: {one_line(error)}") from error
     if meta.get("format") != FORMAT:
-        raise InputError(f'{path}: not a trace of this version (it has no "format": {FORMAT})')
+        raise InputError(f'{path}: not a trace of this version (no "format": {FORMAT})')
     return meta
 
 
 def list_steps(folder: str) -> list[int]:
-    """The steps that a trace holds whole, in order. Raises InputError if there is none."""
+    """Return the complete steps of a trace, in order. Raises InputError if there is none."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     matches = [match for name in names if (match := FILE_NAME.fullmatch(name))]
     steps = sorted(int(m[2]) for m in matches if m[1] == "responses" and not m[3])
     if not steps:
-        raise InputError(f"{folder}: no step is recorded there")
+        raise InputError(f"{folder}: no complete step is recorded")
     return steps
 
 
 def read_table(folder: str, kind: str) -> "pyarrow.Table":
-    """All rows of a kind (responses, forwards). Raises InputError."""
+    """Return all rows of a kind (responses, forwards). Raises InputError."""
     import pyarrow
     import pyarrow.parquet
 
@@ -165,8 +163,7 @@ def _path(folder: str, kind: str, step: int) -> str:
 
 @contextlib.contextmanager
 def _replaced(path: str):
-    """A temporary name to write to, which becomes `path` once it is written; an error leaves
-    nothing."""
+    """Context of a temporary name to write to, which becomes `path`; an error leaves no file."""
     temporary = path + ".tmp"
     try:
         yield temporary
@@ -198,9 +195,10 @@ def _response_columns(record: StepRecord) -> dict[str, Any]:
 
 
 def _own_forwards(rollouts: list[RolloutRecord]) -> np.ndarray:
-    """This rank's forwards of a step, float64 [forwards, 2 + fields of ForwardRecord]: batch, the
-    fields, with times since the rollout began, and whether all ranks computed it together. Counts
-    are exact in it."""
+    """Return this rank's forwards of a step, float64 [forwards, 2 + fields of ForwardRecord].
+
+    The columns are batch, the fields, with times since the rollout began, and whether ranks
+    computed it together."""
     forwards = []
     for i, rollout in enumerate(rollouts):
         forwards += [(i, *forward, False) for forward in rollout.forwards]
@@ -212,7 +210,7 @@ def _own_forwards(rollouts: list[RolloutRecord]) -> np.ndarray:
 
 
 def _forward_columns(step: int, by_rank: list[np.ndarray]) -> dict[str, Any]:
-    """by_rank: see `_own_forwards`, flat, of each rank."""
+    """Return the columns of forwards. by_rank: see `_own_forwards`, flat, of each rank."""
     names = ("batch", *ForwardRecord._fields, "together")
     tables = [numbers.reshape(-1, len(names)) for numbers in by_rank]
     ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])

@@ -8,7 +8,8 @@ import argparse
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from bubblespec.config import Config, load_config
+from bubblespec.config import Config
+from bubblespec.config_file import load_config
 from bubblespec.engine.packing import PAGE
 from bubblespec.errors import InputError
 from bubblespec.loading import from_pretrained, with_dtype

@@ -16,17 +16,19 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
-from bubblespec.config import Config, load_config
+from bubblespec.config import Config
+from bubblespec.config_file import load_config
 from bubblespec.errors import InputError, log
 from bubblespec.loading import load_prompts, load_tokenizer
 from bubblespec.mechanisms.episodes.environments import Environments, Observation, check_environment
 from bubblespec.mechanisms.episodes.episodes import episode_seed
 from bubblespec.mechanisms.episodes.forms import load_form
+from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.rewards.functions import Sample, load_reward, score, takes_environments
 
 NAME = "episode"
 REASONS = {
-    "done": "the environment has ended it",
+    "done": "the environment ended it",
     "no_call": "a turn without a tool call",
     "max_turns": "environment.max_turns reached",
     "length": "rollout.max_completion_length reached",
@@ -39,12 +41,12 @@ def play(config: Config, number: int, lines: Iterator[str], has_colour: bool) ->
     """Play one episode on prompt `number` of the training data, with turns made of lines. Raises
     InputError."""
     if not config.environment.is_used:
-        raise InputError("environment: gives neither factory nor tools, so there are no episodes")
+        raise InputError("environment: has neither factory nor tools, so there are no episodes")
     options = replace(config.environment, num_workers=min(1, config.environment.num_workers))
     functions = {path: load_reward(path) for path in config.reward.functions}
     tokenizer = load_tokenizer(config)
     form = load_form(options.factory, options.tools)
-    prompts = load_prompts(config, tokenizer, form)[0].prompts
+    prompts = load_prompts(config, tokenizer, tokenize_with(tokenizer, form))[0].prompts
     if not 0 <= number < len(prompts):
         raise InputError(f"--prompt: {number}, but the data has {len(prompts)} usable prompts")
     prompt = prompts[number]
@@ -93,7 +95,7 @@ def play(config: Config, number: int, lines: Iterator[str], has_colour: bool) ->
     if form.has_reward:
         print(f"reward of the environment: {outcome.problem or outcome.reward}")
     elif outcome.problem:
-        print(f"the environment has failed: {outcome.problem}")
+        print(f"the environment failed: {outcome.problem}")
     ids = response[len(begun.ids) :]
     text = tokenizer.decode(ids, skip_special_tokens=True)
     packed = {"environment": outcome.environment} if outcome.environment else {}
@@ -132,7 +134,7 @@ def main(arguments: list[str]) -> None:
     """Play one episode with standard input and output."""
     parser = argparse.ArgumentParser("python -m bubblespec play", description="Play one episode")
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
-    parser.add_argument("--prompt", type=int, default=0, help="which one of the data, from 0")
+    parser.add_argument("--prompt", type=int, default=0, help="index of the prompt in the data")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     given = parser.parse_intermixed_args(arguments)
     for stream in (sys.stdin, sys.stdout):

@@ -14,6 +14,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.records import Load
+from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 from bubblespec.trainer import Trainer
 from bubblespec.types import Draft, Row, SampleId
 
@@ -58,9 +59,11 @@ def corrupt_drafts(
     return result, count
 
 
-class Disturbance:
+class Disturbance(Mechanism):
     """Disturbs a trainer's rollouts from now on. `counts`: what it has done on this rank, by the
     names in COUNTS."""
+
+    name = "disturbance"
 
     def __init__(self, trainer: Trainer, preempt: float, corrupt: float, seed: int = 0):
         self.trainer, self.preempt, self.corrupt = trainer, preempt, corrupt
@@ -69,8 +72,8 @@ class Disturbance:
         self.vocab_size = trainer.learner.model.get_input_embeddings().num_embeddings
         self.drafting: DraftAhead | None = None
         sampler = trainer.sampler
-        self._step, self._draft_ahead = sampler.engine.step, sampler._draft_ahead
-        sampler.engine.step, sampler._draft_ahead = self.step, self.draft_ahead
+        self._step, sampler.engine.step = sampler.engine.step, self.step
+        sampler.mechanisms.append(self)
         if sampler.board is not None:
             sampler.board.interval_s = 0.0  # a tick at every forward: the clock chooses none
         if sampler.proposer is not None:
@@ -90,21 +93,21 @@ class Disturbance:
             engine.add(taken)
         return result
 
-    def draft_ahead(self, *arguments) -> DraftAhead | None:
-        self.drafting = drafting = self._draft_ahead(*arguments)
-        if drafting is not None:
-            finish = drafting.finish
+    def begin_rollout(self, plan: RolloutPlan) -> None:
+        self.drafting = next((task for task in plan.tasks if isinstance(task, DraftAhead)), None)
+        if (drafting := self.drafting) is None:
+            return
+        finish = drafting.finish
 
-            def finish_corrupted(ranks: Ranks) -> None:
-                max_tokens = self.trainer.config.rollout.max_completion_length
-                drafting.drafts, count = corrupt_drafts(
-                    drafting.drafts, self.rng, self.corrupt, self.vocab_size, max_tokens
-                )
-                self.counts["drafts corrupted"] += count
-                finish(ranks)
+        def finish_corrupted(ranks: Ranks) -> None:
+            max_tokens = self.trainer.config.rollout.max_completion_length
+            drafting.drafts, count = corrupt_drafts(
+                drafting.drafts, self.rng, self.corrupt, self.vocab_size, max_tokens
+            )
+            self.counts["drafts corrupted"] += count
+            finish(ranks)
 
-            drafting.finish = finish_corrupted
-        return drafting
+        drafting.finish = finish_corrupted
 
     def propose(self, *arguments) -> tuple[np.ndarray, np.ndarray]:
         proposals = unpacked(*self._propose(*arguments))

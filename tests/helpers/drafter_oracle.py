@@ -15,7 +15,8 @@ from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.microbatch import Microbatch, pack_responses
-from bubblespec.mechanisms.drafter.layer import SHARPNESS, Drafter, DrafterRunner
+from bubblespec.mechanisms.drafter.layer import Drafter
+from bubblespec.mechanisms.drafter.runner import SHARPNESS, DrafterRunner
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.drafter.training import DrafterTraining, Example
 from bubblespec.planner.costs import CostModel

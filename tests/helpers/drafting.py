@@ -2,7 +2,7 @@
 own."""
 
 from bubblespec.draft import proposer
-from bubblespec.mechanisms.drafter import training as drafter_training
+from bubblespec.mechanisms.drafter import warm_start
 from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.planner import guard
@@ -25,7 +25,7 @@ def train_always(patch=setattr) -> None:
 def chain_always(patch=setattr) -> None:
     """Chains of three tokens in every forward, whatever they cost or save and whatever other
     sources know, after a short warm start."""
-    patch(drafter_training, "EPOCHS", 2)
+    patch(warm_start, "EPOCHS", 2)
     patch(guard, "FIRST_CONTROL", 1e9)  # no rollouts without drafts
     patch(proposer, "choose_windows", lambda survival, available, *_, **__: (available, True))
     patch(DrafterSource, "chance", 1.0)

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
-from bubblespec.mechanisms.drafter.layer import MAX_ROWS
+from bubblespec.mechanisms.drafter.runner import MAX_ROWS
 from bubblespec.memory import Needs, has_pages, max_slots
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bubblespec.draft.sources import DraftSource, Proposals, Survival, TrackedRows
-from bubblespec.mechanisms.drafter.layer import MAX_CHAIN_LENGTH, MAX_ROWS, DrafterRunner
+from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, MAX_ROWS, DrafterRunner
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import choose_chain_length
 from bubblespec.records import Load

@@ -1,19 +1,18 @@
-"""Training of the drafter on the policy's hidden states, to predict what the policy says next.
+"""Training of the drafter on the policy's hidden states, to predict the policy's next tokens.
 
 The policy's distribution over the drafter's tokens, at the sampling temperature, is the teacher,
 and soft cross-entropy the loss. The drafter is unrolled over a few passes, in which it continues
 from its own estimates as it does in a chain. It has an optimizer of its own; nothing here touches
 the policy's gradient.
 
-Before the first step (`make_drafter`) the policy answers the prompts of the coming steps, and each
-rank learns from its own responses; later from hidden states of the policy's training (`take`), in
-idle time (`run_slice`). Now and then all ranks continue with the mean of their drafters (`merge`).
+Examples are hidden states of the warm start (warm_start.py), later those of the policy's training
+(`take`). A rank learns in idle time (`run_slice`), and after each rollout all ranks continue with
+the mean of their drafters (`merge`).
 
 Shape legend: S sequences, T their padded positions, N = S * T, H hidden size, D size of a head, V
 the drafter's tokens, L tokens of a sequence.
 """
 
-import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -23,38 +22,21 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
-from transformers import PreTrainedModel
 
-from bubblespec.config import Config
-from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import forward_hidden
-from bubblespec.engine.packing import pack_sequences, to_device
-from bubblespec.engine.sampling import SamplingParams
-from bubblespec.errors import InputError, log
 from bubblespec.learn.microbatch import Microbatch
-from bubblespec.mechanisms.cpu_linear import Plan, use_plans
-from bubblespec.mechanisms.drafter.layer import Drafter, DrafterRunner, read_drafter
 from bubblespec.mechanisms.drafter.source import DrafterSource
-from bubblespec.planner.costs import CostModel
-from bubblespec.types import Row
 
 PASSES = 2  # of the unrolled drafter; the time of a third one is better spent on more updates
 MAX_GRAD_NORM = 0.5
 BETAS = (0.9, 0.95)
 EXAMPLES_PER_UPDATE = 2  # few: what a short warm start lacks is updates, not data
-VOCAB_SIZE = 16_384  # token ids that it can draft
 BUFFER_TOKENS = 50_000  # of recent responses, with hidden states, that each rank keeps
 SHARE_PER_STEP = 0.25  # of the buffer that one step may replace
 PIECE = 256  # response tokens of an example: a slice does not grow with the response
 CONTEXT = 16  # tokens before them; more context, as chains have, did not help
-EPOCHS = 8  # of the warm start
-MERGE_EVERY = 40  # updates of a rank in the warm start
 LEARNING_RATE = 1.5e-3  # of AdamW at the start of the warm start
 FINAL_RATE = 0.1  # of the learning rate, at the end of the warm start and after it
-MAX_STEPS = 256  # whose prompts a warm start answers
 AVERAGE = 0.2  # weight of the latest slice in the seconds per token
 
 
@@ -275,129 +257,3 @@ class DrafterTraining:
             lengths = np.arange(len(chosen))
             metrics["drafter/chain_length"] = float(np.average(lengths, weights=chosen))
         return metrics
-
-
-# Before the first step
-
-
-def make_drafter(
-    config: Config,
-    ranks: Ranks,
-    engine: Engine,
-    params: SamplingParams,
-    schedule: StepSchedule,
-    cost: CostModel,
-    *,
-    step: int,
-    plans: dict[str, Plan],
-    checkpoint: str | None,
-) -> tuple[DrafterTraining, list[Row]]:
-    """All ranks together, before `step`: the drafter of a run, and the responses that were
-    generated to train it, which are drafts of their steps. It is the checkpoint's, else the one of
-    drafter.path, else it is trained now.
-
-    cost: of the policy's forwards; plans: of linear layers. Raises StopRequested, and InputError
-    for a folder without such a drafter or a policy that can have none.
-    """
-    model, rows, num_updates = engine.runner.model, [], 0
-    saved = read_drafter(config, model, checkpoint, warns=ranks.is_main)
-    if saved is not None:
-        drafter, num_updates = saved
-    else:
-        ranks.place = "warm start of the drafter"
-        rows = generate(config, ranks, engine, params, schedule, step)
-        ids = frequent_ids(rows, params.stop_token_ids, VOCAB_SIZE, ranks)
-        try:
-            drafter = Drafter(model, ids, config.run.seed)
-        except ValueError as error:
-            raise InputError(f"speculative.method: no drafter for this policy: {error}") from error
-    use_plans(drafter, plans)
-    source = DrafterSource(DrafterRunner(drafter, engine, params), cost, ranks.clock)
-    training = DrafterTraining(source, config.run.seed)
-    training.num_updates = num_updates
-    if saved is None:
-        examples = learn_from(model, rows, training.kernel)
-        train(training, examples, ranks)
-        for example in examples:
-            training.add(example)
-        if ranks.is_main:
-            of = f"the policy's own responses (drafter.warm_start = {config.drafter.warm_start})"
-            log(f"drafter: trained with {training.num_updates} updates on {of}")
-    source.enable(True)
-    source.profile()
-    return training, rows
-
-
-def generate(
-    config: Config,
-    ranks: Ranks,
-    engine: Engine,
-    params: SamplingParams,
-    schedule: StepSchedule,
-    step: int,
-) -> list[Row]:
-    """This rank's responses to the prompts of coming steps, nearest first, until it has its share
-    of drafter.warm_start tokens; the last of them are not finished. Raises StopRequested."""
-    depth = min(MAX_STEPS, config.run.max_steps - step - 1)
-    rollout, rows = config.rollout, []
-    for groups in [schedule.launch(step).groups, *schedule.upcoming(step, depth)]:
-        samples = list(itertools.product(groups, range(rollout.num_generations)))
-        rows += [
-            Row(group.sample(sample), group.prompt.token_ids, rollout.max_completion_length)
-            for group, sample in samples[ranks.rank :: ranks.world_size]
-        ]
-    wanted, num_tokens = -(-config.drafter.warm_start // ranks.world_size), 0
-    engine.reset()
-    engine.add(rows)
-    options = {"desc": "tokens of responses to learn from", "leave": False}
-    with tqdm(total=wanted, disable=None if ranks.is_main else True, **options) as bar:
-        while num_tokens < wanted and not engine.is_idle and not ranks.must_stop:
-            load = engine.step(params)[1]
-            num_tokens += load.tokens - load.prompt_tokens
-            bar.update(load.tokens - load.prompt_tokens)
-    engine.collect()
-    engine.release()
-    ranks.barrier_or_stop()
-    return [row for row in rows if len(row.tokens)]
-
-
-def frequent_ids(
-    rows: Sequence[Row], stop_token_ids: Sequence[int], count: int, ranks: Ranks
-) -> np.ndarray:
-    """The `count` most frequent tokens of all ranks' responses, stop tokens among them, int64
-    ascending."""
-    tokens = np.concatenate([np.array(stop_token_ids, np.int64), *(row.tokens for row in rows)])
-    ids, counts = np.unique(np.concatenate(ranks.gather_ragged(tokens)), return_counts=True)
-    return np.sort(ids[np.argsort(-counts, kind="stable")[:count]])
-
-
-@torch.no_grad()
-def learn_from(model: PreTrainedModel, rows: Sequence[Row], kernel: str) -> list[Example]:
-    """Examples of these responses, with the policy's hidden states."""
-    examples = []
-    for row in rows:
-        tokens = np.concatenate((row.prompt, row.tokens[:-1]))
-        packing = pack_sequences([len(tokens)], model.device)
-        hidden = forward_hidden(model, to_device(tokens, model.device), packing, kernel)
-        examples += examples_of(tokens, len(row.prompt), hidden)
-    return examples
-
-
-def train(training: DrafterTraining, examples: list[Example], ranks: Ranks) -> None:
-    """EPOCHS over this rank's examples, merged now and then, at a rate that falls to FINAL_RATE.
-    Raises StopRequested."""
-    examples = sorted(examples, key=lambda example: len(example.hidden))  # to pad little
-    begins = np.arange(0, len(examples), EXAMPLES_PER_UPDATE)
-    order = np.concatenate([training.random.permutation(begins) for _ in range(EPOCHS)])
-    total = int(ranks.gather(np.array([len(order)])).max())
-    options = {"desc": "updates of the drafter", "leave": False}
-    options["disable"] = None if ranks.is_main else True  # None: shown on a terminal alone
-    for number in tqdm(range(total), **options):
-        rate = LEARNING_RATE * (1 - (1 - FINAL_RATE) * number / total)
-        training.optimizer.param_groups[0]["lr"] = rate
-        if number < len(order):
-            training.learn(examples[order[number] : order[number] + EXAMPLES_PER_UPDATE])
-        if number % MERGE_EVERY == 0 or number + 1 == total:
-            training.merge(ranks)
-            ranks.barrier_or_stop()
-    training.optimizer.param_groups[0]["lr"] = FINAL_RATE * LEARNING_RATE

@@ -77,15 +77,15 @@ class Form:
         for tool in self.tools(self.factory and object.__new__(self.factory)):
             if tool.__name__ in names:
                 raise InputError(
-                    f"environment: two tools are named '{tool.__name__}', and a call could mean "
-                    "either; rename one of them"
+                    f"environment: two tools are named '{tool.__name__}', so calls would be "
+                    "ambiguous; rename one of them"
                 )
             names.add(tool.__name__)
             try:
                 schemas.append(get_json_schema(tool))
             except Exception as error:  # of several kinds, by what is missing
                 raise InputError(
-                    f"environment: {tool.__qualname__} cannot be a tool, which needs type hints "
+                    f"environment: {tool.__qualname__} cannot be a tool: it needs type hints "
                     f"and a docstring with an Args section: {one_line(error)}"
                 ) from error
         return schemas
@@ -123,7 +123,7 @@ def load_form(factory: str | None, tools: list[str]) -> Form:
         )
     if form.is_text and tools:
         raise InputError(
-            f"environment.tools: '{factory}' takes the whole turn as its action, so it has no tools"
+            f"environment.tools: '{factory}' reads whole turns, so it cannot be combined with tools"
         )
     return form
 
@@ -252,7 +252,7 @@ class TextEpisode:
         if isinstance(step, dict):
             step = SimpleNamespace(**step)
         if getattr(step, "postprocessed_action", None) not in (None, text):
-            raise ValueError("step has changed the action, whose tokens are generated already")
+            raise ValueError("step changed the action, but its tokens are generated already")
         self._reward += float(step.reward)
         messages = _messages(step.observations, "step")
         return {"messages": messages, "num_failed": 0, "done": bool(step.done)}
@@ -270,7 +270,7 @@ def add_text(prompt: Chat, added: Any) -> Chat:
     may be a list of parts, all of them text."""
     if isinstance(added, list) and not isinstance(prompt, str):
         if any(part["type"] != "text" for part in added):
-            raise TypeError(f"reset returned {added!r:.200}, whose parts are not all text")
+            raise TypeError(f"reset returned {added!r:.200}, which has parts that are not text")
         added = "".join(part["text"] for part in added)
     if not isinstance(added, str):
         raise TypeError(f"reset returned {added!r:.200}, neither text nor None")

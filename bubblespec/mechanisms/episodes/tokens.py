@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from bubblespec.data.prompts import make_tokenize, render, render_text
 from bubblespec.errors import InputError
-from bubblespec.mechanisms.episodes.forms import Chat, tool_message
+from bubblespec.mechanisms.episodes.forms import Chat, Form, tool_message
 
 # How added text may begin and end: kinds of characters that tokenizers join to what is before them.
 _BEGINNINGS = ("", "a", " a", "7", "\na", ".")
@@ -45,6 +45,12 @@ def base_ids(tokenizer, prompt: Chat, schemas: list[dict], adds_text: bool) -> t
     return tuple(column[0] for column in columns)
 
 
+def tokenize_with(tokenizer, form: Form) -> Callable[[Chat], tuple[int, ...]]:
+    """Return the function from a prompt to the ids that a group of episodes shares."""
+    schemas, adds_text = form.schemas(), form.adds_text
+    return lambda prompt: base_ids(tokenizer, prompt, schemas, adds_text)
+
+
 def begin_ids(
     tokenizer,
     prompt: Chat,
@@ -63,7 +69,7 @@ def begin_ids(
         ids = prompt_ids(tokenizer, cut, schemas)
         if tuple(ids[: len(base)]) != base:
             raise InputError(
-                "environment.factory: what it adds to the prompt changes the tokens before it: "
+                "environment.factory: text that it adds to the prompt changes earlier tokens: "
                 f"{after!r:.200}"
             )
         return ids[len(base) :]
@@ -71,8 +77,8 @@ def begin_ids(
     ids = _fit(ids_at, len(added), max_length)
     if ids is None:
         raise InputError(
-            f"environment.max_observation_length: {max_length} tokens are too few for what "
-            f"follows the shared part of a prompt"
+            f"environment.max_observation_length: {max_length} tokens are too few for the "
+            f"part of a prompt after its shared prefix"
         )
     return ids
 
@@ -210,7 +216,7 @@ def check_tokens(
     is_chat = not isinstance(prompt, str)
     if not is_chat and schemas:
         raise InputError(
-            "environment: tools need chat prompts; give data.as_chat=true, for instance"
+            "environment: tools need chat prompts; set data.as_chat=true for string prompts"
         )
     if is_chat and tokenizer.chat_template is None:
         raise InputError("model.path: its tokenizer has no chat template, but prompts are chats")
@@ -245,7 +251,7 @@ def _check_tool_format(tokenizer, prompt: list[dict], schemas: list[dict]) -> No
     if getattr(tokenizer, "response_template", None) is None and "<tool_call>" not in text:
         raise InputError(
             "model.path: its tokenizer has no response_template, by which tool calls are parsed, "
-            "and its chat template no <tool_call> tags"
+            "and its chat template has no <tool_call> tags"
         )
     part = {"type": "text", "text": content}
     for returned in (content, [content], [part], {content: 1}, None, 7, 0.5):
@@ -254,8 +260,8 @@ def _check_tool_format(tokenizer, prompt: list[dict], schemas: list[dict]) -> No
         wanted = content if content in str(returned) else str(returned)
         if wanted not in shown:
             raise InputError(
-                f"model.path: its chat template does not show what a tool returns: of {returned!r} "
-                f"there is {shown!r:.200}"
+                f"model.path: its chat template does not render a tool's result: {returned!r} "
+                f"becomes {shown!r:.200}"
             )
 
 

@@ -95,7 +95,7 @@ class Worker:
             episode, is_end, request, limit_s, deliver = job
             is_held = episode.home is not None and episode.home is self._process
             if episode.is_abandoned and not (is_end and is_held):
-                deliver({"failure": "it was not needed", "seconds": 0.0})
+                deliver({"failure": "its episode was aborted", "seconds": 0.0})
                 continue
             try:
                 reply = self._ask(episode, request, limit_s)
@@ -127,10 +127,10 @@ class Worker:
         for request, limit_s, seen in episode.history:
             if digest(self._process.ask(request, limit_s)) == seen:
                 continue
-            what = "an environment that was replayed in a new worker replied differently"
+            what = "an environment replied differently when replayed in a new worker"
             if self._deterministic:
                 raise RunFailed(
-                    f"environment.deterministic: {what}; give false if it is random beyond its seed"
+                    f"environment.deterministic: {what}; set false if it is random beyond its seed"
                 )
             self.num_differing += 1
         episode.home = self._process
@@ -174,7 +174,7 @@ def bounded(reply: dict) -> dict:
         size = len(json.dumps(reply))
         problem = None if size <= MAX_REPLY_BYTES else f"a reply of {size} bytes is too large"
     except (TypeError, ValueError, RecursionError) as error:
-        problem = f"a reply is no plain data: {error}"
+        problem = f"a reply is not plain data: {error}"
     return reply if problem is None else {"error": problem, "seconds": reply["seconds"]}
 
 

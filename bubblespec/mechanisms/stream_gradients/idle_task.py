@@ -1,10 +1,9 @@
-"""Gradients of finished groups, a use of idle time: a rank that waits computes those of its own
-samples, a slice at a time.
+"""The idle task of streamed gradients: a waiting rank computes gradients of its own samples.
 
-Every rank tells the others the rewards of the samples that it has finished and scored. A group is
-complete once all rewards that it is trained on are known; then each rank knows the advantages of
-those of its samples that it generated itself. A reward that comes late or not at all keeps its
-group out, and the update computes those gradients as if nothing had been streamed.
+Every rank publishes the rewards of the samples that it has finished and scored. A group is complete
+once all of its rewards are known; then each rank can compute advantages, and gradients of the
+group's samples that it has generated itself, a slice at a time. A reward that comes late or not at
+all keeps its group out: the update computes the group's gradients as without streaming.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +15,9 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.idle.task import SLICE_S, SliceTask
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
+from bubblespec.mechanisms.stream_gradients.gradients import StreamedGradients
 from bubblespec.records import Span
+from bubblespec.rewards.scorer import Scoring
 from bubblespec.types import Launch, Row, has_zero_std, is_sampled
 
 
@@ -28,13 +29,15 @@ class Piece(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a micro-batch feeds of it."""
+        """Tokens of the sample that a micro-batch feeds."""
         return len(self.row.prompt) + len(self.row.tokens) - 1
 
 
 def pieces_of(learner: Learner, rows: Sequence[Row | None], rewards: np.ndarray) -> list[Piece]:
-    """One group's samples that this rank has and that have a gradient. rows: None for the samples
-    of other ranks; rewards: float64 [samples], of all of them."""
+    """Return the pieces of one group: this rank's samples that have a gradient.
+
+    rows: None for samples of other ranks; rewards: float64 [samples], of all samples.
+    """
     loss = learner.config.loss
     (advantages,) = estimate_advantages(rewards[None], loss.advantage_estimator, loss.scale_rewards)
     return [
@@ -55,12 +58,13 @@ class StreamGradients(SliceTask):
     def __init__(
         self,
         launch: Launch,
-        learner: Learner,
-        take_rewards: Callable[[], list[tuple[Row, float]]],
+        gradients: StreamedGradients,
+        scoring: Scoring,
+        combine_rewards: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ):
-        """take_rewards: this rank's rows that are trained on, finished and scored since the last
-        call, with their rewards."""
-        self.learner, self.take_rewards, self.config = learner, take_rewards, learner.config
+        """Create the task of one rollout. combine_rewards: see `StreamGradientsMechanism`."""
+        self.gradients, self.scoring, self.combine_rewards = gradients, scoring, combine_rewards
+        self.config, self.cost = gradients.learner.config, gradients.cost
         self.shape = (len(launch.groups), launch.num_generations)
         self._index_of = {sample: index for index, sample in enumerate(launch.ids)}
         self._rows: dict[int, Row] = {}  # this rank's scored ones, by index in the launch
@@ -70,28 +74,36 @@ class StreamGradients(SliceTask):
 
     @property
     def scores_in_workers(self) -> bool:
-        """Rewards come from other processes, so that they can be taken while rows of this rank are
-        unfinished."""
+        """Whether rewards come from other processes, and so also while own rows are unfinished."""
         return self.config.reward.num_workers > 0
 
     @property
     def frees_cache(self) -> bool:
-        """There is no memory for a slice while keys and values are held."""
+        """Whether there is no memory for a slice while keys and values are held."""
         return self.config.rollout.free_cache_engine
 
     def publish(self) -> np.ndarray:
-        """What this rank could do, and rewards of its samples, NaN elsewhere."""
+        """Return what `SliceTask` does, and rewards of this rank's samples, NaN elsewhere."""
         if self.scores_in_workers or not self.view.unfinished:
-            for row, reward in self.take_rewards():
-                index = self._index_of[row.id]
-                self._rows[index], self._own_rewards.flat[index] = row, reward
+            self._take_rewards()
         return np.concatenate((super().publish(), self._own_rewards.ravel()))
 
+    def _take_rewards(self) -> None:
+        """Take in this rank's rows that are trained on and were scored since the last call."""
+        if not (scored := self.scoring.take_scored()):
+            return
+        rows, scores = zip(*scored, strict=True)
+        lengths = np.array([len(row.tokens) for row in rows])
+        rewards = self.combine_rewards(np.stack(scores), lengths)
+        for row, reward in zip(rows, rewards.tolist(), strict=True):
+            index = self._index_of[row.id]
+            self._rows[index], self._own_rewards.flat[index] = row, reward
+
     def receive(self, published: list[np.ndarray]) -> None:
-        """The samples of groups that have become complete can be computed from now on."""
-        slices, rewards = np.split(np.stack(published), [3], axis=1)
-        super().receive(slices)
-        known = np.fmax.reduce(rewards).reshape(self.shape)  # one rank knows that of each sample
+        """Make pieces of the groups that have become complete."""
+        super().receive([values[:3] for values in published])
+        rewards = np.stack([values[3:] for values in published])
+        known = np.fmax.reduce(rewards).reshape(self.shape)  # one rank has each sample's reward
         is_complete = np.isfinite(known).all(axis=1)
         # Dynamic sampling replaces groups of equal rewards.
         only_differing = self.config.rollout.dynamic_sampling_max_batches > 1
@@ -100,21 +112,21 @@ class StreamGradients(SliceTask):
                 continue
             begin, size = group * self.shape[1], self.shape[1]
             rows = [self._rows.get(index) for index in range(begin, begin + size)]
-            self._pieces += pieces_of(self.learner, rows, known[group])
+            self._pieces += pieces_of(self.gradients.learner, rows, known[group])
         self._pieces.sort(key=lambda piece: piece.num_tokens)
         self._is_complete = is_complete
 
     def next_slices(self) -> tuple[int, float, float]:
         """See `SliceTask`."""
         size = sum(piece.num_tokens for piece in self._next_slice())
-        total, cost = sum(piece.num_tokens for piece in self._pieces), self.learner.cost
-        return -(-total // size), cost.seconds(size), cost.tokens_s(size)
+        total = sum(piece.num_tokens for piece in self._pieces)
+        return -(-total // size), self.cost.seconds(size), self.cost.tokens_s(size)
 
     def can_begin(self) -> bool:
-        """Once this rank's rows are done, or while all of them wait for their environments."""
+        """Whether own rows are done or wait for environments, and there is a piece to compute."""
         is_idle = not self.view.unfinished or self.view.is_idle
         is_idle &= self.view.engine.is_idle or not self.frees_cache
-        return is_idle and self.learner.cost.is_known and bool(self._pieces)
+        return is_idle and self.cost.is_known and bool(self._pieces)
 
     def do_slice(self) -> Span:
         """See `SliceTask`."""
@@ -123,20 +135,21 @@ class StreamGradients(SliceTask):
         pieces = self._next_slice()
         taken = set(map(id, pieces))
         self._pieces = [piece for piece in self._pieces if id(piece) not in taken]
-        cost, use = self.learner.cost, self.view.record.idle[self.name]
-        use.saved_s += cost.tokens_s(sum(piece.num_tokens for piece in pieces))
+        use = self.view.record.idle[self.name]
+        use.saved_s += self.cost.tokens_s(sum(piece.num_tokens for piece in pieces))
         advantages = np.array([piece.advantage for piece in pieces])
-        return self.learner.stream([piece.row for piece in pieces], advantages)
+        return self.gradients.add([piece.row for piece in pieces], advantages)
 
     def finish(self, ranks: Ranks) -> None:
-        """The update brings the gradients together, and takes so much less time on each rank."""
+        """Share the saved seconds evenly: the update adds up the gradients of all ranks."""
         use = self.view.record.idle[self.name]
         use.saved_s = float(ranks.gather(np.array([use.saved_s])).mean())
 
     def _next_slice(self) -> list[Piece]:
-        """The longest sample, and the longest others that fit into a slice with it."""
+        """Return the longest piece, and the longest others that fit into a slice with it."""
         limit = self.config.optim.max_tokens_per_microbatch
-        room, chosen = min(self.learner.cost.max_tokens(SLICE_S), limit), []
+        room = min(self.cost.max_tokens(SLICE_S), limit)
+        chosen: list[Piece] = []
         for piece in reversed(self._pieces):
             if not chosen or piece.num_tokens <= room:
                 chosen.append(piece)

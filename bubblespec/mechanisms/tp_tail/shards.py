@@ -51,7 +51,7 @@ class TPUnsupported(ValueError):
 
 def no_shared_tail(error: TPUnsupported) -> str:
     """The line for a run whose ranks compute no forwards together."""
-    instead = "the ranks that have the last rows decode them"
+    instead = "no tensor-parallel tail"
     return fallback(instead, error, "rollout.tp_tail_max_rows=0")
 
 
@@ -174,8 +174,8 @@ class Shards:
         largest = self.tp.gather(difference).max().item()
         if not largest <= TOLERANCE.get(model.dtype, 0.1):
             raise TPUnsupported(
-                f"{name} computed in shards, as base_model_tp_plan of its configuration says, "
-                f"differs from the whole model by {largest:.1e}"
+                f"{name} computed in shards by its base_model_tp_plan differs from the whole "
+                f"model by {largest:.1e}"
             )
 
 
@@ -248,7 +248,7 @@ def plan_shards(
             specs.append(ShardSpec(module, is_rowwise, part))
     if not specs:
         raise TPUnsupported(
-            f"{name} has no plan of layers to shard (base_model_tp_plan of its configuration)"
+            f"{name} has no tensor-parallel plan (base_model_tp_plan of its configuration)"
         )
     if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
         raise TPUnsupported(f"{name} has an output head that is not a linear layer")

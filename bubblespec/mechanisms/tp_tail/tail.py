@@ -12,6 +12,7 @@ the next tick.
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -23,16 +24,15 @@ from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log
-from bubblespec.mechanisms.drafter.layer import DrafterRunner
-from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.tp_tail.kv_transfer import can_transfer_kv, transfer_kv
 from bubblespec.mechanisms.tp_tail.shards import TPGroup, TPUnsupported, no_shared_tail
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
 from bubblespec.planner.stats import RunStats
-from bubblespec.records import ForwardRecord, RolloutRecord, Span
+from bubblespec.records import ForwardRecord, RolloutRecord, Span, StepRecord, total_s
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.gather import gather_rows
+from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Row, SampleId
@@ -40,13 +40,17 @@ from bubblespec.types import Row, SampleId
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward
 STOP_INTERVAL = 8  # forwards between two checks whether any rank has been told to stop
 MAX_DRAFT_TOKENS = 64  # of a row
-# Latest tokens of a row that are fed again for the drafter, which needs the policy's hidden states.
+# Latest tokens of a row that are fed again for companions, which may need their hidden states.
 FED_AGAIN = 16
+ROWS = "tp_tail_rows"  # in a rollout's extras: rows of this rank that were unfinished on entry
 NUM_TIMED = 3  # forwards at the start, after those that do not count
 
 
-class TPTail:
+class TPTail(Mechanism):
     """The engine of all ranks together, and when to use it."""
+
+    name = "tp_tail"
+    needs_timings = True
 
     def __init__(
         self,
@@ -63,26 +67,41 @@ class TPTail:
         there are keys and values, which there are not in virtual time."""
         self.engine, self.ranks, self.gather, self.max_rows = engine, ranks, gather, max_rows
         self.is_worth_it, self.has_keys = is_worth_it, has_keys
-        self._drafter: tuple[DrafterSource, DrafterRunner] | None = None
+        self.companions: list[Callable[[Engine], AbstractContextManager]] = []
+        """Contexts in which draft sources follow the rows to another engine."""
 
-    def draft_with(self, source: DrafterSource, runner: DrafterRunner) -> None:
-        """The drafter drafts for rows in here too. source: one of the proposer's; runner: of this
-        engine."""
-        self._drafter = source, runner
+    def begin_rollout(self, plan: RolloutPlan) -> None:
+        """Take over at the end of the rollout. Where costs decide when, the guard may forbid it."""
+        if self.is_worth_it is None or plan.is_on:
+            plan.take_over = self
+
+    def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
+        """Return the rows, forwards and seconds of shared decoding; nothing in steps without."""
+        shared = [rollout for rollout in record.rollouts if rollout.shared]
+        if not shared:
+            return {}
+        own_s = sum(total_s(rollout.shared, "shared") for rollout in shared)
+        own_rows = sum(rollout.extras[ROWS] for rollout in shared)
+        rows, seconds = ranks.gather(np.array([own_rows, own_s])).T
+        return {
+            "tp_tail/rows": int(rows.sum()),
+            "tp_tail/forwards": sum(len(rollout.shared_forwards) for rollout in shared),
+            "timing_s/tp_tail": float(seconds.mean()),
+        }
 
     @property
     def tokens_fed_again(self) -> int:
-        """Of each row, when it is entered."""
-        return FED_AGAIN if self._drafter is not None else 0
+        """Tokens of each row that are fed again when the tail is entered."""
+        return FED_AGAIN if self.companions else 0
 
     def is_due(self, table: RowTable, states: list[RankState]) -> bool:
         """Whether all ranks enter it at this tick. Where some rows are not trained on, never: what
         is left of these is not finished anyway."""
         if table.launch.selects or any(state.must_stop for state in states):
             return False
-        return self.is_small(table) and (self.is_worth_it is None or self.is_worth_it(table))
+        return self.is_near(table) and (self.is_worth_it is None or self.is_worth_it(table))
 
-    def is_small(self, table: RowTable) -> bool:
+    def is_near(self, table: RowTable) -> bool:
         """Whether rows are left, and few enough."""
         return bool(0 < (table.synced >= 0).sum() <= self.max_rows)
 
@@ -114,9 +133,10 @@ class TPTail:
         if not rows:
             return
         drafts = None if proposer is None else OwnersPropose(proposer, unfinished, self.gather)
-        record.shared_rows, last_s = len(own), clock.perf_counter()
-        source, drafter_runner = self._drafter or (None, None)
-        with source.moved_to(drafter_runner) if source else contextlib.nullcontext():
+        record.extras[ROWS], last_s = len(own), clock.perf_counter()
+        with contextlib.ExitStack() as stack:
+            for follow in self.companions:
+                stack.enter_context(follow(engine))
             while not engine.is_idle:
                 is_asked = len(record.shared_forwards) % STOP_INTERVAL == 0
                 if is_asked and self.gather(np.array([ranks.must_stop], np.uint8)).any():

@@ -9,7 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from itertools import combinations
@@ -118,7 +118,7 @@ def devices(case: Case) -> Iterator[Line]:
         if num_local * threads > cores:
             yield slower(f"{num_local * threads} threads share {cores} cores; OMP_NUM_THREADS=1")
         if torch.cuda.is_available():
-            yield slower("this machine has a GPU that is not used; model.device=cuda")
+            yield slower("this machine has an unused GPU; model.device=cuda")
         elif cuda_of_driver() is not None:
             yield slower(f"{why_no_gpu()}; or model.device=cpu")
         return
@@ -148,7 +148,7 @@ def model(case: Case) -> Iterator[Line]:
     case.kernel, case.slower = prepare(config, loaded, case.ranks)
     case.model = loaded
     longest = max_length(config)
-    yield ok(f"packed sequences of up to {longest} tokens get the same logits as unpacked ones")
+    yield ok(f"packed sequences of up to {longest} tokens have the same logits as unpacked ones")
 
 
 def attention(case: Case) -> Iterator[Line]:
@@ -158,7 +158,7 @@ def attention(case: Case) -> Iterator[Line]:
     elif case.ranks.device.type == "cuda" and case.kernel == "sdpa":
         yield slower("attention is sdpa; model.attention=auto")
     else:
-        others = "; the others run on CUDA only" if case.ranks.device.type == "cpu" else ""
+        others = "; other kernels run on CUDA only" if case.ranks.device.type == "cpu" else ""
         yield ok(f"attention is {case.kernel}{others}")
 
 
@@ -268,7 +268,7 @@ def collectives(case: Case) -> Iterator[Line]:
     sum_us = 1e6 * median_s(ranks.barrier, ranks.device)
     yield ok(f"an all-reduce of one number takes {sum_us:.0f} us ({dist.get_backend()})")
     if board is None:
-        yield ok("ranks need not know each other's progress in this configuration")
+        yield ok("ranks do not exchange progress in this configuration")
         return
 
     transports, timeout_s = [board.transport], case.config.run.timeout_s
@@ -281,7 +281,7 @@ def collectives(case: Case) -> Iterator[Line]:
     if len(tick_us) > 1:
         line += f"; {min(tick_us, key=tick_us.get)} is faster (rollout.progress_backend)"
     elif local_ranks() == ranks.world_size:
-        yield slower(f"{line}: shared memory is not available here, and no key changes that")
+        yield slower(f"{line}: shared memory is unavailable here")
         return
     yield ok(line)
 
@@ -304,7 +304,7 @@ def rollouts(case: Case) -> Iterator[Line]:
     ranks, sampler, rollout = case.ranks, case.trainer.sampler, case.config.rollout
     sampler.environments = None  # of episodes the first turns are compared
     longest = min(rollout.max_completion_length, MAX_TOKENS)
-    sampler.config = replace(case.config, rollout=replace(rollout, max_completion_length=longest))
+    rollout.max_completion_length = longest  # also of what is drafted ahead
     groups = sampler.schedule.launch(0).groups[: max(MIN_PROMPTS, ranks.world_size)]
     size = min(rollout.num_generations, MAX_RESPONSES)
     rank_of = place_in_turn(len(groups), size, ranks.world_size)
@@ -339,7 +339,7 @@ def rollouts(case: Case) -> Iterator[Line]:
         rounding = "bfloat16 rounds batches of other shapes differently"
         yield ok(f"{differing / len(rank_of):.0%} of {responses} differ, as {rounding}: {took}")
     else:
-        tie = " (a near tie, if not with another run.seed too)" if dtype == "float32" else ""
+        tie = " (a near tie, unless another run.seed differs too)" if dtype == "float32" else ""
         yield failed(f"{differing} of {responses} differ with drafts{tie}; speculative.method=none")
     if "drafter" in case.config.speculative.sources:
         yield ok("the learned drafter was not tried, as it is trained before the first step")

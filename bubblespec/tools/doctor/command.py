@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from bubblespec.config import load_config
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import EndsRun, RankTimeout, RunFailed, log, one_line
 from bubblespec.loading import with_dtype
@@ -36,7 +36,7 @@ def examine(case: Case) -> list[str]:
     is_apart = False  # ranks have missed a collective, and there can be no further one
     for name, check in CHECKS.items():
         if is_apart or check.needs not in passed:
-            why = "ranks are out of step" if is_apart else f"it needs what {check.needs} makes"
+            why = "ranks are out of step" if is_apart else f"{check.needs} failed"
             of_ranks = [[failed(f"not made, as {why}")]]
         else:
             if case.ranks.is_main:

@@ -13,7 +13,8 @@ import json
 import os
 from typing import Any
 
-from bubblespec.config import Config, config_of_sections
+from bubblespec.config import Config
+from bubblespec.config_file import config_of_sections
 from bubblespec.errors import InputError, log
 from bubblespec.telemetry.trace import FOLDER, read_meta
 from bubblespec.tools.simulate.recorded import (
@@ -62,7 +63,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--drafter", default="", metavar="NAME=VALUE,...", help=f"of {names}")
     parser.add_argument("--ranks", type=int, help="default: those of the trace, or 8")
     parser.add_argument("--cost-model", metavar="COST", help="GPU:MODEL or RUN_DIR to fit it on")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; it must not exist")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to this new file")
     parser.add_argument("overrides", nargs="*", help=f"section.key=value of {', '.join(SECTIONS)}")
     run(parser.parse_intermixed_args(arguments))
 
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json and os.path.exists(arguments.json):
         raise InputError(f"--json: {arguments.json} exists")
     if not (arguments.trace or arguments.cost_model):
-        raise InputError("--cost-model: a synthetic workload says nothing of what a forward takes")
+        raise InputError("--cost-model: a synthetic workload has no measured forwards to fit")
     for override in arguments.overrides:
         if override.split(".")[0] not in SECTIONS or "=" not in override:
             raise InputError(f"{override}: give section.key=value of {', '.join(SECTIONS)}")
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
     if config.rollout.tp_tail_max_rows and num_ranks > 1 and workload.tools is None:
         together = load_shared_cost(cost_model, num_ranks)
         if together is None and config.rollout.tp_tail_max_rows != "auto":
-            reason = f"{cost_model} does not say what forwards of {num_ranks} ranks together take"
+            reason = f"{cost_model} has no forwards of {num_ranks} ranks together"
             log(f"warning: the shared tail is left out: {reason}")
     options = {"drafter": drafter, "shows_progress": True}
     options["together"] = None if together is None else together.seconds
@@ -125,7 +126,7 @@ def recorded(arguments: argparse.Namespace) -> tuple[Workload, Config, int]:
         text = f"the recorded responses are cut at {limit}"
         raise InputError(f"rollout.max_completion_length: {text}")
     if config.tail_batching.enabled and meta["config"].get("tail_batching.enabled"):
-        raise InputError("tail_batching.enabled: the recorded run has it already: use another run")
+        raise InputError("tail_batching.enabled: the recorded run used it; choose another run")
     return read_workload(arguments.trace), config, meta["world_size"]
 
 

@@ -20,7 +20,6 @@ from bubblespec.mechanisms.tail_batching import MAX_OVER_SAMPLING, TailBatching,
 from bubblespec.mechanisms.tp_tail.tail import TPTail, enter_by_cost, measure
 from bubblespec.memory import AUTO_TP_ROWS, max_slots
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.guard import Guard
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
@@ -265,9 +264,7 @@ class _Rank:
             if costs.tp_cost is not None:
                 stats = self.sampler.stats
                 enter_by_cost(tail, costs.tp_cost, stats, engine.num_slots, board)
-                if self.sampler.proposer is None:
-                    stats.guard = Guard()
-            self.sampler.tail = tail
+            self.sampler.mechanisms.append(tail)
         if workload.tools is not None:
             num_workers = max(config.environment.num_workers, 1)
             self.sampler.environments = SimulatedEnvironments(
@@ -280,7 +277,8 @@ class _Rank:
             source.profile()
             proposer.add(source)
             if tail is not None:
-                tail.draft_with(source, SimulatedDrafterRunner(tail.engine, costs.drafter))
+                together = SimulatedDrafterRunner(tail.engine, costs.drafter)
+                tail.companions.append(lambda engine: source.moved_to(together))
         ranks.barrier()
 
     def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified, num_accepted
 from bubblespec.errors import InputError
-from bubblespec.mechanisms.drafter.layer import CONTEXT, MAX_CHAIN_LENGTH
+from bubblespec.mechanisms.drafter.runner import CONTEXT, MAX_CHAIN_LENGTH
 from bubblespec.records import Load
 from bubblespec.tools.simulate.world import World
 from bubblespec.types import Row

@@ -1,0 +1,131 @@
+"""The learned drafter of a run (TLT, arXiv 2511.16665): read or trained before the first step, then
+drafting in rollouts and trained in their idle time."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+from bubblespec.config import Config
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.errors import InputError, log
+from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
+from bubblespec.mechanisms.drafter.layer import DRAFTER_FOLDER, Drafter, read_drafter, save_drafter
+from bubblespec.mechanisms.drafter.runner import DrafterRunner
+from bubblespec.mechanisms.drafter.source import DrafterSource
+from bubblespec.mechanisms.drafter.training import DrafterTraining
+from bubblespec.mechanisms.drafter.warm_start import (
+    VOCAB_SIZE,
+    examples_from,
+    frequent_ids,
+    generate,
+    train,
+)
+from bubblespec.records import StepRecord
+from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.types import Row
+
+
+class DrafterMechanism(Mechanism):
+    """The drafter, its source of draft tokens and its training."""
+
+    name = "drafter"
+
+    def __init__(
+        self,
+        config: Config,
+        model: PreTrainedModel,
+        ranks: Ranks,
+        params: SamplingParams,
+        checkpoint: str | None,
+        set_kernels: Callable[[torch.nn.Module], None],
+    ):
+        """params: of training's samples; checkpoint: folder that the run continues from;
+        set_kernels: chooses kernels for the drafter's linear layers. Raises InputError for a saved
+        drafter that does not fit."""
+        self.config, self.model, self.ranks, self.params = config, model, ranks, params
+        self.set_kernels = set_kernels
+        self._saved = read_drafter(config, model, checkpoint, warns=ranks.is_main)
+        self.training: DrafterTraining | None = None
+        """None until `start`, and in a run that is complete already."""
+        self._moved: dict[int, DrafterRunner] = {}  # by id() of the engine
+
+    def start(self, trainer) -> None:
+        """Take the drafter of the checkpoint, else of drafter.path, else train one. Raises
+        StopRequested, and InputError for a policy that cannot have a drafter."""
+        config, sampler, step = self.config, trainer.sampler, trainer.num_updates
+        if step >= config.run.max_steps:
+            return
+        with trainer.console.phase("preparing the drafter"):
+            rows: list[Row] = []
+            if self._saved is None:
+                self.ranks.place = "warm start of the drafter"
+                engine, schedule = sampler.engine, sampler.schedule
+                rows = generate(config, self.ranks, engine, self.params, schedule, step)
+            self._begin_drafting(sampler, rows)
+            # The warm start generates the beginnings of episodes alone.
+            if "bubble" in config.speculative.sources and not config.environment.is_used:
+                sampler.keep_as_drafts(rows, step, are_deferred=False)
+            sampler.proposer.add(self.training.source)
+            trainer.learner.on_hidden = self.training.take
+
+    def _begin_drafting(self, sampler, rows: list[Row]) -> None:
+        """Create the source and the training. rows: responses to learn from where no drafter was
+        saved."""
+        config, ranks, params = self.config, self.ranks, self.params
+        if self._saved is None:
+            ids = frequent_ids(rows, params.stop_token_ids, VOCAB_SIZE, ranks)
+            try:
+                drafter, num_updates = Drafter(self.model, ids, config.run.seed), 0
+            except ValueError as error:
+                problem = f"no drafter for this policy: {error}"
+                raise InputError(f"speculative.method: {problem}") from error
+        else:
+            drafter, num_updates = self._saved
+        self.set_kernels(drafter)
+        runner = DrafterRunner(drafter, sampler.engine, params)
+        source = DrafterSource(runner, sampler.proposer.cost, ranks.clock)
+        self.training = training = DrafterTraining(source, config.run.seed)
+        training.num_updates = num_updates
+        if self._saved is None:
+            train(training, examples_from(self.model, rows, training.kernel), ranks)
+            if ranks.is_main:
+                responses = f"(drafter.warm_start = {config.drafter.warm_start})"
+                of = f"the policy's own responses {responses}"
+                log(f"drafter: trained with {training.num_updates} updates on {of}")
+        source.enable(True)
+        source.profile()
+
+    def begin_rollout(self, plan: RolloutPlan) -> None:
+        """Draft and learn in rollouts of steps, unless the guard leaves drafts out."""
+        if self.training is None:
+            return
+        is_used = plan.is_on and plan.step is not None
+        self.training.source.enable(is_used)
+        if is_used:
+            plan.tasks.append(TrainDrafter(self.training))
+
+    @contextlib.contextmanager
+    def moved_to(self, engine: Engine) -> Iterator[None]:
+        """Context in which the source drafts for the rows of another engine."""
+        source = self.training.source
+        runner = self._moved.get(id(engine))
+        if runner is None:
+            runner = DrafterRunner(self.training.drafter, engine, self.params)
+            self._moved[id(engine)] = runner
+        with source.moved_to(runner):
+            yield
+
+    def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
+        """Return how far chains hold and how long they are."""
+        return self.training.metrics(ranks)
+
+    def save(self, folder: str) -> None:
+        """Write the drafter into a checkpoint. Raises OSError."""
+        if self.training is not None:
+            drafter, num_updates = self.training.drafter, self.training.num_updates
+            save_drafter(os.path.join(folder, DRAFTER_FOLDER), drafter, num_updates)

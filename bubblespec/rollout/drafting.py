@@ -1,0 +1,78 @@
+"""Drafting ahead as a mechanism: which samples of coming steps a rollout's idle time drafts."""
+
+import math
+
+from bubblespec.config import Config
+from bubblespec.data.schedule import StepSchedule
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.draft.proposer import Proposer
+from bubblespec.draft.store import DraftStore
+from bubblespec.engine.engine import Engine
+from bubblespec.idle.draft_ahead import MAX_SLOWDOWN, DraftAhead
+from bubblespec.planner.drafts import choose_lookahead, plan_drafts
+from bubblespec.planner.stats import RunStats
+from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+
+
+class Drafting(Mechanism):
+    """Adds a `DraftAhead` task to each rollout in which something is left to draft."""
+
+    name = "drafting"
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        engine: Engine,
+        schedule: StepSchedule,
+        stats: RunStats,
+        store: DraftStore,
+        proposer: Proposer,
+    ):
+        self.config, self.ranks, self.engine, self.schedule = config, ranks, engine, schedule
+        self.stats, self.store, self.proposer = stats, store, proposer
+
+    def begin_rollout(self, plan: RolloutPlan) -> None:
+        """Plan what to draft in a rollout of a step; nothing while the guard has paused drafts."""
+        if plan.step is None or self.stats.is_paused:
+            return
+        config, stats, step = self.config, self.stats, plan.step
+        depth = choose_lookahead(
+            step,
+            steps_left=config.run.max_steps - step - 1,
+            steps_stored=self.store.max_tokens / max(stats.tokens_per_step, 1.0),
+            accepted=stats.accepted_by_age,
+        )
+        batches = self.schedule.upcoming(step, depth, plan.used) if depth else []
+        if batches and stats.is_next_without:
+            batches[0] = []  # the guard runs the next rollout without drafts
+        if not any(batches):
+            return
+        # A short round of tail batching has no tail that co-scheduled drafts could shorten, and a
+        # rollout that drafts are compared with must not be slowed down by any.
+        idle_only = config.tail_batching.enabled or not stats.is_on
+        planning = "idle_only" if idle_only else config.speculative.planning
+        jobs = plan_drafts(
+            batches,
+            config.rollout.num_generations,
+            self.store.get,
+            stats.lengths,
+            cost=stats.shared_cost,
+            rates=stats.rates,
+            forwards_per_step=stats.forwards,
+            num_ranks=self.ranks.world_size,
+            num_slots=self.engine.num_slots,
+            oldest_verified=max(stats.accepted_by_age, default=0),
+            planning=planning,
+            deferred={group.name for group in self.schedule.deferred},
+        )
+        task = DraftAhead(
+            jobs,
+            self.store,
+            self.proposer,
+            stats.cost,
+            version=step,
+            max_new_tokens=config.rollout.max_completion_length,
+            max_slowdown=math.inf if planning == "always" else MAX_SLOWDOWN,
+        )
+        plan.tasks.append(task)

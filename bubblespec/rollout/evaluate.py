@@ -1,0 +1,137 @@
+"""Evaluations: responses to held-out prompts, and what they are worth."""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from bubblespec.draft.proposer import Proposer, make_proposer
+from bubblespec.draft.store import DraftStore, History
+from bubblespec.engine.noise import EVALUATION
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.errors import RewardsFailed
+from bubblespec.planner.stats import load_parts, state_of
+from bubblespec.records import RolloutRecord
+from bubblespec.rewards.functions import combine
+from bubblespec.rollout.sampler import Sampler, track, vocab_size_of
+from bubblespec.telemetry.report import evaluation_metrics, function_metrics
+from bubblespec.types import Draft, Group, Launch, Prompt, Samples, has_rewards
+
+
+class Evaluation(NamedTuple):
+    """One evaluation, the same on all ranks."""
+
+    samples: Samples
+    rewards: np.ndarray
+    """float64 [groups, generations], combined as in training, without the overlong penalty."""
+    metrics: dict[str, float | str]
+
+
+class Evaluator:
+    """Generates and scores held-out samples, on a sampler's engine.
+
+    Every evaluation draws the same noise (`EVALUATION` in engine/noise.py), so curves are paired,
+    and the responses of one evaluation are drafts of the next. What is learned of drafts here is
+    kept apart from training: prompts may be of another kind, and the temperature another one.
+    """
+
+    def __init__(self, sampler: Sampler, proposer: Proposer | None):
+        """proposer: None where evaluations have no drafts."""
+        self.sampler, self.proposer = sampler, proposer
+        self.store = DraftStore(sampler.store.max_tokens)
+
+    def evaluate(self, prompts: list[Prompt], version: int) -> Evaluation:
+        """Return mean reward and pass@k of held-out prompts.
+
+        pass@k is the expected best of k samples by the first reward function: for a 0/1 reward the
+        usual unbiased estimator (Chen et al. 2021, arXiv 2107.03374, equation 1). version: updates
+        of the weights. Raises StopRequested, and RewardsFailed if no sample has a reward.
+        """
+        sampler, settings = self.sampler, self.sampler.config.eval
+        ranks, params = sampler.ranks, sampler.params
+        began_s = ranks.clock.perf_counter()
+        if settings.temperature is not None:
+            params = replace(params, temperature=settings.temperature)
+        groups = [Group(prompt, EVALUATION) for prompt in prompts]
+        samples, rollout = self.generate(groups, settings.num_generations, params, version)
+        seconds = ranks.clock.perf_counter() - began_s
+        rewards = combine(samples.rewards, sampler.reward_weights).reshape(len(groups), -1)
+        if not (is_scored := has_rewards(rewards)).any():
+            problem = f"no function returned a number for any of {len(groups)} held-out prompts"
+            raise RewardsFailed(f"reward.functions: {problem}")
+        metrics: dict[str, float | str] = {
+            "eval/reward": float(rewards[is_scored].mean()),
+            "eval/completions/mean_length": float(samples.num_sampled.mean()),
+            "eval/completions/clipped_ratio": float(samples.is_truncated.mean()),
+            "eval/reward/errors": sampler.scorer.take_metrics()["reward/errors"],
+        }
+        by_prompt = np.nan_to_num(samples.rewards[:, 0]).reshape(len(groups), -1)[is_scored]
+        for k in (1 << i for i in range(settings.num_generations.bit_length())):
+            metrics[f"eval/pass@{k}"] = float(expected_best(by_prompt, k).mean())
+        by_function = function_metrics(samples.rewards, sampler.scorer.names)
+        metrics |= {f"eval/{key}": value for key, value in by_function.items()}
+        has_drafts = self.proposer is not None
+        metrics |= evaluation_metrics(ranks, samples, rollout, seconds, has_drafts=has_drafts)
+        return Evaluation(samples, rewards, metrics)
+
+    def generate(
+        self, groups: list[Group], num_generations: int, params: SamplingParams, version: int
+    ) -> tuple[Samples, RolloutRecord]:
+        """Generate and score samples of held-out prompts. The guard learns nothing from them.
+        version: updates of the weights. Raises StopRequested."""
+        sampler, launch = self.sampler, Launch(groups, len(groups), num_generations)
+        table, rows, scoring = sampler.begin(launch, None, self.store)
+        plan = sampler.plan_rollout(launch, None, groups, scoring)
+        if self.proposer is not None and len(self.store):
+            plan.proposer = self.proposer
+            track(self.proposer, rows, self.store, version)
+        record = sampler.carry_out(plan, table, rows, params)
+        sampler.ranks.barrier_or_stop()
+        samples = sampler.gather(table, rows, scoring)
+        if self.proposer is not None:
+            self.store = DraftStore(self.store.max_tokens)
+            # All of them, or the longest, as many as there is room for.
+            for index in np.argsort(-samples.lengths, kind="stable").tolist():
+                tokens = samples.tokens[index].astype(np.int32)
+                self.store.put(samples.ids[index], Draft(tokens, True, version))
+        return samples, record
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return drafts and their survival, which change no token."""
+        return state_of(self._parts())
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Restore a saved state; parts that it lacks stay as they are."""
+        load_parts(self._parts(), state)
+
+    def _parts(self) -> dict:
+        if self.proposer is None:
+            return {}
+        return {
+            "evaluation.drafts": self.store,
+            "evaluation.survival": self.proposer.survival,
+        }
+
+
+def make_evaluator(sampler: Sampler) -> Evaluator:
+    """Create a run's evaluator. Without draft sources evaluations have no drafts either."""
+    sources, proposer = sampler.config.speculative.sources, None
+    if sources:
+        proposer = make_proposer(
+            sources,
+            History(0),
+            sampler.stats.cost,
+            has_drafts=True,
+            clock=sampler.ranks.clock,
+            vocab_size=vocab_size_of(sampler.engine),
+        )
+    return Evaluator(sampler, proposer)
+
+
+def expected_best(rewards: np.ndarray, k: int) -> np.ndarray:
+    """Return the expected maximum of k of the n rewards of each row, drawn without replacement: the
+    sum over i of r_(i) C(i-1, k-1) / C(n, k). rewards: float64 [..., n]."""
+    n = rewards.shape[-1]
+    weights = np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
+    return np.sort(rewards) @ weights
