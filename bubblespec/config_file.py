@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bubblespec.config import Config
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-def load_config(path: str, overrides: list[str] = ()) -> Config:
+def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     """Return the checked configuration of a YAML file and `section.key=value` overrides.
 
     Raises InputError."""
@@ -37,7 +37,7 @@ def load_config(path: str, overrides: list[str] = ()) -> Config:
     return check_combinations(_fill(base, overrides, path))
 
 
-def config_of_sections(sections: dict[str, dict], overrides: list[str], source: str) -> Config:
+def config_of_sections(sections: dict[str, dict], overrides: Sequence[str], source: str) -> Config:
     """Return the checked configuration of a dictionary of sections. source: its name in errors."""
     from omegaconf import OmegaConf
 
@@ -51,7 +51,7 @@ def config_to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escape(dataclasses.asdict(config))))
 
 
-def _fill(base: Any, overrides: list[str], source: str) -> Config:
+def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
     """Fill a `Config` from `base` and then the overrides, and check bounds.
 
     source: the name of `base` in errors."""

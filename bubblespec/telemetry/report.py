@@ -68,7 +68,7 @@ def short_names(functions: list[str]) -> list[str]:
 def function_metrics(rewards: np.ndarray, functions: list[str]) -> dict:
     """Return mean and sample standard deviation of each function over the samples that it applies
     to, and the number of other samples unless it is 0. rewards: float64 [S, functions]."""
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, values in zip(short_names(functions), rewards.T, strict=True):
         if num_missing := int(np.isnan(values).sum()):
             metrics[f"rewards/{name}/missing"] = num_missing

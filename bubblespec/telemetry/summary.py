@@ -264,7 +264,7 @@ def grid(columns: dict[str, dict[str, float]], metrics: list[Metric]) -> list[st
     for metric in metrics:
         values = [column.get(metric.key, math.nan) for column in columns.values()]
         if any(abs(value) >= SMALL for value in values):  # false for NaN
-            shown = (f"{value:.0%}" if metric.format else compact(value) for value in values)
+            shown = (f"{value:.0%}" if metric.is_share else compact(value) for value in values)
             lines.append(f"{metric.row:28}" + "".join(f"{text:>{width}}" for text in shown))
     return lines
 
