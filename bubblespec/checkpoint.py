@@ -20,7 +20,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO
+from typing import IO, Protocol
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from bubblespec.config_checks import EXACT, ROUNDING
 from bubblespec.config_file import config_to_yaml, load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log, one_line
-from bubblespec.learn.optimizer import Optimizer
 
 STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"
@@ -47,6 +46,13 @@ UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError)
 UNREADABLE += (zipfile.BadZipFile, pickle.UnpicklingError)
 
 
+class Stateful(Protocol):
+    """Saved and loaded like the optimizer; ranks other than 0 return None."""
+
+    def state_dict(self) -> dict | None: ...
+    def load_state_dict(self, state: dict) -> None: ...
+
+
 def save_checkpoint(
     config: Config,
     *,
@@ -55,7 +61,7 @@ def save_checkpoint(
     progress: dict[str, float],
     model: PreTrainedModel,
     tokenizer,
-    optimizer: Optimizer,
+    optimizer: Stateful,
     schedule: dict[str, np.ndarray],
     speculation: dict[str, np.ndarray],
     linear: dict | None,
@@ -294,7 +300,7 @@ def refuse_what_does_not_fit(folder: str) -> Iterator[None]:
         raise InputError(f"run.resume_from_checkpoint: {reason}") from error
 
 
-def load_optimizer(folder: str, optimizer: Optimizer) -> None:
+def load_optimizer(folder: str, optimizer: Stateful) -> None:
     """Restore the optimizer. The file is mapped, not read: a rank takes its share out of it, and
     ranks of one machine share its pages. Raises InputError."""
     path = os.path.join(folder, OPTIMIZER_FILE)
