@@ -32,6 +32,7 @@ from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
+from bubblespec.mechanisms.drafter.memory import add_drafter
 from bubblespec.records import StepRecord, total_s
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
@@ -139,8 +140,9 @@ class Arm:
         end = longs[-1] + 1 if longs and longs[-1] >= skip else len(self.steps)
         counted = self.steps[skip:end]
         total = {name: sum(step[name] for step in counted) for name in SUMS}
-        trainer = self.trainer
-        needs = memory.estimate(trainer.config, trainer.learner.model, 1)
+        trainer, model = self.trainer, self.trainer.learner.model
+        needs = memory.estimate(trainer.config, model, 1)
+        needs = add_drafter(needs, trainer.config, model, 1)
         engine, slots = trainer.sampler.engine, trainer.sampler.engine.num_slots
         if engine.pages is not None:
             slots = engine.pages.num_pages / memory.cache_unit(trainer.config, needs, True)[2]

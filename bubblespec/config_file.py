@@ -1,5 +1,4 @@
-"""Configuration files: a YAML file and dotted overrides into a checked `Config`, before anything
-heavy starts, and back.
+"""Configuration files: YAML and dotted overrides into a checked `Config`, and back.
 
 A mistake is an `InputError` of one line that names the key. OmegaConf is imported where it is used,
 as tests on GPU machines run without it.
@@ -9,7 +8,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bubblespec.config import Config
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-def load_config(path: str, overrides: list[str] = ()) -> Config:
+def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     """Return the checked configuration of a YAML file and `section.key=value` overrides.
 
     Raises InputError."""
@@ -37,7 +36,7 @@ def load_config(path: str, overrides: list[str] = ()) -> Config:
     return check_combinations(_fill(base, overrides, path))
 
 
-def config_of_sections(sections: dict[str, dict], overrides: list[str], source: str) -> Config:
+def config_of_sections(sections: dict[str, dict], overrides: Sequence[str], source: str) -> Config:
     """Return the checked configuration of a dictionary of sections. source: its name in errors."""
     from omegaconf import OmegaConf
 
@@ -51,7 +50,7 @@ def config_to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escape(dataclasses.asdict(config))))
 
 
-def _fill(base: Any, overrides: list[str], source: str) -> Config:
+def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
     """Fill a `Config` from `base` and then the overrides, and check bounds.
 
     source: the name of `base` in errors."""
@@ -122,8 +121,7 @@ def _innermost(name: str, value: Any) -> str:
 
 
 def _unknown(name: str, keys: Iterable[str]) -> str:
-    """Return our name of another trainer's key, the right section of a key, or the key with the
-    most similar spelling."""
+    """Return our name of a foreign key, the right section of a key, or the most similar key."""
     section, leaf = name.partition(".")[0], name.rpartition(".")[2]
     matches = sorted(key for key in keys if key.partition(".")[2] == leaf)
     if answer := FOREIGN.get(name) or (not matches and FOREIGN.get(leaf)):

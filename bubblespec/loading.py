@@ -1,5 +1,4 @@
-"""Model, tokenizer and prompts are loaded from the user's files, and what does not fit together is
-refused."""
+"""Load model, tokenizer and prompts from the user's files, and refuse what does not fit."""
 
 import contextlib
 import functools
@@ -54,7 +53,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def with_dtype(config: Config, device_type: str) -> Config:
-    """The configuration with the precision that `auto` stands for on such a device."""
+    """Replace the precision `auto` by that of the device type."""
     if config.model.dtype != "auto":
         return config
     dtype = "bfloat16" if device_type == "cuda" else "float32"
@@ -62,11 +61,10 @@ def with_dtype(config: Config, device_type: str) -> Config:
 
 
 def load_model(config: Config, checkpoint: str | None, device: torch.device) -> PreTrainedModel:
-    """The policy of a checkpoint, or the initial one. With LoRA a checkpoint holds the adapter
-    alone.
+    """Load the policy of a checkpoint, or the initial one. With LoRA, checkpoints are adapters.
 
-    It has the shapes that its configuration names and all of its weights: missing ones would be
-    random numbers. Raises InputError.
+    Raises InputError if a shape differs from the model's configuration, or if weights are missing:
+    they would be random numbers.
     """
     has_adapter = config.model.lora_r > 0
     path = config.model.path if has_adapter or checkpoint is None else checkpoint
@@ -95,8 +93,7 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
 
 
 def from_pretrained(auto_class, config: Config, path: str, **options):
-    """What transformers' `auto_class` finds in a folder or, by a model's name, in the cache or on
-    the Hugging Face hub. Raises InputError."""
+    """Load by transformers' `auto_class` from a folder, the cache or the hub. Raises InputError."""
     options["local_files_only"] = os.path.isdir(path) or not is_hub_reachable()
     try:
         return auto_class.from_pretrained(
@@ -118,7 +115,7 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
 
 @functools.cache
 def is_hub_reachable() -> bool:
-    """One attempt to connect: without it the hub's library tries for half a minute."""
+    """Whether one attempt to connect succeeds; the hub's library would try for half a minute."""
     if getproxies():  # whether there is one to answer shows when it is asked
         return True
     address = urlsplit(constants.ENDPOINT)
@@ -132,11 +129,11 @@ def is_hub_reachable() -> bool:
 def check_vocabulary(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, list[str]]:
-    """Return the size of the policy's vocabulary, up to the last token of the tokenizer or among
-    the stop tokens, and lines to print if not all of the model's ids are such tokens.
+    """Return the size of the policy's vocabulary, and lines to print if the model has other ids.
 
-    Every token that a prompt or a stop can be must have an embedding; more embeddings than tokens
-    are usual padding, which is never sampled. Raises InputError.
+    The vocabulary ends with the last token of the tokenizer or among the stop tokens. All of these
+    must have an embedding; further embeddings are usual padding, which is never sampled. Raises
+    InputError.
     """
     size = model.get_input_embeddings().num_embeddings
     known = set(tokenizer.get_vocab().values())
@@ -165,8 +162,10 @@ def check_vocabulary(
 def stop_tokens(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
-    """The configured stop tokens, or the model's and the tokenizer's end-of-sequence tokens. Raises
-    InputError if there are none."""
+    """Return the configured stop tokens, or model's and tokenizer's end-of-sequence tokens.
+
+    Raises InputError if there are none.
+    """
     if config.rollout.stop_token_ids is not None:
         return tuple(config.rollout.stop_token_ids)
     of_model = model.generation_config.eos_token_id
@@ -186,9 +185,10 @@ def load_prompts(
     saved_held_out: np.ndarray | None = None,
     warn: Callable[[str], None] = log,
 ) -> tuple[PromptSet, list[Prompt]]:
-    """Training prompts and held-out prompts. A training prompt that is also held out is left out of
-    training, whether or not this run evaluates: the batches do not depend on that. Raises
-    InputError.
+    """Return training prompts and held-out prompts. Raises InputError.
+
+    A training prompt that is also held out is left out of training, whether or not this run
+    evaluates: batches do not depend on that.
 
     tokenize: from a prompt to the ids that its group shares, by default all of its ids;
     saved_held_out: fingerprints of the held-out rows of a run that resumes, which stay the same if
@@ -240,7 +240,7 @@ def load_prompts(
 
 
 def _hold_out(train: PromptSet, count: int, saved: np.ndarray | None) -> list[Prompt]:
-    """The rows of the training data to hold out: the saved ones, if all are there."""
+    """Return the training prompts to hold out: the saved ones, if all are there."""
     if saved is not None:
         of = dict(zip(fingerprints(train.prompts).tolist(), train.prompts, strict=True))
         held_out = [of[name] for name in saved.tolist() if name in of]

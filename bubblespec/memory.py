@@ -1,9 +1,9 @@
-"""Memory of one rank: how many slots, pages and shared rows fit, how many tokens of drafts and
-history.
+"""Memory of one rank: estimated bytes before a run, slots and pages that fit, and how many tokens
+of drafts and history the machine may hold.
 
-Weights, gradients, optimizer state, keys and values follow from shapes. What a gradient step and a
-forward need besides is a rule of thumb in the table; a run on a GPU makes the largest of both,
-reads their peaks and gives the rest to keys and values.
+Weights, gradients, optimizer state, keys and values follow from shapes. Activations of a gradient
+step and of a forward are a rule of thumb; a run on a GPU measures the peaks of both and gives the
+remaining memory to keys and values.
 """
 
 import os
@@ -24,41 +24,40 @@ from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.microbatch import pack_responses
-from bubblespec.mechanisms.drafter.runner import MAX_ROWS
 
 AUTO_TP_ROWS = 16
-SHARE_OF_HOST = 0.05  # of the free memory of the machine, for drafts and for history each
-DRAFT_TOKEN_BYTES, HISTORY_TOKEN_BYTES = 4, 100  # a token of history is in an index, too
+SHARE_OF_HOST = 0.05  # share of the machine's free memory for drafts, and again for history
+DRAFT_TOKEN_BYTES, HISTORY_TOKEN_BYTES = 4, 100  # a token of history is in a suffix index, too
 
 
 @dataclass(frozen=True)
 class Needs:
     """Bytes of one rank."""
 
-    weights: int  # of the policy, and of the reference model of a KL term
+    weights: int  # the policy, and the reference model of a KL term
     gradients: int
     optimizer: int  # this rank's AdamW moments and, for bfloat16, float32 master weights
-    drafter: int  # a learned drafter, and its optimizer
     training: int  # activations and logits of a gradient step
-    rollout: int  # logits of a forward of the rollout
+    rollout: int  # activations and logits of a rollout's forward
     slot: int  # keys and values of one row
-    tp_row: int  # keys and values of one row of the tensor-parallel tail: of this rank's heads
+    tp_row: int  # keys and values of one row of the TP tail: only those of this rank's heads
+    drafter: int = 0  # a learned drafter with its optimizer; the mechanism fills it in
 
     @property
     def lasting(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.drafter
 
     def room_for_cache(self, room: float, config: Config) -> float:
-        """Bytes for keys and values, of `room` bytes besides what lasts."""
+        """Return the bytes for keys and values, where `lasting` leaves `room` bytes."""
         if config.rollout.free_cache_engine and room >= self.training:
             return room - self.rollout
-        if config.optim.stream_gradients:  # forwards and gradients take turns in one rollout
+        if config.optim.stream_gradients:  # forwards and gradients alternate within a rollout
             return room - self.rollout - self.training
         return room - max(self.rollout, self.training)
 
 
 def estimate(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
-    """model: of which only shapes are used (it may be on the meta device)."""
+    """Estimate the needs of a model from its shapes; it may be on the meta device."""
     shape, size = model.config.get_text_config(decoder=True), model.dtype.itemsize
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     embeddings = model.get_input_embeddings().weight.numel()
@@ -80,35 +79,26 @@ def estimate(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
     tokens = config.optim.max_tokens_per_microbatch
     # logits, their exponentials and two gradients, in float32 at least; the head's gradient twice
     head = 4 * min(tokens * vocab, MAX_LOGITS) * max(size, 4) + 2 * embeddings * size
-    drafter = 0
-    if "drafter" in config.speculative.sources:
-        # a layer and the projection into it: weights, gradients, moments, and float32 masters
-        parameters = (sum(trained) - embeddings) / layers + 2 * hidden**2
-        drafter = parameters * (2 * size + 16 if in_bfloat16 else 4 * size)
-        if has_pages(config):  # the drafter's own keys and values are in slots
-            drafter += min(max_slots(config, world_size), MAX_ROWS) * slot / layers
-        else:
-            slot += slot / layers
     return Needs(
         weights=weights * (2 if config.loss.kl_coef > 0 and not config.model.lora_r else 1),
         gradients=sum(trained) * grad_size,
         optimizer=int(share * grad_size * (3 if in_bfloat16 else 2)),
-        drafter=int(drafter),
         training=int(tokens * per_token + head),
         rollout=int(config.rollout.max_num_batched_tokens * (vocab * size + layer)),
-        slot=int(slot),
+        slot=slot,
         tp_row=int(slot * -(-heads // world_size) / heads) if world_size > 1 else 0,
     )
 
 
 def num_kv_heads(shape: PreTrainedConfig) -> int:
+    """Return the number of key/value heads in the cache."""
     if getattr(shape, "kv_lora_rank", None):  # latent attention, whose keys are cached expanded
         return shape.num_attention_heads
     return getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
 
 
 def kv_bytes(shape: PreTrainedConfig, size: int) -> int:
-    """Keys and values of one token. size: bytes of a number."""
+    """Return the bytes of one token's keys and values, `size` bytes per number."""
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     key_dim = value_dim = head_dim
     if getattr(shape, "kv_lora_rank", None):
@@ -117,19 +107,19 @@ def kv_bytes(shape: PreTrainedConfig, size: int) -> int:
 
 
 def max_length(config: Config) -> int:
-    """Tokens of the longest prompt and response."""
+    """Return the tokens of the longest prompt and response together."""
     return config.rollout.max_prompt_length + config.rollout.max_completion_length
 
 
 def num_rows(config: Config, world_size: int) -> int:
-    """Rows of a step on each rank."""
+    """Return the number of a step's rows per rank."""
     prompts = -(-config.rollout.num_prompts_per_step // world_size)
     return prompts * config.rollout.num_generations
 
 
 def max_slots(config: Config, world_size: int) -> int:
-    """Slots beyond which more are of no use: one for each row of a rank, and as many again where
-    there are drafts, deferred prompts, or many short rows placed against few long ones."""
+    """Return the largest useful number of slots: one per row of a rank, and as many again for
+    drafts, deferred prompts, or many short rows placed against few long ones."""
     is_placed = world_size > 1 and config.rollout.placement != "in_turn"
     has_more = "bubble" in config.speculative.sources or config.tail_batching.enabled or is_placed
     rows = num_rows(config, world_size) * (2 if has_more else 1)
@@ -137,30 +127,30 @@ def max_slots(config: Config, world_size: int) -> int:
 
 
 def has_pages(config: Config) -> bool:
-    """Whether keys and values on a GPU are in pages; see `reads_pages`."""
+    """Whether a GPU run keeps keys and values in pages; see `reads_pages`."""
     return config.model.dtype == "bfloat16" and config.model.attention != "sdpa"
 
 
 def cache_unit(config: Config, needs: Needs, is_paged: bool) -> tuple[float, int, int]:
-    """In what keys and values are given out, pages or slots: the bytes of one, how many of them are
-    spare, and how many the longest row takes."""
+    """Return the unit of the cache, a page or a slot: its bytes, the number of spare units, and the
+    units of the longest row."""
     if not is_paged:
         return needs.slot, 0, 1
     length = max_length(config)
     return needs.slot * PAGE / length, 1, -(-length // PAGE)
 
 
-def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, int | None, int]:
-    """rollout.max_num_seqs, pages of keys and values, if the kernel reads such, and
-    rollout.tp_tail_max_rows. auto is replaced by what fits into the memory that is free once model
-    and optimizer are loaded, and pages fill it; the same on all ranks, which call it together.
-    Raises InputError where they do not fit.
+def choose_slots(
+    config: Config, learner: Learner, ranks: Ranks, needs: Needs
+) -> tuple[int, int | None, int]:
+    """Return rollout.max_num_seqs, the number of pages (None without pages) and
+    rollout.tp_tail_max_rows, equal on all ranks, which call this together.
 
-    Ranks on CPUs fill half of the machine's free memory, as nothing there says what a gradient step
-    needs.
+    Each `auto` becomes what fits into the memory that is free once model and optimizer are loaded;
+    pages fill it. Ranks on CPUs use half of the machine's free memory, as nothing measures a
+    gradient step there. Raises InputError where the slots do not fit.
     """
     rollout, device = config.rollout, ranks.device
-    needs = estimate(config, learner.model, ranks.world_size)
     wanted, free = rollout.max_num_seqs, free_bytes(device)
     useful, is_paged = max_slots(config, ranks.world_size), reads_pages(learner.kernel)
     if wanted != "auto":
@@ -199,8 +189,8 @@ def choose_slots(config: Config, learner: Learner, ranks: Ranks) -> tuple[int, i
 
 
 def gradient_peak(config: Config, learner: Learner) -> int:
-    """Bytes that a gradient step holds at its peak, measured on the GPU: one of as many tokens as a
-    micro-batch may have, nearly all of them sampled. The gradient is cleared afterwards."""
+    """Measure the peak bytes of a gradient step on a full micro-batch, nearly all of whose tokens
+    are sampled. Clears the gradient afterwards."""
     device = learner.ranks.device
     lengths = full_batch(config.optim.max_tokens_per_microbatch, config)
     prompts, tokens = [(0,)] * len(lengths), [np.zeros(length, int) for length in lengths]
@@ -217,8 +207,8 @@ def gradient_peak(config: Config, learner: Learner) -> int:
 
 @torch.inference_mode()
 def forward_peak(config: Config, learner: Learner) -> int:
-    """Bytes that a forward of the rollout holds at its peak, measured on the GPU: one of as many
-    tokens as there may be, each of them sampled, as those of drafts are."""
+    """Measure the peak bytes of a rollout's forward of rollout.max_num_batched_tokens tokens, each
+    of which is sampled, as draft tokens are."""
     rollout, model, device = config.rollout, learner.model, learner.ranks.device
     count = rollout.max_num_batched_tokens
     lengths = full_batch(count, config)
@@ -235,13 +225,13 @@ def forward_peak(config: Config, learner: Learner) -> int:
 
 
 def full_batch(num_tokens: int, config: Config) -> list[int]:
-    """Return the lengths of sequences of `num_tokens` in all: as long as possible, and the rest."""
+    """Return the lengths of sequences of `num_tokens` in all: the longest possible and a rest."""
     longest = max_length(config)
     return [min(longest, num_tokens - begin) for begin in range(0, num_tokens, longest)]
 
 
 def peak_of(action: Callable[[], None], device: torch.device) -> int:
-    """Bytes that an action holds at its peak, beyond those that were there."""
+    """Return the bytes that an action allocates at its peak."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     action()
@@ -249,7 +239,7 @@ def peak_of(action: Callable[[], None], device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> float:
-    """What this rank may still allocate. Ranks on the CPUs of one machine share its memory."""
+    """Return the bytes that this rank may still allocate."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -257,15 +247,15 @@ def free_bytes(device: torch.device) -> float:
 
 
 def free_host_bytes() -> float:
-    """This rank's share of the memory of the machine that is available without swapping."""
+    """Return this rank's share of the machine's memory that is available without swapping."""
     import psutil
 
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def host_token_budget(ranks: Ranks) -> tuple[int, int]:
-    """Tokens of drafts, and of history, that each rank may keep in the machine's memory; the same
-    on all ranks, which call it together."""
+    """Return how many tokens of drafts and of history each rank may keep in the machine's memory,
+    equal on all ranks, which call this together."""
     free = SHARE_OF_HOST * float(ranks.gather(np.array([free_host_bytes()])).min())
     return int(free // DRAFT_TOKEN_BYTES), int(free // HISTORY_TOKEN_BYTES)
 

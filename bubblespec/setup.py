@@ -56,6 +56,7 @@ from bubblespec.mechanisms.batch_invariant import (
     make_invariant,
 )
 from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
+from bubblespec.mechanisms.drafter.memory import add_drafter
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.mechanism import EpisodesMechanism
@@ -63,7 +64,7 @@ from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
-from bubblespec.memory import choose_slots, max_length
+from bubblespec.memory import choose_slots, estimate, max_length
 from bubblespec.rewards.functions import RewardFunction, check_arguments, load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rewards.trial import begin_trial, check_columns, check_references, end_trial
@@ -290,7 +291,9 @@ def make_reference(
 
 def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine, int]:
     """The engine on the memory that is free now, and rows of the tensor-parallel tail."""
-    num_slots, num_pages, max_tp_rows = choose_slots(config, learner, ranks)
+    needs = estimate(config, learner.model, ranks.world_size)
+    needs = add_drafter(needs, config, learner.model, ranks.world_size)
+    num_slots, num_pages, max_tp_rows = choose_slots(config, learner, ranks, needs)
     options = runner_options(config, learner.kernel)
     parts = (learner.model, num_slots, max_length(config), config.run.seed)
     runner = ModelRunner(*parts, **options, num_pages=num_pages)

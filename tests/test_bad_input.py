@@ -159,7 +159,7 @@ def test_bad_data_is_one_line(refusal, data, tmp_path):
     assert message.endswith("missing a required argument: 'answer'")
 
 
-def test_held_out_data_that_is_short_or_all_there_is(refusal, data, monkeypatch, tmp_path):
+def test_short_or_exhausting_held_out_data_is_named(refusal, data, monkeypatch, tmp_path):
     """Each time a line, which names only keys that are set."""
     rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(12)]
     some = data("some.jsonl", rows)
@@ -179,9 +179,7 @@ def test_held_out_data_that_is_short_or_all_there_is(refusal, data, monkeypatch,
 # Another state of the data in a run that continues
 
 
-def test_rows_that_changed_are_refused_appended_ones_are_named(
-    refusal, data, monkeypatch, tmp_path
-):
+def test_changed_rows_are_refused_appended_rows_named(refusal, data, monkeypatch, tmp_path):
     rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "hint": [i]} for i in range(8)]
     overrides = [*data("rows.jsonl", rows), "eval.num_prompts=3", "eval.num_generations=1"]
     code, said = run(monkeypatch, tmp_path / "out", *overrides)
@@ -215,7 +213,7 @@ def test_rows_that_changed_are_refused_appended_ones_are_named(
     assert code == 0 and said.count("warning: data: held-out rows") == 1, said
 
 
-def test_chat_template_that_changed_is_refused(refusal, data, monkeypatch, tmp_path):
+def test_changed_chat_template_is_refused(refusal, data, monkeypatch, tmp_path):
     path = tmp_path / "template.jinja"
     chatml = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
     path.write_text(chatml)
@@ -236,9 +234,7 @@ def test_chat_template_that_changed_is_refused(refusal, data, monkeypatch, tmp_p
     assert code == 0, "a checkpoint of an earlier version continues"
 
 
-def test_long_prompts_are_dropped_with_a_count_and_not_all_of_them(
-    refusal, data, monkeypatch, tmp_path
-):
+def test_long_prompts_are_dropped_and_counted(refusal, data, monkeypatch, tmp_path):
     rows = [*GOOD, {"prompt": "1 + " * 200, "answer": ""}]
     code, said = run(monkeypatch, tmp_path / "some", *data("some.jsonl", rows))
     assert code == 0 and "; 1 dropped as longer than rollout.max_prompt_length = 160\n" in said
@@ -316,7 +312,7 @@ def test_dataset_scripts_are_never_run(refusal, tmp_path):
 # The folder of the run
 
 
-def test_folder_that_cannot_be_made_or_written(refusal, tmp_path):
+def test_unwritable_output_folder_is_refused(refusal, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "taken" / "config.yaml").mkdir(parents=True)
     for path in (tmp_path / "file" / "below", tmp_path / "taken", "/proc/none/below"):
@@ -326,7 +322,7 @@ def test_folder_that_cannot_be_made_or_written(refusal, tmp_path):
         assert contents(tmp_path) == before
 
 
-def test_folder_of_another_run_stays_as_it_is(refusal, monkeypatch, tmp_path):
+def test_folder_of_another_run_is_unchanged(refusal, monkeypatch, tmp_path):
     folder = tmp_path / "finished"
     assert run(monkeypatch, folder)[0] == 0
     message = refusal("optim.learning_rate=0.5", output_dir=folder)
@@ -338,7 +334,7 @@ def test_folder_of_another_run_stays_as_it_is(refusal, monkeypatch, tmp_path):
 # Several ranks
 
 
-def test_more_ranks_than_gpus_is_said_by_every_rank_alike(monkeypatch):
+def test_more_ranks_than_gpus_is_refused_by_all_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -367,7 +363,7 @@ def test_more_ranks_than_gpus_is_said_by_every_rank_alike(monkeypatch):
         ),
     ],
 )
-def test_ranks_say_it_once_and_all_end(tmp_path, overrides, says, has_started):
+def test_error_is_printed_once_and_all_ranks_end(tmp_path, overrides, says, has_started):
     """Whether the line comes from all of them, from rank 0 alone, or in the middle of the run."""
     done = launch(2, ["train.py", *options(tmp_path / "out", overrides)])
     assert done.returncode == 2, done.stderr[-3000:]
@@ -377,7 +373,7 @@ def test_ranks_say_it_once_and_all_end(tmp_path, overrides, says, has_started):
     assert (tmp_path / "out").exists() == has_started
 
 
-def test_torchruns_summary_has_our_line(monkeypatch, tmp_path):
+def test_torchrun_summary_has_error_line(monkeypatch, tmp_path):
     """By torch's own reading of the file in which it looks for a rank's error."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))

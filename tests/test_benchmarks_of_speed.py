@@ -57,7 +57,7 @@ def run_benchmark(benchmark, folder, *overrides: str, config: str = CONFIG, **op
     return json.loads(out.read_text())
 
 
-def test_all_arms_of_generate_make_the_prescribed_tokens(monkeypatch, tmp_path, capsys):
+def test_generate_arms_make_prescribed_tokens(monkeypatch, tmp_path, capsys):
     criterion = generate.EndsAt(torch.tensor([5, 9, 7]))
     assert criterion(torch.zeros(3, 7), None).tolist() == [True, False, True]
     out = tmp_path / "out.json"
@@ -102,7 +102,7 @@ def test_episodes_are_the_same_in_all_ways(monkeypatch, tmp_path):
     assert first["turns"] > 4 and first["drafted_tokens"] > 0
 
 
-def test_systems_side_by_side(tmp_path):
+def test_systems_are_compared_fairly(tmp_path):
     """With weights that stand still every system gets the same held-out reward each time, and tail
     batching trains on the same samples."""
     picture, names = tmp_path / "out.png", ["plain", "tail"]
@@ -133,7 +133,7 @@ def test_systems_side_by_side(tmp_path):
         ({"systems": "plain", "skip": 60}, "--skip: 60"),
     ],
 )
-def test_what_cannot_be_is_named(tmp_path, options, says):
+def test_impossible_options_are_named(tmp_path, options, says):
     with pytest.raises(InputError, match=f"^{says}"):
         run_benchmark(systems, tmp_path, **options)
 

@@ -38,7 +38,7 @@ def rows_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
 
 
-def test_overrides_win_over_the_file_and_the_last_one_wins(load):
+def test_last_override_wins_over_file(load):
     text = MINIMAL + "optim: {learning_rate: 0.5, weight_decay: 0.25}\n"
     config = load(text, "optim.learning_rate=1e-6", "run.seed=3", "run.seed=4")
     assert config.optim.learning_rate == 1e-6 and isinstance(config.optim.learning_rate, float)
@@ -89,7 +89,7 @@ rollout.n=8 | rollout.n | here it is rollout.num_generations
 
 
 @pytest.mark.parametrize("override, key, hint", rows_of(UNKNOWN))
-def test_unknown_key_is_named_with_the_nearest_valid_one(load, override, key, hint):
+def test_unknown_key_is_answered_by_nearest_key(load, override, key, hint):
     message = refusal(load, MINIMAL, override)
     assert message.startswith(f"{key}: unknown key") and hint in message
 
@@ -117,7 +117,7 @@ data.tasks=[{name: a, config: {x: '${nothing}'}}] | data.tasks[0].config.x
 @pytest.mark.parametrize(
     "override", ["reward.functions=a.b", "data.tasks[0].weight=1", "data.columns=[a]"]
 )
-def test_lists_and_mappings_are_given_whole(load, override):
+def test_lists_and_mappings_are_set_whole(load, override):
     assert "is a list or a mapping; set all of it" in refusal(load, MINIMAL, override)
 
 
@@ -172,7 +172,7 @@ data.path=null data.tasks=[{name:a}] data.eval_path=b.jsonl | data.eval_path | l
 
 
 @pytest.mark.parametrize("overrides, key, what", rows_of(IMPOSSIBLE))
-def test_impossible_values_name_the_key_and_what_is_possible(load, overrides, key, what):
+def test_impossible_values_name_key_and_valid_values(load, overrides, key, what):
     overrides = [
         o.replace("name:", "name: ").replace("weight:", "weight: ") for o in overrides.split()
     ]
@@ -180,7 +180,7 @@ def test_impossible_values_name_the_key_and_what_is_possible(load, overrides, ke
     assert message.startswith(f"{key or overrides[0].split('=')[0]}: ") and what in message
 
 
-def test_keys_of_other_trainers_are_answered_by_keys_of_ours(load):
+def test_foreign_keys_are_answered_by_own_keys(load):
     ours = flatten(Config())
     for name, answer in FOREIGN.items():
         if not answer.startswith("left out: "):
@@ -190,7 +190,7 @@ def test_keys_of_other_trainers_are_answered_by_keys_of_ours(load):
 
 
 @pytest.mark.parametrize("key, default", flatten(Config()).items())
-def test_no_value_of_any_key_ends_in_a_traceback(load, key, default):
+def test_wrong_value_never_ends_in_traceback(load, key, default):
     """Loaded, or refused in a line that names the key: some values are wrong only alongside another
     one, which comes first then."""
     value = "nan" if isinstance(default, float) else "{a: 1}"
@@ -263,7 +263,7 @@ def test_every_field_has_a_docstring_line_below_it():
                 assert below.lineno == statement.end_lineno + 1, name
 
 
-def test_reference_page_is_that_of_the_declarations():
+def test_reference_page_equals_declarations():
     """docs/configuration.md, and that it has what the classes themselves say."""
     page = write_configuration.PAGE.read_text(encoding="utf-8")
     assert page == write_configuration.page(), "run python -m scripts.write_configuration"

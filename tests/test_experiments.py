@@ -13,7 +13,7 @@ from notebooks.experiments import (
 )
 
 
-def test_rare_cells_are_pooled_and_impossible_ones_must_be_empty():
+def test_chi_square_pools_rare_cells():
     law = np.array([0.5, 0.46, 0.01, 0.02, 0.01, 0.0])
     counts = np.array([55, 42, 0, 2, 1, 0])
     wanted = stats.chisquare([55, 42, 3], [50, 46, 4]).pvalue
@@ -22,7 +22,7 @@ def test_rare_cells_are_pooled_and_impossible_ones_must_be_empty():
     assert chi_square_p(counts, law) == 0.0
 
 
-def test_trapped_lengths_have_the_law_that_the_selection_gives_them():
+def test_trapped_lengths_follow_biased_law():
     """By the policy itself all drafts are accepted, so what comes out can be worked out: a draft
     that has finished, or else a response that knows nothing of it."""
     law, num_rows = trap_law(), 6000

@@ -35,7 +35,7 @@ def counted(model, length: int) -> int:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_forward_is_what_torch_counts(name):
+def test_forward_flops_equal_torch_counter(name):
     model = transformers.AutoModelForCausalLM.from_config(
         CONFIGS[name](), attn_implementation="eager", experts_implementation="eager"
     )
@@ -47,7 +47,7 @@ def test_a_forward_is_what_torch_counts(name):
         assert ours == pytest.approx(counted(model, length), rel=0.03)
 
 
-def test_a_step_counts_prompts_of_a_group_once_and_what_has_no_gradient_not_at_all():
+def test_step_flops_count_shared_prompts_once():
     flops = ModelFlops(num_parameters=100.0, attention_width=3)
     groups = [Group(Prompt(u, "p", (1,) * (u + 1), {}), 0) for u in range(2)]
     samples = samples_of(groups, [np.zeros(n, np.int32) for n in (2, 3, 4, 5)])

@@ -166,7 +166,7 @@ def test_two_steps_with_a_shrunken_model(make_model, tmp_path, size, dtype):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_headers_give_the_memory_that_is_estimated(size):
+def test_headers_equal_estimated_memory(size):
     """The comment at the top is what `python -m bubblespec memory` prints for the published
     model."""
     config = load_config(path_of(size))

@@ -13,7 +13,7 @@ from notebooks import images
 SLOW = "step_eight_ranks"  # a minute of simulation
 
 
-def test_every_picture_of_the_documents_is_there_and_those_of_runs_are_few():
+def test_documented_pictures_exist():
     """Recorded once, and drawn by no command of this file: those of long runs."""
     stored = {path.stem for path in Path(images.FOLDER).glob("*.png")}
     of_runs = {"reward_vs_trl", "tiny_run", "smollm2_run", "tensorboard"}
@@ -31,7 +31,7 @@ def test_pictures_are_drawn_by_name(monkeypatch, tmp_path, capsys):
     assert "error: nothing unknown; valid are step_eight_ranks, " in capsys.readouterr().err
 
 
-def test_the_step_on_eight_ranks_is_that_of_the_simulator(monkeypatch):
+def test_eight_rank_picture_equals_simulation(monkeypatch):
     """At a small size: both arms of one step, in real seconds, and training at the end."""
     seen = {}
     parser = images.simulated_systems.make_parser()
@@ -55,7 +55,7 @@ def test_the_step_on_eight_ranks_is_that_of_the_simulator(monkeypatch):
         assert f": {end_s:.0f} s" in title
 
 
-def test_training_takes_eight_operations_per_parameter_and_token():
+def test_training_flops_are_eight_per_parameter_and_token():
     """Half of an H200's 989e12 operations a second, on 7.62e9 parameters; 32 real tokens for each
     of 400 simulated ones, over eight ranks."""
     step = SimpleNamespace(response_tokens=400)
@@ -63,14 +63,14 @@ def test_training_takes_eight_operations_per_parameter_and_token():
     assert images.train_s(32.0, step) == pytest.approx(wanted, rel=1e-9)
 
 
-def test_the_first_mismatch_is_drawn_only_where_the_draft_reaches_beyond_it():
+def test_first_mismatch_is_drawn_inside_drafts_only():
     tokens = np.array([1, 2, 3, 4, 5, 6, 7])
     assert images.first_mismatch(tokens, np.array([1, 2, 3, 4, 9, 9])) == 4
     assert images.first_mismatch(tokens, np.array([1, 2, 3, 4, 9])) == 0
     assert images.first_mismatch(tokens, tokens) == 0
 
 
-def test_the_memory_of_a_7b_has_the_sizes_of_its_parts():
+def test_memory_picture_of_7b_has_sizes_of_parts():
     """Bars by hand: two bytes a weight, four a gradient, an eighth of twelve for moments and master
     weights; all of a card is shown."""
     (axes,) = images.memory_7b().axes

@@ -135,7 +135,7 @@ def test_slots_fill_what_a_run_leaves_on_every_gpu(monkeypatch):
     free = peak + 0.1 * 10**9 + 4.5 * needs.slot
 
     def slots(free: float, others: tuple[int, ...] = ()) -> tuple[int, int | None, int]:
-        return memory.choose_slots(config, learner, Cuda(monkeypatch, free, peak, others))
+        return memory.choose_slots(config, learner, Cuda(monkeypatch, free, peak, others), needs)
 
     assert slots(free) == (4, None, 0)
     assert slots(free + needs.slot) == (5, None, 0)
@@ -164,7 +164,7 @@ def test_pages_fill_what_a_run_leaves(monkeypatch):
     def chosen(num_pages: int, wanted: int | str = "auto", others=()) -> tuple[int, int, int]:
         config.rollout.max_num_seqs = wanted
         cuda = Cuda(monkeypatch, free + num_pages * page, peak, others)
-        return memory.choose_slots(config, learner, cuda)
+        return memory.choose_slots(config, learner, cuda, needs)
 
     assert [chosen(n) for n in (2, 3, 9)] == [(1, 2, 0), (1, 3, 0), (4, 9, 0)]
     assert [chosen(9, n) for n in (3, 5)] == [(3, 6, 0), (4, 9, 0)]
@@ -179,7 +179,9 @@ def test_slots_are_never_more_than_are_of_use(monkeypatch):
     def slots(method: str, num_slots: int | str, **changes) -> int:
         config = make_config(max_num_seqs=num_slots, **changes)  # 8 prompts x 4 responses
         config.speculative.method = method
-        return memory.choose_slots(config, make_learner(config), CPU)[0]
+        learner = make_learner(config)
+        needs = memory.estimate(config, learner.model, 1)
+        return memory.choose_slots(config, learner, CPU, needs)[0]
 
     assert [slots(method, "auto") for method in ("none", "suffix", "bubble")] == [32, 32, 64]
     assert slots("bubble", "auto", max_num_batched_tokens=40) == 40

@@ -87,7 +87,7 @@ def run(
     return logger
 
 
-def test_every_step_and_evaluation_is_one_line_and_one_point_of_each_curve(tmp_path):
+def test_step_and_evaluation_are_one_line_and_one_point(tmp_path):
     more = {"completions/max_length": 7, "rollout/digest": "abc", "rollout/forwards": 9}
     more["timing_s/gen/rank_1"] = 0.5
     run(tmp_path, range(3), (0, 2), **more)
@@ -105,7 +105,7 @@ def test_every_step_and_evaluation_is_one_line_and_one_point_of_each_curve(tmp_p
     assert {"completions/max_length", "eval/reward"} <= set(curves(tmp_path))
 
 
-def test_an_evaluation_that_is_made_again_has_one_line_and_one_point(tmp_path):
+def test_repeated_evaluation_has_one_line_and_one_point(tmp_path):
     """A run that was stopped in an evaluation saves before it, makes it when it continues, and may
     be killed then."""
     run(tmp_path, range(2), (2,))
@@ -130,7 +130,7 @@ def layout(folder) -> dict[str, dict[str, list[str]]]:
     }
 
 
-def test_what_to_watch_first_comes_first_and_only_charts_with_curves_are_shown(tmp_path):
+def test_layout_has_charts_with_curves_in_order(tmp_path):
     run(tmp_path, range(2), (0,), **{"completions/clipped_ratio": 0.5, "rewards/f/mean": 1.0})
     found, tags = layout(tmp_path), curves(tmp_path)
     assert next(iter(found)) == "Watch first"
@@ -147,14 +147,14 @@ def test_what_to_watch_first_comes_first_and_only_charts_with_curves_are_shown(t
     assert len({metric.chart for metric in SHOWN["Watch first"]}) == 8
 
 
-def test_what_stays_the_same_in_all_steps_is_not_drawn(tmp_path):
+def test_constant_metrics_are_not_drawn(tmp_path):
     run(tmp_path, range(2), **{"data/num_dropped": 3})
     assert [line["data/num_dropped"] for line in read(tmp_path)] == [3, 3]
     assert "data/num_dropped" not in curves(tmp_path)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, np.float32("inf")])
-def test_numbers_that_json_lacks_are_null(tmp_path, value):
+def test_nonfinite_numbers_are_null(tmp_path, value):
     run(tmp_path, range(1), grad_norm=value)
     assert read(tmp_path) == [{"step": 0, **BASE, "reward": 0.0, "grad_norm": None}]
     (point,) = curves(tmp_path)["train/grad_norm"]
@@ -177,7 +177,7 @@ def test_resumed_run_writes_each_step_once(tmp_path, lost):
     assert curves(killed) == curves_of_lines(read(whole)) == curves(whole)
 
 
-def test_a_fresh_start_keeps_what_a_run_without_checkpoint_left_aside(tmp_path, capsys):
+def test_fresh_start_renames_earlier_files(tmp_path, capsys):
     run(tmp_path, range(3), (0, 2))
     run(tmp_path, range(2), (0,))
     found = [(line["step"], "eval/reward" in line) for line in read(tmp_path)]
@@ -254,7 +254,7 @@ def test_samples_and_accepted_lengths_are_written(tmp_path):
     assert (found.num, found.max, found.sum) == (len(values), 128, sum(values))
 
 
-def test_samples_are_of_other_prompts_each_time_also_after_a_resume(tmp_path):
+def test_samples_rotate_over_prompts_across_resume(tmp_path):
     """Ten prompts, four at a time: all are shown before one is shown again, and then its second
     response. What a killed run has shown after its checkpoint is cut off."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -278,7 +278,7 @@ def test_samples_are_of_other_prompts_each_time_also_after_a_resume(tmp_path):
     assert len(samples_in(whole)) == 4 and (whole / "samples.jsonl.1").exists()
 
 
-def test_the_hook_gets_each_line_and_may_fail(tmp_path, capsys):
+def test_hook_gets_each_line_and_may_fail(tmp_path, capsys):
     taken = []
 
     def hook(metrics: dict) -> None:
@@ -297,7 +297,7 @@ def test_the_hook_gets_each_line_and_may_fail(tmp_path, capsys):
     assert said.count("run.log_to failed") == 1 and "ConnectionError: no network" in said
 
 
-def test_the_hook_of_the_page_logs_to_weights_and_biases(tmp_path, monkeypatch):
+def test_documented_wandb_hook_logs(tmp_path, monkeypatch):
     """As it stands in docs/metrics.md, with a stand-in for the library."""
     with open("docs/metrics.md", encoding="utf-8") as file:
         (code,) = re.findall(r"^```python my_log.py\n(.*?)^```$", file.read(), re.M | re.S)
@@ -317,7 +317,7 @@ def test_the_hook_of_the_page_logs_to_weights_and_biases(tmp_path, monkeypatch):
 # A full disk
 
 
-def test_metrics_wait_for_room(tmp_path, capsys, monkeypatch):
+def test_lines_wait_for_room(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of TensorBoard's thread
     logger = MetricsLogger(str(tmp_path), 0)
     logger.log(0, BASE)
@@ -325,25 +325,18 @@ def test_metrics_wait_for_room(tmp_path, capsys, monkeypatch):
     with FullDisk(size + 10):
         for step in (1, 2):
             logger.log(step, BASE)
+        logger.log_samples(a_record(0), NAMES, Letters())
         assert os.path.getsize(tmp_path / "metrics.jsonl") == size, "no half line is left"
     for step in (3, 4):
         logger.log(step, BASE)
+    logger.log_samples(a_record(10), NAMES, Letters())
     logger.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [sample["step"] for sample in samples_in(tmp_path)] == [0, 0, 10, 10]
     said = capsys.readouterr().err
     assert said.count("metrics.jsonl cannot be written") == 1 and "lost" not in said
-
-
-def test_samples_wait_for_room(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of TensorBoard's thread
-    logger = MetricsLogger(str(tmp_path), 0)
-    with FullDisk(100):
-        logger.log_samples(a_record(0), NAMES, Letters())
-    logger.log_samples(a_record(10), NAMES, Letters())
-    logger.close()
-    assert [sample["step"] for sample in samples_in(tmp_path)] == [0, 0, 10, 10]
-    assert capsys.readouterr().err.count("samples.jsonl cannot be written") == 1
+    assert said.count("samples.jsonl cannot be written") == 1
 
 
 def test_curves_fail_without_ending_the_run(tmp_path, capsys, monkeypatch):

@@ -64,7 +64,7 @@ def test_notebooks_are_stored_with_outputs(name):
 
 # What `scaling` shows depends on the planner; the others show stored data or exact samples.
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("scaling", "exactness")])
-def test_stored_text_is_that_of_a_fresh_execution(name):
+def test_stored_text_equals_fresh_execution(name):
     printed = executed(name)[1]
     code = [cell for cell in read_notebook(name).cells if cell.cell_type == "code"]
     stored = [
@@ -107,7 +107,7 @@ def test_scaling():
     assert found["by_ranks"][1][1] < 0.01 < found["by_ranks"][8][1]
 
 
-def test_ablation_of_other_runs_leaves_out_what_is_no_run(tmp_path, capsys):
+def test_ablation_leaves_out_other_folders(tmp_path, capsys):
     """Runs of the user's own: none without speculation; one killed in a write; one not begun."""
     recorded = ROOT / "notebooks" / "data" / "runs" / "suffix"
     for name in ("a", "b"):

@@ -46,7 +46,7 @@ def make_run(folder, lines: list, *overrides: str) -> str:
 NONE, SUFFIX = "speculative.method=none", "speculative.method=suffix"
 
 
-def test_runs_are_compared_over_the_steps_that_both_have(tmp_path):
+def test_runs_are_compared_over_common_steps(tmp_path):
     make_run(tmp_path / "z", [line(s, 9.0, **{"rollout/forwards": 100}) for s in range(4)], NONE)
     spec = {"timing_s/exchange": 0.5, "rollout/forwards": 50}
     spec |= {"rollout/spec_accepted_tokens": 30, "rollout/spec_wasted_tokens": 10}
@@ -70,7 +70,7 @@ def test_runs_are_compared_over_the_steps_that_both_have(tmp_path):
     assert compare(plain, plain).tokens == "the same in all 4 steps"
 
 
-def test_evaluations_are_by_updates_and_seconds_are_of_steps_alone(tmp_path):
+def test_evaluations_by_update_and_seconds_by_step(tmp_path):
     held_out = [{"step": n, "eval/reward": r} for n, r in ((0, 0.25), (2, 0.75))]
     lines = [held_out[0], line(0, 1.0), line(1, 3.0, reward=0.7), held_out[1]]
     run = read_run(make_run(tmp_path / "a", lines))
@@ -119,7 +119,7 @@ def test_folders_without_a_run_are_one_line(tmp_path, capfd):
         compare(*map(read_run, folders))
 
 
-def test_timelines_are_read_as_they_were_written(tmp_path):
+def test_timelines_round_trip(tmp_path):
     run = read_run(make_run(tmp_path / "a", [line(0, 1.0)]))
     assert timeline_steps(run) == []
     decode, wait, train = (KINDS.index(kind) for kind in ("decode", "wait", "train"))

@@ -69,14 +69,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_own_run_takes_its_steps(folder, run):
+def test_documented_run_takes_all_steps(folder, run):
     lines = read(folder / run)
     assert [line["step"] for line in lines] == [0, 1]
     assert all(line["completions/max_length"] <= 64 for line in lines)
     assert AutoModelForCausalLM.from_pretrained(folder / run / "checkpoint-2").num_parameters() > 0
 
 
-def test_own_data_is_what_the_policy_answers(folder):
+def test_documented_data_fits_policy(folder):
     """The first step's reward is the share of right answers that the engine alone gives to the
     problems of the file."""
     with open(folder / "my_problems.jsonl", encoding="utf-8") as file:

@@ -124,7 +124,7 @@ def check_against_the_page(make_model, config) -> dict:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_fragments_load_and_say_what_the_table_says(name, tmp_path):
+def test_recipe_fragments_equal_table(name, tmp_path):
     loss = recipe_config(name, tmp_path).loss
     (row,) = re.findall(rf"^\| \[{re.escape(name)}\].*$", PAGE, re.MULTILINE)
     cells = [cell.strip(" `") for cell in row.split("|")[2:6]]
@@ -135,7 +135,7 @@ def test_fragments_load_and_say_what_the_table_says(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_loss_and_gradient_of_every_update_equal_the_formulas(make_model, tmp_path, name):
+def test_loss_and_gradient_equal_formulas(make_model, tmp_path, name):
     metrics = check_against_the_page(make_model, training_config(name, tmp_path))
     assert list(FRAGMENTS) == RECIPES and metrics["clip_ratio/high_mean"] > 0.02
     if name != "CISPO":
@@ -189,7 +189,7 @@ def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name
 @pytest.mark.parametrize(
     "minibatches, iterations, forwards", [(1, 1, 1), (1, 3, 3), (2, 1, 2 + 1), (2, 3, 6 + 1)]
 )
-def test_one_update_needs_one_forward_and_minibatches_one_more_each_but_the_first(
+def test_minibatches_need_one_forward_more_except_first(
     make_model, tmp_path, minibatches, iterations, forwards
 ):
     config, samples = training_config("DAPO", tmp_path), make_samples(generations=GENERATIONS)

@@ -57,7 +57,7 @@ class TwoRanks:
         return np.stack([array, self.other])
 
 
-def test_rollout_metrics_of_a_hand_worked_step():
+def test_rollout_metrics_equal_hand_worked_values():
     samples = make_samples([[1.0, np.nan], [0.0, 0.5], [0.0, np.nan], [0.0, 1.0]])
     samples.full_logprob[0], samples.full_logprob[1] = np.array([-4.0]), np.array([-2.5, -1.5])
     found = rollout_metrics(record(samples, [[3.0, 1.0], [0.5, 0.5]]), ["my.match", "my.form"])
@@ -102,7 +102,7 @@ def test_metrics_are_of_sampled_tokens():
     assert found["completions/median_length"] == 2.5
 
 
-def test_an_evaluations_metrics_are_of_both_ranks():
+def test_evaluation_metrics_cover_both_ranks():
     samples = make_samples([[1.0]] * 4)
     rollout = RolloutRecord(acceptance=Acceptance(draft_tokens=10, accepted_tokens=9))
     wanted = {"eval/digest": digest(samples), "eval/forwards": 7, "timing_s/eval": 2.5}
@@ -112,7 +112,7 @@ def test_an_evaluations_metrics_are_of_both_ranks():
     assert evaluation_metrics(*parts, has_drafts=True) == wanted
 
 
-def test_replaced_groups_are_counted_and_functions_of_one_name_are_told_apart():
+def test_replaced_groups_and_equal_function_names():
     samples = make_samples([[1.0, 0.25, 0.5]] * 4)
     step = record(samples, [[3.0, 1.0], [0.5, 0.5]], num_chosen=1, num_batches=2)
     found = rollout_metrics(step, ["a.f", "b.f", "b.g"], is_dynamic=True)
@@ -181,9 +181,7 @@ def test_timing_of_two_ranks():
         ("linux", "cuda", 5_000_000_000, 1e9, 5.0),
     ],
 )
-def test_peak_memory_is_that_of_the_rank_that_needed_most(
-    monkeypatch, platform, device, peak, other, wanted
-):
+def test_peak_memory_is_maximum_over_ranks(monkeypatch, platform, device, peak, other, wanted):
     ranks = TwoRanks([other])
     ranks.device = torch.device(device)
     monkeypatch.setattr(report.sys, "platform", platform)

@@ -68,14 +68,12 @@ def test_neighbours_of_one_kind_are_joined():
         (0, 7, 9, 0, "draft (idle)"),
     ],
 )
-def test_forwards_have_the_kind_of_what_they_are_for(
-    own_rows, ahead_rows, prompt_tokens, draft_tokens, kind
-):
+def test_forward_kind_follows_load(own_rows, ahead_rows, prompt_tokens, draft_tokens, kind):
     load = Load(4, 20, 2, 100, prompt_tokens, draft_tokens)
     assert forward(1.0, load, own_rows, ahead_rows).kind == kind
 
 
-def test_pictures_name_each_kind_and_show_the_idle_share_of_each_rank():
+def test_pictures_show_kinds_and_idle_shares():
     lanes = [
         lane(("decode", 0.0, 4.0 - 0.5 * rank), ("wait", 4.0 - 0.5 * rank, 4.0))
         for rank in range(8)
@@ -87,7 +85,7 @@ def test_pictures_name_each_kind_and_show_the_idle_share_of_each_rank():
     assert len(set(LABELS.values())) == len(KINDS), "a trace is read by its labels"
 
 
-def test_stages_fill_what_finer_spans_leave():
+def test_stages_fill_gaps_between_spans():
     assert step_spans(SPANS, STAGES) == WHOLE
 
 
@@ -110,13 +108,13 @@ class TwoMachines:
         return [np.zeros(0), array]
 
 
-def test_lanes_of_ranks_with_different_clocks_are_aligned():
+def test_lanes_with_different_clocks_are_aligned():
     _, found = gather_lanes(TwoMachines(), SPANS, STAGES)
     wanted = lane(*((kind, begin - 9.75, end - 9.75) for kind, begin, end in WHOLE))
     assert np.allclose(found, wanted, rtol=0, atol=1e-9)
 
 
-def test_two_ranks_leave_a_trace_and_a_picture_of_the_chosen_steps_only(tmp_path):
+def test_two_ranks_write_timelines_of_chosen_steps(tmp_path):
     keys = ["speculative.method=bubble+suffix", "run.timeline_steps=[1,9]", "run.max_steps=2"]
     run(tmp_path, 2, *keys, "run.save_steps=0")
     names = ["step_00001.json", "step_00001.png"]

@@ -68,7 +68,7 @@ def check_against_metrics(folder) -> None:
             assert row["engine_s"] + row["propose_s"] <= row["end_s"] - row["begin_s"] + 1e-9
 
 
-def test_a_run_with_dynamic_sampling_is_recorded_as_it_was(dynamic):
+def test_dynamic_sampling_is_recorded(dynamic):
     check_against_metrics(dynamic)
     meta, lines = read_meta(str(dynamic / "trace")), read(dynamic)
     assert meta["world_size"] == 1 and meta["config"]["speculative.method"] == "none"
@@ -103,7 +103,7 @@ def test_drafts_and_costs_of_a_recorded_run(drafting):
 
 
 @pytest.mark.parametrize("num_ranks, keys", [(2, ["tail_batching.enabled=true"]), (2, [])])
-def test_a_recorded_run_is_simulated_on_any_number_of_ranks(drafting, num_ranks, keys):
+def test_recorded_run_is_simulated_on_more_ranks(drafting, num_ranks, keys):
     workload = read_workload(str(drafting))
     config = simulated_config(sections_of(read_meta(f"{drafting}/trace")["config"], SECTIONS), keys)
     cost = load_cost(str(drafting)).seconds
@@ -115,7 +115,7 @@ def test_a_recorded_run_is_simulated_on_any_number_of_ranks(drafting, num_ranks,
         assert [step.digest for step in steps] == digests
 
 
-def test_a_recorded_draft_says_what_it_said(drafting):
+def test_recorded_drafts_are_replayed(drafting):
     workload, num_compared = read_workload(str(drafting)), 0
     assert workload.drafts.mean_run > 1
     for row in rows_of(drafting, "responses"):
@@ -172,7 +172,7 @@ def test_round_trip_of_one_step(tmp_path):
     assert (forward["begin_s"], forward["end_s"], forward["own_rows"]) == (0.0, 0.5, 2)
 
 
-def test_a_continued_run_records_its_later_steps_again(tmp_path):
+def test_resumed_run_records_later_steps_again(tmp_path):
     recorder = make_recorder(tmp_path)
     for step in range(3):
         recorder.write(one_step(step))
@@ -182,7 +182,7 @@ def test_a_continued_run_records_its_later_steps_again(tmp_path):
     assert len(os.listdir(tmp_path / "trace")) == 3
 
 
-def test_recording_stops_where_it_cannot_write_and_the_run_goes_on(tmp_path, capsys):
+def test_recording_stops_on_write_error(tmp_path, capsys):
     recorder = make_recorder(tmp_path)
     recorder.write(one_step(0))
     os.mkdir(tmp_path / "trace" / "forwards-00001.parquet.tmp")  # where the file would go

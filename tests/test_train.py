@@ -1,5 +1,6 @@
 """The real entry point on two ranks, and the same run in this process: what a run leaves behind."""
 
+import itertools
 import json
 import os
 import re
@@ -90,6 +91,13 @@ def keys_of(page: str) -> list[str]:
     return patterns
 
 
+def examples_of(pattern: str) -> list[str]:
+    """Keys that a pattern of `keys_of` matches."""
+    parts = re.split(r"\((.*?)\)", pattern.replace("[^/]+", "f").replace(r"\d+", "1"))
+    choices = [part.split("|") if i % 2 else [part] for i, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
+
+
 def test_every_metric_is_documented(two_ranks, drafted, evaluated):
     with open(PAGE, encoding="utf-8") as file:
         page = file.read().split("\n## Renamed")[0]
@@ -103,6 +111,9 @@ def test_every_metric_is_documented(two_ranks, drafted, evaluated):
     first = re.findall(r"^\| `(.*?)` \|", page.split("\n## ")[1], re.MULTILINE)
     charts = {metric.chart: metric.key for metric in reversed(SHOWN["Watch first"])}
     assert list(charts.values())[::-1] == first and len(first) == 8
+    examples = {example for pattern in patterns for example in examples_of(pattern)}
+    for metric in itertools.chain(*SHOWN.values()):
+        assert any(re.fullmatch(metric.key, example) for example in examples), metric.key
 
 
 def test_tokens_epochs_and_time_add_up(two_ranks):

@@ -1,5 +1,4 @@
-"""Fingerprints of rows and of the chat template, by which a run that continues, and each of its
-ranks, finds that the data is what it was."""
+"""Fingerprints of rows and chat template: a run resumes on the same data, equal on all ranks."""
 
 import hashlib
 import json
@@ -17,8 +16,7 @@ ROWS, HELD_OUT, TEMPLATE = "data.rows", "data.held_out", "data.template"
 def data_state(
     template: str | dict | None, prompts: Sequence[Prompt], held_out: Sequence[Prompt]
 ) -> dict[str, np.ndarray]:
-    """What checkpoints keep of the data, int64: a fingerprint of each row, in order, and of the
-    tokenizer's chat template."""
+    """Return fingerprints of rows, in order, and of the chat template, int64."""
     return {
         ROWS: fingerprints(prompts),
         HELD_OUT: fingerprints(held_out),
@@ -28,20 +26,20 @@ def data_state(
 
 def fingerprints(prompts: Sequence[Prompt]) -> np.ndarray:
     """Return hashes of text, tokens and columns of each prompt, int64, equal in every process."""
-    found = [fingerprint([p.uid, p.token_ids, p.columns]) for p in prompts]  # uid: of the text
+    found = [fingerprint([p.uid, p.token_ids, p.columns]) for p in prompts]  # uid: hash of the text
     return np.array(found, np.int64)
 
 
 def fingerprint(value) -> int:
-    """63 bits of a value's content."""
+    """Return 63 bits of a hash of a value's content."""
     digest = hashlib.sha256(plain_text(value).encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def plain_text(value) -> str:
-    """A value as JSON; what JSON does not have is written as Python does, without addresses."""
+    """Write a value as JSON, and types that JSON lacks as Python's repr without addresses."""
 
-    def plain(other) -> object:
+    def plain(other) -> str | list[str]:
         if isinstance(other, (set, frozenset)):
             return sorted(map(repr, other))
         return re.sub(r" at 0x[0-9a-f]+", "", repr(other))
@@ -49,7 +47,7 @@ def plain_text(value) -> str:
     try:
         return json.dumps(value, sort_keys=True, default=plain)
     except (TypeError, ValueError):  # keys that are no text
-        return plain(value)
+        return str(plain(value))
 
 
 def check_continued(
@@ -59,8 +57,10 @@ def check_continued(
     is_allowed: bool,
     warn: Callable[[str], None],
 ) -> None:
-    """Compare the data with that of a checkpoint, which may be one without fingerprints. Appended
-    rows are named in a line. Raises InputError for other differences unless `is_allowed`."""
+    """Compare the data with that of a checkpoint, which may lack fingerprints.
+
+    Warns of appended rows. Raises InputError for other differences unless `is_allowed`.
+    """
     if ROWS not in saved:
         return
     problem = None

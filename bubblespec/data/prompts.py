@@ -1,8 +1,8 @@
-"""Prompts: where they come from, and which of them make up the batch of a step.
+"""Prompts: tokenised rows, and the batch of each step.
 
-Everything ends in a `PromptSet`: tokenised prompts, each with a stable uid and the columns that
-rewards read. The batch of step t is a pure function of (seed, t), so any rank can compute the batch
-of any later step, which is what drafting ahead needs.
+A `PromptSet` has tokenised prompts, each with a stable uid and the columns that rewards read. The
+batch of step t is a pure function of (seed, t), so any rank can compute the batch of any later
+step, which drafting ahead needs.
 """
 
 import functools
@@ -20,7 +20,7 @@ from bubblespec.data.fingerprints import plain_text
 from bubblespec.errors import InputError, one_line
 from bubblespec.types import Prompt
 
-_EXTRA = 1 << 40  # beyond any epoch: extra prompts are drawn in orders of their own
+_EXTRA = 1 << 40  # first epoch of the orders of extra prompts, beyond any real epoch
 
 
 @dataclass
@@ -29,15 +29,17 @@ class PromptSet:
 
     prompts: list[Prompt]
     num_dropped: int
-    """Others, of more than `max_prompt_length` tokens."""
+    """Prompts left out because they have more than `max_prompt_length` tokens."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
-        """The prompts of `step`: epochs are shuffled by (seed, epoch), and a remainder too small
-        for a batch is left out of its epoch, so no prompt occurs twice in one batch (its noise keys
-        would collide)."""
+        """Return the prompts of `step`, by epochs that are shuffled by (seed, epoch).
+
+        An epoch leaves out a remainder too small for a batch, so no prompt occurs twice in a batch
+        (its noise keys would collide).
+        """
         steps_per_epoch = len(self.prompts) // num_prompts
         if steps_per_epoch == 0:
             too_long = f"; {self.num_dropped} more exceed rollout.max_prompt_length"
@@ -50,18 +52,20 @@ class PromptSet:
         return [self.prompts[i] for i in order[index * num_prompts : (index + 1) * num_prompts]]
 
     def extra(self, seed: int, step: int, num_prompts: int, used: set[int]) -> list[Prompt]:
-        """Further prompts for `step`, none of those with a uid in `used`: its noise keys would be
-        used again. A pure function of the arguments; fewer than `num_prompts` if there are no
-        more."""
+        """Return up to `num_prompts` further prompts for `step`.
+
+        A pure function of the arguments. Uids in `used` are left out: their noise keys would be
+        used again.
+        """
         shuffled = (self.prompts[i] for i in _shuffled(len(self.prompts), seed, _EXTRA + step))
         unused = (prompt for prompt in shuffled if prompt.uid not in used)
         return list(itertools.islice(unused, num_prompts))
 
 
-@functools.lru_cache(maxsize=4)  # this epoch, the next, and extra prompts: all asked for repeatedly
+@functools.lru_cache(maxsize=4)  # this epoch, the next, and extra prompts: all used repeatedly
 def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The numbers below `count` in an order of this key, two integers of 64 bits; read-only."""
-    words = np.array((seed, epoch), np.uint64)  # a list with one above 2**63 would become floats
+    """Return the numbers below `count` in an order drawn with the key (seed, epoch); read-only."""
+    words = np.array((seed, epoch), np.uint64)  # a list with a number above 2**63 becomes floats
     order = np.random.Generator(np.random.Philox(key=words)).permutation(count)
     order.flags.writeable = False
     return order
@@ -69,22 +73,21 @@ def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
 
 def build_prompt_set(
     rows: Sequence[dict],
-    tokenize: Callable[[str | list[dict]], list[int]],
+    tokenize: Callable[[str | list[dict]], Sequence[int]],
     max_prompt_length: int,
     *,
     system_prompt: str | None = None,
     as_chat: bool = False,
     key: str = "data",
 ) -> PromptSet:
-    """Tokenise rows with a `prompt` column; prompts longer than `max_prompt_length` tokens are left
-    out and counted.
+    """Tokenise rows with a `prompt` column; leave out and count those that are too long.
 
     `as_chat` wraps string prompts as a user message; `system_prompt` goes in front of chat prompts
     without one. Content that is a list of text parts becomes one text. `key`: the configuration's
     key, for errors. Raises InputError for an invalid prompt; rows are counted from 0.
     """
     prompts, num_dropped = [], 0
-    occurrences: dict[str, int] = {}
+    occurrences: Counter[str] = Counter()
     for number, row in enumerate(rows):
         text = row["prompt"]
         if problem := _find_problem(text):
@@ -117,9 +120,9 @@ def make_tokenize(
 ) -> Callable[[str | list[dict]], list[int]]:
     """Return the function from a prompt to its ids, which a response continues.
 
-    Strings get what the tokenizer puts in front of a text (BOS), unless they begin with it, and not
-    what it puts behind one (EOS). Chats go through the chat template, with the schemas of tools and
-    the header of the model's turn; a last message of the assistant is continued instead.
+    Strings get the tokenizer's prefix (BOS), unless they begin with it, and not its suffix (EOS).
+    Chats go through the chat template, with the schemas of tools and the header of the model's
+    turn; a last message of the assistant is continued instead.
     """
 
     def tokenize(text: str | list[dict]) -> list[int]:
@@ -140,7 +143,7 @@ def make_tokenize(
 
 @functools.lru_cache(maxsize=4)
 def _ids_before(tokenizer) -> list[int]:
-    """What the tokenizer puts in front of every text."""
+    """Return the ids that the tokenizer puts in front of every text."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     begins = range(len(whole) - len(bare) + 1)
@@ -154,8 +157,7 @@ def render(tokenizer, messages: list[dict], schemas: Sequence[dict] = (), **how)
 
 
 def render_text(tokenizer, messages: list[dict], schemas: Sequence[dict] = (), **how) -> str:
-    """Return chat messages in the tokenizer's template, to which `how` is given. Raises
-    InputError."""
+    """Render chat messages by the tokenizer's template, with options `how`. Raises InputError."""
     try:
         return tokenizer.apply_chat_template(
             messages, tools=list(schemas) or None, tokenize=False, **how
@@ -169,31 +171,32 @@ def render_text(tokenizer, messages: list[dict], schemas: Sequence[dict] = (), *
 def leave_out(
     prompts: PromptSet, held_out: Sequence[Prompt], columns: Collection[str] = ()
 ) -> PromptSet:
-    """The prompts that are not held out. columns: of both; where several rows that differ in these
-    have the same text (an instruction of a game, say), they tell which of them is held out."""
+    """Return the prompts that are not held out.
+
+    Prompts are compared by text and, where rows of equal text differ in `columns` (an instruction
+    of a game, say), also by these columns, which both sets have.
+    """
     names = sorted(columns)
 
-    def row(prompt: Prompt) -> str:
-        return plain_text([prompt.columns[name] for name in names])
+    def full(prompt: Prompt) -> tuple[str, str]:
+        return str(prompt.text), plain_text([prompt.columns[name] for name in names])
 
-    several: set[str] = set()  # texts of rows that differ otherwise
+    ambiguous: set[str] = set()  # texts of rows that differ otherwise
     for part in (prompts.prompts, held_out):
-        counts = Counter(str(prompt.text) for prompt in part)
-        repeated = [prompt for prompt in part if counts[str(prompt.text)] > 1]
-        distinct = {(str(prompt.text), row(prompt)) for prompt in repeated}
-        several |= {text for text, n in Counter(text for text, _ in distinct).items() if n > 1}
+        counts = Counter(text for text, _ in set(map(full, part)))
+        ambiguous |= {text for text, count in counts.items() if count > 1}
 
-    def identity(prompt: Prompt) -> tuple[str, ...]:
+    def identity(prompt: Prompt) -> str | tuple[str, str]:
         text = str(prompt.text)
-        return (text, row(prompt)) if text in several else (text,)
+        return full(prompt) if text in ambiguous else text
 
-    out = {identity(prompt) for prompt in held_out}
+    out = set(map(identity, held_out))
     left = [prompt for prompt in prompts.prompts if identity(prompt) not in out]
     return PromptSet(left, prompts.num_dropped)
 
 
 def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
-    """`size` procedural problems from a weighted mixture of reasoning-gym tasks.
+    """Return `size` procedural problems from a weighted mixture of reasoning-gym tasks.
 
     tasks: mappings with `name` (a reasoning-gym task), `weight` and `config` (the task's own
     parameters). Row i is a pure function of (tasks, seed, i): columns `prompt`, `answer`, `task`
@@ -207,12 +210,9 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
             # Item i of a reasoning-gym task draws from seed + i: seeds far apart keep mixtures and
             # held-out sets disjoint.
             task_seed = random.Random(f"{seed}/{number}").getrandbits(48)
-            sources.append(
-                reasoning_gym.create_dataset(
-                    task["name"], size=size, seed=task_seed, **task["config"]
-                )
-            )
-            sources[-1][0]  # some parameters are wrong only here
+            options = {"size": size, "seed": task_seed, **task["config"]}
+            sources.append(reasoning_gym.create_dataset(task["name"], **options))
+            sources[-1][0]  # some parameters fail only here
         except Exception as error:  # each task checks its parameters in its own way
             raise InputError(f"data.tasks[{number}] ({task['name']}): {error}") from error
     weights = [task["weight"] for task in tasks]
@@ -225,18 +225,17 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
     return rows
 
 
-def _stable_uid(text: str | list[dict], occurrences: dict[str, int]) -> int:
-    """63 bits from the prompt's content; a repeated prompt gets its occurrence number mixed in, so
-    uids stay distinct."""
+def _stable_uid(text: str | list[dict], occurrences: Counter[str]) -> int:
+    """Return 63 bits from the prompt's content and, as uids are distinct, its occurrence number."""
     content = json.dumps(text, sort_keys=True, ensure_ascii=False)
-    occurrence = occurrences.get(content, 0)
-    occurrences[content] = occurrence + 1
+    occurrence = occurrences[content]
+    occurrences[content] += 1
     digest = hashlib.sha256(f"{occurrence}:{content}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _find_problem(prompt) -> str | None:
-    """Why a prompt is invalid, or None."""
+    """Return why a prompt is invalid, or None."""
     if not isinstance(prompt, (str, list)):
         return f"is {prompt!r}, neither a string nor a list of chat messages"
     if not prompt:
@@ -264,7 +263,7 @@ def _is_text_part(part) -> bool:
 
 
 def _with_text(message: dict) -> dict:
-    """A message whose content is one text, not a list of parts."""
+    """Return a message with its text parts joined."""
     if not isinstance(message["content"], list):
         return message
     return {**message, "content": "".join(part["text"] for part in message["content"])}

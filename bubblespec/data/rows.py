@@ -1,8 +1,8 @@
 """Rows of local files and of hub datasets.
 
-JSON, JSONL and CSV are read here, because `datasets` converts what it reads: texts that look like
-dates, the numbers of a column that has one fraction, cells of a CSV file. Parquet files, hub
-datasets and what `save_to_disk` has written have types of their own, and are left to `datasets`.
+JSON, JSONL and CSV are read here, because `datasets` converts values: texts that look like dates,
+the numbers of a column that has one fraction, cells of a CSV file. Parquet files, hub datasets and
+folders of `save_to_disk` have types of their own, and are left to `datasets`.
 """
 
 import bz2
@@ -17,19 +17,19 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from bubblespec.errors import InputError, log, one_line
 
-FILE_FORMATS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
+FILE_FORMATS = {f".{name}": name for name in ("json", "csv", "parquet", "arrow")}
+FILE_FORMATS[".jsonl"] = "json"
+# Functions that open compressed files, by first bytes.
+COMPRESSIONS: dict[bytes, Callable] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
 }
-# First bytes of compressed files, and what opens them.
-COMPRESSIONS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
-# Words in the name of a file that make it part of a split, as on the hub.
+# Words in the name of a file that assign it to a split, as on the hub.
 SPLITS = {
     "train": {"train", "training"},
     "validation": {"validation", "valid", "val", "dev"},
@@ -46,18 +46,18 @@ def load_rows(
     columns: dict[str, str] | None = None,
     warn: Callable[[str], None] = log,
 ) -> list[dict]:
-    """Rows of local JSON/JSONL/CSV/Parquet files (a file, a folder or a glob), of a folder of
-    `save_to_disk`, or of a hub dataset. All rows have the same columns, None where a row lacks one.
+    """Return the rows of local files, of a folder of `save_to_disk`, or of a hub dataset.
 
-    Files have no subsets. Those of a folder or glob belong to the splits that their names have;
-    where all belong to one, that is `train`, too. A slice such as train[:100] may be taken.
-    Loading scripts are never run: of a folder only its data files are read, and `datasets` refuses
-    scripts of the hub. key: the configuration's key, for errors. columns: {name: source} for
-    columns to rename; a dot in the source reaches into a nested column.
+    Local files are JSON, JSONL, CSV or Parquet: a file, a folder or a glob. All rows get the same
+    columns, None where a row lacks one. Files have no subsets; they belong to the splits that their
+    names contain, and if all belong to one split, it is also `train`. A slice such as train[:100]
+    may be taken. Loading scripts are never run: of a folder only data files are read, and
+    `datasets` refuses scripts of the hub. key: the configuration's key, for errors. columns:
+    {name: source} for columns to rename; a dot in the source reaches into a nested column.
     """
     import datasets
 
-    # What it logs as errors we raise, in a line of our own.
+    # Its errors are raised below, in one line.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     files = _files_by_split(path)
     formats = sorted({FILE_FORMATS[_suffix(file)] for of in files.values() for file in of})
@@ -101,48 +101,43 @@ def load_rows(
 
 
 def _files_by_split(path: str) -> dict[str, list[str]]:
-    """The files of known formats at a path, in a folder or of a glob, by the split of each."""
-    saved = os.path.join(path, "dataset_dict.json")  # of `save_to_disk`
-    if os.path.isfile(saved):
-        with open(saved, encoding="utf-8") as file:
-            return {
-                split: _saved_files(os.path.join(path, split))
-                for split in json.load(file)["splits"]
-            }
-    if all(
-        os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_info.json")
-    ):
-        return {"train": _saved_files(path)}
+    """Return the files of known formats at a path, in a folder or of a glob, by split."""
+    folder = Path(path)
+    if (saved := folder / "dataset_dict.json").is_file():  # of `save_to_disk`
+        splits = json.loads(saved.read_text(encoding="utf-8"))["splits"]
+        return {split: _saved_files(folder / split) for split in splits}
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return {"train": _saved_files(folder)}
     pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
-    files = [path] if os.path.isfile(path) else sorted(glob.glob(pattern))
+    names = [path] if os.path.isfile(path) else sorted(glob.glob(pattern))
     by_split: dict[str, list[str]] = {}
-    for file in files:
-        if _suffix(file) in FILE_FORMATS:
-            by_split.setdefault(_split_of(file), []).append(file)
+    for name in names:
+        if _suffix(name) in FILE_FORMATS:
+            by_split.setdefault(_split_of(name), []).append(name)
     return by_split if len(by_split) != 1 else {"train": next(iter(by_split.values()))}
 
 
-def _saved_files(folder: str) -> list[str]:
-    """The Arrow files of one saved dataset, in order."""
-    with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
-        return [os.path.join(folder, of["filename"]) for of in json.load(file)["_data_files"]]
+def _saved_files(folder: Path) -> list[str]:
+    """Return the Arrow files of one saved dataset, in order."""
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return [str(folder / file["filename"]) for file in state["_data_files"]]
 
 
 def _split_of(path: str) -> str:
-    """The only split that a file's name has a word of, or else train."""
+    """Return the only split that a file's name has a word of, or else train."""
     words = set(re.split(r"[^a-z]+", os.path.basename(path).lower().partition(".")[0]))
     splits = [split for split, names in SPLITS.items() if words & names]
     return splits[0] if len(splits) == 1 else "train"
 
 
 def _suffix(path: str) -> str:
-    """The suffix of the format, in front of that of a compression."""
+    """Return the suffix of the format, which a suffix of a compression may follow."""
     stem, suffix = os.path.splitext(path.lower())
     return os.path.splitext(stem)[1] if suffix in (".gz", ".bz2", ".xz") else suffix
 
 
 def _take(files: dict[str, list[str]], read: Callable[[str], Iterator[dict]], split: str) -> list:
-    """The rows of a split, of a slice of one, or of a sum of these. Raises ValueError."""
+    """Return the rows of a split, of a slice, or of a sum of these. Raises ValueError."""
     import datasets
 
     rows = {of: [row for path in paths for row in read(path)] for of, paths in files.items()}
@@ -152,7 +147,7 @@ def _take(files: dict[str, list[str]], read: Callable[[str], Iterator[dict]], sp
 
 
 def _open(path: str, newline: str | None = None):
-    """A text file, compressed or not."""
+    """Open a text file, compressed or not."""
     with open(path, "rb") as file:
         begin = file.read(max(map(len, COMPRESSIONS)))
     opens = next((opens for magic, opens in COMPRESSIONS.items() if begin.startswith(magic)), open)
@@ -160,46 +155,33 @@ def _open(path: str, newline: str | None = None):
 
 
 def _read_json(path: str) -> Iterator[dict]:
-    """The objects of a JSON or JSONL file, one after the other or in a list. Raises InputError."""
+    """Yield the objects of a JSON or JSONL file, in sequence or in a list. Raises InputError."""
     with _open(path) as file:
-        for number, value in _json_values(path, file):
-            for row in value if isinstance(value, list) else [value]:
-                if not isinstance(row, dict):
-                    what = f"has {row!r:.100}, not an object with a prompt"
-                    raise InputError(f"{path}, line {number} {what}")
-                yield row
+        text = file.read()
 
+    def where(position: int) -> str:
+        line = text.count("\n", 0, position) + 1
+        return f"{path}, line {line}"
 
-def _json_values(path: str, file) -> Iterator[tuple[int, object]]:
-    """(line, value) of each JSON value: line by line as long as lines are values, so that a large
-    file never is in memory as one text."""
-    number, text = 1, ""
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
+    position = 0
+    while found := _TEXT.search(text, position):
+        begin = found.start()
         try:
-            yield number, _DECODER.decode(line)
-        except ValueError:  # a value of several lines, several in one, or neither
-            text = line + file.read()
-            break
-    position, end = 0, len(text.rstrip())
-    while position < end:
-        position += len(text[position:end]) - len(text[position:end].lstrip())
-        line = number + text.count("\n", 0, position)
-        try:
-            value, position = _DECODER.raw_decode(text, position)
+            value, position = _DECODER.raw_decode(text, begin)
         except json.JSONDecodeError as error:
-            # A line that is torn shows where the next one begins.
-            last = error.pos if error.pos == position else len(text[: error.pos].rstrip()) - 1
-            line = number + text.count("\n", 0, last)
-            raise InputError(f"{path}, line {line} is not JSON: {error.msg}") from error
+            # A torn line shows where the next one begins.
+            last = begin if error.pos == begin else len(text[: error.pos].rstrip()) - 1
+            raise InputError(f"{where(last)} is not JSON: {error.msg}") from error
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}, line {line}: {one_line(error)}") from error
-        yield line, value
+            raise InputError(f"{where(begin)}: {one_line(error)}") from error
+        for row in value if isinstance(value, list) else [value]:
+            if not isinstance(row, dict):
+                raise InputError(f"{where(begin)} has {row!r:.100}, not an object with a prompt")
+            yield row
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict:
-    """A JSON object. Raises ValueError where a key is given twice."""
+    """Return a JSON object. Raises ValueError where a key is given twice."""
     row = dict(pairs)
     if len(row) < len(pairs):
         raise ValueError(f"a key is given twice in {[key for key, _ in pairs]!r:.200}")
@@ -207,10 +189,11 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats)
+_TEXT = re.compile(r"\S")
 
 
 def _read_csv(path: str) -> Iterator[dict[str, str]]:
-    """The rows of a CSV file: texts, whatever they look like. Raises InputError."""
+    """Yield the rows of a CSV file, whose cells are texts. Raises InputError."""
     csv.field_size_limit(sys.maxsize)
     with _open(path, newline="") as file:
         lines = csv.reader(file, strict=True)
@@ -232,7 +215,7 @@ READERS = {"json": _read_json, "csv": _read_csv}
 
 
 def _column(rows: list[dict], key: str, source: str) -> list:
-    """The values of a column, which dots reach into, unless they are part of its name."""
+    """Return the values of a column; dots in `source` that are not in its name reach into it."""
     if source in rows[0]:
         return [row[source] for row in rows]
     try:

@@ -8,8 +8,10 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def set_cuda_defaults() -> None:
-    """Change the defaults, except where the user has set an environment variable. To be called
-    before anything is on a GPU and before NCCL starts."""
+    """Change the defaults, except where the user has set an environment variable.
+
+    Call before anything is on a GPU and before NCCL starts.
+    """
     # Training leaves memory in pieces, and keys and values are large. A call instead of the
     # variable, as torch may read that while it is imported.
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):

@@ -13,9 +13,10 @@ OLDEST_DRIVER = {12: 525, 13: 580}
 
 
 def find_device(device: str) -> torch.device:
-    """Return the device of this rank for `model.device`, and make a GPU, with our defaults, the
-    current one. Raises InputError if a GPU is asked for and cannot be used, or if there are more
-    ranks than GPUs."""
+    """Return the device of this rank for `model.device`; make a GPU the current one.
+
+    Raises InputError if a GPU is requested and cannot be used, or for more ranks than GPUs.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device == "cpu":

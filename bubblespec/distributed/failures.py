@@ -1,5 +1,4 @@
-"""What ranks do when something fails: they name the one that is missing, print an error once, and
-end, all of them."""
+"""Failures of ranks: name the missing rank, print an error once, and end all ranks."""
 
 import contextlib
 import functools
@@ -11,21 +10,21 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from bubblespec.errors import EndsRun, InputError, RankTimeout, log, one_line, write_torchrun_error
 
-GRACE_S = 1.0  # that a rank that has timed out waits for others to, if no rank is behind
+GRACE_S = 1.0  # a timed-out rank's wait for others to time out, if no rank is behind
 # A broken connection is noticed at once, while others may still be in a forward. torchrun kills all
 # 30 s after a rank has died.
 BROKEN_S = 20.0
 CONNECT_S = 30.0
-LOOK_S = 1.0  # how often a rank looks whether another one has ended with an error
-FOLLOW_S = 3.0  # that it then has to notice by itself and to print where it was
-LEAVE_S = 10.0  # that a rank may take to print and report an error
+LOOK_S = 1.0  # interval of checks whether another rank has ended with an error
+FOLLOW_S = 3.0  # time for this rank to notice the end by itself, and to print its place
+LEAVE_S = 10.0  # time to print and report an error
 
 STORE_HAS_ENDED = "the job's key-value store is gone: its launcher or rank 0 has ended"
 
@@ -33,11 +32,10 @@ _leaving = threading.Lock()
 
 
 class Watchdog:
-    """The place of every rank in the program, noted in the job's key-value store, where others can
-    read it if the rank hangs.
+    """Every rank's place in the program, in the job's key-value store, where others can read it.
 
     `count`: collectives and ticks that this rank has entered. All ranks enter the same ones in the
-    same order, so the others wait for the rank with the lowest count.
+    same order, so a hanging job waits for the rank with the lowest count.
     """
 
     def __init__(self, rank: int, world_size: int):
@@ -45,17 +43,16 @@ class Watchdog:
         self._store = dist.PrefixStore("watchdog", _own_store())
 
     def enter(self, place: str) -> None:
-        """Note that this rank enters its next collective or tick. Takes microseconds, as it awaits
-        no answer."""
+        """Note that this rank enters its next collective or tick. Takes microseconds: no answer."""
         self.count += 1
         self._store.set(f"at/{self.rank}", f"{self.count} {place}")
 
     def request_stop(self) -> None:
-        """Note that the run is to stop, for ranks that wait outside a collective."""
+        """Publish a stop request for ranks that wait outside a collective."""
         self._store.set("stop", "1")
 
     def is_stop_requested(self) -> bool:
-        """Whether any rank has noted it. Asks the store: a fraction of a millisecond."""
+        """Whether any rank has published a stop request; takes a fraction of a millisecond."""
         return self._store.check(["stop"])
 
     def fail(
@@ -63,8 +60,8 @@ class Watchdog:
     ) -> NoReturn:
         """End the job: all ranks raise the first failure report as RankTimeout, and one prints it.
 
-        deadline: the end of the time-out (time.monotonic), which a broken connection does not wait
-        for. describe(rank): what is known of a missing rank, by default its last place.
+        deadline: end of the time-out (time.monotonic); after a broken connection it may be earlier.
+        describe: returns what is known of a missing rank, by default its last place.
         """
         try:
             missing = self._missing_ranks(min(deadline, time.monotonic() + BROKEN_S))
@@ -83,13 +80,15 @@ class Watchdog:
         return self._store.compare_set("report", "", line).decode()
 
     def end_others(self, error: BaseException) -> None:
-        """Tell the other ranks that this one ends with an error."""
+        """Report that this rank ends with an error; others then end in `follow`."""
         self._report(f"rank {self.rank} failed ({one_line(error)})")
         self._store.set("has_failed", "1")
 
     def follow(self, is_over: threading.Event) -> None:
-        """End this rank once another one has ended with an error, whatever this one waits for: NCCL
-        does not notice that a rank has left. Runs in a thread until the end of the run."""
+        """End this rank once another one has ended with an error, whatever it waits for.
+
+        NCCL does not notice that a rank has left. Runs in a thread until the end of the run.
+        """
         has_failed = False
         try:
             while not has_failed and not is_over.wait(LOOK_S):
@@ -101,11 +100,11 @@ class Watchdog:
             leave(RankTimeout(line))
 
     def _missing_ranks(self, deadline: float) -> list[int]:
-        """At a time-out: the ranks that have not entered this collective.
+        """Return the ranks that have not entered this collective, at a time-out.
 
-        After a broken connection others may be about to: wait until all ranks but one have noticed
-        it, or until the deadline. Returns early once there is a report, as the rank that has
-        written it may have ended already.
+        After a broken connection some may still enter it: wait until all ranks but one have noticed
+        the connection, or until the deadline. Return early once there is a report, whose rank may
+        have ended already.
         """
         self._store.set(f"ended/{self.rank}", "1")
         others = [r for r in range(self.world_size) if r != self.rank]
@@ -129,11 +128,11 @@ class Watchdog:
 
 
 def leave(error: BaseException) -> NoReturn:
-    """End this process, one rank of several, at once: print the error, write it to torchrun's error
-    file, and tell the other ranks.
+    """End this process, one rank of several, at once, with the error printed and reported.
 
-    Nothing is shut down: the process group and the interpreter may wait in NCCL for ranks that will
-    not come, and in gloo until its time-out. Reward workers end with this process.
+    It is written to torchrun's error file and reported to the other ranks. Nothing is shut down:
+    the process group and the interpreter may wait in NCCL for ranks that will not come, and in gloo
+    until its time-out. Reward workers end with this process.
     """
     code = error.exit_code if isinstance(error, EndsRun) else 1
     if isinstance(error, KeyboardInterrupt):
@@ -157,8 +156,7 @@ def leave(error: BaseException) -> NoReturn:
 
 
 def report(error: EndsRun) -> int:
-    """Print an error outside a process group and write it to torchrun's error file. Return the
-    exit code, with which this process is to end."""
+    """Print an error outside a process group, and write torchrun's file; return the exit code."""
     if "RANK" in os.environ:
         _ignore_signals()
     log_once(error)
@@ -167,19 +165,21 @@ def report(error: EndsRun) -> int:
 
 
 def _ignore_signals() -> None:
-    """For the rest of this process: they would cut the text short, and torchrun's SIGTERM, sent as
-    soon as another rank has ended, would replace the exit code."""
+    """Ignore signals for the rest of this process.
+
+    They would cut the error text short, and torchrun's SIGTERM, sent as soon as another rank has
+    ended, would replace the exit code.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(number, signal.SIG_IGN)
 
 
 def log_once(error: EndsRun) -> None:
-    """Print an error, unless it has been printed. Only the first rank with an error prints it, as
-    most errors are on all ranks.
+    """Print an error once per job: only the first rank with an error prints, as most are on all.
 
     Returns once it is on the screen: as soon as one rank ends, the launcher kills the others,
-    including the one that prints.
+    including the printing rank.
     """
     if error.is_logged:
         return
@@ -200,8 +200,7 @@ def log_once(error: EndsRun) -> None:
 
 
 def _store_of_all() -> dist.Store | None:
-    """The key-value store of the job: of the process group or, before there is one, of the
-    launcher; None if there is neither."""
+    """Return the store of the process group or, before there is one, of the launcher, or None."""
     if dist.is_initialized():
         return _own_store()
     if "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -210,22 +209,24 @@ def _store_of_all() -> dist.Store | None:
 
 
 def _own_store() -> dist.Store:
-    """Return the store of the process group, on a connection of its own: the main thread may hold
-    the group's, as NCCL does for as long as it waits there for a rank's first collective."""
+    """Return the store of the process group, on a connection of its own.
+
+    The main thread may hold the group's: NCCL waits there for a rank's first collective.
+    """
     return _clone_of(dist.distributed_c10d._get_default_store())
 
 
 @functools.lru_cache(maxsize=1)  # a new connection would wait for a store that has ended
-def _clone_of(store: dist.Store) -> dist.Store:
+def _clone_of(store: Any) -> dist.Store:  # `clone` is in no type of torch's
     return store.clone()
 
 
 def _store_of_launcher() -> tuple[dist.Store, int, int]:
-    """The key-value store, this rank and the number of ranks. The launcher makes the store before
-    it starts ranks, so a missing one means that the launcher has died.
+    """Return the key-value store, this rank and the number of ranks.
 
-    torchrun may use one store for all restarts of the ranks: each gets a namespace of its own, as
-    the addresses of dead ranks are in it.
+    The launcher makes the store before it starts ranks, so a missing one means that the launcher
+    has died. torchrun may use one store for all restarts of the ranks: each restart gets a
+    namespace of its own, as the addresses of dead ranks are in the store.
     """
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -233,8 +234,11 @@ def _store_of_launcher() -> tuple[dist.Store, int, int]:
 
 
 def join_store() -> tuple[dist.Store, int, int]:
-    """Return what `_store_of_launcher` does. Raises InputError for variables of the environment
-    that are missing or wrong, and RankTimeout, which every rank prints, if no store comes up."""
+    """Return what `_store_of_launcher` does, with errors for the user.
+
+    Raises InputError for missing or wrong environment variables, and RankTimeout, which every rank
+    prints, if no store comes up.
+    """
     try:
         return _store_of_launcher()
     except ValueError as error:

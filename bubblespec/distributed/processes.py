@@ -1,5 +1,4 @@
-"""Processes that end with the one that started them. Imports nothing heavy, as reward workers use
-it too."""
+"""Processes that end with their parent. Imports nothing heavy: reward workers use it too."""
 
 import contextlib
 import ctypes
@@ -14,21 +13,19 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(by: int = signal.SIGKILL) -> None:
-    """Ask Linux for this signal when the parent ends; more exactly, when the thread that started
-    this process does."""
+    """Request this signal from Linux when the thread that started this process ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
 
 
 def fork_with_supervisor(parent: int, descriptor: int) -> None:
-    """Fork. The child returns from here, in its own session and without standard input. This
-    process becomes its supervisor and never returns: it ends as the child ends, with the same exit
-    code or signal, after killing all that the child has started. It does so at once when its
-    standard input can be read or is closed, or when `parent` has ended.
+    """Fork, and return in the child alone, in its own session and without standard input.
 
-    On Linux the supervisor adopts the child's orphans, so that it also kills those outside the
-    child's group or session; elsewhere it kills the group only. descriptor: closed in the
-    supervisor.
+    This process becomes the child's supervisor: it ends as the child ends, with the same exit code
+    or signal, after killing all processes that the child has started. It does so at once when its
+    standard input can be read or is closed, or when `parent` has ended. On Linux the supervisor
+    adopts the child's orphans, and also kills those outside the child's group or session; elsewhere
+    it kills the group only. descriptor: closed in the supervisor.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -84,8 +81,7 @@ def _supervise(child: int, parent: int) -> None:
 
 
 def _reap(ended: dict[int, int]) -> bool:
-    """Reap the children that have ended, adopted ones too, and note their status. Returns whether
-    others still run."""
+    """Reap ended children, adopted ones too, and note their status; return whether any is left."""
     try:
         while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
             ended[reaped[0]] = reaped[1]

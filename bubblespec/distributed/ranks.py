@@ -1,7 +1,6 @@
-"""Ranks: start and end of the process group, the collectives that the trainer uses, time-outs and
-stop signals.
+"""Ranks: process group, collectives, time-outs and stop signals.
 
-A rank that hangs or has died is named by the others, within `run.timeout_s`; one that fails ends
+The other ranks name a rank that hangs or has died, within `run.timeout_s`; a rank that fails ends
 all (failures.py). SIGTERM, SIGINT and SIGHUP only set a flag, which the ranks exchange at the next
 `Ranks.barrier_or_stop`. A single process works too.
 """
@@ -39,8 +38,10 @@ class StopRequested(Exception):
 
 
 class Ranks:
-    """This process among all ranks, and their collectives, which raise RankTimeout. With one rank
-    they are the identity."""
+    """This process among all ranks, and their collectives.
+
+    Collectives raise RankTimeout; with one rank they are the identity.
+    """
 
     def __init__(self, device: torch.device, timeout_s: float = 1800.0):
         """timeout_s: seconds that a collective may wait for the slowest rank."""
@@ -49,7 +50,7 @@ class Ranks:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.is_main = self.rank == 0
         self.place = "set-up"  # what the ranks are doing, for the message that names a missing one
-        self.must_stop = False  # this rank has been told to stop; `barrier_or_stop` tells others
+        self.must_stop = False  # a stop request to this rank, which `barrier_or_stop` exchanges
         # Called before the process group ends: NCCL waits for graphs with its collectives to go.
         self.before_end: list[Callable[[], None]] = []
         # of rollouts: the `time` module, or a substitute with perf_counter, monotonic and sleep
@@ -61,14 +62,16 @@ class Ranks:
         self.sum_(torch.zeros(1, device=self.device))
 
     def barrier_or_stop(self) -> None:
-        """Wait for all ranks. Raises StopRequested on all of them if any has been told to stop."""
-        wishes = self.sum_(torch.tensor([float(self.must_stop)], device=self.device))
-        if wishes.item():
+        """Wait for all ranks. Raises StopRequested on all ranks if any has a stop request."""
+        requests = self.sum_(torch.tensor([float(self.must_stop)], device=self.device))
+        if requests.item():
             raise StopRequested
 
     def is_told_to_stop(self) -> bool:
-        """Whether any rank has been told to stop, for use while this rank waits outside a
-        collective. It then sets `must_stop`, so that all stop at the next `barrier_or_stop`."""
+        """Whether any rank has a stop request, for use while this rank waits outside a collective.
+
+        It then sets `must_stop`, so that all ranks stop at the next `barrier_or_stop`.
+        """
         if self.watchdog is not None:
             with contextlib.suppress(RuntimeError):  # the store has ended: the next one reports it
                 if self.must_stop:
@@ -83,7 +86,7 @@ class Ranks:
         return tensor
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """The tensor of rank `source` into that of all ranks, in place."""
+        """Copy the tensor of rank `source` into that of all ranks, in place."""
         if self.world_size > 1:
             self.complete(lambda: dist.broadcast(tensor.detach(), source, async_op=True))
         return tensor
@@ -98,20 +101,19 @@ class Ranks:
         return everyone.cpu().numpy().reshape(self.world_size, *array.shape)
 
     def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
-        """One-dimensional arrays of any lengths from all ranks, as a list by rank (padded on the
-        way, nothing pickled)."""
+        """Return one-dimensional arrays of any lengths from all ranks, by rank (not pickled)."""
         sizes = self.gather(np.array([len(array)]))[:, 0]
         padded = np.zeros(max(int(sizes.max()), 1), array.dtype)
         padded[: len(array)] = array
         return [row[:size] for row, size in zip(self.gather(padded), sizes, strict=True)]
 
     def gather_text(self, text: str) -> list[str]:
-        """A text of every rank, as a list by rank."""
+        """Return the text of every rank, by rank."""
         encoded = np.frombuffer(text.encode(), np.uint8)
         return [row.tobytes().decode() for row in self.gather_ragged(encoded)]
 
     def agree(self, find: Callable[[], str | None]) -> str | None:
-        """What `find` returns on rank 0, on all ranks, or the InputError that it raises there."""
+        """Call `find` on rank 0; return its result, or raise its InputError, on all ranks."""
         answer = {}
         if self.is_main:
             try:
@@ -124,8 +126,7 @@ class Ranks:
         return answer["value"]
 
     def complete(self, start: Callable[[], dist.Work]) -> None:
-        """Start a collective with async_op=True and wait for its end; a rank that does not come to
-        it is named."""
+        """Start a collective with async_op=True and wait for its end; a missing rank is named."""
         with self.watch() as deadline:
             work, nap_s = start(), 1e-5
             while not work.is_completed():
@@ -140,8 +141,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[float]:
-        """Around collectives, also those of another library, so that a failure names the missing
-        rank. Yields the end of the time-out, which other libraries enforce by themselves."""
+        """Watch collectives, also those of another library, so that a failure names a missing rank.
+
+        Yields the end of the time-out, which other libraries enforce by themselves.
+        """
         deadline = time.monotonic() + self.timeout_s
         if self.world_size > 1:
             self.watchdog.enter(self.place)
@@ -156,7 +159,7 @@ class Ranks:
 
 
 def one_line(error: Exception) -> str:
-    """The message of a failed collective, without its place in the sources."""
+    """Return the message of a failed collective, without its place in the sources."""
     return str(error).splitlines()[0].rsplit("] ")[-1].split(". ")[0]
 
 
@@ -164,9 +167,9 @@ def one_line(error: Exception) -> str:
 def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the process group that torchrun describes in the environment; NCCL on GPUs, gloo on CPU.
 
-    Raises InputError if `device` asks for a GPU that is not there, and RankTimeout if a rank does
-    not come. An EndsRun of the block is printed here. In a process group any exception of the block
-    ends the process here, see `leave`.
+    Raises InputError for a missing GPU, and RankTimeout if a rank does not join. An EndsRun of the
+    block is printed here. In a process group any exception of the block ends the process here, see
+    `leave`.
     """
     target = find_device(device)
     if "RANK" in os.environ:  # with torchrun
@@ -176,9 +179,11 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         limit = timedelta(seconds=2 * timeout_s if target.type == "cuda" else timeout_s)
         store, rank, world_size = join_store()
         store.set_timeout(limit)
-        group = {"store": store, "rank": rank, "world_size": world_size, "timeout": limit}
+        backend = "nccl" if target.type == "cuda" else "gloo"
         try:
-            dist.init_process_group("nccl" if target.type == "cuda" else "gloo", **group)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=limit
+            )
         except RuntimeError as error:
             raise RankTimeout(f"a rank is missing at the start ({one_line(error)})") from error
     ranks, is_over = Ranks(target, timeout_s), threading.Event()
@@ -203,8 +208,7 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
 
 @contextlib.contextmanager
 def signals_stop(ranks: Ranks) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGHUP set `ranks.must_stop`, however often they come, so that a save
-    runs to its end.
+    """Make SIGTERM, SIGINT and SIGHUP set `ranks.must_stop`, so that a save runs to its end.
 
     Only a second Ctrl-C, at a rank or at torchrun, ends a rank at once. Signals that a parent has
     set to be ignored (nohup) stay ignored.

@@ -1,10 +1,9 @@
-"""Memory that the ranks of one machine have mapped, and collectives of small arrays through it: of
-the tensor-parallel tail, which waits for them, and the ticks of rollouts, which nobody waits for.
+"""Collectives of small arrays in memory that the ranks of one machine share.
 
-An all-reduce of gloo takes hundreds of microseconds whatever its size, as it goes through sockets
-and threads. Here a rank writes its numbers, sets a flag, waits for the flags of the others and
-reads: a few microseconds for what a layer of a small model sums. The order of a sum is that of the
-ranks, so it is bit-identical on all of them.
+The tensor-parallel tail waits for them; ticks of rollouts are polled. An all-reduce of gloo takes
+hundreds of microseconds whatever its size, as it goes through sockets and threads. Here a rank
+writes its numbers, sets a flag, waits for the flags of the others and reads: a few microseconds for
+the sums of a layer of a small model. Sums are in the order of ranks, so they are bit-identical.
 """
 
 import contextlib
@@ -18,17 +17,19 @@ import numpy as np
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import log
 
-PLACE_BYTES = 1 << 20  # that a rank exchanges at a time; more goes in several exchanges
-CACHE_LINE = 64  # bytes, so that ranks do not write to each other's
+PLACE_BYTES = 1 << 20  # bytes of a rank in one exchange; larger arrays take several
+CACHE_LINE = 64  # bytes between flags, so that ranks do not write to one line
 # A waiting rank first spins this many times, then yields its core, and then sleeps between checks:
-# with more ranks than cores, the rank that it waits for may not be running.
+# with more ranks than cores, the awaited rank may not be running.
 NUM_SPINS, NUM_YIELDS, NAP_S = 200, 200, 5e-5
-LOOK_S = 0.5  # how often a waiting rank checks that the other processes are alive
+LOOK_S = 0.5  # interval of a waiting rank's checks that the other processes are alive
 
 
 def map_shared(ranks: Ranks, num_bytes: int) -> np.ndarray | None:
-    """Zeros that all ranks have mapped, uint8 [num_bytes]; all ranks call it together. None, on all
-    of them, where they are not on one machine or it has no room."""
+    """Map zeros on all ranks, uint8 [num_bytes]; all ranks call it together.
+
+    Return None, on all ranks, if they are not on one machine, or if it has no room.
+    """
     path, mapped, handle = "", None, None
     name = f"bubblespec-{secrets.token_hex(8)}"
     if ranks.is_main:
@@ -61,15 +62,15 @@ def has_ended(pid: int) -> bool:
 
 
 class SharedCollectives:
-    """Sums and gathers over the ranks of one machine, which all call the same in the same order.
-    Raises RankTimeout, which names a rank that has died or does not come.
+    """Sums and gathers over the ranks of one machine; all ranks call the same in the same order.
 
-    Exchange n uses the places n % 2 of all ranks. A rank reaches a place again only after all have
-    begun exchange n + 1, and so have read what was exchanged in n.
+    They raise RankTimeout with the name of a rank that has died or does not come. Exchange n uses
+    the places n % 2 of all ranks. A rank reaches a place again only after all have begun exchange
+    n + 1, and so have read the numbers of exchange n.
     """
 
     def __init__(self, ranks: Ranks, mapped: np.ndarray):
-        """mapped: of `num_bytes` bytes."""
+        """Join the collectives of all ranks. mapped: `num_bytes` bytes of `map_shared`."""
         self._ranks, size = ranks, ranks.world_size
         flags = mapped[: size * CACHE_LINE].view(np.int64).reshape(size, -1)
         self._reached, self._pids = flags[:, 0], flags[:, 1]
@@ -84,18 +85,16 @@ class SharedCollectives:
         return size * (CACHE_LINE + 2 * PLACE_BYTES)
 
     def post(self, own: np.ndarray) -> None:
-        """Begin an exchange with this rank's numbers, at most PLACE_BYTES, and as many on all
-        ranks."""
+        """Begin an exchange with this rank's array, of one size on all ranks, <= PLACE_BYTES."""
         self._count += 1
         self._look_at = time.monotonic() + LOOK_S
-        # of all ranks, [P, n]: once the exchange is complete, until the next but one
+        # arrays of all ranks, [P, n]: once the exchange is complete, until the next but one
         self.posted = self._places[self._count % 2, :, : own.nbytes].view(own.dtype)
         self.posted[self._ranks.rank] = own
         self._reached[self._ranks.rank] = self._count
 
     def is_complete(self) -> bool:
-        """Whether all ranks have posted. Raises RuntimeError if the process of one has ended that
-        has not."""
+        """Whether all ranks have posted. Raises RuntimeError for a missing rank that has ended."""
         if self._reached.min() >= self._count:
             return True
         if time.monotonic() > self._look_at:
@@ -126,7 +125,7 @@ class SharedCollectives:
         return everyone.reshape(len(everyone), *array.shape)
 
     def _exchange(self, own: np.ndarray) -> np.ndarray:
-        """The numbers of all ranks, see `posted`."""
+        """Exchange arrays with all ranks; return `posted`."""
         self.post(own)
         looks, ranks = 0, self._ranks
         deadline = time.monotonic() + ranks.timeout_s
@@ -145,8 +144,11 @@ class SharedCollectives:
 
 
 def open_collectives(ranks: Ranks) -> SharedCollectives | None:
-    """All ranks call it together. None, on all of them, where memory cannot be shared, or where the
-    processor may let others see a flag before what it stands for."""
+    """Create the collectives; all ranks call it together.
+
+    Return None, on all ranks, if memory cannot be shared, or on processors on which a flag may be
+    visible before the numbers written earlier.
+    """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return None
     mapped = map_shared(ranks, SharedCollectives.num_bytes(ranks.world_size))

@@ -1,13 +1,12 @@
-"""Tail batching: short rounds that leave their slowest groups for later, and long rounds of these
-(RollPacker, arXiv 2509.21009, section 4), here without bias.
+"""Tail batching: short rounds that defer their slowest groups, and long rounds of deferred groups.
 
-A short round launches more groups than a step trains on; those that are not among the shortest are
-deferred. Once there are enough of them for a step, a long round trains on exactly these, the oldest
-first. RollPacker draws a deferred prompt again, which favours short answers: it stays slow only if
-it is slow twice. Here a deferred group keeps its name, and so the noise of its samples: the same
-samples are finished later, under the then current weights, with their tokens so far as drafts.
-Every sample that the data order names is trained on exactly once; what changes is the order, short
-responses first and then the long ones.
+The idea is RollPacker's (arXiv 2509.21009, section 4), here without bias. A short round launches
+more groups than a step trains on, and defers all but the shortest. Once enough groups for a step
+are deferred, a long round trains on exactly these, oldest first. RollPacker draws a deferred prompt
+again, which favours short answers: it stays slow only if it is slow twice. Here a deferred group
+keeps its name, and so the noise of its samples: the same samples are finished later, under the then
+current weights, with their tokens so far as drafts. Every sample of the data order is trained on
+exactly once; only the order changes, short responses before long ones.
 """
 
 import math
@@ -21,11 +20,10 @@ from bubblespec.types import Group, Launch, SampleId, Samples
 
 # auto: how much history it uses, and how clear a gain must be.
 NUM_CYCLES_KEPT = 16  # steps of groups whose lengths are remembered
-MIN_SEEN = 16  # groups of which lengths are known before any is deferred
+MIN_SEEN = 16  # groups with known lengths before any group is deferred
 MAX_OVER_SAMPLING = 2.0
 MIN_GAIN = 1.05
-# of numbers whose costs differ by less than this factor, the smallest is taken: its rollouts are
-# the smallest
+# among numbers whose costs differ by less than this factor, the smallest rollouts are taken
 MAX_NOISE = 1.02
 NUM_TRIALS = 256
 # Verifying a token costs this share of a forward: from 1/60 (a small model on a CPU core) to 1/400
@@ -34,21 +32,20 @@ VERIFY_SHARE = 1 / 64
 
 
 class Deferred(NamedTuple):
-    """A group whose turn is still to come."""
+    """A group that was launched and is still to be trained on."""
 
     group: Group
     round: int
-    """In which it was launched."""
+    """Round in which the group was launched."""
     tokens: int
-    """Of all its samples, so far."""
+    """Tokens of all its samples so far."""
 
 
 class TailBatching(StepSchedule):
     """Short rounds, and long rounds of what they have deferred."""
 
     def __init__(self, *order, over_sampling_ratio: float | str):
-        """order: the arguments of `StepSchedule`; over_sampling_ratio: see
-        `TailBatchingConfig`."""
+        """order: the arguments of `StepSchedule`; over_sampling_ratio: `TailBatchingConfig`'s."""
         super().__init__(*order)
         self.over_sampling_ratio = over_sampling_ratio
         self._by_uid = {prompt.uid: prompt for prompt in self.prompts.prompts}
@@ -69,7 +66,7 @@ class TailBatching(StepSchedule):
 
     @property
     def is_long_round(self) -> bool:
-        """Whether the coming step is one."""
+        """Whether the coming step is a long round."""
         return len(self._queue) >= self.num_prompts
 
     def launch(self, step: int) -> Launch:
@@ -81,8 +78,7 @@ class TailBatching(StepSchedule):
         return self._launched
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
-        """See `StepSchedule`. Deferred groups come first, whenever their turn is; which groups
-        `step` is going to defer is not foreseen."""
+        """See `StepSchedule`. Deferred groups come first; those that `step` defers are unknown."""
         if depth == 0:
             return []
         current, is_long = self.launch(step).groups, self.is_long_round
@@ -102,6 +98,7 @@ class TailBatching(StepSchedule):
 
     def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
         """See `StepSchedule`."""
+        assert self._launched is not None
         launched, was_long = self._launched.groups, self.is_long_round
         names = {group.name for group in launched}
         trained = {group.name for group in samples.groups}
@@ -141,7 +138,7 @@ class TailBatching(StepSchedule):
         return self._metrics
 
     def _choose_num_short_round(self) -> int:
-        """Groups of a short round."""
+        """Return the number of groups of a short round."""
         if self.over_sampling_ratio != "auto":
             return scaled(self.num_prompts, float(self.over_sampling_ratio))
         if len(self._seen) < MIN_SEEN:
@@ -149,7 +146,7 @@ class TailBatching(StepSchedule):
         return best_num_launched(np.array(self._seen), self.num_prompts, self.num_generations)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Visits; the queue, int64 [deferred, 4]: uid, visit, round and tokens; and counts."""
+        """Return visits; the queue, int64 [deferred, 4]: uid, visit, round, tokens; and counts."""
         queue = [(group.prompt.uid, group.visit, *rest) for group, *rest in self._queue]
         counts = [self._num_drawn, self._round, *self._trained]
         return super().state_dict() | {
@@ -174,26 +171,23 @@ class TailBatching(StepSchedule):
 
 
 def scaled(count: int, ratio: float) -> int:
-    """count x ratio, rounded up; 1.1 x 10 is 11, although the product of the two floats is above
-    it."""
+    """Return count x ratio, rounded up; 1.1 x 10 is 11, although the floats' product is above."""
     return math.ceil(round(count * ratio, 6))
 
 
 def best_num_launched(longest: np.ndarray, num_prompts: int, num_generations: int) -> int:
-    """Groups that a short round should launch: with the fewest expected sequential tokens for each
-    group that is trained on, long rounds included; num_prompts where no number is clearly better
-    than deferring nothing.
+    """Return the number of groups that a short round should launch.
 
-    longest: int64 [groups], the longest response of each of some recent groups. Cycles are
-    simulated with groups drawn from these by fixed random numbers, so the answer is a function of
-    the arguments.
+    It has the fewest expected sequential tokens for each trained group, long rounds included; it is
+    num_prompts where no number is clearly better than deferring nothing. longest: int64 [groups],
+    the longest response of each of some recent groups. Cycles are simulated with groups drawn from
+    these by fixed random numbers, so the answer is a function of the arguments.
     """
     largest = scaled(num_prompts, MAX_OVER_SAMPLING)
     key = np.array([num_prompts, num_generations], np.uint64)
     random = np.random.Generator(np.random.Philox(key=key))
     drawn = longest[random.integers(0, len(longest), (NUM_TRIALS, largest))]
-    # Verifying what they have costs no more than decoding it again, which is the cost with many
-    # rows.
+    # Verifying their tokens costs no more than decoding them again, the cost with many rows.
     share_saved = max(0.0, 1.0 - num_prompts * num_generations * VERIFY_SHARE)
     tokens = {}
     for count in range(num_prompts + 1, largest + 1):

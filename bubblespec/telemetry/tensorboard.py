@@ -33,7 +33,7 @@ class TensorBoard:
     def __init__(self, output_dir: str, purge_step: int):
         """purge_step: curves from here on, of an earlier run, are hidden."""
         self._folder = os.path.join(output_dir, "tensorboard")
-        self._writer = None
+        self._writer: Any = None
         self._purge_step: int | None = purge_step
         self._is_drawing = True  # False after a failure
 

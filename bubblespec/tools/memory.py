@@ -13,6 +13,7 @@ from bubblespec.config_file import load_config
 from bubblespec.engine.packing import PAGE
 from bubblespec.errors import InputError
 from bubblespec.loading import from_pretrained, with_dtype
+from bubblespec.mechanisms.drafter.memory import add_drafter
 from bubblespec.memory import cache_unit, estimate, has_pages, max_length, max_slots, num_rows
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # usable bytes of an H100, an H200
@@ -36,8 +37,8 @@ def main(arguments: list[str]) -> None:
 
 
 def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
-    """What each rank needs, and what it leaves of cards of two sizes."""
-    needs = estimate(config, model, world_size)
+    """Return a table of what each rank needs, and of what fits on GPUs of two sizes."""
+    needs = add_drafter(estimate(config, model, world_size), config, model, world_size)
     count = sum(p.numel() for p in model.parameters())
     rows = [(needs.weights, "weights"), (needs.gradients, "gradients")]
     rows += [(needs.optimizer, "optimizer state"), (needs.drafter, "drafter")]
@@ -65,6 +66,6 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
 
 
 def meta_model(architecture: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model on the meta device, where tensors have shapes and no memory."""
+    """Return the model on the meta device, where tensors have shapes and no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(architecture, dtype=dtype)
