@@ -12,55 +12,58 @@ LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "cispo")
 
 def check_combinations(config):
     """Return the same `Config`. Raises InputError with the key and its nearest valid value."""
-    _check_sizes(config)
+    for holds, name, what in _conditions(config):
+        section, _, key = name.partition(".")
+        require(holds, name, getattr(getattr(config, section), key), what)
     of_sections = (_loss_problems, _reward_problems, _data_problems, _environment_problems)
     for problems in (*of_sections, _streaming_problems):
         for problem in problems(config):
             raise InputError(problem)
-    method, names = config.speculative.method, config.speculative.sources
-    is_method = all(name in METHODS or "." in name for name in names)
-    what = f"none, or some of {', '.join(METHODS)} and dotted paths, joined by +"
-    require(is_method and len(set(names)) == len(names), "speculative.method", method, what)
-    betas, num_evaluated = config.optim.adam_betas, config.eval.num_prompts
-    require(len(betas) == 2, "optim.adam_betas", betas, "two numbers")
-    what = "at least 1, as run.eval_steps is set"
-    require(num_evaluated or not config.run.eval_steps, "eval.num_prompts", num_evaluated, what)
     return config
 
 
-def _check_sizes(config) -> None:
-    rollout, max_response = config.rollout, config.rollout.max_completion_length
-    total = rollout.max_prompt_length + max_response
+def _conditions(config) -> Iterator[tuple[bool, str, str]]:
+    """Yield whether a condition holds, the key that it is on, and its text."""
+    rollout, reward, names = config.rollout, config.reward, config.speculative.sources
+    num_prompts, max_response = rollout.num_prompts_per_step, rollout.max_completion_length
+    slots, total = rollout.max_num_seqs, rollout.max_prompt_length + max_response
     longer = max(("max_completion_length", "max_prompt_length"), key=vars(rollout).get)
-    limit = f"below {1 << 20}, prompt and response together"
-    require(total <= 1 << 20, f"rollout.{longer}", getattr(rollout, longer), limit)
+    what = f"below {1 << 20}, prompt and response together"
+    yield total <= 1 << 20, f"rollout.{longer}", what
     limit = f"at most rollout.max_completion_length = {max_response}"
-    shortest, buffer = rollout.min_completion_length, config.reward.overlong_buffer_length
-    require(shortest <= max_response, "rollout.min_completion_length", shortest, limit)
-    require(buffer <= max_response, "reward.overlong_buffer_length", buffer, limit)
-    slots, tokens = rollout.max_num_seqs, rollout.max_num_batched_tokens
+    shortest, buffer = rollout.min_completion_length, reward.overlong_buffer_length
+    yield shortest <= max_response, "rollout.min_completion_length", limit
+    yield buffer <= max_response, "reward.overlong_buffer_length", limit
     what = f"at least rollout.max_num_seqs = {slots}, so that every row can decode in one forward"
-    require(slots == "auto" or tokens >= slots, "rollout.max_num_batched_tokens", tokens, what)
-    tokens = config.optim.max_tokens_per_microbatch
+    holds = slots == "auto" or rollout.max_num_batched_tokens >= slots
+    yield holds, "rollout.max_num_batched_tokens", what
     what = f"at least {total}, so that the longest prompt and response fit"
-    require(tokens >= total, "optim.max_tokens_per_microbatch", tokens, what)
-    num_prompts, size = rollout.num_prompts_per_step, config.data.size
+    holds = config.optim.max_tokens_per_microbatch >= total
+    yield holds, "optim.max_tokens_per_microbatch", what
     what = f"at least rollout.num_prompts_per_step = {num_prompts}"
-    require(size >= num_prompts or not config.data.tasks, "data.size", size, what)
-    rows, is_invariant = rollout.tp_tail_max_rows, config.model.batch_invariant
-    what = "0 with model.batch_invariant=true"
-    require(rows in ("auto", 0) or not is_invariant, "rollout.tp_tail_max_rows", rows, what)
-    parts = config.loss.num_minibatches
+    yield config.data.size >= num_prompts or not config.data.tasks, "data.size", what
+    holds = rollout.tp_tail_max_rows in ("auto", 0) or not config.model.batch_invariant
+    yield holds, "rollout.tp_tail_max_rows", "0 with model.batch_invariant=true"
     what = f"a divisor of rollout.num_prompts_per_step = {num_prompts}"
-    require(num_prompts % parts == 0, "loss.num_minibatches", parts, what)
+    yield num_prompts % config.loss.num_minibatches == 0, "loss.num_minibatches", what
+    holds = all(name in METHODS or "." in name for name in names) and len(set(names)) == len(names)
+    what = f"none, or some of {', '.join(METHODS)} and dotted paths, joined by +"
+    yield holds, "speculative.method", what
+    yield len(config.optim.adam_betas) == 2, "optim.adam_betas", "two numbers"
+    holds = bool(config.eval.num_prompts or not config.run.eval_steps)
+    yield holds, "eval.num_prompts", "at least 1, as run.eval_steps is set"
+    for name, valid in (("advantage_estimator", ESTIMATORS), ("loss_type", LOSS_TYPES)):
+        value = getattr(config.loss, name)
+        yield (
+            value in valid or "." in value,
+            f"loss.{name}",
+            f"{', '.join(valid)}, or a dotted path",
+        )
 
 
 def _loss_problems(config) -> Iterator[str]:
     loss, rollout = config.loss, config.rollout
     estimator, delta, high = loss.advantage_estimator, loss.delta, loss.epsilon_high
-    for name, names in (("advantage_estimator", ESTIMATORS), ("loss_type", LOSS_TYPES)):
-        value, what = getattr(loss, name), f"{', '.join(names)}, or a dotted path"
-        require(value in names or "." in value, f"loss.{name}", value, what)
     is_own = "." in estimator
     if rollout.num_generations == 1 and rollout.dynamic_sampling_max_batches > 1:
         needs = "needs rollout.num_generations of at least 2"
@@ -132,8 +135,10 @@ def _environment_problems(config) -> Iterator[str]:
 
 
 def _streaming_problems(config) -> Iterator[str]:
-    """Yield problems of optim.stream_gradients: a sample's share of the gradient must be known, up
-    to a common factor, before all samples are."""
+    """Yield problems of optim.stream_gradients.
+
+    A sample's share of the gradient must be known, up to a common factor, before all samples are.
+    """
     loss, needs = config.loss, "optim.stream_gradients: true needs"
     if not config.optim.stream_gradients:
         return

@@ -1,5 +1,4 @@
-"""Configuration files: a YAML file and dotted overrides into a checked `Config`, before anything
-heavy starts, and back.
+"""Configuration files: YAML and dotted overrides into a checked `Config`, and back.
 
 A mistake is an `InputError` of one line that names the key. OmegaConf is imported where it is used,
 as tests on GPU machines run without it.
@@ -122,8 +121,7 @@ def _innermost(name: str, value: Any) -> str:
 
 
 def _unknown(name: str, keys: Iterable[str]) -> str:
-    """Return our name of another trainer's key, the right section of a key, or the key with the
-    most similar spelling."""
+    """Return our name of a foreign key, the right section of a key, or the most similar key."""
     section, leaf = name.partition(".")[0], name.rpartition(".")[2]
     matches = sorted(key for key in keys if key.partition(".")[2] == leaf)
     if answer := FOREIGN.get(name) or (not matches and FOREIGN.get(leaf)):

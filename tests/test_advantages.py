@@ -25,7 +25,7 @@ REWARDS = (
     ],
 )
 @pytest.mark.parametrize("generations", [6, 1])
-def test_advantages_equal_the_plain_computation(estimator, scale, generations):
+def test_advantages_equal_plain_computation(estimator, scale, generations):
     rewards = REWARDS[:, :generations]
     advantages = estimate_advantages(rewards, estimator, scale)
     assert advantages.dtype == np.float64
@@ -44,7 +44,7 @@ def test_groups_without_variance_have_advantage_zero(scale):
     np.testing.assert_array_equal(estimate_advantages(rewards[:1], "grpo", scale), np.zeros((1, 3)))
 
 
-def test_equal_rewards_that_float_sums_do_not_reproduce_stay_near_zero():
+def test_equal_rewards_with_inexact_sum_stay_near_zero():
     rewards = np.full((1, 7), 0.1)
     # The mean may be off by an ulp or two of 0.1 (1.4e-17 each), which 1e-4 cannot blow up beyond
     # 1e-12.
@@ -63,5 +63,5 @@ def test_equal_rewards_that_float_sums_do_not_reproduce_stay_near_zero():
         ([[1], [2]], [True, True]),
     ],
 )
-def test_groups_without_variance(rewards, zero):
+def test_zero_std_is_found_up_to_rounding(rewards, zero):
     assert has_zero_std(np.array(rewards, float)).tolist() == zero

@@ -34,7 +34,7 @@ def test_defaults_without_variables():
 
 @pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
 @pytest.mark.parametrize("value", ["max_split_size_mb:512", ""])
-def test_the_users_variables_decide(monkeypatch, name, value):
+def test_user_variables_take_precedence(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
     set_cuda_defaults()
@@ -46,7 +46,7 @@ class FirstOnGpuError(Exception):
     """Instead of the first call that needs a GPU."""
 
 
-def test_a_run_on_gpus_sets_them_first(monkeypatch):
+def test_gpu_run_sets_defaults_before_first_call(monkeypatch):
     def set_device(device):
         raise FirstOnGpuError
 
@@ -58,7 +58,7 @@ def test_a_run_on_gpus_sets_them_first(monkeypatch):
     assert settings() == "expandable_segments:True" and "NCCL_GRAPH_REGISTER" in os.environ
 
 
-def test_a_run_on_cpus_sets_nothing():
+def test_cpu_run_sets_no_defaults():
     with ranks_from_environment("cpu", 1.0):
         pass
     assert settings() == "expandable_segments:False" and "NCCL_GRAPH_REGISTER" not in os.environ

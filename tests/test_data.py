@@ -61,11 +61,11 @@ def test_chat_and_system_prompt(prompt, as_chat, system_prompt, wanted):
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "parts that are not text"),
     ],
 )
-def test_prompt_of_another_kind_names_the_row(prompt, part):
+def test_invalid_prompt_error_names_row(prompt, part):
     assert part in refusal(lambda: build(["fine", prompt], as_chat=True))
 
 
-def test_system_prompt_is_refused_for_a_string_prompt():
+def test_system_prompt_with_string_prompt_is_refused():
     message = refusal(lambda: build([[USER], "hi"], system_prompt="be brief"))
     assert message.startswith("data.system_prompt: the prompt of row 1 is a string")
     assert "data.as_chat=true" in message
@@ -78,18 +78,18 @@ def test_text_parts_become_one_text():
     assert prompt.uid == build([prompt.text]).prompts[0].uid
 
 
-def test_uids_are_63_bit_and_distinct_even_for_equal_prompts():
+def test_uids_are_63_bit_and_distinct_for_equal_prompts():
     texts = ["a"] * 50 + [f"word {i}" for i in range(500)] + [[USER], [SYSTEM], [USER]]
     uids = {prompt.uid for prompt in build(texts).prompts}
     assert len(uids) == len(texts) and 1 << 60 < max(uids) < 1 << 63 and min(uids) >= 0
 
 
-def test_uids_are_the_same_in_every_process_and_version():
+def test_uid_equals_published_hash():
     # sha256sum of 0:"a" begins with 093395b438bcc297; read little-endian and shifted right by one.
     assert build(["a"]).prompts[0].uid == int("97c2bc38b4953309", 16) >> 1
 
 
-def test_uids_follow_their_prompts_when_rows_are_reordered():
+def test_uids_follow_prompts_when_rows_are_reordered():
     texts = [f"problem number {i}" for i in range(40)] + ["twice", "twice"]
     shuffled = random.Random(0).sample(texts, len(texts))
     of = lambda prompts: sorted((p.text, p.uid) for p in prompts.prompts)  # noqa: E731
@@ -108,7 +108,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>")
 
 
-def test_chats_get_the_special_tokens_of_their_template_only(tokenizer, monkeypatch):
+def test_chats_get_special_tokens_of_template_only(tokenizer, monkeypatch):
     with pytest.raises(InputError, match=r"model\.path: its tokenizer has no chat template"):
         make_tokenize(tokenizer)([USER])
     template = (
@@ -119,7 +119,7 @@ def test_chats_get_the_special_tokens_of_their_template_only(tokenizer, monkeypa
     assert make_tokenize(tokenizer)([USER]) == [0, 1, 3, 2]
 
 
-def test_strings_get_the_beginning_once_and_no_end(tokenizer, monkeypatch):
+def test_strings_get_bos_once_and_no_eos(tokenizer, monkeypatch):
     """Ids by hand: BOS is 0; "<s>" may be in the text as well."""
     core = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -144,7 +144,7 @@ TRIMMED = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
 
 
 @pytest.mark.parametrize("template", [CHATML, TRIMMED])
-def test_last_message_of_the_assistant_is_continued(template):
+def test_last_assistant_message_is_continued(template):
     vocabulary = {"<|user|>": 1, "<|assistant|>": 2, "<|end|>": 3, "hi": 4, "there": 5, "?": 6}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -176,7 +176,7 @@ def test_every_epoch_covers_distinct_prompts(count, size):
         assert len(seen) == per_epoch * size == len(set(seen)), "only the remainder is left out"
 
 
-def test_all_64_bits_of_the_seed_count():
+def test_all_64_bits_of_seed_count():
     prompts = numbered(40)
     seeds = (2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1, 0)
     batches = [tuple(uids(prompts, seed, 5, 40)) for seed in seeds]
@@ -191,13 +191,13 @@ LONG = {"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 6, "max_term
 GCD = {"name": "gcd", "weight": 1.0, "config": {}}
 
 
-def test_rows_of_tasks_have_prompt_answer_task_and_entry():
+def test_task_rows_have_prompt_answer_task_and_entry():
     for row in reasoning_gym_rows([SUMS, GCD], 20, 1):
         assert row["prompt"] == row["entry"]["question"] and row["answer"] == row["entry"]["answer"]
         assert row["entry"]["metadata"]["source_dataset"] == row["task"] in ("chain_sum", "gcd")
 
 
-def test_row_depends_on_tasks_seed_and_number_only():
+def test_task_row_depends_on_tasks_seed_and_number_only():
     tasks = [SUMS, LONG, GCD]
     rows = reasoning_gym_rows(tasks, 40, 1)
     assert reasoning_gym_rows(tasks, 40, 1) == rows
@@ -205,14 +205,14 @@ def test_row_depends_on_tasks_seed_and_number_only():
     assert [r["prompt"] for r in reasoning_gym_rows(tasks, 40, 2)] != [r["prompt"] for r in rows]
 
 
-def test_seeds_of_training_and_held_out_problems_share_none():
+def test_training_and_held_out_seeds_share_no_problem():
     first, second = (
         {r["prompt"] for r in reasoning_gym_rows([LONG], 300, seed)} for seed in (1, 501)
     )
     assert len(first) == 300 and not first & second
 
 
-def test_mixture_follows_the_weights():
+def test_task_mixture_follows_weights():
     count = 1200
     found = collections.Counter(
         r["entry"]["metadata"]["difficulty"]["num_terms"][0]
@@ -233,12 +233,12 @@ def test_mixture_follows_the_weights():
         ({"name": "chain_sum", "config": {"min_terms": 2.5}}, ""),
     ],
 )
-def test_wrong_task_or_parameter_names_the_task(task, part):
+def test_wrong_task_or_parameter_error_names_task(task, part):
     message = refusal(reasoning_gym_rows, [SUMS, {"weight": 1} | task], 5, 1)
     assert message.startswith(f"data.tasks[1] ({task['name']}): ") and part in message
 
 
-def test_extra_prompts_are_others_and_a_function_of_the_step():
+def test_extra_prompts_are_unused_and_a_function_of_step():
     prompts = numbered(30)
     used = {p.uid for p in prompts.batch(0, 5, 8)}
     first = [p.uid for p in prompts.extra(0, 5, 6, used)]

@@ -42,7 +42,7 @@ def invariant_config(**loss):
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3", "gpt2"])
 @pytest.mark.parametrize("has_checkpoints", [False, True])
-def test_the_backward_pass_has_nothing_that_cuda_refuses(make_model, name, has_checkpoints):
+def test_backward_pass_has_only_operations_allowed_on_cuda(make_model, name, has_checkpoints):
     model = make_model(name)
     prepare_model(model, 100)
     if has_checkpoints:
@@ -55,7 +55,7 @@ def test_the_backward_pass_has_nothing_that_cuda_refuses(make_model, name, has_c
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_the_flag_changes_no_gradient_on_a_cpu(make_model):
+def test_deterministic_flag_changes_no_gradient_on_cpu(make_model):
     grads = []
     for config in (make_config(), invariant_config()):
         model = make_model("llama", torch.float32)
@@ -65,7 +65,7 @@ def test_the_flag_changes_no_gradient_on_a_cpu(make_model):
 
 
 @pytest.mark.parametrize("was", [False, True])
-def test_the_users_setting_is_back_after_an_error(make_model, monkeypatch, was):
+def test_user_setting_is_restored_after_error(make_model, monkeypatch, was):
     """Here of an operation without a deterministic form, in the user's own loss."""
 
     class Put(torch.autograd.Function):

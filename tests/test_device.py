@@ -60,7 +60,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("driver, build, says", CASES)
-def test_cuda_without_a_gpu_says_what_is_missing(machine, driver, build, says):
+def test_cuda_without_gpu_error_names_cause(machine, driver, build, says):
     machine(driver, build)
     with pytest.raises(InputError, match=r"^model\.device: cuda, but ") as refusal:
         find_device("cuda")
@@ -68,9 +68,7 @@ def test_cuda_without_a_gpu_says_what_is_missing(machine, driver, build, says):
 
 
 @pytest.mark.parametrize("driver, build, says", CASES)
-def test_auto_warns_once_where_a_driver_is_of_no_use(
-    machine, monkeypatch, capsys, driver, build, says
-):
+def test_auto_warns_once_about_unusable_driver(machine, monkeypatch, capsys, driver, build, says):
     machine(driver, build)
     assert find_device("auto") == find_device("cpu") == torch.device("cpu")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -83,12 +81,12 @@ def test_auto_warns_once_where_a_driver_is_of_no_use(
         assert not said
 
 
-def test_a_library_that_is_no_driver_is_none(monkeypatch):
+def test_library_without_driver_functions_is_no_driver(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert cuda_of_driver() is None
 
 
-def test_gpus_go_to_ranks_in_order(monkeypatch):
+def test_gpus_are_assigned_to_ranks_in_order(monkeypatch):
     current = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

@@ -37,7 +37,7 @@ def usual_signals():
         signal.signal(number, handler)
 
 
-def test_signals_only_note_a_wish_to_stop(usual_signals, monkeypatch):
+def test_signals_only_request_stop(usual_signals, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(distributed, "time", clock)
     ranks = Ranks(torch.device("cpu"))
@@ -121,7 +121,7 @@ def meets_without(ranks: Ranks, collective: str, fate: str, missing: int) -> str
     "collective, fate, missing",
     [("gather_ragged", "hangs", 1), ("sum", "dies", 0)],
 )
-def test_a_rank_missing_from_a_collective_is_named(tmp_path, capfd, collective, fate, missing):
+def test_rank_missing_from_collective_is_named(tmp_path, capfd, collective, fate, missing):
     results = run_ranks(tmp_path, meets_without, 3, collective, fate, missing, missing=missing)
     line, *others = [result for result in results if result]
     assert others == [line]
@@ -152,7 +152,7 @@ sys.exit(2)
 
 
 @pytest.mark.parametrize("arguments", [[], ["grouped"]])
-def test_an_error_is_on_the_screen_before_any_rank_ends(tmp_path, arguments):
+def test_error_is_printed_before_any_rank_ends(tmp_path, arguments):
     """Whichever rank prints it: the launcher kills all as soon as one has ended."""
     script = tmp_path / "slow_to_say.py"
     script.write_text(SLOW_TO_SAY)
@@ -160,7 +160,7 @@ def test_an_error_is_on_the_screen_before_any_rank_ends(tmp_path, arguments):
     assert done.returncode == 2 and done.stderr.count("error: wrong\n") == 1, done.stderr
 
 
-def test_a_collective_is_awaited_for_as_long_as_the_time_out_says(monkeypatch, capsys):
+def test_collective_is_awaited_until_time_out(monkeypatch, capsys):
     clock, store = Clock(), dist.HashStore()
     monkeypatch.setattr(distributed, "time", clock)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
@@ -176,7 +176,7 @@ def test_a_collective_is_awaited_for_as_long_as_the_time_out_says(monkeypatch, c
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
-def test_a_cuda_error_in_a_collective_is_raised_as_it_is(kind):
+def test_cuda_error_in_collective_is_raised_unchanged(kind):
     """Of this rank, or of a kernel before the collective: no other rank is missing."""
     error, ranks = kind("CUDA error"), Ranks(torch.device("cpu"))
     ranks.world_size = 2
@@ -190,7 +190,7 @@ def test_a_cuda_error_in_a_collective_is_raised_as_it_is(kind):
     assert raised.value is error
 
 
-def test_a_rank_that_never_starts_is_one_line(monkeypatch):
+def test_rank_that_never_starts_is_one_error_line(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(distributed, "die_with_parent", lambda: None)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "0"}
@@ -235,7 +235,7 @@ def stops_at(ranks: Ranks, stopped: int) -> list:
     return seen
 
 
-def test_all_ranks_stop_at_the_same_place(tmp_path):
+def test_all_ranks_stop_at_same_place(tmp_path):
     results = run_ranks(tmp_path, stops_at, 3, 1)
     assert results[0] == results[1] == results[2]
     (num_ticks, must_stop), *rest = results[0]

@@ -55,7 +55,7 @@ def run_failing(folder, kind: str) -> tuple[dict[str, int], str, str]:
 
 
 @pytest.mark.parametrize("kind, part", [("loss", "loss"), ("rollout", "engine")])
-def test_an_exception_on_one_rank_ends_all(tmp_path, kind, part):
+def test_exception_on_one_rank_ends_all(tmp_path, kind, part):
     """In the loss the other rank is blocked where it never notices by itself."""
     codes, said, root = run_failing(tmp_path, kind)
     assert codes == {"0": 3, "1": 1}
@@ -66,14 +66,14 @@ def test_an_exception_on_one_rank_ends_all(tmp_path, kind, part):
 
 
 @pytest.mark.parametrize("kind", ["ctrl-c", "terminal"])
-def test_a_second_ctrl_c_ends_all_ranks(tmp_path, kind):
+def test_second_ctrl_c_ends_all_ranks(tmp_path, kind):
     codes, said, root = run_failing(tmp_path, kind)
     assert codes == {"0": 130, "1": 130}
     assert "\nKeyboardInterrupt\n" in said
     assert "exitcode  : 130" in root or kind == "terminal"  # then torchrun has no summary
 
 
-def test_a_rank_that_hangs_ends_with_the_one_that_names_it(tmp_path):
+def test_hanging_rank_ends_with_rank_that_reports(tmp_path):
     codes, said, root = run_failing(tmp_path, "hangs")
     assert codes == {"0": 3, "1": 3}
     line = "error: rank 1 missing in training of step 0 (no answer for 1 s); last heard: in "
@@ -135,7 +135,7 @@ def codes(rank_of_one, monkeypatch) -> list[int]:
         (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
     ],
 )
-def test_an_error_leaves_text_file_and_code(
+def test_error_leaves_text_file_and_exit_code(
     codes, monkeypatch, capsys, tmp_path, error, code, text
 ):
     path = tmp_path / "error.json"
@@ -152,14 +152,14 @@ def test_an_error_leaves_text_file_and_code(
     assert report.startswith(f"rank 0 failed ({type(error).__name__}")
 
 
-def test_an_error_while_graphs_are_freed_shuts_nothing_down(codes, capsys):
+def test_error_while_freeing_graphs_shuts_nothing_down(codes, capsys):
     with pytest.raises(Left), ranks_from_environment("cpu", 60.0) as ranks:
         ranks.before_end.append(lambda: [][0])
     assert codes == [1] and dist.is_initialized()
     assert capsys.readouterr().err.endswith("IndexError: list index out of range\n")
 
 
-def test_a_store_that_hangs_is_not_waited_for(codes, monkeypatch, capsys):
+def test_hanging_store_is_not_awaited(codes, monkeypatch, capsys):
     """After the text, which needs none of it."""
     ended = threading.Event()
 
@@ -178,7 +178,7 @@ def test_a_store_that_hangs_is_not_waited_for(codes, monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("ValueError: a mistake\n")
 
 
-def test_the_failure_of_another_is_no_root_cause(monkeypatch, tmp_path):
+def test_failure_of_another_rank_is_no_root_cause(monkeypatch, tmp_path):
     """torchrun shows the failure with the earliest second."""
     seconds = []
     for error in (RankTimeout("rank 1 has failed"), ValueError("a mistake")):
@@ -189,7 +189,7 @@ def test_the_failure_of_another_is_no_root_cause(monkeypatch, tmp_path):
     assert seconds == [8, 7]
 
 
-def test_torchrun_cannot_replace_an_exit_code(rank_of_one, monkeypatch):
+def test_torchrun_cannot_replace_exit_code(rank_of_one, monkeypatch):
     """It sends a SIGTERM as soon as another rank has ended."""
     received = []
     signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
@@ -199,7 +199,7 @@ def test_torchrun_cannot_replace_an_exit_code(rank_of_one, monkeypatch):
     assert not received
 
 
-def test_a_store_that_never_comes_up_is_one_line(rank_of_one, monkeypatch, capsys):
+def test_missing_store_is_one_error_line(rank_of_one, monkeypatch, capsys):
     """On every rank, as none can ask whether another one has printed it."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(failures, "CONNECT_S", 0.5)
@@ -215,7 +215,7 @@ def test_a_store_that_never_comes_up_is_one_line(rank_of_one, monkeypatch, capsy
 @pytest.mark.parametrize(
     "name, value", [("MASTER_ADDR", None), ("WORLD_SIZE", "two"), ("WORLD_SIZE", None)]
 )
-def test_a_bad_environment_is_one_line(rank_of_one, monkeypatch, capsys, name, value):
+def test_bad_environment_is_one_error_line(rank_of_one, monkeypatch, capsys, name, value):
     if value is None:
         monkeypatch.delenv(name)
     else:

@@ -93,7 +93,7 @@ class Merged(torch.nn.Module):
 # One model
 
 
-def test_a_new_adapter_changes_nothing_and_is_the_same_everywhere(make_model):
+def test_new_adapter_changes_nothing_and_is_reproducible(make_model):
     """To the bit, whatever random numbers were drawn before; and it draws none itself."""
     plain, first, second = make_model(), make_model(), make_model()
     before = torch.get_rng_state()
@@ -110,7 +110,7 @@ def test_a_new_adapter_changes_nothing_and_is_the_same_everywhere(make_model):
     assert not any(torch.equal(a[name], value) for name, value in others if "lora_A" in name)
 
 
-def test_only_the_adapter_is_trained_in_the_models_dtype(make_model):
+def test_only_adapter_is_trained_in_model_dtype(make_model):
     model = adapt(make_model(dtype=torch.bfloat16))
     optimizer = Optimizer(model, make_config().optim, 10, Ranks(torch.device("cpu")))
     adapter = adapter_of(model)
@@ -125,7 +125,7 @@ def test_only_the_adapter_is_trained_in_the_models_dtype(make_model):
     [("llama", 0.3, True), ("qwen2", 0.0, False), ("gpt2", 0.3, False)],
 )
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-def test_loss_and_gradient_equal_those_of_merged_weights(make_model, name, kl_coef, checkpointing):
+def test_loss_and_gradient_equal_merged_weights(make_model, name, kl_coef, checkpointing):
     """The same oracle as for full training, on weights merged by the formula; the reference of the
     KL is the base."""
     base, model = make_model(name), adapt(make_model(name))
@@ -147,7 +147,7 @@ def test_loss_and_gradient_equal_those_of_merged_weights(make_model, name, kl_co
     assert not all(map(torch.equal, adapter_of(model).values(), plain.values))
 
 
-def test_the_adapter_is_off_only_within(make_model):
+def test_adapter_is_off_only_within_context(make_model):
     model, base = adapt(make_model()), make_model()
     adapted = model(TOKENS).logits
     with pytest.raises(RuntimeError, match="in between"), adapter_disabled(model):
@@ -161,12 +161,12 @@ def test_the_adapter_is_off_only_within(make_model):
         assert all(p.requires_grad for p in base.parameters())
 
 
-def test_an_adapter_wider_than_the_model_gets_one_line(make_model):
+def test_adapter_wider_than_model_is_refused(make_model):
     message = refusal(add_adapter, make_model(), ModelConfig(path="", lora_r=65), 0)
     assert message.startswith("model.lora_r: 65 must be at most 64, the model's hidden size")
 
 
-def test_without_peft_the_requirements_file_is_named(make_model, monkeypatch):
+def test_missing_peft_error_names_requirements_file(make_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     message = refusal(add_adapter, make_model(), lora_config(), 0)
     assert message.startswith("model.lora_r: LoRA needs peft ")
@@ -185,9 +185,7 @@ def resumed(tmp_path_factory):
     return folder, train_here(folder, short=[*OPTIONS, *SAVED])
 
 
-def test_two_ranks_with_drafts_and_a_continuation_leave_digests_and_weights_unchanged(
-    resumed, tmp_path
-):
+def test_ranks_drafts_and_resume_leave_lora_run_unchanged(resumed, tmp_path):
     """Against a run on one rank without drafts: drafts are verified by the adapted model."""
     proposing = (*SAVED, "speculative.planning=always")  # whatever a forward takes on this machine
     two, reference = tmp_path / "two", tmp_path / "reference"
@@ -204,7 +202,7 @@ def test_two_ranks_with_drafts_and_a_continuation_leave_digests_and_weights_unch
             assert a[key] == pytest.approx(b[key], rel=1e-8, abs=1e-10), key
 
 
-def test_a_checkpoint_is_an_adapter_that_peft_and_transformers_load(resumed):
+def test_checkpoint_loads_in_peft_and_transformers(resumed):
     folder, trainer = resumed
     assert trainer.learner.reference is trainer.learner.model, "no second copy of the weights"
     checkpoint = os.path.join(folder, f"checkpoint-{STEPS}")

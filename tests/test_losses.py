@@ -22,103 +22,61 @@ from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.reference_step import kl_estimate, mean_loss, token_losses
 
 RNG = np.random.default_rng(0)
-M = 200
 
 
-def plain_losses(logprob, old, advantages: list[float], lengths: list[int], **loss):
-    """reference_step.token_losses of each sequence, [M], and the clips, bool [3, M]."""
-    sequences = zip(logprob.split(lengths), old.split(lengths), advantages, strict=True)
-    by_sequence = [
-        token_losses(p, o, advantage, LossConfig(**loss)) for p, o, advantage in sequences
-    ]
-    none = logprob.new_zeros(len(logprob), dtype=torch.bool).split(lengths)
-    names = ("low", "high", "delta")
-    clips = [
-        torch.cat([by_name.get(name, n) for (_, by_name), n in zip(by_sequence, none, strict=True)])
-        for name in names
-    ]
-    return torch.cat([values for values, _ in by_sequence]), torch.stack(clips)
+CASES = {
+    "two clips": {"epsilon_low": 0.1, "epsilon_high": 0.3},
+    "dual clip": {"epsilon_low": 0.1, "epsilon_high": 0.3, "delta": 1.5},
+    "sequence": {
+        "importance_sampling_level": "sequence",
+        "epsilon_low": 0.1,
+        "epsilon_high": 0.1,
+    },
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
+}
 
 
-@pytest.mark.parametrize("delta", [None, 1.5])
-def test_policy_loss_and_its_gradient(delta):
-    logprob = torch.from_numpy(RNG.normal(-1, 0.5, M)).requires_grad_()
-    old = torch.from_numpy(logprob.detach().numpy() + RNG.normal(0, 0.4, M))
-    advantage = torch.from_numpy(RNG.normal(0, 1, M))
-    ratio = importance_ratio(logprob, old, torch.tensor([M]), "token")
-    loss, is_clipped = policy_loss(ratio, advantage, epsilon_low=0.1, epsilon_high=0.3, delta=delta)
-    options = {"epsilon_low": 0.1, "epsilon_high": 0.3, "delta": delta}
-    wanted, wanted_clips = plain_losses(logprob, old, advantage.tolist(), [1] * M, **options)
-    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
-    assert torch.equal(is_clipped, wanted_clips)
-    assert all(count > 5 for count in is_clipped.sum(1)[: 2 if delta is None else 3])
-    loss.sum().backward()
-    ratio = (logprob - old).exp().detach()
-    np.testing.assert_allclose(
-        logprob.grad, torch.where(is_clipped.any(0), 0.0, -ratio * advantage), rtol=1e-12
+@pytest.mark.parametrize("is_on_policy", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_token_losses_equal_plain_computation(case, is_on_policy):
+    """Values, clips and gradients. A sequence's ratio is differentiated through its mean there."""
+    loss, lengths = LossConfig(**CASES[case]), [5, 1, 30, 14] * 8
+    logprob = torch.from_numpy(RNG.normal(-1, 0.5, sum(lengths))).requires_grad_()
+    noise = torch.zeros(len(logprob)) if is_on_policy else torch.from_numpy(RNG.normal(0, 0.4, 400))
+    old = logprob.detach() + noise
+    advantages = torch.from_numpy(RNG.normal(0, 1, len(lengths)))
+    of_tokens = advantages.repeat_interleave(torch.tensor(lengths))
+    ratio = importance_ratio(logprob, old, torch.tensor(lengths), loss.importance_sampling_level)
+    if loss.loss_type == "cispo":
+        got, clips = cispo_loss(logprob, ratio, of_tokens, loss.epsilon_high)
+    else:
+        got, clips = policy_loss(ratio, of_tokens, loss.epsilon_low, loss.epsilon_high, loss.delta)
+    wanted, wanted_clips = [], []
+    for p, o, advantage in zip(
+        logprob.split(lengths), old.split(lengths), advantages.tolist(), strict=True
+    ):
+        values, by_name = token_losses(p, o, advantage, loss)
+        wanted.append(values)
+        none = torch.zeros(len(p), dtype=torch.bool)
+        wanted_clips.append([by_name.get(name, none) for name in ("low", "high", "delta")])
+    torch.testing.assert_close(got, torch.cat(wanted), rtol=1e-12, atol=0)
+    wanted_clips = torch.stack([torch.cat(parts) for parts in zip(*wanted_clips, strict=True)])
+    assert torch.equal(clips, wanted_clips)
+    weight = torch.from_numpy(RNG.random(len(lengths))).repeat_interleave(torch.tensor(lengths))
+    (gradient,), (wanted_gradient,) = (
+        torch.autograd.grad((weight * values).sum(), logprob, retain_graph=True)
+        for values in (got, torch.cat(wanted))
     )
-    np.testing.assert_allclose(
-        logprob.grad, torch.autograd.grad(wanted.sum(), logprob)[0], rtol=1e-12
-    )
+    torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-10, atol=1e-14)
+    if is_on_policy:
+        assert not clips.any() and torch.equal(gradient, -weight * of_tokens)
+    else:
+        names = {"two clips": 2, "dual clip": 3, "sequence": 2}
+        assert (clips[: names.get(case, 0)].sum(1) > 5).all() and clips[1].any()
+        assert case != "cispo" or (gradient != 0).all(), "no token loses its gradient"
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_on_policy_gradient_is_the_plain_policy_gradient(level):
-    """With old = detached logprob the ratio is 1: loss -A, gradient -A."""
-    logprob = torch.from_numpy(RNG.normal(-1, 0.5, M)).requires_grad_()
-    advantage = torch.from_numpy(RNG.normal(0, 1, M))
-    ratio = importance_ratio(logprob, logprob.detach(), torch.tensor([M - 7, 7]), level)
-    loss, is_clipped = policy_loss(ratio, advantage, epsilon_low=0.2, epsilon_high=0.2)
-    loss.sum().backward()
-    assert torch.equal(loss.detach(), -advantage) and torch.equal(logprob.grad, -advantage)
-    assert not is_clipped.any()
-
-
-def test_sequence_ratio_is_the_geometric_mean_with_its_own_gradient():
-    """Against the paper's first form, whose one ratio a sequence is differentiated through the mean
-    over its tokens."""
-    lengths = torch.tensor([5, 1, 30, 14])
-    logprob = torch.from_numpy(RNG.normal(-1, 0.5, 50)).requires_grad_()
-    old = torch.from_numpy(logprob.detach().numpy() + RNG.normal(0, 0.4, 50))
-    advantage = torch.tensor([1.0, -2.0, 0.5, -0.1], dtype=torch.float64)
-    weight = torch.tensor([0.1, 0.7, 0.2, 0.4], dtype=torch.float64).repeat_interleave(lengths)
-    ratio = importance_ratio(logprob, old, lengths, "sequence")
-    loss, _ = policy_loss(
-        ratio, advantage.repeat_interleave(lengths), epsilon_low=0.5, epsilon_high=0.5
-    )
-    options = {"importance_sampling_level": "sequence", "epsilon_low": 0.5, "epsilon_high": 0.5}
-    wanted, _ = plain_losses(logprob, old, advantage.tolist(), lengths.tolist(), **options)
-    np.testing.assert_allclose(
-        ratio[:5].detach(), (logprob - old)[:5].mean().exp().detach().expand(5), rtol=1e-14
-    )
-    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
-    (got,), (gradient,) = (
-        torch.autograd.grad((weight * values).sum(), logprob) for values in (loss, wanted)
-    )
-    np.testing.assert_allclose(got, gradient, rtol=1e-10)
-
-
-def test_cispo_caps_the_weight_and_keeps_every_gradient():
-    logprob = torch.from_numpy(RNG.normal(-1, 0.5, M)).requires_grad_()
-    old = torch.from_numpy(logprob.detach().numpy() + RNG.normal(0, 0.4, M))
-    advantage = torch.from_numpy(RNG.normal(0, 1, M))
-    loss, is_clipped = cispo_loss(
-        logprob, importance_ratio(logprob, old, torch.tensor([M]), "token"), advantage, 1.2
-    )
-    loss.sum().backward()
-    wanted, wanted_clips = plain_losses(
-        logprob, old, advantage.tolist(), [1] * M, loss_type="cispo", epsilon_high=1.2
-    )
-    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
-    assert torch.equal(is_clipped, wanted_clips)
-    weight = [
-        min(math.exp(p - o), 1.2) for p, o in zip(logprob.tolist(), old.tolist(), strict=True)
-    ]
-    np.testing.assert_allclose(logprob.grad, -np.array(weight) * advantage.numpy(), rtol=1e-12)
-    assert (logprob.grad != 0).all() and 20 < is_clipped.sum() < M - 20
-
-
-def test_kl_estimators_have_the_means_and_gradients_that_they_claim():
+def test_kl_estimators_have_documented_means_and_gradients():
     """Over a whole vocabulary: the mean value, and the mean gradient by the policy's logits, each
     weighted by the policy."""
     logits = torch.randn(50, dtype=torch.float64, requires_grad=True)
@@ -145,7 +103,7 @@ def test_kl_estimators_have_the_means_and_gradients_that_they_claim():
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "cispo"])
-def test_weights_give_the_published_means(loss_type):
+def test_weights_give_published_means(loss_type):
     """Without any used sequence they are zero; a local weight does not depend on the others."""
     lengths, is_used = np.array([3, 1, 7, 4]), np.array([True, True, False, True])
     losses = [torch.from_numpy(RNG.normal(size=n)) for n in lengths]
@@ -183,7 +141,7 @@ def test_token_logprobs_whole_and_in_chunks(max_logits):
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_a_bfloat16_heads_gradient_rounds_once(is_tied):
+def test_bfloat16_head_gradient_rounds_once(is_tied):
     """Chunks of 30 tokens, against the gradient in float64; in one chunk the gradient is rounded
     once, and autograd's own sum over chunks is far off."""
     size, vocab, chunk = 32, 200, 200 * 30
@@ -214,7 +172,7 @@ def test_a_bfloat16_heads_gradient_rounds_once(is_tied):
     assert chunked <= whole < 3e-3 and summed > 2 * whole, (whole, chunked, summed)
 
 
-def test_chunks_bound_the_logits_that_exist_at_once():
+def test_chunks_bound_number_of_live_logits():
     """The largest tensor saved or made, watched through the dispatcher, in forward and backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
 

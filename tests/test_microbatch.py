@@ -5,7 +5,7 @@ import torch
 from bubblespec.engine.packing import pack_sequences
 
 
-def test_sequences_are_attended_with_others_more_than_half_as_long():
+def test_padding_at_most_doubles_attended_sequences():
     """Padding at most doubles a group's work. Each group's index gives its sequences' own tokens,
     longest first, the last token of each as its padding; the order puts all of them back."""
     lengths = [1, 7, 40, 20, 21, 3, 2, 40, 9]

@@ -36,7 +36,9 @@ def make_learner(dtype: str, temperature: float, rank: int = 0) -> Learner:
         ("float32", 2.0, 0.9e-3, 1.1e-3),
     ],
 )
-def test_it_is_said_by_dtype_and_temperature(capsys, dtype, temperature, passes, warns):
+def test_mismatch_warning_depends_on_dtype_and_temperature(
+    capsys, dtype, temperature, passes, warns
+):
     learner = make_learner(dtype, temperature)
     for metrics in ({"loss": 0.0}, {MEAN: 0.0}, {MEAN: passes}, {MEAN: float("nan")}):
         learner.warn_of_mismatch(metrics, 3)
@@ -49,7 +51,7 @@ def test_it_is_said_by_dtype_and_temperature(capsys, dtype, temperature, passes,
     assert said.count("\n") == 1 and f"rounding of {dtype}" in said and "dropout" in said
 
 
-def test_a_run_says_it_once(monkeypatch, tmp_path, capsys):
+def test_mismatch_warning_appears_once_per_run(monkeypatch, tmp_path, capsys):
     original = update.response_logprobs
 
     def disturbed(*arguments, **options):

@@ -71,7 +71,7 @@ def oracle(
 
 
 @pytest.mark.parametrize("limit", [20.0, 0.0])
-def test_steps_are_clipping_and_adamw(limit):
+def test_steps_equal_clipping_and_adamw(limit):
     config = copy.copy(CONFIG)
     config.max_grad_norm = limit
     model = Small(torch.float64)

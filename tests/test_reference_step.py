@@ -56,7 +56,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.usefixtures("exact_norms")
-def test_steps_of_the_trainer_are_those_of_the_page(tmp_path, monkeypatch, name):
+def test_trainer_steps_equal_reference_step(tmp_path, monkeypatch, name):
     config = load_config(CONFIG, [*SHORT, *RECIPES[name].split(), f"run.output_dir={tmp_path}"])
     trainer, seen, update = build(config, Ranks(torch.device("cpu"))), [], Trainer.update
 

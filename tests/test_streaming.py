@@ -26,6 +26,7 @@ from bubblespec.mechanisms.stream_gradients.gradients import StreamedGradients
 from bubblespec.mechanisms.stream_gradients.idle_task import pieces_of
 from bubblespec.types import Row, Samples
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import with_observations
 
 # Streamed gradients are scaled behind the backward pass, others before it. In the model's own
 # precision that is the same.
@@ -93,12 +94,17 @@ def reference_of(model, config):
     return model if hasattr(model, "peft_config") else moved(model)
 
 
-@pytest.mark.parametrize("groups, with_adapter", [([3, 0], True), ([0, 1, 2, 3], False)])
+@pytest.mark.parametrize(
+    "groups, with_adapter, has_turns",
+    [([3, 0], True, False), ([0, 1, 2, 3], False, False), ([3, 0], False, True)],
+)
 @pytest.mark.parametrize("case", CASES)
-def test_the_gradient_and_the_metrics_are_those_without_streaming(
-    make_model, case, groups, with_adapter
+def test_gradient_and_metrics_equal_those_without_streaming(
+    make_model, case, groups, with_adapter, has_turns
 ):
-    config, samples = make_config(**CASES[case]), make_samples()
+    config = make_config(**CASES[case])
+    samples = with_observations(make_samples()) if has_turns else make_samples()
+    config.environment.tools = ["my.tool"] * has_turns
     advantages = advantages_of(REWARDS, config)
     plain = prepared(make_model, with_adapter)
     wanted, wanted_metrics = gradient(
@@ -109,7 +115,8 @@ def test_the_gradient_and_the_metrics_are_those_without_streaming(
     streamed = StreamedGradients(learner)
     stream_groups(streamed, samples, groups)
     num_streamed = len(streamed.ids)
-    assert num_streamed > 0
+    empty = {samples.ids[i] for i in np.flatnonzero(samples.num_sampled == 0)}
+    assert num_streamed >= 3 and streamed.ids.isdisjoint(empty) and bool(empty) == has_turns
     seen, metrics = gradients(learner, samples, advantages)
     assert_same_gradient(seen[0], wanted)
     assert streamed.is_covered.sum() == num_streamed
@@ -122,7 +129,7 @@ def test_the_gradient_and_the_metrics_are_those_without_streaming(
     assert not streamed.ids and not learner.optimizer.flat_grad.any()
 
 
-def test_a_sample_is_not_streamed_twice_and_only_what_is_trained_on(make_model):
+def test_samples_streamed_twice_or_not_trained_on_are_refused(make_model):
     samples, learner = make_samples(), make_learner(prepared(make_model), make_config())
     streamed = StreamedGradients(learner)
     stream_groups(streamed, samples, [0])
@@ -133,7 +140,7 @@ def test_a_sample_is_not_streamed_twice_and_only_what_is_trained_on(make_model):
         learner.update(samples.of_groups([1, 2]), advantages_of(REWARDS[1:3], learner.config), 0)
 
 
-def test_what_an_abandoned_rollout_has_left_is_forgotten(make_model):
+def test_gradients_of_abandoned_rollout_are_forgotten(make_model):
     samples, config = make_samples(), make_config()
     advantages = advantages_of(REWARDS, config)
     undisturbed = make_learner(prepared(make_model), config)
@@ -176,7 +183,7 @@ def streamed_on_two_ranks(ranks: Ranks, model, shard_state: bool) -> dict:
     }
 
 
-def test_two_ranks_stream_parts_of_a_group_each(make_model, tmp_path):
+def test_two_ranks_stream_parts_of_one_group(make_model, tmp_path):
     for result in run_ranks(tmp_path, streamed_on_two_ranks, 2, make_model(), True):
         first, second = result["differences"]
         assert first < 1e-12 and second < 1e-7 and result["weights"] < 1e-7
@@ -186,7 +193,7 @@ def test_two_ranks_stream_parts_of_a_group_each(make_model, tmp_path):
 # What a slice takes
 
 
-def test_costs_are_learnt():
+def test_microbatch_cost_is_learned():
     cost = MicrobatchCost()
     assert not cost.is_known
     cost.observe(2, 200, 1.0)
@@ -205,7 +212,7 @@ def test_costs_are_learnt():
     assert cost.seconds(100) == pytest.approx(0.2, rel=0.02), "the latest count most"
 
 
-def test_an_update_teaches_what_a_slice_takes(make_model):
+def test_update_teaches_cost_of_slice(make_model):
     learner = make_learner(prepared(make_model), make_config())
     cost = StreamedGradients(learner).cost
     assert not cost.is_known

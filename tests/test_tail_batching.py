@@ -62,7 +62,7 @@ def make_planner(size: int = 23, ratio: float | str = 1.5) -> TailBatching:
 
 
 @pytest.mark.parametrize("size, ratio", [(23, 1.5), (5, 2.0), (40, 1.0), (12, "auto")])
-def test_every_group_that_the_data_order_names_is_trained_on_once(size, ratio):
+def test_every_group_of_data_order_is_trained_on_once(size, ratio):
     """Over many epochs: what was trained on and what is queued are the first groups of plain order,
     under the same names."""
     planner, plain = make_planner(size, ratio), StepSchedule(make_prompts(size), SEED, 4, 3)
@@ -86,7 +86,7 @@ def test_every_group_that_the_data_order_names_is_trained_on_once(size, ratio):
     assert ratio == "auto" or (longs > 5) == (ratio > 1)
 
 
-def test_a_saved_planner_goes_on_the_same_from_anywhere_in_a_cycle():
+def test_loaded_tail_batching_continues_from_any_step():
     planner = make_planner(23, "auto")
     for step in range(50):
         again = make_planner(23, "auto")
@@ -96,7 +96,7 @@ def test_a_saved_planner_goes_on_the_same_from_anywhere_in_a_cycle():
     assert planner.metrics()["tail/length_ratio"] > 0.9
 
 
-def test_the_figures_of_a_step_are_those_of_all_steps_so_far():
+def test_metrics_equal_plain_books_of_all_steps():
     planner, trained, queue = make_planner(), [], {}
     is_long = []
     for step in range(40):
@@ -121,7 +121,7 @@ def test_the_figures_of_a_step_are_those_of_all_steps_so_far():
     assert 0 < sum(is_long) < 40
 
 
-def test_what_comes_next_is_foreseen_as_far_as_it_can_be():
+def test_upcoming_groups_are_predicted_where_determined():
     """Deferred groups first; then what short rounds launch, in so far as it does not hang on
     lengths."""
     planner, foreseen = make_planner(23, 1.5), {}
@@ -165,7 +165,7 @@ def expected_tokens(
 
 @pytest.mark.parametrize("tail", ["heavy", "light", "bimodal", "none"])
 @pytest.mark.parametrize("prompts", [4, 16, 32])
-def test_auto_never_chooses_a_ratio_that_loses(tail, prompts):
+def test_auto_ratio_never_loses(tail, prompts):
     """Where nothing is gained, as with many responses of one length, it is 1."""
     rng = np.random.default_rng(7)
     longest = {
@@ -206,7 +206,7 @@ def tokens_by_name(samples: Samples) -> dict:
     return {name: tokens.tolist() for name, tokens in zip(samples.ids, samples.tokens, strict=True)}
 
 
-def test_with_fixed_weights_the_same_samples_are_trained_on(tmp_path, monkeypatch):
+def test_fixed_weights_train_on_same_samples(tmp_path, monkeypatch):
     """Over an epoch's end: key by key the tokens of plain order, and what is queued has a beginning
     of them. Only what is trained on is scored."""
     plain, truth = sampler_of(tmp_path / "plain").sampler, {}
@@ -233,7 +233,7 @@ def test_with_fixed_weights_the_same_samples_are_trained_on(tmp_path, monkeypatc
     assert len(drafts) == len(sampler.store), "nothing else is kept"
 
 
-def test_deferred_groups_whose_rows_are_gone_are_dropped():
+def test_deferred_groups_without_rows_are_dropped():
     """A run that continues with other data, which it has been allowed to."""
     planner = make_planner()
     play(planner, 0)

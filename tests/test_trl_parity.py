@@ -173,7 +173,7 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name, has_turns):
         assert metrics["clip_ratio/delta_mean"] > 0.02
 
 
-def test_names_of_trl_are_those_it_has():
+def test_trl_names_exist_in_trl():
     names = set(inspect.signature(trl.GRPOTrainer).parameters)
     for arguments in (trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments):
         names |= {field.name for field in dataclasses.fields(arguments)}

@@ -117,7 +117,7 @@ def oracle(model, samples, config, reference=None) -> tuple[torch.Tensor, float]
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 @pytest.mark.parametrize("extra", [{}, {"mask_truncated_completions": True}, {"kl_coef": 0.3}])
 @pytest.mark.usefixtures("exact_norms")
-def test_loss_and_gradient_equal_the_plain_computation(make_model, loss_type, extra):
+def test_loss_and_gradient_equal_plain_computation(make_model, loss_type, extra):
     plain = make_model()
     plain.set_attn_implementation("sdpa")
     reference = None
@@ -136,7 +136,7 @@ def test_loss_and_gradient_equal_the_plain_computation(make_model, loss_type, ex
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_gradients_do_not_depend_on_the_generators_logprobs(make_model, updates):
+def test_gradients_do_not_depend_on_generator_logprobs(make_model, updates):
     """Bit for bit: only tokens may enter them, whatever the schedule's rounding was."""
     results = []
     for noise in (0.0, 0.5):
@@ -151,7 +151,7 @@ def test_gradients_do_not_depend_on_the_generators_logprobs(make_model, updates)
     assert metrics[key] != other_metrics[key]
 
 
-def test_plan_is_balanced_complete_and_within_its_budget():
+def test_microbatch_plan_is_balanced_complete_and_bounded():
     lengths = np.random.default_rng(0).lognormal(4, 1, 300).astype(np.int64).clip(1, 900)
     lengths[::7] = 0
     plan = plan_microbatches(lengths, 4, 1000)
@@ -173,7 +173,7 @@ NOT_FINITE = ["loss", "gradient", "another rank", "the loss alone", "another ran
 
 
 @pytest.mark.parametrize("where", NOT_FINITE)
-def test_an_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, where):
+def test_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, where):
     """Weights and the optimizer's moments are as if the step had not been, and the next one is
     whole."""
     runs = []
@@ -213,7 +213,7 @@ def test_an_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, w
     assert not all(torch.equal(a, b) for a, b in zip(before, runs[0], strict=True))
 
 
-def test_the_first_update_is_exactly_on_policy(make_model, monkeypatch):
+def test_first_update_is_exactly_on_policy(make_model, monkeypatch):
     """Its ratio is 1 whatever a forward's rounding is: here each forward is off by more than the
     one before."""
     calls, ratios = itertools.count(), []
@@ -264,7 +264,7 @@ def plain_metrics(model, reference, samples, config, is_trained: list[bool]) -> 
     }
 
 
-def test_metrics_of_an_update_are_those_of_the_plain_computation(make_model):
+def test_metrics_of_one_update_equal_plain_computation(make_model):
     """Truncated samples are masked, and neither in the metrics nor in the gradient."""
     plain = make_model()
     plain.set_attn_implementation("sdpa")
@@ -293,7 +293,7 @@ def test_metrics_of_an_update_are_those_of_the_plain_computation(make_model):
     } == pytest.approx(wanted, rel=1e-8)
 
 
-def test_metrics_of_several_updates_are_means_and_the_largest(make_model):
+def test_metrics_of_several_updates_are_means_and_maximum(make_model):
     """Losses and norms, before clipping, over the updates; the generator against the old policy,
     which stays the same."""
     model = make_model()
@@ -318,7 +318,7 @@ def test_metrics_of_several_updates_are_means_and_the_largest(make_model):
 
 
 @pytest.mark.parametrize("max_tokens", [32, 10_000])
-def test_only_samples_with_a_gradient_are_computed(make_model, max_tokens):
+def test_only_samples_with_gradient_are_computed(make_model, max_tokens):
     """Neither masked ones nor those of zero advantage are fed to the model, in any forward."""
     model, samples, fed = make_model(), make_samples(), []
     prepare_model(model, 64)
@@ -338,7 +338,7 @@ def test_only_samples_with_a_gradient_are_computed(make_model, max_tokens):
     )
 
 
-def test_a_step_without_a_gradient_has_a_loss_and_no_means(make_model):
+def test_step_without_gradient_has_loss_and_no_means(make_model):
     model = make_model()
     prepare_model(model, 64)
     _, metrics = gradient(model, make_samples(), make_config(), np.zeros_like(ADVANTAGES))

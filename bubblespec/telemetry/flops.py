@@ -41,8 +41,10 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 @dataclass
 class ModelFlops:
-    """FLOPs of a model's forward, as in PaLM's appendix B (arXiv 2204.02311): 2 per parameter and
-    token, and causal attention."""
+    """FLOPs of a model's forward: 2 per parameter and token, and causal attention.
+
+    As in PaLM's appendix B (arXiv 2204.02311).
+    """
 
     num_parameters: float
     """Parameters per token: without input embeddings, and with the routed share of experts."""
@@ -81,10 +83,13 @@ class ModelFlops:
     def step(
         self, generated: Samples, trained: Samples, has_gradient: np.ndarray, passes: int
     ) -> float:
-        """Return the FLOPs of a step on all ranks: one forward of what was generated, with each
-        group's prompt once, and `passes` of each sample that was trained on. Drafts, recomputation
-        and reference models are not counted. has_gradient: bool [S of trained]; passes: 3 for a
-        forward and a backward, 2 with LoRA, times the passes over the batch."""
+        """Return the FLOPs of a step on all ranks.
+
+        Counted are one forward of what was generated, with each group's prompt once, and `passes`
+        of each sample that was trained on; not drafts, recomputation and reference models.
+        has_gradient: bool [S of trained]; passes: 3 for a forward and a backward, 2 with LoRA,
+        times the passes over the batch.
+        """
         prompts = np.array([len(group.prompt.token_ids) for group in generated.groups])
         num_repeated = generated.num_generations - 1
         total = self.forward(whole_lengths(generated)) - num_repeated * self.forward(prompts)

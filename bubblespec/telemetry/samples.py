@@ -12,8 +12,10 @@ NUM_SHOWN = 4  # of a step
 
 
 def choose(samples: Samples, shown: Counter[int], count: int = NUM_SHOWN) -> list[int]:
-    """Return samples of different prompts: the least often shown ones first, and each time a
-    prompt's next sample. shown: how often each uid was shown; updated."""
+    """Return samples of the least often shown prompts, each time a prompt's next sample.
+
+    shown: how often each uid was shown; updated.
+    """
     uids = [group.prompt.uid for group in samples.groups]
     groups = sorted(range(len(uids)), key=lambda number: (shown[uids[number]], number))[:count]
     chosen = []

@@ -21,8 +21,11 @@ class Metric:
     """Title of its chart, which other metrics may share."""
     row: str = ""
     """Name of its row at the end of a run; empty: none."""
-    format: str = ""
-    """Format of its row: % is percent, else about three digits."""
+
+    @property
+    def is_share(self) -> bool:
+        """Whether its row has percents."""
+        return "share" in self.chart.lower()
 
 
 # By the question that they answer, which is the title of a group of charts.
@@ -31,16 +34,11 @@ SHOWN = {
         Metric("eval/reward", "Held-out reward", "held-out reward"),
         Metric("reward", "Reward", "reward"),
         Metric(
-            "frac_reward_zero_std",
-            "Share of groups with equal rewards",
-            "groups of equal rewards",
-            "%",
+            "frac_reward_zero_std", "Share of groups with equal rewards", "groups of equal rewards"
         ),
         Metric("completions/mean_length", "Response tokens", "tokens per response"),
         Metric("completions/mean_terminated_length", "Response tokens"),
-        Metric(
-            "completions/clipped_ratio", "Share of responses cut off", "cut off at the limit", "%"
-        ),
+        Metric("completions/clipped_ratio", "Share of responses cut off", "cut off at the limit"),
         Metric("entropy", "Entropy", "entropy"),
         Metric("grad_norm", "Gradient norm"),
         Metric("timing_s/step", "Seconds per step", "seconds per step"),
@@ -64,9 +62,7 @@ SHOWN = {
         ),
         Metric("prompt_length/.*", "Prompt tokens"),
         Metric("eval/completions/mean_length", "Held-out response tokens", "tokens per response"),
-        Metric(
-            "eval/completions/clipped_ratio", "Held-out share cut off", "cut off at the limit", "%"
-        ),
+        Metric("eval/completions/clipped_ratio", "Held-out share cut off", "cut off at the limit"),
         Metric("reward/errors", "Rewards that failed"),
         Metric("eval/reward/errors", "Rewards that failed", "rewards that failed"),
         Metric("tools/.*", "Tool calls"),
@@ -91,10 +87,7 @@ SHOWN = {
     ),
     "What do drafts bring?": (
         Metric(
-            "rollout/spec_accept_rate",
-            "Share of draft tokens accepted",
-            "draft tokens accepted",
-            "%",
+            "rollout/spec_accept_rate", "Share of draft tokens accepted", "draft tokens accepted"
         ),
         Metric("drafts/[a-z_]*/accept_rate", "The same by source"),
         Metric("rollout/spec_accept_length", "Tokens per row and forward"),

@@ -17,43 +17,37 @@ if TYPE_CHECKING:  # readers of timelines do not wait for torch
     from bubblespec.distributed.ranks import Ranks
     from bubblespec.records import Span
 
-# In the order of the legend. Useful work is in strong colours; idle time is pale, and what no span
-# covers is white.
-COLOURS = {
-    "prefill": "#08519c",
-    "decode": "#5aa5e0",
-    "verify": "#1b9e77",
-    "shared": "#7a9a01",
-    "draft (co-scheduled)": "#f2c230",
-    "draft (idle)": "#e3701a",
-    "gradient": "#c9a9e8",
-    "train drafter": "#9c8ade",
-    "wait": "#e4e4e4",
-    "reward": "#e78ac3",
-    "exchange": "#8c510a",
-    "train": "#7b52ab",
-    "sync": "#1a1a1a",
+# Names in traces and pictures, and colours, in the order of the legend. Useful work is in strong
+# colours; idle time is pale, and gaps between spans are white.
+STYLES = {
+    "prefill": ("prefill", "#08519c"),
+    "decode": ("generate", "#5aa5e0"),
+    "verify": ("verify drafts", "#1b9e77"),
+    "shared": ("tensor-parallel tail", "#7a9a01"),
+    "draft (co-scheduled)": ("draft (co-scheduled)", "#f2c230"),
+    "draft (idle)": ("draft (idle)", "#e3701a"),
+    "gradient": ("stream gradients", "#c9a9e8"),
+    "train drafter": ("train drafter", "#9c8ade"),
+    "wait": ("idle", "#e4e4e4"),
+    "reward": ("reward", "#e78ac3"),
+    "exchange": ("exchange drafts", "#8c510a"),
+    "train": ("train", "#7b52ab"),
+    "sync": ("sum gradients", "#1a1a1a"),
 }
-# Names in traces and pictures.
-LABELS = {kind: kind for kind in COLOURS} | {
-    "decode": "generate",
-    "verify": "verify drafts",
-    "shared": "tensor-parallel tail",
-    "gradient": "stream gradients",
-    "wait": "idle",
-    "exchange": "exchange drafts",
-    "sync": "sum gradients",
-}
-KINDS = list(COLOURS)
+KINDS = list(STYLES)
+LABELS = {kind: label for kind, (label, _) in STYLES.items()}
+COLOURS = {kind: colour for kind, (_, colour) in STYLES.items()}
 DPI = 120
 MAX_LEGEND_COLUMNS = 7
 NUM_BARRIERS = 11
 
 
 def step_spans(spans: list[Span], stages: list[Span]) -> list[tuple[str, float, float]]:
-    """Return a step's spans in order, with the rest of waiting, reward and training as spans of
-    these kinds. stages: the step's (gen, wait, reward, train, ...), one after the other. Gaps in
-    gen, the host's work between forwards, stay empty."""
+    """Return a step's spans in order, with gaps in waiting, reward and training filled.
+
+    stages: the step's (gen, wait, reward, train, ...), one after the other. Gaps in gen, the host's
+    work between forwards, stay empty.
+    """
     filled = []
     for kind, begin, end in stages:
         if kind == "gen":
@@ -80,9 +74,11 @@ def clock_offsets(ranks: Ranks) -> np.ndarray:
 
 
 def gather_lanes(ranks: Ranks, spans: list[Span], stages: list[Span]) -> list[np.ndarray]:
-    """Return the spans of all ranks on every rank: by rank, float64 [spans, 3] with the index in
-    KINDS, begin and end in seconds since the first rank began the step. Called by all ranks
-    together; see `step_spans` for the arguments."""
+    """Return the spans of all ranks, on every rank: a list by rank of float64 [spans, 3].
+
+    The columns are the index in KINDS, begin and end in seconds since the first rank began the
+    step. Called by all ranks together; see `step_spans` for the arguments.
+    """
     offsets = clock_offsets(ranks)
     zero = offsets[ranks.rank] + (ranks.gather(np.array(stages[0][1])) - offsets).min()
     whole = step_spans(spans, stages)
@@ -110,8 +106,7 @@ def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: s
 
 
 def trace(lanes: list[np.ndarray], title: str) -> dict:
-    """Return the step in Chrome's trace event format: a thread per rank and a complete ("X") event
-    per span, in microseconds."""
+    """Return the step in Chrome's trace event format: a thread per rank, an "X" event per span."""
 
     def event(phase: str, name: str, rank: int, **fields) -> dict:
         return {"ph": phase, "name": name, "pid": 0, "tid": rank, **fields}

@@ -163,7 +163,8 @@ def rollouts(case: Case) -> Iterator[Line]:
     """Some responses of the first step without drafts, and again with drafts that hold in part: the
     same tokens."""
     ranks, sampler, rollout = case.ranks, case.trainer.sampler, case.config.rollout
-    sampler.environments = None  # of episodes the first turns are compared
+    # The first turns of episodes are compared.
+    sampler.mechanisms[:] = [each for each in sampler.mechanisms if each.name != "episodes"]
     longest = min(rollout.max_completion_length, MAX_TOKENS)
     rollout.max_completion_length = longest  # also of what is drafted ahead
     groups = sampler.schedule.launch(0).groups[: max(MIN_PROMPTS, ranks.world_size)]
@@ -172,8 +173,8 @@ def rollouts(case: Case) -> Iterator[Line]:
     launch = Launch(groups, len(groups), size)
     tables = [RowTable(launch, rank_of, ranks.rank) for _ in range(2)]
     plain, drafted = (table.make_rows(longest) for table in tables)
-    loop = RolloutLoop(sampler.engine, ranks, sampler.params)
-    plain_s = seconds_together(lambda: loop.run(plain, tables[0]), ranks)
+    loop = RolloutLoop(sampler.engine, ranks, sampler.params, plain, tables[0])
+    plain_s = seconds_together(loop.run, ranks)
     responses = f"{len(rank_of)} responses of up to {longest} tokens"
     if sampler.proposer is None:
         yield ok(f"{responses} take {plain_s:.2f} s; speculative.method=none has no drafts")
