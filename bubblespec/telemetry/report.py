@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.records import STOPS, RolloutRecord, StepRecord, total_s
+from bubblespec.records import RolloutRecord, StepRecord, total_s
 from bubblespec.types import Samples, digest, has_rewards, has_zero_std
 
 UNKNOWN_SAVINGS = ("train_drafter",)  # uses of idle time whose savings are unknown
@@ -81,30 +81,6 @@ def function_metrics(rewards: np.ndarray, functions: list[str]) -> dict:
             metrics[f"rewards/{name}/mean"] = float(values.mean())
             metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
     return metrics
-
-
-def episode_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """What happened in the step's episodes, over all ranks.
-
-    Frequencies as in TRL: calls per episode, and the share of the calls that failed."""
-    names = ("turns", "calls", "failed_calls", "environment_s", "waiting_s", "idle_s")
-    names += ("differing_replays",)
-    counts = [rollout.episodes for rollout in record.rollouts]
-    own = [sum(getattr(of, name) for of in counts) for name in names]
-    own += [sum(of.stops[reason] for of in counts) for reason in STOPS]
-    sums = ranks.gather(np.array(own, np.float64)).sum(axis=0).tolist()
-    turns, calls, failed, environment_s, waiting_s, idle_s, differing, *stops = sums
-    total = max(sum(stops), 1)
-    metrics = {
-        "tools/call_frequency": calls / total,
-        "tools/failure_frequency": failed / calls if calls else 0.0,
-        "episodes/turns": turns / total,
-        "episodes/covered_share": 1 - idle_s / waiting_s if waiting_s else 1.0,
-        "episodes/differing_replays": differing,
-        "timing_s/environment": environment_s / total,
-    }
-    shares = zip(STOPS, stops, strict=True)
-    return metrics | {f"episodes/stop/{reason}": count / total for reason, count in shares}
 
 
 def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:
