@@ -85,11 +85,12 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
     records: dict[str, RolloutRecord] = {}
 
     def without_drafts(arm: str) -> int:
-        environments = lock_step if arm == "lock_step" else sampler.environments
+        (mechanism,) = (each for each in sampler.mechanisms if each.name == "episodes")
+        environments = lock_step if arm == "lock_step" else mechanism.environments
         options = {"seed": config.run.seed, "clock": ranks.clock, "runs_drafts": False}
         episodes = Episodes(environments, plain, prompts, **options)
-        loop = RolloutLoop(plain, ranks, sampler.params, episodes=episodes)
-        records[arm] = loop.run(rows[arm], table)
+        loop = RolloutLoop(plain, ranks, sampler.params, rows[arm], table, feed=episodes)
+        records[arm] = loop.run()
         scoring.outcomes |= episodes.outcomes
         return records[arm].own_forwards
 
@@ -112,7 +113,7 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
     pairs = [(row.tokens, wanted[at].tokens) for own in rows.values() for at, row in own.items()]
     chain_s = max((lock_step.tool_s[row] for row in wanted.values()), default=0.0)
     result["longest_chain_s"] = float(ranks.gather(np.array([chain_s])).max())
-    local = {name: getattr(records["drafts"].episodes, name) for name in COUNTS}
+    local = {name: getattr(records["drafts"].extras["episodes"], name) for name in COUNTS}
     local["differing_rows"] = sum(not np.array_equal(*pair) for pair in pairs)
     local["drafted_tokens"] = records["drafts"].drafted_tokens
     totals = ranks.gather(np.array(list(local.values()), np.float64)).sum(axis=0)

@@ -33,6 +33,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import full_batch, gradient_peak, peak_of
+from bubblespec.tools.doctor.forwards import FORWARD_CHECKS, Case
 from bubblespec.tools.simulate.roofline import SAMPLE_S
 from bubblespec.types import Group, Prompt, Samples
 
@@ -67,6 +68,17 @@ def gpu_tests(bench: Bench) -> Iterator[Figure]:
             yield Figure(line[:100], None, note=line[100:300])
     if got.returncode:
         raise RuntimeError(f"pytest ended with exit code {got.returncode}")
+
+
+def checks(bench: Bench) -> Iterator[Figure]:
+    """The doctor's checks of forwards, with the seconds of each line."""
+    config = Config(model=ModelConfig(path="none"))
+    case = Case(config, Ranks(bench.device), bench.model(bench.policy), bench.kernel)
+    for name, check in FORWARD_CHECKS.items():
+        started = time.perf_counter()
+        for verdict, text in check.make(case):
+            yield Figure(name, time.perf_counter() - started, "s", f"{verdict}: {text}")
+            started = time.perf_counter()
 
 
 def programs(bench: Bench) -> Iterator[Figure]:

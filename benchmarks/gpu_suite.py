@@ -43,6 +43,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "tests": Part(gpu_programs.gpu_tests, 240.0),
+    "checks": Part(gpu_programs.checks, 40.0),
     "attention": Part(gpu_forwards.attention, 240.0),
     "decode": Part(gpu_forwards.decoding, 300.0),
     "windows": Part(gpu_forwards.windows, 100.0),

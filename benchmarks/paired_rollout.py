@@ -87,7 +87,8 @@ def paired_step(
     outcome = {}
 
     def without():
-        return RolloutLoop(plain, ranks, sampler.params).run(rows["none"], table).own_forwards
+        loop = RolloutLoop(plain, ranks, sampler.params, rows["none"], table)
+        return loop.run().own_forwards
 
     def speculative():
         outcome["rollout"], tasks = sampler.roll_out(

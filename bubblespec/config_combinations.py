@@ -135,8 +135,10 @@ def _environment_problems(config) -> Iterator[str]:
 
 
 def _streaming_problems(config) -> Iterator[str]:
-    """Yield problems of optim.stream_gradients: a sample's share of the gradient must be known, up
-    to a common factor, before all samples are."""
+    """Yield problems of optim.stream_gradients.
+
+    A sample's share of the gradient must be known, up to a common factor, before all samples are.
+    """
     loss, needs = config.loss, "optim.stream_gradients: true needs"
     if not config.optim.stream_gradients:
         return

@@ -1,5 +1,4 @@
-"""Configuration files: a YAML file and dotted overrides into a checked `Config`, before anything
-heavy starts, and back.
+"""Configuration files: YAML and dotted overrides into a checked `Config`, and back.
 
 A mistake is an `InputError` of one line that names the key. OmegaConf is imported where it is used,
 as tests on GPU machines run without it.
@@ -91,7 +90,7 @@ def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
     try:
         for name in sorted(OmegaConf.missing_keys(config)):
             raise InputError(f"{name}: is required")
-        filled = OmegaConf.to_object(config)
+        filled: Any = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # a reference ${...} to what does not exist
         raise InputError(f"{error.full_key}: {_first_line(error)}") from error
     check_bounds(filled)
@@ -106,7 +105,8 @@ def _put(config: "DictConfig", name: str, value: Any) -> None:
     try:
         OmegaConf.update(config, name, value)
     except OmegaConfBaseException as error:
-        name = error.full_key if str(error.full_key).startswith(name) else name
+        key = str(error.full_key)
+        name = key if key.startswith(name) else name
         problem = _first_line(error)
         if "ListConfig" in problem or "container types" in problem:
             problem = "is a list or a mapping; set all of it, as in [...] or {...}"
@@ -122,8 +122,7 @@ def _innermost(name: str, value: Any) -> str:
 
 
 def _unknown(name: str, keys: Iterable[str]) -> str:
-    """Return our name of another trainer's key, the right section of a key, or the key with the
-    most similar spelling."""
+    """Return our name of a foreign key, the right section of a key, or the most similar key."""
     section, leaf = name.partition(".")[0], name.rpartition(".")[2]
     matches = sorted(key for key in keys if key.partition(".")[2] == leaf)
     if answer := FOREIGN.get(name) or (not matches and FOREIGN.get(leaf)):

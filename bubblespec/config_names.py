@@ -1,5 +1,4 @@
-"""Names of keys in other trainers: what an error answers to them, and what docs/configuration.md
-shows next to ours.
+"""Names of keys in other trainers, for errors and docs/configuration.md.
 
 config_names.json lists arguments of TRL (GRPOConfig, GRPOTrainer, ModelConfig and ScriptArguments),
 keys of verl's trainer/config, and of vLLM. Words after a comma tell how the two differ; an answer

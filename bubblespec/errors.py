@@ -1,5 +1,4 @@
-"""Exceptions that end a run with one line instead of a traceback, and `log` for lines on the
-screen."""
+"""Exceptions that end a run with one line instead of a traceback, and `log` for such lines."""
 
 import contextlib
 import json
@@ -54,8 +53,7 @@ class SaveFailed(EndsRun, RuntimeError):
 
 
 def write_torchrun_error(error: BaseException) -> None:
-    """Write the error to TORCHELASTIC_ERROR_FILE, so that torchrun's summary shows our line or the
-    traceback instead of a hint that there is none."""
+    """Write the error to TORCHELASTIC_ERROR_FILE, so that torchrun's summary shows it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         is_line = isinstance(error, EndsRun)

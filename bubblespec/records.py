@@ -130,29 +130,6 @@ class IdleUse:
     same on every rank."""
 
 
-STOPS = ("done", "no_call", "max_turns", "length", "error")
-
-
-@dataclass
-class EpisodeCounts:
-    """What happened in the episodes of one rollout on one rank, without those of drafts."""
-
-    turns: int = 0
-    """Of the model, in episodes that are over."""
-    calls: int = 0
-    failed_calls: int = 0
-    environment_s: float = 0.0
-    """Seconds inside environments, summed over rows."""
-    waiting_s: float = 0.0
-    """In which a row waited for its environment, summed over rows."""
-    idle_s: float = 0.0
-    """Of these, those in which the rank did nothing else."""
-    differing_replays: int = 0
-    """Of environments whose worker had died, those of drafts included."""
-    stops: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STOPS, 0))
-    """Episodes by why they are over."""
-
-
 @dataclass
 class RolloutRecord:
     """One rollout on one rank, as it happened. Times are those of the rank's clock, in seconds."""
@@ -180,8 +157,6 @@ class RolloutRecord:
     """By the name of the use."""
     extras: dict[str, Any] = field(default_factory=dict)
     """What mechanisms record for metrics of their own."""
-    episodes: EpisodeCounts | None = None
-    """Where there are any."""
 
     @property
     def own_forwards(self) -> int:

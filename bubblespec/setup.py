@@ -59,6 +59,7 @@ from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
 from bubblespec.mechanisms.drafter.memory import add_drafter
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.forms import load_form
+from bubblespec.mechanisms.episodes.mechanism import EpisodesMechanism
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching
@@ -162,8 +163,17 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             sampler.load_state_dict(speculation)
             evaluator.load_state_dict(speculation)
     if form is not None:
-        sampler.environments = Environments(config.environment, tokenizer)
-        atexit.register(sampler.environments.close)
+        environments = Environments(config.environment, tokenizer)
+        atexit.register(environments.close)
+        episodes = EpisodesMechanism(
+            config,
+            environments,
+            engine,
+            schedule,
+            ranks.clock,
+            with_environment=scorer.takes_environments,
+        )
+        sampler.mechanisms.append(episodes)
     ranks.agree(lambda: end_trial(scorer, trial))
     if config.optim.stream_gradients:
         sampler.mechanisms.append(StreamGradientsMechanism(learner, sampler.combined))

@@ -182,8 +182,6 @@ class Trainer:
         metrics |= reports.placement_metrics(ranks, record)
         if sampler.needs_timings:
             metrics |= sampler.stats.metrics()
-        if sampler.environments is not None:
-            metrics |= reports.episode_metrics(ranks, record)
         metrics |= reports.idle_metrics(ranks, record)
         for mechanism in sampler.mechanisms:
             metrics |= mechanism.metrics(ranks, record)

@@ -15,8 +15,9 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model import prepare_model
 from bubblespec.engine.sampling import best_and_sum
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.tools.doctor import checks
-from bubblespec.tools.doctor.checks import CHECKS, Case, Line
+from bubblespec.tools.doctor import checks, forwards
+from bubblespec.tools.doctor.checks import CHECKS
+from bubblespec.tools.doctor.forwards import Case, Line
 from tests.helpers import graphs as stand_ins
 from tests.helpers.warm import ROOT, launch
 
@@ -65,7 +66,7 @@ def test_all_checks_of_the_default_run(ranks, tmp_path):
 
 def test_a_check_that_fails_leaves_the_others(monkeypatch, capsys):
     def broken(case):
-        yield checks.ok("so far")
+        yield forwards.ok("so far")
         raise RuntimeError("CUDA error:\n  no such thing")
 
     monkeypatch.setitem(CHECKS, "attention", CHECKS["attention"]._replace(make=broken))
@@ -120,12 +121,12 @@ def test_a_rank_that_fails_alone(tmp_path):
     script.write_text(
         "import sys\n"
         "from bubblespec.__main__ import main\n"
-        "from bubblespec.tools.doctor import checks\n"
+        "from bubblespec.tools.doctor import checks, forwards\n"
         "def broken(case):\n"
         "    if case.ranks.rank == 1:\n"
         "        raise RuntimeError('out of memory')\n"
         "    case.ranks.barrier()\n"
-        "    yield checks.ok('together')\n"
+        "    yield forwards.ok('together')\n"
         "check = checks.CHECKS['shared tail']\n"
         "checks.CHECKS['shared tail'] = check._replace(make=broken)\n"
         "sys.exit(main())\n"
@@ -156,27 +157,27 @@ def eager(case: Case) -> Case:
 
 
 def test_attention(on_gpu):
-    assert list(checks.attention(on_gpu)) == [Line("ok", "attention is varlen")]
+    assert list(forwards.attention(on_gpu)) == [Line("ok", "attention is varlen")]
     line = Line("slower", "attention is sdpa; model.attention=auto")
-    assert list(checks.attention(replace(on_gpu, kernel="sdpa"))) == [line]
+    assert list(forwards.attention(replace(on_gpu, kernel="sdpa"))) == [line]
     line = Line(
         "slower", "attention is sdpa: varlen fails (model.attention=sdpa tries nothing else)"
     )
-    assert list(checks.attention(replace(on_gpu, kernel="sdpa", slower=line.text))) == [line]
+    assert list(forwards.attention(replace(on_gpu, kernel="sdpa", slower=line.text))) == [line]
 
 
 def test_graphs(on_gpu, monkeypatch, capsys):
-    compared, timed = checks.graphs(on_gpu)
+    compared, timed = forwards.graphs(on_gpu)
     assert compared.verdict == timed.verdict == "ok"
     assert compared.text.startswith("logits of graphs and eager forwards differ by")
     why = "there are none; rollout.enforce_eager=true"
-    assert list(checks.graphs(eager(on_gpu))) == [Line("slower", why)]
+    assert list(forwards.graphs(eager(on_gpu))) == [Line("slower", why)]
 
     def rehearse(run):
         raise RuntimeError("no such\ncapture")
 
     monkeypatch.setattr("bubblespec.engine.graphs.rehearse", rehearse)
-    (line,) = checks.graphs(on_gpu)
+    (line,) = forwards.graphs(on_gpu)
     why = "forwards are eager, not CUDA graphs: RuntimeError: no such capture"
     assert line == Line("slower", f"{why} (rollout.enforce_eager=true tries nothing else)")
     assert capsys.readouterr().err == f"warning: {line.text}\n"
@@ -184,10 +185,10 @@ def test_graphs(on_gpu, monkeypatch, capsys):
 
 def test_sampling(on_gpu, monkeypatch):
     found = iter([(best_and_sum, None), (best_and_sum, "it is eager")])
-    monkeypatch.setattr(checks, "compile_reduction", lambda *kind: next(found))
-    (line,) = checks.sampling(on_gpu)
+    monkeypatch.setattr(forwards, "compile_reduction", lambda *kind: next(found))
+    (line,) = forwards.sampling(on_gpu)
     times = r"the same 128 tokens take [\d.]+ ms compiled, eager [\d.]+ ms"
     assert line.verdict == "ok" and re.fullmatch(times, line.text)
-    assert list(checks.sampling(on_gpu)) == [Line("slower", "it is eager")]
+    assert list(forwards.sampling(on_gpu)) == [Line("slower", "it is eager")]
     why = "sampling is eager; rollout.enforce_eager=true"
-    assert list(checks.sampling(eager(on_gpu))) == [Line("slower", why)]
+    assert list(forwards.sampling(eager(on_gpu))) == [Line("slower", why)]

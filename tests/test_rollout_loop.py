@@ -37,7 +37,7 @@ from tests.helpers.rollouts import (
     rows_of,
     update,
 )
-from tests.helpers.rows import run_loop
+from tests.helpers.rows import loop_of
 
 
 @pytest.mark.parametrize("num_slots", [2, 24])
@@ -147,8 +147,8 @@ class Selecting:
         self.table = RowTable(launch, np.zeros(len(launch.ids), np.int64), 0)
         self.rows = self.table.make_rows(LIMIT)
         self.handed_on: list[Row] = []
-        self.loop = RolloutLoop(self.engine, board.ranks, PARAMS, board=board)
-        self.loop.on_finished = self._hand_on
+        parts = (self.engine, board.ranks, PARAMS, self.rows, self.table)
+        self.loop = RolloutLoop(*parts, board=board, on_finished=self._hand_on)
         self.wanted = plain(model, 0, FOUR_PROMPTS, launch.num_generations)[0]
         if stop_after is not None:
             step_engine = self.engine.step
@@ -158,7 +158,7 @@ class Selecting:
                 return step_engine(*arguments)
 
             self.engine.step = step
-        self.record = self.loop.run(self.rows, self.table)
+        self.record = self.loop.run()
 
     def _hand_on(self, row: Row) -> None:
         index = self.table.launch.ids.index(row.id)
@@ -227,7 +227,7 @@ def play_step(world: World, step: int, ranks: SimulatedRanks) -> dict:
     parts = (plans, world.store, world.proposer, world.proposer.cost)
     ahead = DraftAhead(*parts, version=step, max_new_tokens=LIMIT)
     options = {"proposer": world.proposer, "board": world.board, "tasks": [ahead]}
-    record = run_loop(RolloutLoop(world.engine, ranks, PARAMS, **options), rows)
+    record = loop_of(world.engine, ranks, PARAMS, rows, **options).run()
     for group in groups_of(step, FOUR_PROMPTS):
         world.store.drop(map(group.sample, range(2)))
     ahead.finish(ranks)

@@ -115,8 +115,8 @@ def play(
         tail.run, shared.launch = noted, watched
         board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
         parts = {"proposer": proposer, "board": board, "take_over": tail}
-        loop = RolloutLoop(engine, ranks, PARAMS, on_finished=told.append, **parts)
-        record = loop.run(rows, table)
+        loop = RolloutLoop(engine, ranks, PARAMS, rows, table, on_finished=told.append, **parts)
+        record = loop.run()
         found = {"rows": rows, "told": told, "entered": entered, "record": record}
         results[rank] = found | {"board": board, "chains": num_chains}
         assert engine.is_idle and tail.engine.is_idle

@@ -54,7 +54,7 @@ def test_equal_rewards_are_warned_of_once_and_a_run_that_is_over_says_so(
 ):
     """After three steps, not before; the run goes on."""
     assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
-    hints = [line for line in capsys.readouterr().err.splitlines() if "equal rewards" in line]
+    hints = [line for line in capsys.readouterr().err.splitlines() if "hint: " in line]
     assert len(hints) == 1 and hints[0].startswith("hint: after 3 steps: ")
     assert [0 < line["entropy"] < 10 for line in read(tmp_path)] == [True] * 6
     assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
@@ -131,7 +131,8 @@ def test_an_evaluation_by_hand(monkeypatch):
     lengths, used = [1, 2, 6, 3, 4, 6, 6, 2], []
     sampling = SamplingParams(0.9, 0.8, 7, (3,), 2)
 
-    def generate(loop, rows, standing):
+    def generate(loop):
+        rows = loop.rows
         used.append((loop.params, [(*row.id, row.max_new_tokens) for row in rows.values()]))
         for row, length in zip(rows.values(), lengths, strict=True):
             row.tokens, row.finish = np.arange(length), "length" if length == 6 else "stop"

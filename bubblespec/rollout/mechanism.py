@@ -15,6 +15,7 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.idle.task import IdleTask
 from bubblespec.records import StepRecord
 from bubblespec.rewards.scorer import Scoring
+from bubblespec.rollout.feed import PlainFeed, RowFeed
 from bubblespec.rollout.loop import TakeOver
 from bubblespec.types import Group, Launch
 
@@ -33,8 +34,10 @@ class RolloutPlan:
     is_on: bool
     """Whether the guard lets this rollout use mechanisms that are there for speed alone."""
     proposer: Proposer | None = None
-    """Source of draft tokens; it knows the rows already."""
+    """Source of draft tokens; set after all mechanisms have amended the plan."""
     take_over: TakeOver | None = None
+    """What finishes the last rows of all ranks."""
+    feed: RowFeed = field(default_factory=PlainFeed)
     tasks: list[IdleTask] = field(default_factory=list)
     """Uses of idle time, the same on all ranks."""
 

@@ -16,10 +16,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.task import IdleTask
-from bubblespec.mechanisms.episodes.environments import Environments
-from bubblespec.mechanisms.episodes.episodes import Episodes
 from bubblespec.planner.costs import CostModel, rollout_seconds
-from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
 from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import RolloutRecord, Span, StepRecord
@@ -57,8 +54,6 @@ class Sampler:
     """None where no rollout needs ticks."""
     mechanisms: list[Mechanism] = field(default_factory=list)
     """They amend the plan of each rollout, in this order."""
-    environments: Environments | None = None
-    """Where responses are episodes."""
     planning_s: float = 0.0
     """Spent on drafts outside of rollouts since the last one was accounted for."""
 
@@ -189,41 +184,21 @@ class Sampler:
         cost: CostModel | None = None,
     ) -> RolloutRecord:
         """Generate this rank's rows of a plan. cost: learns from every forward."""
-        episodes = None
-        if self.environments is not None:
-            groups = plan.launch.groups
-            if plan.step is not None:
-                upcoming = self.schedule.upcoming(plan.step, MAX_LOOKAHEAD, plan.used)
-                groups = [group for batch in (groups, *upcoming) for group in batch]
-            episodes = self._episodes(groups, plan.scoring)
         loop = RolloutLoop(
             self.engine,
             self.ranks,
             params,
+            rows,
+            table,
             proposer=plan.proposer,
             board=self.board,
             tasks=plan.tasks,
             cost=cost,
             on_finished=None if plan.scoring is None else plan.scoring.on_finished,
             take_over=plan.take_over,
-            episodes=episodes,
+            feed=plan.feed,
         )
-        return loop.run(rows, table)
-
-    def _episodes(self, groups: list[Group], scoring: Scoring | None) -> Episodes:
-        """Of a rollout that may begin samples of these groups."""
-        episodes = Episodes(
-            self.environments,
-            self.engine,
-            [group.prompt for group in groups],
-            seed=self.config.run.seed,
-            clock=self.ranks.clock,
-            with_environment=self.scorer.takes_environments,
-            runs_drafts=self.config.environment.draft,
-        )
-        if scoring is not None:
-            scoring.outcomes = episodes.outcomes
-        return episodes
+        return loop.run()
 
     @property
     def is_balanced(self) -> bool:

@@ -1,5 +1,8 @@
-"""What a run shows on the screen, by rank 0: the phases of its set-up, a bar or one line per step,
-evaluations with one sample each, hints, and a summary at the end. summary.py has the lines."""
+"""The screen of a run, on rank 0; summary.py has the lines.
+
+It shows the phases of set-up, a bar or one line per step, evaluations with one sample each, hints,
+and a summary at the end.
+"""
 
 import contextlib
 import os
@@ -106,8 +109,10 @@ class Console:
         functions: list[str],
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        """Show an evaluation after `step` updates and one of its samples, each time of another
-        prompt. functions: see `Scorer.names`."""
+        """Show an evaluation after `step` updates, with a sample of another prompt each time.
+
+        functions: see `Scorer.names`.
+        """
         log(summary.evaluation_line(step, metrics))
         index = len(self.evaluations) % len(samples.groups) * samples.num_generations
         self.evaluations.append((step, metrics))

@@ -1,6 +1,7 @@
 """Model FLOPs of a step, and the peak of the GPU, for the model FLOPs utilisation (MFU)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +42,10 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 @dataclass
 class ModelFlops:
-    """FLOPs of a model's forward, as in PaLM's appendix B (arXiv 2204.02311): 2 per parameter and
-    token, and causal attention."""
+    """FLOPs of a model's forward: 2 per parameter and token, and causal attention.
+
+    As in PaLM's appendix B (arXiv 2204.02311).
+    """
 
     num_parameters: float
     """Parameters per token: without input embeddings, and with the routed share of experts."""
@@ -64,7 +67,8 @@ class ModelFlops:
             parameter.numel() * (share if ".experts." in name else 1.0)
             for name, parameter in model.named_parameters()
         )
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
         if head.weight is not embedding.weight:
             count -= embedding.weight.numel()
         head_size = getattr(config, "head_dim", None)
@@ -81,10 +85,13 @@ class ModelFlops:
     def step(
         self, generated: Samples, trained: Samples, has_gradient: np.ndarray, passes: int
     ) -> float:
-        """Return the FLOPs of a step on all ranks: one forward of what was generated, with each
-        group's prompt once, and `passes` of each sample that was trained on. Drafts, recomputation
-        and reference models are not counted. has_gradient: bool [S of trained]; passes: 3 for a
-        forward and a backward, 2 with LoRA, times the passes over the batch."""
+        """Return the FLOPs of a step on all ranks.
+
+        Counted are one forward of what was generated, with each group's prompt once, and `passes`
+        of each sample that was trained on; not drafts, recomputation and reference models.
+        has_gradient: bool [S of trained]; passes: 3 for a forward and a backward, 2 with LoRA,
+        times the passes over the batch.
+        """
         prompts = np.array([len(group.prompt.token_ids) for group in generated.groups])
         num_repeated = generated.num_generations - 1
         total = self.forward(whole_lengths(generated)) - num_repeated * self.forward(prompts)

@@ -1,5 +1,4 @@
-"""Metrics of a run on rank 0: metrics.jsonl, TensorBoard, the user's own hook, and sample responses
-in samples.jsonl.
+"""Files of a run on rank 0: metrics.jsonl, samples.jsonl and TensorBoard; and the user's hook.
 
 A full disk does not end a run: lines wait in memory until they can be written. TensorBoard's curves
 then have a gap.

@@ -8,16 +8,18 @@ import numpy as np
 import torch
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.records import STOPS, RolloutRecord, StepRecord, total_s
+from bubblespec.records import RolloutRecord, StepRecord, total_s
 from bubblespec.types import Samples, digest, has_rewards, has_zero_std
 
 UNKNOWN_SAVINGS = ("train_drafter",)  # uses of idle time whose savings are unknown
 
 
 def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: bool = False) -> dict:
-    """Return metrics of what was generated, groups that dynamic sampling replaced included, and of
-    its rewards, without groups that lack one. functions: dotted paths, and `environment`;
-    is_dynamic: whether dynamic sampling is on."""
+    """Return metrics of what the step generated, replaced groups included, and of its rewards.
+
+    Rewards are without the groups that lack one. functions: dotted paths, and `environment`;
+    is_dynamic: whether dynamic sampling is on.
+    """
     samples, is_scored = record.generated, has_rewards(record.all_rewards)
     rewards = record.all_rewards[is_scored]
     lengths = samples.num_sampled
@@ -66,8 +68,10 @@ def short_names(functions: list[str]) -> list[str]:
 
 
 def function_metrics(rewards: np.ndarray, functions: list[str]) -> dict:
-    """Return mean and sample standard deviation of each function over the samples that it applies
-    to, and the number of other samples unless it is 0. rewards: float64 [S, functions]."""
+    """Return mean and standard deviation of each function over the samples that it applies to.
+
+    The number of other samples is there unless it is 0. rewards: float64 [S, functions].
+    """
     metrics: dict[str, float] = {}
     for name, values in zip(short_names(functions), rewards.T, strict=True):
         if num_missing := int(np.isnan(values).sum()):
@@ -79,30 +83,6 @@ def function_metrics(rewards: np.ndarray, functions: list[str]) -> dict:
     return metrics
 
 
-def episode_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """What happened in the step's episodes, over all ranks.
-
-    Frequencies as in TRL: calls per episode, and the share of the calls that failed."""
-    names = ("turns", "calls", "failed_calls", "environment_s", "waiting_s", "idle_s")
-    names += ("differing_replays",)
-    counts = [rollout.episodes for rollout in record.rollouts]
-    own = [sum(getattr(of, name) for of in counts) for name in names]
-    own += [sum(of.stops[reason] for of in counts) for reason in STOPS]
-    sums = ranks.gather(np.array(own, np.float64)).sum(axis=0).tolist()
-    turns, calls, failed, environment_s, waiting_s, idle_s, differing, *stops = sums
-    total = max(sum(stops), 1)
-    metrics = {
-        "tools/call_frequency": calls / total,
-        "tools/failure_frequency": failed / calls if calls else 0.0,
-        "episodes/turns": turns / total,
-        "episodes/covered_share": 1 - idle_s / waiting_s if waiting_s else 1.0,
-        "episodes/differing_replays": differing,
-        "timing_s/environment": environment_s / total,
-    }
-    shares = zip(STOPS, stops, strict=True)
-    return metrics | {f"episodes/stop/{reason}": count / total for reason, count in shares}
-
-
 def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:
     """Return the forwards of the rank that took most, in a run without drafts."""
     own = sum(rollout.own_forwards for rollout in record.rollouts)
@@ -112,8 +92,11 @@ def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:
 def evaluation_metrics(
     ranks: Ranks, samples: Samples, rollout: RolloutRecord, seconds: float, *, has_drafts: bool
 ) -> dict:
-    """Return how an evaluation was generated, with the forwards of the rank that took most, shared
-    ones included. seconds: of the evaluation; has_drafts: whether its samples may have drafts."""
+    """Return how an evaluation was generated.
+
+    Forwards are those of the rank that took most, shared ones included. seconds: of the evaluation;
+    has_drafts: whether its samples may have drafts.
+    """
     counts = rollout.acceptance
     forwards = rollout.own_forwards + len(rollout.shared_forwards)
     own = [forwards, counts.draft_tokens, counts.accepted_tokens]
@@ -194,8 +177,10 @@ def peak_memory_gb(ranks: Ranks) -> float:
 
 
 def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """Return the mean error of the ranks' expected seconds, as a share of the slowest rank's; empty
-    if ranks shared rows."""
+    """Return the mean error of the ranks' expected seconds, as a share of the slowest rank's.
+
+    Empty if ranks shared rows.
+    """
     if any(rollout.shared for rollout in record.rollouts):
         return {}
     own_s = sum(rollout.own_s for rollout in record.rollouts)
@@ -207,8 +192,7 @@ def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
 
 
 def idle_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """Return seconds of each use of idle time, and the wall time that it was expected to save and
-    is estimated to have saved."""
+    """Return seconds of each use of idle time, and wall time saved, expected and estimated."""
     metrics = {}
     for name in sorted({name for rollout in record.rollouts for name in rollout.idle}):
         uses = [rollout.idle[name] for rollout in record.rollouts if name in rollout.idle]
@@ -223,8 +207,11 @@ def idle_metrics(ranks: Ranks, record: StepRecord) -> dict:
 
 
 def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
-    """Return where the step's time went, on the mean rank and by rank; `bubble/ratio` is the share
-    of all ranks' rollout time spent waiting. sync_s: reductions of gradients, within train."""
+    """Return where the step's time went, on the mean rank and by rank.
+
+    `bubble/ratio` is the share of all ranks' rollout time spent waiting. sync_s: reductions of
+    gradients, within train.
+    """
     gen, wait, reward, train = (
         total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train")
     )

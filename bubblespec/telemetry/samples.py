@@ -12,8 +12,10 @@ NUM_SHOWN = 4  # of a step
 
 
 def choose(samples: Samples, shown: Counter[int], count: int = NUM_SHOWN) -> list[int]:
-    """Return samples of different prompts: the least often shown ones first, and each time a
-    prompt's next sample. shown: how often each uid was shown; updated."""
+    """Return samples of the least often shown prompts, each time a prompt's next sample.
+
+    shown: how often each uid was shown; updated.
+    """
     uids = [group.prompt.uid for group in samples.groups]
     groups = sorted(range(len(uids)), key=lambda number: (shown[uids[number]], number))[:count]
     chosen = []
@@ -60,6 +62,6 @@ def completion_of(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBa
     """Return a sample's text, with an environment's tokens between ⟦ and ⟧."""
     tokens, sampled = samples.tokens[index], is_sampled(samples.full_logprob[index])
     turns = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(sampled)) + 1)
-    texts = [tokenizer.decode(tokens[turn].tolist()) for turn in turns]
+    texts = [str(tokenizer.decode(tokens[turn].tolist())) for turn in turns]
     marked = zip(texts, turns, strict=True)
     return "".join(text if sampled[turn[0]] else f"⟦{text}⟧" for text, turn in marked)

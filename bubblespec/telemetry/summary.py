@@ -257,8 +257,7 @@ def evaluation_table(evaluations: list[tuple[int, dict[str, Any]]]) -> list[str]
 
 
 def grid(columns: dict[str, dict[str, float]], metrics: list[Metric]) -> list[str]:
-    """Return a table of metrics by the title of their column; rows that would be all 0 are left
-    out."""
+    """Return a table, without rows of zeros. columns: metrics by title."""
     width = max(12, *(len(title) + 2 for title in columns))
     lines = [f"{'':28}" + "".join(f"{title:>{width}}" for title in columns)]
     for metric in metrics:
@@ -310,8 +309,7 @@ def duration(seconds: float) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return the beginning and the end of a text on one line of at most WIDTH characters, without
-    control characters."""
+    """Return beginning and end of a text on one line of WIDTH characters, control ones removed."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     half = (WIDTH - 5) // 2
     return line if len(line) <= WIDTH else f"{line[:half]} ... {line[-half:]}"

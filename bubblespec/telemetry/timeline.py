@@ -43,9 +43,11 @@ NUM_BARRIERS = 11
 
 
 def step_spans(spans: list[Span], stages: list[Span]) -> list[tuple[str, float, float]]:
-    """Return a step's spans in order, with the rest of waiting, reward and training as spans of
-    these kinds. stages: the step's (gen, wait, reward, train, ...), one after the other. Gaps in
-    gen, the host's work between forwards, stay empty."""
+    """Return a step's spans in order, with gaps in waiting, reward and training filled.
+
+    stages: the step's (gen, wait, reward, train, ...), one after the other. Gaps in gen, the host's
+    work between forwards, stay empty.
+    """
     filled = []
     for kind, begin, end in stages:
         if kind == "gen":
@@ -72,9 +74,11 @@ def clock_offsets(ranks: Ranks) -> np.ndarray:
 
 
 def gather_lanes(ranks: Ranks, spans: list[Span], stages: list[Span]) -> list[np.ndarray]:
-    """Return the spans of all ranks on every rank: by rank, float64 [spans, 3] with the index in
-    KINDS, begin and end in seconds since the first rank began the step. Called by all ranks
-    together; see `step_spans` for the arguments."""
+    """Return the spans of all ranks, on every rank: a list by rank of float64 [spans, 3].
+
+    The columns are the index in KINDS, begin and end in seconds since the first rank began the
+    step. Called by all ranks together; see `step_spans` for the arguments.
+    """
     offsets = clock_offsets(ranks)
     zero = offsets[ranks.rank] + (ranks.gather(np.array(stages[0][1])) - offsets).min()
     whole = step_spans(spans, stages)
@@ -102,8 +106,7 @@ def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: s
 
 
 def trace(lanes: list[np.ndarray], title: str) -> dict:
-    """Return the step in Chrome's trace event format: a thread per rank and a complete ("X") event
-    per span, in microseconds."""
+    """Return the step in Chrome's trace event format: a thread per rank, an "X" event per span."""
 
     def event(phase: str, name: str, rank: int, **fields) -> dict:
         return {"ph": phase, "name": name, "pid": 0, "tid": rank, **fields}

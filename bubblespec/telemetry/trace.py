@@ -1,5 +1,4 @@
-"""A run recorded for replay (`run.trace`): its responses, the drafts they had, and every forward
-with its load and time.
+"""A run recorded for replay (`run.trace`): responses, their drafts, and all forwards with times.
 
 output_dir/trace has meta.json (format, flat config, world_size, hardware and versions of the newest
 start) and two Parquet files per step, responses-00012.parquet and forwards-00012.parquet. Responses
@@ -198,7 +197,8 @@ def _own_forwards(rollouts: list[RolloutRecord]) -> np.ndarray:
     """Return this rank's forwards of a step, float64 [forwards, 2 + fields of ForwardRecord].
 
     The columns are batch, the fields, with times since the rollout began, and whether ranks
-    computed it together."""
+    computed it together.
+    """
     forwards = []
     for i, rollout in enumerate(rollouts):
         forwards += [(i, *forward, False) for forward in rollout.forwards]

@@ -21,12 +21,11 @@ from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.drafts import Job
 from bubblespec.records import Load, RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.tools.simulate.world import SimulatedRanks
 from bubblespec.types import Draft, Group, Prompt, Row, SampleId
 from tests.helpers.clocks import Clock, forward_seconds
 from tests.helpers.models import VOCAB, small_config
-from tests.helpers.rows import make_rows, run_loop
+from tests.helpers.rows import loop_of, make_rows
 
 SEED = 5
 PARAMS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11, 20, 33))
@@ -200,7 +199,7 @@ class World:
 
         self.engine.step = noted_step
         parts = {"proposer": self.proposer, "board": self.board, "tasks": tasks}
-        record = run_loop(RolloutLoop(self.engine, self.board.ranks, PARAMS, **parts), rows)
+        record = loop_of(self.engine, self.board.ranks, PARAMS, rows, **parts).run()
         del self.engine.step
         assert [(each.own_rows, each.ahead_rows) for each in record.forwards] == forwards
         self.store.drop(row.id for row in rows)

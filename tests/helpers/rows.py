@@ -4,6 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.sampling import SamplingParams
 from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
@@ -26,12 +29,15 @@ def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) ->
 MOST_ROWS = 64  # of a rank
 
 
-def run_loop(loop: RolloutLoop, rows: list[Row]) -> RolloutRecord:
-    """Generate rows of whatever groups, with none to choose from: all of them are trained on. Each
-    rank may have others, as nobody asks how long they are."""
+def loop_of(
+    engine: Engine, ranks: Ranks, params: SamplingParams, rows: list[Row], **fields
+) -> RolloutLoop:
+    """A loop over rows of whatever groups, with none to choose from: all of them are trained on.
+    Each rank may have others, as no rank asks how long they are."""
     owners = np.full(MOST_ROWS, -1)
-    owners[: len(rows)] = loop.ranks.rank
-    return loop.run(dict(enumerate(rows)), RowTable(launch_of([], 0), owners, loop.ranks.rank))
+    owners[: len(rows)] = ranks.rank
+    table = RowTable(launch_of([], 0), owners, ranks.rank)
+    return RolloutLoop(engine, ranks, params, dict(enumerate(rows)), table, **fields)
 
 
 def record_of(samples: Samples, rewards: np.ndarray, **fields) -> StepRecord:

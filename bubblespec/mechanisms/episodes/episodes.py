@@ -7,14 +7,15 @@ it, until the observation comes that follows, or the episode is over.
 import random
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
+from bubblespec.idle.task import RankView
 from bubblespec.mechanisms.episodes.environments import Environments, Observation
-from bubblespec.records import EpisodeCounts
 from bubblespec.types import Prompt, Row
 
 WAIT_S = 1e-3  # until a rank without anything to feed looks after other things
@@ -23,6 +24,29 @@ WAIT_S = 1e-3  # until a rank without anything to feed looks after other things
 def episode_seed(run_seed: int, uid: int, visit: int) -> int:
     """What environments of a group are given as their seed."""
     return random.Random(f"{run_seed}/{uid}/{visit}").getrandbits(32)
+
+
+STOPS = ("done", "no_call", "max_turns", "length", "error")
+
+
+@dataclass
+class EpisodeCounts:
+    """What happened in the episodes of one rollout on one rank, without those of drafts."""
+
+    turns: int = 0
+    """Of the model, in episodes that are over."""
+    calls: int = 0
+    failed_calls: int = 0
+    environment_s: float = 0.0
+    """Seconds inside environments, summed over rows."""
+    waiting_s: float = 0.0
+    """In which a row waited for its environment, summed over rows."""
+    idle_s: float = 0.0
+    """Of these, those in which the rank did nothing else."""
+    differing_replays: int = 0
+    """Of environments whose worker had died, those of drafts included."""
+    stops: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STOPS, 0))
+    """Episodes by why they are over."""
 
 
 @dataclass(eq=False)
@@ -74,6 +98,15 @@ class Episodes:
         """Whether any episode is not over."""
         return bool(self._running)
 
+    def start(self, view: RankView, proposer: Proposer | None) -> None:
+        """Begin an episode for each row of this step."""
+        self.proposer = proposer
+        view.record.extras["episodes"] = self.counts
+        if self.runs_drafts:
+            view.begin = partial(self.begin, is_own=False)
+        for row in view.unfinished:
+            self.begin(row)
+
     def begin(self, row: Row, *, is_own: bool = True) -> None:
         """Start an episode. The row comes into the engine later, with its first tokens."""
         row.has_turns = True
@@ -100,11 +133,7 @@ class Episodes:
         self.environments.wait(WAIT_S)
         self.counts.idle_s += num_waiting * (self.clock.perf_counter() - begin_s)
 
-    def min_length(self, row: Row, length: int) -> int:
-        """Tokens than which a row, which has `length`, will surely have one more."""
-        return length - (row.finish is not None)
-
-    def abandon(self, row: Row) -> None:
+    def drop(self, row: Row) -> None:
         """End a row's episode; the row leaves the engine with the tokens that are certain."""
         del self._running[row]
         self.environments.end(row, with_reward=False)

@@ -1,52 +1,28 @@
-"""What is checked: each check is a generator of lines, which all ranks make together.
-Shape legend: N packed tokens, V vocabulary."""
+"""All checks of the doctor, in order: versions and devices, the model and its forwards, and the
+whole run up to its first rollouts."""
 
 import contextlib
 import gc
 import importlib.util
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from itertools import combinations
-from typing import NamedTuple
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
-from bubblespec.config import Config
 from bubblespec.distributed.device import cuda_of_driver, why_no_gpu
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.store import exchange
-from bubblespec.engine.compiled import compared, compile_reduction
-from bubblespec.engine.graphs import ForwardGraphs, can_capture
-from bubblespec.engine.kernels import cache_for, packed_logits
-from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import (
-    TOLERANCE,
-    forward_hidden,
-    random_tokens,
-    relative_difference,
-)
-from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import PAGE, pack_rows
-from bubblespec.engine.sampling import best_and_sum
+from bubblespec.engine.packing import PAGE
 from bubblespec.errors import InputError
 from bubblespec.loading import load_model
-from bubblespec.mechanisms.tp_tail.shards import (
-    Shards,
-    TPGroup,
-    TPUnsupported,
-    no_shared_tail,
-    shard_of,
-)
 from bubblespec.memory import max_length, max_slots
 from bubblespec.planner.place import place_in_turn
 from bubblespec.rollout.board import ProgressBoard, RankState, SharedTicks, make_transport
@@ -54,47 +30,21 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.setup import build, prepare
 from bubblespec.telemetry.trace import describe_hardware
-from bubblespec.trainer import Trainer
+from bubblespec.tools.doctor.forwards import (
+    FORWARD_CHECKS,
+    Case,
+    Check,
+    Line,
+    failed,
+    median_s,
+    ok,
+    slower,
+)
 from bubblespec.types import Draft, Launch, Row, SampleId
 
-WARM_UP, NUM_TIMED = 3, 20
-NUM_SAMPLED = 128  # positions of the check of sampling
-# Of the rollouts: long enough for drafts to be right and wrong, and no minutes for a small model.
+# The compared rollouts: long enough for drafts to be right and wrong, short enough to take seconds.
 MIN_PROMPTS, MAX_RESPONSES, MAX_TOKENS = 2, 8, 64
 FREE_SHARE = 0.9  # of a GPU's memory; with less someone else is on it
-
-
-class Line(NamedTuple):
-    """What a check has found. verdict: ok, slower or failed."""
-
-    verdict: str
-    text: str
-
-
-ok, slower, failed = (partial(Line, verdict) for verdict in ("ok", "slower", "failed"))
-
-
-@dataclass
-class Case:
-    """What checks are about, and what they leave for those after them."""
-
-    config: Config
-    ranks: Ranks
-    model: PreTrainedModel | None = None
-    """Until the run is set up, which loads one of its own."""
-    kernel: str = "sdpa"
-    slower: str | None = None
-    """A line, where the kernel is a fallback."""
-    trainer: Trainer | None = None
-
-
-class Check(NamedTuple):
-    """make: its lines, on all ranks together; avoid: what avoids an error that names no key itself;
-    needs: the check without which it is not made."""
-
-    make: Callable[[Case], Iterator[Line]]
-    avoid: str
-    needs: str | None = None
 
 
 def versions(case: Case) -> Iterator[Line]:
@@ -149,95 +99,6 @@ def model(case: Case) -> Iterator[Line]:
     case.model = loaded
     longest = max_length(config)
     yield ok(f"packed sequences of up to {longest} tokens have the same logits as unpacked ones")
-
-
-def attention(case: Case) -> Iterator[Line]:
-    """The kernel in use, which gives what SDPA gives: `prepare` has compared them."""
-    if case.slower is not None:
-        yield slower(case.slower)
-    elif case.ranks.device.type == "cuda" and case.kernel == "sdpa":
-        yield slower("attention is sdpa; model.attention=auto")
-    else:
-        others = "; other kernels run on CUDA only" if case.ranks.device.type == "cpu" else ""
-        yield ok(f"attention is {case.kernel}{others}")
-
-
-@torch.inference_mode()
-def graphs(case: Case) -> Iterator[Line]:
-    """Forwards of few tokens as CUDA graphs, against eager ones."""
-    loaded, kernel, device = case.model, case.kernel, case.model.device
-    if case.ranks.device.type == "cpu":
-        yield ok("not applicable: a CPU has none")
-        return
-    is_eager = case.config.rollout.enforce_eager
-    if is_eager or not can_capture(case.ranks.device, kernel):
-        why = "rollout.enforce_eager=true" if is_eager else "model.attention is sdpa"
-        yield slower(f"there are none; {why}")
-        return
-    cache, tokens = cache_for(kernel, num_spare=1), random_tokens(loaded, 1)
-    packing = pack_rows(cache, np.zeros(1, np.int64), np.ones(1, np.int64), device)
-    captured = ForwardGraphs(loaded, cache, kernel, 16)
-    replay = partial(captured.forward, tokens, packing)
-    if replay() is None:
-        yield slower(captured.problem)
-        return
-    replayed = packed_logits(loaded, cache, kernel, captured.forward)
-    eager = packed_logits(loaded, cache_for(kernel), kernel)
-    yield close(replayed, eager, "graphs and eager forwards", "rollout.enforce_eager=true")
-    actions = (replay, partial(forward_hidden, loaded, tokens, packing, kernel))
-    graph_ms, eager_ms = (1e3 * median_s(action, device) for action in actions)
-    yield ok(f"a forward of one token takes {graph_ms:.2f} ms, eager {eager_ms:.2f} ms")
-
-
-@torch.inference_mode()
-def sampling(case: Case) -> Iterator[Line]:
-    """The compiled reduction of logits against the eager one."""
-    if case.ranks.device.type == "cpu":
-        yield ok("not applicable: eager on a CPU")
-        return
-    head, dtype, device = output_head(case.model), case.model.dtype, case.model.device
-    if case.config.rollout.enforce_eager:
-        yield slower("sampling is eager; rollout.enforce_eager=true")
-        return
-    compiled, line = compile_reduction(head.num_tokens, dtype, device)
-    if line is not None:
-        yield slower(line)
-        return
-    given = compared(NUM_SAMPLED, head.num_tokens, dtype, device)
-    ms, eager_ms = (1e3 * median_s(partial(f, *given), device) for f in (compiled, best_and_sum))
-    yield ok(f"the same {NUM_SAMPLED} tokens take {ms:.2f} ms compiled, eager {eager_ms:.2f} ms")
-
-
-@torch.inference_mode()
-def shared_tail(case: Case) -> Iterator[Line]:
-    """A forward of all ranks together against one of each alone."""
-    ranks, loaded, device = case.ranks, case.model, case.ranks.device
-    avoid = "rollout.tp_tail_max_rows=0"
-    if ranks.world_size == 1 or case.config.rollout.tp_tail_max_rows == 0:
-        yield ok(f"not applicable: {'one rank' if ranks.world_size == 1 else avoid}")
-        return
-    try:
-        shards = Shards(loaded, TPGroup(ranks))
-        shards.check(case.kernel)
-    except TPUnsupported as error:
-        yield slower(no_shared_tail(error))
-        return
-    tokens, one, head = random_tokens(loaded, 1), np.ones(1, np.int64), output_head(loaded)
-    whole, part = (pack_rows(KVCache(1, PAGE), 0 * one, one, device) for _ in range(2))
-
-    def together() -> torch.Tensor:
-        with shards.applied():
-            hidden = forward_hidden(loaded, tokens, part)
-        return shards.logits(hidden)
-
-    def alone() -> torch.Tensor:
-        return head(forward_hidden(loaded, tokens, whole))
-
-    own = shard_of(head.num_tokens, ranks.rank, ranks.world_size)
-    yield close(together(), alone()[:, own], "forwards together and alone", avoid)
-    together_ms, alone_ms = (1e3 * median_s(action, device) for action in (together, alone))
-    took = f"{together_ms:.2f} ms on all ranks together, {alone_ms:.2f} ms on each alone"
-    yield ok(f"a forward of one token takes {took}")
 
 
 def set_up(case: Case) -> Iterator[Line]:
@@ -302,7 +163,8 @@ def rollouts(case: Case) -> Iterator[Line]:
     """Some responses of the first step without drafts, and again with drafts that hold in part: the
     same tokens."""
     ranks, sampler, rollout = case.ranks, case.trainer.sampler, case.config.rollout
-    sampler.environments = None  # of episodes the first turns are compared
+    # The first turns of episodes are compared.
+    sampler.mechanisms[:] = [each for each in sampler.mechanisms if each.name != "episodes"]
     longest = min(rollout.max_completion_length, MAX_TOKENS)
     rollout.max_completion_length = longest  # also of what is drafted ahead
     groups = sampler.schedule.launch(0).groups[: max(MIN_PROMPTS, ranks.world_size)]
@@ -311,8 +173,8 @@ def rollouts(case: Case) -> Iterator[Line]:
     launch = Launch(groups, len(groups), size)
     tables = [RowTable(launch, rank_of, ranks.rank) for _ in range(2)]
     plain, drafted = (table.make_rows(longest) for table in tables)
-    loop = RolloutLoop(sampler.engine, ranks, sampler.params)
-    plain_s = seconds_together(lambda: loop.run(plain, tables[0]), ranks)
+    loop = RolloutLoop(sampler.engine, ranks, sampler.params, plain, tables[0])
+    plain_s = seconds_together(loop.run, ranks)
     responses = f"{len(rank_of)} responses of up to {longest} tokens"
     if sampler.proposer is None:
         yield ok(f"{responses} take {plain_s:.2f} s; speculative.method=none has no drafts")
@@ -345,14 +207,6 @@ def rollouts(case: Case) -> Iterator[Line]:
         yield ok("the learned drafter was not tried, as it is trained before the first step")
 
 
-def close(got: torch.Tensor, wanted: torch.Tensor, what: str, avoid: str) -> Line:
-    """Whether logits differ by no more than `prepare_model` tolerates. avoid: the key if not."""
-    difference = relative_difference(got, wanted)
-    line = f"logits of {what} differ by {difference:.1e} of their size"
-    is_close = difference <= TOLERANCE.get(wanted.dtype, 0.1)
-    return ok(line) if is_close else failed(f"{line}; {avoid}")
-
-
 def spoilt(rows: Iterable[Row]) -> dict[SampleId, Draft]:
     """Drafts of finished rows that are as these are, but for one token in the middle."""
     drafts = {}
@@ -361,18 +215,6 @@ def spoilt(rows: Iterable[Row]) -> dict[SampleId, Draft]:
         tokens[len(tokens) // 2] = row.prompt[0]
         drafts[row.id] = Draft(tokens, is_finished=True, version=0)
     return drafts
-
-
-def median_s(action: Callable[[], object], device: torch.device) -> float:
-    """Wall time of one call, until the device has done it."""
-    seconds = []
-    for _ in range(WARM_UP + NUM_TIMED):
-        began_s = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began_s)
-    return statistics.median(seconds[WARM_UP:])
 
 
 def seconds_together(action: Callable[[], object], ranks: Ranks) -> float:
@@ -393,10 +235,7 @@ CHECKS: dict[str, Check] = {
     "versions": Check(versions, "pip install -r requirements.txt"),
     "devices": Check(devices, "model.device=cpu"),
     "model": Check(model, "model.path, model.dtype"),
-    "attention": Check(attention, "model.attention=sdpa", "model"),
-    "graphs": Check(graphs, "rollout.enforce_eager=true", "model"),
-    "sampling": Check(sampling, "rollout.enforce_eager=true", "model"),
-    "shared tail": Check(shared_tail, "rollout.tp_tail_max_rows=0", "model"),
+    **FORWARD_CHECKS,
     "set-up": Check(set_up, "a smaller rollout.max_num_seqs", "model"),
     "collectives": Check(collectives, "--nproc_per_node=1", "set-up"),
     "rollouts": Check(rollouts, "speculative.method=none", "set-up"),

@@ -24,7 +24,8 @@ from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import EndsRun, RankTimeout, RunFailed, log, one_line
 from bubblespec.loading import with_dtype
-from bubblespec.tools.doctor.checks import CHECKS, Case, Check, Line, failed, local_ranks
+from bubblespec.tools.doctor.checks import CHECKS, local_ranks
+from bubblespec.tools.doctor.forwards import Case, Check, Line, failed
 
 TIMEOUT_S = 300.0  # that a rank waits for another, at most: run.timeout_s may be hours
 

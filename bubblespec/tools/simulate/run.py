@@ -16,6 +16,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.source import DrafterSource
+from bubblespec.mechanisms.episodes.mechanism import EpisodesMechanism
 from bubblespec.mechanisms.tail_batching import MAX_OVER_SAMPLING, TailBatching, scaled
 from bubblespec.mechanisms.tp_tail.tail import TPTail, enter_by_cost, measure
 from bubblespec.memory import AUTO_TP_ROWS, max_slots
@@ -267,8 +268,9 @@ class _Rank:
             self.sampler.mechanisms.append(tail)
         if workload.tools is not None:
             num_workers = max(config.environment.num_workers, 1)
-            self.sampler.environments = SimulatedEnvironments(
-                ranks, self._whole_text, self._tool_s, num_workers
+            environments = SimulatedEnvironments(ranks, self._whole_text, self._tool_s, num_workers)
+            self.sampler.mechanisms.append(
+                EpisodesMechanism(config, environments, engine, schedule, ranks.clock)
             )
         if "drafter" in config.speculative.sources:
             proposer = self.sampler.proposer

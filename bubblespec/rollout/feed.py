@@ -1,0 +1,57 @@
+"""What puts a rollout's rows into the engine, and decides when a row is complete."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from bubblespec.draft.proposer import Proposer
+from bubblespec.idle.task import RankView
+from bubblespec.types import Row
+
+
+class RowFeed(Protocol):
+    """Feeds the rows of one rollout on one rank."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether rows may have to wait for something outside the engine."""
+
+    def start(self, view: RankView, proposer: Proposer | None) -> None:
+        """Begin with the rows of `view.unfinished`, in their order."""
+
+    def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
+        """Return the rows whose response is complete. finished: rows that the engine has just
+        returned."""
+
+    def drop(self, row: Row) -> None:
+        """Take an unfinished row out of the rollout; the row keeps its tokens."""
+
+    def wait(self) -> None:
+        """Wait a moment for what rows wait for. Called while `is_running`."""
+
+    def close(self) -> None:
+        """End the rollout."""
+
+
+class PlainFeed:
+    """All rows enter the engine at once, and are complete when they leave it."""
+
+    is_running = False
+
+    def start(self, view: RankView, proposer: Proposer | None) -> None:
+        """See `RowFeed`."""
+        self.engine = view.engine
+        self.engine.add(list(view.unfinished))
+
+    def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
+        """See `RowFeed`."""
+        return list(finished)
+
+    def drop(self, row: Row) -> None:
+        """See `RowFeed`."""
+        self.engine.drop(row)
+
+    def wait(self) -> None:
+        """See `RowFeed`."""
+
+    def close(self) -> None:
+        """See `RowFeed`."""

@@ -1,0 +1,190 @@
+"""The checks of one model's forwards, which the doctor and benchmarks/gpu_suite.py share. Imports
+nothing beyond torch, transformers and numpy, as GPU machines may lack the other packages.
+
+A check is a generator of lines, which all ranks run together.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from bubblespec.config import Config
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.compiled import compared, compile_reduction
+from bubblespec.engine.graphs import ForwardGraphs, can_capture
+from bubblespec.engine.kernels import cache_for, packed_logits
+from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import TOLERANCE, forward_hidden, random_tokens, relative_difference
+from bubblespec.engine.output_head import output_head
+from bubblespec.engine.packing import PAGE, pack_rows
+from bubblespec.engine.sampling import best_and_sum
+from bubblespec.mechanisms.tp_tail.shards import (
+    Shards,
+    TPGroup,
+    TPUnsupported,
+    no_shared_tail,
+    shard_of,
+)
+
+if TYPE_CHECKING:
+    from bubblespec.trainer import Trainer
+
+WARM_UP, NUM_TIMED = 3, 20
+NUM_SAMPLED = 128  # positions of the check of sampling
+
+
+class Line(NamedTuple):
+    """What a check has found. verdict: ok, slower or failed."""
+
+    verdict: str
+    text: str
+
+
+ok, slower, failed = (partial(Line, verdict) for verdict in ("ok", "slower", "failed"))
+
+
+@dataclass
+class Case:
+    """What checks are about, and what they leave for those after them."""
+
+    config: Config
+    ranks: Ranks
+    model: PreTrainedModel | None = None
+    """Until the run is set up, which loads one of its own."""
+    kernel: str = "sdpa"
+    slower: str | None = None
+    """A line, where the kernel is a fallback."""
+    trainer: "Trainer | None" = None
+
+
+class Check(NamedTuple):
+    """make: its lines, on all ranks together; avoid: what avoids an error that names no key itself;
+    needs: the check without which it is not made."""
+
+    make: Callable[[Case], Iterator[Line]]
+    avoid: str
+    needs: str | None = None
+
+
+def attention(case: Case) -> Iterator[Line]:
+    """The kernel in use, which gives what SDPA gives: `prepare` has compared them."""
+    if case.slower is not None:
+        yield slower(case.slower)
+    elif case.ranks.device.type == "cuda" and case.kernel == "sdpa":
+        yield slower("attention is sdpa; model.attention=auto")
+    else:
+        others = "; other kernels run on CUDA only" if case.ranks.device.type == "cpu" else ""
+        yield ok(f"attention is {case.kernel}{others}")
+
+
+@torch.inference_mode()
+def graphs(case: Case) -> Iterator[Line]:
+    """Forwards of few tokens as CUDA graphs, against eager ones."""
+    loaded, kernel, device = case.model, case.kernel, case.model.device
+    if case.ranks.device.type == "cpu":
+        yield ok("not applicable: a CPU has none")
+        return
+    is_eager = case.config.rollout.enforce_eager
+    if is_eager or not can_capture(case.ranks.device, kernel):
+        why = "rollout.enforce_eager=true" if is_eager else "model.attention is sdpa"
+        yield slower(f"there are none; {why}")
+        return
+    cache, tokens = cache_for(kernel, num_spare=1), random_tokens(loaded, 1)
+    packing = pack_rows(cache, np.zeros(1, np.int64), np.ones(1, np.int64), device)
+    captured = ForwardGraphs(loaded, cache, kernel, 16)
+    replay = partial(captured.forward, tokens, packing)
+    if replay() is None:
+        yield slower(captured.problem)
+        return
+    replayed = packed_logits(loaded, cache, kernel, captured.forward)
+    eager = packed_logits(loaded, cache_for(kernel), kernel)
+    yield close(replayed, eager, "graphs and eager forwards", "rollout.enforce_eager=true")
+    actions = (replay, partial(forward_hidden, loaded, tokens, packing, kernel))
+    graph_ms, eager_ms = (1e3 * median_s(action, device) for action in actions)
+    yield ok(f"a forward of one token takes {graph_ms:.2f} ms, eager {eager_ms:.2f} ms")
+
+
+@torch.inference_mode()
+def sampling(case: Case) -> Iterator[Line]:
+    """The compiled reduction of logits against the eager one."""
+    if case.ranks.device.type == "cpu":
+        yield ok("not applicable: eager on a CPU")
+        return
+    head, dtype, device = output_head(case.model), case.model.dtype, case.model.device
+    if case.config.rollout.enforce_eager:
+        yield slower("sampling is eager; rollout.enforce_eager=true")
+        return
+    compiled, line = compile_reduction(head.num_tokens, dtype, device)
+    if line is not None:
+        yield slower(line)
+        return
+    given = compared(NUM_SAMPLED, head.num_tokens, dtype, device)
+    ms, eager_ms = (1e3 * median_s(partial(f, *given), device) for f in (compiled, best_and_sum))
+    yield ok(f"the same {NUM_SAMPLED} tokens take {ms:.2f} ms compiled, eager {eager_ms:.2f} ms")
+
+
+@torch.inference_mode()
+def shared_tail(case: Case) -> Iterator[Line]:
+    """A forward of all ranks together against one of each alone."""
+    ranks, loaded, device = case.ranks, case.model, case.ranks.device
+    avoid = "rollout.tp_tail_max_rows=0"
+    if ranks.world_size == 1 or case.config.rollout.tp_tail_max_rows == 0:
+        yield ok(f"not applicable: {'one rank' if ranks.world_size == 1 else avoid}")
+        return
+    try:
+        shards = Shards(loaded, TPGroup(ranks))
+        shards.check(case.kernel)
+    except TPUnsupported as error:
+        yield slower(no_shared_tail(error))
+        return
+    tokens, one, head = random_tokens(loaded, 1), np.ones(1, np.int64), output_head(loaded)
+    whole, part = (pack_rows(KVCache(1, PAGE), 0 * one, one, device) for _ in range(2))
+
+    def together() -> torch.Tensor:
+        with shards.applied():
+            hidden = forward_hidden(loaded, tokens, part)
+        return shards.logits(hidden)
+
+    def alone() -> torch.Tensor:
+        return head(forward_hidden(loaded, tokens, whole))
+
+    own = shard_of(head.num_tokens, ranks.rank, ranks.world_size)
+    yield close(together(), alone()[:, own], "forwards together and alone", avoid)
+    together_ms, alone_ms = (1e3 * median_s(action, device) for action in (together, alone))
+    took = f"{together_ms:.2f} ms on all ranks together, {alone_ms:.2f} ms on each alone"
+    yield ok(f"a forward of one token takes {took}")
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, what: str, avoid: str) -> Line:
+    """Whether logits differ by no more than `prepare_model` tolerates. avoid: the key if not."""
+    difference = relative_difference(got, wanted)
+    line = f"logits of {what} differ by {difference:.1e} of their size"
+    is_close = difference <= TOLERANCE.get(wanted.dtype, 0.1)
+    return ok(line) if is_close else failed(f"{line}; {avoid}")
+
+
+def median_s(action: Callable[[], object], device: torch.device) -> float:
+    """Wall time of one call, until the device has done it."""
+    seconds = []
+    for _ in range(WARM_UP + NUM_TIMED):
+        began_s = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds[WARM_UP:])
+
+
+FORWARD_CHECKS: dict[str, Check] = {
+    "attention": Check(attention, "model.attention=sdpa", "model"),
+    "graphs": Check(graphs, "rollout.enforce_eager=true", "model"),
+    "sampling": Check(sampling, "rollout.enforce_eager=true", "model"),
+    "shared tail": Check(shared_tail, "rollout.tp_tail_max_rows=0", "model"),
+}
