@@ -47,11 +47,10 @@ UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError)
 UNREADABLE += (zipfile.BadZipFile, pickle.UnpicklingError)
 
 
-class HasState(Protocol):
-    """An optimizer, whose state may be sharded over ranks."""
+class Stateful(Protocol):
+    """Saved and loaded like the optimizer; ranks other than 0 return None."""
 
-    def state_dict(self) -> dict: ...
-
+    def state_dict(self) -> dict | None: ...
     def load_state_dict(self, state: dict) -> None: ...
 
 
@@ -62,7 +61,7 @@ def save_checkpoint(
     *,
     model: PreTrainedModel,
     tokenizer,
-    optimizer: HasState,
+    optimizer: Stateful,
     arrays: dict[str, dict[str, np.ndarray]],
     writers: Sequence[Callable[[str], None]] = (),
 ) -> str | None:
@@ -299,7 +298,7 @@ def refuse_what_does_not_fit(folder: str) -> Iterator[None]:
         raise InputError(f"run.resume_from_checkpoint: {reason}") from error
 
 
-def load_optimizer(folder: str, optimizer: HasState) -> None:
+def load_optimizer(folder: str, optimizer: Stateful) -> None:
     """Restore the optimizer. Raises InputError.
 
     The file is mapped: each rank copies its share, and ranks of one machine share its pages.
