@@ -68,8 +68,8 @@ def require(holds: bool, name: str, value: Any, what: str) -> None:
 
 def keys_of(schema: type) -> dict[str, dataclasses.Field]:
     """Return the field of each "section.key"."""
-    sections = dataclasses.fields(schema)
-    return {f"{s.name}.{f.name}": f for s in sections for f in dataclasses.fields(s.type)}
+    types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(schema)}
+    return {f"{s}.{f.name}": f for s, type_ in types.items() for f in dataclasses.fields(type_)}
 
 
 def check_bounds(section: Any, prefix: str = "") -> None:

@@ -90,7 +90,7 @@ def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
     try:
         for name in sorted(OmegaConf.missing_keys(config)):
             raise InputError(f"{name}: is required")
-        filled = OmegaConf.to_object(config)
+        filled: Any = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # a reference ${...} to what does not exist
         raise InputError(f"{error.full_key}: {_first_line(error)}") from error
     check_bounds(filled)
@@ -105,7 +105,8 @@ def _put(config: "DictConfig", name: str, value: Any) -> None:
     try:
         OmegaConf.update(config, name, value)
     except OmegaConfBaseException as error:
-        name = error.full_key if str(error.full_key).startswith(name) else name
+        key = str(error.full_key)
+        name = key if key.startswith(name) else name
         problem = _first_line(error)
         if "ListConfig" in problem or "container types" in problem:
             problem = "is a list or a mapping; set all of it, as in [...] or {...}"

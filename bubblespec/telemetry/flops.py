@@ -1,6 +1,7 @@
 """Model FLOPs of a step, and the peak of the GPU, for the model FLOPs utilisation (MFU)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,8 @@ class ModelFlops:
             parameter.numel() * (share if ".experts." in name else 1.0)
             for name, parameter in model.named_parameters()
         )
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
         if head.weight is not embedding.weight:
             count -= embedding.weight.numel()
         head_size = getattr(config, "head_dim", None)

@@ -62,6 +62,6 @@ def completion_of(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBa
     """Return a sample's text, with an environment's tokens between ⟦ and ⟧."""
     tokens, sampled = samples.tokens[index], is_sampled(samples.full_logprob[index])
     turns = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(sampled)) + 1)
-    texts = [tokenizer.decode(tokens[turn].tolist()) for turn in turns]
+    texts = [str(tokenizer.decode(tokens[turn].tolist())) for turn in turns]
     marked = zip(texts, turns, strict=True)
     return "".join(text if sampled[turn[0]] else f"⟦{text}⟧" for text, turn in marked)
