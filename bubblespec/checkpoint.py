@@ -1,10 +1,11 @@
-"""Checkpoints: written to a temporary folder, flushed to disk, renamed. A folder named checkpoint-N
-is therefore complete unless the disk fails, which its SHA256SUMS detects (`sha256sum -c
-SHA256SUMS`): a run never resumes from a damaged one.
+"""Checkpoints: written to a temporary folder, flushed to disk, then renamed.
 
-Noise is a function of a sample's name, and batches are one of the step and of what was drawn before
-it: weights, optimizer state, the step number and the schedule's state are all that exactness needs;
-drafts and histories are saved too, for speed.
+A folder named checkpoint-N is complete unless the disk fails. SHA256SUMS detects that (`sha256sum
+-c SHA256SUMS`), so a run never resumes from a damaged checkpoint.
+
+Noise is a function of a sample's name, and a batch of the step and of what was drawn before.
+Exactness therefore needs weights, optimizer state, the step number and the schedule's state. Drafts
+and histories are saved for speed.
 """
 
 import contextlib
@@ -39,9 +40,9 @@ CONFIG_FILE = "config.yaml"
 SPECULATION_FILE = "speculation.npz"
 PLANNER_FILE = "planner.npz"
 OPTIMIZER_FILE = "optimizer.pt"
-FORMAT = 3  # of checkpoints; 2 has other statistics and kernels, those without one other noise
+FORMAT = 3
 NOT_THE_SAME = "resuming would not repeat the same run (set another run.output_dir for a new one)"
-# What reading files may raise that are torn or something else.
+# Errors of reading files that are torn or of another format.
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError)
 UNREADABLE += (zipfile.BadZipFile, pickle.UnpicklingError)
 
@@ -55,32 +56,27 @@ class Stateful(Protocol):
 
 def save_checkpoint(
     config: Config,
+    ranks: Ranks,
+    state: dict,
     *,
-    step: int,
-    evaluated: int,
-    progress: dict[str, float],
     model: PreTrainedModel,
     tokenizer,
     optimizer: Stateful,
-    schedule: dict[str, np.ndarray],
-    speculation: dict[str, np.ndarray],
-    linear: dict | None,
-    ranks: Ranks,
+    arrays: dict[str, dict[str, np.ndarray]],
     writers: Sequence[Callable[[str], None]] = (),
 ) -> str | None:
-    """Save after `step` updates; all ranks call it. evaluated: updates before the last evaluation,
-    or -1; progress: sums over the run so far, by name; linear: the choice of linear layers'
-    kernels, see `setup.choose_linear`; writers: add files of their own to the folder that they are
-    given, on rank 0.
+    """Save a checkpoint after `state["step"]` updates, on all ranks together.
 
-    Returns None, or in one line why it failed (a full disk, for instance): then nothing is left of
-    it, and the checkpoints before it stay. The answer is the same on every rank.
+    state: for trainer_state.json, see `read_state`; arrays: by file name; writers: add files of
+    their own to the folder that they are given, on rank 0.
+
+    Return None, or in one line why saving failed (a full disk, for instance), the same on every
+    rank. A failed save leaves nothing, and earlier checkpoints stay.
     """
-    optimizer_state = optimizer.state_dict()  # with a share of it on each rank, together
-    temporary = os.path.join(config.run.output_dir, f"tmp-checkpoint-{step}")
-    state = {"format": FORMAT, "step": step, "evaluated": evaluated, "linear": linear}
-    state["progress"] = progress
-    state |= {"world_size": ranks.world_size, "config": flatten(config)}
+    optimizer_state = optimizer.state_dict()  # all ranks together where it is sharded
+    step, output_dir = state["step"], config.run.output_dir
+    temporary = os.path.join(output_dir, f"tmp-checkpoint-{step}")
+    state = {"format": FORMAT, "world_size": ranks.world_size, "config": flatten(config)} | state
 
     def save() -> str | None:
         try:
@@ -91,19 +87,19 @@ def save_checkpoint(
             # torch gives no reason where it cannot write to a file that it has opened itself
             with open(os.path.join(temporary, OPTIMIZER_FILE), "wb") as file:
                 torch.save(optimizer_state, file)
-            np.savez(os.path.join(temporary, PLANNER_FILE), **schedule)
-            np.savez(os.path.join(temporary, SPECULATION_FILE), **speculation)
+            for name, content in arrays.items():
+                np.savez(os.path.join(temporary, name), **content)
             for write in writers:
                 write(temporary)
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
-            _commit(temporary, os.path.join(config.run.output_dir, f"checkpoint-{step}"))
-            # Those beyond `step` are damaged, or of a continuation that was given up: not counted.
-            saved = [f for f in list_checkpoints(config.run.output_dir) if step_of(f) <= step]
+            _commit(temporary, os.path.join(output_dir, f"checkpoint-{step}"))
+            # Later ones are damaged, or of a continuation that was given up: they do not count.
+            saved = [folder for folder in list_checkpoints(output_dir) if step_of(folder) <= step]
             for old in saved[: -config.run.save_total_limit]:
                 shutil.rmtree(old, ignore_errors=True)
             return None
-        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: of torch.save
+        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save
             shutil.rmtree(temporary, ignore_errors=True)
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
             return " ".join(str(reason).split()) or type(reason).__name__
@@ -112,18 +108,18 @@ def save_checkpoint(
 
 
 def _commit(temporary: str, final: str) -> None:
-    """Checksums, everything on disk, and only then the name that counts."""
+    """Write checksums, flush everything to disk, and rename last."""
     folders = list(os.walk(temporary, topdown=False))  # ends with the checkpoint's own
     paths = [os.path.join(folder, name) for folder, _, files in folders for name in files]
     names = [os.path.relpath(path, temporary) for path in paths]
     names.sort(key=lambda name: (name == STATE_FILE, name))
-    with open(os.path.join(temporary, SUMS_FILE), "w", encoding="utf-8") as file:
+    sums = os.path.join(temporary, SUMS_FILE)
+    with open(sums, "w", encoding="utf-8") as file:
         digests = _digests(temporary, names)
         file.writelines(f"{digest}  {name}\n" for name, digest in digests.items())
         mode = os.fstat(file.fileno()).st_mode
-    for name in names:  # safetensors lets nobody else read its files
-        os.chmod(os.path.join(temporary, name), mode)
-    sums = os.path.join(temporary, SUMS_FILE)
+    for path in paths:  # safetensors makes files that only their owner can read
+        os.chmod(path, mode)
     for path in (*paths, sums, *(folder for folder, *_ in folders)):
         _flush(path)
     shutil.rmtree(final, ignore_errors=True)
@@ -132,15 +128,14 @@ def _commit(temporary: str, final: str) -> None:
 
 
 def find_damage(folder: str) -> str | None:
-    """What is wrong with the files of a checkpoint, or None if they are as they were written. Reads
-    all of them."""
+    """Return what is wrong with a checkpoint, or None if all files match their checksums."""
     try:
         with open(os.path.join(folder, SUMS_FILE), encoding="utf-8") as file:
             lines = [line.rstrip("\n").split("  ", 1) for line in file]
         wanted = {name: digest for digest, name in lines}
     except (OSError, ValueError) as error:  # ValueError: a line of another form, or not UTF-8
         return f"{SUMS_FILE} cannot be read ({error})"
-    if not wanted or list(wanted)[-1] != STATE_FILE:  # which is written last
+    if not wanted or list(wanted)[-1] != STATE_FILE:
         return f"{SUMS_FILE} is truncated"
     try:
         digests = _digests(folder, list(wanted))
@@ -151,7 +146,7 @@ def find_damage(folder: str) -> str | None:
 
 
 def _digests(folder: str, names: list[str]) -> dict[str, str]:
-    """SHA-256 of each file; several at a time, as hashing lets other threads run."""
+    """Return the SHA-256 of each file; several at a time, as hashing releases the GIL."""
 
     def digest(name: str) -> str:
         with open(os.path.join(folder, name), "rb") as file:
@@ -162,9 +157,11 @@ def _digests(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def lock_output_dir(config: Config) -> IO:
-    """Make the folder ours until the returned file is closed or this process ends, leave the
-    configuration in it, and clear away saves that were not finished. Raises InputError if another
-    run has it, or it cannot be written to."""
+    """Lock output_dir until the returned file is closed or this process ends.
+
+    Write the configuration into it and remove unfinished saves. Raises InputError if another run
+    has locked the folder, or it cannot be written to.
+    """
     output_dir = config.run.output_dir
     resolved = os.path.join(output_dir, CONFIG_FILE)
     try:
@@ -188,22 +185,23 @@ def lock_output_dir(config: Config) -> IO:
 
 
 def list_checkpoints(output_dir: str) -> list[str]:
-    """Checkpoint folders, oldest first."""
+    """Return checkpoint folders, oldest first."""
     names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
     names = [name for name in names if re.fullmatch(r"checkpoint-\d+", name)]
     return sorted((os.path.join(output_dir, name) for name in names), key=step_of)
 
 
 def step_of(folder: str) -> int:
-    """The N of a folder `checkpoint-N`."""
+    """Return the N of a folder `checkpoint-N`."""
     return int(folder.rpartition("-")[2])
 
 
 def find_checkpoint(config: Config, ranks: Ranks) -> str | None:
-    """The folder to continue from, or None for a fresh start; rank 0 looks, as that reads every
-    file of it once, and all ranks get its answer. Raises InputError on all of them where continuing
-    would not be exact, where output_dir holds a run of another configuration, whose files would be
-    overwritten, or where it holds checkpoints, but none that is whole."""
+    """Return the folder to resume from, the same on all ranks, or None for a fresh start.
+
+    Rank 0 alone reads the files. Raises InputError on all ranks where resuming would not be exact,
+    where output_dir contains a run of another configuration, or checkpoints that are all damaged.
+    """
     return ranks.agree(lambda: _find_checkpoint(config, ranks.world_size))
 
 
@@ -244,8 +242,8 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
 
 
 def _newest_whole(folders: list[str]) -> str | None:
-    """The last of the folders that is not damaged, with a warning for each that is. None without
-    any; raises InputError if all are damaged."""
+    """Return the last undamaged folder, None without any; warn of each damaged one. Raises
+    InputError if all are damaged."""
     for folder in reversed(folders):
         damage = find_damage(folder)
         if damage is None:
@@ -258,8 +256,8 @@ def _newest_whole(folders: list[str]) -> str | None:
 
 
 def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
-    """Raises InputError if a key differs that must not; returns the differences that change
-    rounding alone."""
+    """Return the differences that change rounding alone. Raises InputError for others that
+    matter."""
     current, classes, rounding = flatten(config), resume_classes(config), []
     for key in sorted(saved.keys() | current.keys()):
         if key not in current:
@@ -275,7 +273,7 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
 
 
 def _is_the_same_data(here: str | None, there: str | None) -> bool:
-    """Whether two paths lead to the same file or folder, or to copies of it."""
+    """Whether two paths lead to the same file or folder, or to equal copies."""
     if not here or not there or not (os.path.exists(here) and os.path.exists(there)):
         return False
     if os.path.samefile(here, there):
@@ -291,8 +289,8 @@ def _is_the_same_data(here: str | None, there: str | None) -> bool:
 
 @contextlib.contextmanager
 def refuse_what_does_not_fit(folder: str) -> Iterator[None]:
-    """Around reading the files of a checkpoint, which may be torn, of another model, or no
-    checkpoint's at all: raises InputError."""
+    """Context of reading a checkpoint: raises InputError for files that are torn, of another model,
+    or no checkpoint's."""
     try:
         yield
     except UNREADABLE as error:
@@ -301,8 +299,10 @@ def refuse_what_does_not_fit(folder: str) -> Iterator[None]:
 
 
 def load_optimizer(folder: str, optimizer: Stateful) -> None:
-    """Restore the optimizer. The file is mapped, not read: a rank takes its share out of it, and
-    ranks of one machine share its pages. Raises InputError."""
+    """Restore the optimizer. Raises InputError.
+
+    The file is mapped: each rank copies its share, and ranks of one machine share its pages.
+    """
     path = os.path.join(folder, OPTIMIZER_FILE)
     with refuse_what_does_not_fit(folder):
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -312,14 +312,17 @@ def load_optimizer(folder: str, optimizer: Stateful) -> None:
 
 
 def load_arrays(folder: str, name: str) -> dict[str, np.ndarray]:
-    """The arrays in a file of a checkpoint. Raises what reading it does."""
+    """Return the arrays in a file of a checkpoint. Raises one of UNREADABLE."""
     with np.load(os.path.join(folder, name)) as arrays:  # refuses pickled objects
         return dict(arrays)
 
 
 def read_state(folder: str) -> dict:
-    """step: updates done; evaluated: updates before the last evaluation, or -1; world_size; config:
-    all its keys, flat. Raises InputError."""
+    """Return the content of trainer_state.json. Raises InputError.
+
+    step: updates done; evaluated: updates before the last evaluation, or -1; progress: sums over
+    the run so far, by name; linear: see `setup.choose_linear`; format; world_size; config: flat.
+    """
     path = os.path.join(folder, STATE_FILE)
     with refuse_what_does_not_fit(folder), open(path, encoding="utf-8") as file:
         return json.load(file)

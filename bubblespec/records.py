@@ -153,6 +153,9 @@ class RolloutRecord:
     modelled_s: float = 0.0
     """Of wall time, that the cost model expects of the same responses without drafts; the same on
     every rank."""
+    saved_s: float = 0.0
+    """Seconds of wall time that the cost model expects to have been saved; the same on every
+    rank."""
     idle: dict[str, IdleUse] = field(default_factory=dict)
     """By the name of the use."""
     extras: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from bubblespec.checkpoint import save_checkpoint
+from bubblespec.checkpoint import PLANNER_FILE, SPECULATION_FILE, save_checkpoint
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks, StopRequested
 from bubblespec.errors import RewardsFailed, SaveFailed, log
@@ -267,19 +267,24 @@ class Trainer:
         done = self.num_updates
         self.ranks.place = f"save after {done} updates"
         with self.console.phase(f"saving checkpoint-{done}"):
+            sampler = self.sampler
             problem = save_checkpoint(
                 self.config,
-                step=done,
-                evaluated=self.evaluated,
-                progress=self.progress(),
+                self.ranks,
+                {
+                    "step": done,
+                    "evaluated": self.evaluated,
+                    "linear": self.linear,
+                    "progress": self.progress(),
+                },
                 model=self.learner.model,
                 tokenizer=self.tokenizer,
                 optimizer=self.learner.optimizer,
-                schedule=self.sampler.schedule.state_dict() | self.data,
-                speculation=self.sampler.state_dict() | self.evaluator.state_dict(),
-                linear=self.linear,
-                writers=[mechanism.save for mechanism in self.sampler.mechanisms],
-                ranks=self.ranks,
+                arrays={
+                    PLANNER_FILE: sampler.schedule.state_dict() | self.data,
+                    SPECULATION_FILE: sampler.state_dict() | self.evaluator.state_dict(),
+                },
+                writers=[mechanism.save for mechanism in sampler.mechanisms],
             )
         if problem is None:
             self.saved = done

@@ -67,11 +67,17 @@ def saver(tmp_path, make_model):
         with torch.no_grad():
             optimizer.flat_grad.fill_(1.0 + step)
         optimizer.step(step)
-        parts = {"model": model, "tokenizer": Tokenizer(), "optimizer": optimizer}
-        parts |= {"schedule": {"uids": np.arange(step)}, "linear": None}
-        parts |= {"speculation": {"drafts.tokens": np.arange(step)}}
         return save_checkpoint(
-            config, step=step, evaluated=evaluated, progress={}, ranks=ALONE, **parts
+            config,
+            ALONE,
+            {"step": step, "evaluated": evaluated, "progress": {}, "linear": None},
+            model=model,
+            tokenizer=Tokenizer(),
+            optimizer=optimizer,
+            arrays={
+                PLANNER_FILE: {"uids": np.arange(step)},
+                SPECULATION_FILE: {"drafts.tokens": np.arange(step)},
+            },
         )
 
     save.config, save.optimizer, save.folder = config, optimizer, config.run.output_dir

@@ -111,7 +111,9 @@ class DraftAhead(IdleTask):
                 use.seconds += forward.end_s - forward.begin_s
 
     def finish(self, ranks: Ranks) -> None:
-        """All ranks' drafts into all ranks' stores."""
+        """Put all ranks' drafts into all ranks' stores."""
+        record = self.view.record
+        record.idle[self.name].saved_s = record.saved_s
         most_urgent_first = (sample for sample in self._order if sample in self.drafts)
         exchange(self.store, {sample: self.drafts[sample] for sample in most_urgent_first}, ranks)
 

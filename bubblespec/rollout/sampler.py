@@ -14,7 +14,6 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, History, exchange
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.idle.task import IdleTask
 from bubblespec.planner.costs import CostModel, rollout_seconds
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
@@ -230,10 +229,8 @@ class Sampler:
         begin_s = self.ranks.clock.perf_counter()
         if self.needs_timings:
             shape = (self.ranks, self.engine.num_slots, self.planning_s)
-            saved_s = self.stats.observe_rollout(rollout, list(rows.values()), *shape)
+            rollout.saved_s = self.stats.observe_rollout(rollout, list(rows.values()), *shape)
             rollout.modelled_s = self.stats.modelled_s
-            if DraftAhead.name in rollout.idle:
-                rollout.idle[DraftAhead.name].saved_s = saved_s
         ids, deferred = table.launch.ids, table.deferred().tolist()
         self.store.drop(set(ids).difference(ids[index] for index in deferred))
         if table.launch.selects:
