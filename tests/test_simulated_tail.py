@@ -108,4 +108,4 @@ def test_the_command_line_counts_shared_forwards(monkeypatch, capsys):
     monkeypatch.setattr(command, "load_shared_cost", lambda *_: None)
     assert main() == 0
     reason = "h200:7b has no forwards of 4 ranks together"
-    assert f"warning: the shared tail is left out: {reason}\n" in capsys.readouterr().err
+    assert f"warning: no TP tail is simulated: {reason}\n" in capsys.readouterr().err

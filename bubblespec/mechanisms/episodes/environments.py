@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bubblespec.config import EnvironmentConfig
+from bubblespec.distributed.worker import close_workers
 from bubblespec.mechanisms.episodes.forms import Chat, load_form, tool_message
 from bubblespec.mechanisms.episodes.tokens import (
     begin_ids,
@@ -19,7 +20,7 @@ from bubblespec.mechanisms.episodes.tokens import (
     observation_ids,
     parse_calls,
 )
-from bubblespec.mechanisms.episodes.workers import Episode, InProcess, Worker
+from bubblespec.mechanisms.episodes.workers import EnvironmentWorker, Episode, InProcess
 from bubblespec.types import Prompt
 
 
@@ -59,7 +60,7 @@ class _Running:
 
     name: Hashable
     prompt: Prompt
-    place: InProcess | Worker
+    place: InProcess | EnvironmentWorker
     episode: Episode
     ids: list[int]
     """All tokens so far."""
@@ -90,11 +91,11 @@ class Environments:
         self._running: dict[Hashable, _Running] = {}
         self._arrived: deque[tuple[_Running, Observation | dict | Exception]] = deque()
         self._has_arrived = threading.Condition()
-        self._load: dict[InProcess | Worker, int] = {}  # episodes
+        self._load: dict[InProcess | EnvironmentWorker, int] = {}  # episodes
         self._places = self._make_places()
         # Made for the first draft. Calls of this step must not wait for those of drafts, even of
         # the rollout before, whose tools may be slow.
-        self._draft_places: list[InProcess | Worker] = []
+        self._draft_places: list[InProcess | EnvironmentWorker] = []
 
     @property
     def num_differing(self) -> int:
@@ -176,13 +177,14 @@ class Environments:
 
     def close(self) -> None:
         """End all workers, also busy ones. Can be called again."""
-        for place in self._load:
-            place.close()
+        close_workers([place for place in self._load if isinstance(place, EnvironmentWorker)])
 
-    def _make_places(self) -> list[InProcess | Worker]:
+    def _make_places(self) -> list[InProcess | EnvironmentWorker]:
         config = self._config
         worker = (config.factory, config.tools, config.deterministic)
-        places = [Worker(*worker) for _ in range(config.num_workers)] or [InProcess(self.form)]
+        places = [EnvironmentWorker(*worker) for _ in range(config.num_workers)] or [
+            InProcess(self.form)
+        ]
         self._load |= dict.fromkeys(places, 0)
         return places
 

@@ -5,17 +5,14 @@ time. A worker that takes too long or dies is replaced, and each of its other ep
 in the new one when its next request comes: the same requests must get the same replies.
 """
 
-import contextlib
 import hashlib
 import json
 import pickle
-import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bubblespec.distributed.worker import MAX_REPLY_BYTES, WorkerFailure, WorkerProcess
+from bubblespec.distributed.worker import MAX_REPLY_BYTES, Worker, WorkerFailure, WorkerProcess
 from bubblespec.errors import InputError, RunFailed
 from bubblespec.mechanisms.episodes.forms import Form, Host, load_form
 
@@ -47,28 +44,19 @@ class InProcess:
     def submit(
         self, episode: Episode, method: str, arguments: tuple, limit_s: float, deliver: Deliver
     ) -> None:
-        """See `Worker`."""
+        """See `EnvironmentWorker`."""
         reply = self._host.answer(_request(episode, method, arguments))
         deliver(json.loads(json.dumps(bounded(reply))))
 
-    def close(self) -> None:
-        """See `Worker`."""
 
-
-class Worker:
-    """A worker process with its replacements, and the thread that feeds it."""
+class EnvironmentWorker(Worker):
+    """A worker process with its replacements, which holds many episodes."""
 
     def __init__(self, factory: str | None, tools: list[str], deterministic: bool):
         self.num_differing = 0
-        """Replies of replays that differed from what had been seen, if that ends no run."""
-        self._argument = {"factory": factory, "tools": tools}
+        """Replies of replays that differed from the first ones, where that ends no run."""
         self._deterministic = deterministic
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of the two below
-        self._process: WorkerProcess | None = None
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._serve, name="environments", daemon=True)
-        self._thread.start()
+        super().__init__(__name__, {"factory": factory, "tools": tools}, "environment")
 
     def submit(
         self, episode: Episode, method: str, arguments: tuple, limit_s: float, deliver: Deliver
@@ -77,80 +65,51 @@ class Worker:
         comes. `deliver` is called with the reply, in another thread. Raises InputError if the
         arguments cannot be sent."""
         request = _request(episode, method, arguments)
-        self._jobs.put((episode, method == "end", request, limit_s, deliver))
+        self.jobs.put(lambda _: self._answer(episode, method, request, limit_s, deliver))
 
-    def close(self) -> None:
-        """End it, even if it is busy. Can be called again."""
-        with self._lock:
-            self._is_closed = True
-            if self._process is not None:
-                self._process.kill()  # its thread waits for it, and reaps it
-        self._jobs.put(None)
-        self._thread.join(timeout=30)
-
-    def _serve(self) -> None:
-        with contextlib.suppress(InputError, OSError):  # it is tried again for the first request
-            self._start()
-        while (job := self._jobs.get()) is not None and not self._is_closed:
-            episode, is_end, request, limit_s, deliver = job
-            is_held = episode.home is not None and episode.home is self._process
-            if episode.is_abandoned and not (is_end and is_held):
-                deliver({"failure": "its episode was aborted", "seconds": 0.0})
-                continue
-            try:
-                reply = self._ask(episode, request, limit_s)
-            except Exception as error:  # OSError: no process can be started
-                reply = error
-            deliver(reply)
-        self._end()
+    def _answer(
+        self, episode: Episode, method: str, request: bytes, limit_s: float, deliver: Deliver
+    ) -> None:
+        is_held = episode.home is not None and episode.home is self.process
+        if episode.is_abandoned and not (method == "end" and is_held):
+            deliver({"failure": "it was not needed", "seconds": 0.0})
+            return
+        try:
+            reply = self._ask(episode, request, limit_s)
+        except Exception as error:  # OSError: no process can be started
+            reply = error
+        deliver(reply)
 
     def _ask(self, episode: Episode, request: bytes, limit_s: float) -> dict:
-        """A worker that dies may have done so for reasons of others, so it is asked twice."""
+        """Return the reply. A worker may die for reasons of other episodes, so a request that finds
+        it dead is repeated once."""
         begin_s = time.monotonic()
         for is_last in (False, True):
             try:
-                if self._process is None:
-                    self._start()
-                if episode.home is not self._process:
+                self.start()
+                if episode.home is not self.process:
                     self._replay(episode)
-                reply = self._process.ask(request, limit_s)
+                reply = self.ask(request, limit_s)
                 episode.history.append((request, limit_s, digest(reply)))
                 return reply
             except WorkerFailure as failure:
-                self._end()
-                if failure.is_timeout or is_last or self._is_closed:
+                if failure.is_timeout or is_last or self.is_closed:
                     return {"failure": str(failure), "seconds": time.monotonic() - begin_s}
+        raise AssertionError
 
     def _replay(self, episode: Episode) -> None:
-        """Bring the episode to where it was, in the present process. What had failed is left
+        """Bring the episode to where it was, in the present process. Requests that failed are left
         out."""
         for request, limit_s, seen in episode.history:
-            if digest(self._process.ask(request, limit_s)) == seen:
+            if digest(self.ask(request, limit_s)) == seen:
                 continue
-            what = "an environment replied differently when replayed in a new worker"
+            what = "an environment that was replayed in a new worker replied differently"
             if self._deterministic:
                 raise RunFailed(
-                    f"environment.deterministic: {what}; set false if it is random beyond its seed"
+                    f"environment.deterministic: {what}; give false if it is random beyond its seed"
                 )
             self.num_differing += 1
-        episode.home = self._process
-
-    def _start(self) -> None:
-        """A process that is ready. Raises InputError if the environment cannot be imported."""
-        process = WorkerProcess(__name__, self._argument)
-        with self._lock:
-            self._process = process
-            if self._is_closed:
-                process.kill()
-        if problem := process.problem():
-            self._end()
-            raise InputError(f"environment: a worker process could not be started: {problem}")
-
-    def _end(self) -> None:
-        with self._lock:
-            process, self._process = self._process, None
-        if process is not None:
-            process.end()
+        episode.home = self.process
 
 
 def _request(episode: Episode, method: str, arguments: tuple) -> bytes:

@@ -44,11 +44,11 @@ from bubblespec.types import Draft, Launch, Row, SampleId
 
 # The compared rollouts: long enough for drafts to be right and wrong, short enough to take seconds.
 MIN_PROMPTS, MAX_RESPONSES, MAX_TOKENS = 2, 8, 64
-FREE_SHARE = 0.9  # of a GPU's memory; with less someone else is on it
+FREE_SHARE = 0.9  # of a GPU's memory; with less another program uses it
 
 
 def versions(case: Case) -> Iterator[Line]:
-    """Of what forwards go through."""
+    """List the versions of Python and of the packages that compute forwards."""
     names = ["torch", "transformers"]
     names += ["flash-attn"] * (importlib.util.find_spec("flash_attn") is not None)
     found = [f"python {platform.python_version()}", *(f"{n} {metadata.version(n)}" for n in names)]
@@ -56,7 +56,7 @@ def versions(case: Case) -> Iterator[Line]:
 
 
 def devices(case: Case) -> Iterator[Line]:
-    """What ranks run on, its memory, and whether GPUs reach each other's."""
+    """Describe the devices, their memory and the links between GPUs."""
     ranks, num_local, host = case.ranks, local_ranks(), psutil.virtual_memory()
     hardware = describe_hardware(ranks.device)
     threads, cores = hardware["threads"], hardware["cores"]
@@ -89,7 +89,7 @@ def devices(case: Case) -> Iterator[Line]:
 
 
 def model(case: Case) -> Iterator[Line]:
-    """It loads, and its packed attention gives its own logits (`prepare_model`)."""
+    """Load the model and compare its packed attention with its own (`prepare_model`)."""
     config, began_s = case.config, time.perf_counter()
     loaded = load_model(config, None, case.ranks.device)
     size = f"{sum(p.numel() for p in loaded.parameters()) / 1e6:.3g} M parameters"
@@ -102,7 +102,7 @@ def model(case: Case) -> Iterator[Line]:
 
 
 def set_up(case: Case) -> Iterator[Line]:
-    """As a run is: data, rewards, memory, costs of forwards."""
+    """Set up a whole run: data, rewards, memory, costs of forwards."""
     config, ranks, case.model = case.config, case.ranks, None
     gc.collect()
     torch.cuda.empty_cache()
@@ -121,7 +121,7 @@ def set_up(case: Case) -> Iterator[Line]:
 
 
 def collectives(case: Case) -> Iterator[Line]:
-    """All-reduces of the group, and the ticks by which ranks tell each other how far they are."""
+    """Time all-reduces of the group and progress ticks."""
     ranks, board = case.ranks, case.trainer.sampler.board
     if ranks.world_size == 1:
         yield ok("not applicable: one rank")
@@ -148,7 +148,7 @@ def collectives(case: Case) -> Iterator[Line]:
 
 
 def _tick_us(board: ProgressBoard) -> float:
-    """Median microseconds of a tick without pauses, the mean over ranks."""
+    """Return the median microseconds of a tick without pauses, averaged over ranks."""
 
     def tick(state: RankState) -> None:
         while board.poll(lambda: state) is None:
@@ -160,8 +160,7 @@ def _tick_us(board: ProgressBoard) -> float:
 
 
 def rollouts(case: Case) -> Iterator[Line]:
-    """Some responses of the first step without drafts, and again with drafts that hold in part: the
-    same tokens."""
+    """Compare some responses of the first step without drafts and with partly right drafts."""
     ranks, sampler, rollout = case.ranks, case.trainer.sampler, case.config.rollout
     # The first turns of episodes are compared.
     sampler.mechanisms[:] = [each for each in sampler.mechanisms if each.name != "episodes"]
@@ -208,7 +207,7 @@ def rollouts(case: Case) -> Iterator[Line]:
 
 
 def spoilt(rows: Iterable[Row]) -> dict[SampleId, Draft]:
-    """Drafts of finished rows that are as these are, but for one token in the middle."""
+    """Return drafts that equal finished rows except for one token in the middle."""
     drafts = {}
     for row in rows:
         tokens = row.tokens.astype(np.int32)
@@ -218,7 +217,7 @@ def spoilt(rows: Iterable[Row]) -> dict[SampleId, Draft]:
 
 
 def seconds_together(action: Callable[[], object], ranks: Ranks) -> float:
-    """Of the slowest rank: from one barrier to the next."""
+    """Return the seconds of the slowest rank, from one barrier to the next."""
     ranks.barrier()
     began_s = time.perf_counter()
     action()
@@ -227,7 +226,7 @@ def seconds_together(action: Callable[[], object], ranks: Ranks) -> float:
 
 
 def local_ranks() -> int:
-    """Ranks on this machine."""
+    """Return the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

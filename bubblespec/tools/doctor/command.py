@@ -1,11 +1,11 @@
-"""Can this machine run that configuration? An answer in the first minutes, alone or on all ranks:
+"""Check whether this machine can run a configuration, on one rank or on all:
 
 python -m bubblespec doctor --config FILE [section.key=value ...]
 
 torchrun --nproc_per_node=8 -m bubblespec doctor --config FILE [section.key=value ...]
 
 Every check prints lines: `ok`, `slower` where a slower fallback is used, or `failed`; the last two
-name the key that matters. The others are made all the same, unless they need what has failed.
+name the key that matters. A failed check stops only the checks that need it.
 Nothing is left on disk.
 """
 
@@ -31,8 +31,10 @@ TIMEOUT_S = 300.0  # that a rank waits for another, at most: run.timeout_s may b
 
 
 def examine(case: Case) -> list[str]:
-    """Make all checks, on all ranks together, and print their lines; returns those that have
-    failed, the same on all ranks. Raises RunFailed where a rank no longer answers."""
+    """Run all checks on all ranks together, print their lines and return the names that failed.
+
+    The names are equal on all ranks. Raises RunFailed where a rank no longer answers.
+    """
     failures, passed = [], {None}
     is_apart = False  # ranks have missed a collective, and there can be no further one
     for name, check in CHECKS.items():
@@ -54,14 +56,14 @@ def examine(case: Case) -> list[str]:
 
 
 def attempt(check: Check, case: Case) -> tuple[list[Line], bool]:
-    """This rank's lines, an error's among them, and whether it timed out waiting for others."""
+    """Return this rank's lines, errors included, and whether it timed out waiting for others."""
     lines, is_late = [], False
     try:
-        lines.extend(check.make(case))  # what comes before an error stays
+        lines.extend(check.make(case))  # lines before an error are kept
     except EndsRun as error:  # an InputError names the key
         is_late = isinstance(error, RankTimeout)
         lines.append(failed(f"{error}; {check.avoid}" if is_late else str(error)))
-    except Exception as error:  # whatever a driver, a kernel or a library comes up with
+    except Exception as error:  # any error of a driver, a kernel or a library
         lines.append(failed(f"{one_line(error)}; {check.avoid}"))
     return lines, is_late
 
@@ -69,8 +71,11 @@ def attempt(check: Check, case: Case) -> tuple[list[Line], bool]:
 def compare(
     ranks: Ranks, name: str, lines: list[Line], is_late: bool
 ) -> tuple[list[list[Line]], bool]:
-    """Lines of all ranks, by rank, and whether any was late. Through the job's key-value store, as
-    a rank that has failed may have left others alone in a collective. Raises RunFailed."""
+    """Return the lines of all ranks, by rank, and whether any was late. Raises RunFailed.
+
+    They are exchanged through the job's key-value store, as a failed rank may have left others
+    alone in a collective.
+    """
     if ranks.world_size == 1:
         return [lines], is_late
     store = dist.PrefixStore("doctor", dist.distributed_c10d._get_default_store())
@@ -88,7 +93,7 @@ def compare(
 
 
 def show(name: str, of_ranks: list[list[Line]]) -> None:
-    """Print the lines of rank 0, and what else others have found wrong."""
+    """Print the lines of rank 0, and problems that only other ranks found."""
     for rank, lines in enumerate(of_ranks):
         for verdict, text in lines:
             if rank == 0 or (verdict != "ok" and (verdict, text) not in of_ranks[0]):
@@ -97,7 +102,7 @@ def show(name: str, of_ranks: list[list[Line]]) -> None:
 
 
 def next_command(config_path: str, overrides: list[str], ranks: Ranks) -> str:
-    """That trains: on as many ranks or, where no launcher has said so, on all GPUs."""
+    """Return the training command: on as many ranks or, without a launcher, on all GPUs."""
     num_local, num_machines = local_ranks(), ranks.world_size // local_ranks()
     if "RANK" not in os.environ and ranks.device.type == "cuda":
         num_local = torch.cuda.device_count()
@@ -107,7 +112,7 @@ def next_command(config_path: str, overrides: list[str], ranks: Ranks) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Make all checks. Raises RunFailed where one fails."""
+    """Run all checks. Raises RunFailed if one fails."""
     description = "Can this machine run that configuration?"
     parser = argparse.ArgumentParser("python -m bubblespec doctor", description=description)
     parser.add_argument("--config", required=True, help="YAML file, see configs/")

@@ -41,7 +41,7 @@ NUM_SAMPLED = 128  # positions of the check of sampling
 
 
 class Line(NamedTuple):
-    """What a check has found. verdict: ok, slower or failed."""
+    """A finding of a check. verdict: ok, slower or failed."""
 
     verdict: str
     text: str
@@ -52,21 +52,21 @@ ok, slower, failed = (partial(Line, verdict) for verdict in ("ok", "slower", "fa
 
 @dataclass
 class Case:
-    """What checks are about, and what they leave for those after them."""
+    """Subject of the checks; earlier checks fill in what later ones need."""
 
     config: Config
     ranks: Ranks
     model: PreTrainedModel | None = None
-    """Until the run is set up, which loads one of its own."""
+    """Loaded by the check `model`; None again once the run's own model is loaded."""
     kernel: str = "sdpa"
     slower: str | None = None
-    """A line, where the kernel is a fallback."""
+    """Warning if the kernel is a fallback."""
     trainer: "Trainer | None" = None
 
 
 class Check(NamedTuple):
-    """make: its lines, on all ranks together; avoid: what avoids an error that names no key itself;
-    needs: the check without which it is not made."""
+    """A check. make: generates its lines, on all ranks together; avoid: key for errors that name
+    none; needs: check that must pass first."""
 
     make: Callable[[Case], Iterator[Line]]
     avoid: str
@@ -74,7 +74,7 @@ class Check(NamedTuple):
 
 
 def attention(case: Case) -> Iterator[Line]:
-    """The kernel in use, which gives what SDPA gives: `prepare` has compared them."""
+    """Report the kernel in use, which `prepare` has compared with SDPA."""
     if case.slower is not None:
         yield slower(case.slower)
     elif case.ranks.device.type == "cuda" and case.kernel == "sdpa":
@@ -86,7 +86,7 @@ def attention(case: Case) -> Iterator[Line]:
 
 @torch.inference_mode()
 def graphs(case: Case) -> Iterator[Line]:
-    """Forwards of few tokens as CUDA graphs, against eager ones."""
+    """Compare forwards of few tokens as CUDA graphs with eager forwards."""
     loaded, kernel, device = case.model, case.kernel, case.model.device
     if case.ranks.device.type == "cpu":
         yield ok("not applicable: a CPU has none")
@@ -113,7 +113,7 @@ def graphs(case: Case) -> Iterator[Line]:
 
 @torch.inference_mode()
 def sampling(case: Case) -> Iterator[Line]:
-    """The compiled reduction of logits against the eager one."""
+    """Compare the compiled reduction of logits with the eager one."""
     if case.ranks.device.type == "cpu":
         yield ok("not applicable: eager on a CPU")
         return
@@ -132,7 +132,7 @@ def sampling(case: Case) -> Iterator[Line]:
 
 @torch.inference_mode()
 def shared_tail(case: Case) -> Iterator[Line]:
-    """A forward of all ranks together against one of each alone."""
+    """Compare a forward of all ranks together with a forward of each rank alone."""
     ranks, loaded, device = case.ranks, case.model, case.ranks.device
     avoid = "rollout.tp_tail_max_rows=0"
     if ranks.world_size == 1 or case.config.rollout.tp_tail_max_rows == 0:
@@ -163,7 +163,7 @@ def shared_tail(case: Case) -> Iterator[Line]:
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, what: str, avoid: str) -> Line:
-    """Whether logits differ by no more than `prepare_model` tolerates. avoid: the key if not."""
+    """Compare logits with the tolerance of `prepare_model`; avoid: key that a failure names."""
     difference = relative_difference(got, wanted)
     line = f"logits of {what} differ by {difference:.1e} of their size"
     is_close = difference <= TOLERANCE.get(wanted.dtype, 0.1)
@@ -171,7 +171,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor, what: str, avoid: str) -> Lin
 
 
 def median_s(action: Callable[[], object], device: torch.device) -> float:
-    """Wall time of one call, until the device has done it."""
+    """Return the median wall seconds of a call, until the device is done."""
     seconds = []
     for _ in range(WARM_UP + NUM_TIMED):
         began_s = time.perf_counter()

@@ -1,2 +1,1 @@
-"""What a workload would take on other hardware: the real rollout code, in virtual time, on recorded
-or made-up responses."""
+"""Rollouts in virtual time: the real rollout code, on recorded or synthetic responses."""

@@ -1,5 +1,4 @@
-"""Would speculation help on this workload, on so many ranks, and why? An answer in virtual time,
-without the machine.
+"""Estimate in virtual time, without the machine, whether speculation helps on a workload.
 
 python -m bubblespec simulate --synthetic mean=2000,max=16000,run=500 --ranks 8 --cost-model h200:7b
 [section.key=value ...]
@@ -90,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
         together = load_shared_cost(cost_model, num_ranks)
         if together is None and config.rollout.tp_tail_max_rows != "auto":
             reason = f"{cost_model} has no forwards of {num_ranks} ranks together"
-            log(f"warning: the shared tail is left out: {reason}")
+            log(f"warning: no TP tail is simulated: {reason}")
     options = {"drafter": drafter, "shows_progress": True}
     options["together"] = None if together is None else together.seconds
     results = {
@@ -118,7 +117,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def recorded(arguments: argparse.Namespace) -> tuple[Workload, Config, int]:
-    """The workload of a trace, its configuration and number of ranks."""
+    """Return the workload of a trace, its configuration and its number of ranks."""
     meta = read_meta(os.path.join(arguments.trace, FOLDER))
     config = simulated_config(sections_of(meta["config"], SECTIONS), arguments.overrides)
     limit = meta["config"]["rollout.max_completion_length"]
@@ -131,7 +130,7 @@ def recorded(arguments: argparse.Namespace) -> tuple[Workload, Config, int]:
 
 
 def synthetic(arguments: argparse.Namespace) -> tuple[Workload, Config, int]:
-    """The workload that --synthetic describes, its configuration, and a number of ranks."""
+    """Return the workload of --synthetic, its configuration and a number of ranks."""
     spec = parse(Synthetic, arguments.synthetic, "--synthetic")
     config = simulated_config({"rollout": rollout_of(spec)}, arguments.overrides)
     if config.rollout.max_completion_length != spec.max:
@@ -142,20 +141,20 @@ def synthetic(arguments: argparse.Namespace) -> tuple[Workload, Config, int]:
 
 
 def rollout_of(spec: Synthetic) -> dict[str, int]:
-    """The keys of the section `rollout` that fit a synthetic workload."""
+    """Return the keys of the section `rollout` that fit a synthetic workload."""
     lengths = {"max_completion_length": spec.max, "max_prompt_length": 2 * spec.prompt}
     return lengths | {"max_num_batched_tokens": 8192}
 
 
 def simulated_config(sections: dict[str, dict], overrides: list[str] = ()) -> Config:
-    """A configuration of which a simulated run needs no more than `SECTIONS`."""
+    """Return a configuration from `sections`; a simulation reads no sections beyond SECTIONS."""
     blank = {name: {"path": "none"} for name in ("model", "data")}
     blank |= {"run": {"output_dir": "none"}, "optim": {"max_tokens_per_microbatch": 1 << 24}}
     return config_of_sections(blank | sections, list(overrides), "the simulated configuration")
 
 
 def arms_of(config: Config) -> dict[str, Config]:
-    """What is simulated, by name: the trainer without speculation, and the configuration as is."""
+    """Return the simulated configurations by name: without speculation, and as given."""
     method, is_tail = config.speculative.method, config.tail_batching.enabled
     none = dataclasses.replace(
         config,
@@ -167,7 +166,7 @@ def arms_of(config: Config) -> dict[str, Config]:
 
 
 def totals(steps: list[SimulatedStep]) -> dict[str, Any]:
-    """Over all of these steps; idle time as a share of all of their time."""
+    """Return the totals of the steps; idle time is a share of their seconds."""
     sums = {name: sum(getattr(step, name) for step in steps) for name in ("seconds", *COUNTS)}
     idle_s = sum(step.idle_share * step.seconds for step in steps)
     return sums | {
@@ -180,7 +179,7 @@ def totals(steps: list[SimulatedStep]) -> dict[str, Any]:
 
 
 def table(arms: dict[str, dict[str, Any]]) -> str:
-    """The totals, a column per method. The ratio of seconds is per token that is trained on."""
+    """Return a table of the totals, a column per method; the speed-up is per trained token."""
     lines = [f"{'':38}" + "".join(f"{name:>24}" for name in arms)]
     for name, label in LABELS.items():
         values = [sums[name] for sums in arms.values()]

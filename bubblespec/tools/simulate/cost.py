@@ -149,7 +149,7 @@ def fit_cost(loads: np.ndarray, seconds: np.ndarray, source: str) -> ForwardCost
 
 
 def _features(loads: np.ndarray, knots: np.ndarray) -> np.ndarray:
-    """What the coefficients are multiplied with, float64 [N, 1 + knots + rates]."""
+    """Return the factors of the coefficients, float64 [N, 1 + knots + rates]."""
     rows, tokens, wide_rows, positions, prompt_tokens, draft_tokens = loads.T
     ramps = np.clip(tokens[:, None] - knots, 0, np.append(np.diff(knots), np.inf))
     pairs = np.maximum(tokens / rows - 1, 0) * positions

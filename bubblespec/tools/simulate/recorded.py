@@ -1,5 +1,7 @@
-"""The trace of a real run: its prompts, responses and rewards as a workload, with its drafts as far
-as they were recorded; and the cost of its forwards."""
+"""Read the trace of a real run: its prompts, responses, rewards and recorded drafts as a workload.
+
+The cost of its forwards is fitted to the same trace.
+"""
 
 import os
 from typing import Any
@@ -18,8 +20,11 @@ from bubblespec.types import Prompt
 
 
 def read_workload(run_dir: str) -> Workload:
-    """The first batch of each step of a recorded run. A recorded draft says what it said, however
-    old the weights are; an unfinished one continues as the response does. Raises InputError."""
+    """Return the first batch of each step of a recorded run as a workload. Raises InputError.
+
+    A recorded draft keeps its tokens, however old the weights are; an unfinished draft continues
+    like the response.
+    """
     folder = os.path.join(run_dir, FOLDER)
     recorded = list_steps(folder)
     if recorded != list(range(recorded[0], recorded[0] + len(recorded))):
@@ -50,16 +55,16 @@ def read_workload(run_dir: str) -> Workload:
 def _whole(
     draft: np.ndarray, is_finished: bool, tokens: np.ndarray, stops: list[int]
 ) -> np.ndarray:
-    """What a recorded draft of the response `tokens` says at its end."""
+    """Return a recorded draft of the response `tokens`, completed."""
     whole = draft if is_finished else np.concatenate((draft, tokens[len(draft) :]))
     if whole[-1] in stops:
         return whole
-    # It has left its response, and outgrown it.
+    # The draft differs from its response and is longer.
     return np.append(whole, tokens[-1] if tokens[-1] in stops else stops[0])
 
 
 def _mean_run(responses: dict[Key, np.ndarray], drafts: dict[Key, tuple]) -> float:
-    """Tokens of recorded drafts to their first mismatch; the default if there are none."""
+    """Return the mean tokens of drafts to their first mismatch; a default without drafts."""
     if not drafts:
         return DraftModel.mean_run
     num_agreed = num_diverged = 0
@@ -73,7 +78,7 @@ def _mean_run(responses: dict[Key, np.ndarray], drafts: dict[Key, tuple]) -> flo
 
 
 def sections_of(config: dict[str, Any], names: tuple[str, ...]) -> dict[str, dict]:
-    """Of a recorded configuration by flat key, those keys of some sections that there still are."""
+    """Return the valid keys of some sections of a recorded configuration, which has flat keys."""
     sections: dict[str, dict] = {name: {} for name in names}
     for name in flatten(Config()).keys() & config.keys():
         section, key = name.split(".")
@@ -83,9 +88,11 @@ def sections_of(config: dict[str, Any], names: tuple[str, ...]) -> dict[str, dic
 
 
 def load_cost(name: str) -> ForwardCost:
-    """Of forwards of one rank: the roofline of GPU:MODEL, or what the forwards of a recorded run
-    took, with the host's work between them. name: of GPUS and MODELS, or the run's output_dir.
-    Raises InputError."""
+    """Return the cost of one rank's forwards, of GPU:MODEL or of a recorded run. Raises InputError.
+
+    name: GPU:MODEL, of GPUS and MODELS, for a roofline; or a run's output_dir, to fit its forwards
+    with the host's work between them.
+    """
     gpu, _, model = name.partition(":")
     if gpu in GPUS and model in MODELS:
         return roofline(gpu, model)
@@ -100,9 +107,11 @@ def load_cost(name: str) -> ForwardCost:
 
 
 def load_shared_cost(name: str, num_ranks: int) -> ForwardCost | None:
-    """Of forwards of all ranks together, as in the shared tail; see `load_cost`. None where nothing
-    says what they take: a recorded run had another number of ranks or too few such forwards, or the
-    model cannot be sharded over so many ranks."""
+    """Return the cost of forwards of all ranks together, as in the TP tail; see `load_cost`.
+
+    None if a recorded run had another number of ranks or too few such forwards, or if the model
+    cannot be sharded over so many ranks.
+    """
     gpu, _, model = name.partition(":")
     if gpu in GPUS and model in MODELS:
         try:
@@ -119,8 +128,10 @@ def load_shared_cost(name: str, num_ranks: int) -> ForwardCost | None:
 
 
 def _fit_recorded(folder: str, *, together: bool) -> ForwardCost:
-    """Fitted on a trace's forwards of one rank, or on those of all ranks together, of which each
-    rank has recorded the same. Raises ValueError if there are too few."""
+    """Fit the cost to a trace's forwards. Raises ValueError if there are too few.
+
+    together: fit to forwards of all ranks together, which each rank has recorded alike.
+    """
     hardware, table = read_meta(folder)["hardware"], read_table(folder, "forwards")
     is_shared = np.zeros(len(table), bool)
     if "together" in table.column_names:  # null where a run was begun by an older version

@@ -1,5 +1,4 @@
-"""A run's rollouts in virtual time: every rank runs the real sampler, on an engine that knows what
-will be said."""
+"""Simulate the rollouts of a run: each rank runs the real sampler on an engine with known texts."""
 
 import copy
 import math
@@ -44,28 +43,28 @@ class SimulatedStep:
 
     step: int
     seconds: float
-    """From its begin to the end of its last rank."""
+    """Seconds from the begin of the rollout to the end of its last rank."""
     forwards: int
-    """Of the rank with the most before its rows of this step were done."""
+    """Forwards before a rank's own rows were done; the largest number of all ranks."""
     shared_forwards: int
-    """Of all ranks together, in the shared tail; not in `forwards`."""
+    """Forwards of all ranks together, in the TP tail; not in `forwards`."""
     idle_share: float
-    """Of the rollout, that ranks spent waiting."""
+    """Share of the rollout that ranks spent waiting."""
     drafted_tokens: int
-    """For coming steps."""
+    """Tokens drafted for later steps."""
     proposed_tokens: int
-    """Draft tokens under verification."""
+    """Draft tokens verified."""
     refused_tokens: int
-    """Of these, those that were not accepted."""
+    """Verified draft tokens that were rejected."""
     response_tokens: int
-    """Of all responses that are trained on."""
+    """Tokens of the responses that are trained on."""
     is_long_round: bool
-    """Of tail batching."""
+    """Whether tail batching makes this a long round."""
     length_ratio: float
     """Mean length of all responses trained on so far over that of all launched."""
     digest: str
     lanes: list[np.ndarray] = field(repr=False)
-    """By rank, see `draw` in timeline.py."""
+    """Spans by rank, see `draw` in timeline.py."""
 
 
 def simulate(
@@ -78,11 +77,11 @@ def simulate(
     drafter: DrafterModel | None = None,
     shows_progress: bool = False,
 ) -> list[SimulatedStep]:
-    """The steps of a workload. cost(load): seconds of a forward; together(load): of one of all
-    ranks together, without which there is no shared tail; drafter: where the method has one.
+    """Simulate the steps of a workload. Raises InputError if the configuration does not fit it.
 
-    Training, rewards and the moving of drafts take no time. Raises InputError where the
-    configuration does not fit the workload.
+    cost(load): seconds of a forward; together(load): seconds of a forward of all ranks together,
+    None for no TP tail; drafter: used if the method has one. Training, rewards and the exchange of
+    drafts take no time.
     """
     config = copy.deepcopy(config)
     config.run.max_steps = num_steps = steps_that_fit(config, workload)
@@ -114,8 +113,7 @@ def simulate(
 
 
 def steps_that_fit(config: Config, workload: Workload) -> int:
-    """How many steps the prompts of a workload are enough for. Raises InputError where that is
-    none."""
+    """Return how many steps the prompts suffice for. Raises InputError where that is none."""
     tail = config.tail_batching
     if not tail.enabled:
         return workload.num_steps
@@ -132,8 +130,10 @@ def steps_that_fit(config: Config, workload: Workload) -> int:
 
 
 def counted(steps: list[SimulatedStep]) -> list[SimulatedStep]:
-    """Those up to the last long round, after which almost nothing that has been paid for is
-    waiting; without any, all."""
+    """Return the steps up to the last long round, or all without one.
+
+    After a long round almost no deferred sample, whose cost is counted, is left untrained.
+    """
     longs = [number for number, step in enumerate(steps) if step.is_long_round]
     return steps[: longs[-1] + 1] if longs else steps
 
@@ -156,7 +156,7 @@ def _check(config: Config, workload: Workload, num_ranks: int) -> None:
 
 
 def _has_drafts(config: Config) -> bool:
-    """Whether any rows have anything to verify."""
+    """Whether rows have drafts to verify."""
     return config.speculative.method != "none" or config.tail_batching.enabled
 
 
@@ -168,7 +168,7 @@ def _engine(
     text: Text,
     together: Cost | None = None,
 ) -> Engine:
-    """One rank's; with `together` that of the shared tail."""
+    """Make one rank's engine; with `together` the engine of the TP tail."""
     rollout, count = config.rollout, config.rollout.max_num_seqs
     if together is not None:
         count = _tail_rows(config)
@@ -179,18 +179,18 @@ def _engine(
 
 
 def _tail_rows(config: Config) -> int:
-    """With how many rows of all ranks the shared tail begins, at most; 0 where there is none."""
+    """Return the largest number of rows of all ranks with which the TP tail begins; 0: no tail."""
     rows = config.rollout.tp_tail_max_rows
     return AUTO_TP_ROWS if rows == "auto" else rows
 
 
 def _blank(row: Row, _: np.ndarray) -> np.ndarray:
-    """The text of rows that are only timed; without stop tokens nothing ends them."""
+    """Return a text without stop tokens, for rows that are only timed."""
     return np.zeros(row.max_new_tokens, np.int64)
 
 
 def _profiled(config: Config, workload: Workload, cost: Cost) -> CostModel:
-    """What is measured of forwards at the start of a run; the same on all ranks."""
+    """Measure forwards as a run does at its start; the costs are equal on all ranks."""
     profiled = CostModel()
     if _has_drafts(config):
         alone = SimulatedRanks(World(1), 0)
@@ -202,7 +202,7 @@ def _profiled(config: Config, workload: Workload, cost: Cost) -> CostModel:
 def _measured_together(
     config: Config, workload: Workload, cost: Cost, together: Cost
 ) -> CostModel | None:
-    """What is measured of forwards of all ranks together; see `measure`."""
+    """Measure forwards of all ranks together; see `measure`."""
     ranks = SimulatedRanks(World(1), 0)
     parts = (config, workload, cost, ranks, _blank)
     return measure(_engine(*parts, together), _engine(*parts), SamplingParams(), ranks)
@@ -210,19 +210,18 @@ def _measured_together(
 
 @dataclass
 class _Costs:
-    """What things cost, and what a run would have measured of it."""
+    """Costs of forwards, and the cost models that a run would have fitted to them."""
 
     alone: Cost
     together: Cost | None
     drafter: DrafterModel
     profiled: CostModel
     tp_cost: CostModel | None
-    """None where the shared tail is not entered by cost."""
+    """None if the TP tail is not entered by cost."""
 
 
 class _Rank:
-    """One rank's sampler, from step to step; the sampler's scorer as well. Rewards are those of the
-    workload and take no time."""
+    """One rank: its sampler and, as the sampler's scorer, the workload's rewards."""
 
     def __init__(
         self,
@@ -239,7 +238,7 @@ class _Rank:
         if config.tail_batching.enabled:
             ratio = config.tail_batching.over_sampling_ratio
             schedule = TailBatching(*order, over_sampling_ratio=ratio)
-        # The earliest visit of a prompt comes last, and stays.
+        # Sorted so that a prompt's earliest visit is written last and kept.
         visits = Counter(dict(sorted(workload.steps, reverse=True)))
         schedule.load_state_dict(schedule.state_dict() | save_visits(visits))
         board = None
@@ -258,7 +257,7 @@ class _Rank:
         )
         tail = None
         if _tail_rows(config):
-            # What is exchanged between its forwards is in what they cost.
+            # The cost of a forward contains its exchanges.
             gather = SimulatedRanks(ranks.world, ranks.rank, meeting_s=0.0).gather
             together = _engine(*parts, costs.together)
             tail = TPTail(together, ranks, gather, _tail_rows(config), has_keys=False)
@@ -300,16 +299,16 @@ class _Rank:
         return SimpleNamespace(on_finished=self._check_row, collect=self._collect)
 
     def _check_row(self, row: Row) -> None:
-        """Whatever was drafted, a row must be its response."""
+        """Assert that a row equals its response, whatever was drafted."""
         assert np.array_equal(row.tokens, self.texts.text(row.id, row.max_new_tokens)), row.id
 
     def _collect(self, rows: list[Row]) -> np.ndarray:
-        """float64 [rows, 1]."""
+        """Return rewards, float64 [rows, 1]."""
         rewards = [self.workload.rewards.get(self.workload.key(row.id), 0.0) for row in rows]
         return np.array(rewards, np.float64).reshape(-1, 1)
 
     def run_step(self, step: int) -> SimulatedStep:
-        """All ranks call it together; the same on all of them."""
+        """Run a step, on all ranks together; the figures are equal on all of them."""
         ranks, record = self.ranks, self.sampler.sample(step)
         self.texts.end(record.generated.groups)
         (rollout,), (gen, wait, _) = record.rollouts, record.stages

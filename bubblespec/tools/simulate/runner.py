@@ -1,8 +1,7 @@
-"""A runner without a model: it knows what each row will say, and each forward takes the time that a
-cost model says. With it, a learned drafter whose acceptance is given.
+"""A runner without a model, which replays known texts in virtual time, and a drafter for it.
 
-Everything but the forward is the real `Engine`: queue, slots, shared prefills, budgets, drafts and
-their rollback. A draft token is accepted if it is the one that the row says there.
+All but the forward is the real `Engine`: queue, slots, shared prefills, budgets, drafts and their
+rollback. A draft token is accepted if the row's text has it at that position.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from bubblespec.records import Load
 from bubblespec.tools.simulate.world import World
 from bubblespec.types import Row
 
-NO_TOKEN = -2  # stands behind the end of a text: no draft has it
+NO_TOKEN = -2  # follows the end of a text; no draft contains it
 Text = Callable[[Row, np.ndarray], np.ndarray]
 Cost = Callable[[Load], float]
 
@@ -55,7 +54,7 @@ class SimulatedRunner:
         self.drafter_knows = np.zeros(num_slots, np.int64)  # positions, where there is a drafter
 
     def place(self, slot: int, row: Row) -> None:
-        """See `Runner`; so are the others."""
+        """Store the row's text in the slot."""
         text = self.text(row, row.tokens)[: row.max_new_tokens]
         self.end[slot] = len(text)
         self.said[slot, : len(text)] = text
@@ -67,16 +66,16 @@ class SimulatedRunner:
             array[target] = array[source]
 
     def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
-        """There are no keys and values."""
+        """Do nothing: there are no keys and values."""
 
     def release(self) -> None:
-        """There are no keys and values."""
+        """Do nothing: there are no keys and values."""
 
     def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
-        """Log-probabilities are 0."""
+        """Advance the clock and verify drafts against the texts; log-probabilities are 0."""
         if self.together is None:
             self.world.advance(self.rank, self.cost(batch.load))
-        else:  # none goes on before all are done
+        else:  # all ranks continue when the last one is done
             self.world.meet(self.rank, None, self.together(batch.load))
         row, offset = ragged(batch.num_draft + 1)
         slot = batch.slots[row]
@@ -138,7 +137,7 @@ class SimulatedDrafterRunner:
         return np.where(is_right, said, np.abs(said) ^ 1), slots, count
 
     def enable(self, is_on: bool) -> None:
-        """It needs nothing of the engine's rows."""
+        """Do nothing: no hidden states are kept."""
 
     def run_once(self, num_rows: int) -> None:
         self._advance(num_rows, num_rows, 0)

@@ -68,17 +68,19 @@ class DraftModel:
     def continued(
         self, key: Key, text: np.ndarray, limit: int, stop: int, so_far: np.ndarray
     ) -> np.ndarray:
-        """What weights that would say `text` say if they continue `so_far`, with it: `text` itself,
-        or if `so_far` has left it, a text like it."""
+        """Return `so_far` as continued by weights whose own text is `text`.
+
+        This is `text` itself or, if `so_far` differs from it, a similar text.
+        """
         known = len(so_far)
         if np.array_equal(so_far, text[:known]):
             return text
-        if known >= len(text):  # it has outgrown it
+        if known >= len(text):  # longer than the text
             return np.append(so_far, stop)[:limit]
         return np.concatenate((so_far, self.diverged(key, text, limit, stop, known)[known:]))
 
     def diverged(self, key: Key, true: np.ndarray, limit: int, stop: int, at: int) -> np.ndarray:
-        """The text whose first mismatch is token `at`."""
+        """Return a text whose first mismatch with `true` is token `at`."""
         share = float(np.interp(self.accept_length, ACCEPT_LENGTH, EDITED))
         if self.accept_length > ACCEPT_LENGTH[-1]:
             share *= ACCEPT_LENGTH[-1] / self.accept_length
@@ -89,11 +91,11 @@ class DraftModel:
 def edited(
     true: np.ndarray, limit: int, stop: int, at: int, *, share: float, random: np.random.Generator
 ) -> np.ndarray:
-    """A text whose first mismatch with `true` is token `at`; after it a share of its tokens is
-    replaced, inserted or omitted, all replaced with a share of 1. Turns end, and environments
-    answer, as in `true`.
+    """Return a text whose first mismatch with `true` is token `at`.
 
-    It ends with `stop` if `true` does and there is room for it within `limit` tokens.
+    After the mismatch a share of the tokens is replaced, inserted or omitted; with a share of 1 all
+    are replaced. Turns and observations stay as in `true`. The text ends with `stop` if `true` does
+    and `limit` tokens have room for it.
     """
     rest = true[at:-1] if true[-1] == stop else true[at:]
     edit = np.where(random.random(len(rest)) < share, random.integers(1, 4, len(rest)), 0)
@@ -125,7 +127,7 @@ def _is_fixed(text: np.ndarray, stop: int) -> np.ndarray:
 
 
 def keyed_random(seed: int, step: int, uid: int, sample: int, use: int) -> np.random.Generator:
-    """Random numbers of one use by one sample."""
+    """Return a generator for one use by one sample."""
     seeds = np.random.SeedSequence((seed, step, uid, sample, use))
     return np.random.Generator(np.random.Philox(seeds))
 
@@ -140,7 +142,7 @@ class ToolModel:
     seed: int = 0
 
     def seconds(self, key: Key, length: int) -> float:
-        """Of the call that follows a turn which ends with this length of the response."""
+        """Return the seconds of the call after a turn that ends at this length of the response."""
         random = keyed_random(self.seed, *key, TOOLS + length)
         return self.median_s * math.exp(self.sigma * random.standard_normal())
 
@@ -164,15 +166,15 @@ class Workload:
     recorded_drafts: dict[Key, np.ndarray] = field(default_factory=dict)
     """What a recorded run's drafts said, or would have said at their end."""
     rewards: dict[Key, float] = field(default_factory=dict)
-    """0 where there is none."""
+    """Rewards by response; 0 for the others."""
     tools: ToolModel | None = None
-    """Where responses have turns."""
+    """None for responses without turns."""
     prompts = ()
-    """Those that a saved state may name, here none."""
+    """Prompts that a saved state may name: none."""
 
     @property
     def num_prompts(self) -> int:
-        """Of a step."""
+        """Prompts of a step."""
         return len(self.batches[0])
 
     @property
@@ -200,18 +202,18 @@ class Texts:
         self._launched: dict[tuple[int, int], int] = {}  # by group: its step, until it is trained
 
     def begin(self, step: int, groups: Iterable[Group]) -> None:
-        """A step launches these groups, or continues them."""
+        """Begin a step that launches or continues these groups."""
         self.version = step
         for group in groups:
             self._launched.setdefault(group.name, step)
 
     def end(self, groups: Iterable[Group]) -> None:
-        """Groups have been trained on."""
+        """Forget groups that have been trained on."""
         for group in groups:
             del self._launched[group.name]
 
     def text(self, sample: SampleId, limit: int, so_far: np.ndarray = NOTHING) -> np.ndarray:
-        """What the present weights say if they continue `so_far`, with it, int64 [L <= limit]."""
+        """Return `so_far` as continued by the present weights, int64 [L <= limit]."""
         workload, key = self.workload, self.workload.key(sample)
         true, launched = workload.responses[key][:limit], self._launched.get(sample[:2])
         if launched == self.version:
@@ -232,28 +234,29 @@ class Synthetic:
     """Lengths are lognormal, tokens random, every prompt occurs once per epoch."""
 
     mean: float = 2000.0
-    """Of the lengths before they are cut."""
+    """Mean length before truncation."""
     max: int = 16000
-    """Tokens at which they are cut."""
+    """Largest length; longer responses are truncated."""
     sigma: float = 1.0
     """Standard deviation of their logarithm."""
     prompt: int = 256
-    """Tokens of a prompt, on average."""
+    """Mean tokens of a prompt."""
     run: float = 500.0
-    """`mean_run` of `DraftModel`; the next is of it as well."""
+    """`mean_run` of `DraftModel`."""
     accept_length: float = 2.0
+    """`accept_length` of `DraftModel`."""
     steps: int = 6
-    """Of the run."""
+    """Steps of the run."""
     epochs: int = 1
-    """Of equally many steps."""
+    """Epochs, each with equally many steps."""
     edited: float = 0.2
     """Share of a response's tokens that differs from the same sample of the epoch before."""
     turns: float = 1.0
-    """Of an episode, on average; 1 for responses without tools."""
+    """Mean turns of an episode; 1 for responses without tools."""
     observation: int = 50
-    """Tokens of an environment between two turns."""
+    """Tokens of an observation between two turns."""
     tool_s: float = 0.2
-    """Median seconds of the call before them."""
+    """Median seconds of a tool call."""
     tool_sigma: float = 1.0
     """Standard deviation of their logarithm."""
     seed: int = 0
@@ -271,7 +274,7 @@ class Synthetic:
 
 
 def make_synthetic(spec: Synthetic, num_prompts: int, num_generations: int) -> Workload:
-    """See `Synthetic`."""
+    """Make the workload that `Synthetic` describes."""
     steps_per_epoch = spec.steps // spec.epochs if spec.epochs > 1 else sys.maxsize
     batches, responses, steps = [], {}, {}
     for step in range(spec.steps + SPARE_STEPS):
@@ -294,7 +297,7 @@ def _prompt(spec: Synthetic, step: int, uid: int) -> Prompt:
 
 
 def _response(spec: Synthetic, key: Key, before: np.ndarray | None) -> np.ndarray:
-    """before: the same sample in the epoch before."""
+    """Make a response, edited from the same sample in the epoch before if there is one."""
     step, uid, sample = key
     random = keyed_random(spec.seed, step, uid, sample + 1, TEXT)
     if before is not None:
@@ -316,7 +319,7 @@ def _response(spec: Synthetic, key: Key, before: np.ndarray | None) -> np.ndarra
 
 
 def parse(kind: type, text: str, option: str):
-    """A dataclass of numbers from `name=value,name=value`. Raises InputError."""
+    """Parse `name=value,name=value` into a dataclass of numbers. Raises InputError."""
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     given = {}
     for part in filter(None, text.split(",")):

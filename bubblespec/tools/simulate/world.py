@@ -1,10 +1,8 @@
-"""Virtual time for several ranks in one process: their clocks, their collectives and their progress
-board.
+"""Virtual time for several ranks in one process: clocks, collectives and the progress board.
 
-Each rank is a thread, and exactly one of them runs at any time. A rank's clock moves only when it
-is told to (a forward takes so long, a rank sleeps), and wherever a rank looks at what others have
-done, all that are behind it in time go first. So what happens is a function of the inputs alone,
-however the machine schedules the threads.
+Each rank is a thread, and exactly one of them runs at any time. A rank's clock advances only by
+forwards and sleeps. Before a rank reads what others have done, all ranks that are behind it in time
+run first. So the outcome is a function of the inputs alone, however the machine schedules threads.
 """
 
 import math
@@ -19,8 +17,8 @@ import torch
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.rollout.board import LINGER_S, Transport
 
-TICK_S = 1e-4  # a progress tick, once all ranks have posted to it
-POST_S = 1.2e-4  # what a rank pays to post to one
+TICK_S = 1e-4  # from the last rank's post to the end of a progress tick
+POST_S = 1.2e-4  # cost of a post to the posting rank
 
 
 class _Abandoned(BaseException):
@@ -50,7 +48,7 @@ class World:
         self._posted: dict[int, dict[int, tuple[float, np.ndarray]]] = {}
 
     def run(self, work: Callable[[int], None]) -> None:
-        """`work(rank)` on every rank, to the end of all; once. Raises what a rank raises."""
+        """Run `work(rank)` on every rank to its end, once. Raises the first error of a rank."""
         threads = [
             threading.Thread(target=self._thread, args=(rank, work), daemon=True)
             for rank in range(self.num_ranks)
@@ -92,8 +90,7 @@ class World:
         self.now[rank] += seconds
 
     def wait(self, rank: int, until: float) -> None:
-        """Let all that happens before `until` happen; infinite: until another rank wakes this
-        one."""
+        """Let the ranks behind `until` run first; infinite: until another rank wakes this one."""
         wake = self._wake
         wake[rank] = until
         if until == math.inf or min(wake) < until or wake.index(until) != rank:
@@ -104,8 +101,10 @@ class World:
         self.now[rank] = max(self.now[rank], wake[rank])
 
     def meet(self, rank: int, brought: object, seconds: float | None = None) -> list:
-        """Join the next collective; returns what all ranks bring, by rank, once the last has come.
-        seconds: that it takes from then on, equal on all ranks; by default meeting_s."""
+        """Join the next collective and return what all ranks bring, once the last has arrived.
+
+        seconds: duration from the last arrival on, equal on all ranks; by default meeting_s.
+        """
         number = self._meetings[rank]
         self._meetings[rank] += 1
         present = self._present.setdefault(number, {})
@@ -121,7 +120,7 @@ class World:
         return [present[other] for other in range(self.num_ranks)]
 
     def post(self, rank: int, tick: int, numbers: np.ndarray) -> None:
-        """Start a tick on this rank; complete TICK_S after the last rank has."""
+        """Post to a tick, which is complete TICK_S after the last rank's post."""
         self.now[rank] += POST_S
         self._posted.setdefault(tick, {})[rank] = (self.now[rank], numbers)
         complete_at = self.complete_at(tick)
@@ -133,14 +132,14 @@ class World:
                     self._wake[other] = max(wake, self.now[other])
 
     def complete_at(self, tick: int) -> float:
-        """When a tick is complete, as far as is known: infinite while a rank has yet to post."""
+        """Return the time at which a tick is complete; infinite until all ranks have posted."""
         posted = self._posted.get(tick, {})
         if len(posted) < self.num_ranks:
             return math.inf
         return max(time for time, _ in posted.values()) + TICK_S
 
     def await_tick(self, rank: int, tick: int, until: float) -> None:
-        """Rest until a tick is complete, and no longer than `until`."""
+        """Wait until a tick is complete, at most until `until`."""
         self._tick_awaited[rank] = tick
         self.wait(rank, min(until, max(self.complete_at(tick), self.now[rank])))
         self._tick_awaited[rank] = None
@@ -153,7 +152,7 @@ class SimulatedRanks(Ranks):
     """One of the world's ranks: collectives are meetings in virtual time."""
 
     def __init__(self, world: World, rank: int, meeting_s: float | None = None):
-        """meeting_s: in place of the world's."""
+        """Join the world as one of its ranks; meeting_s replaces the world's."""
         super().__init__(torch.device("cpu"))
         self.meeting_s = meeting_s
         self.world, self.rank, self.world_size = world, rank, world.num_ranks
@@ -173,7 +172,7 @@ class SimulatedRanks(Ranks):
         return np.stack(self._meet(array))
 
     def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
-        """The arrays themselves, not copies: they must not be written to."""
+        """Return the arrays themselves, not copies; they must not be written to."""
         return self._meet(array)
 
     def _meet(self, brought: object) -> list:
@@ -181,8 +180,7 @@ class SimulatedRanks(Ranks):
 
 
 class SimulatedTicks(Transport):
-    """Ticks in virtual time. A rank that has nothing to do sees a tick the moment it is complete,
-    not up to NAP_S later."""
+    """Ticks in virtual time, which an idle rank sees at once instead of up to NAP_S later."""
 
     def __init__(self, ranks: SimulatedRanks):
         super().__init__(ranks.clock)
