@@ -266,7 +266,6 @@ def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> Non
         model,
         NUM_SLOTS,
         SLOT_LENGTH,
-        InvariantForward,
         config.run.seed,
         forward=forward,
         max_num_batched_tokens=SLOT_LENGTH,

@@ -122,7 +122,7 @@ def test_a_run_is_refused_with_what_differs(make_model, monkeypatch):
 
 def test_no_sums_over_ranks():
     overrides = ["model.batch_invariant=true", "rollout.tp_tail_max_rows=4"]
-    with pytest.raises(InputError, match=r"tp_tail_max_rows: 4 must be 0, as model\.batch_invar"):
+    with pytest.raises(InputError, match=r"tp_tail_max_rows: 4 must be 0 with model\.batch_invar"):
         load_config(CONFIG, overrides)
 
 

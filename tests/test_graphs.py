@@ -255,7 +255,7 @@ def test_graphs_launch_few_blocks(num_slots, largest, fold):
     cache = KVCache(num_slots, length)
     config = SimpleNamespace(num_attention_heads=4 * fold, num_key_value_heads=4)
     config.get_text_config = lambda decoder: config
-    model = torch.nn.Module()
+    model = torch.nn.Linear(1, 1)
     model.config = config
     graphs = ForwardGraphs(forward_of(model, "varlen"), cache, largest)
     assert graphs.of.heads_per_key == fold

@@ -14,8 +14,8 @@ from bubblespec import setup as set_up_module
 from bubblespec.checkpoint import list_checkpoints, read_state
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine import linear as linear_module
 from bubblespec.engine.forward import partial_linear
+from bubblespec.mechanisms import cpu_linear as linear_module
 from bubblespec.mechanisms.cpu_linear import (
     KERNELS,
     MIN_TRAINING_ROWS,

@@ -20,7 +20,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.learn.lora import add_adapter
 from bubblespec.mechanisms.tp_tail.shards import (
-    Shards,
+    ShardedForward,
     TPUnsupported,
     plan_shards,
     sample_shards,
@@ -88,7 +88,7 @@ def whole_and_sharded(
     def of_rank(tp):
         with torch.inference_mode():
             own = copy.deepcopy(model)
-            shards = Shards(own, tp)
+            shards = ShardedForward(own, tp)
             with shards.applied():
                 return logits(own, KVCache(2, LONGEST), shards.logits)
 

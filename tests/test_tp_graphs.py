@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import graphs
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.forward import heads_per_key
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -71,7 +72,7 @@ def rows() -> list[Row]:
 
 def captured(model, num_slots: int) -> list[int]:
     """Tokens of the graphs, as captured."""
-    fold = graphs.heads_per_key(model)
+    fold = heads_per_key(model)
     sizes = (GRAPHS["max_num_batched_tokens"], num_slots, LONGEST)
     return [shape.tokens for shape in graphs.graph_shapes(*sizes, fold=fold)]
 

@@ -17,7 +17,7 @@ from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.mechanisms.drafter.runner import DrafterRunner
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.tp_tail import tail as tp_tail
-from bubblespec.mechanisms.tp_tail.shards import TPGroup
+from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup
 from bubblespec.mechanisms.tp_tail.tail import ROWS, STOP_INTERVAL, TPTail, make_tp_tail
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.place import place_in_turn
@@ -267,7 +267,7 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
     launch = ModelRunner.launch
 
     def timed(runner, batch, params):
-        if runner.shards is not None:
+        if isinstance(runner.forward, ShardedForward):
             runner.forward.tp.ranks.clock.sleep(slowdown * forward_seconds(batch.load))
         return launch(runner, batch, params)
 
