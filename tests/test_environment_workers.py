@@ -265,8 +265,8 @@ def test_close_ends_busy_workers(make_player, tmp_path):
 def test_worker_that_cannot_import_ends_the_run(make_player):
     player = make_player("Calculator", num_workers=0)
     player.environments.close()
-    player.environments._places = [EnvironmentWorker("nowhere.Game", [], True)]
-    player.environments._load = dict.fromkeys(player.environments._places, 0)
+    player.environments._workers = [EnvironmentWorker("nowhere.Game", [], True)]
+    player.environments._load = dict.fromkeys(player.environments._workers, 0)
     with pytest.raises(InputError, match=r"started: .* cannot import"):
         player.begin("a")
 

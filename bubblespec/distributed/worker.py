@@ -83,6 +83,7 @@ class Worker:
     def ask(self, request: bytes, limit_s: float) -> Any:
         """Return the process's reply to a request. Raises WorkerFailure, and then the process has
         ended."""
+        assert self.process is not None, "start it first"
         try:
             return self.process.ask(request, limit_s)
         except WorkerFailure:
@@ -150,7 +151,8 @@ class WorkerProcess:
                 env={**os.environ, **threads, **constants},
                 start_new_session=True,  # no SIGINT from the terminal
             )
-        self._connection = Connection(ours.detach())
+        assert self.supervisor.stdin is not None
+        self._connection, self._input = Connection(ours.detach()), self.supervisor.stdin
 
     def problem(self) -> str | None:
         """Wait until the process is ready; return why it is not, or None."""
@@ -168,7 +170,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """Request its supervisor to kill it with all that it has started."""
         with contextlib.suppress(OSError, ValueError):  # it has ended, or has been waited for
-            self.supervisor.stdin.write(b"\n")
+            self._input.write(b"\n")
 
     def end(self) -> None:
         """Kill it and wait until nothing is left."""
@@ -178,7 +180,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:  # the kernel may be in its way
             self.supervisor.kill()
         self._connection.close()
-        self.supervisor.stdin.close()
+        self._input.close()
 
     def _receive(self, limit_s: float) -> Any:
         deadline = time.monotonic() + limit_s
