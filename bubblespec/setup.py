@@ -27,10 +27,15 @@ from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import load_source
+from bubblespec.engine.attention import reads_pages
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kernels import choose_kernel
-from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
+from bubblespec.engine.model import enable_gradient_checkpointing
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.output_head import output_head
+from bubblespec.engine.packing import PAGE
+from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError, log
@@ -51,6 +56,7 @@ from bubblespec.mechanisms import cpu_linear as linear
 from bubblespec.mechanisms.batch_invariant import (
     NUM_SLOTS,
     SLOT_LENGTH,
+    InvariantForward,
     first_difference,
     fix_libraries,
     make_invariant,
@@ -296,23 +302,20 @@ def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> Non
     """Make the model's products batch-invariant, and compare. Raises ValueError with what
     differs."""
     make_invariant(model)
-    options = runner_options(config, kernel) | {"max_num_batched_tokens": SLOT_LENGTH}
-    runner = ModelRunner(model, NUM_SLOTS, SLOT_LENGTH, config.run.seed, **options)
+    forward = InvariantForward(model, kernel, enforce_eager=config.rollout.enforce_eager)
+    runner = ModelRunner(
+        model,
+        NUM_SLOTS,
+        SLOT_LENGTH,
+        config.run.seed,
+        forward=forward,
+        max_num_batched_tokens=SLOT_LENGTH,
+    )
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     difference = first_difference(runner, vocab_size)
     runner.release()
     if difference is not None:
         raise ValueError(f"model.batch_invariant: {difference}")
-
-
-def runner_options(config: Config, kernel: str) -> dict:
-    """Of `ModelRunner`."""
-    return {
-        "max_num_batched_tokens": config.rollout.max_num_batched_tokens,
-        "kernel": kernel,
-        "enforce_eager": config.rollout.enforce_eager,
-        "batch_invariant": config.model.batch_invariant,
-    }
 
 
 def make_reference(
@@ -335,9 +338,17 @@ def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine
     needs = estimate(config, learner.model, ranks.world_size)
     needs = add_drafter(needs, config, learner.model, ranks.world_size)
     num_slots, num_pages, max_tp_rows = choose_slots(config, learner, ranks, needs)
-    options = runner_options(config, learner.kernel)
-    parts = (learner.model, num_slots, max_length(config), config.run.seed)
-    runner = ModelRunner(*parts, **options, num_pages=num_pages)
+    model, kernel, length = learner.model, learner.kernel, max_length(config)
+    make_forward = InvariantForward if config.model.batch_invariant else ModelForward
+    runner = ModelRunner(
+        model,
+        num_slots,
+        length,
+        config.run.seed,
+        forward=make_forward(model, kernel, enforce_eager=config.rollout.enforce_eager),
+        max_num_batched_tokens=config.rollout.max_num_batched_tokens,
+        pages=Pages.for_rows(num_slots, length, PAGE, num_pages) if reads_pages(kernel) else None,
+    )
     return Engine(runner), max_tp_rows
 
 
