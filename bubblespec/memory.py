@@ -153,7 +153,7 @@ def choose_slots(
     rollout, device = config.rollout, ranks.device
     wanted, free = rollout.max_num_seqs, free_bytes(device)
     useful, is_paged = max_slots(config, ranks.world_size), reads_pages(learner.kernel)
-    if wanted != "auto":
+    if isinstance(wanted, int):
         is_bounded = "bubble" not in config.speculative.sources
         useful = min(wanted, useful) if is_bounded else wanted
     unit, spare, per_row = cache_unit(config, needs, is_paged)
@@ -166,7 +166,7 @@ def choose_slots(
         room = free - kept_free * torch.cuda.mem_get_info(device)[1] - needs.drafter
         room = needs.room_for_cache(room, config)
     shared = rollout.tp_tail_max_rows if ranks.world_size > 1 else 0
-    for num_tp_rows in (AUTO_TP_ROWS, 0) if shared == "auto" else (shared,):
+    for num_tp_rows in (AUTO_TP_ROWS, 0) if isinstance(shared, str) else (shared,):
         left = room - num_tp_rows * needs.tp_row
         fitting = int(ranks.gather(np.array([left // unit])).min()) - spare
         if fitting >= needed:
@@ -193,7 +193,8 @@ def gradient_peak(config: Config, learner: Learner) -> int:
     are sampled. Clears the gradient afterwards."""
     device = learner.ranks.device
     lengths = full_batch(config.optim.max_tokens_per_microbatch, config)
-    prompts, tokens = [(0,)] * len(lengths), [np.zeros(length, int) for length in lengths]
+    prompts: list[tuple[int, ...]] = [(0,)] * len(lengths)
+    tokens = [np.zeros(length, int) for length in lengths]
     generated = [np.zeros(length, np.float32) for length in lengths]
 
     def step() -> None:

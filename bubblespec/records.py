@@ -1,8 +1,7 @@
-"""What has happened: forwards and what they had to do, spans of time, what came of proposals and of
-idle time, rollouts, steps.
+"""What has happened: forwards and their loads, spans of time, acceptance of drafts, uses of idle
+time, rollouts, steps.
 
-Plain data: what was measured and counted on one rank, for the metrics, for timelines, and for those
-who learn from it.
+Plain data, measured and counted on one rank, for metrics, timelines and the planner.
 """
 
 import math
@@ -16,7 +15,7 @@ from bubblespec.types import Draft, SampleId, Samples
 
 
 class Load(NamedTuple):
-    """What a forward has to do."""
+    """The work of a forward."""
 
     rows: int
     """Active rows."""
@@ -27,9 +26,9 @@ class Load(NamedTuple):
     positions: int = 0
     """Positions attended to, summed over rows."""
     prompt_tokens: int = 0
-    """Of the tokens, those of prompts."""
+    """Prompt tokens among the tokens fed."""
     draft_tokens: int = 0
-    """Of the tokens, those of drafts."""
+    """Draft tokens among the tokens fed."""
 
 
 class Span(NamedTuple):
@@ -37,43 +36,43 @@ class Span(NamedTuple):
 
     kind: str
     begin_s: float
-    """By the rank's clock, time.perf_counter."""
+    """Time of the rank's clock, time.perf_counter."""
     end_s: float
 
 
 def total_s(spans: Iterable[Span], kind: str) -> float:
-    """Seconds of all spans of a kind."""
+    """Sum up the seconds of all spans of a kind."""
     return sum(end - begin for name, begin, end in spans if name == kind)
 
 
 class ForwardRecord(NamedTuple):
-    """One forward of a rollout on one rank: what it had to do, for whom, and how long it took."""
+    """One forward of a rollout on one rank: its load, its rows and its time."""
 
     begin_s: float
-    """Where the forward before it, or a wait, has ended, by the rank's clock: the host's work in
-    between is in it."""
+    """End of the preceding forward or wait, by the rank's clock: includes the host's work in
+    between."""
     end_s: float
     engine_s: float
     """Seconds in the engine, less propose_s."""
     propose_s: float
-    """Seconds of looking for proposals, and of taking in what came of them."""
+    """Seconds spent on proposals: queries, and learning from the outcome."""
     rows: int
-    """This and the next five: see `Load`."""
+    """Rows and the next five: see `Load`."""
     tokens: int
     wide_rows: int
     positions: int
     prompt_tokens: int
     draft_tokens: int
     own_rows: int
-    """Rows of this step on this rank that were unfinished before it."""
+    """Unfinished rows of this step on this rank before the forward."""
     ahead_rows: int
-    """The same of rows drafted for coming steps."""
+    """Rows drafted for coming steps."""
     looked_up_rows: int
-    """Rows for which a proposal was looked for."""
+    """Rows for which drafts were requested."""
 
     @property
     def kind(self) -> str:
-        """For timelines: draft (co-scheduled), which is alongside rows of this step, draft (idle),
+        """Kind in timelines: draft (co-scheduled), alongside rows of this step, draft (idle),
         prefill, verify or decode."""
         if self.ahead_rows:
             return "draft (co-scheduled)" if self.own_rows else "draft (idle)"
@@ -82,35 +81,33 @@ class ForwardRecord(NamedTuple):
 
 # Lower bounds of the bins of `Acceptance.accepted_lengths`, in tokens.
 ACCEPT_BINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# Where a proposal comes from: the sample's own draft up to their first difference (aligned), else
-# suffix matches in that draft (own), in another sample's draft or tokens (sibling), in the prompt
-# or the row's tokens (self), in earlier epochs; the drafter.
+# Source of a proposal: the sample's own draft up to the first difference (aligned), else suffix
+# matches in that draft (own), in another sample's draft or tokens (sibling), in the prompt or the
+# row's tokens (self), in earlier epochs (history); the drafter.
 SOURCES = ("aligned", "own", "sibling", "self", "history", "drafter")
 
 
 @dataclass
 class Acceptance:
-    """What came of proposals in one rollout on one rank. Counts rows of its step, not those drafted
-    for coming ones."""
+    """Acceptance of drafts in one rollout on one rank, without rows drafted for coming steps."""
 
     row_forwards: int = 0
-    """Decodes and verifications, one for each row of a forward."""
+    """Decodes and verifications, counted once per row of a forward."""
     gained_tokens: int = 0
-    """Tokens that rows gained in them."""
+    """Tokens that rows gained in these."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     covered_tokens: int = 0
-    """Tokens for which there was a proposal, right or wrong."""
+    """Tokens with a proposal, right or wrong."""
     before_divergence: list[int] = field(default_factory=lambda: [0, 0])
-    """[tokens tried, those accepted] of drafts up to their first difference from the response,
-    which is counted as tried."""
+    """[tried, accepted] tokens of drafts up to and with the first difference from the response."""
     after_divergence: list[int] = field(default_factory=lambda: [0, 0])
-    """[tokens gained, those that the own draft gave] of rows behind that difference, as far as
-    their draft reaches."""
+    """[gained, given by the own draft] tokens of rows behind that difference, up to the end of the
+    draft."""
     by_source: dict[str, list[int]] = field(default_factory=dict)
-    """[proposed, accepted] by name (SOURCES)."""
+    """[proposed, accepted] tokens by source (SOURCES)."""
     by_age: dict[int, list[int]] = field(default_factory=dict)
-    """[proposed, accepted] of aligned drafts, by the updates since they were last extended."""
+    """[proposed, accepted] tokens of aligned drafts, by updates since the draft was extended."""
     accepted_lengths: np.ndarray = field(
         default_factory=lambda: np.zeros(len(ACCEPT_BINS), np.int64)
     )
@@ -119,47 +116,46 @@ class Acceptance:
 
 @dataclass
 class IdleUse:
-    """What came of one use of idle time in one rollout on one rank."""
+    """One use of idle time in one rollout on one rank."""
 
     seconds: float = 0.0
-    """That this rank has spent on it, waiting or alongside rows of its own."""
+    """Seconds of this rank, waiting or alongside rows of its own."""
     expected_s: float = 0.0
-    """Of wall time, that the jobs which this rank was given were expected to save."""
+    """Predicted seconds saved by the jobs assigned to this rank."""
     saved_s: float = 0.0
-    """Of wall time, that the use as a whole is estimated to have saved in this rollout's step; the
-    same on every rank."""
+    """Estimated seconds that the use as a whole has saved in this rollout's step; the same on every
+    rank."""
 
 
 @dataclass
 class RolloutRecord:
-    """One rollout on one rank, as it happened. Times are those of the rank's clock, in seconds."""
+    """One rollout on one rank. Times are seconds of the rank's clock."""
 
     began_s: float = 0.0
     ended_s: float = 0.0
     forwards: list[ForwardRecord] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
-    """With nothing to do until the next tick."""
+    """Spans with nothing to do until the next tick."""
     slices: list[Span] = field(default_factory=list)
     """Pieces of idle work that took no forwards."""
     shared: list[Span] = field(default_factory=list)
-    """In which all ranks together decoded the last rows of all of them (tp_tail.py)."""
+    """Spans in which all ranks decoded the last rows together, after a take-over."""
     shared_forwards: list[ForwardRecord] = field(default_factory=list)
-    """Of all ranks together; they are not in `forwards`. Their load is that of all ranks' rows,
+    """Forwards of all ranks together, not in `forwards`. The load is that of all ranks' rows;
     own_rows and looked_up_rows are this rank's."""
     num_ticks: int = 0
     drafted_tokens: int = 0
-    """For coming steps."""
+    """Tokens drafted for coming steps."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     modelled_s: float = 0.0
-    """Of wall time, that the cost model expects of the same responses without drafts; the same on
-    every rank."""
-    saved_s: float = 0.0
-    """Seconds of wall time that the cost model expects to have been saved; the same on every
+    """Seconds that the cost model predicts for the same responses without drafts; the same on every
     rank."""
+    saved_s: float = 0.0
+    """`modelled_s` minus the measured seconds; the same on every rank."""
     idle: dict[str, IdleUse] = field(default_factory=dict)
-    """By the name of the use."""
+    """Uses of idle time, by name."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """What mechanisms record for metrics of their own."""
+    """Records of mechanisms, for their own metrics."""
 
     @property
     def own_forwards(self) -> int:
@@ -184,7 +180,7 @@ class RolloutRecord:
 
     @property
     def spans(self) -> list[Span]:
-        """What the rank did when, in order of time; forwards of one kind in a row are one span."""
+        """Activities in order of time; successive forwards of one kind are one span."""
         spans: list[Span] = []
         found = [Span(f.kind, f.end_s - f.engine_s - f.propose_s, f.end_s) for f in self.forwards]
         found += self.waits + self.slices + self.shared
@@ -197,38 +193,36 @@ class RolloutRecord:
 
 @dataclass
 class StepRecord:
-    """A step as this rank saw it. Samples and rewards are the same on all ranks, times are not."""
+    """A step on one rank. Samples and rewards are the same on all ranks, times are not."""
 
     step: int
     samples: Samples
-    """What is trained on."""
+    """Samples that are trained on."""
     rewards: np.ndarray
-    """float64 [groups, generations], of those, combined."""
+    """float64 [groups, generations], combined rewards of `samples`."""
     generated: Samples
-    """Everything that had its turn, groups that dynamic sampling has replaced included, but none
-    that is deferred."""
+    """All samples but deferred ones, with the groups that dynamic sampling has replaced."""
     all_rewards: np.ndarray
-    """float64 [groups, generations], of everything."""
+    """float64 [groups, generations], combined rewards of `generated`."""
     owners: np.ndarray
     """int64 [samples], the rank that generated each sample of `generated`."""
     batch_sizes: list[int]
-    """Groups of each of the step's rollouts."""
+    """Groups per rollout of the step."""
     rollouts: list[RolloutRecord]
     stages: list[Span]
-    """gen, wait and reward, once for each rollout, and train: one after the other."""
+    """Successive spans: gen, wait and reward for each rollout, then train."""
     spans: list[Span]
-    """What was done in them in detail, apart from the forwards: exchange, sync."""
+    """Details within the stages, apart from forwards: exchange, sync."""
     drafts: dict[SampleId, Draft]
-    """Those that the samples of the step had before they were generated."""
+    """Drafts that the step's samples had before they were generated."""
     expected_s: float = math.nan
-    """In which this rank was expected to be done with its rows; NaN where nobody knew."""
+    """Predicted seconds until this rank finishes its rows; NaN if unknown."""
     advantages: np.ndarray | None = None
-    """float64 [samples], of `samples`, once the update has had them."""
+    """float64 [samples], of `samples`; set by the update."""
     deferred: dict[SampleId, int] = field(default_factory=dict)
-    """Samples that were launched and have not had their turn, with the tokens that they had when
-    the rollout ended."""
+    """Deferred samples, with their length when the rollout ended."""
 
     @property
     def seconds(self) -> float:
-        """Of all stages so far."""
+        """Seconds of all stages so far."""
         return self.stages[-1].end_s - self.stages[0].begin_s

@@ -1,7 +1,6 @@
-"""What is generated: prompts and groups of responses, the names of responses, rows in the making,
-drafts, and a step's samples.
+"""What is generated: prompts, groups, ids of samples, rows, drafts, and a step's samples.
 
-Plain data. This module imports none of the package's others, so each of them may import it.
+Plain data. This module imports no other module of the package.
 """
 
 import hashlib
@@ -13,13 +12,13 @@ import numpy as np
 
 
 class SampleId(NamedTuple):
-    """The name of a response; with the run's seed, the key of its noise. A response is the same
-    wherever and whenever it is generated, as long as the weights are."""
+    """Id of a response and, with the run's seed, the key of its noise. Under equal weights a
+    response is the same wherever and whenever it is generated."""
 
     uid: int
-    """Of the prompt, 63 bits; the same in every run on the same data."""
+    """Prompt id (63 bits), stable across runs on the same data."""
     visit: int
-    """How often the data order has drawn this prompt before, below 2**31."""
+    """Number of earlier draws of this prompt in the data order, below 2**31."""
     sample: int
     """Number within its group, below 2**12."""
 
@@ -29,40 +28,39 @@ class Prompt:
     """One prompt of the data."""
 
     uid: int
-    """63 bits, stable across runs."""
+    """See `SampleId`."""
     text: str | list[dict]
-    """A string or chat messages."""
+    """String or chat messages."""
     token_ids: tuple[int, ...]
     columns: dict
-    """What the reward functions are given alongside prompt and response."""
+    """Columns that reward functions get alongside prompt and response."""
 
 
 class Group(NamedTuple):
-    """A prompt as one step draws it: its samples are those of this visit."""
+    """One draw of a prompt by a step."""
 
     prompt: Prompt
     visit: int
-    """How often the data order has drawn the prompt before."""
+    """See `SampleId`."""
 
     @property
     def name(self) -> tuple[int, int]:
-        """uid and visit: no two groups of a run have the same."""
+        """(uid, visit), unique within a run."""
         return self.prompt.uid, self.visit
 
     def sample(self, number: int) -> SampleId:
-        """The name of one of its responses."""
+        """Return the id of one of the group's responses."""
         return SampleId(self.prompt.uid, self.visit, number)
 
 
 def ids_of(groups: list[Group], num_generations: int) -> list[SampleId]:
-    """The name of each sample in canonical order: by group, then by number."""
+    """Return the id of each sample in canonical order: by group, then by number."""
     return [group.sample(number) for group in groups for number in range(num_generations)]
 
 
 @dataclass(eq=False)
 class Row:
-    """One response to generate, and afterwards the response. A row with tokens continues after
-    them."""
+    """One response, to be generated or complete. A row with tokens continues after them."""
 
     id: SampleId
     prompt: tuple[int, ...]
@@ -70,48 +68,47 @@ class Row:
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """int64, the response with its stop token."""
     logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    """float32, of each token under the distribution that it was drawn from; NaN if it was not
-    sampled, but is an environment's."""
+    """float32, of each token under the distribution that it was drawn from; NaN for tokens of an
+    environment."""
     full_logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     """float32, of each token under the policy at the sampling temperature, without truncation; NaN
-    as `logprob`."""
+    like `logprob`."""
     finish: str | None = None
-    """"stop", "length", or None while it is not finished."""
+    """"stop", "length", or None while unfinished."""
     has_turns: bool = False
-    """A stop token ends a turn, after which an environment may have something to say: tokens whose
-    log-probabilities are NaN."""
+    """Whether a stop token ends a turn, after which an environment may add tokens."""
 
 
 @dataclass
 class Draft:
-    """The tokens that older weights gave a sample."""
+    """Tokens of a sample under older weights."""
 
     tokens: np.ndarray
     """int32."""
     is_finished: bool
-    """It ends as a response does."""
+    """Whether the draft is a complete response."""
     version: int
-    """Updates of the weights that last extended it."""
+    """Updates of the weights that last extended the draft."""
 
 
 class Launch(NamedTuple):
-    """What a rollout starts, and how much of it is trained on."""
+    """Groups that a rollout starts, and how many of them are trained on."""
 
     groups: list[Group]
     num_trained: int
-    """Of the groups: those whose longest response is shortest. The others are deferred to a later
-    step."""
+    """How many groups the step trains on: those that finish first by length. The rest are
+    deferred."""
     num_generations: int
-    """Responses of each group."""
+    """Responses per group."""
 
     @property
     def selects(self) -> bool:
-        """Whether some of it is not trained on in this step."""
+        """Whether some groups are deferred."""
         return self.num_trained < len(self.groups)
 
     @property
     def ids(self) -> list[SampleId]:
-        """The name of each sample, by group, then by number."""
+        """Id of each sample, by group, then by number."""
         return ids_of(self.groups, self.num_generations)
 
 
@@ -122,12 +119,13 @@ class Samples:
     groups: list[Group]
     num_generations: int
     tokens: list[np.ndarray]
-    """int, one array per sample, with the stop token."""
+    """int32, one array per sample, with the stop token."""
     logprob: list[np.ndarray]
-    """float32, see `Row`; the next too."""
+    """float32, see `Row`."""
     full_logprob: list[np.ndarray]
+    """float32, see `Row`."""
     is_truncated: np.ndarray
-    """bool [S], cut off by the length limit."""
+    """bool [S], whether the length limit cut the response off."""
     rewards: np.ndarray
     """float64 [S, functions], NaN where a function does not apply."""
 
@@ -136,11 +134,11 @@ class Samples:
 
     @property
     def ids(self) -> list[SampleId]:
-        """The name of each sample."""
+        """Id of each sample."""
         return ids_of(self.groups, self.num_generations)
 
     def prompt_of(self, index: int) -> Prompt:
-        """The prompt of sample `index`."""
+        """Return the prompt of sample `index`."""
         return self.groups[index // self.num_generations].prompt
 
     @property
@@ -149,12 +147,18 @@ class Samples:
         return np.array([len(t) for t in self.tokens])
 
     @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens of all samples."""
+        prompt_tokens = sum(len(group.prompt.token_ids) for group in self.groups)
+        return int(self.lengths.sum()) + prompt_tokens * self.num_generations
+
+    @property
     def num_sampled(self) -> np.ndarray:
         """Of these, the tokens that were sampled, int64 [S]."""
         return count_sampled(self.full_logprob)
 
     def of_groups(self, numbers: list[int]) -> "Samples":
-        """The samples of some of the groups, in the order given."""
+        """Return the samples of some of the groups, in the given order."""
         size = self.num_generations
         rows = [n * size + j for n in numbers for j in range(size)]
         return Samples(
@@ -168,7 +172,7 @@ class Samples:
         )
 
     def __add__(self, other: "Samples") -> "Samples":
-        """The other's groups after these."""
+        """Append the groups of another step or rollout."""
         return Samples(
             self.groups + other.groups,
             self.num_generations,
@@ -181,19 +185,18 @@ class Samples:
 
 
 def is_sampled(logprob: np.ndarray) -> np.ndarray:
-    """Which tokens of a response were sampled, bool [L]; the others are an environment's.
-    logprob: [L], see `Row`."""
+    """Return which tokens of a response were sampled, bool [L]. logprob: [L], see `Row`."""
     return ~np.isnan(logprob)
 
 
 def count_sampled(logprobs: list[np.ndarray]) -> np.ndarray:
-    """Sampled tokens of each response, int64 [S]. logprobs: of each, see `Row`."""
+    """Count the sampled tokens of each response, int64 [S]. logprobs: see `Row`."""
     return np.array([np.count_nonzero(is_sampled(logprob)) for logprob in logprobs])
 
 
 def digest(samples: Samples) -> str:
-    """SHA-256 over the name, length and token ids of all samples, ordered by name: equal digests
-    are equal tokens."""
+    """Return the SHA-256 of id, length and tokens of all samples, ordered by id: equal digests mean
+    equal tokens."""
     sha = hashlib.sha256()
     named = zip(samples.ids, samples.tokens, strict=True)
     for name, tokens in sorted(named, key=itemgetter(0)):
@@ -203,18 +206,12 @@ def digest(samples: Samples) -> str:
 
 
 def has_rewards(rewards: np.ndarray) -> np.ndarray:
-    """Whether all of a group's samples have a reward, bool [groups]. A group that lacks one is left
-    out of the update.
-
-    rewards: [groups, generations], NaN where a sample has none.
-    """
+    """Return which groups have rewards for all samples, bool [groups]; the update leaves the others
+    out. rewards: [groups, generations], NaN where a sample has none."""
     return ~np.isnan(rewards).any(axis=1)
 
 
 def has_zero_std(rewards: np.ndarray) -> np.ndarray:
-    """Whether a group's samples all got the same reward, bool [groups]: compared within their group
-    they give no gradient.
-
-    rewards: [groups, generations].
-    """
+    """Return which groups have equal rewards, bool [groups]: compared within the group they give no
+    gradient. rewards: [groups, generations]."""
     return np.ptp(rewards, axis=1) < 1e-8

@@ -13,7 +13,7 @@ from bubblespec.distributed.worker import MAX_REPLY_BYTES
 from bubblespec.errors import InputError, RunFailed
 from bubblespec.mechanisms.episodes.environments import Environments, Observation
 from bubblespec.mechanisms.episodes.tokens import base_ids
-from bubblespec.mechanisms.episodes.workers import Worker
+from bubblespec.mechanisms.episodes.workers import EnvironmentWorker
 from tests.helpers.checks import is_alive
 from tests.helpers.clocks import ClockThatSkips
 from tests.helpers.environments import call_text, make_config, make_prompt, make_tokenizer
@@ -265,8 +265,8 @@ def test_close_ends_busy_workers(make_player, tmp_path):
 def test_worker_that_cannot_import_ends_the_run(make_player):
     player = make_player("Calculator", num_workers=0)
     player.environments.close()
-    player.environments._places = [Worker("nowhere.Game", [], True)]
-    player.environments._load = dict.fromkeys(player.environments._places, 0)
+    player.environments._workers = [EnvironmentWorker("nowhere.Game", [], True)]
+    player.environments._load = dict.fromkeys(player.environments._workers, 0)
     with pytest.raises(InputError, match=r"started: .* cannot import"):
         player.begin("a")
 

@@ -17,7 +17,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import RewardsFailed
 from bubblespec.learn.microbatch import make_minibatches
 from bubblespec.records import StepRecord
-from bubblespec.rollout.dynamic_sampling import num_lacking, selected
+from bubblespec.rollout.dynamic_sampling import num_lacking, select_trained
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Prompt
@@ -148,11 +148,11 @@ def test_groups_without_rewards_are_replaced_or_left_out():
     assert num_lacking(made(rewards, 2), 3) == 0
     # Two of five are useful: as many as fill the gap at that rate.
     assert num_lacking(made(rewards, 3), 3) == 3
-    assert uids_of(selected(made(rewards, 2)).samples) == [0, 4]
-    assert uids_of(selected(made(rewards, 5)).samples) == [0, 2, 4], "none can be filled up"
+    assert uids_of(select_trained(made(rewards, 2)).samples) == [0, 4]
+    assert uids_of(select_trained(made(rewards, 5)).samples) == [0, 2, 4], "none can be filled up"
     assert num_lacking(made([[NAN, NAN]] * 4, 4), 3) == 4
     with pytest.raises(RewardsFailed, match="no function returned a number for any of"):
-        selected(made([[NAN, 0.0]] * 4, 4))
+        select_trained(made([[NAN, 0.0]] * 4, 4))
 
 
 def test_fewer_groups_than_minibatches_make_fewer_updates():

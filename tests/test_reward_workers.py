@@ -172,7 +172,7 @@ def test_a_function_that_a_worker_cannot_import_ends_the_run(make_workers):
 
 
 def test_columns_that_cannot_be_sent_are_named(make_workers):
-    with pytest.raises(InputError, match=r"reward.num_workers: .*give 0"):
+    with pytest.raises(InputError, match=r"reward.num_workers: .*set 0"):
         make_workers().submit(0, [sample("value 1", column=lambda: 0)])
 
 
@@ -208,9 +208,9 @@ from bubblespec.rewards.functions import Sample
 workers = RewardWorkers(["{OBEY}"], 3, 3600.0)
 for text in ("leave {"+".join(WAYS)} ", "hang in-C ", "hang sleeping "):
     workers.submit(0, [Sample("p", text + sys.argv[1], [1], {{}})])
-while len(workers._workers) < 3:
+while not all(worker.process for worker in workers.workers):
     time.sleep(0.01)
-print(*[worker.process.pid for worker in workers._workers], flush=True)
+print(*[worker.process.supervisor.pid for worker in workers.workers], flush=True)
 sys.stdin.readline()
 raise SystemExit(5)
 """

@@ -1,7 +1,7 @@
-"""One worker process, for environments or rewards, and how it is asked: JSON replies within a time
-limit and a size; killed with all that it has started.
+"""Worker processes that call the user's code: environments and rewards. Replies are JSON, within a
+time limit and a size; a worker that fails is killed with all that it has started, and replaced.
 
-It is started with exec, not forked: the trainer has threads of CUDA and of the process group.
+A worker is started with exec, not forked: the trainer has threads of CUDA and of the process group.
 Between the two is a supervisor process (`fork_with_supervisor`).
 """
 
@@ -9,11 +9,15 @@ import contextlib
 import importlib
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,23 +38,103 @@ serve(int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
 
 
 class WorkerFailure(Exception):
-    """A worker that must be replaced. The message says why."""
+    """Why a worker must be replaced."""
 
     def __init__(self, message: str, is_timeout: bool):
         super().__init__(message)
         self.is_timeout = is_timeout
-        """It took too long; otherwise its process has ended, or sent what is no reply."""
+        """Whether the time limit has passed; otherwise the process has ended, or its reply is
+        malformed."""
+
+
+class Worker:
+    """A worker process with its replacements, and the thread that runs its jobs.
+
+    A job is a function of the worker, called in that thread; it is to catch all exceptions. What is
+    left of the jobs when the worker is closed is not run.
+    """
+
+    def __init__(self, module: str, argument: Any, key: str, jobs: queue.SimpleQueue | None = None):
+        """module, argument: see `serve`; key: of the configuration, for errors; jobs: a queue that
+        several workers share."""
+        self.jobs: queue.SimpleQueue[Callable[[Worker], None] | None]
+        self.jobs = queue.SimpleQueue() if jobs is None else jobs
+        self.process: WorkerProcess | None = None
+        self.is_closed = False
+        self._make_process, self._key = partial(WorkerProcess, module, argument), key
+        self._lock = threading.Lock()  # of process and is_closed
+        self._thread = threading.Thread(target=self._run_jobs, name=f"worker {key}", daemon=True)
+        self._thread.start()
+
+    def start(self) -> None:
+        """Start a process, if there is none, and wait until it is ready. Raises InputError if it
+        cannot import what it needs, and OSError if it cannot be started."""
+        if self.process is not None:
+            return
+        process = self._make_process()
+        with self._lock:
+            self.process = process
+            if self.is_closed:
+                process.kill()
+        if problem := process.problem():
+            self.end()
+            raise InputError(f"{self._key}: a worker process could not be started: {problem}")
+
+    def ask(self, request: bytes, limit_s: float) -> Any:
+        """Return the process's reply to a request. Raises WorkerFailure, and then the process has
+        ended."""
+        assert self.process is not None, "start it first"
+        try:
+            return self.process.ask(request, limit_s)
+        except WorkerFailure:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """End the process, if there is one; the next `start` replaces it."""
+        with self._lock:
+            process, self.process = self.process, None
+        if process is not None:
+            process.end()
+
+    def close(self) -> None:
+        """Kill the process, also a busy one; the thread reaps it."""
+        with self._lock:
+            self.is_closed = True
+            if self.process is not None:
+                self.process.kill()
+
+    def _run_jobs(self) -> None:
+        with contextlib.suppress(InputError, OSError):  # the first job tries again
+            self.start()
+        while (job := self.jobs.get()) is not None and not self.is_closed:
+            job(self)
+        self.end()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, after `close`."""
+        self._thread.join(timeout=30)
+
+
+def close_workers(workers: Sequence[Worker]) -> None:
+    """End workers, also busy ones. Can be called again."""
+    for worker in workers:
+        worker.close()
+    for worker in workers:  # which may share their queue
+        worker.jobs.put(None)
+    for worker in workers:
+        worker.join()
 
 
 class WorkerProcess:
-    """A worker, as seen from the trainer. Every wait for it has a time limit.
+    """A worker process, as seen from the trainer. Every wait for it has a time limit.
 
-    `process` is its supervisor, which ends as the worker does. What user code prints goes to the
-    trainer's standard error.
+    The supervisor ends as the worker does. What user code prints goes to the trainer's standard
+    error.
     """
 
     def __init__(self, module: str, argument: Any):
-        """module: has `make_answer(argument)`, see `serve`; argument: plain data."""
+        """module, argument: see `serve`."""
         ours, theirs = socket.socketpair()
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         # The order of sets of strings depends on this seed: replies must not depend on the worker.
@@ -58,7 +142,7 @@ class WorkerProcess:
         path = json.dumps([p for p in sys.path if isinstance(p, str)])
         arguments = [path, str(theirs.fileno()), str(os.getpid())]
         with theirs:
-            self.process = subprocess.Popen(
+            self.supervisor = subprocess.Popen(
                 [sys.executable, "-u", "-c", _BOOT, *arguments, module, json.dumps(argument)],
                 bufsize=0,
                 stdin=subprocess.PIPE,  # its end tells the supervisor to end them all
@@ -67,35 +151,36 @@ class WorkerProcess:
                 env={**os.environ, **threads, **constants},
                 start_new_session=True,  # no SIGINT from the terminal
             )
-        self._connection = Connection(ours.detach())
+        assert self.supervisor.stdin is not None
+        self._connection, self._input = Connection(ours.detach()), self.supervisor.stdin
 
     def problem(self) -> str | None:
-        """Wait until it is ready. Why it is not, or None."""
+        """Wait until the process is ready; return why it is not, or None."""
         try:
             return self._receive(START_LIMIT_S)
         except WorkerFailure as failure:
             return str(failure)
 
     def ask(self, request: bytes, limit_s: float) -> Any:
-        """The reply to one request. Raises WorkerFailure, after which it must be ended."""
+        """Return the reply to a request. Raises WorkerFailure, after which it must be ended."""
         with contextlib.suppress(OSError):  # it has ended, as will be found next
             self._connection.send_bytes(request)
         return self._receive(limit_s)
 
     def kill(self) -> None:
-        """Ask its supervisor to kill it with all that it has started."""
+        """Request its supervisor to kill it with all that it has started."""
         with contextlib.suppress(OSError, ValueError):  # it has ended, or has been waited for
-            self.process.stdin.write(b"\n")
+            self._input.write(b"\n")
 
     def end(self) -> None:
         """Kill it and wait until nothing is left."""
         self.kill()
         try:
-            self.process.wait(timeout=30)
+            self.supervisor.wait(timeout=30)
         except subprocess.TimeoutExpired:  # the kernel may be in its way
-            self.process.kill()
+            self.supervisor.kill()
         self._connection.close()
-        self.process.stdin.close()
+        self._input.close()
 
     def _receive(self, limit_s: float) -> Any:
         deadline = time.monotonic() + limit_s
@@ -109,7 +194,7 @@ class WorkerProcess:
 
     def _how_it_ended(self) -> str:
         try:
-            code = self.process.wait(timeout=5)
+            code = self.supervisor.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return "closed its connection"
         if code >= 0:
@@ -118,8 +203,8 @@ class WorkerProcess:
 
 
 def serve(descriptor: int, parent: int, module: str, argument: str) -> None:
-    """What a worker runs: replies to requests, by the function that the module's `make_answer`
-    returns for the argument, until the connection closes."""
+    """Reply to requests in a worker until the connection closes, by the function that the module's
+    `make_answer` returns for the argument, which is JSON."""
     fork_with_supervisor(parent, descriptor)
     connection = Connection(descriptor)
     os.set_inheritable(descriptor, False)
@@ -142,5 +227,5 @@ def serve(descriptor: int, parent: int, module: str, argument: str) -> None:
 
 
 def _send(connection: Connection, reply: Any) -> None:
-    """As JSON: the trainer must not unpickle what user code could have made."""
+    """Send JSON: the trainer must not unpickle what user code could have made."""
     connection.send_bytes(json.dumps(reply).encode())

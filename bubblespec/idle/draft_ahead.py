@@ -1,10 +1,10 @@
 """Drafting ahead (BubbleSpec, arXiv 2605.08862): samples of coming steps, generated early with the
 noise that their own step will use.
 
-On a rank that waits, free slots fill with drafts. On one that still decodes, co-scheduled drafts
-join the forwards of its own rows, as long as they at most double what these cost. Drafts come from
-the global batches of coming steps, whoever will generate those. At the last tick they stop where
-they are, and go on from their tokens in later idle time.
+On a rank that waits, drafts fill the free slots. On a rank that still decodes, co-scheduled drafts
+join the forwards of its own rows, and at most double their cost. Drafts are taken from the global
+batches of coming steps, whichever rank will generate these. At the last tick drafts stop, and later
+idle time continues them.
 """
 
 from collections import deque
@@ -19,9 +19,9 @@ from bubblespec.idle.task import IdleTask, Job
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Draft, Row, SampleId
 
-MAX_SLOWDOWN = 1.0  # of a forward with own rows, by co-scheduled drafts, unless told otherwise
-# On a rank that waits a forward takes no longer than so many of a single row, or than this share of
-# the rollout so far: the others wait for its end.
+MAX_SLOWDOWN = 1.0  # by which co-scheduled drafts may slow a forward with own rows, by default
+# Longest forward on a rank that waits, in forwards of a single row, or as a share of the rollout so
+# far: at the last tick the other ranks wait for its end.
 MAX_IDLE_FORWARDS, MAX_IDLE_SHARE = 2.0, 0.02
 
 
@@ -42,33 +42,36 @@ class DraftAhead(IdleTask):
         max_slowdown: float = MAX_SLOWDOWN,
     ):
         """plans: everything to draft, most urgent first, the same on every rank; version: updates
-        of the current weights; max_slowdown: by how much co-scheduled drafts may slow forwards."""
+        of the current weights; max_slowdown: of forwards, by co-scheduled drafts."""
         self.store, self.proposer, self.cost = store, proposer, cost
         self.version, self.max_new_tokens = version, max_new_tokens
         self.max_slowdown = max_slowdown
         self._order = [job.key for job in plans]
         self._open = {job.key: job for job in plans}
-        self._given: deque[Job] = deque()  # to this rank, not yet in its engine
-        self._rows: set[Row] = set()  # those that are drafting
-        self.drafts: dict[SampleId, Draft] = {}  # that this rank has made or taken further
+        self._given: deque[Job] = deque()  # assigned to this rank, not yet in its engine
+        self._rows: set[Row] = set()  # unfinished drafts
+        self.drafts: dict[SampleId, Draft] = {}  # made or continued by this rank
 
     def jobs(self) -> Iterable[Job]:
-        """What no rank has been given yet."""
+        """Return all unassigned drafts."""
         return self._open.values()
 
     def capacity(self) -> int:
-        """Twice what fits now: the next tick is some forwards away."""
+        """Return twice what fits now: the next tick is some forwards away."""
         return 0 if self.view.engine.queue else max(0, 2 * self._num_free() - len(self._given))
 
     def accept(self, job: Job, rank: int) -> None:
-        """Put it in line for the engine of the rank that has been given it."""
+        """Queue the job on its rank."""
         del self._open[job.key]
         if rank == self.view.rank:
             self._given.append(job)
 
     def run_slice(self) -> bool:
-        """Put jobs in line into free slots. Alongside own rows their prompts are fed a little at a
-        time, and not before those of own rows, which would have to keep to the same limit."""
+        """Put queued jobs into free slots.
+
+        Alongside own rows their prompts are fed a little at a time, and only once all own prompts
+        are, which the same limit would slow down.
+        """
         view, engine = self.view, self.view.engine
         prefilling = [*engine.queue, *engine.prefilling()]
         if any(row in view.unfinished for row in prefilling):
@@ -87,7 +90,7 @@ class DraftAhead(IdleTask):
         if draft is not None and self.view.begin is None:
             row.tokens, draft = draft.tokens.astype(np.int64), None
         self._rows.add(row)
-        # An environment of its own has to be led to where the draft ends, so it is verified.
+        # The row's own environment has to repeat the draft's turns, so the draft is verified.
         self.proposer.track(row, draft, self.version, is_counted=False)
         self.view.add(row)
 
@@ -98,7 +101,7 @@ class DraftAhead(IdleTask):
             self._note(row, is_finished=True)
 
     def end(self) -> None:
-        """Note the unfinished drafts, and what all of them took."""
+        """Note the unfinished drafts, and the seconds of all drafts."""
         self.view.engine.collect()
         for row in self._rows:
             self._note(row, is_finished=False)
@@ -118,7 +121,7 @@ class DraftAhead(IdleTask):
         exchange(self.store, {sample: self.drafts[sample] for sample in most_urgent_first}, ranks)
 
     def _note(self, row: Row, is_finished: bool) -> None:
-        """A row's tokens as a draft, unless the store has it as it is."""
+        """Keep a row's tokens as a draft, unless the store has them."""
         old = self.store.get(row.id)
         grown = len(row.tokens) - (0 if old is None else len(old.tokens))
         if grown > 0:
@@ -127,7 +130,7 @@ class DraftAhead(IdleTask):
             self.drafts[row.id] = Draft(tokens, is_finished, self.version)
 
     def _spare_s(self) -> float:
-        """Seconds that drafts may add to a forward."""
+        """Return the seconds that drafts may add to a forward."""
         engine, unfinished = self.view.engine, self.view.unfinished
         if unfinished:
             lengths = zip(engine.rows, engine.lengths.tolist(), strict=True)
@@ -140,7 +143,7 @@ class DraftAhead(IdleTask):
         return max(MAX_IDLE_FORWARDS * single_s, MAX_IDLE_SHARE * elapsed_s) - single_s
 
     def _num_free(self) -> int:
-        """How many more draft rows may join the next forwards."""
+        """Return how many more draft rows may join the next forwards."""
         engine = self.view.engine
         drafting = len(self._rows)
         free = engine.num_slots - len(self.view.unfinished) - drafting

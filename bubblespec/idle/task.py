@@ -1,8 +1,7 @@
-"""Work for idle time: what a task is, and which rank does what.
+"""Work for idle time: the interface of tasks, and the assignment of jobs to ranks.
 
-Idle time is where a rank has finished its rows and waits for the slowest one. Where it still
-decodes, but so few rows that others could join its forwards at little cost, tasks may be
-co-scheduled.
+A rank is idle once it has finished its rows and waits for the slowest rank. While it still decodes
+few rows, jobs may be co-scheduled: their rows join its forwards at little cost.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,34 +16,33 @@ from bubblespec.records import RolloutRecord, Span
 from bubblespec.types import Row
 
 NOTHING = np.empty(0)
-SLICE_S = 0.05  # of work that is not interrupted; its smallest piece may take longer
-NUM_WANTED = 2  # slices that a rank asks for at a time: the next tick is some milliseconds away
+SLICE_S = 0.05  # seconds of uninterrupted work; the smallest piece may take longer
+NUM_WANTED = 2  # slices assigned to a rank at a time: the next tick is some milliseconds away
 
 
 @dataclass
 class RankView:
-    """What a task sees of its own rank during a rollout."""
+    """What a task sees of its own rank in a rollout."""
 
     rank: int
     engine: Engine
     unfinished: dict[Row, int]
-    """Rows of this step that are not done, with their index in the launch."""
+    """Unfinished rows of this step, with their index in the launch."""
     record: RolloutRecord
-    """Of this rollout, so far."""
+    """Record of this rollout, so far."""
     max_prefill_tokens: int | None = None
-    """Maximum number of prompt tokens in one forward, None for no limit: a task may set it, to feed
-    prompts of its own a little at a time."""
+    """Maximum number of prompt tokens in one forward, None for no limit. Set by tasks that feed
+    prompts of their own a little at a time."""
     begin: Callable[[Row], None] | None = None
-    """Starts a row of a coming step, where rows are not put into the engine by themselves."""
+    """Begins a row of a coming step, where the feed does not put rows into the engine itself."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank has nothing to generate: neither rows of its own nor others, or all of
-        them wait for their environments."""
+        """Whether this rank has nothing to generate: no rows, or rows that all wait."""
         return self.engine.is_waiting
 
     def add(self, row: Row) -> None:
-        """A row of a coming step."""
+        """Begin a row of a coming step."""
         if self.begin is None:
             self.engine.add([row])
         else:
@@ -55,7 +53,7 @@ class IdleTask:
     """One use of idle time in one rollout. Between its methods the loop runs forwards and ticks."""
 
     name = "task"
-    """In metrics (`idle/NAME/...`)."""
+    """Name in metrics (`idle/NAME/...`)."""
     view: RankView
 
     def begin(self, view: RankView) -> None:
@@ -63,92 +61,93 @@ class IdleTask:
         self.view = view
 
     def publish(self) -> np.ndarray:
-        """What this rank tells the others in the next tick, float64, of one length on all ranks."""
+        """Return what the next tick carries from this rank: float64, as long on all ranks."""
         return NOTHING
 
     def receive(self, published: list[np.ndarray]) -> None:
-        """What all ranks have published in a tick that has completed, by rank."""
+        """Use what all ranks have published in a completed tick, by rank."""
 
     def jobs(self) -> Iterable[Job]:
-        """Every job that no rank has been given, most urgent first, and co-scheduled ones before
-        others. Asked after every tick. The same on every rank: from what was received, and from
-        what ranks share."""
+        """Return all unassigned jobs, most urgent first, co-scheduled ones before others.
+
+        Called after every tick. The same on every rank: a function of what ranks have received and
+        share.
+        """
         return ()
 
     def capacity(self) -> int:
-        """How many more jobs this rank could begin now."""
+        """Return how many more jobs this rank could begin now."""
         return 0
 
     def accept(self, job: Job, rank: int) -> None:
-        """A rank has been given the job, and no other rank has. Called on all ranks."""
+        """Note that a job is assigned to a rank. Called on all ranks."""
 
     def run_slice(self) -> bool:
-        """Between two forwards: put rows into the engine, or do a slice of work that is short
-        enough for nobody to wait for it; returns whether there is another slice to do. No
-        collectives here."""
+        """Put rows into the engine, or do a slice of work that is too short to keep others waiting.
+
+        Called between two forwards; return whether another slice is due. No collectives here.
+        """
         return False
 
     def on_finished(self, row: Row) -> None:
-        """A row that is not of this step is done."""
+        """Take a complete row that is not of this step."""
 
     def end(self) -> None:
-        """The last tick: all ranks leave the rollout. No forward comes after it."""
+        """End the work of this rank, at the last tick. No forward comes after it."""
 
     def finish(self, ranks: Ranks) -> None:
-        """After the rollout, on all ranks together: bring what each has done to where it is needed.
-        Collectives may be used."""
+        """Exchange the results after the rollout, on all ranks together. May use collectives."""
 
 
 class SliceTask(IdleTask):
-    """Work that each rank does for itself, in slices, once it has nothing else to do. A subclass
-    says what the next slice takes, and does it."""
+    """Work that each rank does for itself, in slices, once it has nothing else to do."""
 
     num_granted = 0
-    """Slices that this rank has been given and has not begun."""
-    _of_ranks: Sequence[np.ndarray] = ()
-    """What they have published in the last tick."""
+    """Slices assigned to this rank and not begun."""
+    _by_rank: Sequence[np.ndarray] = ()
+    """What ranks have published in the last tick."""
 
     def next_slices(self) -> tuple[int, float, float]:
-        """Slices that this rank could do, the expected seconds of one, and the seconds that one
-        saves all ranks together. Asked where `can_begin`."""
+        """Return how many slices this rank could do, the predicted seconds of one, and the seconds
+        that one saves all ranks together. Called where `can_begin`."""
         raise NotImplementedError
 
     def can_begin(self) -> bool:
-        """Whether there is a slice to do that would keep no other rank waiting."""
+        """Whether a slice is due that would keep no other rank waiting."""
         raise NotImplementedError
 
     def do_slice(self) -> Span:
-        """One slice; returns when."""
+        """Do one slice; return its span of time."""
         raise NotImplementedError
 
     def publish(self) -> np.ndarray:
-        """`next_slices`, 0 where none can begin."""
+        """Return `next_slices`, zeros where none can begin."""
         return np.array(self.next_slices() if self.can_begin() else (0, 0.0, 0.0))
 
     def receive(self, published: list[np.ndarray]) -> None:
-        """What each rank could do."""
-        self._of_ranks = published
+        """Keep the slices that each rank could do."""
+        self._by_rank = published
 
     def jobs(self) -> Iterable[Job]:
-        """Each rank's own slices. What one saves is shared by all ranks. A rank that has rows and
-        publishes slices waits for environments."""
+        """Return each rank's own slices, whose savings all ranks share. They are co-scheduled, as a
+        rank with rows publishes slices only while all of its rows wait."""
         return [
-            Job((rank, number), saved_s / len(self._of_ranks), slice_s, True, rank)
-            for rank, (count, slice_s, saved_s) in enumerate(self._of_ranks)
+            Job((rank, number), saved_s / len(self._by_rank), slice_s, True, rank)
+            for rank, (count, slice_s, saved_s) in enumerate(self._by_rank)
             for number in range(int(count))
         ]
 
     def capacity(self) -> int:
-        """A few slices at a time."""
+        """Return how many more slices to assign, a few at a time."""
         count = self.next_slices()[0] if self.can_begin() else 0
         return max(min(count, NUM_WANTED - self.num_granted), 0)
 
     def accept(self, job: Job, rank: int) -> None:
-        """See `IdleTask`."""
+        """Count a slice of this rank."""
         self.num_granted += rank == self.view.rank
 
     def run_slice(self) -> bool:
-        """One slice, unless something else has come."""
+        """Do one slice, unless the rank has other work by now."""
         if not (self.num_granted and self.can_begin()):
             return False
         self.num_granted -= 1
@@ -161,19 +160,20 @@ class SliceTask(IdleTask):
 def assign(
     jobs: list[Iterable[Job]], capacities: Sequence[Sequence[float]], has_rows: list[bool]
 ) -> list[list[tuple[int, Job]]]:
-    """The jobs that each rank gets in a tick, by rank, each with the number of its task.
+    """Return the jobs that a tick assigns to each rank, by rank, each with the number of its task.
 
-    jobs: of each task, most urgent first, and co-scheduled ones before others; capacities: of each
-    rank, for each task; has_rows: of each rank. A rank with rows of its own gets co-scheduled jobs
-    alone, those that save most first. An idle rank does one thing at a time: jobs of the task whose
-    first one saves most per second. A pure function of what all ranks know, so no job is given
-    twice and nobody has to agree.
+    A rank with rows of its own gets co-scheduled jobs only, those that save most first. An idle
+    rank gets jobs of one task: the one whose first job saves most per second. A pure function of
+    what all ranks know, so no job is assigned twice without further agreement.
+
+    jobs: by task, most urgent first, co-scheduled ones before others; capacities: by rank and task;
+    has_rows: by rank.
     """
-    left = [list(of_task) for of_task in jobs]
+    left = [list(jobs_of_task) for jobs_of_task in jobs]
     rooms = [list(room) for room in capacities]
 
     def heads(rank: int) -> dict[int, Job]:
-        """The next job of each task that the rank may take, by task."""
+        """Return the next job of each task that the rank may take, by task."""
         found = {}
         for task in (task for task, room in enumerate(rooms[rank]) if room > 0):
             job = next((job for job in left[task] if job.rank in (None, rank)), None)
@@ -187,15 +187,15 @@ def assign(
             best = max(worth, key=worth.get, default=None)
             rooms[rank] = [count if task == best else 0 for task, count in enumerate(room)]
     given: list[list[tuple[int, Job]]] = [[] for _ in rooms]
-    # One job each in turn: a rank that got all of them would be the one that the others wait for.
+    # Round-robin: the others would wait for a rank that got all jobs.
     in_turn = sorted(range(len(rooms)), key=lambda rank: has_rows[rank])
     while in_turn:
         for rank in list(in_turn):
-            if not (of_tasks := heads(rank)):
+            if not (found := heads(rank)):
                 in_turn.remove(rank)
                 continue
-            task = max(of_tasks, key=lambda task, of_tasks=of_tasks: of_tasks[task].saves_s)
-            given[rank].append((task, of_tasks[task]))
-            left[task].remove(of_tasks[task])
+            task, job = max(found.items(), key=lambda item: item[1].saves_s)
+            given[rank].append((task, job))
+            left[task].remove(job)
             rooms[rank][task] -= 1
     return given

@@ -1,11 +1,10 @@
-"""The progress board: during a rollout the ranks tell each other how far they are, and none of them
-ever waits for it.
+"""The progress board: ranks exchange their progress during a rollout, without waiting.
 
 A tick is one asynchronous all-gather of a small state. A rank posts its state, continues to decode,
 checks between two forwards whether the tick is complete, and then posts the next one, so the
 slowest rank sets the pace. All ranks read the same states of the same ticks: a decision that is a
-pure function of a tick is the same on all ranks without further agreement. The tick in which every
-rank is done, or any has been told to stop, is the last; all ranks leave the rollout at it.
+pure function of a tick is the same on all ranks without further agreement. The last tick is the one
+in which every rank is done, or any has a stop request; all ranks leave the rollout there.
 
 Ticks are NCCL collectives on GPUs, memory shared by the ranks of one machine on CPUs, and gloo
 collectives across machines. The kernel of an NCCL collective holds a part of the GPU until the last
@@ -27,8 +26,8 @@ from bubblespec.distributed.ranks import OWN_ERRORS, Ranks, all_gather, one_line
 from bubblespec.distributed.shared_memory import PLACE_BYTES, SharedCollectives, open_collectives
 from bubblespec.errors import InputError
 
-# A rank that is done waits this long for its tick, which may be the last: it would start another
-# draft, and everyone would wait for that.
+# A rank that is done waits this long for its tick, which may be the last: all ranks would have to
+# wait for a draft that it starts now.
 LINGER_S = 2e-3
 NAP_S = 2e-4
 # The slowest rank pays for ticks with everyone's time: their minimum distance and maximum share.
@@ -42,24 +41,27 @@ NO_FACTS = np.empty(0)
 
 
 class RankState(NamedTuple):
-    """What a rank tells the others in a tick."""
+    """What a rank publishes in a tick."""
 
-    unfinished_rows: int  # of this rollout and this rank
-    must_stop: bool = False  # it has been told to end the run
-    facts: np.ndarray = NO_FACTS  # float64, whatever else decisions need, as long on all ranks
+    unfinished_rows: int
+    """Rows of the rank that are unfinished in this rollout."""
+    must_stop: bool = False
+    """Whether the rank has a stop request."""
+    facts: np.ndarray = NO_FACTS
+    """float64, of the same length on all ranks: whatever else decisions need."""
 
     @property
     def is_done(self) -> bool:
-        """None of its rows of this rollout is left."""
+        """Whether the rank has finished its rows of this rollout."""
         return self.unfinished_rows == 0
 
     def numbers(self) -> np.ndarray:
-        """As a tick carries it, float64 [2 + facts]."""
+        """Return the state as a tick carries it, float64 [2 + facts]."""
         return np.concatenate(((self.unfinished_rows, self.must_stop), self.facts))
 
     @classmethod
     def from_numbers(cls, numbers: np.ndarray) -> "RankState":
-        """The inverse of `numbers`."""
+        """Return the state that `numbers` has encoded."""
         return cls(int(numbers[0]), bool(numbers[1]), numbers[2:])
 
     def __str__(self) -> str:
@@ -68,8 +70,7 @@ class RankState(NamedTuple):
 
 
 class Transport:
-    """Carries the numbers of ticks; this one is for a single rank. At most one tick is in
-    flight."""
+    """Carries the numbers of ticks, one tick at a time; this one is for a single rank."""
 
     name = "one rank"
 
@@ -77,16 +78,16 @@ class Transport:
         self._clock = clock
 
     def post(self, numbers: np.ndarray, name: str) -> None:
-        """Start a tick with this rank's numbers, float64 [n], n equal on all ranks; name: for
+        """Start a tick with this rank's numbers, float64 [n], n equal on all ranks. name: for
         messages."""
         self._numbers = [numbers]
 
     def is_complete(self) -> bool:
-        """Whether all ranks' numbers are there. Raises RuntimeError if a rank has left."""
+        """Whether the numbers of all ranks have arrived. Raises RuntimeError if a rank has left."""
         return True
 
     def receive(self) -> list[np.ndarray]:
-        """The numbers of all ranks, by rank, of the tick that is complete."""
+        """Return the numbers of a complete tick, by rank."""
         return self._numbers
 
     def linger(self) -> None:
@@ -101,16 +102,18 @@ class Transport:
 
 
 class Collectives(Transport):
-    """Ticks as all-gathers in a process group of their own; with NCCL on a stream of their own. All
-    ranks make it together."""
+    """Ticks as all-gathers in a process group of their own; with NCCL on a stream of their own.
+
+    Made by all ranks together.
+    """
 
     def __init__(self, ranks: Ranks, timeout_s: float, backend: str):
         super().__init__(ranks.clock)
         self._ranks, self.name = ranks, backend
         self._device = ranks.device if backend == "nccl" else torch.device("cpu")
         self._stream = torch.cuda.Stream(self._device) if backend == "nccl" else None
-        # Gloo's time-out frees the thread that waits in the collective, for a clean exit; NCCL's
-        # would end the process before the board has reported why.
+        # Gloo's time-out frees the thread that waits in the collective, for a clean exit. NCCL's
+        # would end the process before the board has reported the reason.
         limit = timedelta(seconds=timeout_s if backend == "gloo" else 2 * timeout_s)
         options = one_cta(limit) if backend == "nccl" else None
         self._group = dist.new_group(backend=backend, timeout=limit, pg_options=options)
@@ -143,9 +146,12 @@ class Collectives(Transport):
 
 
 class SharedTicks(Transport):
-    """Ticks through memory that all ranks of a machine have mapped: a write, a few reads, and no
-    threads. (An all-gather over gloo takes 0.5 ms to post, and its threads as much again.) The
-    watchdog is not told of them, as asking the job's store takes longer than a tick."""
+    """Ticks through memory that all ranks of a machine have mapped.
+
+    A tick is a write and a few reads, without threads. (An all-gather over gloo takes 0.5 ms to
+    post, and its threads as much again.) The watchdog does not watch these ticks, since a look into
+    the job's store takes longer than a tick.
+    """
 
     name = "shared memory"
 
@@ -164,8 +170,8 @@ class SharedTicks(Transport):
 
 
 def one_cta(timeout: timedelta) -> object | None:
-    """Options of an NCCL communicator whose kernels run in one thread block and leave the other
-    multiprocessors to forwards; None where this torch cannot set that."""
+    """Return options of an NCCL communicator whose kernels run in one thread block and leave the
+    other multiprocessors to forwards; None where this torch lacks them."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     options = None if nccl is None else nccl.Options()
     if not hasattr(getattr(options, "config", None), "max_ctas"):
@@ -176,8 +182,11 @@ def one_cta(timeout: timedelta) -> object | None:
 
 
 def make_transport(ranks: Ranks, timeout_s: float, backend: str = "auto") -> Transport:
-    """All ranks call it together. backend: nccl, gloo, shm (shared memory), or auto: nccl on GPUs,
-    and on CPUs shared memory where there is any. Raises InputError for shm where there is none."""
+    """Create the transport of a run, on all ranks together.
+
+    backend: nccl, gloo, shm (shared memory), or auto: nccl on GPUs, on CPUs shared memory if there
+    is any, else gloo. Raises InputError for shm where there is none.
+    """
     if ranks.world_size == 1:
         return Transport(ranks.clock)
     on_gpu = ranks.device.type == "cuda"
@@ -195,15 +204,11 @@ def make_transport(ranks: Ranks, timeout_s: float, backend: str = "auto") -> Tra
 
 
 class ProgressBoard:
-    """Ticks of one job, rollout after rollout. All ranks make it together.
+    """Ticks of one job, rollout after rollout. Made by all ranks together.
 
-    num_ticks: ticks of this rollout that this rank has read; last_states: the states of the last of
-    them, by rank; is_over: the last tick has been read; is_relaxed: no rank could act on the next
-    tick, so it may come later (set between ticks, the same on all ranks).
-
-    timeout_s: seconds without a completed tick after which the job ends. transport: what carries
-    the ticks, or the name of a backend. interval_s: seconds between two ticks of a rank that is not
-    done, at least, and more where ticks are expensive; a rank that is done says so at once.
+    num_ticks: ticks of this rollout that this rank has read; last_states: the states in the latest
+    tick, by rank; is_over: whether the last tick has been read; is_relaxed: whether ticks may be
+    rarer, as no rank could act on the next one (set between ticks, the same on all ranks).
     """
 
     def __init__(
@@ -213,8 +218,10 @@ class ProgressBoard:
         transport: Transport | str = "auto",
         interval_s: float = INTERVAL_S,
     ):
+        """timeout_s: seconds without a complete tick after which the job ends; transport: or the
+        name of a backend; interval_s: least seconds between two ticks of a rank that has work."""
         self.ranks, self.timeout_s, self.interval_s = ranks, timeout_s, interval_s
-        self._tick_s = 0.0  # moving average: what posting a tick takes of a rank that has work
+        self._tick_s = 0.0  # moving average of the seconds that a busy rank needs to post a tick
         self._clock = ranks.clock
         self._in_flight = False
         if isinstance(transport, str):
@@ -223,8 +230,8 @@ class ProgressBoard:
         self.begin()
 
     def begin(self) -> None:
-        """A new rollout: ticks count from 0. Raises RuntimeError while a tick of the last one is in
-        flight."""
+        """Begin a rollout, whose ticks count from 0. Raises RuntimeError while a tick of the last
+        rollout is in flight."""
         if self._in_flight:
             raise RuntimeError("a rollout must run to its last tick before the next one begins")
         self.num_ticks = 0
@@ -234,25 +241,23 @@ class ProgressBoard:
         self.go_on()
 
     def go_on(self) -> None:
-        """The ranks have done something else together since the last tick: the time-out counts from
-        now."""
+        """Restart the time-out, after the ranks have done something else together."""
         self._deadline = self._clock.monotonic() + self.timeout_s
 
     @property
     def are_others_done(self) -> bool:
-        """As of the last tick they all wait for this rank: once done, it should wait for the end
-        and not start a draft."""
+        """Whether all other ranks were done at the last tick, and wait for this one."""
         others = [s for rank, s in enumerate(self.last_states) if rank != self.ranks.rank]
         return bool(self.last_states) and all(state.is_done for state in others)
 
     def poll(self, state: Callable[[], RankState], is_done: bool = False) -> list[RankState] | None:
-        """The states of all ranks in the tick that has just completed, once per tick; otherwise
+        """Return the states of all ranks in a tick that has just completed, once per tick; else
         None. Does not block.
 
         Call it between forwards until it returns None: `while (states := board.poll(state)) is not
-        None: act(states)`. If no tick is in flight it posts one with `state()`, which therefore
-        includes what was done about the tick before: after the interval, or at once if this rank
-        is done. After the last tick nothing is posted. Raises RankTimeout.
+        None: act(states)`. If no tick is in flight, post one with `state()`, which includes the
+        effects of the tick before: after the interval, or at once if this rank is done. After the
+        last tick nothing is posted. Raises RankTimeout.
         """
         if self.is_over:
             return None
@@ -268,7 +273,7 @@ class ProgressBoard:
                 self.transport.post(own, self._tick_name())
                 if not is_done:
                     self._tick_s += 0.1 * (self._clock.monotonic() - begin_s - self._tick_s)
-                    return None  # it has work to do, and no tick completes at once
+                    return None  # there is work to do, and no tick completes at once
                 self.transport.linger()
             if self.transport.is_complete():
                 return self._take()
@@ -289,8 +294,8 @@ class ProgressBoard:
         return now_s < self._last_tick_s + interval_s
 
     def wait(self, state: Callable[[], RankState]) -> list[RankState] | None:
-        """Poll, asleep in between, until a tick completes: for a rank that is done and has nothing
-        else to do. None after the last tick."""
+        """Sleep until a tick completes, and return its states; None after the last tick. For a rank
+        that is done and has nothing else to do."""
         while not self.is_over:
             if (states := self.poll(state, is_done=True)) is not None:
                 return states

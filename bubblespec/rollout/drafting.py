@@ -1,4 +1,4 @@
-"""Drafting ahead as a mechanism: which samples of coming steps a rollout's idle time drafts."""
+"""The choice of samples of coming steps that a rollout's idle time drafts."""
 
 import math
 

@@ -1,7 +1,10 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose responses all got the same
-reward, which give no gradient, are replaced by groups of further prompts, generated under the same
-weights; so are those that lack a reward. Which prompts come next depends on the step and the
-gathered rewards alone, so any number of ranks trains on the same tokens."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
+
+Groups whose responses all got the same reward give no gradient. They are replaced by groups of
+further prompts, generated under the same weights, as are groups that lack a reward. The choice of
+prompts depends on the step and the gathered rewards alone, so any number of ranks trains on the
+same tokens.
+"""
 
 import math
 from dataclasses import replace
@@ -14,9 +17,8 @@ from bubblespec.types import has_rewards, has_zero_std
 
 
 def num_lacking(record: StepRecord, max_batches: int) -> int:
-    """Groups that the step should generate further: as many as will fill the gap at the rate so
-    far, at most a whole batch; 0 once there are enough whose rewards differ, or it has had
-    `max_batches`."""
+    """Return how many further groups the step generates: enough to fill the gap at the rate so far,
+    at most a whole batch. 0 once enough rewards differ, or after `max_batches`."""
     rewards, wanted = record.all_rewards, record.batch_sizes[0]
     is_useful = has_rewards(rewards) & ~has_zero_std(rewards)
     missing = wanted - int(is_useful.sum())
@@ -25,24 +27,28 @@ def num_lacking(record: StepRecord, max_batches: int) -> int:
     return min(wanted, math.ceil(missing / max(is_useful.mean(), 1e-9)))
 
 
-def joined(record: StepRecord, more: StepRecord) -> StepRecord:
-    """A step's record with that of a further rollout of it."""
-    lists = ("batch_sizes", "rollouts", "stages", "spans")
+def join(record: StepRecord, more: StepRecord) -> StepRecord:
+    """Return the record of a step with a further rollout."""
     return replace(
         record,
         generated=record.generated + more.generated,
         all_rewards=np.concatenate((record.all_rewards, more.all_rewards)),
         owners=np.concatenate((record.owners, more.owners)),
-        **{name: getattr(record, name) + getattr(more, name) for name in lists},
+        batch_sizes=record.batch_sizes + more.batch_sizes,
+        rollouts=record.rollouts + more.rollouts,
+        stages=record.stages + more.stages,
+        spans=record.spans + more.spans,
         drafts=record.drafts | more.drafts,
         expected_s=record.expected_s + more.expected_s,
     )
 
 
-def selected(record: StepRecord) -> StepRecord:
-    """The record with what is trained on: the first groups whose rewards differ and, where they are
-    too few, the first of the others as well, but none that lacks a reward. Raises RewardsFailed if
-    all do, on all ranks."""
+def select_trained(record: StepRecord) -> StepRecord:
+    """Return the record with the groups that are trained on.
+
+    The first groups whose rewards differ come first, then groups of equal rewards; groups that lack
+    a reward are left out. Raises RewardsFailed, on all ranks, if all groups lack one.
+    """
     order = np.argsort(has_zero_std(record.all_rewards), kind="stable")
     order = order[has_rewards(record.all_rewards)[order]]
     if not len(order):

@@ -1,4 +1,4 @@
-"""Rows of all ranks on every rank: those that are unfinished, to go on with them together, or those
+"""Gathering rows of all ranks on every rank: unfinished rows, to be finished together, or the rows
 that are trained on, as samples in an order that depends on no rank and no clock."""
 
 import numpy as np
@@ -11,9 +11,11 @@ FINISHES = (None, "stop", "length")
 
 
 def gather_rows(own: dict[int, Row], table: RowTable, ranks: Ranks) -> dict[int, Row]:
-    """The rows of all ranks, by index: the own ones as they are, copies of the others. Of each the
-    ranks exchange a header, its tokens and both log-probabilities, all exact as float64, NaN as
-    well."""
+    """Return the rows of all ranks by index: this rank's own objects, and copies of the others.
+
+    The ranks exchange a header, the tokens and both log-probabilities of each row. All of these are
+    exact as float64, NaN as well.
+    """
     rows, numbers = dict(own), [np.empty(0)]
     for index, row in own.items():
         header = (index, row.max_new_tokens, FINISHES.index(row.finish), len(row.tokens))
@@ -31,14 +33,14 @@ def gather_rows(own: dict[int, Row], table: RowTable, ranks: Ranks) -> dict[int,
 def gather_samples(
     own: dict[int, Row], rewards: np.ndarray, table: RowTable, ranks: Ranks
 ) -> Samples:
-    """What is trained on, on every rank, once the rollout is over. own: this rank's part of it, by
-    ascending index; rewards: float64 [rows, functions], of these."""
+    """Return all samples that are trained on, on every rank, after the rollout. own: this rank's
+    share, by ascending index; rewards: float64 [rows, functions], of this share."""
     trained, launch = table.trained(), table.launch
     by_index = gather_rows(own, table, ranks)
     rows = [by_index[index] for index in trained.tolist()]
     all_rewards = np.empty((len(rows), rewards.shape[1]))
-    for rank, of_rank in enumerate(ranks.gather_ragged(rewards.ravel())):
-        all_rewards[table.rank_of[trained] == rank] = of_rank.reshape(-1, rewards.shape[1])
+    for rank, flat in enumerate(ranks.gather_ragged(rewards.ravel())):
+        all_rewards[table.rank_of[trained] == rank] = flat.reshape(-1, rewards.shape[1])
     groups = trained[:: launch.num_generations] // launch.num_generations
     return Samples(
         groups=[launch.groups[group] for group in groups.tolist()],

@@ -1,4 +1,4 @@
-"""Builds a run's sampler."""
+"""Making of a run's sampler."""
 
 from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
@@ -34,9 +34,11 @@ def make_sampler(
     board: ProgressBoard | None = None,
     cost: CostModel | None = None,
 ) -> Sampler:
-    """All ranks call it together. drafts_ahead: whether idle time may generate samples of coming
-    steps, where the sources have them; board, cost: in virtual time, in place of those that are
-    made and measured here."""
+    """Create the sampler of a run, on all ranks together.
+
+    drafts_ahead: whether idle time may generate samples of coming steps, if speculative.method has
+    them; board, cost: given in virtual time, where nothing is measured.
+    """
     max_draft_tokens, max_history_tokens = VIRTUAL_TOKENS if cost else host_token_budget(ranks)
     sources = config.speculative.sources
     has_drafts = bool(sources) or config.tail_batching.enabled

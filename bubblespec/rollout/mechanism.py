@@ -1,9 +1,9 @@
-"""What a mechanism is to the core: something that can be switched off without changing what is
-trained on.
+"""The interface of mechanisms. A mechanism can be switched off without changing what is trained
+on.
 
-A mechanism lives in one folder of bubblespec/mechanisms/ and subclasses `Mechanism`. Before each
-rollout the sampler makes a `RolloutPlan`, each mechanism amends it, and the loop carries it out.
-Only setup.py knows which mechanisms there are.
+It lives in one folder of bubblespec/mechanisms/ and subclasses `Mechanism`. Before each rollout the
+sampler makes a `RolloutPlan`, each mechanism amends the plan, and the loop carries it out. setup.py
+alone knows which mechanisms there are.
 """
 
 from dataclasses import dataclass, field
@@ -22,17 +22,17 @@ from bubblespec.types import Group, Launch
 
 @dataclass
 class RolloutPlan:
-    """What one rollout generates, and what goes on beside it."""
+    """What one rollout generates, and the use of its idle time."""
 
     launch: Launch
     step: int | None
-    """None in an evaluation."""
+    """Number of the step; None in an evaluation."""
     used: list[Group]
     """Groups that the step has drawn so far, those of this rollout included."""
     scoring: Scoring | None
-    """None where responses are not scored."""
+    """Scoring of the responses; None where they are not scored."""
     is_on: bool
-    """Whether the guard lets this rollout use mechanisms that are there for speed alone."""
+    """Whether the guard allows mechanisms whose only purpose is speed."""
     proposer: Proposer | None = None
     """Source of draft tokens; set after all mechanisms have amended the plan."""
     take_over: TakeOver | None = None
@@ -43,8 +43,11 @@ class RolloutPlan:
 
 
 class Mechanism:
-    """One mechanism in a run. Every method has a default, so that a mechanism overrides what it
-    needs. All ranks call each method at the same point; collectives may be used."""
+    """One mechanism of a run. Every method has a default.
+
+    All ranks call each method at the same point, so methods may use collectives; `save` is called
+    on rank 0 alone.
+    """
 
     name = "mechanism"
     """Key of its state in checkpoints."""

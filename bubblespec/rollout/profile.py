@@ -1,4 +1,4 @@
-"""Forwards are timed once before the first rollout."""
+"""Timing of forwards before the first rollout."""
 
 import itertools
 
@@ -9,9 +9,9 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Row, SampleId
 
-NUM_FORWARDS, FEW_TOKENS = 3, 64  # forwards that are timed of each kind; one of more tokens
+NUM_FORWARDS, FEW_TOKENS = 3, 64  # timed forwards of each kind; one of those above FEW_TOKENS
 WINDOWS = (0, 3, 15)  # draft tokens of a row
-# Of short rows that feed few tokens together, whose seconds have steps (linear.py).
+# For short rows that feed few tokens together, whose cost has steps (mechanisms/cpu_linear.py).
 MORE_WINDOWS = (1, 2, 5, 7)
 
 
@@ -30,9 +30,11 @@ class _MeaninglessDrafts:
 
 
 def profile(engine: Engine, params: SamplingParams, cost: CostModel, *, clock) -> None:
-    """Time forwards of few and many rows, short and long ones, with short and long drafts; long
-    rows without the longest drafts, as what their positions cost shows without; short rows with
-    drafts of more lengths, where they feed few tokens. Each kind is run once before it counts."""
+    """Time forwards of few and many rows, short and long ones, with short and long drafts.
+
+    Long rows have no longest drafts: the cost of their positions shows without. Short rows that
+    feed few tokens have drafts of more lengths. Each kind is run once before it counts.
+    """
     capacity, length = engine.num_slots, engine.max_length
     counts = sorted({1, max(1, capacity // 4), capacity})
     sizes = sorted({min(8, length - 1), min(512, length // 2)})

@@ -1,5 +1,5 @@
 """A step's samples: place its groups on ranks, generate, wait for the slowest rank, score, gather,
-and take in what was measured."""
+and learn from what was measured."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from bubblespec.records import RolloutRecord, Span, StepRecord
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.board import ProgressBoard
-from bubblespec.rollout.dynamic_sampling import joined, num_lacking, selected
+from bubblespec.rollout.dynamic_sampling import join, num_lacking, select_trained
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
@@ -32,7 +32,7 @@ from bubblespec.types import Draft, Group, Launch, Row, Samples, has_rewards
 
 @dataclass
 class Sampler:
-    """The parts that a step's samples come from; see `make_sampler`."""
+    """What generates the samples of steps; see `make_sampler`."""
 
     config: Config
     ranks: Ranks
@@ -41,24 +41,24 @@ class Sampler:
     schedule: StepSchedule
     scorer: Scorer
     reward_weights: list[float]
-    """One for each reward function."""
+    """Weights of the reward functions, in their order."""
     stats: RunStats
     store: DraftStore
     """Drafts of coming steps."""
     history: History
     """Responses of earlier epochs."""
     proposer: Proposer | None = None
-    """Where draft tokens come from; None where nothing is drafted or deferred."""
+    """Source of draft tokens; None where nothing is drafted or deferred."""
     board: ProgressBoard | None = None
     """None where no rollout needs ticks."""
     mechanisms: list[Mechanism] = field(default_factory=list)
     """They amend the plan of each rollout, in this order."""
     planning_s: float = 0.0
-    """Spent on drafts outside of rollouts since the last one was accounted for."""
+    """Seconds spent on drafts outside of rollouts since the last rollout."""
 
     def sample(self, step: int) -> StepRecord:
-        """The samples of `step`, in canonical order and the same on every rank. Raises
-        StopRequested: the step is abandoned."""
+        """Return the samples of `step` in canonical order, the same on every rank. Raises
+        StopRequested, which abandons the step."""
         rollout, launch = self.config.rollout, self.schedule.launch(step)
         used, max_batches = launch.groups, rollout.dynamic_sampling_max_batches
         record = self._sample_groups(launch, step, used)
@@ -69,15 +69,15 @@ class Sampler:
                     break
                 used = used + groups
                 launch = Launch(groups, len(groups), rollout.num_generations)
-                record = joined(record, self._sample_groups(launch, step, used))
+                record = join(record, self._sample_groups(launch, step, used))
         if max_batches > 1 or not has_rewards(record.all_rewards).all():
-            record = selected(record)
+            record = select_trained(record)
         self.observe_samples(record.generated, record.all_rewards.ravel())
         self.schedule.finish(record.generated, record.deferred)
         return record
 
     def _sample_groups(self, launch: Launch, step: int, used: list[Group]) -> StepRecord:
-        """One rollout of a step and what follows it. used: see `roll_out`."""
+        """Generate and score the groups of one rollout. used: see `roll_out`."""
         ranks, clock = self.ranks, self.ranks.clock
         began_s = clock.perf_counter()
         table, rows, scoring = self.begin(launch, step, self.store)
@@ -150,10 +150,10 @@ class Sampler:
         used: list[Group],
         scoring: Scoring | None = None,
     ) -> tuple[RolloutRecord, list[IdleTask]]:
-        """Generate this rank's rows of a step. Returns also the tasks for idle time.
+        """Generate this rank's rows of a step; return the record and the tasks of idle time.
 
-        used: groups that the step has drawn so far, those of this rollout included; scoring: of its
-        rows, None where they are not scored.
+        used: groups that the step has drawn so far, those of this rollout included; scoring: None
+        where responses are not scored.
         """
         begin_s = self.ranks.clock.perf_counter()
         plan = self.plan_rollout(table.launch, step, used, scoring)
@@ -201,7 +201,7 @@ class Sampler:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether rows are placed by what they are expected to need."""
+        """Whether rows are placed by their expected lengths."""
         return self.config.rollout.placement != "in_turn" and self.ranks.world_size > 1
 
     @property
@@ -211,7 +211,7 @@ class Sampler:
         return uses or any(mechanism.needs_timings for mechanism in self.mechanisms)
 
     def gather(self, table: RowTable, rows: dict[int, Row], scoring: Scoring) -> Samples:
-        """The samples that are trained on, of all ranks. rows: this rank's."""
+        """Return the samples of all ranks that are trained on. rows: this rank's."""
         own = {index: rows[index] for index in table.trained().tolist() if index in rows}
         rewards = scoring.collect(list(own.values()))
         return gather_samples(own, rewards, table, self.ranks)
@@ -224,8 +224,8 @@ class Sampler:
         rows: dict[int, Row],
         step: int,
     ) -> Span:
-        """After a rollout, on all ranks together: what each has measured and made, and the tokens
-        of what is deferred, as drafts."""
+        """Exchange what a rollout has measured and drafted, on all ranks together; tokens of
+        deferred samples become drafts. Return when that happened."""
         begin_s = self.ranks.clock.perf_counter()
         if self.needs_timings:
             shape = (self.ranks, self.engine.num_slots, self.planning_s)
@@ -242,8 +242,8 @@ class Sampler:
         return span
 
     def keep_as_drafts(self, rows: Sequence[Row], step: int, are_deferred: bool = True) -> None:
-        """The tokens of rows that will go on in a later step become drafts, in the stores of all
-        ranks. A draft that has turned out right so far and is longer stays."""
+        """Put the tokens of rows that a later step continues into the stores of all ranks. A longer
+        draft that begins with these tokens stays."""
         drafts = {}
         for row in rows:
             old, length = self.store.get(row.id), len(row.tokens)
@@ -256,8 +256,8 @@ class Sampler:
         exchange(self.store, drafts, self.ranks, are_deferred=are_deferred)
 
     def observe_samples(self, samples: Samples, rewards: np.ndarray) -> None:
-        """Take in what a step has generated, the same on every rank: lengths, and histories for the
-        prompts' next epoch. rewards: float64 [S]."""
+        """Learn lengths and keep histories for the prompts' next epoch, the same on every rank.
+        rewards: float64 [S]."""
         self.store.drop(samples.ids)
         self.stats.observe_samples(samples)
         if "suffix" in self.config.speculative.sources:
@@ -266,7 +266,7 @@ class Sampler:
                 self.history.add(uid, tokens, float(np.nan_to_num(rewards[index], nan=-np.inf)))
 
     def _expected_s(self, table: RowTable) -> float:
-        """Seconds in which this rank's rows are expected to be done; NaN where nobody knows."""
+        """Return predicted seconds until this rank finishes its rows; NaN if unknown."""
         if table.rows is None or table.launch.selects or self.stats.shared_cost is None:
             return math.nan
         own = table.rows.take(table.rank_of == self.ranks.rank)
@@ -274,22 +274,21 @@ class Sampler:
         return rollout_seconds(own, stats.shared_cost, self.engine.num_slots, stats.rates)
 
     def combined(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Reward of each sample in training: the weighted sum and the overlong penalty, float64
-        [S]; NaN where it has none. rewards, lengths: see `Samples`."""
+        """Return each sample's reward in training: the weighted sum and the overlong penalty,
+        float64 [S], NaN without a reward. rewards, lengths: see `Samples`."""
         return combine(rewards, self.reward_weights) + self.overlong(lengths)
 
     def overlong(self, lengths: np.ndarray) -> np.ndarray:
-        """The overlong penalty of each sample, float64 [S]; 0 where it is off."""
+        """Return the overlong penalty of each sample, float64 [S]; 0 where it is off."""
         limit = self.config.rollout.max_completion_length
         return overlong_penalty(lengths, limit, self.config.reward.overlong_buffer_length)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Drafts, history and statistics as arrays. They change no token, only how soon it is
-        there."""
+        """Return drafts, history and statistics, which change no token, only its time."""
         return state_of(self._parts())
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Take over a saved state; parts that it lacks stay as they are."""
+        """Restore a saved state; parts that it lacks stay as they are."""
         load_parts(self._parts(), state)
 
     def _parts(self) -> dict:
@@ -301,7 +300,7 @@ class Sampler:
 
 
 def track(proposer: Proposer, rows: dict[int, Row], store: DraftStore, version: int) -> None:
-    """A rollout of these rows begins, with their drafts. version: updates of the weights."""
+    """Begin a rollout of these rows with their drafts. version: updates of the weights."""
     proposer.begin()
     for row in rows.values():
         proposer.track(row, store.get(row.id), version)

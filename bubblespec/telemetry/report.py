@@ -224,9 +224,7 @@ def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
             metrics[f"timing_s/{name}/rank_{rank}"] = float(by_rank[rank, i])
     if ranks.world_size > 1:
         metrics["bubble/slowest_rank"] = int(by_rank[:, 0].argmax())
-    samples = record.generated
-    prompt_tokens = sum(len(group.prompt.token_ids) for group in samples.groups)
-    num_tokens = int(samples.lengths.sum()) + prompt_tokens * samples.num_generations
+    num_tokens = record.generated.num_tokens
     return metrics | {
         "timing_s/step": step_s,
         "bubble/ratio": float(by_rank[:, 1].sum() / by_rank[:, :2].sum()),

@@ -51,7 +51,7 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
     lines += [f"{size / 1e9:8.2f}  {name}" for size, name in rows if size]
     count, wanted = num_rows(config, world_size), config.rollout.max_num_seqs
     unit, spare, per_row = cache_unit(config, needs, has_pages(config))
-    needed = per_row if wanted == "auto" or has_pages(config) else wanted
+    needed = per_row if isinstance(wanted, str) or has_pages(config) else wanted
     for name, total in CARDS.items():
         room = total * config.rollout.gpu_memory_utilization - needs.lasting
         fitting = max(int(needs.room_for_cache(room, config) // unit) - spare, 0)

@@ -1,11 +1,11 @@
 """Episodes in a rollout of one rank: rows whose turns an environment answers while others go on.
 
-A row begins with what the environment adds to the prompt. Where it ends a turn the engine pauses
-it, until the observation comes that follows, or the episode is over.
+A row begins with the text that the environment adds to the prompt. At the end of a turn the engine
+pauses it, until the observation comes that follows, or the episode is over.
 """
 
 import random
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,56 +19,53 @@ from bubblespec.mechanisms.episodes.environments import Environments, Observatio
 from bubblespec.types import Prompt, Row
 
 WAIT_S = 1e-3  # until a rank without anything to feed looks after other things
+STOPS = ("done", "no_call", "max_turns", "length", "error")
 
 
 def episode_seed(run_seed: int, uid: int, visit: int) -> int:
-    """What environments of a group are given as their seed."""
+    """Return the seed for the environments of a group."""
     return random.Random(f"{run_seed}/{uid}/{visit}").getrandbits(32)
-
-
-STOPS = ("done", "no_call", "max_turns", "length", "error")
 
 
 @dataclass
 class EpisodeCounts:
-    """What happened in the episodes of one rollout on one rank, without those of drafts."""
+    """Sums over the episodes of one rollout on one rank, drafts left out."""
 
     turns: int = 0
-    """Of the model, in episodes that are over."""
+    """Model turns in finished episodes."""
     calls: int = 0
     failed_calls: int = 0
     environment_s: float = 0.0
     """Seconds inside environments, summed over rows."""
     waiting_s: float = 0.0
-    """In which a row waited for its environment, summed over rows."""
+    """Seconds in which a row waited for its environment, summed over rows."""
     idle_s: float = 0.0
-    """Of these, those in which the rank did nothing else."""
+    """Seconds of `waiting_s` in which the rank did nothing else."""
     differing_replays: int = 0
-    """Of environments whose worker had died, those of drafts included."""
+    """Environments, those of drafts included, whose replay after a crash differed."""
     stops: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STOPS, 0))
-    """Episodes by why they are over."""
+    """Finished episodes by the reason for their end."""
 
 
 @dataclass(eq=False)
 class _Episode:
-    """A row's, that is not over."""
+    """The unfinished episode of a row."""
 
     row: Row
     is_own: bool
-    """Of this step; others are drafts of coming ones."""
+    """Whether the row is of this step, not a draft of a coming one."""
     since_s: float
-    """When its environment was last asked."""
-    waits: bool = True
-    """For an answer."""
+    """Time of the last request to the environment."""
+    is_waiting: bool = True
     turn_begin: int = 0
-    """In the response, of the current turn or the last one."""
+    """Index in the response at which the last turn begins."""
     num_turns: int = 0
     is_broken: bool = False
-    """The environment has failed at the beginning: it is over after the first turn."""
+    """Whether the environment failed at the beginning, so that the first turn ends the episode."""
 
 
 class Episodes:
-    """Of one rollout. `outcomes` has what is left of the environments of own rows that are over."""
+    """The `RowFeed` of one rollout with environments."""
 
     def __init__(
         self,
@@ -81,8 +78,8 @@ class Episodes:
         with_environment: bool = False,
         runs_drafts: bool = True,
     ):
-        """prompts: of all rows that may be begun; with_environment: outcomes have it, too;
-        runs_drafts: otherwise rows of coming steps end with their first turn."""
+        """prompts: of all rows that may be begun; with_environment: whether outcomes include it;
+        runs_drafts: whether rows of coming steps continue after their first turn."""
         self.environments, self.engine, self.clock = environments, engine, clock
         self.seed, self.with_environment = seed, with_environment
         self.runs_drafts = runs_drafts
@@ -90,12 +87,13 @@ class Episodes:
         self.proposer: Proposer | None = None
         self.counts = EpisodeCounts()
         self.outcomes: dict[Row, Future] = {}
-        self._running: dict[Row, _Episode] = {}
-        self._num_differing = environments.num_differing  # so far
+        """`Outcome` of each finished episode of this step."""
+        self._running: dict[Hashable, _Episode] = {}  # by row
+        self._num_differing = environments.num_differing  # before this rollout
 
     @property
     def is_running(self) -> bool:
-        """Whether any episode is not over."""
+        """Whether any episode is unfinished."""
         return bool(self._running)
 
     def start(self, view: RankView, proposer: Proposer | None) -> None:
@@ -108,7 +106,7 @@ class Episodes:
             self.begin(row)
 
     def begin(self, row: Row, *, is_own: bool = True) -> None:
-        """Start an episode. The row comes into the engine later, with its first tokens."""
+        """Start an episode. The row enters the engine once the environment has begun."""
         row.has_turns = True
         self._running[row] = _Episode(row, is_own, self.clock.perf_counter())
         prompt, (uid, visit, _) = self.prompts[row.id.uid], row.id
@@ -116,25 +114,25 @@ class Episodes:
         self.environments.begin(row, prompt, seed, is_draft=not is_own)
 
     def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
-        """Ask environments about rows that the engine has returned, take in what others have
-        answered, and return the rows that are over."""
-        over = []
+        """Submit the turns of rows that the engine has returned, take in the observations that have
+        come, and return the rows whose episodes are over."""
+        over: list[Row] = []
         for row in finished:
             episode = self._running.get(row)
-            over += [row] if episode is None else self._ask(episode)
-        for row, observation in self.environments.poll():
-            over += self._take(self._running[row], observation)
+            over += [row] if episode is None else self._submit(episode)
+        for name, observation in self.environments.poll():
+            over += self._take(self._running[name], observation)
         return over
 
     def wait(self) -> None:
-        """For an answer, a moment."""
+        """Wait a moment for an observation."""
         begin_s = self.clock.perf_counter()
-        num_waiting = sum(of.waits and of.is_own for of in self._running.values())
+        num_waiting = sum(each.is_waiting and each.is_own for each in self._running.values())
         self.environments.wait(WAIT_S)
         self.counts.idle_s += num_waiting * (self.clock.perf_counter() - begin_s)
 
     def drop(self, row: Row) -> None:
-        """End a row's episode; the row leaves the engine with the tokens that are certain."""
+        """End a row's episode; the row leaves the engine with its tokens."""
         del self._running[row]
         self.environments.end(row, with_reward=False)
         if row in self.engine.queue or row in self.engine.rows:
@@ -142,14 +140,14 @@ class Episodes:
         row.finish = None
 
     def close(self) -> None:
-        """The rollout is over: end what is still running. Rows stay as they are."""
+        """End all unfinished episodes at the end of the rollout. Rows stay as they are."""
         for row in self._running:
             self.environments.end(row, with_reward=False)
         self._running.clear()
         self.counts.differing_replays = self.environments.num_differing - self._num_differing
 
-    def _ask(self, episode: _Episode) -> list[Row]:
-        """About a row that has ended a turn, or all."""
+    def _submit(self, episode: _Episode) -> list[Row]:
+        """Submit the turn of a row that the engine has returned; return the row if it is over."""
         row = episode.row
         episode.num_turns += row.finish == "stop"
         if row.finish == "length":
@@ -157,14 +155,14 @@ class Episodes:
         if episode.is_broken:
             self.engine.drop(row)
             return self._end(episode, "error")
-        episode.waits, episode.since_s = True, self.clock.perf_counter()
+        episode.is_waiting, episode.since_s = True, self.clock.perf_counter()
         self.environments.act(row, row.tokens[episode.turn_begin :])
         return []
 
     def _take(self, episode: _Episode, observation: Observation) -> list[Row]:
-        """What an environment has answered."""
+        """Append an observation to its row; return the row if it is over."""
         row, ids, length = episode.row, observation.ids, len(episode.row.tokens)
-        episode.waits = False
+        episode.is_waiting = False
         if episode.is_own:
             self.counts.waiting_s += self.clock.perf_counter() - episode.since_s
             self.counts.environment_s += observation.seconds
@@ -175,7 +173,7 @@ class Episodes:
             unknown = np.full(len(ids), np.nan, np.float32)
             row.tokens, row.logprob, row.full_logprob = ids, unknown, unknown.copy()
             self.engine.add([row])
-        elif observation.is_done:
+        elif observation.reason is not None:
             self.engine.drop(row)
             if observation.reason == "too_long":
                 row.finish = "length"
@@ -188,18 +186,16 @@ class Episodes:
         return self._end(episode, "length") if row.finish == "length" else []
 
     def _end(self, episode: _Episode, reason: str) -> list[Row]:
-        """The episode is over; the row is out of the engine."""
-        row = episode.row
+        """End the episode of a row that is out of the engine; return the row."""
+        row, is_own = episode.row, episode.is_own
         del self._running[row]
-        if not episode.is_own:
-            self.environments.end(row, with_reward=False)
-            return [row]
-        reason = "length" if reason == "too_long" else reason
-        self.counts.turns += episode.num_turns
-        self.counts.stops[reason] += 1
-        self.outcomes[row] = self.environments.end(
+        outcome = self.environments.end(
             row,
-            with_reward=self.environments.form.has_reward,
-            with_environment=self.with_environment,
+            with_reward=is_own and self.environments.form.has_reward,
+            with_environment=is_own and self.with_environment,
         )
+        if is_own:
+            self.outcomes[row] = outcome
+            self.counts.turns += episode.num_turns
+            self.counts.stops["length" if reason == "too_long" else reason] += 1
         return [row]

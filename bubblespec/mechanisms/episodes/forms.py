@@ -36,10 +36,10 @@ Chat = str | list[dict]
 class Form:
     """An environment as the configuration names it."""
 
-    name: str
-    """Of the class, for metrics; empty with functions alone."""
-    factory: type | None
+    factory: Any
+    """Class of the environment; None with functions alone."""
     functions: list[Callable] = field(default_factory=list)
+    """Tools besides the methods of the class."""
 
     @property
     def is_text(self) -> bool:
@@ -53,14 +53,15 @@ class Form:
 
     @property
     def adds_text(self) -> bool:
-        """Whether the start of an episode may add text to its prompt: anything but a reset that is
-        declared to return None."""
+        """Whether the start of an episode may add text to its prompt.
+
+        Only a reset that is declared to return None cannot."""
         if self.factory is None or self.is_text:
             return self.is_text
         return inspect.signature(self.factory.reset).return_annotation not in (None, "None")
 
     def tools(self, instance: Any) -> list[Callable]:
-        """In TRL's order: functions, then the methods of the class by name."""
+        """Return all tools in TRL's order: functions, then the methods of the class by name."""
         if self.factory is None or self.is_text:
             return self.functions
         names = [name for name, _ in inspect.getmembers(self.factory, _is_method)]
@@ -68,12 +69,13 @@ class Form:
         return self.functions + [getattr(instance, name) for name in public]
 
     def schemas(self) -> list[dict]:
-        """Of all tools, from type hints and docstrings. Raises InputError where one lacks them, or
-        two have one name."""
+        """Return the schemas of all tools, from type hints and docstrings.
+
+        Raises InputError for a tool without them, and for two of one name."""
         from transformers.utils import get_json_schema
 
         schemas, names = [], set()
-        # without __init__, which may start what belongs into a worker
+        # without __init__, which may start what belongs in a worker
         for tool in self.tools(self.factory and object.__new__(self.factory)):
             if tool.__name__ in names:
                 raise InputError(
@@ -91,7 +93,7 @@ class Form:
         return schemas
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raises InputError if reset cannot be called with the prompt and these columns."""
+        """Raise InputError if reset cannot be called with the prompt and these columns."""
         if self.factory is None or self.is_text:
             return
         given = dict.fromkeys(["prompt", *columns])
@@ -99,23 +101,23 @@ class Form:
             inspect.signature(self.factory.reset).bind(None, **given)
         except TypeError as error:
             raise InputError(
-                f"environment.factory: {self.name}.reset cannot be called with the columns "
-                f"{sorted(given)}: {error}"
+                f"environment.factory: {self.factory.__name__}.reset cannot be called with the "
+                f"columns {sorted(given)}: {error}"
             ) from error
 
 
 def load_form(factory: str | None, tools: list[str]) -> Form:
-    """Import what the configuration names. Raises InputError if it has none of the forms."""
+    """Import the configured class and functions. Raises InputError if they have no known form."""
     functions = [import_path("environment.tools", path, "my_module.my_tool") for path in tools]
     for path, function in zip(tools, functions, strict=True):
         if not callable(function) or isinstance(function, type):
             raise InputError(f"environment.tools: '{path}' is not a function")
     if factory is None:
-        return Form("", None, functions)
+        return Form(None, functions)
     made = import_path("environment.factory", factory, "my_module.MyEnvironment")
     if not isinstance(made, type):
         raise InputError(f"environment.factory: '{factory}' is not a class")
-    form = Form(made.__name__, made, functions)
+    form = Form(made, functions)
     if not form.is_text and not hasattr(made, "reset"):
         raise InputError(
             f"environment.factory: '{factory}' has neither `reset`, as TRL's environments have, "
@@ -136,8 +138,9 @@ class Host:
         self._episodes: dict[int, ToolEpisode | TextEpisode] = {}
 
     def answer(self, request: bytes) -> dict:
-        """Reply to a pickled (method, number, arguments): what the method returns, or why it failed
-        as `error`, and the `seconds` that it took."""
+        """Reply to a pickled (method, number, arguments).
+
+        The reply is what the method returns, or its `error`, and has the `seconds` that it took."""
         begin_s = time.monotonic()
         try:
             method, number, arguments = pickle.loads(request)
@@ -149,18 +152,18 @@ class Host:
         return reply | {"seconds": time.monotonic() - begin_s}
 
     def begin(self, number: int, prompt: Chat, columns: dict, seed: int) -> dict:
-        """Start an episode. The reply's `prompt` has the text that the environment adds to it."""
+        """Start an episode. The reply's `prompt` includes the text that the environment adds."""
         kind = TextEpisode if self._form.is_text else ToolEpisode
         self._episodes[number] = episode = kind(self._form)
         return {"prompt": episode.begin(prompt, columns, seed)}
 
     def act(self, number: int, action: Any) -> dict:
-        """One turn: its tool calls, or its text."""
+        """Answer a turn: its tool calls, or its text."""
         return self._episodes[number].act(action)
 
     def end(self, number: int, with_reward: bool, with_environment: bool) -> dict:
         """Forget an episode. The reply has its `reward`, a finite number or None, and on request
-        the pickled `environment`."""
+        the pickled `environment`, in base64."""
         episode = self._episodes.pop(number)
         try:
             reward = episode.reward() if with_reward else None
@@ -173,10 +176,10 @@ class Host:
 
 
 class ToolEpisode:
-    """Tools are called as TRL's loop calls them, and their messages are the same."""
+    """An episode whose tools are called as in TRL's loop, with the same messages."""
 
     def __init__(self, form: Form):
-        self.environment = form.factory and form.factory()
+        self.environment: Any = form.factory and form.factory()
         self._tools = {tool.__name__: tool for tool in form.tools(self.environment)}
 
     def begin(self, prompt: Chat, columns: dict, seed: int) -> Chat:
@@ -188,8 +191,8 @@ class ToolEpisode:
         return prompt if added is None else add_text(prompt, added)
 
     def act(self, calls: list[dict]) -> dict:
-        """calls: {name, arguments}, or {name, error} for one that could not be parsed."""
-        results, waiting = [], []  # coroutines run together, and come after the others
+        """Call tools. calls: {name, arguments}, or {name, error} for what cannot be parsed."""
+        results, waiting = [], []  # coroutines run together, and come last
         for call in calls:
             name = call["name"]
             try:
@@ -216,20 +219,19 @@ class ToolEpisode:
         return {"messages": messages, "num_failed": num_failed, "done": False}
 
     def reward(self) -> float | None:
-        """What `get_reward` returns, if there is one."""
-        if not hasattr(self.environment, "get_reward"):
-            return None
-        return awaited(self.environment.get_reward())
+        """Return the environment's reward, if it has one."""
+        get_reward = getattr(self.environment, "get_reward", None)
+        return None if get_reward is None else awaited(get_reward())
 
     def close(self) -> None:
-        """TRL's class has no end; a method of this name is a tool."""
+        """Do nothing: in TRL's class a method of this name is a tool."""
 
 
 class TextEpisode:
-    """The reward is the sum of those of its steps."""
+    """An episode whose reward is the sum of its steps' rewards."""
 
     def __init__(self, form: Form):
-        self.environment = None
+        self.environment: Any = None
         self._factory = form.factory
         self._reward = 0.0
 
@@ -266,8 +268,9 @@ class TextEpisode:
 
 
 def add_text(prompt: Chat, added: Any) -> Chat:
-    """The prompt with text at its end, that of the last message in a chat. There, as in TRL, it
-    may be a list of parts, all of them text."""
+    """Return the prompt with text added, in a chat to its last message.
+
+    There, as in TRL, the text may be a list of parts."""
     if isinstance(added, list) and not isinstance(prompt, str):
         if any(part["type"] != "text" for part in added):
             raise TypeError(f"reset returned {added!r:.200}, which has parts that are not text")
@@ -280,8 +283,9 @@ def add_text(prompt: Chat, added: Any) -> Chat:
 
 
 def tool_message(name: str, result: Any) -> dict:
-    """The message with a tool's result, or with the exception that it has raised. Lists stay as
-    they are, as in TRL, if they are plain data."""
+    """Return the message with a tool's result, or with the exception that it has raised.
+
+    As in TRL, a list of plain data stays a list."""
     if isinstance(result, BaseException):
         result = {"error": str(result)}
     content = result if isinstance(result, list) and _is_plain(result) else str(result)
@@ -289,8 +293,9 @@ def tool_message(name: str, result: Any) -> dict:
 
 
 def _checked(result: Any) -> Any:
-    """A tool's result, or an error instead of one whose text is an address in memory, as that of a
-    generator: it says nothing, and differs in a replay."""
+    """Return a tool's result, or an error if its text has an address in memory.
+
+    Such text, that of a generator for instance, has no meaning and differs in a replay."""
     try:
         if isinstance(result, str | BaseException) or _is_plain(result):
             return result
@@ -302,7 +307,7 @@ def _checked(result: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is the same as plain data."""
+    """Whether JSON keeps the value as it is."""
     try:
         return json.loads(json.dumps(value)) == value
     except (TypeError, ValueError, RecursionError):
@@ -310,13 +315,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_method(member: Any) -> bool:
-    """Whether a member of a class is a method written in Python, also a static or class method, or
-    one that a decorator such as functools.lru_cache has wrapped."""
+    """Whether a member of a class is a method written in Python.
+
+    It may be static, a class method, or wrapped by a decorator such as functools.lru_cache."""
     return inspect.isfunction(inspect.unwrap(getattr(member, "__func__", member)))
 
 
 def _messages(value: Any, method: str) -> list[dict]:
-    """The chat messages that a text environment has returned."""
+    """Check the chat messages that a text environment has returned."""
     for message in value if isinstance(value, list) else [value]:
         text = message.get("content") if isinstance(message, dict) else None
         if not (isinstance(text, str) and isinstance(message.get("role"), str)):
@@ -325,8 +331,7 @@ def _messages(value: Any, method: str) -> list[dict]:
 
 
 def _plain(value: Any) -> Any:
-    """Text, or lists and mappings of it, without halves of characters, which cannot be
-    tokenised."""
+    """Replace surrogates, which cannot be tokenized, in text and in lists and mappings of it."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, list):
@@ -335,7 +340,7 @@ def _plain(value: Any) -> Any:
 
 
 def _seed_for(function: Callable, seed: int) -> dict:
-    """The keyword argument `seed`, if the function takes it."""
+    """Return the keyword argument `seed`, if the function takes it."""
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {"seed": seed} if takes_any or "seed" in parameters else {}

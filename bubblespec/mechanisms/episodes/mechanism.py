@@ -1,4 +1,4 @@
-"""Episodes in a run: the feed of each rollout, and what is reported of them."""
+"""Episodes in a run: the feed of each rollout, and the metrics of a step."""
 
 import numpy as np
 
@@ -52,12 +52,12 @@ class EpisodesMechanism(Mechanism):
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
         """Return what happened in the step's episodes, over all ranks. Frequencies are those of
         TRL: calls per episode, and the share of the calls that failed."""
-        names = ("turns", "calls", "failed_calls", "environment_s", "waiting_s", "idle_s")
-        names += ("differing_replays",)
         counts: list[EpisodeCounts] = [rollout.extras["episodes"] for rollout in record.rollouts]
-        own = [sum(getattr(each, name) for each in counts) for name in names]
-        own += [sum(each.stops[reason] for each in counts) for reason in STOPS]
-        sums = ranks.gather(np.array(own, np.float64)).sum(axis=0).tolist()
+        own = []
+        for each in counts:
+            *sums, stops = vars(each).values()
+            own.append([*sums, *stops.values()])
+        sums = ranks.gather(np.array(own, np.float64).sum(axis=0)).sum(axis=0).tolist()
         turns, calls, failed, environment_s, waiting_s, idle_s, differing, *stops = sums
         total = max(sum(stops), 1)
         metrics = {

@@ -1,7 +1,7 @@
-"""Token ids of what an environment says, and tool calls in what the model says.
+"""Token ids of observations, and tool calls in the model's turns.
 
-Ids are only appended: no token of a turn is ever made again from its text. What stands between two
-turns is the difference of two renderings of a dummy conversation, as in TRL 1.16.
+Ids are only appended: no turn is ever tokenized again from its text. What stands between two turns
+is the difference of two renderings of a dummy conversation, as in TRL 1.16.
 """
 
 import contextlib
@@ -14,35 +14,33 @@ from bubblespec.data.prompts import make_tokenize, render, render_text
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.episodes.forms import Chat, Form, tool_message
 
-# How added text may begin and end: kinds of characters that tokenizers join to what is before them.
+# How added text may begin: kinds of characters that tokenizers join to what precedes them.
 _BEGINNINGS = ("", "a", " a", "7", "\na", ".")
 _SENTINELS = ("tool_name_q1", "key_q2", "value_q3", "content_q4")
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def prompt_ids(tokenizer, prompt: Chat, schemas: list[dict]) -> list[int]:
-    """The ids of a prompt, which the model's turn follows."""
+    """Return the ids of a prompt, up to the model's turn."""
     return make_tokenize(tokenizer, schemas)(prompt)
 
 
 def base_ids(tokenizer, prompt: Chat, schemas: list[dict], adds_text: bool) -> tuple[int, ...]:
-    """The ids with which a prompt begins whatever text an environment adds to it: what a group
-    shares. All of its ids if none is added.
+    """Return the ids that begin a prompt whatever text an environment adds to it: what a group
+    shares. Without such text these are all ids of the prompt.
 
-    The last word may become part of another token, so it is left out: it is replaced by several
-    beginnings of text, and what all renderings have in common counts.
+    The last word may become part of another token. So several beginnings of text replace it, and
+    the common prefix of all renderings counts.
     """
     ids = prompt_ids(tokenizer, prompt, schemas)
     if not adds_text:
         return tuple(ids)
     text = _last_text(prompt)
-    stem = text[: len(text) - len(re.search(r"\S*\Z", text)[0])]
+    stem = text[: len(text) - len(re.split(r"\s", text)[-1])]
     variants = [_with_last_text(prompt, stem + beginning) for beginning in _BEGINNINGS]
     renderings = [ids, *(prompt_ids(tokenizer, variant, schemas) for variant in variants)]
-    columns = itertools.takewhile(
-        lambda column: len(set(column)) == 1, zip(*renderings, strict=False)
-    )
-    return tuple(column[0] for column in columns)
+    in_common = itertools.takewhile(lambda at: len(set(at)) == 1, zip(*renderings, strict=False))
+    return tuple(token for token, *_ in in_common)
 
 
 def tokenize_with(tokenizer, form: Form) -> Callable[[Chat], tuple[int, ...]]:
@@ -59,8 +57,9 @@ def begin_ids(
     schemas: list[dict],
     max_length: int,
 ) -> list[int]:
-    """The ids after `base` of a prompt that an environment has begun, cut to max_length tokens.
-    Raises InputError if they do not begin with `base`."""
+    """Return the ids after `base` of a prompt to which an environment has added text.
+
+    The text is cut to max_length tokens. Raises InputError if it changes `base`."""
     before, after = _last_text(prompt), _last_text(begun)
     added = after[len(before) :] if after.startswith(before) else ""  # else it stays whole
 
@@ -77,8 +76,8 @@ def begin_ids(
     ids = _fit(ids_at, len(added), max_length)
     if ids is None:
         raise InputError(
-            f"environment.max_observation_length: {max_length} tokens are too few for the "
-            f"part of a prompt after its shared prefix"
+            f"environment.max_observation_length: {max_length} tokens are too few for the part of "
+            "a prompt after its shared prefix"
         )
     return ids
 
@@ -86,24 +85,22 @@ def begin_ids(
 def observation_ids(
     tokenizer, messages: list[dict], is_chat: bool, max_length: int
 ) -> list[int] | None:
-    """The ids between two turns of the model. Of more than max_length tokens the text of the
-    messages is cut, so that what the template puts around it stays; None if that does not suffice.
-    A list that the template refuses or shows nothing of becomes text, and so does one that is too
-    long."""
+    """Return the ids between two turns of the model; None where the template alone is too long.
+
+    To fit max_length tokens the text of the messages is cut, and the template's part stays. A list
+    that the template refuses or does not render becomes text, and so does one that is too long."""
     if is_chat:
         messages = [_accepted(tokenizer, message) for message in messages]
 
     def ids_at(num_chars: int) -> list[int]:
-        cut = [
-            _with_last_text([message], _last_text([message])[:num_chars])[0] for message in messages
-        ]
+        cut = [_with_text(message, _text_in(message)[:num_chars]) for message in messages]
         if is_chat:
             return _suffix_ids(tokenizer, cut)
         text = "".join(message["content"] for message in cut)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def fit() -> list[int] | None:
-        longest = max((len(_last_text([message])) for message in messages), default=0)
+        longest = max((len(_text_in(message)) for message in messages), default=0)
         return _fit(ids_at, longest, max_length)
 
     ids = fit()
@@ -114,7 +111,8 @@ def observation_ids(
 
 
 def _suffix_ids(tokenizer, messages: list[dict]) -> list[int]:
-    """What a chat template renders after the stop token of a turn that these messages follow.
+    """Return what a chat template renders for messages that follow a turn's stop token.
+
     Equals TRL's `_get_tool_suffix_ids`."""
     dummy = _dummy_before(messages)
     before = render(tokenizer, dummy)
@@ -127,8 +125,8 @@ def _suffix_ids(tokenizer, messages: list[dict]) -> list[int]:
 
 
 def _dummy_before(messages: list[dict]) -> list[dict]:
-    """A conversation that these messages may follow."""
-    turn = {"role": "assistant", "content": ""}
+    """Return a conversation that these messages may follow."""
+    turn: dict = {"role": "assistant", "content": ""}
     if messages and messages[0]["role"] == "tool":  # some templates repeat the name of the call
         function = {"name": messages[0]["name"], "arguments": {}}
         turn["tool_calls"] = [{"type": "function", "function": function}]
@@ -136,7 +134,7 @@ def _dummy_before(messages: list[dict]) -> list[dict]:
 
 
 def _accepted(tokenizer, message: dict) -> dict:
-    """The message, with text instead of a list that the template refuses or shows nothing of."""
+    """Return the message, with text for a list that the template refuses or does not render."""
     content = message["content"]
     if isinstance(content, str):
         return message
@@ -151,17 +149,19 @@ def _accepted(tokenizer, message: dict) -> dict:
 
 
 def _text_of(content: str | list) -> str:
-    """Content as text: that of its parts, where they have nothing else."""
+    """Return content as text: that of its parts, if all of them are text."""
     if isinstance(content, str):
         return content
-    is_text = all(isinstance(part, dict) and part.get("type") == "text" for part in content)
-    texts = [part.get("text") for part in content] if content and is_text else [None]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else str(content)
+    parts = [part if isinstance(part, dict) else {} for part in content]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    is_text = all(part.get("type") == "text" for part in parts)
+    return "".join(texts) if texts and is_text and len(texts) == len(parts) else str(content)
 
 
 def _fit(ids_at: Callable[[int], list[int]], num_chars: int, max_length: int) -> list[int] | None:
-    """`ids_at(n)` for the largest n up to num_chars with at most max_length ids; None if there is
-    none. Takes time in proportion to max_length, however long the text is."""
+    """Return `ids_at(n)` for the largest n up to num_chars with at most max_length ids, or None.
+
+    Takes time in proportion to max_length, however long the text is."""
     fits, fails, best = -1, num_chars + 1, None
     middle = min(num_chars, 8 * max_length)
     while fits + 1 < fails:
@@ -176,17 +176,15 @@ def _fit(ids_at: Callable[[int], list[int]], num_chars: int, max_length: int) ->
 
 
 def parse_calls(tokenizer, ids: list[int], prefix: list[int], schemas: list[dict]) -> list[dict]:
-    """The tool calls in a turn, as {name, arguments} or {name, error}. By the tokenizer's response
-    template where it has one; otherwise, or where that fails, between <tool_call> tags.
+    """Return the tool calls in a turn, as {name, arguments} or {name, error}.
 
-    prefix: all ids before the turn, as a template may begin it.
+    They are parsed by the tokenizer's response template; without one, or where that fails, they
+    are between <tool_call> tags. prefix: all ids before the turn, as a template may begin it.
     """
     if getattr(tokenizer, "response_template", None) is not None:
-        try:
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             message = tokenizer.parse_response(ids, prefix=prefix, tools=schemas) or {}
             return [_checked(call) for call in message.get("tool_calls") or []]
-        except (ValueError, TypeError, RecursionError):
-            pass
     calls = []
     for text in _TOOL_CALL.findall(tokenizer.decode(ids)):
         try:
@@ -197,9 +195,9 @@ def parse_calls(tokenizer, ids: list[int], prefix: list[int], schemas: list[dict
 
 
 def _checked(call) -> dict:
-    """A call of either shape: {type, function: {name, arguments}}, or {name, arguments}."""
-    kind = call.get("type", "function") if isinstance(call, dict) else None
-    function = call.get("function", call) if isinstance(call, dict) else None
+    """Check a call: {type, function: {name, arguments}}, or {name, arguments}."""
+    call = call if isinstance(call, dict) else {}
+    function, kind = call.get("function", call), call.get("type", "function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         return {"name": "unknown", "error": "A tool call needs a name and arguments."}
@@ -212,17 +210,18 @@ def _checked(call) -> dict:
 def check_tokens(
     tokenizer, prompt: Chat, schemas: list[dict], is_text: bool, max_length: int
 ) -> None:
-    """Raises InputError if the tokenizer cannot serve such episodes."""
-    is_chat = not isinstance(prompt, str)
-    if not is_chat and schemas:
-        raise InputError(
-            "environment: tools need chat prompts; set data.as_chat=true for string prompts"
-        )
-    if is_chat and tokenizer.chat_template is None:
+    """Raise InputError if the tokenizer cannot serve such episodes."""
+    if isinstance(prompt, str):
+        if schemas:
+            raise InputError(
+                "environment: tools need chat prompts; set data.as_chat=true for string prompts"
+            )
+        return
+    if tokenizer.chat_template is None:
         raise InputError("model.path: its tokenizer has no chat template, but prompts are chats")
     if schemas:
         _check_tool_format(tokenizer, prompt, schemas)
-    if is_chat and (schemas or is_text):
+    if schemas or is_text:
         role = {"role": "user"} if is_text else {"role": "tool", "name": "dummy"}
         _check_prefix(tokenizer, {**role, "content": "dummy"})
         if observation_ids(tokenizer, [{**role, "content": ""}], True, max_length) is None:
@@ -238,11 +237,10 @@ def _check_tool_format(tokenizer, prompt: list[dict], schemas: list[dict]) -> No
             "model.path: its chat template ignores tools, so the model has no tool format"
         )
     name, key, value, content = _SENTINELS
-    call = {"type": "function", "function": {"name": name, "arguments": {key: value}}}
-    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "name": name, "content": content}
-    messages = [{"role": "user", "content": "dummy"}, turn, result]
-    text = tokenizer.decode(render(tokenizer, messages))
+    before = _dummy_before([result])
+    before[-1]["tool_calls"][0]["function"]["arguments"] = {key: value}
+    text = tokenizer.decode(render(tokenizer, [*before, result]))
     if not all(sentinel in text for sentinel in _SENTINELS):
         raise InputError(
             "model.path: its chat template leaves out tool calls or their results, so the model "
@@ -266,17 +264,11 @@ def _check_tool_format(tokenizer, prompt: list[dict], schemas: list[dict]) -> No
 
 
 def _check_prefix(tokenizer, observation: dict) -> None:
-    """More than what `_suffix_ids` needs: also what follows the stop token must stay."""
-    turn = {"role": "assistant", "content": ""}
-    if observation["role"] == "tool":
-        call = {"type": "function", "function": {"name": "dummy", "arguments": {}}}
-        turn["tool_calls"] = [call]
-    dummy = [{"role": "user", "content": "dummy"}, turn]
+    """Require more than `_suffix_ids`: what follows the stop token must stay as well."""
+    dummy = _dummy_before([observation])
     before = render(tokenizer, dummy)
-    if (
-        render(tokenizer, [*dummy, observation], add_generation_prompt=True)[: len(before)]
-        != before
-    ):
+    after = render(tokenizer, [*dummy, observation], add_generation_prompt=True)
+    if after[: len(before)] != before:
         raise InputError(
             "model.path: its chat template does not preserve prefixes: it renders a turn "
             "differently when messages follow it (TRL's get_training_chat_template corrects some)"
@@ -284,22 +276,27 @@ def _check_prefix(tokenizer, observation: dict) -> None:
 
 
 def _last_text(prompt: Chat) -> str:
-    """Where text is added: a string itself, the last content of a chat, or its last part."""
-    if isinstance(prompt, str):
-        return prompt
-    content = prompt[-1]["content"]
+    """Return the text at the end of a prompt, to which an environment may add."""
+    return prompt if isinstance(prompt, str) else _text_in(prompt[-1])
+
+
+def _with_last_text(prompt: Chat, text: str) -> Chat:
+    return text if isinstance(prompt, str) else [*prompt[:-1], _with_text(prompt[-1], text)]
+
+
+def _text_in(message: dict) -> str:
+    """Return the content of a message, or the text of its last part."""
+    content = message["content"]
     if isinstance(content, list):
         last = content[-1] if content else None
         content = last.get("text", "") if isinstance(last, dict) else ""
     return content or ""
 
 
-def _with_last_text(prompt: Chat, text: str) -> Chat:
-    if isinstance(prompt, str):
-        return text
-    content = prompt[-1]["content"]
-    if isinstance(content, list):
-        if not content or not isinstance(content[-1], dict) or "text" not in content[-1]:
-            return prompt
-        text = [*content[:-1], {**content[-1], "text": text}]
-    return [*prompt[:-1], {**prompt[-1], "content": text}]
+def _with_text(message: dict, text: str) -> dict:
+    content: str | list = text
+    if isinstance(parts := message["content"], list):
+        if not parts or not isinstance(parts[-1], dict) or "text" not in parts[-1]:
+            return message
+        content = [*parts[:-1], {**parts[-1], "text": text}]
+    return {**message, "content": content}

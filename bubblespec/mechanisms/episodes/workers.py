@@ -1,40 +1,48 @@
 """Where environments run: in worker processes, or in this one (`InProcess`).
 
-Each worker holds many episodes, and has a thread in the trainer that sends it one request at a
-time. A worker that takes too long or dies is replaced, and each of its other episodes is replayed
-in the new one when its next request comes: the same requests must get the same replies.
+Each worker holds many episodes, and answers one request at a time. A worker that takes too long or
+dies is replaced, and each of its other episodes is replayed in the new one when its next request
+comes: the same requests must get the same replies.
 """
 
-import contextlib
 import hashlib
 import json
 import pickle
-import queue
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from bubblespec.distributed.worker import MAX_REPLY_BYTES, WorkerFailure, WorkerProcess
+from bubblespec.distributed.worker import MAX_REPLY_BYTES, Worker, WorkerFailure, WorkerProcess
 from bubblespec.errors import InputError, RunFailed
 from bubblespec.mechanisms.episodes.forms import Form, Host, load_form
+from bubblespec.types import Prompt
 
 Deliver = Callable[[dict | Exception], None]
-"""Takes a reply: what `Host` replies, `failure` if the worker had to be replaced, or an error that
-ends the run."""
+"""Takes a reply of `Host`, {failure} if the worker had to be replaced, or an error that ends the
+run."""
 
 
 @dataclass(eq=False)
 class Episode:
-    """One environment, and what has happened in it."""
+    """A running episode, as the trainer's process sees it."""
 
     number: int
+    name: Hashable
+    prompt: Prompt
+    worker: "AnyWorker"
+    ids: list[int]
+    """All tokens so far."""
+    num_turns: int = 0
+    calls: list[dict] = field(default_factory=list)
+    """Tool calls of the turn that is being answered."""
+    problem: str | None = None
+    """Reason why the environment failed."""
     history: list[tuple[bytes, float, bytes]] = field(default_factory=list)
     """Requests that were replied to, their time limits and the replies' digests."""
-    home: WorkerProcess | None = None
-    """The worker that holds it."""
+    process: WorkerProcess | None = None
+    """Process that holds the environment."""
     is_abandoned: bool = False
-    """Nobody waits for its replies any more."""
+    """Whether its replies are no longer needed."""
 
 
 class InProcess:
@@ -47,110 +55,73 @@ class InProcess:
     def submit(
         self, episode: Episode, method: str, arguments: tuple, limit_s: float, deliver: Deliver
     ) -> None:
-        """See `Worker`."""
-        reply = self._host.answer(_request(episode, method, arguments))
-        deliver(json.loads(json.dumps(bounded(reply))))
-
-    def close(self) -> None:
-        """See `Worker`."""
+        """See `EnvironmentWorker`."""
+        reply = bounded(self._host.answer(_request(episode, method, arguments)))
+        deliver(json.loads(json.dumps(reply)))
 
 
-class Worker:
-    """A worker process with its replacements, and the thread that feeds it."""
+class EnvironmentWorker(Worker):
+    """A worker process with its replacements, which holds many episodes."""
 
     def __init__(self, factory: str | None, tools: list[str], deterministic: bool):
-        self.num_differing = 0
-        """Replies of replays that differed from what had been seen, if that ends no run."""
-        self._argument = {"factory": factory, "tools": tools}
+        self.num_differing = 0  # replies of replays that differed, where that ends no run
         self._deterministic = deterministic
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of the two below
-        self._process: WorkerProcess | None = None
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._serve, name="environments", daemon=True)
-        self._thread.start()
+        super().__init__(__name__, {"factory": factory, "tools": tools}, "environment")
 
     def submit(
         self, episode: Episode, method: str, arguments: tuple, limit_s: float, deliver: Deliver
     ) -> None:
-        """Queue a call of a method of `Host`, to be replied to within limit_s seconds once its turn
-        comes. `deliver` is called with the reply, in another thread. Raises InputError if the
-        arguments cannot be sent."""
+        """Queue a call of a method of `Host`, with a time limit from when its turn comes.
+
+        deliver: called with the reply, in another thread. Raises InputError if the arguments cannot
+        be sent."""
         request = _request(episode, method, arguments)
-        self._jobs.put((episode, method == "end", request, limit_s, deliver))
+        self.jobs.put(lambda _: self._answer(episode, method, request, limit_s, deliver))
 
-    def close(self) -> None:
-        """End it, even if it is busy. Can be called again."""
-        with self._lock:
-            self._is_closed = True
-            if self._process is not None:
-                self._process.kill()  # its thread waits for it, and reaps it
-        self._jobs.put(None)
-        self._thread.join(timeout=30)
+    def _answer(
+        self, episode: Episode, method: str, request: bytes, limit_s: float, deliver: Deliver
+    ) -> None:
+        is_held = episode.process is not None and episode.process is self.process
+        if episode.is_abandoned and not (method == "end" and is_held):
+            deliver({"failure": "it was not needed", "seconds": 0.0})
+            return
+        try:
+            deliver(self._ask_twice(episode, request, limit_s))
+        except Exception as error:  # OSError: no process can be started
+            deliver(error)
 
-    def _serve(self) -> None:
-        with contextlib.suppress(InputError, OSError):  # it is tried again for the first request
-            self._start()
-        while (job := self._jobs.get()) is not None and not self._is_closed:
-            episode, is_end, request, limit_s, deliver = job
-            is_held = episode.home is not None and episode.home is self._process
-            if episode.is_abandoned and not (is_end and is_held):
-                deliver({"failure": "its episode was aborted", "seconds": 0.0})
-                continue
-            try:
-                reply = self._ask(episode, request, limit_s)
-            except Exception as error:  # OSError: no process can be started
-                reply = error
-            deliver(reply)
-        self._end()
-
-    def _ask(self, episode: Episode, request: bytes, limit_s: float) -> dict:
-        """A worker that dies may have done so for reasons of others, so it is asked twice."""
+    def _ask_twice(self, episode: Episode, request: bytes, limit_s: float) -> dict:
+        """Return the reply. A worker may die because of another episode, so a request to which it
+        has died is repeated once."""
         begin_s = time.monotonic()
         for is_last in (False, True):
             try:
-                if self._process is None:
-                    self._start()
-                if episode.home is not self._process:
+                self.start()
+                if episode.process is not self.process:
                     self._replay(episode)
-                reply = self._process.ask(request, limit_s)
+                reply = self.ask(request, limit_s)
                 episode.history.append((request, limit_s, digest(reply)))
                 return reply
             except WorkerFailure as failure:
-                self._end()
-                if failure.is_timeout or is_last or self._is_closed:
+                if failure.is_timeout or is_last or self.is_closed:
                     return {"failure": str(failure), "seconds": time.monotonic() - begin_s}
+        raise AssertionError
 
     def _replay(self, episode: Episode) -> None:
-        """Bring the episode to where it was, in the present process. What had failed is left
-        out."""
+        """Repeat the episode's successful requests in the present process."""
         for request, limit_s, seen in episode.history:
-            if digest(self._process.ask(request, limit_s)) == seen:
+            if digest(self.ask(request, limit_s)) == seen:
                 continue
-            what = "an environment replied differently when replayed in a new worker"
             if self._deterministic:
                 raise RunFailed(
-                    f"environment.deterministic: {what}; set false if it is random beyond its seed"
+                    "environment.deterministic: an environment that was replayed in a new worker "
+                    "replied differently; set false if it is random beyond its seed"
                 )
             self.num_differing += 1
-        episode.home = self._process
+        episode.process = self.process
 
-    def _start(self) -> None:
-        """A process that is ready. Raises InputError if the environment cannot be imported."""
-        process = WorkerProcess(__name__, self._argument)
-        with self._lock:
-            self._process = process
-            if self._is_closed:
-                process.kill()
-        if problem := process.problem():
-            self._end()
-            raise InputError(f"environment: a worker process could not be started: {problem}")
 
-    def _end(self) -> None:
-        with self._lock:
-            process, self._process = self._process, None
-        if process is not None:
-            process.end()
+AnyWorker = InProcess | EnvironmentWorker
 
 
 def _request(episode: Episode, method: str, arguments: tuple) -> bytes:
@@ -163,13 +134,13 @@ def _request(episode: Episode, method: str, arguments: tuple) -> bytes:
 
 
 def digest(reply: dict) -> bytes:
-    """Of all but the time that it took."""
-    told = {key: value for key, value in reply.items() if key != "seconds"}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()
+    """Return the digest of a reply without its seconds."""
+    text = json.dumps(reply | {"seconds": 0}, sort_keys=True)
+    return hashlib.sha256(text.encode()).digest()
 
 
 def bounded(reply: dict) -> dict:
-    """The reply, or an error instead of one that is too large or no plain data."""
+    """Return the reply, or an error if it is too large or not plain data."""
     try:
         size = len(json.dumps(reply))
         problem = None if size <= MAX_REPLY_BYTES else f"a reply of {size} bytes is too large"
@@ -179,6 +150,6 @@ def bounded(reply: dict) -> dict:
 
 
 def make_answer(argument: dict) -> Callable[[bytes], dict]:
-    """What a worker replies with (`bubblespec.distributed.worker.serve`)."""
+    """Return the function by which a worker replies (`worker.serve`)."""
     host = Host(load_form(argument["factory"], argument["tools"]))
     return lambda request: bounded(host.answer(request))

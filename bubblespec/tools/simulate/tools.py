@@ -91,7 +91,7 @@ class SimulatedEnvironments:
         reason: str | None = None,
         seconds: float = 0.0,
     ) -> None:
-        observation = Observation(ids, reason is not None, reason, int(seconds > 0), 0, seconds)
+        observation = Observation(ids, reason, int(seconds > 0), 0, seconds)
         heapq.heappush(self._coming, (at_s, next(self._numbers), row, observation))
 
 
