@@ -160,7 +160,7 @@ class World:
     def __init__(self, model, num_slots: int, board, method="bubble+suffix"):
         self.board, clock = board, board.ranks.clock
         self.proposer = make_proposer(
-            method, History(10**6), fixed_cost(), has_drafts=True, clock=clock
+            method.split("+"), History(10**6), fixed_cost(), has_drafts=True, clock=clock
         )
         runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_num_batched_tokens=256)
         self.engine, self.store = Engine(runner), DraftStore(10**6)
