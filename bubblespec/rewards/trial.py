@@ -2,13 +2,18 @@
 
 from collections.abc import Collection
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 
+from bubblespec.config import Config
+from bubblespec.data.prompts import PromptSet
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log
 from bubblespec.rewards.functions import (
     ARGUMENTS,
     RewardFailure,
     RewardFunction,
     Sample,
+    check_arguments,
     sees_groups,
     takes_environments,
 )
@@ -50,6 +55,45 @@ def check_references(
     if len(without) == len(prompts):
         raise InputError(f"reward.functions: {line}; the first is {row}")
     log(f"warning: {line}; these rows are left out of updates; the first is {row}")
+
+
+def check_weights(config: Config, has_environment: bool) -> list[float]:
+    """Return the weight of each reward function, and of the environment's own reward if it has one.
+    Raises InputError."""
+    count, weights = len(config.reward.functions) + has_environment, config.reward.weights
+    if not count:
+        problem = "is empty, and environment.factory has no get_reward"
+        raise InputError(f"reward.functions: {problem}; one of the two must score responses")
+    if weights is not None and len(weights) != count:
+        needed = f"{count} are needed, the environment's last" if has_environment else f"{count}"
+        raise InputError(f"reward.weights: {len(weights)} weights, but {needed}")
+    return weights or [1.0] * count
+
+
+def check_prompts(
+    config: Config,
+    functions: dict[str, RewardFunction],
+    train_prompts: PromptSet,
+    eval_prompts: list[Prompt],
+    ranks: Ranks,
+    has_reward: bool,
+) -> None:
+    """Raise InputError where rewards lack columns or there are too few prompts."""
+    sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
+    for source, prompts in sources.items():
+        if not prompts:
+            continue
+        columns, is_used = prompts[0].columns, config.environment.is_used
+        check_columns(columns, config.data.columns.values(), source)
+        for path, function in functions.items():
+            check_arguments(path, function, columns, source, is_used)
+        if not has_reward:  # of environments, which may score any row
+            ranks.agree(partial(check_references, functions, prompts, source))
+    num_prompts = config.rollout.num_prompts_per_step
+    train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
+    if num_prompts < ranks.world_size:
+        shortage = f"{num_prompts} prompts for {ranks.world_size} ranks"
+        raise InputError(f"rollout.num_prompts_per_step: {shortage}; each rank needs at least one")
 
 
 def begin_trial(

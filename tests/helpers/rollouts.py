@@ -13,7 +13,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import DraftAhead
