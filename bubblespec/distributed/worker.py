@@ -55,8 +55,10 @@ class Worker:
     """
 
     def __init__(self, module: str, argument: Any, key: str, jobs: SimpleQueue | None = None):
-        """Start the thread. module, argument: see `serve`; key: of the configuration, for errors;
-        jobs: a queue that several workers share."""
+        """Start the thread.
+
+        module, argument: see `serve`; key: of the configuration, for errors; jobs: a queue that
+        several workers may share."""
         self.jobs: SimpleQueue[Callable[[Worker], None] | None]
         self.jobs = SimpleQueue() if jobs is None else jobs
         self.supervisor: subprocess.Popen | None = None  # of the present process; ends as it does

@@ -39,8 +39,7 @@ def check_columns(names: Collection[str], renamed: Collection[str], source: str)
 def check_references(
     functions: dict[str, RewardFunction], prompts: list[Prompt], source: str
 ) -> None:
-    """Warn of rows of `source` that no function can score, as far as the functions' `can_score` can
-    tell.
+    """Warn of rows of `source` that no function can score by its `can_score`.
 
     Raises InputError if that is all of them."""
     checks = [
@@ -58,8 +57,7 @@ def check_references(
 
 
 def check_weights(config: Config, has_environment: bool) -> list[float]:
-    """Return the weight of each reward function, and of the environment's own reward if it has one.
-    Raises InputError."""
+    """Return the weights of the reward functions and of the environment's own reward, if any."""
     count, weights = len(config.reward.functions) + has_environment, config.reward.weights
     if not count:
         problem = "is empty, and environment.factory has no get_reward"

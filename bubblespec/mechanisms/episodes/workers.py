@@ -92,8 +92,9 @@ class EnvironmentWorker(Worker):
             deliver(error)
 
     def _ask_twice(self, episode: Episode, request: bytes, limit_s: float) -> dict:
-        """Return the reply. A worker may die because of another episode, so a request to which it
-        has died is repeated once."""
+        """Return the reply, to the second request if the worker dies at the first.
+
+        It may have died because of another episode."""
         begin_s = time.monotonic()
         for is_last in (False, True):
             try:
