@@ -18,7 +18,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.planner.costs import KNOTS, CostModel
-from bubblespec.planner.drafts import Job
+from bubblespec.planner.jobs import Job
 from bubblespec.records import Load, RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.tools.simulate.world import SimulatedRanks
