@@ -8,7 +8,7 @@ import torch
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import check_proposals, load_source
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.imports import import_function
 from bubblespec.learn.advantages import estimate_advantages, load_estimator
 from bubblespec.learn.losses import load_loss

@@ -14,7 +14,7 @@ from test_update import NUM_PROMPTS, gradients, make_learner, make_samples, move
 
 from bubblespec.config import Config
 from bubblespec.config_file import load_config
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.tools.simulate.world import SimulatedRanks, World
 from tests.helpers import reference_step

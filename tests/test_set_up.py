@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from bubblespec import loading
 from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
-from bubblespec.data.fingerprints import data_state
+from bubblespec.data.fingerprints import check_equal, data_state
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.loading import (
@@ -31,7 +31,6 @@ from bubblespec.loading import (
     with_dtype,
 )
 from bubblespec.mechanisms.drafter.layer import DRAFTER_FILE, Drafter, read_drafter, save_drafter
-from bubblespec.setup import check_equal
 from bubblespec.types import Prompt
 from tests.helpers.checks import refusal
 

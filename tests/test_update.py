@@ -12,7 +12,7 @@ import torch
 
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn import learner as update
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import policy_loss

@@ -6,7 +6,7 @@ import pytest
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import History
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError
 from bubblespec.types import Prompt
 
@@ -86,4 +87,14 @@ def check_continued(
         raise InputError(
             f"{problem} in {folder}; set another run.output_dir for a new run, or "
             "run.allow_changed_data=true to resume with it"
+        )
+
+
+def check_equal(data: dict[str, np.ndarray], ranks: Ranks) -> None:
+    """Raise InputError unless all ranks have read the same rows."""
+    found = ranks.gather(np.array([fingerprint([part.tolist() for part in data.values()])]))
+    if (found != found[0]).any():
+        raise InputError(
+            "data: ranks have read different rows; some of data.tasks depend on "
+            "PYTHONHASHSEED; set it to 0"
         )
