@@ -121,7 +121,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             config, tokenizer, tokenize, saved_held_out=planner.get(HELD_OUT), warn=warn
         )
         data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts)
-        check_equal(data, ranks)
+        check_equal(data, ranks.gather)
         if checkpoint:
             check_continued(planner, data, checkpoint, config.run.allow_changed_data, warn)
         check_prompts(config, functions, train_prompts, eval_prompts, ranks, has_reward)

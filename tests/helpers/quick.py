@@ -1,7 +1,6 @@
 """Runs start at once: what a start measures is given, and what it tidies up is left.
 
-What is replaced is tested by the simulator's tests and that of docs/extending.md, whose processes
-import the package again.
+The real profile is tested in test_profile.py.
 """
 
 import gc

@@ -19,7 +19,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.planner.costs import KNOTS, CostModel
-from bubblespec.planner.drafts import Job
+from bubblespec.planner.jobs import Job
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.tools.simulate.world import SimulatedRanks
@@ -161,7 +161,7 @@ class World:
     def __init__(self, model, num_slots: int, board, method="bubble+suffix"):
         self.board, clock = board, board.ranks.clock
         self.proposer = make_proposer(
-            method, History(10**6), fixed_cost(), has_drafts=True, clock=clock
+            method.split("+"), History(10**6), fixed_cost(), has_drafts=True, clock=clock
         )
         runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_num_batched_tokens=256)
         self.engine, self.store = Engine(runner), DraftStore(10**6)
