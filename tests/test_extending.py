@@ -10,52 +10,45 @@ import pytest
 from tests.helpers.runs import ALWAYS_DRAFT, SHORT, steps_of
 from tests.helpers.warm import ROOT, launch
 
-# Samples of the next step that have no draft get one that says the same again and again: pieces for
-# the use of idle time. Which rank has looked at one leaves no other trace than this one. Rank 1 is
-# slow until rank 0, idle by then, has done so.
+# Samples of the next step without a draft get one that repeats itself without end. Rank 1 is slow
+# until rank 0, idle by then, has looked at one.
 DRIVER = """
 import os, sys, time
 for name in [name for name in sys.modules if name.split(".")[0] in ("bubblespec", "train")]:
     del sys.modules[name]  # that of the process of which this one is a fork
 import numpy as np
 from bubblespec.engine.engine import Engine
-from bubblespec.idle.loop_finder import LoopFinder
+from bubblespec.mechanisms.loop_finder import FindLoops, LoopFinder
 from bubblespec.types import Draft
 import train
 
-init, run_slice, finish, step = (
-    LoopFinder.__init__, LoopFinder.run_slice, LoopFinder.finish, Engine.step
-)
+begin_rollout, do_slice, step = LoopFinder.begin_rollout, FindLoops.do_slice, Engine.step
 is_slow = False
 
-def with_loops(self, samples, store):
+def begin_with_loops(self, plan):
     global is_slow
     is_slow = os.environ.get("RANK") == "1"
-    self.looping = [sample for sample in samples if store.get(sample) is None]
-    for sample in self.looping:
-        store.put(sample, Draft(np.full(40, 7, np.int32), False, 0))
-    init(self, samples, store)
+    if plan.step is not None:
+        (groups,) = self.sampler.schedule.upcoming(plan.step, 1, plan.used)
+        self.looping = [group.sample(0) for group in groups]
+        for sample in self.looping:
+            self.sampler.store.put(sample, Draft(np.full(40, 7, np.int32), False, 0))
+    begin_rollout(self, plan)
 
 def noted_slice(self):
-    before = len(self.given)
-    goes_on = run_slice(self)
-    if len(self.given) < before:
-        with open("pieces", "a") as file:
-            file.write(os.environ.get("RANK", "") + "\\n")
-    return goes_on
-
-def checked_finish(self, ranks):
-    dropped = {sample for sample in self.loops if sample in self.looping}
-    finish(self, ranks)
-    assert all(self.store.get(sample) is None for sample in dropped)
+    span = do_slice(self)
+    with open("slices", "a") as file:
+        file.write(os.environ.get("RANK", "") + "\\n")
+    for sample in self.loops:
+        assert sample in self.finder.looping
+    return span
 
 def slow_step(self, *arguments):
-    if is_slow and not os.path.exists("pieces"):
+    if is_slow and not os.path.exists("slices"):
         time.sleep(0.1)
     return step(self, *arguments)
 
-LoopFinder.__init__ = with_loops
-LoopFinder.run_slice, LoopFinder.finish = noted_slice, checked_finish
+LoopFinder.begin_rollout, FindLoops.do_slice = begin_with_loops, noted_slice
 Engine.step = slow_step
 sys.exit(train.main())
 """
@@ -116,9 +109,8 @@ def run(project, output: str, ranks: int, *overrides: str) -> list[dict]:
 
 def test_the_changes_train_and_leave_tokens_exact(project):
     plain = run(project, "plain", 0, "speculative.method=none")
-    changed = run(
-        project, "changed", 2, "speculative.method=bubble+my_sources.Bigrams", ALWAYS_DRAFT
-    )
+    method = "speculative.method=bubble+my_sources.Bigrams"
+    changed = run(project, "changed", 2, method, ALWAYS_DRAFT, "loop_finder.min_ratio=8")
     assert len(plain) == 2
     for one, other in zip(plain, changed, strict=True):
         assert one["rollout/digest"] == other["rollout/digest"]
@@ -127,9 +119,12 @@ def test_the_changes_train_and_leave_tokens_exact(project):
     written = (project / "rewards.csv").read_text().splitlines()
     assert written == [f"{line['step']},{line['reward']}" for line in plain + changed]
     assert sum(line.get("drafts/bigrams/tokens", 0) for line in changed) > 20
-    assert "0" in (project / "pieces").read_text().split(), "rank 0 has been idle"
+    assert "0" in (project / "slices").read_text().split(), "rank 0 has been idle"
+    assert changed[-1]["loop_finder/dropped"] > 0 and "loop_finder/dropped" not in plain[-1]
 
 
-def test_only_the_use_of_idle_time_changes_the_project():
-    changed = {path for language, path, _ in blocks() if path.startswith("bubblespec/")}
-    assert changed == {"bubblespec/idle/loop_finder.py", "bubblespec/rollout/sampler.py"}
+def test_new_mechanism_is_one_file_setup_and_configuration():
+    changed = [path for _, path, _ in blocks() if path.startswith("bubblespec/")]
+    assert changed == [
+        f"bubblespec/{name}.py" for name in ("mechanisms/loop_finder", "setup", "config")
+    ]

@@ -9,7 +9,7 @@ import transformers
 from transformers import GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
 
 from bubblespec.config import RolloutConfig
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows

@@ -208,9 +208,9 @@ from bubblespec.rewards.functions import Sample
 workers = RewardWorkers(["{OBEY}"], 3, 3600.0)
 for text in ("leave {"+".join(WAYS)} ", "hang in-C ", "hang sleeping "):
     workers.submit(0, [Sample("p", text + sys.argv[1], [1], {{}})])
-while not all(worker.process for worker in workers.workers):
+while not all(worker.supervisor for worker in workers.workers):
     time.sleep(0.01)
-print(*[worker.process.supervisor.pid for worker in workers.workers], flush=True)
+print(*[worker.supervisor.pid for worker in workers.workers], flush=True)
 sys.stdin.readline()
 raise SystemExit(5)
 """

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from bubblespec import loading
 from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
-from bubblespec.data.fingerprints import data_state
+from bubblespec.data.fingerprints import check_equal, data_state
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.loading import (
@@ -31,7 +31,6 @@ from bubblespec.loading import (
     with_dtype,
 )
 from bubblespec.mechanisms.drafter.layer import DRAFTER_FILE, Drafter, read_drafter, save_drafter
-from bubblespec.setup import check_equal
 from bubblespec.types import Prompt
 from tests.helpers.checks import refusal
 
@@ -258,10 +257,10 @@ def test_ranks_that_read_different_rows_are_refused():
         return np.stack(sent)
 
     ranks = SimpleNamespace(gather=gather)
-    check_equal(state, ranks)
-    check_equal(data_state("template", prompts[:], []), ranks)
+    check_equal(state, ranks.gather)
+    check_equal(data_state("template", prompts[:], []), ranks.gather)
     for theirs in [("template", prompts[::-1], []), ("other", prompts, []), ("template", [], [])]:
-        assert "PYTHONHASHSEED" in refusal(check_equal, data_state(*theirs), ranks)
+        assert "PYTHONHASHSEED" in refusal(check_equal, data_state(*theirs), ranks.gather)
         sent.pop()
 
 

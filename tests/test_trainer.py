@@ -158,7 +158,7 @@ def test_an_evaluation_by_hand(monkeypatch):
     parts |= {"mechanisms": [], "store": DraftStore(0)}
     trainer = make_trainer(config, parts, eval_prompts=prompts, num_updates=12)
     trainer.ranks.clock = SimpleNamespace(perf_counter=iter((2.0, 5.5)).__next__)
-    assert trainer.evaluate() == {
+    assert trainer.evaluate().metrics == {
         "eval/reward": (3 + 5) / 8,
         "eval/completions/mean_length": 30 / 8,
         "eval/completions/clipped_ratio": 3 / 8,

@@ -11,7 +11,7 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
-from bubblespec.planner.drafts import Job
+from bubblespec.planner.jobs import Job
 from bubblespec.records import RolloutRecord, Span
 from bubblespec.types import Row
 
