@@ -36,7 +36,7 @@ def both_updates(model, **loss) -> tuple[list[torch.Tensor], dict]:
     return gradients(make_learner(model, config), make_samples())
 
 
-def test_a_loss_of_ones_own_is_that_of_the_formula(make_model):
+def test_own_loss_equals_formula(make_model):
     """A ratio that is not clipped, in two updates of a batch, is DAPO's with clips out of reach."""
     mine, metrics = both_updates(make_model(), loss_type=f"{OWN}.unclipped")
     wanted, others = both_updates(make_model(), loss_type="dapo", epsilon_low=1e6, epsilon_high=1e6)
@@ -48,7 +48,7 @@ def test_a_loss_of_ones_own_is_that_of_the_formula(make_model):
     assert len(clips) == 3 and not clips & set(metrics)
 
 
-def test_a_loss_of_ones_own_may_have_a_gradient_where_the_advantage_is_zero(make_model):
+def test_own_loss_may_have_gradient_at_zero_advantage(make_model):
     config = make_config(loss_type=f"{OWN}.without_advantage")
     samples, zero = make_samples(), np.zeros_like(ADVANTAGES)
     seen = []
@@ -110,7 +110,7 @@ def test_bad_estimators_and_hooks_are_refused_before_the_run():
     assert load_own(config, ALONE) == [print]
 
 
-def test_a_function_without_a_signature_is_taken_as_it_is():
+def test_function_without_signature_is_accepted():
     assert import_function("a.key", "builtins.max", "a.b", ("metrics",)) is max
 
 
@@ -142,7 +142,7 @@ def test_bad_sources_are_refused_before_the_run(name, problem):
         ({"tokens": [5, 6]}, "tokens that is not an integer array"),
     ],
 )
-def test_proposals_that_cannot_be_fed_end_the_run(monkeypatch, proposals, problem):
+def test_invalid_proposals_end_run(monkeypatch, proposals, problem):
     source, numbers, limits = load_source(f"{OWN}.Fixed", 100), np.arange(2), np.array([2, 2])
     check_proposals(source, source.propose(numbers, limits), limits)
     monkeypatch.setattr(own.Fixed, "changes", tuple(proposals.items()))
