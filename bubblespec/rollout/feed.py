@@ -3,9 +3,32 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from bubblespec.draft.proposer import Proposer
+import numpy as np
+
+from bubblespec.engine.engine import Proposer
 from bubblespec.idle.task import RankView
+from bubblespec.records import Acceptance
 from bubblespec.types import Row
+
+
+class RolloutProposer(Proposer, Protocol):
+    """Source of draft tokens during a rollout; draft/proposer.py has it."""
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """What came of the drafts of this rollout."""
+
+    def extend(self, row: Row, ids: np.ndarray) -> None:
+        """Take in an observation, which follows a row's tokens."""
+
+    def catch_up(self, is_free: bool) -> None:
+        """Do what can wait, between two forwards. is_free: a GPU computes meanwhile."""
+
+    def take_in(self) -> None:
+        """Do everything that waits."""
+
+    def take_spent(self) -> tuple[float, int]:
+        """Return the seconds spent here since the last call, and the rows queried."""
 
 
 class RowFeed(Protocol):
@@ -15,7 +38,7 @@ class RowFeed(Protocol):
     def is_running(self) -> bool:
         """Whether rows may have to wait for something outside the engine."""
 
-    def start(self, view: RankView, proposer: Proposer | None) -> None:
+    def start(self, view: RankView, proposer: RolloutProposer | None) -> None:
         """Begin with the rows of `view.unfinished`, in their order."""
 
     def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
@@ -37,7 +60,7 @@ class PlainFeed:
 
     is_running = False
 
-    def start(self, view: RankView, proposer: Proposer | None) -> None:
+    def start(self, view: RankView, proposer: RolloutProposer | None) -> None:
         """See `RowFeed`."""
         self.engine = view.engine
         self.engine.add(list(view.unfinished))
