@@ -10,6 +10,7 @@ import torch
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.records import ACCEPT_BINS, RolloutRecord, StepRecord, total_s
+from bubblespec.telemetry.flops import prompt_lengths
 from bubblespec.types import Samples, digest, has_rewards, has_zero_std
 
 COUNTS = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
@@ -26,7 +27,7 @@ def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: boo
     rewards = record.all_rewards[is_scored]
     lengths = samples.num_sampled
     terminated = lengths[~samples.is_truncated]
-    prompts = np.array([len(group.prompt.token_ids) for group in samples.groups])
+    prompts = prompt_lengths(samples)
     metrics: dict = {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
@@ -42,11 +43,8 @@ def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: boo
     if len(terminated):
         counts["completions/{}_terminated_length"] = terminated
     for key, values in counts.items():
-        metrics[key.format("mean")] = float(values.mean())
-        metrics[key.format("min")], metrics[key.format("max")] = (
-            int(values.min()),
-            int(values.max()),
-        )
+        numbers = {"mean": values.mean(), "min": values.min(), "max": values.max()}
+        metrics |= {key.format(name): number.item() for name, number in numbers.items()}
     for name, values in {"rewards": rewards, "advantages": record.advantages}.items():
         metrics[f"critic/{name}/min"] = float(values.min())
         metrics[f"critic/{name}/max"] = float(values.max())

@@ -74,6 +74,8 @@ class Recorder:
                 self._write_table("responses", step, _response_columns(record))
             except OSError as error:
                 self.is_on = False
+                with contextlib.suppress(OSError):  # what was begun
+                    self._remove_from(step)
                 reason = f"{self.folder}: {error.strerror or error}"
                 log(f"warning: {reason}; recording stops before step {step}; the run continues")
         self.is_on = bool(self.ranks.gather(np.array([self.is_on], np.uint8))[0, 0])
@@ -93,15 +95,18 @@ class Recorder:
             "versions": {"python": platform.python_version()} | {n: version(n) for n in names},
             "config": flatten(config),
         }
-        with _replaced(os.path.join(self.folder, META_FILE)) as path, open(path, "w") as file:
+        path = os.path.join(self.folder, META_FILE)
+        with open(path + ".tmp", "w", encoding="utf-8") as file:
             json.dump(meta, file, indent=1)
+        os.replace(path + ".tmp", path)
 
     def _write_table(self, kind: str, step: int, columns: dict[str, Any]) -> None:
         import pyarrow
         import pyarrow.parquet
 
-        with _replaced(_path(self.folder, kind, step)) as path:
-            pyarrow.parquet.write_table(pyarrow.table(columns), path, compression="zstd")
+        path = _path(self.folder, kind, step)
+        pyarrow.parquet.write_table(pyarrow.table(columns), path + ".tmp", compression="zstd")
+        os.replace(path + ".tmp", path)
 
 
 def describe_hardware(device: torch.device) -> dict[str, Any]:
@@ -134,8 +139,8 @@ def read_meta(folder: str) -> dict[str, Any]:
 def list_steps(folder: str) -> list[int]:
     """Return the complete steps of a trace, in order. Raises InputError if there is none."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    matches = [match for name in names if (match := FILE_NAME.fullmatch(name))]
-    steps = sorted(int(m[2]) for m in matches if m[1] == "responses" and not m[3])
+    matches = map(re.compile(r"responses-(\d{5,})\.parquet").fullmatch, names)
+    steps = sorted(int(match[1]) for match in matches if match)
     if not steps:
         raise InputError(f"{folder}: no complete step is recorded")
     return steps
@@ -158,19 +163,6 @@ def read_table(folder: str, kind: str) -> "pyarrow.Table":
 
 def _path(folder: str, kind: str, step: int) -> str:
     return os.path.join(folder, f"{kind}-{step:05d}.parquet")
-
-
-@contextlib.contextmanager
-def _replaced(path: str):
-    """Context of a temporary name to write to, which becomes `path`; an error leaves no file."""
-    temporary = path + ".tmp"
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        raise
 
 
 def _response_columns(record: StepRecord) -> dict[str, Any]:
@@ -217,5 +209,4 @@ def _forward_columns(step: int, by_rank: list[np.ndarray]) -> dict[str, Any]:
     columns = {"step": np.full(len(ranks), step), "rank": ranks}
     for name, values in zip(names, np.concatenate(tables).T, strict=True):
         columns[name] = values if name.endswith("_s") else values.astype(np.int64)
-    columns["together"] = columns["together"].astype(bool)
-    return columns
+    return columns | {"together": columns["together"].astype(bool)}
