@@ -59,7 +59,7 @@ class ModelFlops:
         )
         if num_experts and num_routed is None:
             return None
-        share = num_routed / num_experts if num_experts else 1.0
+        share = (num_routed or 0) / num_experts if num_experts else 1.0
         count = sum(
             parameter.numel() * (share if ".experts." in name else 1.0)
             for name, parameter in model.named_parameters()

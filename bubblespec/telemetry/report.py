@@ -4,6 +4,7 @@ import json
 import resource
 import sys
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +121,8 @@ def speculation_metrics(
     store_tokens: in the store of drafts after the step, None where nothing comes into it;
     accepted_by_age: share of draft tokens, by updates since they were last extended.
     """
-    rollouts, own = record.rollouts, Counter()
+    rollouts = record.rollouts
+    own: Any = Counter()  # int, and seconds
     for rollout in rollouts:
         counts = rollout.acceptance
         own["own_s"] += rollout.own_s
@@ -132,7 +134,7 @@ def speculation_metrics(
         for name, (proposed, accepted) in counts.by_source.items():
             own.update({f"proposed/{name}": proposed, f"accepted/{name}": accepted})
     by_rank = [json.loads(text) for text in ranks.gather_text(json.dumps(own))]
-    sums: Counter = Counter()
+    sums: Any = Counter()
     for of_rank in by_rank:
         sums.update(of_rank)
     drafted, accepted = sums["draft_tokens"], sums["accepted_tokens"]
