@@ -11,9 +11,16 @@ import torch
 from bubblespec.config import Config, RunConfig
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
-from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table
+from bubblespec.telemetry.trace import Recorder
 from bubblespec.tools.simulate.command import SECTIONS, simulated_config
-from bubblespec.tools.simulate.recorded import load_cost, read_workload, sections_of
+from bubblespec.tools.simulate.recorded import (
+    list_steps,
+    load_cost,
+    read_meta,
+    read_table,
+    read_workload,
+    sections_of,
+)
 from bubblespec.tools.simulate.run import simulate
 from bubblespec.tools.simulate.workload import Texts
 from bubblespec.types import Draft, Group, Prompt, SampleId

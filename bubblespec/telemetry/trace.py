@@ -22,19 +22,16 @@ import os
 import platform
 import re
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from bubblespec.config import Config, flatten
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.errors import InputError, log, one_line
+from bubblespec.errors import InputError, log
 from bubblespec.records import ForwardRecord, RolloutRecord, StepRecord
 from bubblespec.types import SampleId
-
-if TYPE_CHECKING:  # imported where it is used: it takes a tenth of a second
-    import pyarrow
 
 FORMAT = 2
 FOLDER = "trace"
@@ -101,10 +98,10 @@ class Recorder:
         os.replace(path + ".tmp", path)
 
     def _write_table(self, kind: str, step: int, columns: dict[str, Any]) -> None:
-        import pyarrow
+        import pyarrow  # here, as it takes a tenth of a second
         import pyarrow.parquet
 
-        path = _path(self.folder, kind, step)
+        path = os.path.join(self.folder, f"{kind}-{step:05d}.parquet")
         pyarrow.parquet.write_table(pyarrow.table(columns), path + ".tmp", compression="zstd")
         os.replace(path + ".tmp", path)
 
@@ -121,48 +118,6 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
-
-
-def read_meta(folder: str) -> dict[str, Any]:
-    """Return meta.json of a trace. Raises InputError."""
-    path = os.path.join(folder, META_FILE)
-    try:
-        with open(path, encoding="utf-8") as file:
-            meta = json.load(file)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder} is not a trace: {one_line(error)}") from error
-    if meta.get("format") != FORMAT:
-        raise InputError(f'{path}: not a trace of this version (no "format": {FORMAT})')
-    return meta
-
-
-def list_steps(folder: str) -> list[int]:
-    """Return the complete steps of a trace, in order. Raises InputError if there is none."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    matches = map(re.compile(r"responses-(\d{5,})\.parquet").fullmatch, names)
-    steps = sorted(int(match[1]) for match in matches if match)
-    if not steps:
-        raise InputError(f"{folder}: no complete step is recorded")
-    return steps
-
-
-def read_table(folder: str, kind: str) -> "pyarrow.Table":
-    """Return all rows of a kind (responses, forwards). Raises InputError."""
-    import pyarrow
-    import pyarrow.parquet
-
-    tables = []
-    for step in list_steps(folder):
-        path = _path(folder, kind, step)
-        try:
-            tables.append(pyarrow.parquet.read_table(path, partitioning=None))
-        except (OSError, pyarrow.ArrowException) as error:
-            raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
-    return pyarrow.concat_tables(tables, promote_options="permissive")  # a step without drafts
-
-
-def _path(folder: str, kind: str, step: int) -> str:
-    return os.path.join(folder, f"{kind}-{step:05d}.parquet")
 
 
 def _response_columns(record: StepRecord) -> dict[str, Any]:
