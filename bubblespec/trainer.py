@@ -108,8 +108,8 @@ class Trainer:
             gc.unfreeze()
             self.reporter.close()
         newest = os.path.join(self.config.run.output_dir, f"checkpoint-{self.saved}")
-        newest = newest if os.path.isdir(newest) else self.checkpoint
-        self.reporter.end(self.num_updates, newest, is_stopped)
+        folder = newest if os.path.isdir(newest) else self.checkpoint
+        self.reporter.end(self.num_updates, folder, is_stopped)
 
     def warm_start(self) -> None:
         """Finish the set-up of mechanisms. Raises StopRequested, InputError."""

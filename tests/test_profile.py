@@ -4,8 +4,8 @@ virtual seconds, and the profile finds what they cost."""
 import pytest
 
 from bubblespec.config_file import load_config
+from bubblespec.engine.batch import Load
 from bubblespec.planner.costs import CostModel
-from bubblespec.records import Load
 from bubblespec.rollout import make_sampler
 from bubblespec.rollout.profile import profile
 from bubblespec.setup import build

@@ -8,7 +8,8 @@ import pytest
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span
+from bubblespec.engine.batch import Load
+from bubblespec.records import ForwardRecord, RolloutRecord, Span
 from bubblespec.telemetry.timeline import KINDS, LABELS, draw_lanes, gather_lanes, step_spans
 from tests.helpers.runs import read, run
 

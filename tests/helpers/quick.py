@@ -7,8 +7,8 @@ import gc
 import itertools
 
 from bubblespec import trainer
+from bubblespec.engine.batch import Load
 from bubblespec.planner.costs import CostModel
-from bubblespec.records import Load
 from bubblespec.rollout import make_sampler
 from tests.helpers.clocks import forward_seconds
 
