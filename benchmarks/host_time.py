@@ -23,7 +23,7 @@ import torch
 from benchmarks.shared import write_json
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import History
-from bubblespec.engine.batch import Batch
+from bubblespec.engine.batch import Batch, Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import BUCKETS, ForwardGraphs, pad
@@ -33,7 +33,6 @@ from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified
 from bubblespec.planner.costs import CostModel
-from bubblespec.records import Load
 from bubblespec.types import Draft, Row, SampleId
 
 PROMPT, DRAFT, GROUP, WRONG = 300, 4000, 8, 0.03

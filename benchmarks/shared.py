@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.distributed.failures import report
+from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.pages import Pages
@@ -108,7 +109,11 @@ def plain_engine(trainer: Trainer) -> Engine:
         slots,
         length,
         trainer.config.run.seed,
-        forward=ModelForward(learner.model, learner.kernel),
+        forward=ModelForward(
+            learner.model,
+            learner.kernel,
+            reduce=reduction_for(learner.model.device, enforce_eager=False),
+        ),
         max_num_batched_tokens=engine.max_num_batched_tokens,
         pages=pages,
     )

@@ -28,6 +28,7 @@ from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import load_source
 from bubblespec.engine.attention import reads_pages
+from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kernels import choose_kernel
@@ -120,7 +121,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             config, tokenizer, tokenize, saved_held_out=planner.get(HELD_OUT), warn=warn
         )
         data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts)
-        check_equal(data, ranks)
+        check_equal(data, ranks.gather)
         if checkpoint:
             check_continued(planner, data, checkpoint, config.run.allow_changed_data, warn)
         check_prompts(config, functions, train_prompts, eval_prompts, ranks, has_reward)
@@ -339,13 +340,18 @@ def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine
     needs = add_drafter(needs, config, learner.model, ranks.world_size)
     num_slots, num_pages, max_tp_rows = choose_slots(config, learner, ranks, needs)
     model, kernel, length = learner.model, learner.kernel, max_length(config)
-    make_forward = InvariantForward if config.model.batch_invariant else ModelForward
+    eager = config.rollout.enforce_eager
+    if config.model.batch_invariant:
+        forward: ModelForward = InvariantForward(model, kernel, enforce_eager=eager)
+    else:
+        reduce = reduction_for(model.device, eager)
+        forward = ModelForward(model, kernel, enforce_eager=eager, reduce=reduce)
     runner = ModelRunner(
         model,
         num_slots,
         length,
         config.run.seed,
-        forward=make_forward(model, kernel, enforce_eager=config.rollout.enforce_eager),
+        forward=forward,
         max_num_batched_tokens=config.rollout.max_num_batched_tokens,
         pages=Pages.for_rows(num_slots, length, PAGE, num_pages) if reads_pages(kernel) else None,
     )

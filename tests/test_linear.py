@@ -14,7 +14,6 @@ from bubblespec import setup as set_up_module
 from bubblespec.checkpoint import list_checkpoints, read_state
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.forward import partial_linear
 from bubblespec.mechanisms import cpu_linear as linear_module
 from bubblespec.mechanisms.cpu_linear import (
     KERNELS,
@@ -36,6 +35,7 @@ from bubblespec.mechanisms.cpu_linear import (
     shape_of,
     use_plans,
 )
+from bubblespec.mechanisms.tp_tail.shards import partial_linear
 from bubblespec.setup import build, choose_linear
 from tests.helpers.runs import SHORT, same_weights, weights
 from train import train

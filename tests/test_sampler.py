@@ -10,13 +10,14 @@ import pytest
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.planner import drafts as drafts_module
 from bubblespec.planner import guard
 from bubblespec.planner.stats import RunStats
-from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
+from bubblespec.records import ForwardRecord, RolloutRecord, Span, StepRecord
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from bubblespec.__main__ import main
+from bubblespec.engine.batch import Load
 from bubblespec.planner.place import place_in_turn
-from bubblespec.records import Load
 from bubblespec.rollout import board as boards
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate.run import counted, simulate

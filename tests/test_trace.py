@@ -10,8 +10,9 @@ import torch
 
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.batch import Load
 from bubblespec.errors import InputError
-from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span, StepRecord
+from bubblespec.records import ForwardRecord, RolloutRecord, Span, StepRecord
 from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table
 from bubblespec.tools.simulate.command import SECTIONS, simulated_config
 from bubblespec.tools.simulate.recorded import load_cost, read_workload, sections_of

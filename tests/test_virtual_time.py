@@ -5,12 +5,12 @@ import pytest
 
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import History
+from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
-from bubblespec.records import Load
 from bubblespec.rollout.board import LINGER_S, ProgressBoard, RankState
 from bubblespec.tools.simulate import world as world_module
 from bubblespec.tools.simulate.runner import SimulatedRunner

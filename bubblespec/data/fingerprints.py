@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError
 from bubblespec.types import Prompt
 
@@ -90,9 +89,9 @@ def check_continued(
         )
 
 
-def check_equal(data: dict[str, np.ndarray], ranks: Ranks) -> None:
-    """Raise InputError unless all ranks have read the same rows."""
-    found = ranks.gather(np.array([fingerprint([part.tolist() for part in data.values()])]))
+def check_equal(data: dict[str, np.ndarray], gather: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Raise InputError unless all ranks have read the same rows. gather: see `Ranks.gather`."""
+    found = gather(np.array([fingerprint([part.tolist() for part in data.values()])]))
     if (found != found[0]).any():
         raise InputError(
             "data: ranks have read different rows; some of data.tasks depend on "

@@ -10,21 +10,18 @@ heads, K key/value heads, G = H / K, D head dimension.
 """
 
 import importlib.util
-from collections.abc import Callable
 
 import torch
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
 from bubblespec.engine.packing import PAGE, CachePacking, SequencePacking, Varlen
 
 HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
 MAX_HEAD_SIZE = 256  # of the CUDA kernels
 NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
-RECORDER = "bubblespec_recorder"
 # Whether torch's function reads a cache in pages, in one split where that is asked for. Torch 2.12
 # has the arguments too, but its FlashAttention-2 refuses `num_splits`.
 HAS_PAGES = torch.__version__ >= (2, 13)
@@ -93,32 +90,6 @@ def bubblespec_attention(
 
 
 AttentionInterface.register(NAME, bubblespec_attention)
-
-
-def record_masks(
-    model: torch.nn.Module, tokens: torch.Tensor
-) -> list[tuple[int, int | None, Callable | None]]:
-    """What each attention call in the model's own forward of tokens [T] is given: index of the
-    layer, sliding window, and mask as transformers defines it, a function of the row, the head and
-    the positions of query and key; None if it is causal, or made by the model itself. The model
-    keeps the recording attention."""
-    made, seen = [], []
-
-    def make_mask(*args, mask_function, **kwargs) -> torch.Tensor:
-        kwargs["allow_is_causal_skip"] = False
-        made.append((sdpa_mask(*args, mask_function=mask_function, **kwargs), mask_function))
-        return made[-1][0]
-
-    def attend(module, query, key, value, attention_mask, sliding_window=None, **kwargs) -> tuple:
-        shows = next((function for mask, function in made if mask is attention_mask), None)
-        seen.append((module.layer_idx, sliding_window, shows))
-        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None  # not used
-
-    AttentionInterface.register(RECORDER, attend)
-    AttentionMaskInterface.register(RECORDER, make_mask)
-    model.set_attn_implementation(RECORDER)
-    model.base_model(input_ids=tokens[None], use_cache=False)
-    return seen
 
 
 def cached_sdpa(

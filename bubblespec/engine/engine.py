@@ -30,10 +30,9 @@ from typing import Protocol
 
 import numpy as np
 
-from bubblespec.engine.batch import Batch, Runner
+from bubblespec.engine.batch import Batch, Load, Runner
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified, is_stop, num_gained
-from bubblespec.records import Load
 from bubblespec.types import Row
 
 

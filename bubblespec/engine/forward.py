@@ -13,10 +13,8 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
 
 from bubblespec.engine.batch import Batch
-from bubblespec.engine.compiled import compiled_best_and_sum
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import Packing
@@ -114,16 +112,14 @@ class ModelForward:
         *,
         enforce_eager: bool = False,
         memory: GraphMemory | None = None,
+        reduce: Callable = best_and_sum,
     ):
-        """enforce_eager: without a compiler and CUDA graphs; memory: of other forwards' graphs."""
-        self.model, self.kernel = model, kernel
+        """enforce_eager: without CUDA graphs; memory: of other forwards' graphs; reduce: what
+        sampling reads of whole rows of logits, see `best_and_sum` (compiled.py has a faster
+        one)."""
+        self.model, self.kernel, self.reduce = model, kernel, reduce
         self.memory = memory or GraphMemory()
-        is_cuda = self.weight().device.type == "cuda"
-        # The shapes of SDPA's calls depend on the rows' lengths.
         self.is_eager = enforce_eager or not can_capture(self.weight().device, kernel)
-        self.reduce: Callable = best_and_sum
-        if is_cuda and not enforce_eager:
-            self.reduce = compiled_best_and_sum
         self.heads_per_key = heads_per_key(model)
 
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -174,21 +170,3 @@ def heads_per_key(model: torch.nn.Module) -> int:
     if getattr(config, "sliding_window", None):
         return 1
     return heads // (getattr(config, "num_key_value_heads", None) or heads)
-
-
-def part_of(weight: torch.Tensor, part: slice, is_rowwise: bool) -> torch.Tensor:
-    """Return a part of the inputs of a weight [out, in] if it is rowwise, else of its outputs."""
-    return weight[:, part] if is_rowwise else weight[part]
-
-
-def partial_linear(
-    layer: torch.nn.Linear, part: slice, is_rowwise: bool, x: torch.Tensor
-) -> torch.Tensor:
-    """Compute a part of a linear layer's outputs, or, if it is rowwise, its product with a part of
-    the inputs, without the bias. x: [..., in], or [..., the part of in]. A layer with products of
-    its own has a method `partial`."""
-    bias = None if is_rowwise or layer.bias is None else layer.bias[part]
-    own = getattr(layer, "partial", None)
-    if own is not None:
-        return own(x, part, is_rowwise, bias)
-    return linear(x, part_of(layer.weight, part, is_rowwise), bias)

@@ -186,6 +186,7 @@ class ForwardGraphs:
 
         def with_free_memory() -> None:
             self._graphs.clear()
+            self.of.memory.pools.pop(self, None)
             torch.cuda.empty_cache()
             stage()
 

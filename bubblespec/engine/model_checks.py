@@ -5,21 +5,32 @@ exactly: first by its configuration, then by its masks, and by comparing a packe
 model's own on random tokens.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.masking_utils import sdpa_mask
 
 from bubblespec.engine import attention
+from bubblespec.engine.find_head import find_head, own_forward
 from bubblespec.engine.fused import fuse
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import UnsupportedModel, forward_hidden
-from bubblespec.engine.output_head import find_head, output_head, own_forward
+from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_rows, pack_sequences
 
 # Of the largest logit; 0.1 for less precise types. In float64 models with experts compute their
 # routers in float32, and those without SDPA their softmax.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 DENSE_TOLERANCE = TOLERANCE | {torch.float64: 1e-9}
+RECORDER = "bubblespec_recorder"
 CHECKED = 12  # positions compared in each check
 # Tokens: beyond the usual windows, up to 8,192, and no more than seconds on a GPU.
 MAX_CHECK_LENGTH = 8300
@@ -151,7 +162,7 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
     position = torch.arange(max_length, device=device)
     some = torch.linspace(0, max_length - 1, 16, device=device).long()[:, None]
     row = head = torch.zeros((), dtype=torch.int64, device=device)
-    for layer, window, shows in attention.record_masks(model, random_tokens(model, CHECKED)):
+    for layer, window, shows in record_masks(model, random_tokens(model, CHECKED)):
         handed = f"a sliding window of {window} tokens" if window else "no sliding window"
         wanted = windows[layer] if layer < len(windows) else None
         if wanted is not None and wanted < max_length and window != wanted:
@@ -178,6 +189,32 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
                     f"derives the mask from that alone; over {max_length} tokens the model's own "
                     f"mask differs"
                 )
+
+
+def record_masks(
+    model: torch.nn.Module, tokens: torch.Tensor
+) -> list[tuple[int, int | None, Callable | None]]:
+    """What each attention call in the model's own forward of tokens [T] is given: index of the
+    layer, sliding window, and mask as transformers defines it, a function of the row, the head and
+    the positions of query and key; None if it is causal, or made by the model itself. The model
+    keeps the recording attention."""
+    made, seen = [], []
+
+    def make_mask(*args, mask_function, **kwargs) -> torch.Tensor:
+        kwargs["allow_is_causal_skip"] = False
+        made.append((sdpa_mask(*args, mask_function=mask_function, **kwargs), mask_function))
+        return made[-1][0]
+
+    def attend(module, query, key, value, attention_mask, sliding_window=None, **kwargs) -> tuple:
+        shows = next((function for mask, function in made if mask is attention_mask), None)
+        seen.append((module.layer_idx, sliding_window, shows))
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None  # not used
+
+    AttentionInterface.register(RECORDER, attend)
+    AttentionMaskInterface.register(RECORDER, make_mask)
+    model.set_attn_implementation(RECORDER)
+    model.base_model(input_ids=tokens[None], use_cache=False)
+    return seen
 
 
 def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:

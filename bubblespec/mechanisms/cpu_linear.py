@@ -29,8 +29,6 @@ from torch import is_inference_mode_enabled
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
-from bubblespec.engine.forward import part_of
-
 # Rows of a product at which generation is measured; another number counts as the next of these.
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 48, 128)
 MAX_PADDED = 24  # rows up to which those between are padded to one of ROWS
@@ -142,6 +140,11 @@ class OneDNNLinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = grad_NM.sum(0)
         return grad_x, grad_weight, grad_bias
+
+
+def part_of(weight: torch.Tensor, part: slice, is_rowwise: bool) -> torch.Tensor:
+    """Return a part of the inputs of a weight [M, K] if it is rowwise, else of its outputs."""
+    return weight[:, part] if is_rowwise else weight[part]
 
 
 class FastLinear(torch.nn.Linear):

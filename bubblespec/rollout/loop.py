@@ -14,11 +14,12 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
+from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.task import IdleTask, RankView, assign
 from bubblespec.planner.costs import CostModel
-from bubblespec.records import ForwardRecord, IdleUse, Load, RolloutRecord, Span
+from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.feed import PlainFeed, RowFeed
 from bubblespec.rollout.table import Cutoff, RowTable

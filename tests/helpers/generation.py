@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.packing import PAGE
@@ -36,12 +37,17 @@ def make_runner(
     if page_size is None and num_pages is not None:
         page_size = PAGE
     pages = page_size and Pages.for_rows(num_slots, max_length, page_size, num_pages)
+    reduce = reduction_for(model.device, enforce_eager)
     if tp is not None:
-        forward = ShardedForward(model, tp, kernel, enforce_eager=enforce_eager, memory=memory)
+        forward = ShardedForward(
+            model, tp, kernel, enforce_eager=enforce_eager, memory=memory, reduce=reduce
+        )
     elif batch_invariant:
         forward = InvariantForward(model, kernel, enforce_eager=enforce_eager)
     else:
-        forward = ModelForward(model, kernel, enforce_eager=enforce_eager, memory=memory)
+        forward = ModelForward(
+            model, kernel, enforce_eager=enforce_eager, memory=memory, reduce=reduce
+        )
     return ModelRunner(
         model,
         num_slots,

@@ -12,6 +12,7 @@ import transformers
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import DraftStore, History
+from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
@@ -19,7 +20,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.jobs import Job
-from bubblespec.records import Load, RolloutRecord
+from bubblespec.records import RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.tools.simulate.world import SimulatedRanks
 from bubblespec.types import Draft, Group, Prompt, Row, SampleId
@@ -160,7 +161,7 @@ class World:
     def __init__(self, model, num_slots: int, board, method="bubble+suffix"):
         self.board, clock = board, board.ranks.clock
         self.proposer = make_proposer(
-            method, History(10**6), fixed_cost(), has_drafts=True, clock=clock
+            method.split("+"), History(10**6), fixed_cost(), has_drafts=True, clock=clock
         )
         runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_num_batched_tokens=256)
         self.engine, self.store = Engine(runner), DraftStore(10**6)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
-from bubblespec.records import Load
 from bubblespec.tools.simulate.command import simulated_config
 from bubblespec.tools.simulate.run import simulate
 from bubblespec.tools.simulate.runner import DrafterModel

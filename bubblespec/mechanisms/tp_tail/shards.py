@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from bubblespec.distributed.ranks import Ranks, all_gather
@@ -32,7 +32,6 @@ from bubblespec.engine.forward import (
     GraphMemory,
     ModelForward,
     Sampled,
-    partial_linear,
 )
 from bubblespec.engine.kernels import cache_for
 from bubblespec.engine.model_checks import TOLERANCE, random_tokens, relative_difference
@@ -114,10 +113,11 @@ class ShardedForward(ModelForward):
         *,
         enforce_eager: bool = False,
         memory: GraphMemory | None = None,
+        reduce: Callable = sampling.best_and_sum,
     ):
         """See `ModelForward`. Raises TPUnsupported, on all ranks or on none."""
         is_eager = enforce_eager or not tp.can_capture
-        super().__init__(model, kernel, enforce_eager=enforce_eager, memory=memory)
+        super().__init__(model, kernel, enforce_eager=enforce_eager, memory=memory, reduce=reduce)
         self.is_eager |= is_eager
         self.tp, self.rank = tp, tp.rank
         self.specs, self.key_heads = plan_shards(model, tp.rank, tp.size)
@@ -235,6 +235,20 @@ class ShardedForward(ModelForward):
     ) -> torch.Tensor:
         out = forward(x) if self._is_alone else self.tp.sum_(forward(x))
         return out if bias is None else out + bias
+
+
+def partial_linear(
+    layer: torch.nn.Linear, part: slice, is_rowwise: bool, x: torch.Tensor
+) -> torch.Tensor:
+    """Compute a part of a linear layer's outputs, or, if it is rowwise, its product with a part of
+    the inputs, without the bias. x: [..., in], or [..., the part of in]. A layer with products of
+    its own has a method `partial`."""
+    bias = None if is_rowwise or layer.bias is None else layer.bias[part]
+    own = getattr(layer, "partial", None)
+    if own is not None:
+        return own(x, part, is_rowwise, bias)
+    weight = layer.weight[:, part] if is_rowwise else layer.weight[part]
+    return linear(x, weight, bias)
 
 
 def shard_of(count: int, rank: int, size: int) -> slice:

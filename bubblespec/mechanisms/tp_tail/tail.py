@@ -19,6 +19,7 @@ import numpy as np
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine, Proposer
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
@@ -240,6 +241,7 @@ def make_tp_tail(
             alone.forward.kernel,
             enforce_eager=config.rollout.enforce_eager,
             memory=alone.forward.memory,
+            reduce=reduction_for(alone.device, config.rollout.enforce_eager),
         )
         runner = ModelRunner(
             alone.model,

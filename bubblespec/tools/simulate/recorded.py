@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from bubblespec.config import Config, flatten
+from bubblespec.engine.batch import Load
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.tp_tail.shards import TPUnsupported
-from bubblespec.records import Load
 from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
 from bubblespec.tools.simulate.cost import ForwardCost, fit_cost
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, roofline

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import brentq
 
-from bubblespec.engine.batch import Batch
+from bubblespec.engine.batch import Batch, Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified, num_accepted
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.runner import CONTEXT, MAX_CHAIN_LENGTH
-from bubblespec.records import Load
 from bubblespec.tools.simulate.world import World
 from bubblespec.types import Row
 
