@@ -1,5 +1,4 @@
-"""What is found out about reward functions before the first step, through the real entry point:
-one line, and no folder."""
+"""Checks of reward functions before the first step, through the real entry point."""
 
 import os
 import sys
@@ -42,7 +41,7 @@ def test_coroutines_run_and_failures_of_the_trial_warn(monkeypatch, tmp_path, nu
     assert line["reward/errors"] == 0 and {"rewards/judge/mean", "rewards/picky/mean"} <= set(line)
 
 
-def test_trial_that_hangs_does_not_stop_a_run(monkeypatch, tmp_path):
+def test_hanging_trial_does_not_stop_a_run(monkeypatch, tmp_path):
     monkeypatch.setenv("FIRST_CALL", str(tmp_path / "first"))
     options = ["reward.num_workers=1", "reward.timeout_s=2"]
     function = "reward.functions=[tests.helpers.rewards.slow_at_first]"
@@ -51,7 +50,7 @@ def test_trial_that_hangs_does_not_stop_a_run(monkeypatch, tmp_path):
 
 
 def test_worker_that_cannot_start_is_refused(refusal, monkeypatch):  # noqa: F811
-    """It lacks what only this process has."""
+    """Its module exists in this process alone."""
     module = type(sys)("only_here")
     module.f = lambda completions, **columns: [1.0] * len(completions)
     monkeypatch.setitem(sys.modules, "only_here", module)
@@ -91,7 +90,7 @@ def prompts_of(**columns) -> list[Prompt]:
     return [Prompt(n, f"row {n}", (1,), {name: value}) for n, value in enumerate(values)]
 
 
-def test_rows_that_no_function_can_score_are_named(capsys):
+def test_rows_without_reference_are_named(capsys):
     functions = {"a.math": math_equivalence}
     check_references(functions, prompts_of(answer=["5", "\\frac{1}{2}", "#### 1,080"]), "the data")
     assert capsys.readouterr().err == ""

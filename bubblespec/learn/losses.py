@@ -109,9 +109,10 @@ def load_loss(path: str) -> TokenLoss:
 
 def check_token_loss(path: str, loss: object, logprob: torch.Tensor) -> None:
     """Raise InputError unless the user's own loss has one value per token."""
-    is_tensor = isinstance(loss, torch.Tensor)
-    if not is_tensor or loss.shape != logprob.shape:
-        found = f"the shape {list(loss.shape)}" if is_tensor else f"{loss!r:.200}"
+    if not isinstance(loss, torch.Tensor) or loss.shape != logprob.shape:
+        found = f"{loss!r:.200}"
+        if isinstance(loss, torch.Tensor):
+            found = f"the shape {list(loss.shape)}"
         wanted = f"a tensor [{len(logprob)}], the loss of each token"
         raise InputError(f"loss.loss_type: {path} returned {found}, not {wanted}")
 

@@ -12,7 +12,8 @@ from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.packing import to_device
 from bubblespec.learn.losses import common_factor, local_weights
-from bubblespec.types import Samples, count_sampled, is_sampled
+from bubblespec.samples import Samples, count_sampled
+from bubblespec.types import is_sampled
 
 
 @dataclass
@@ -158,7 +159,7 @@ class MicrobatchCost:
 
     def __init__(self):
         self._products, self._seconds = np.zeros((2, 2)), np.zeros(2)  # sums over [1, tokens]
-        self._coefficients: tuple[float, float] | None = None
+        self._coefficients = 0.0, 0.0
 
     def observe(self, num_microbatches: int, num_tokens: int, seconds: float) -> None:
         """Count micro-batches with `num_tokens` tokens together as one of their mean size."""
@@ -177,7 +178,7 @@ class MicrobatchCost:
     @property
     def is_known(self) -> bool:
         """Whether there was an observation; the methods below need one."""
-        return self._coefficients is not None
+        return bool(self._products.any())
 
     def seconds(self, num_tokens: int) -> float:
         """Return the seconds of a micro-batch of this many tokens."""

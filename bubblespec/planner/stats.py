@@ -13,7 +13,8 @@ from bubblespec.planner.guard import Guard
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.rows import AcceptanceRates, Rows, acceptance_rates
 from bubblespec.records import RolloutRecord
-from bubblespec.types import Row, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Row
 
 FORGETTING = 0.7  # of counts, per rollout
 MIN_DRAFTED = 20  # tokens of an age, below which its share of accepted ones says nothing

@@ -73,7 +73,7 @@ class RolloutLoop:
     take_over: TakeOver | None = None
     feed: RowFeed = field(default_factory=PlainFeed)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.clock, self.selects = self.ranks.clock, self.table.launch.selects
         self.record = RolloutRecord()
         self.unfinished = {row: index for index, row in self.rows.items()}
@@ -164,6 +164,7 @@ class RolloutLoop:
         # Jobs may follow jobs; the cutoff and the take-over wait for lengths. The end needs no
         # frequent ticks: a rank that is done posts at once.
         is_near = self.take_over is not None and self.take_over.is_near(self.table)
+        assert self.board is not None
         self.board.is_relaxed = not (self.selects or is_near or any(given))
 
     def _select(self) -> None:
@@ -184,6 +185,7 @@ class RolloutLoop:
 
     def _let_take_over(self, take_over: TakeOver) -> None:
         """Finish the unfinished rows of all ranks on all of them together."""
+        assert self.board is not None
         take_over.run(
             {index: row for row, index in self.unfinished.items()},
             self.table,
@@ -235,6 +237,7 @@ class RolloutLoop:
         return RankState(len(self.unfinished), self.ranks.must_stop, np.concatenate(facts))
 
     def _wait(self) -> None:
+        assert self.board is not None
         begin = self.clock.perf_counter()
         if (states := self.board.wait(self._state)) is not None:
             self._act_on(states)

@@ -70,7 +70,7 @@ def make_sampler(
     guard = Guard() if is_guarded else None
     stats, store = RunStats(cost=cost, guard=guard), DraftStore(max_draft_tokens)
     mechanisms: list[Mechanism] = []
-    if "bubble" in sources and drafts_ahead:
+    if "bubble" in sources and drafts_ahead and proposer is not None:
         mechanisms.append(Drafting(config, ranks, engine, schedule, stats, store, proposer))
     return Sampler(
         config=config,
