@@ -174,7 +174,7 @@ class Trainer:
         if sampler.proposer is None:
             metrics |= reports.forward_metrics(ranks, record)
         else:
-            drafts = {"accepted_by_age": sampler.stats.accepted_by_age, "store_tokens": None}
+            drafts = {"accepted_by_age": sampler.stats.survival.by_age, "store_tokens": None}
             if "bubble" in self.config.speculative.sources or self.config.tail_batching.enabled:
                 drafts["store_tokens"] = sampler.store.num_tokens
             metrics |= reports.speculation_metrics(ranks, record, **drafts)

@@ -130,7 +130,7 @@ class Sampler:
                 rank_of = place(
                     up_to_cutoff(expected, launch) if launch.selects else expected,
                     stats.shared_cost,
-                    stats.rates,
+                    stats.survival.rates,
                     num_ranks=ranks.world_size,
                     num_slots=self.engine.num_slots,
                     keeps_groups=self.scorer.sees_groups,
@@ -271,7 +271,7 @@ class Sampler:
             return math.nan
         own = table.rows.take(table.rank_of == self.ranks.rank)
         stats = self.stats
-        return rollout_seconds(own, stats.shared_cost, self.engine.num_slots, stats.rates)
+        return rollout_seconds(own, stats.shared_cost, self.engine.num_slots, stats.survival.rates)
 
     def combined(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return each sample's reward in training: the weighted sum and the overlong penalty,

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.draft.proposer import make_proposer
+from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import prepare_model
@@ -19,6 +19,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.drafts import Job
+from bubblespec.planner.survival import ALIGNED, TRIED
 from bubblespec.records import Load, RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.tools.simulate.world import SimulatedRanks
@@ -154,13 +155,24 @@ class BoardWithSlowRank:
         return [own, RankState(int(not self.are_others_done), facts=nothing)]
 
 
+def tried_ages(proposer: Proposer) -> set[int]:
+    """Ages of the aligned drafts of which tokens were verified in this rollout."""
+    survival = proposer.survival
+    tried = survival.counts[TRIED].sum(axis=0)
+    return {
+        kind[1]
+        for kind, count in zip(survival.kinds, tried, strict=True)
+        if count and kind[0] == ALIGNED
+    }
+
+
 class World:
     """One rank from step to step."""
 
     def __init__(self, model, num_slots: int, board, method="bubble+suffix"):
         self.board, clock = board, board.ranks.clock
         self.proposer = make_proposer(
-            method, History(10**6), fixed_cost(), has_drafts=True, clock=clock
+            method.split("+"), History(10**6), fixed_cost(), has_drafts=True, clock=clock
         )
         runner = ModelRunner(model, num_slots, MAX_LENGTH, SEED, max_num_batched_tokens=256)
         self.engine, self.store = Engine(runner), DraftStore(10**6)
