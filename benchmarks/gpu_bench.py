@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from bubblespec.distributed.cuda import set_cuda_defaults
 from bubblespec.engine.attention import VARLEN_KERNELS, problem_of
+from bubblespec.engine.batch import Load
+from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.graphs import can_capture
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.forward import Forward, ModelForward, can_capture
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.records import Load
 from bubblespec.tools.simulate.cost import ForwardCost
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, roofline
 from bubblespec.types import Row, SampleId
@@ -88,9 +89,23 @@ class Bench:
         prepare_model(model, MAX_LENGTH)
         return model
 
-    def engine(self, model: PreTrainedModel, rows: int, length: int, **options) -> Engine:
-        options = {"max_num_batched_tokens": max(2048, rows), "kernel": self.kernel} | options
-        return Engine(ModelRunner(model, rows, length, 0, **options))
+    def engine(
+        self,
+        model: PreTrainedModel,
+        rows: int,
+        length: int,
+        *,
+        enforce_eager: bool = False,
+        forward: Forward | None = None,
+        max_num_batched_tokens: int | None = None,
+    ) -> Engine:
+        """Make an engine of this many slots; forward: of the model, by default on this rank."""
+        if forward is None:
+            reduce = reduction_for(self.device, enforce_eager)
+            forward = ModelForward(model, self.kernel, enforce_eager=enforce_eager, reduce=reduce)
+        tokens = max_num_batched_tokens or max(2048, rows)
+        runner = ModelRunner(model, rows, length, 0, forward=forward, max_num_batched_tokens=tokens)
+        return Engine(runner)
 
     def seconds(self, action: Callable[[], object], repeats: int = 10, warm_up: int = 2) -> float:
         """Median wall time of one call, until the device has done it."""

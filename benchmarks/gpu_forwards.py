@@ -23,6 +23,7 @@ from benchmarks.gpu_bench import (
 )
 from bubblespec.engine.attention import VARLEN_KERNELS, reads_pages
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import ForwardGraphs, capture, rehearse
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
@@ -263,7 +264,9 @@ def forwards(bench: Bench) -> Iterator[Figure]:
     cache = KVCache(slots, 2 * cached, num_spare=1)
     caches = (*cache.keys.values(), *cache.values.values())
     entry_bytes = sum(t[0, 0].numel() * t.element_size() for t in caches)
-    captured = ForwardGraphs(model, cache, bench.kernel, 2048) if bench.has_graphs else None
+    captured = (
+        ForwardGraphs(ModelForward(model, bench.kernel), cache, 2048) if bench.has_graphs else None
+    )
     for num_tokens in bench.sizes((1, 2, 8, 16), tuple(1 << n for n in range(12))):
         rows = min(num_tokens, slots)
         count, start = np.full(rows, num_tokens // rows), np.full(rows, cached)

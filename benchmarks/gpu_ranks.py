@@ -16,9 +16,10 @@ import torch.distributed as dist
 from benchmarks.gpu_bench import Bench, Figure, make_bench, make_rows, start_decoding
 from bubblespec.distributed.cuda import ALLOCATOR_VARIABLES
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.graphs import capture, rehearse
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.mechanisms.tp_tail.shards import TPGroup
+from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup
 from bubblespec.rollout.board import ProgressBoard, RankState
 
 NUM_SUMS = 50  # one after the other in a graph
@@ -187,8 +188,14 @@ def measure_tp(bench: Bench, ranks: Ranks) -> list[Figure]:
         for kind, group in (("alone", None), ("together", tp)):
             for launched in ("eager", "graphs") if tp.can_capture else ("eager",):
                 case = f"{where}, {rows} rows {kind}, {launched}"
-                options = {"tp": group, "enforce_eager": launched == "eager"}
-                engine = bench.engine(model, rows, 256, **options)
+                is_eager = launched == "eager"
+                forward = None
+                if group is not None:
+                    reduce = reduction_for(bench.device, is_eager)
+                    forward = ShardedForward(
+                        model, group, bench.kernel, enforce_eager=is_eager, reduce=reduce
+                    )
+                engine = bench.engine(model, rows, 256, enforce_eager=is_eager, forward=forward)
                 start_decoding(engine, make_rows(model, rows, 64, 150))
                 step_s = bench.seconds(partial(engine.step, SamplingParams()))
                 engine.release()

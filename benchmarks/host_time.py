@@ -23,8 +23,9 @@ import torch
 from benchmarks.shared import write_json
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import History
-from bubblespec.engine.batch import Batch
+from bubblespec.engine.batch import Batch, Load
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import BUCKETS, ForwardGraphs, pad
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.packing import PAGE, CachePacking, to_device
@@ -32,7 +33,6 @@ from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified
 from bubblespec.planner.costs import CostModel
-from bubblespec.records import Load
 from bubblespec.types import Draft, Row, SampleId
 
 PROMPT, DRAFT, GROUP, WRONG = 300, 4000, 8, 0.03
@@ -141,7 +141,7 @@ def runner_seconds(num_rows: int, count: int = 50) -> float:
     cache, rng = KVCache(num_rows, length, pages=pages), np.random.default_rng(0)
     starts = rng.integers(PROMPT, DRAFT, num_rows)
     fed = 1 + min(WINDOW, BUCKETS[-1] // num_rows - 1)
-    known = ForwardGraphs(torch.nn.Module(), cache, "varlen", BUCKETS[-1])
+    known = ForwardGraphs(ModelForward(torch.nn.Linear(1, 1), "varlen"), cache, BUCKETS[-1])
     stream_key, seconds = np.zeros((num_rows, MAX_LENGTH, 4), np.int32), []
     pages.grow(starts + fed)
     slot, offset = ragged(np.full(num_rows, fed))

@@ -14,7 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.distributed.failures import report
+from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.forward import ModelForward
+from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import EndsRun, InputError
 from bubblespec.trainer import Trainer
@@ -98,7 +101,20 @@ def chain_sums(tokenizer, count: int, seed: int, max_terms: int) -> list[Prompt]
 def plain_engine(trainer: Trainer) -> Engine:
     """An engine of its own: the trainer's holds drafts from step to step."""
     engine, learner = trainer.sampler.engine, trainer.learner
-    options = {"max_num_batched_tokens": engine.max_num_batched_tokens, "kernel": learner.kernel}
-    options["num_pages"] = None if engine.pages is None else engine.pages.num_pages
-    seed = trainer.config.run.seed
-    return Engine(ModelRunner(learner.model, engine.num_slots, engine.max_length, seed, **options))
+    slots, length, pages = engine.num_slots, engine.max_length, engine.pages
+    if pages is not None:
+        pages = Pages.for_rows(slots, length, pages.page_size, pages.num_pages)
+    runner = ModelRunner(
+        learner.model,
+        slots,
+        length,
+        trainer.config.run.seed,
+        forward=ModelForward(
+            learner.model,
+            learner.kernel,
+            reduce=reduction_for(learner.model.device, enforce_eager=False),
+        ),
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        pages=pages,
+    )
+    return Engine(runner)

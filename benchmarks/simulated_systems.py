@@ -29,11 +29,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks.shared import check_names, main, markdown, write_json
 from bubblespec.errors import InputError
-from bubblespec.tools.simulate.command import rollout_of, simulated_config, totals
+from bubblespec.tools.simulate.command import synthetic_run, totals
 from bubblespec.tools.simulate.roofline import roofline
 from bubblespec.tools.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.tools.simulate.runner import Cost, DrafterModel
-from bubblespec.tools.simulate.workload import Synthetic, make_synthetic, parse
+from bubblespec.tools.simulate.workload import Spec, parse
 
 SIZES = ("7b", "32b")
 RANKS, GENERATIONS = 8, 8
@@ -43,6 +43,7 @@ K = 1000
 
 IDLE, TAIL = "speculative.method", "tail_batching.enabled"
 RATIO, PLACEMENT = "tail_batching.over_sampling_ratio", "rollout.placement"
+PROMPTS, SAMPLES = "rollout.num_prompts_per_step", "rollout.num_generations"
 BEST = {IDLE: "bubble+suffix+drafter", TAIL: True, RATIO: 1.25, PLACEMENT: "balanced"}
 
 
@@ -123,7 +124,7 @@ def simulate_steps(
     """The steps of one system in simulated seconds and tokens, and how many real ones each of them
     stands for. longest: tokens that real responses have at most."""
     scale = longest / arguments.longest
-    spec = Synthetic(
+    spec = Spec(
         mean=arguments.longest / SHARE_OF_LONGEST,
         max=arguments.longest,
         prompt=max(round(PROMPT / scale), 2),
@@ -134,11 +135,9 @@ def simulate_steps(
         edited=EDITED,
         seed=arguments.seed,
     )
-    rollout = rollout_of(spec) | {"num_prompts_per_step": arguments.prompts}
-    rollout["num_generations"] = GENERATIONS
     keys = {PLACEMENT: "in_turn", IDLE: "none"} | system.keys
-    config = simulated_config({"rollout": rollout}, [f"{key}={keys[key]}" for key in keys])
-    workload = make_synthetic(spec, arguments.prompts, GENERATIONS)
+    keys |= {PROMPTS: arguments.prompts, SAMPLES: GENERATIONS}
+    config, workload = synthetic_run(spec, [f"{key}={value}" for key, value in keys.items()])
     cost = scaled(roofline("h200", size).seconds, scale)
     drafter = system.drafter or parse(DrafterModel, arguments.drafter, "--drafter")
     return simulate(config, workload, cost, RANKS, drafter=drafter), scale

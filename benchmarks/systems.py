@@ -114,9 +114,8 @@ class Arm:
         """Where run.eval_steps wants it."""
         run, done = self.trainer.config.run, len(self.steps)
         if run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps):
-            self.curve.append(
-                (sum(step["step_s"] for step in self.steps), self.trainer.evaluate()["eval/reward"])
-            )
+            reward = self.trainer.evaluate().metrics["eval/reward"]
+            self.curve.append((sum(step["step_s"] for step in self.steps), reward))
 
     def step(self, ranks: Ranks) -> None:
         """One whole step, on all ranks."""

@@ -265,10 +265,10 @@ def curve_of(job: dict, trainer: Trainer, folder: str, every: int) -> list[tuple
     ends = [0.0, *np.cumsum(job["seconds"]).tolist()]
     numbers = range(every, len(ends), every)
     before = {name: tensor.clone() for name, tensor in trainer.learner.model.state_dict().items()}
-    rewards = [trainer.evaluate()["eval/reward"]]
+    rewards = [trainer.evaluate().metrics["eval/reward"]]
     for number in numbers:
         trainer.learner.model.load_state_dict(torch.load(weights_file(folder, number)))
-        rewards.append(trainer.evaluate()["eval/reward"])
+        rewards.append(trainer.evaluate().metrics["eval/reward"])
     trainer.learner.model.load_state_dict(before)
     return list(zip([0.0, *(ends[number] for number in numbers)], rewards, strict=True))
 

@@ -14,23 +14,6 @@ import numpy as np
 from bubblespec.types import Draft, SampleId, Samples
 
 
-class Load(NamedTuple):
-    """The work of a forward."""
-
-    rows: int
-    """Active rows."""
-    tokens: int
-    """Tokens fed."""
-    wide_rows: int = 0
-    """Rows that feed more than one token."""
-    positions: int = 0
-    """Positions attended to, summed over rows."""
-    prompt_tokens: int = 0
-    """Prompt tokens among the tokens fed."""
-    draft_tokens: int = 0
-    """Draft tokens among the tokens fed."""
-
-
 class Span(NamedTuple):
     """A stretch of time of one rank."""
 
@@ -57,7 +40,7 @@ class ForwardRecord(NamedTuple):
     propose_s: float
     """Seconds spent on proposals: queries, and learning from the outcome."""
     rows: int
-    """Rows and the next five: see `Load`."""
+    """Rows and the next five: see `Load` in engine/batch.py."""
     tokens: int
     wide_rows: int
     positions: int

@@ -1,5 +1,5 @@
-"""A run is built: model, data, rewards and engine are loaded, checked, and continued from a
-checkpoint if there is one."""
+"""Set-up of a run: load and check model, data, rewards and engine, and resume from a checkpoint if
+there is one. The only file that knows both the core and the mechanisms."""
 
 import atexit
 import copy
@@ -9,7 +9,7 @@ from typing import IO
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bubblespec.checkpoint import (
     PLANNER_FILE,
@@ -22,15 +22,21 @@ from bubblespec.checkpoint import (
     refuse_what_does_not_fit,
 )
 from bubblespec.config import Config
-from bubblespec.data.fingerprints import HELD_OUT, check_continued, data_state, fingerprint
+from bubblespec.data.fingerprints import HELD_OUT, check_continued, check_equal, data_state
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import load_source
+from bubblespec.engine.attention import reads_pages
+from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kernels import choose_kernel
-from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
+from bubblespec.engine.model import enable_gradient_checkpointing
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.output_head import output_head
+from bubblespec.engine.packing import PAGE
+from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError, log
@@ -51,6 +57,7 @@ from bubblespec.mechanisms import cpu_linear as linear
 from bubblespec.mechanisms.batch_invariant import (
     NUM_SLOTS,
     SLOT_LENGTH,
+    InvariantForward,
     first_difference,
     fix_libraries,
     make_invariant,
@@ -65,26 +72,28 @@ from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMech
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
 from bubblespec.memory import choose_slots, estimate, max_length
-from bubblespec.rewards.functions import RewardFunction, check_arguments, load_reward
+from bubblespec.rewards.functions import load_reward
 from bubblespec.rewards.scorer import Scorer
-from bubblespec.rewards.trial import begin_trial, check_columns, check_references, end_trial
+from bubblespec.rewards.trial import begin_trial, check_prompts, check_weights, end_trial
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
+from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry.console import Console
+from bubblespec.telemetry.reporter import RunReporter
 from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer
-from bubblespec.types import Prompt
 
 
 def build(config: Config, ranks: Ranks) -> Trainer:
-    """Load model, data and rewards, and continue from a checkpoint if there is one. All ranks call
-    it together. Raises InputError for bad input."""
+    """Build a run, on all ranks together, from its configuration and newest checkpoint. Raises
+    InputError for bad input."""
     config = with_dtype(config, ranks.device.type)
     console = Console(config, ranks.is_main)
     torch.manual_seed(config.run.seed)
     with console.phase("loading the model"):
         checkpoint = find_checkpoint(config, ranks)
-        state, planner = {"step": 0, "evaluated": -1}, {}
+        state: dict = {"step": 0, "evaluated": -1}
+        planner: dict[str, np.ndarray] = {}
         if checkpoint:
             state = read_state(checkpoint)
             with refuse_what_does_not_fit(checkpoint):
@@ -109,10 +118,11 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     weights = check_weights(config, has_reward)
     with console.phase("reading the data"):
         warn = log if ranks.is_main else lambda line: None
-        options = {"saved_held_out": planner.get(HELD_OUT), "warn": warn}
-        train_prompts, eval_prompts = load_prompts(config, tokenizer, tokenize, **options)
+        train_prompts, eval_prompts = load_prompts(
+            config, tokenizer, tokenize, saved_held_out=planner.get(HELD_OUT), warn=warn
+        )
         data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts)
-        check_equal(data, ranks)
+        check_equal(data, ranks.gather)
         if checkpoint:
             check_continued(planner, data, checkpoint, config.run.allow_changed_data, warn)
         check_prompts(config, functions, train_prompts, eval_prompts, ranks, has_reward)
@@ -131,8 +141,14 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         if reference not in (None, model):  # it generates nothing
             trained = {shape: linear.Plan(trains=plan.trains) for shape, plan in plans.items()}
             linear.use_plans(reference, trained)
-    parts = {"config": config, "ranks": ranks, "model": model, "reference": reference}
-    learner = Learner(**parts, optimizer=optimizer, kernel=kernel)
+    learner = Learner(
+        config=config,
+        ranks=ranks,
+        model=model,
+        reference=reference,
+        optimizer=optimizer,
+        kernel=kernel,
+    )
     if kernels is not None:
         learner.after_update.append(partial(linear.refresh_copies, model))
     schedule = make_schedule(config, train_prompts)
@@ -141,20 +157,28 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     if ranks.is_main:
         first, size = train_prompts.prompts[0], config.rollout.num_generations
         trial = begin_trial(scorer, functions, first, size)
-    limits = (config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
-    params = SamplingParams(*limits, stops, config.rollout.min_completion_length)
+    params = SamplingParams(
+        config.rollout.temperature,
+        config.rollout.top_p,
+        config.rollout.top_k,
+        stops,
+        config.rollout.min_completion_length,
+    )
     with console.phase("timing the engine"):
         engine, max_tp_rows = build_engine(config, learner, ranks)
-        parts = (config, ranks, engine, params)
-        # How a response begins may be the environment's to say.
+        # How a response begins may be the environment's decision.
         knows_beginnings = form is None or not form.adds_text or config.environment.draft
         sampler = make_sampler(
-            *parts, schedule, scorer, reward_weights=weights, drafts_ahead=knows_beginnings
+            config,
+            ranks,
+            engine,
+            params,
+            schedule,
+            scorer,
+            reward_weights=weights,
+            drafts_ahead=knows_beginnings,
         )
-        board, stats = sampler.board, sampler.stats
-        tail = make_tp_tail(*parts, board, stats, max_rows=max_tp_rows)
-        if tail is not None:
-            sampler.mechanisms.append(tail)
+        add_mechanisms(sampler, learner, tokenizer, max_tp_rows, checkpoint, kernels)
         evaluator = make_evaluator(sampler)
     if checkpoint:
         with refuse_what_does_not_fit(checkpoint):
@@ -162,28 +186,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             speculation = load_arrays(checkpoint, SPECULATION_FILE)
             sampler.load_state_dict(speculation)
             evaluator.load_state_dict(speculation)
-    if form is not None:
-        environments = Environments(config.environment, tokenizer)
-        atexit.register(environments.close)
-        episodes = EpisodesMechanism(
-            config,
-            environments,
-            engine,
-            schedule,
-            ranks.clock,
-            with_environment=scorer.takes_environments,
-        )
-        sampler.mechanisms.append(episodes)
     ranks.agree(lambda: end_trial(scorer, trial))
-    if config.optim.stream_gradients:
-        sampler.mechanisms.append(StreamGradientsMechanism(learner, sampler.combined))
-    if "drafter" in config.speculative.sources:
-        set_kernels = partial(linear.use_plans, plans=linear.read_plans(kernels))
-        drafter = DrafterMechanism(config, model, ranks, params, checkpoint, set_kernels)
-        sampler.mechanisms.append(drafter)
-        if tail is not None:
-            tail.companions.append(drafter.moved_to)
-    locks: list[IO] = []  # of rank 0; where it cannot have the folder, all ranks raise what it says
+    locks: list[IO] = []  # of rank 0; its error is raised on all ranks
     ranks.agree(lambda: locks.append(lock_output_dir(config)))
     return Trainer(
         config=config,
@@ -191,26 +195,72 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         learner=learner,
         sampler=sampler,
         evaluator=evaluator,
+        reporter=RunReporter(
+            config,
+            ranks,
+            console,
+            learner,
+            schedule,
+            tokenizer,
+            scorer.names,
+            len(eval_prompts),
+            hooks[0] if hooks else None,
+        ),
         tokenizer=tokenizer,
         data=data,
         eval_prompts=eval_prompts,
-        rewards=functions,
+        checkpoint=checkpoint,
+        linear=kernels,
+        lock=locks[0] if locks else None,
         num_updates=state["step"],
         saved=state["step"],
-        checkpoint=checkpoint,
         evaluated=state["evaluated"],
-        linear=kernels,
-        log_to=hooks[0] if hooks else None,
         **state.get("progress", {}),
-        lock=locks[0] if locks else None,
-        console=console,
     )
 
 
+def add_mechanisms(
+    sampler: Sampler,
+    learner: Learner,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tp_rows: int,
+    checkpoint: str | None,
+    kernels: dict | None,
+) -> None:
+    """Add the run's mechanisms to its sampler, and connect them. kernels: see `choose_linear`."""
+    config, ranks, engine, params = sampler.config, sampler.ranks, sampler.engine, sampler.params
+    tail = make_tp_tail(
+        config, ranks, engine, params, sampler.board, sampler.stats, max_rows=max_tp_rows
+    )
+    if tail is not None:
+        sampler.mechanisms.append(tail)
+    if config.environment.is_used:
+        environments = Environments(config.environment, tokenizer)
+        atexit.register(environments.close)
+        episodes = EpisodesMechanism(
+            config,
+            environments,
+            engine,
+            sampler.schedule,
+            ranks.clock,
+            with_environment=sampler.scorer.takes_environments,
+        )
+        sampler.mechanisms.append(episodes)
+    if config.optim.stream_gradients:
+        sampler.mechanisms.append(StreamGradientsMechanism(learner, sampler.combined))
+    if "drafter" in config.speculative.sources:
+        set_kernels = partial(linear.use_plans, plans=linear.read_plans(kernels))
+        drafter = DrafterMechanism(config, learner.model, ranks, params, checkpoint, set_kernels)
+        sampler.mechanisms.append(drafter)
+        if tail is not None:
+            tail.companions.append(drafter.moved_to)
+
+
 def load_own(config: Config, ranks: Ranks) -> list[Callable[[dict], object]]:
-    """Import the user's own loss, advantages and draft sources, to find mistakes before anything
-    heavy starts. Returns what run.log_to names, on rank 0. Raises InputError."""
-    loss, log_to, hooks = config.loss, config.run.log_to, []
+    """Import the user's loss, advantages and draft sources, to find mistakes early. Return the hook
+    of run.log_to, on rank 0. Raises InputError."""
+    loss, log_to = config.loss, config.run.log_to
+    hooks: list[Callable[[dict], object]] = []
     if "." in loss.advantage_estimator:
         load_estimator(loss.advantage_estimator)
     if "." in loss.loss_type:
@@ -219,18 +269,16 @@ def load_own(config: Config, ranks: Ranks) -> list[Callable[[dict], object]]:
         if "." in path:
             load_source(path, None)
 
-    def load_hook() -> None:
-        hooks.append(import_function("run.log_to", log_to, "my_module.log", ("metrics",)))
-
     if log_to is not None:
-        ranks.agree(load_hook)
+        load = partial(import_function, "run.log_to", log_to, "my_module.log", ("metrics",))
+        ranks.agree(lambda: hooks.append(load()))
     return hooks
 
 
 def prepare(
     config: Config, model: PreTrainedModel, ranks: Ranks, num_tokens: int | None = None
 ) -> tuple[str, str | None]:
-    """Make the model ready for packed forwards; returns what `choose_kernel` does. num_tokens: see
+    """Prepare the model for packed forwards; return the result of `choose_kernel`. num_tokens: see
     `prepare_model`. Raises InputError for a model that the engine cannot serve."""
     attention = config.model.attention
     if config.model.batch_invariant:
@@ -255,8 +303,15 @@ def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> Non
     """Make the model's products batch-invariant, and compare. Raises ValueError with what
     differs."""
     make_invariant(model)
-    options = runner_options(config, kernel) | {"max_num_batched_tokens": SLOT_LENGTH}
-    runner = ModelRunner(model, NUM_SLOTS, SLOT_LENGTH, config.run.seed, **options)
+    forward = InvariantForward(model, kernel, enforce_eager=config.rollout.enforce_eager)
+    runner = ModelRunner(
+        model,
+        NUM_SLOTS,
+        SLOT_LENGTH,
+        config.run.seed,
+        forward=forward,
+        max_num_batched_tokens=SLOT_LENGTH,
+    )
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     difference = first_difference(runner, vocab_size)
     runner.release()
@@ -264,21 +319,11 @@ def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> Non
         raise ValueError(f"model.batch_invariant: {difference}")
 
 
-def runner_options(config: Config, kernel: str) -> dict:
-    """Of `ModelRunner`."""
-    return {
-        "max_num_batched_tokens": config.rollout.max_num_batched_tokens,
-        "kernel": kernel,
-        "enforce_eager": config.rollout.enforce_eager,
-        "batch_invariant": config.model.batch_invariant,
-    }
-
-
 def make_reference(
     config: Config, model: PreTrainedModel, checkpoint: str | None, ranks: Ranks
 ) -> PreTrainedModel | None:
-    """The initial policy, where there is a KL term; with LoRA it is the model itself, whose adapter
-    is turned off."""
+    """Return the initial policy for the KL term, if there is one; with LoRA the model itself, whose
+    adapter is turned off."""
     if config.loss.kl_coef == 0:
         return None
     if config.model.lora_r:
@@ -290,79 +335,44 @@ def make_reference(
 
 
 def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine, int]:
-    """The engine on the memory that is free now, and rows of the tensor-parallel tail."""
+    """Return the engine, in the memory that is free now, and the rows of the TP tail."""
     needs = estimate(config, learner.model, ranks.world_size)
     needs = add_drafter(needs, config, learner.model, ranks.world_size)
     num_slots, num_pages, max_tp_rows = choose_slots(config, learner, ranks, needs)
-    options = runner_options(config, learner.kernel)
-    parts = (learner.model, num_slots, max_length(config), config.run.seed)
-    runner = ModelRunner(*parts, **options, num_pages=num_pages)
+    model, kernel, length = learner.model, learner.kernel, max_length(config)
+    eager = config.rollout.enforce_eager
+    if config.model.batch_invariant:
+        forward: ModelForward = InvariantForward(model, kernel, enforce_eager=eager)
+    else:
+        reduce = reduction_for(model.device, eager)
+        forward = ModelForward(model, kernel, enforce_eager=eager, reduce=reduce)
+    runner = ModelRunner(
+        model,
+        num_slots,
+        length,
+        config.run.seed,
+        forward=forward,
+        max_num_batched_tokens=config.rollout.max_num_batched_tokens,
+        pages=Pages.for_rows(num_slots, length, PAGE, num_pages) if reads_pages(kernel) else None,
+    )
     return Engine(runner), max_tp_rows
-
-
-def check_weights(config: Config, has_environment: bool) -> list[float]:
-    """One for each reward function, and for the environment's own reward if it has one. Raises
-    InputError."""
-    count, weights = len(config.reward.functions) + has_environment, config.reward.weights
-    if not count:
-        problem = "is empty, and environment.factory has no get_reward"
-        raise InputError(f"reward.functions: {problem}; one of the two must score responses")
-    if weights is not None and len(weights) != count:
-        needed = f"{count} are needed, the environment's last" if has_environment else f"{count}"
-        raise InputError(f"reward.weights: {len(weights)} weights, but {needed}")
-    return weights or [1.0] * count
-
-
-def check_equal(data: dict[str, np.ndarray], ranks: Ranks) -> None:
-    """All ranks have read the same rows. Raises InputError."""
-    found = ranks.gather(np.array([fingerprint([of.tolist() for of in data.values()])]))
-    if (found != found[0]).any():
-        raise InputError(
-            "data: ranks have read different rows; some of data.tasks depend on "
-            "PYTHONHASHSEED; set it to 0"
-        )
-
-
-def check_prompts(
-    config: Config,
-    functions: dict[str, RewardFunction],
-    train_prompts: PromptSet,
-    eval_prompts: list[Prompt],
-    ranks: Ranks,
-    has_reward: bool,
-) -> None:
-    """Rewards find their columns, and there are enough prompts. Raises InputError."""
-    sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
-    for source, prompts in sources.items():
-        if not prompts:
-            continue
-        columns, is_used = prompts[0].columns, config.environment.is_used
-        check_columns(columns, config.data.columns.values(), source)
-        for path, function in functions.items():
-            check_arguments(path, function, columns, source, is_used)
-        if not has_reward:  # of environments, which may score any row
-            ranks.agree(partial(check_references, functions, prompts, source))
-    num_prompts = config.rollout.num_prompts_per_step
-    train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
-    if num_prompts < ranks.world_size:
-        shortage = f"{num_prompts} prompts for {ranks.world_size} ranks"
-        raise InputError(f"rollout.num_prompts_per_step: {shortage}; each rank needs at least one")
 
 
 def choose_linear(
     config: Config, ranks: Ranks, model: PreTrainedModel, saved: dict | None
 ) -> dict | None:
-    """Which kernels linear layers use, the same on all ranks, as checkpoints keep it: {"hardware":
-    ..., "options": linear.OPTIONS, "plans": by shape}; None where there is no choice. saved: that
-    of the checkpoint; a continuation on the same processor keeps it, as other kernels would round
-    differently."""
+    """Choose the kernels of linear layers, the same on all ranks; None where there is no choice.
+
+    Returns what checkpoints keep: {"hardware": ..., "options": linear.OPTIONS, "plans": by shape}.
+    saved: the checkpoint's choice, kept on the same processor, as other kernels round differently.
+    """
     is_fixed = config.model.cpu_linear == "torch" or config.model.batch_invariant
     if is_fixed or not linear.can_choose(model):
         return None
     hardware = describe_hardware(ranks.device)
     options = linear.OPTIONS
-    is_kept = saved is not None and saved["hardware"] == hardware
-    is_kept = is_kept and saved.get("options") == options
+    kept = {} if saved is None else {key: saved.get(key) for key in ("hardware", "options")}
+    is_kept = kept == {"hardware": hardware, "options": options}
     if ranks.gather(np.array([is_kept], np.uint8)).all():
         return saved
     seconds = np.exp(np.log(ranks.gather(linear.measure(model))).mean(axis=0))
@@ -371,10 +381,10 @@ def choose_linear(
 
 
 def make_schedule(config: Config, prompts: PromptSet) -> StepSchedule:
-    """The rule for what makes up a step."""
-    rollout, tail = config.rollout, config.tail_batching
-    order = (prompts, config.run.seed, rollout.num_prompts_per_step, rollout.num_generations)
+    """Return the rule for which groups make up a step."""
+    rollout, tail, seed = config.rollout, config.tail_batching, config.run.seed
+    num_prompts, size = rollout.num_prompts_per_step, rollout.num_generations
     if not tail.enabled:
-        return StepSchedule(*order)
-    ratios = {key: value for key, value in vars(tail).items() if key != "enabled"}
-    return TailBatching(*order, **ratios)
+        return StepSchedule(prompts, seed, num_prompts, size)
+    ratio = tail.over_sampling_ratio
+    return TailBatching(prompts, seed, num_prompts, size, over_sampling_ratio=ratio)

@@ -147,6 +147,12 @@ class Samples:
         return np.array([len(t) for t in self.tokens])
 
     @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens of all samples."""
+        prompt_tokens = sum(len(group.prompt.token_ids) for group in self.groups)
+        return int(self.lengths.sum()) + prompt_tokens * self.num_generations
+
+    @property
     def num_sampled(self) -> np.ndarray:
         """Of these, the tokens that were sampled, int64 [S]."""
         return count_sampled(self.full_logprob)

@@ -25,7 +25,8 @@ import transformers
 
 from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import forward_hidden, prepare_model
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.ragged import packed, unpacked

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from bubblespec.tools.simulate.command import rollout_of, simulated_config
+from bubblespec.tools.simulate.command import synthetic_run
 from bubblespec.tools.simulate.cost import ForwardCost
 from bubblespec.tools.simulate.run import SimulatedStep, simulate
-from bubblespec.tools.simulate.workload import Synthetic, make_synthetic
+from bubblespec.tools.simulate.workload import Spec
 
 GENERATIONS = 4
 
@@ -28,12 +28,11 @@ class Case:
 
 def run_case(case: Case, cost: ForwardCost, method: str) -> list[SimulatedStep]:
     """Its steps with a speculative.method, prompts in turn."""
-    spec = Synthetic(case.mean, case.longest, prompt=64, run=case.mismatch, steps=case.steps)
+    spec = Spec(case.mean, case.longest, prompt=64, run=case.mismatch, steps=case.steps)
     prompts = case.ranks * case.rows // GENERATIONS
-    rollout = rollout_of(spec) | {"placement": "in_turn"}
-    rollout |= {"num_prompts_per_step": prompts, "num_generations": GENERATIONS}
-    config = simulated_config({"rollout": rollout, "speculative": {"method": method}})
-    workload = make_synthetic(spec, prompts, GENERATIONS)
+    overrides = [f"rollout.num_prompts_per_step={prompts}", "rollout.placement=in_turn"]
+    overrides += [f"rollout.num_generations={GENERATIONS}", f"speculative.method={method}"]
+    config, workload = synthetic_run(spec, overrides)
     return simulate(config, workload, cost.seconds, case.ranks)
 
 

@@ -10,7 +10,8 @@ from transformers import GenerationConfig
 from bubblespec.engine import attention
 from bubblespec.engine.attention import problem_of
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import UnsupportedModel, prepare_model
+from bubblespec.engine.model import UnsupportedModel
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
@@ -233,7 +234,7 @@ def test_a_forward_of_one_row_is_checked():
 
 
 def scaled_by(factor: float):
-    correct = attention._cached_sdpa
+    correct = attention.cached_sdpa
     return lambda *tensors, scaling, window: correct(
         *tensors, scaling=scaling * factor, window=window
     )
@@ -243,19 +244,19 @@ def without_window(*tensors, scaling, window):
     return correct_cached(*tensors, scaling=scaling, window=None)
 
 
-correct_cached = attention._cached_sdpa
+correct_cached = attention.cached_sdpa
 
 
 @pytest.mark.parametrize("mistake", [scaled_by(1.01), without_window], ids=["scale", "window"])
 @pytest.mark.parametrize("name", ["dots1", "exaone_moe", "afmoe"])
 def test_mistakes_are_refused_where_parts_are_in_float32(name, mistake, monkeypatch):
-    monkeypatch.setitem(attention.CACHED_KERNELS, "sdpa", mistake)
+    monkeypatch.setattr(attention, "cached_sdpa", mistake)
     with pytest.raises(UnsupportedModel, match=r"logits through the K/V cache differ"):
         prepare_model(build(SERVED[name]()), LONGEST)
 
 
 def test_small_mistakes_are_refused_in_float64(monkeypatch):
-    monkeypatch.setitem(attention.CACHED_KERNELS, "sdpa", scaled_by(1 + 1e-6))
+    monkeypatch.setattr(attention, "cached_sdpa", scaled_by(1 + 1e-6))
     with pytest.raises(UnsupportedModel, match="logits through the K/V cache differ"):
         prepare_model(build(transformers.LlamaConfig(**GQA)), LONGEST)
 

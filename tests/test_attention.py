@@ -14,7 +14,8 @@ from bubblespec.engine import kernels
 from bubblespec.engine.attention import bubblespec_attention
 from bubblespec.engine.kernels import choose_kernel
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import forward_hidden, prepare_model
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.packing import pack_rows, pack_sequences
 from bubblespec.setup import build
 from tests.helpers.graphs import eager, feed, install_flash_attn, stand_in

@@ -29,18 +29,9 @@ from bubblespec.errors import InputError
 from tests.helpers.warm import ROOT, launch
 
 TINY = os.path.join(ROOT, "configs", "tiny_policy")
-SHORT = [
-    "rollout.num_prompts_per_step=2",
-    "rollout.num_generations=2",
-    "rollout.max_completion_length=8",
-    "rollout.max_num_seqs=4",
-    "speculative.method=none",
-    "model.cpu_linear=torch",
-    "data.size=10",
-    "eval.num_prompts=0",
-    "run.max_steps=1",
-    "run.eval_steps=0",
-]
+SHORT = ["data.size=10", "run.max_steps=1", "run.eval_steps=0", "eval.num_prompts=0"]
+SHORT += ["rollout.num_prompts_per_step=2", "rollout.num_generations=2", "rollout.max_num_seqs=4"]
+SHORT += ["rollout.max_completion_length=8", "speculative.method=none", "model.cpu_linear=torch"]
 GOOD = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(4)]
 CHAT = [{"prompt": [{"role": "user", "content": "1 + 1 ="}], "answer": "2"}] * 4
 
@@ -69,6 +60,18 @@ def run(monkeypatch, output_dir, *overrides: str) -> tuple[int, str]:
     with contextlib.redirect_stderr(said):
         code = train.main()
     return code, said.getvalue()
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """trained(folder, *overrides) -> what a run to its end has said."""
+
+    def check(output_dir, *overrides: str) -> str:
+        code, said = run(monkeypatch, output_dir, *overrides)
+        assert code == 0, said
+        return said
+
+    return check
 
 
 def contents(folder) -> dict[str, str]:
@@ -147,8 +150,6 @@ def test_bad_input_is_one_line(refusal, overrides, says):
 
 
 def test_bad_data_is_one_line(refusal, data, tmp_path):
-    torn = data("torn.jsonl", '{"prompt": "x"}\n\n{"prompt": "y"\n')
-    assert "torn.jsonl, line 3 is not JSON" in refusal(*torn)
     assert "but data has chat prompts" in refusal(*data("chat.jsonl", CHAT))
     (tmp_path / "bad.jsonl").write_text('{"prompt": 3}\n')
     held_out = ["eval.num_prompts=2", f"data.eval_path={tmp_path / 'bad.jsonl'}"]
@@ -159,17 +160,16 @@ def test_bad_data_is_one_line(refusal, data, tmp_path):
     assert message.endswith("missing a required argument: 'answer'")
 
 
-def test_short_or_exhausting_held_out_data_is_named(refusal, data, monkeypatch, tmp_path):
+def test_short_or_exhausting_held_out_data_is_named(refusal, trained, data, tmp_path):
     """Each time a line, which names only keys that are set."""
     rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(12)]
     some = data("some.jsonl", rows)
-    code, said = run(monkeypatch, tmp_path / "some", *some, "eval.num_prompts=50")
-    assert code == 0
+    said = trained(tmp_path / "some", *some, "eval.num_prompts=50")
     assert "eval.num_prompts: 50, but only 6 are held out, half of data.path" in said
     (tmp_path / "few.jsonl").write_text(json.dumps(rows[0]) + "\n")
     few = [*some, f"data.eval_path={tmp_path / 'few.jsonl'}", "eval.num_prompts=2"]
-    code, said = run(monkeypatch, tmp_path / "few", *few)
-    assert code == 0 and "2, but only 1 are held out, all of data.eval_path" in said
+    said = trained(tmp_path / "few", *few)
+    assert "2, but only 1 are held out, all of data.eval_path" in said
     message = refusal(*some, f"data.eval_path={tmp_path / 'some.jsonl'}", "eval.num_prompts=12")
     assert message.startswith("data.eval_path: every training prompt is held out")
     message = refusal(*data("alike.jsonl", rows[:1] * 4), "eval.num_prompts=2")
@@ -179,11 +179,10 @@ def test_short_or_exhausting_held_out_data_is_named(refusal, data, monkeypatch, 
 # Another state of the data in a run that continues
 
 
-def test_changed_rows_are_refused_appended_rows_named(refusal, data, monkeypatch, tmp_path):
+def test_changed_rows_are_refused_appended_rows_named(refusal, trained, data, tmp_path):
     rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "hint": [i]} for i in range(8)]
     overrides = [*data("rows.jsonl", rows), "eval.num_prompts=3", "eval.num_generations=1"]
-    code, said = run(monkeypatch, tmp_path / "out", *overrides)
-    assert code == 0, said
+    said = trained(tmp_path / "out", *overrides)
     overrides.append("run.max_steps=2")
     text = (tmp_path / "rows.jsonl").read_text()
     for changed, says in [
@@ -199,8 +198,7 @@ def test_changed_rows_are_refused_appended_rows_named(refusal, data, monkeypatch
     (tmp_path / "rows.jsonl").write_text(text)
     more = [{"prompt": f"{i} + 2 =", "answer": str(i + 2), "hint": [i]} for i in range(4)]
     data("rows.jsonl", rows + more)
-    code, said = run(monkeypatch, tmp_path / "out", *overrides)
-    assert code == 0, said
+    said = trained(tmp_path / "out", *overrides)
     assert said.count("data: 4 training rows appended since ") == 1
     before, after = (
         load_arrays(str(tmp_path / "out" / f"checkpoint-{n}"), PLANNER_FILE) for n in (1, 2)
@@ -209,17 +207,16 @@ def test_changed_rows_are_refused_appended_rows_named(refusal, data, monkeypatch
     assert after[ROWS][:5].tolist() == before[ROWS].tolist() and len(after[ROWS]) == 9
     data("rows.jsonl", [{**row, "answer": "0"} for row in rows])
     allowed = ["run.allow_changed_data=true", "run.max_steps=3"]
-    code, said = run(monkeypatch, tmp_path / "out", *overrides, *allowed)
-    assert code == 0 and said.count("warning: data: held-out rows") == 1, said
+    said = trained(tmp_path / "out", *overrides, *allowed)
+    assert said.count("warning: data: held-out rows") == 1, said
 
 
-def test_changed_chat_template_is_refused(refusal, data, monkeypatch, tmp_path):
+def test_changed_chat_template_is_refused(refusal, trained, data, tmp_path):
     path = tmp_path / "template.jinja"
     chatml = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
     path.write_text(chatml)
     overrides = [*data("chat.jsonl", CHAT), f"model.chat_template_path={path}"]
-    code, said = run(monkeypatch, tmp_path / "out", *overrides)
-    assert code == 0, said
+    trained(tmp_path / "out", *overrides)
     path.write_text(chatml + "{# the same text, so far #}")
     message = refusal(*overrides, "run.max_steps=2")
     assert message.startswith("model.path, model.chat_template_path: the chat template differs")
@@ -230,14 +227,13 @@ def test_changed_chat_template_is_refused(refusal, data, monkeypatch, tmp_path):
     names = sorted(os.listdir(folder), key=lambda name: name == STATE_FILE)
     sums = "".join(f"{digest}  {name}\n" for name, digest in _digests(str(folder), names).items())
     (folder / SUMS_FILE).write_text(sums)
-    code, said = run(monkeypatch, tmp_path / "out", *overrides, "run.max_steps=2")
-    assert code == 0, "a checkpoint of an earlier version continues"
+    trained(tmp_path / "out", *overrides, "run.max_steps=2")  # of an earlier version
 
 
-def test_long_prompts_are_dropped_and_counted(refusal, data, monkeypatch, tmp_path):
+def test_long_prompts_are_dropped_and_counted(refusal, trained, data, tmp_path):
     rows = [*GOOD, {"prompt": "1 + " * 200, "answer": ""}]
-    code, said = run(monkeypatch, tmp_path / "some", *data("some.jsonl", rows))
-    assert code == 0 and "; 1 dropped as longer than rollout.max_prompt_length = 160\n" in said
+    said = trained(tmp_path / "some", *data("some.jsonl", rows))
+    assert "; 1 dropped as longer than rollout.max_prompt_length = 160\n" in said
     message = refusal(*data("all.jsonl", rows[4:] * 3))
     assert message.startswith("rollout.num_prompts_per_step: 2, but the data has 0 usable prompts")
 
@@ -255,7 +251,7 @@ class Mark:
         return open, (self.path, "w")
 
 
-def test_pickled_files_run_no_code(refusal, monkeypatch, tmp_path):
+def test_pickled_files_run_no_code(refusal, trained, tmp_path):
     mark = Mark(tmp_path / "mark")
     pickle.loads(pickle.dumps(mark)).close()
     os.remove(tmp_path / "mark")  # that is what it would look like
@@ -264,7 +260,7 @@ def test_pickled_files_run_no_code(refusal, monkeypatch, tmp_path):
     torch.save({"model.embed_tokens.weight": mark}, folder / "pytorch_model.bin")
     assert "UnpicklingError: Weights only load failed" in refusal(f"model.path={folder}")
 
-    assert run(monkeypatch, tmp_path / "finished")[0] == 0
+    trained(tmp_path / "finished")
     checkpoint = tmp_path / "finished" / "checkpoint-1"
     torch.save({"adamw": mark}, checkpoint / "optimizer.pt")
     sums = (checkpoint / "SHA256SUMS").read_text().splitlines()
@@ -286,7 +282,7 @@ class Model(LlamaForCausalLM):
 """
 
 
-def test_model_code_runs_only_if_trusted(refusal, monkeypatch, tmp_path):
+def test_model_code_runs_only_if_trusted(refusal, trained, monkeypatch, tmp_path):
     modules = str(tmp_path / "modules")
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
     classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
@@ -295,9 +291,8 @@ def test_model_code_runs_only_if_trusted(refusal, monkeypatch, tmp_path):
     message = refusal(f"model.path={folder}")
     assert message.startswith(f"model.path: {folder} has code of its own")
     assert "model.trust_remote_code=true" in message and not (tmp_path / "mark").exists()
-    trusted = (f"model.path={folder}", "model.trust_remote_code=true")
-    code, said = run(monkeypatch, tmp_path / "trusted", *trusted)
-    assert code == 0 and (tmp_path / "mark").exists(), said
+    trained(tmp_path / "trusted", f"model.path={folder}", "model.trust_remote_code=true")
+    assert (tmp_path / "mark").exists()
 
 
 def test_dataset_scripts_are_never_run(refusal, tmp_path):
@@ -322,9 +317,9 @@ def test_unwritable_output_folder_is_refused(refusal, tmp_path):
         assert contents(tmp_path) == before
 
 
-def test_folder_of_another_run_is_unchanged(refusal, monkeypatch, tmp_path):
+def test_folder_of_another_run_is_unchanged(refusal, trained, tmp_path):
     folder = tmp_path / "finished"
-    assert run(monkeypatch, folder)[0] == 0
+    trained(folder)
     message = refusal("optim.learning_rate=0.5", output_dir=folder)
     assert message.startswith("optim.learning_rate: 0.5 here, but 0.0002 in")
     message = refusal("run.resume_from_checkpoint=none", output_dir=folder)
@@ -347,18 +342,18 @@ def test_more_ranks_than_gpus_is_refused_by_all_ranks(monkeypatch):
             pass
 
 
+PROMPTS = "rollout.num_prompts_per_step"
+NO_REWARD = "in step 0 no function returned a number for any of 2 prompts"
+
+
 @pytest.mark.parametrize(
     "overrides, says, has_started",
     [
-        (
-            "rollout.num_prompts_per_step=1",
-            "rollout.num_prompts_per_step: 1 prompts for 2 ranks",
-            False,
-        ),
+        (f"{PROMPTS}=1", f"{PROMPTS}: 1 prompts for 2 ranks", False),
         ("run.output_dir=/proc/none", "run.output_dir: cannot write to", False),
         (
             "reward.functions=[tests.helpers.rewards.nothing]",
-            "reward.functions: in step 0 no function returned a number for any of 2 prompts",
+            f"reward.functions: {NO_REWARD}",
             True,
         ),
     ],

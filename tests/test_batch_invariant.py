@@ -12,9 +12,8 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.compiled import compared
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import graph_shapes
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ragged import packed
-from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, best_and_sum
 from bubblespec.errors import InputError
 from bubblespec.mechanisms import batch_invariant
@@ -27,7 +26,7 @@ from bubblespec.mechanisms.batch_invariant import (
     make_invariant,
 )
 from bubblespec.setup import prepare
-from tests.helpers.generation import make_prompts, make_rows
+from tests.helpers.generation import make_prompts, make_rows, make_runner
 from tests.helpers.models import VOCAB
 from tests.helpers.warm import ROOT
 
@@ -46,7 +45,7 @@ def invariant(make_model, dtype: torch.dtype, name: str = "llama"):
     model = make_model(name, dtype)
     prepare_model(model, 128)
     make_invariant(model)
-    runner = ModelRunner(model, 21, 64, 0, batch_invariant=True)
+    runner = make_runner(model, 21, 64, 0, batch_invariant=True)
     if difference := first_difference(runner, VOCAB):
         pytest.skip(f"this processor's products: {difference}")
     return model
@@ -73,7 +72,7 @@ def test_rows_are_the_same_to_the_bit(make_model, few, name, dtype):
         (2, {"max_num_batched_tokens": 5}, None),
         (7, {}, Guesses()),
     ):
-        runner = ModelRunner(model, slots, 100, 3, batch_invariant=True, **options)
+        runner = make_runner(model, slots, 100, 3, batch_invariant=True, **options)
         rows = Engine(runner).run(make_rows(make_prompts(4), 3, 20), SamplingParams(), proposer)
         arrays = [(row.tokens, row.logprob, row.full_logprob) for row in rows]
         found.append(b"".join(array.tobytes() for of_row in arrays for array in of_row))
@@ -86,9 +85,9 @@ def test_the_forward_is_the_models_own(make_model, page_size):
     for name in ("llama", "mistral-window"):
         model = make_model(name, torch.float64)
         prepare_model(model, 128)
-        plain = ModelRunner(copy.deepcopy(model), 3, 64, 0, page_size=page_size)
+        plain = make_runner(copy.deepcopy(model), 3, 64, 0, page_size=page_size)
         make_invariant(model)
-        fixed = ModelRunner(model, 3, 64, 0, batch_invariant=True)
+        fixed = make_runner(model, 3, 64, 0, batch_invariant=True)
         tokens = np.random.default_rng(0).integers(0, VOCAB, (3, batch_invariant.LENGTH))
         with torch.inference_mode():
             got, wanted = (
@@ -107,7 +106,7 @@ def test_what_depends_on_others_is_named(make_model, few):
     head = model.get_output_embeddings()
     plain = head.forward
     head.forward = lambda x: plain(x) * (1 + 1e-9 * len(x))
-    found = first_difference(ModelRunner(model, 21, 64, 0, batch_invariant=True), VOCAB)
+    found = first_difference(make_runner(model, 21, 64, 0, batch_invariant=True), VOCAB)
     assert found.startswith("100% of a row's logits in ") and " others differ from those" in found
 
 
@@ -123,7 +122,7 @@ def test_a_run_is_refused_with_what_differs(make_model, monkeypatch):
 
 def test_no_sums_over_ranks():
     overrides = ["model.batch_invariant=true", "rollout.tp_tail_max_rows=4"]
-    with pytest.raises(InputError, match=r"tp_tail_max_rows: 4 must be 0, as model\.batch_invar"):
+    with pytest.raises(InputError, match=r"tp_tail_max_rows: 4 must be 0 with model\.batch_invar"):
         load_config(CONFIG, overrides)
 
 

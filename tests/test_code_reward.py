@@ -9,7 +9,7 @@ import pytest
 
 from bubblespec.rewards import code as module
 from bubblespec.rewards.code import passes_tests, program_in, run_program
-from tests.helpers.checks import is_alive
+from tests.helpers.checks import is_alive, pids_in, wait_until
 
 ADD = "def add(a, b):\n    return a + b\n"
 CHECK = "assert add(1, 2) == 3"
@@ -71,7 +71,7 @@ def test_passes_tests(text, tests, wanted, chat):
         "with open('big', 'wb') as file:\n    for _ in range(64): file.write(bytes(1 << 20))",
     ],
 )
-def test_no_program_passes_that_does_not_get_to_the_end_of_the_tests(program):
+def test_program_that_ends_before_the_tests_fails(program):
     assert not run_program(program, "pass")
 
 
@@ -104,7 +104,7 @@ for n in range(8):
 """
 
 
-def test_nothing_that_a_program_has_started_outlives_it():
+def test_children_end_with_their_program():
     """A bounded fork bomb. For users other than root no process can be started at all."""
     mark = f"bubblespec-test-{os.getpid()}-{time.time_ns()}"
     # PR_SET_NAME, which children inherit
@@ -124,7 +124,7 @@ def test_nothing_that_a_program_has_started_outlives_it():
     assert survivors() == []
 
 
-def test_a_program_sees_no_descriptor_environment_or_folder_of_ours(tmp_path, monkeypatch):
+def test_program_has_no_access_to_descriptors_and_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "secret")
     descriptor = os.open(tmp_path / "open file", os.O_CREAT | os.O_RDWR)
     os.set_inheritable(descriptor, True)
@@ -155,16 +155,10 @@ code_reward.run_program(f"import os, time\\n{note}\\ntime.sleep(3600)", "")
 """
 
 
-def test_program_dies_with_a_trainer_that_is_killed(tmp_path):
+def test_program_dies_with_the_trainer(tmp_path):
     path = tmp_path / "pids"
     trainer = subprocess.Popen([sys.executable, "-c", SCRIPT, str(path)])
-    deadline = time.monotonic() + 120
-    while not (path.exists() and len(path.read_text().split()) == 2):
-        assert time.monotonic() < deadline and trainer.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: len(pids_in(path)) == 2)
     trainer.kill()
     trainer.wait()
-    pids = [int(pid) for pid in path.read_text().split()]
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(is_alive, pids_in(path))))

@@ -12,11 +12,10 @@ import pytest
 from bubblespec.config import Config, TaskConfig
 from bubblespec.errors import log
 from bubblespec.telemetry import console, summary
-from bubblespec.telemetry.console import Console, Hints
-from bubblespec.telemetry.summary import Facts
-from bubblespec.telemetry.totals import Totals
+from bubblespec.telemetry.console import Console, find_hints
+from bubblespec.telemetry.summary import Facts, History
 from bubblespec.types import Group, Prompt
-from tests.helpers.rows import samples_of
+from tests.helpers.rows import LETTERS, samples_of
 
 METRICS = {
     "reward": 0.25,
@@ -39,19 +38,10 @@ DRAFTS = {
     "rollout/modelled_s": 4.0,
     "guard/is_on": 1,
 }
-FACTS = Facts(
-    num_ranks=4,
-    hardware={"gpu": None, "cpu": "Fast 9000", "threads": 1, "cores": 8},
-    kernel="sdpa",
-    num_parameters=1_540_000_000,
-    num_trained=1_540_000_000,
-    num_prompts=9872,
-    num_held_out=128,
-    num_dropped=0,
-    num_updates=0,
-    checkpoint=None,
-    num_deferred=0,
-)
+HARDWARE = {"gpu": None, "cpu": "Fast 9000", "threads": 1, "cores": 8}
+SIZES = {"num_parameters": 1_540_000_000, "num_trained": 1_540_000_000, "num_deferred": 0}
+SIZES |= {"num_prompts": 9872, "num_held_out": 128, "num_dropped": 0, "num_updates": 0}
+FACTS = Facts(num_ranks=4, hardware=HARDWARE, kernel="sdpa", checkpoint=None, **SIZES)
 
 
 def make_config(**sections) -> Config:
@@ -115,53 +105,49 @@ def test_resumed_run_shows_progress_and_how_to_extend(num_updates, scheduler, en
 def without_drafts(ratio: float) -> dict:
     """A step that is compared with those that have drafts. ratio: measured over modelled
     seconds."""
-    return METRICS | {"rollout/modelled_s": 3.0 / ratio, "guard/is_on": 1}
+    return METRICS | {"rollout/modelled_s": 3.0 / ratio}
+
+
+def history_of(*steps: dict, **fields) -> History:
+    history = History(**fields)
+    for metrics in steps:
+        history.add(metrics)
+    return history
 
 
 def test_step_shows_seconds_saved_by_drafts():
     """In steps without drafts the model's error is 1.5 in the median, so the two with drafts,
     modelled as 4 s each, would have taken 6 s each instead of 3 s."""
-    totals, metrics = Totals(), METRICS | DRAFTS
-    totals.add(metrics)
-    assert summary.step_text(metrics, totals, 0.0).endswith("; 3,000 draft tokens accepted (75%)")
-    for ratio in (9.0, 1.5, 1.0):
-        totals.is_without = True
-        totals.add(without_drafts(ratio))
-    totals.add(metrics)
-    text = summary.step_text(metrics, totals, 83.0)
+    metrics, off = METRICS | DRAFTS, {"guard/is_on": 0}
+    text = summary.step_text(metrics, history_of(metrics), 0.0)
+    assert text.endswith("; 3,000 draft tokens accepted (75%)")
+    plain = [without_drafts(ratio) | off for ratio in (9.0, 1.5)]
+    history = history_of(metrics | off, *plain, without_drafts(1.0), metrics)
+    text = summary.step_text(metrics, history, 83.0)
     assert text.startswith("reward 0.250, length 38.1, clipped 12%; 1 min 23 s left; 4.00 s (")
     assert "generate 3.00, train 0.75, rest 0.25" in text and text.endswith(" 6.0 s saved so far")
-    last = summary.step_text(METRICS, Totals(), 0.0)
+    last = summary.step_text(METRICS, History(), 0.0)
     assert "left" not in last and "draft" not in last
 
 
 def test_tail_batching_counts_deferred_prompts_and_rounds():
     """Three short rounds, the second of which defers nothing, and a long one; two prompts were
     waiting before."""
-    totals, said = Totals(num_waiting=2), []
+    history, texts = History(num_waiting=2), []
     for is_long, waiting in [(0, 5), (0, 5), (0, 12), (1, 2)]:
         metrics = METRICS | {"tail/is_long_round": is_long, "tail/num_deferred": waiting}
-        totals.add(metrics)
-        said.append(summary.step_text(metrics, totals, 0.0).rpartition("; ")[2])
-    assert said[1].startswith("short round, 5 prompts") and said[3] == "long round"
-    assert re.findall(r"\d+", summary.deferred_text(totals)) == ["10", "3", "1", "2"]
-    nothing = Totals()
-    nothing.add(METRICS | {"tail/is_long_round": 0, "tail/num_deferred": 0})
+        history.add(metrics)
+        texts.append(summary.step_text(metrics, history, 0.0).rpartition("; ")[2])
+    assert texts[1].startswith("short round, 5 prompts") and texts[3] == "long round"
+    assert re.findall(r"\d+", summary.deferred_text(history)) == ["10", "3", "1", "2"]
+    nothing = history_of(METRICS | {"tail/is_long_round": 0, "tail/num_deferred": 0})
     assert "no prompt was deferred in 1 short round" in summary.deferred_text(nothing)
 
 
 def evaluation(reward: float) -> dict:
-    return {
-        "eval/reward": reward,
-        "eval/pass@1": reward,
-        "eval/pass@8": 0.75,
-        "eval/pass@16": 0.875,
-        "eval/completions/mean_length": 21.0,
-        "eval/completions/clipped_ratio": 0.0,
-        "eval/reward/errors": 0,
-        "eval/digest": "abc",
-        "timing_s/eval": 0.5,
-    }
+    found = {"eval/reward": reward, "eval/pass@1": reward, "eval/pass@8": 0.75}
+    found |= {"eval/pass@16": 0.875, "eval/completions/mean_length": 21.0, "timing_s/eval": 0.5}
+    return found | {"eval/completions/clipped_ratio": 0.0, "eval/reward/errors": 0}
 
 
 def test_evaluation_and_sample_lines():
@@ -182,30 +168,28 @@ def test_evaluation_and_sample_lines():
 # The end
 
 
-def end(config: Config, totals: Totals, history: list, evaluations=(), **run) -> list[str]:
-    history = [{key: metrics.get(key) for key in summary.KEPT} for metrics in history]
+def end(config: Config, history: History, seconds: float = 0.0, **run) -> list[str]:
     options = {"num_updates": 60, "checkpoint": "runs/a/checkpoint-60", "is_stopped": False}
-    return summary.end_lines(config, totals, history, list(evaluations), **options | run)
+    return summary.end_lines(config, history, seconds=seconds, **options | run)
 
 
 def test_end_compares_first_and_last_steps_and_evaluations():
     """Twenty steps of a resumed run: the first two against the last two."""
-    history = [METRICS | DRAFTS | {"reward": n / 32, "entropy": 4e-4} for n in range(20)]
-    totals = Totals(seconds=200.0, set_up_s=10.0)
-    history[9] = without_drafts(2.0) | {"reward": 9 / 32, "entropy": 0.0}
-    history[8] = history[8] | {"guard/is_on": 0}
-    for metrics in history:
-        totals.add(metrics)
-    said = end(make_config(), totals, history, [(0, evaluation(0.5)), (60, evaluation(0.75))])
-    rows = {line[:28].strip(): line[28:].split() for line in said if line[28:].strip()}
-    assert re.fullmatch(r" {28,}steps 41-42 +steps 59-60", said[0])
+    steps = [METRICS | DRAFTS | {"reward": n / 32, "entropy": 4e-4} for n in range(20)]
+    steps[9] = without_drafts(2.0) | {"reward": 9 / 32, "entropy": 0.0}
+    steps[8] = steps[8] | {"guard/is_on": 0}
+    history = history_of(*steps, set_up_s=10.0)
+    history.evaluations = [(0, evaluation(0.5)), (60, evaluation(0.75))]
+    lines = end(make_config(), history, 200.0)
+    rows = {line[:28].strip(): line[28:].split() for line in lines if line[28:].strip()}
+    assert re.fullmatch(r" {28,}steps 41-42 +steps 59-60", lines[0])
     assert rows["reward"] == ["0.016", "0.578"]  # means of 0 and 1, and of 18 and 19, of 32
     assert rows["longest response"] == ["400", "400"]
     assert rows["groups of equal rewards"] == ["50%", "50%"]
     assert rows["held-out reward"] == ["0.500", "0.750"] and rows["pass@16"] == ["0.875"] * 2
     assert not {"entropy", "rewards that failed", "pass@1"} & rows.keys(), "zeros, or double"
-    assert said[said.index("") + 1].split() == ["after", "0", "after", "60"]
-    facts = {name: text for name, _, text in (line.partition(": ") for line in said[-6:])}
+    assert lines[lines.index("") + 1].split() == ["after", "0", "after", "60"]
+    facts = {name: text for name, _, text in (line.partition(": ") for line in lines[-6:])}
     assert facts["finished"] == "60 of 60 steps"
     times = re.findall(r"(?:\d+ min )?\d+ s\b", facts["time"])
     assert times == ["3 min 20 s", "10 s", "1 min 0 s", "15 s", "1 min 55 s"]
@@ -216,82 +200,85 @@ def test_end_compares_first_and_last_steps_and_evaluations():
 
 
 def test_end_of_runs_with_few_steps():
-    files = [
-        "metrics: runs/a/metrics.jsonl",
-        "TensorBoard: tensorboard --logdir runs/a/tensorboard",
-    ]
-    assert end(make_config(), Totals(), [], checkpoint=None) == files
+    files = ["metrics: runs/a/metrics.jsonl"]
+    files.append("TensorBoard: tensorboard --logdir runs/a/tensorboard")
+    assert end(make_config(), History(), checkpoint=None) == files
     options = {"num_updates": 0, "checkpoint": None, "is_stopped": True}
     stopped = "stopped after 0 of 60 updates; run the same command to resume"
-    assert end(make_config(), Totals(), [], **options) == [stopped, *files]
-    totals = Totals()
-    totals.add(METRICS)
-    said = end(make_config(), totals, [METRICS], num_updates=1)
-    assert said[0].split() == ["step", "1"] and "drafts: none were verified" in said
-    totals.draft_tokens, totals.without_drafts = 10, [0.5]
-    totals.measured_s, totals.modelled_s = 3.0, 2.0
-    assert "2.0 s of generation lost" in summary.drafted_text(totals)
+    assert end(make_config(), History(), **options) == [stopped, *files]
+    lines = end(make_config(), history_of(METRICS), num_updates=1)
+    assert lines[0].split() == ["step", "1"] and "drafts: none were verified" in lines
+    lost = METRICS | DRAFTS | {"rollout/modelled_s": 2.0, "guard/is_on": 0}
     accepted = {"drafter/accepted_1": 0.46, "drafter/accepted_2": 0.24, "drafter/accepted_3": 0.12}
-    config = make_config(speculative__method="drafter")
-    (line,) = [s for s in end(config, totals, [METRICS | accepted]) if "learned drafter" in s]
+    history = history_of(lost, without_drafts(0.5) | accepted)
+    text = "\n".join(end(make_config(speculative__method="drafter"), history))
+    assert "2.0 s of generation lost" in text, "3 s instead of 1 s"
+    (line,) = [line for line in text.splitlines() if "learned drafter" in line]
     assert re.findall(r"\d+%", line) == ["46%", "24%", "12%"]
-    assert not any("learned drafter" in line for line in said)
+    assert not any("learned drafter" in line for line in lines)
 
 
-def test_numbers_have_about_three_digits():
-    values = [1e-6, 0.4687, -1.5, 38.125, 120, 1234.56, math.nan, math.inf]
-    texts = ["0.000", "0.469", "-1.50", "38.1", "120", "1,235", "-", "-"]
-    assert list(map(summary.compact, values)) == texts
-
-
-def test_durations_have_two_units():
-    seconds = [0.04, 9.94, 9.96, 59.6, 3599.7, 7260, 49 * 3600]
-    texts = ["0.0 s", "9.9 s", "10 s", "1 min 0 s", "1 h 0 min", "2 h 1 min", "2 d 1 h"]
-    assert list(map(summary.duration, seconds)) == texts
+@pytest.mark.parametrize(
+    "function, texts",
+    [
+        (summary.compact, {1e-6: "0.000", 0.4687: "0.469", -1.5: "-1.50", 38.125: "38.1"}),
+        (summary.compact, {120: "120", 1234.56: "1,235", math.nan: "-", math.inf: "-"}),
+        (summary.duration, {0.04: "0.0 s", 9.94: "9.9 s", 9.96: "10 s", 59.6: "1 min 0 s"}),
+        (summary.duration, {3599.7: "1 h 0 min", 7260: "2 h 1 min", 49 * 3600: "2 d 1 h"}),
+    ],
+)
+def test_numbers_are_short(function, texts):
+    assert [function(value) for value in texts] == list(texts.values())
 
 
 # Hints
 
 
-def hints_of(steps: list[dict], config: Config | None = None) -> list[tuple[int, str]]:
-    """(step, line) of all hints in a run of such steps."""
-    hints = Hints(config or make_config())
-    found = [(step, hints.find(step, METRICS | metrics)) for step, metrics in enumerate(steps)]
-    return [(step, line) for step, lines in found for line in lines]
+def drafts(accepted: int, wasted: int) -> dict:
+    return {"rollout/spec_accepted_tokens": accepted, "rollout/spec_wasted_tokens": wasted}
 
 
-def test_equal_rewards_in_three_steps_are_one_hint():
-    equal, other = {"frac_reward_zero_std": 1.0}, {"frac_reward_zero_std": 0.99}
-    assert hints_of([equal, equal, other, equal, equal, other]) == []
-    ((step, line),) = hints_of([equal] * 2 + [other] + [equal] * 4 + [other] + [equal] * 4)
-    assert step == 5 and line.startswith("hint: after 6 steps: ") and "reward.functions" in line
+EQUAL, OTHER = {"frac_reward_zero_std": 1.0}, {"frac_reward_zero_std": 0.99}
+CUT, WHOLE = {"completions/clipped_ratio": 1.0}, {"completions/clipped_ratio": 0.99}
 
 
-def test_step_of_clipped_responses_is_one_hint():
-    assert hints_of([{"completions/clipped_ratio": 0.99}] * 3) == []
-    ((step, line),) = hints_of([{}, *[{"completions/clipped_ratio": 1.0}] * 3])
-    assert step == 1 and "rollout.max_completion_length = 512" in line
+@pytest.mark.parametrize(
+    "steps, first, parts",
+    [
+        ([EQUAL, EQUAL, OTHER, EQUAL, EQUAL, OTHER], None, ()),
+        ([EQUAL, EQUAL, OTHER, *[EQUAL] * 4, OTHER, *[EQUAL] * 4], 5, ("reward.functions",)),
+        ([WHOLE] * 3, None, ()),
+        ([{}, *[CUT] * 3], 1, ("rollout.max_completion_length = 512",)),
+        ([drafts(0, 1999)], None, ()),
+        ([drafts(100, 1900)] * 3, None, ()),
+        (
+            [drafts(2000, 0), drafts(0, 1000), *[drafts(99, 901)] * 6],
+            2,
+            ("5.0% of the latest 2,000 draft tokens", "speculative.method=none"),
+        ),
+    ],
+)
+def test_hint_is_given_once_when_due(capsys, steps, first, parts):
+    """Bad steps in a row, or the latest 2,000 draft tokens, count; good ones before do not."""
+    shown = Console(make_config(), is_on=True)
+    shown.end_set_up(0)
+    for step, metrics in enumerate(steps):
+        shown.show_step(step, METRICS | metrics)
+    lines = capsys.readouterr().err.splitlines()
+    hints = [line for line in lines if line.startswith("hint: ")]
+    assert len(hints) == (first is not None)
+    if first is not None:
+        before = lines[lines.index(hints[0]) - 1]
+        assert before.startswith(f"{first + 1}/60 steps") and f"after {first + 1} step" in hints[0]
+        assert all(part in hints[0] for part in parts)
 
 
-def test_rejected_drafts_are_one_hint():
-    """Of the latest 2,000 tokens; good ones before do not count."""
-
-    def drafts(accepted: int, wasted: int) -> dict:
-        names = ("rollout/spec_accepted_tokens", "rollout/spec_wasted_tokens")
-        return dict(zip(names, (accepted, wasted), strict=True))
-
-    assert hints_of([drafts(100, 1900)] * 3 + [drafts(0, 1999)]) == []
-    ((step, line),) = hints_of([drafts(2000, 0), drafts(0, 1000), *[drafts(99, 901)] * 6])
-    assert step == 2 and "5.0% of the latest 2,000 draft tokens" in line
-    assert "speculative.method=none" in line
+def test_batch_estimators_need_no_differing_rewards():
+    config = make_config(loss__advantage_estimator="reinforce_plus_plus")
+    assert find_hints(config, history_of(*[METRICS | EQUAL] * 3)) == {}
 
 
 # The screen
-
-
-class Letters:
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(97 + i) for i in ids)
 
 
 def test_evaluations_show_different_prompts(capsys):
@@ -300,13 +287,13 @@ def test_evaluations_show_different_prompts(capsys):
     samples.rewards[:, 0] = [0.0, 0.25, 0.5, 0.75]
     shown = Console(make_config(), is_on=True)
     for step in (0, 20, 40):
-        shown.show_evaluation(step, evaluation(0.5), samples, ["my.match"], Letters())
+        shown.show_evaluation(step, evaluation(0.5), samples, ["my.match"], LETTERS)
     lines = capsys.readouterr().err.splitlines()
     sample = ["  prompt: question {}", "  response: {}", "  answer: {}", "  reward: match {}"]
     first, second = (0, "a", 0, "0"), (1, "c", 1, "0.5")
     wanted = [[s.format(v) for s, v in zip(sample, of, strict=True)] for of in (first, second)]
     assert [lines[1:5], lines[6:10], lines[11:15]] == [wanted[0], wanted[1], wanted[0]]
-    assert [step for step, _ in shown.evaluations] == [0, 20, 40]
+    assert [step for step, _ in shown.history.evaluations] == [0, 20, 40]
 
 
 def test_other_ranks_show_no_phases(capsys):

@@ -78,15 +78,12 @@ def test_text_parts_become_one_text():
     assert prompt.uid == build([prompt.text]).prompts[0].uid
 
 
-def test_uids_are_63_bit_and_distinct_for_equal_prompts():
+def test_uids_are_distinct_63_bit_hashes():
     texts = ["a"] * 50 + [f"word {i}" for i in range(500)] + [[USER], [SYSTEM], [USER]]
-    uids = {prompt.uid for prompt in build(texts).prompts}
-    assert len(uids) == len(texts) and 1 << 60 < max(uids) < 1 << 63 and min(uids) >= 0
-
-
-def test_uid_equals_published_hash():
+    uids = [prompt.uid for prompt in build(texts).prompts]
+    assert len(set(uids)) == len(texts) and 1 << 60 < max(uids) < 1 << 63 and min(uids) >= 0
     # sha256sum of 0:"a" begins with 093395b438bcc297; read little-endian and shifted right by one.
-    assert build(["a"]).prompts[0].uid == int("97c2bc38b4953309", 16) >> 1
+    assert uids[0] == int("97c2bc38b4953309", 16) >> 1
 
 
 def test_uids_follow_prompts_when_rows_are_reordered():
@@ -99,41 +96,41 @@ def test_uids_follow_prompts_when_rows_are_reordered():
     assert of(build(texts[5:])) == [pair for pair in of(build(texts)) if pair[0] not in texts[:5]]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    vocabulary = {"<s>": 0, "user": 1, "assistant": 2, "hi": 3, "there": 4, "?": 5}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+def make_tokenizer(vocabulary: str, processor=None, **options) -> PreTrainedTokenizerFast:
+    """Tokens by their places in `vocabulary`."""
+    ids = {word: number for number, word in enumerate(vocabulary.split())}
+    core = Tokenizer(models.WordLevel(ids, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>")
+    core.post_processor = processor or processors.Sequence([])
+    return PreTrainedTokenizerFast(tokenizer_object=core, **options)
 
 
-def test_chats_get_special_tokens_of_template_only(tokenizer, monkeypatch):
+VOCABULARY = "<s> user assistant hi there ?"
+BOS = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+BOTH = processors.TemplateProcessing(
+    "<s> user $A assistant", special_tokens=[("<s>", 0), ("user", 1), ("assistant", 2)]
+)
+
+
+def test_chats_get_special_tokens_of_template_only():
+    tokenizer = make_tokenizer(VOCABULARY, BOS, bos_token="<s>")
     with pytest.raises(InputError, match=r"model\.path: its tokenizer has no chat template"):
         make_tokenize(tokenizer)([USER])
-    template = (
+    tokenizer.chat_template = (
         "<s> {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
-    monkeypatch.setattr(tokenizer, "chat_template", template)
     assert make_tokenize(tokenizer)([USER]) == [0, 1, 3, 2]
 
 
-def test_strings_get_bos_once_and_no_eos(tokenizer, monkeypatch):
+@pytest.mark.parametrize("processor, before", [(BOTH, [0, 1]), (BOS, [0]), (None, [])])
+def test_strings_get_bos_once_and_no_eos(processor, before):
     """Ids by hand: BOS is 0; "<s>" may be in the text as well."""
-    core = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    both = processors.TemplateProcessing(
-        "<s> user $A assistant", special_tokens=[("<s>", 0), ("user", 1), ("assistant", 2)]
-    )
-    for processor, before in [(both, [0, 1]), (core.post_processor, [0]), (None, [])]:
-        core.post_processor = processor or processors.Sequence([])
-        made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>")
-        tokenize = make_tokenize(made)
-        assert tokenize("hi there") == [*before, 3, 4]
-        assert tokenize("hi") == [*before, 3]
-        begun = made.decode([*before, 3])
-        assert tokenize(begun) == [*before, 3], "not twice"
+    made = make_tokenizer(VOCABULARY, processor, bos_token="<s>")
+    tokenize = make_tokenize(made)
+    assert tokenize("hi there") == [*before, 3, 4]
+    assert tokenize("hi") == [*before, 3]
+    assert tokenize(made.decode([*before, 3])) == [*before, 3], "not twice"
 
 
 CHATML = (
@@ -145,10 +142,8 @@ TRIMMED = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
 
 @pytest.mark.parametrize("template", [CHATML, TRIMMED])
 def test_last_assistant_message_is_continued(template):
-    vocabulary = {"<|user|>": 1, "<|assistant|>": 2, "<|end|>": 3, "hi": 4, "there": 5, "?": 6}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenize = make_tokenize(PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template))
+    vocabulary = "? <|user|> <|assistant|> <|end|> hi there"
+    tokenize = make_tokenize(make_tokenizer(vocabulary, chat_template=template))
     begun = {"role": "assistant", "content": "hi there "}
     assert tokenize([USER]) == [1, 4, 3, 2]
     assert tokenize([USER, begun]) == [1, 4, 3, 2, 4, 5]
@@ -191,25 +186,16 @@ LONG = {"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 6, "max_term
 GCD = {"name": "gcd", "weight": 1.0, "config": {}}
 
 
-def test_task_rows_have_prompt_answer_task_and_entry():
-    for row in reasoning_gym_rows([SUMS, GCD], 20, 1):
-        assert row["prompt"] == row["entry"]["question"] and row["answer"] == row["entry"]["answer"]
-        assert row["entry"]["metadata"]["source_dataset"] == row["task"] in ("chain_sum", "gcd")
-
-
 def test_task_row_depends_on_tasks_seed_and_number_only():
     tasks = [SUMS, LONG, GCD]
     rows = reasoning_gym_rows(tasks, 40, 1)
+    for row in rows:
+        assert row["prompt"] == row["entry"]["question"] and row["answer"] == row["entry"]["answer"]
+        assert row["entry"]["metadata"]["source_dataset"] == row["task"] in ("chain_sum", "gcd")
     assert reasoning_gym_rows(tasks, 40, 1) == rows
     assert reasoning_gym_rows(tasks, 15, 1) == rows[:15]
-    assert [r["prompt"] for r in reasoning_gym_rows(tasks, 40, 2)] != [r["prompt"] for r in rows]
-
-
-def test_training_and_held_out_seeds_share_no_problem():
-    first, second = (
-        {r["prompt"] for r in reasoning_gym_rows([LONG], 300, seed)} for seed in (1, 501)
-    )
-    assert len(first) == 300 and not first & second
+    first, second = ({r["prompt"] for r in reasoning_gym_rows([LONG], 300, s)} for s in (1, 501))
+    assert len(first) == 300 and not first & second, "training and held-out seeds"
 
 
 def test_task_mixture_follows_weights():

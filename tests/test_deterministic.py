@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
+from bubblespec.engine.model import enable_gradient_checkpointing
+from bubblespec.engine.model_checks import prepare_model
 from tests.test_update import ADVANTAGES, gradient, make_config, make_learner, make_samples
 
 # What torch documents to raise on CUDA, of what a language model could contain

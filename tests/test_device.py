@@ -1,12 +1,17 @@
-"""Which device a rank gets, and what is printed where a GPU is of no use; drivers are stand-ins."""
+"""The device of a rank, what is printed where a GPU cannot be used (drivers are stand-ins), and the
+settings for GPUs."""
 
+import contextlib
 import ctypes
+import os
 
 import pytest
 import torch
 
-from bubblespec.distributed.device import cuda_of_driver, find_device
-from bubblespec.errors import InputError
+from bubblespec.distributed.cuda import ALLOCATOR_VARIABLES, set_cuda_defaults
+from bubblespec.distributed.device import find_device
+from bubblespec.distributed.ranks import ranks_from_environment
+from tests.helpers.checks import refusal
 
 
 class Driver:
@@ -23,14 +28,14 @@ class Driver:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(driver, build): a machine on which torch sees no GPU. driver: None or its version;
-    build: the CUDA version that torch is built for, or None."""
+    """A machine on which torch sees no GPU. driver: its version, None without one, -1 for a library
+    without its functions; build: CUDA version that torch is built for, or None."""
 
     def make(driver: int | None, build: str | None) -> None:
         def load(name: str) -> Driver:
             if driver is None:
                 raise OSError(f"{name}: cannot open shared object file")
-            return Driver(driver)
+            return object() if driver < 0 else Driver(driver)
 
         monkeypatch.setattr(ctypes, "CDLL", load)
         monkeypatch.setattr(torch.version, "cuda", build)
@@ -45,6 +50,7 @@ CASES = [
     (None, None, "torch 2.13.0 is built without CUDA; install a build with CUDA"),
     (13000, None, "torch 2.13.0 is built without CUDA; install a build with CUDA"),
     (None, "13.0", "there is no NVIDIA driver (libcuda.so.1); install it, in Docker run with"),
+    (-1, "13.0", "there is no NVIDIA driver (libcuda.so.1); install it, in Docker run with"),
     (0, "13.0", "there is no NVIDIA driver (libcuda.so.1); install it, in Docker run with"),
     (
         12020,
@@ -60,30 +66,18 @@ CASES = [
 
 
 @pytest.mark.parametrize("driver, build, says", CASES)
-def test_cuda_without_gpu_error_names_cause(machine, driver, build, says):
+def test_unusable_gpu_is_error_or_one_warning(machine, monkeypatch, capsys, driver, build, says):
     machine(driver, build)
-    with pytest.raises(InputError, match=r"^model\.device: cuda, but ") as refusal:
-        find_device("cuda")
-    assert says in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("driver, build, says", CASES)
-def test_auto_warns_once_about_unusable_driver(machine, monkeypatch, capsys, driver, build, says):
-    machine(driver, build)
+    message = refusal(find_device, "cuda")
+    assert message.startswith("model.device: cuda, but ") and says in message
     assert find_device("auto") == find_device("cpu") == torch.device("cpu")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert find_device("auto") == torch.device("cpu")
     said = capsys.readouterr().err
-    if driver:
+    assert bool(said) == ((driver or 0) > 0)
+    if said:
         assert said.startswith("warning: running on the CPU: ") and said.count("\n") == 1
         assert says in said
-    else:
-        assert not said
-
-
-def test_library_without_driver_functions_is_no_driver(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert cuda_of_driver() is None
 
 
 def test_gpus_are_assigned_to_ranks_in_order(monkeypatch):
@@ -97,3 +91,60 @@ def test_gpus_are_assigned_to_ranks_in_order(monkeypatch):
     fourth = torch.device("cuda", 3)
     assert [find_device(name) for name in ("auto", "cuda")] == current == [fourth, fourth]
     assert find_device("cpu") == torch.device("cpu") and len(current) == 2
+
+
+# Settings
+
+
+settings = torch._C._accelerator_getAllocatorSettings
+matmul = torch.backends.cuda.matmul
+
+
+@pytest.fixture
+def own_defaults(monkeypatch):
+    for name in (*ALLOCATOR_VARIABLES, "NCCL_GRAPH_REGISTER"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    before = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = True
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    yield
+    matmul.allow_bf16_reduced_precision_reduction = before
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+@pytest.mark.usefixtures("own_defaults")
+def test_defaults_without_variables():
+    set_cuda_defaults()
+    assert settings() == "expandable_segments:True"
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+    assert matmul.allow_bf16_reduced_precision_reduction is False
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+@pytest.mark.usefixtures("own_defaults")
+@pytest.mark.parametrize("value", ["max_split_size_mb:512", ""])
+def test_user_variables_take_precedence(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    set_cuda_defaults()
+    assert settings() == "expandable_segments:False"
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "1"
+
+
+@pytest.mark.usefixtures("own_defaults")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_defaults_are_set_before_first_call_on_gpu(monkeypatch, device):
+    def set_device(device):
+        raise ZeroDivisionError  # instead of the first call that needs a GPU
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    expected = pytest.raises(ZeroDivisionError) if device == "cuda" else contextlib.nullcontext()
+    with expected, ranks_from_environment(device, 1.0):
+        pass
+    is_set = device == "cuda"
+    assert settings() == f"expandable_segments:{is_set}"
+    assert ("NCCL_GRAPH_REGISTER" in os.environ) == is_set
+    assert matmul.allow_bf16_reduced_precision_reduction != is_set

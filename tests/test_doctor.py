@@ -12,7 +12,7 @@ import torch
 from bubblespec.__main__ import main
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.sampling import best_and_sum
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.tools.doctor import checks, forwards

@@ -23,6 +23,7 @@ from tests.helpers.drafter_oracle import (
     make_policy,
     states_of,
 )
+from tests.helpers.generation import make_runner
 from tests.helpers.graphs import stand_in
 from tests.helpers.models import VOCAB
 
@@ -90,7 +91,7 @@ def make_rows(count: int, num_generations: int, first: int = 0) -> list[Row]:
 
 def make_engine(policy, num_slots: int, params=PARAMS, drafter=None, **options) -> DrafterRunner:
     """An engine whose rows the drafter follows."""
-    engine = Engine(ModelRunner(policy, num_slots, MAX_LENGTH, SEED, **options))
+    engine = Engine(make_runner(policy, num_slots, MAX_LENGTH, SEED, **options))
     runner = DrafterRunner(drafter or make_drafter(policy), engine, params)
     runner.enable(True)
     return runner

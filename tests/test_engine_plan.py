@@ -6,12 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from bubblespec.engine.batch import Batch
+from bubblespec.engine.batch import Batch, Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.engine.sampling import SamplingParams, Verified
-from bubblespec.records import Load
 from bubblespec.types import Row, SampleId
 
 STOP = 9

@@ -125,7 +125,7 @@ def test_good_environments_pass(tokenizer):
     check_environment(make_config(None, tools=[f"{HERE}.search"]), tokenizer, CHAT, [])
 
 
-def test_configured_template_takes_the_place_of_one_without_tools(tmp_path):
+def test_configured_template_replaces_one_without_tools(tmp_path):
     """That of configs/smollm2_calculator.yaml, for its environment."""
     make_tokenizer(template=NO_TOOLS).save_pretrained(tmp_path)
     config = load_config("configs/smollm2_calculator.yaml", [f"model.path={tmp_path}"])

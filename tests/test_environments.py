@@ -24,6 +24,7 @@ from tests.helpers.environments import (
     make_config,
     make_prompt,
     make_tokenizer,
+    play,
 )
 
 trl = pytest.importorskip("trl")
@@ -45,32 +46,6 @@ def tokenizer(family):
 @pytest.fixture(scope="module")
 def chatml():
     return make_tokenizer()
-
-
-@pytest.fixture
-def play():
-    """play(factory, tokenizer, prompt, texts) -> Observations of the beginning and of each turn."""
-    made = []
-
-    def run(factory, tokenizer, prompt, texts, seed=0, **options) -> list:
-        environments = Environments(make_config(factory, **options), tokenizer)
-        made.append(environments)
-        adds_text, schemas = environments.form.adds_text, environments.schemas
-        prompt.token_ids = base_ids(tokenizer, prompt.text, schemas, adds_text)
-        environments.begin("a", prompt, seed)
-        (observed,) = environments.poll()
-        observations = [observed[1]]
-        for text in texts:
-            environments.act("a", tokenizer(text, add_special_tokens=False)["input_ids"])
-            (observed,) = environments.poll()
-            assert observed[0] == "a"
-            observations.append(observed[1])
-        return observations
-
-    run.environments = made
-    yield run
-    for environments in made:
-        environments.close()
 
 
 def trainer_of_trl(tokenizer, **fields):
@@ -101,7 +76,7 @@ def trainer_of_trl(tokenizer, **fields):
     ],
     ids=str,
 )
-def test_observation_ids_are_those_of_trl(family, tokenizer, results):
+def test_observation_ids_equal_trl(family, tokenizer, results):
     messages = [tool_message("add", result) for result in results]
     given = copy.deepcopy(messages)
     if family == "qwen3" and isinstance(results[0], list):  # its template shows nothing of lists
@@ -111,7 +86,7 @@ def test_observation_ids_are_those_of_trl(family, tokenizer, results):
 
 
 @pytest.mark.parametrize("added", [None, *ADDED])
-def test_base_and_beginning_are_the_prompt_of_trl(tokenizer, added):
+def test_base_and_beginning_equal_the_prompt_of_trl(tokenizer, added):
     """For any text that is added, and all of it with the same base."""
     form = load_form(f"{HERE}.Calculator", [])
     prompts = [
@@ -136,7 +111,7 @@ def test_base_and_beginning_are_the_prompt_of_trl(tokenizer, added):
         assert list(base) + ids == wanted
 
 
-def test_turn_that_the_prompt_begins_is_continued(tokenizer):
+def test_turn_begun_by_the_prompt_is_continued(tokenizer):
     """Also with text that an environment adds to it."""
     begun = [*CHAT, {"role": "assistant", "content": "Let me think"}]
     base = base_ids(tokenizer, begun, [], True)
@@ -159,15 +134,14 @@ def test_base_is_the_whole_prompt_if_nothing_is_added(tokenizer):
 @pytest.mark.parametrize("added", ADDED)
 def test_base_of_a_text_prompt(added):
     tokenizer = make_tokenizer()
-    base = base_ids(tokenizer, "What is this? What is", [], True)
-    ids = begin_ids(
-        tokenizer, "What is this? What is", "What is this? What is" + added, base, [], 99
-    )
+    text = "What is this? What is"
+    base = base_ids(tokenizer, text, [], True)
+    ids = begin_ids(tokenizer, text, text + added, base, [], 99)
     assert len(base) >= 3
-    assert list(base) + ids == tokenizer("What is this? What is" + added)["input_ids"]
+    assert list(base) + ids == tokenizer(text + added)["input_ids"]
 
 
-def test_scripted_episode_equals_the_tool_loop_of_trl(family, tokenizer, play):
+def test_scripted_episode_equals_the_tool_loop_of_trl(family, tokenizer):
     """TRL's own loop with turns that are given instead of generated."""
     turns = [
         call_text(family, "add", a=1, b=2),
@@ -185,7 +159,7 @@ def test_scripted_episode_equals_the_tool_loop_of_trl(family, tokenizer, play):
     columns = {"start": 10, "added": " 7?"}
     form = load_form(f"{HERE}.Calculator", [])
     prompt = make_prompt(**columns)
-    begin, *observations = play("Calculator", tokenizer, prompt, turns)
+    (begin, *observations), outcome = play("Calculator", tokenizer, prompt, turns)
     assert observations[-1].reason == "no_call" and len(observations[-1].ids) == 0
 
     environment = Calculator()
@@ -227,7 +201,6 @@ def test_scripted_episode_equals_the_tool_loop_of_trl(family, tokenizer, play):
     assert mask[0] == [m for turn, o in pairs for m in [1] * len(turn) + [0] * len(o.ids)]
     assert num_calls == sum(o.num_calls for o in observations) == 6
     assert num_failed == sum(o.num_failed for o in observations) == 3
-    outcome = play.environments[-1].end("a", with_environment=True).result()
     assert outcome.reward == environment.get_reward()
     assert pickle.loads(outcome.environment).results == environment.results
 
@@ -262,99 +235,100 @@ def test_tool_calls_are_parsed(text, wanted, by_template):
         assert [(call["name"], call["arguments"]) for call in calls] == wanted
 
 
-def test_calls_of_one_turn_run_in_order_and_coroutines_last(chatml, play):
+def test_calls_of_one_turn_run_in_order_and_coroutines_last(chatml):
     turn = (
         '<tool_call>{"name": "later", "arguments": {"text": "last"}}</tool_call>'
         '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
         "<tool_call>{</tool_call><|im_end|>"
     )
-    _, observation = play("Calculator", chatml, make_prompt(), [turn])
+    (_, observation), _ = play("Calculator", chatml, make_prompt(), [turn])
     said = chatml.decode(observation.ids)
     assert observation.num_calls == 3 and observation.num_failed == 1
     assert said.index("3") < said.index("Invalid JSON") < said.index("last")
     assert said.endswith("<|im_start|>assistant\n") and said.startswith("\n<|im_start|>tool\n")
 
 
-def test_last_turn_is_not_run(chatml, play):
+def test_last_turn_is_not_run(chatml):
     turn = call_text("chatml", "add", a=1, b=2)
-    *_, last = play("Calculator", chatml, make_prompt(), [turn] * 3, max_turns=3)
+    (*_, last), outcome = play("Calculator", chatml, make_prompt(), [turn] * 3, max_turns=3)
     assert (last.is_done, last.reason, last.num_calls, len(last.ids)) == (True, "max_turns", 0, 0)
-    assert play.environments[-1].end("a").result().reward == 6
+    assert outcome.reward == 6
 
 
-def test_functions_are_tools(chatml, play):
+def test_functions_are_tools(chatml):
     texts = [call_text("chatml", "search", query="foxes"), "The end.<|im_end|>"]
-    _, first, last = play(None, chatml, make_prompt(), texts, tools=[f"{HERE}.search"])
+    (_, first, last), outcome = play(None, chatml, make_prompt(), texts, tools=[f"{HERE}.search"])
     assert "nothing about foxes" in chatml.decode(first.ids) and last.reason == "no_call"
-    assert play.environments[-1].end("a").result() == (None, None, None)
+    assert outcome.reward is None and outcome.problem is None
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_text_environment(chatml, play, is_chat):
+def test_text_environment(chatml, is_chat):
     prompt = make_prompt(is_chat=is_chat, number=5)
-    begin, less, more, last = play("Guess", chatml, prompt, [f"{n}<|im_end|>" for n in (7, 2, 5)])
+    turns = [f"{number}<|im_end|>" for number in (7, 2, 5)]
+    (begin, less, more, last), outcome = play("Guess", chatml, prompt, turns)
     assert [*prompt.token_ids, *begin.ids] == make_tokenize(chatml)(prompt.text)
     around = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n" if is_chat else "{}"
     assert chatml.decode(less.ids) == around.format("less")
     assert chatml.decode(more.ids) == around.format("more")
     assert (last.is_done, last.reason, last.num_calls) == (True, "done", 0)
-    outcome = play.environments[-1].end("a", with_environment=True).result()
     assert outcome.reward == 1.5
     assert pickle.loads(outcome.environment).number == 5
 
 
-def test_last_turn_of_a_text_environment_counts(chatml, play):
-    *_, last = play("Guess", chatml, make_prompt(number=5), ["1", "2"], max_turns=2)
+def test_last_turn_of_a_text_environment_counts(chatml):
+    (*_, last), outcome = play("Guess", chatml, make_prompt(number=5), ["1", "2"], max_turns=2)
     assert last.reason == "max_turns" and len(last.ids) == 0
-    assert play.environments[-1].end("a").result().reward == 0.5
+    assert outcome.reward == 0.5
 
 
-def test_seed_and_errors_of_a_text_environment(chatml, play):
-    _, last = play("WordGame", chatml, make_prompt(), ["9"], seed=9)
+def test_seed_and_errors_of_a_text_environment(chatml):
+    (_, last), _ = play("WordGame", chatml, make_prompt(), ["9"], seed=9)
     assert last.reason == "done"
-    _, last = play("Guess", chatml, make_prompt(number=5), ["break"])
-    assert last.is_done and last.reason == "error"
-    assert "broken" in play.environments[-1].end("a").result().problem
+    (_, last), outcome = play("Guess", chatml, make_prompt(number=5), ["break"])
+    assert last.is_done and last.reason == "error" and "broken" in outcome.problem
 
 
 @pytest.mark.parametrize("kind, same", [("seeded", True), ("random", False)])
-def test_seed_reaches_reset(chatml, play, kind, same):
+def test_seed_reaches_reset(chatml, kind, same):
     turn, prompt = call_text("chatml", "draw"), make_prompt(kind=kind)
-    said = [play("Unruly", chatml, prompt, [turn, turn], seed=3)[1:] for _ in range(2)]
+    said = [play("Unruly", chatml, prompt, [turn, turn], seed=3)[0][1:] for _ in range(2)]
     assert same == all(np.array_equal(a.ids, b.ids) for a, b in zip(*said, strict=True))
     assert not np.array_equal(said[0][0].ids, said[0][1].ids)
 
 
-def test_reset_that_raises(chatml, play):
-    (begin,) = play("Unruly", chatml, make_prompt(kind="raises"), [])
+def test_error_of_reset_ends_the_episode(chatml):
+    (begin,), outcome = play("Unruly", chatml, make_prompt(kind="raises"), [])
     assert begin.is_done and begin.reason == "error" and len(begin.ids)
-    assert "no such game" in play.environments[-1].end("a").result().problem
+    assert outcome.reward is None and "no such game" in outcome.problem
 
 
 @pytest.mark.parametrize("limit", [20, 40, 200])
-def test_long_observations_are_cut_within_the_template(chatml, play, limit):
+def test_long_observations_are_cut_within_the_template(chatml, limit):
     turn = call_text("chatml", "flood", size=5000)
-    _, observation = play("Unruly", chatml, make_prompt(), [turn], max_observation_length=limit)
+    (_, observation), _ = play(
+        "Unruly", chatml, make_prompt(), [turn], max_observation_length=limit
+    )
     said = chatml.decode(observation.ids)
     assert limit - 2 <= len(observation.ids) <= limit
     assert said.startswith("\n<|im_start|>tool\na a")
     assert said.endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_too_many_observations_for_one_turn(chatml, play):
+def test_too_many_observations_for_one_turn(chatml):
     turn = call_text("chatml", "flood", size=1).removesuffix("<|im_end|>") * 20 + "<|im_end|>"
-    _, observation = play("Unruly", chatml, make_prompt(), [turn], max_observation_length=40)
+    (_, observation), _ = play("Unruly", chatml, make_prompt(), [turn], max_observation_length=40)
     assert observation.is_done and observation.reason == "too_long"
 
 
-def test_long_text_of_reset_is_cut(chatml, play):
+def test_long_text_of_reset_is_cut(chatml):
     prompt = make_prompt(added=" what" * 1000)
-    (begin,) = play("Calculator", chatml, prompt, [], max_observation_length=100)
+    (begin,), _ = play("Calculator", chatml, prompt, [], max_observation_length=100)
     assert 90 < len(begin.ids) <= 100
     assert chatml.decode(begin.ids).endswith("what<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_beginning_that_changes_the_base_is_refused(chatml):
+def test_beginning_with_another_base_is_refused(chatml):
     begun = [{"role": "user", "content": "Something else"}]
     base = base_ids(chatml, CHAT, [], False)
     assert "changes earlier tokens" in refusal(begin_ids, chatml, CHAT, begun, base, [], 99)
@@ -379,7 +353,7 @@ def test_rewards_are_finite_numbers_or_none(value, monkeypatch):
     assert ("error" in reply) == (value is not None) and reply.get("reward") is None
 
 
-def test_columns_that_cannot_be_sent(chatml):
+def test_columns_without_pickle_are_refused(chatml):
     environments = Environments(make_config("Calculator"), chatml)
     with pytest.raises(InputError, match="cannot be sent"):
         environments.begin("a", make_prompt(start=lambda: 0), 0)

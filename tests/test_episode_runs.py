@@ -113,7 +113,7 @@ def reference(tmp_path_factory, shapes):
 
 
 @pytest.mark.parametrize("shape, used, ranks, interruption", CASES)
-def test_run_is_that_without_drafts(
+def test_run_equals_plain_run(
     shapes, reference, monkeypatch, tmp_path, shape, used, ranks, interruption
 ):
     plain, used = reference(shape), used.split("+")

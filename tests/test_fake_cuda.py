@@ -17,11 +17,11 @@ from bubblespec.engine import fused, graphs, sampling
 from bubblespec.engine import runner as runner_module
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden, prepare_model
+from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.noise import gumbel, random_bits
 from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.ragged import packed
-from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample, verify
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
@@ -29,7 +29,7 @@ from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.types import Row
 from tests.helpers import fake_cuda
 from tests.helpers.fake_cuda import DEVICE, FakeCuda, flash_attn_varlen_func, is_on_gpu, make_fake
-from tests.helpers.generation import make_prompts, make_rows
+from tests.helpers.generation import make_prompts, make_rows, make_runner
 from tests.helpers.graphs import install_flash_attn
 from tests.helpers.models import VOCAB
 
@@ -181,7 +181,7 @@ def make_engine(cuda, monkeypatch, kernel: str, **options) -> Engine:
     monkeypatch.setattr(runner_module, "verify", watched)
     cuda.answer = answer
     options |= {"max_num_batched_tokens": 32, "kernel": kernel}
-    return Engine(ModelRunner(make_fake(), 4, options.pop("length", 100), seed=0, **options))
+    return Engine(make_runner(make_fake(), 4, options.pop("length", 100), seed=0, **options))
 
 
 def run_engine(

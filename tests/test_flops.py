@@ -61,21 +61,12 @@ def test_step_flops_count_shared_prompts_once():
     assert flops.step(samples, samples, has_gradient, 3) == generated + trained
 
 
-@pytest.mark.parametrize(
-    "name, tflops",
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("NVIDIA GeForce RTX 4090", None),
-        ("NVIDIA L400", None),
-    ],
-)
-def test_peaks_are_known_by_the_name_of_the_device(name, tflops):
+PEAKS = {"H100 80GB HBM3": 989, "H100 PCIe": 756, "H100 NVL": 835, "H200": 989, "L40S": 362}
+PEAKS |= {"A100-SXM4-80GB": 312, "L4": 121, "GeForce RTX 4090": None, "L400": None}
+
+
+@pytest.mark.parametrize("name, tflops", PEAKS.items())
+def test_peaks_are_known_by_device_name(name, tflops):
     wanted = None if tflops is None else tflops * 1e12
-    assert peak_flops(name, torch.bfloat16) == wanted
-    assert peak_flops(name, torch.float32) is None
+    assert peak_flops(f"NVIDIA {name}", torch.bfloat16) == wanted
+    assert peak_flops(f"NVIDIA {name}", torch.float32) is None

@@ -23,7 +23,8 @@ from bubblespec.engine.fused import (
     rotate_together,
 )
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import forward_hidden, prepare_model
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.pages import Pages
 from tests.helpers.fake_cuda import DEVICE, FakeCuda, make_fake

@@ -30,27 +30,19 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SOLUTION = "Each has {n}, so 2 * {n} = <<2*{n}={m}>>{m}.\n#### {m}"
+PROBLEM = "Find $2 \\cdot {n}$."
 # What a row of each data set looks like: the columns that the configuration reads, and some that it
 # does not.
 ROWS = {
     "0.5b": {"question": "Two boxes have {n} each. How many?", "answer": SOLUTION},
-    "1.5b": {
-        "problem": "Find $2 \\cdot {n}$.",
-        "answer": "{m}",
-        "solution": "It is $\\boxed{{{m}}}$.",
-    },
-    "7b": {
-        "prompt": "Find $2 \\cdot {n}$.",
-        "solution": "{m}",
-        "reward_model": {"ground_truth": "{m}"},
-    },
+    "1.5b": {"problem": PROBLEM, "answer": "{m}", "solution": "It is $\\boxed{{m}}$."},
+    "7b": {"prompt": PROBLEM, "solution": "{m}", "reward_model": {"ground_truth": "{m}"}},
 }
 
 
-def row_of(form, n: int):
-    if isinstance(form, dict):
-        return {key: row_of(part, n) for key, part in form.items()}
-    return form.format(n=n, m=2 * n)
+def row_of(form: dict, n: int) -> dict:
+    """Return a row of a data set about a number."""
+    return json.loads(json.dumps(form).replace("{n}", str(n)).replace("{m}", str(2 * n)))
 
 
 def path_of(size: str) -> str:
@@ -114,24 +106,12 @@ def shrunken(size: str, model: str, folder) -> list[str]:
     return overrides
 
 
-SHRUNKEN = [
-    "model.device=cpu",
-    "data.name=null",
-    "data.eval_path=null",
-    "data.eval_split=null",
-    "rollout.num_prompts_per_step=4",
-    "rollout.num_generations=4",
-    "rollout.max_prompt_length=256",
-    "rollout.max_completion_length=24",
-    "rollout.max_num_batched_tokens=512",
-    "optim.max_tokens_per_microbatch=1024",
-    "eval.num_prompts=4",
-    "reward.num_workers=0",
-    "run.max_steps=2",
-    "run.eval_steps=2",
-    "run.save_steps=2",
-    "reward.functions=[tests.test_gpu_configs.shrunken_reward]",
-]
+SHRUNKEN = ["model.device=cpu", "data.name=null", "data.eval_path=null", "data.eval_split=null"]
+SHRUNKEN += ["rollout.num_prompts_per_step=4", "rollout.num_generations=4", "eval.num_prompts=4"]
+SHRUNKEN += ["rollout.max_prompt_length=256", "rollout.max_completion_length=24"]
+SHRUNKEN += ["rollout.max_num_batched_tokens=512", "optim.max_tokens_per_microbatch=1024"]
+SHRUNKEN += ["reward.num_workers=0", "run.max_steps=2", "run.eval_steps=2", "run.save_steps=2"]
+SHRUNKEN += ["reward.functions=[tests.test_gpu_configs.shrunken_reward]"]
 
 
 def shrunken_reward(prompts, completions, completion_ids, answer, **columns):

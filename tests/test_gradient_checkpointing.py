@@ -8,12 +8,8 @@ import torch
 import transformers
 from test_update import gradient, make_config, make_samples
 
-from bubblespec.engine.model import (
-    UnsupportedModel,
-    enable_gradient_checkpointing,
-    forward_hidden,
-    prepare_model,
-)
+from bubblespec.engine.model import UnsupportedModel, enable_gradient_checkpointing, forward_hidden
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.packing import pack_sequences
 from tests.helpers.models import GQA, SMALL, VOCAB
 
@@ -87,7 +83,7 @@ def test_a_forward_without_gradients_is_not_checkpointed(make_model, monkeypatch
     model = make_model()
     prepare_model(model, 64)
     enable_gradient_checkpointing(model)
-    monkeypatch.setattr("bubblespec.engine.model.checkpoint", None)
+    monkeypatch.setattr("bubblespec.engine.model_checks.checkpoint", None)
     with torch.no_grad():
         forward_hidden(model, torch.arange(5), pack_sequences([5], torch.device("cpu")))
 

@@ -14,19 +14,28 @@ from bubblespec.engine import attention
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import FEW, NARROW, ForwardGraphs, Shape, graph_shapes, pad
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.packing import PAGE, pack_rows
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.optimizer import Optimizer
-from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
+from tests.helpers.generation import (
+    STOP,
+    Drafter,
+    as_dict,
+    make_engine,
+    make_prompts,
+    make_rows,
+    make_runner,
+)
 from tests.helpers.graphs import (
+    ALONE,
     Captures,
     assert_equal,
     eager,
     fail_at,
     feed,
+    forward_of,
     install_flash_attn,
     stand_in,
     take_pages,
@@ -76,7 +85,7 @@ def test_padded_forwards_equal_plain_ones(make_model, device, name):
     model = prepared(make_model, name, device)
     sequences = np.random.default_rng(0).integers(1, VOCAB, (5, LENGTH))
     plain, padded = KVCache(5, LENGTH), KVCache(5, LENGTH, num_spare=1)
-    captured = ForwardGraphs(model, padded, "varlen", 80)
+    captured = ForwardGraphs(forward_of(model, "varlen"), padded, 80)
     start = np.zeros(5, np.int64)
     with torch.inference_mode():
         for count in MIXES:
@@ -106,7 +115,7 @@ def test_a_cache_in_pages(make_model, on_cpu, kernel):
     model = prepared(make_model, "mistral-window")
     sequences = np.random.default_rng(0).integers(1, VOCAB, (5, LENGTH))
     plain, own, padded = KVCache(5, LENGTH), in_pages(5, LENGTH, 26), in_pages(5, LENGTH, 26)
-    captured = ForwardGraphs(model, padded, kernel, 80)
+    captured = ForwardGraphs(forward_of(model, kernel), padded, 80)
     start = np.zeros(5, np.int64)
     with torch.inference_mode():
         for count in MIXES:
@@ -130,7 +139,7 @@ def test_keys_in_pages(make_model, on_cpu):
     model = prepared(make_model, "mistral-window")
     sequences = np.random.default_rng(0).integers(1, VOCAB, (3, 2 * PAGE))
     plain, padded = KVCache(3, 2 * PAGE), KVCache(3, 2 * PAGE, num_spare=1)
-    captured = ForwardGraphs(model, padded, "flash_attn", 4)
+    captured = ForwardGraphs(forward_of(model, "flash_attn"), padded, 4)
     start = np.zeros(3, np.int64)
     with torch.inference_mode():
         for count in ([1, 0, 2], [1, 1, 1], [0, 2, 1], [0, 0, 1]):
@@ -184,7 +193,7 @@ def bound_of(kernel: str) -> tuple[int, int]:
     return (0, 0) if kernel == "flash_attn" else (0, 1)
 
 
-@pytest.mark.parametrize("kernel", ["varlen", "flash_attn", attention.ALONE])
+@pytest.mark.parametrize("kernel", ["varlen", "flash_attn", ALONE])
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_decoding_folds_query_heads(make_model, on_cpu, monkeypatch, kernel, is_captured):
     """FlashAttention-2 reads keys once for all query heads if no row feeds more than one token and
@@ -204,7 +213,7 @@ def test_decoding_folds_query_heads(make_model, on_cpu, monkeypatch, kernel, is_
 
     monkeypatch.setattr(attention, "varlen_attn", note)
     install_flash_attn(monkeypatch, note)
-    captured = ForwardGraphs(model, cache, kernel, 16)
+    captured = ForwardGraphs(forward_of(model, kernel), cache, 16)
     run = captured.forward if is_captured else eager(model, kernel)
     start = np.zeros(3, np.int64)
     bounds, plain = {}, KVCache(3, 2 * PAGE)
@@ -218,7 +227,7 @@ def test_decoding_folds_query_heads(make_model, on_cpu, monkeypatch, kernel, is_
             bounds |= {max_q: (right, splits) for max_q, right, splits in calls}
     wide = {shape for max_q, shape in bounds.items() if max_q > 1}
     assert captured.problem is None and 1 in bounds
-    if is_captured and kernel != attention.ALONE:  # windows and short prompts are single tokens too
+    if is_captured and kernel != ALONE:  # windows and short prompts are single tokens too
         assert not wide
         wide = {bound_of(kernel)}
     none = {"flash_attn": (-1, 0), "varlen": (-1, None)}.get(kernel, (0, 1))
@@ -246,10 +255,10 @@ def test_graphs_launch_few_blocks(num_slots, largest, fold):
     cache = KVCache(num_slots, length)
     config = SimpleNamespace(num_attention_heads=4 * fold, num_key_value_heads=4)
     config.get_text_config = lambda decoder: config
-    model = torch.nn.Module()
+    model = torch.nn.Linear(1, 1)
     model.config = config
-    graphs = ForwardGraphs(model, cache, "varlen", largest)
-    assert graphs.fold == fold
+    graphs = ForwardGraphs(forward_of(model, "varlen"), cache, largest)
+    assert graphs.of.heads_per_key == fold
     for case in range(2000):
         rows = int(rng.integers(1, num_slots + 1))
         count = rng.choice(([1], [0, 1], [1, 2, 4], [1] * 50 + [300], [1, 16])[case % 5], rows)
@@ -296,7 +305,7 @@ def test_generated_tokens_are_the_same_and_captured_once_until_a_release(make_mo
     assert run(engine, Drafter(wanted, 0.3)) == wanted
     assert on_cpu.sizes == 2 * sizes and on_cpu.pools[8] is None
     assert engine.runner.graphs.num_replays == engine.num_forwards
-    assert engine._num_admitted > 3 * 10, "some rows gave way"
+    assert engine.num_admitted > 3 * 10, "some rows gave way"
 
 
 def test_forwards_too_large_for_a_graph_are_plain(make_model, on_cpu):
@@ -410,7 +419,7 @@ def test_replays_see_weights_changed_in_place(make_model, device):
     model = prepared(make_model, "qwen2", device)
     cache = KVCache(2, LENGTH, num_spare=1)
     args = (np.random.default_rng(2).integers(1, VOCAB, (2, LENGTH)), [0, 0], [6, 9])
-    captured, hidden = ForwardGraphs(model, cache, "varlen", 16), []
+    captured, hidden = ForwardGraphs(forward_of(model, "varlen"), cache, 16), []
     for _ in range(2):
         with torch.inference_mode():
             hidden.append(feed(model, cache, *args, captured.forward)[:15].clone())
@@ -432,7 +441,7 @@ def test_graphs_on_the_gpu(make_model, kernel):
     model = make_model("llama", torch.bfloat16).cuda()
     prepare_model(model, 512)
     sequences = np.random.default_rng(3).integers(1, VOCAB, (40, 512))
-    plain, engine = KVCache(40, 512), Engine(ModelRunner(model, 40, 500, seed=0, kernel=kernel))
+    plain, engine = KVCache(40, 512), Engine(make_runner(model, 40, 500, seed=0, kernel=kernel))
     runner = engine.runner
     with torch.inference_mode():
         for _ in range(2):

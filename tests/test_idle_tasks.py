@@ -1,5 +1,5 @@
-"""Uses of idle time: which rank gets which job, and what each task does with it. Stand-ins for the
-engine, the learner and the drafter's training."""
+"""Uses of idle time: the assignment of jobs to ranks, and what each task does with its jobs.
+Stand-ins for the learner and the drafter's training, whose time would be measured."""
 
 import copy
 from types import SimpleNamespace
@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 
 from bubblespec.config import Config, LossConfig, ModelConfig
-from bubblespec.draft.store import DraftStore
+from bubblespec.draft.proposer import make_proposer
+from bubblespec.draft.store import DraftStore, History
+from bubblespec.engine.engine import Engine
 from bubblespec.idle.draft_ahead import MAX_IDLE_FORWARDS, DraftAhead
 from bubblespec.idle.task import NUM_WANTED, IdleTask, Job, RankView, assign
 from bubblespec.mechanisms.drafter.idle_task import LITTLE_S, MAX_SHARE, TrainDrafter
 from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
+from bubblespec.tools.simulate.runner import SimulatedRunner
+from bubblespec.tools.simulate.world import World
 from bubblespec.types import Draft, Launch, Row, SampleId
 from tests.helpers.clocks import Clock
-from tests.helpers.rollouts import ALONE, fixed_cost, groups_of, rows_of
+from tests.helpers.rollouts import ALONE, PARAMS, fixed_cost, groups_of, rows_of
 
 # Who does what
 
@@ -36,7 +40,7 @@ def random_jobs(rng: np.random.Generator, num_ranks: int) -> list[list[Job]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_jobs_are_given_once_to_ranks_that_may_do_them(seed):
+def test_jobs_are_assigned_once_to_allowed_ranks(seed):
     rng = np.random.default_rng(seed)
     num_ranks = int(rng.integers(1, 5))
     jobs, has_rows = random_jobs(rng, num_ranks), (rng.random(num_ranks) < 0.5).tolist()
@@ -57,7 +61,7 @@ def test_jobs_are_given_once_to_ranks_that_may_do_them(seed):
             assert len(set(tasks)) <= 1, "a rank that waits does one thing at a time"
 
 
-def test_what_saves_most_comes_first():
+def test_assignment_prefers_largest_savings():
     drafts = [Job("a", 2.0, 1.0, True), Job("b", 1.0, 1.0, True)]
     slices = [Job("c", 1.5, 0.5, False), Job("d", 1.5, 0.5, False)]
     waiting = assign([drafts, slices], [(2, 2)], [False])
@@ -68,7 +72,7 @@ def test_what_saves_most_comes_first():
     assert assign([drafts], [(0,)], [False]) == [[]] and assign([], [()], [False]) == [[]]
 
 
-def test_jobs_are_dealt_in_turn_and_to_waiting_ranks_first():
+def test_assignment_is_round_robin_from_waiting_ranks():
     jobs = [Job(number, 1.0, 1.0, co_scheduled=True) for number in range(5)]
     given = assign([jobs], [(4,), (4,), (1,)], [True, True, False])
     assert [[job.key for _, job in of] for of in given] == [[1, 3], [2, 4], [0]]
@@ -77,53 +81,40 @@ def test_jobs_are_dealt_in_turn_and_to_waiting_ranks_first():
 # Drafting ahead
 
 
-class SlotEngine:
-    """Slots without a model."""
-
-    def __init__(self, num_slots: int = 8, max_num_batched_tokens: int = 64):
-        self.num_slots, self.max_num_batched_tokens = num_slots, max_num_batched_tokens
-        self.rows, self.queue, self.is_prefilling = [], [], []
-        self.num_releases = 0
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.array([len(row.prompt) + len(row.tokens) for row in self.rows], np.int64)
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.rows and not self.queue
-
-    is_waiting = is_idle
-
-    def prefilling(self) -> list[Row]:
-        return self.is_prefilling
-
-    def add(self, rows: list[Row]) -> None:
-        self.rows += rows
-
-    def collect(self) -> list[Row]:
-        return self.rows
-
-    def release(self) -> None:
-        self.num_releases += 1
+def text_of(row: Row, so_far: np.ndarray) -> np.ndarray:
+    return np.append(so_far, np.ones(row.max_new_tokens, np.int64))
 
 
-def view_of(own: list[Row] | None = None, num_slots: int = 8) -> RankView:
-    engine, own = SlotEngine(num_slots), own or []
-    engine.add(own)
-    record = RolloutRecord()
+def prefill(engine: Engine) -> None:
+    while engine.queue or engine.prefilling():
+        engine.step(PARAMS)
+
+
+def view_of(own: list[Row] = (), num_slots: int = 8, is_prefilled: bool = True) -> RankView:
+    """A rank with these rows of its own in slots."""
+    runner = SimulatedRunner(
+        World(1), 0, num_slots, 100, max_num_batched_tokens=64, cost=lambda _: 0.0, text=text_of
+    )
+    engine, record = Engine(runner), RolloutRecord()
+    engine.add(list(own))
+    if is_prefilled:
+        prefill(engine)
     for name in (DraftAhead.name, StreamGradients.name, TrainDrafter.name):
         record.idle[name] = IdleUse()
     return RankView(0, engine, {row: index for index, row in enumerate(own)}, record)
 
 
+def rows_in(task: IdleTask) -> list[Row]:
+    return [*task.view.engine.rows, *task.view.engine.queue]
+
+
 def drafting(view: RankView, num_plans: int = 20, store=None, cost=None, **options) -> DraftAhead:
     names = [SampleId(5, 1, n) for n in range(num_plans)]
     plans = [Job(name, 1.0, 0.5, name.sample < 10, prompt=(1, 2)) for name in names]
-    proposer = SimpleNamespace(track=lambda *_, **__: None)
-    options = {"version": 3, "max_new_tokens": 30, **options}
-    task = DraftAhead(plans, store or DraftStore(1000), proposer, cost or fixed_cost(), **options)
-    task.view = view
+    cost, options = cost or fixed_cost(), {"version": 3, "max_new_tokens": 30, **options}
+    proposer = make_proposer(["bubble"], History(0), cost, has_drafts=True)
+    task = DraftAhead(plans, store or DraftStore(1000), proposer, cost, **options)
+    task.begin(view)
     return task
 
 
@@ -134,14 +125,14 @@ def give(task: DraftAhead, count: int, rank: int = 0) -> list[Job]:
     return jobs
 
 
-def test_jobs_are_all_plans_that_no_rank_has():
+def test_jobs_are_unassigned_plans():
     task = drafting(view_of())
     assert [job.co_scheduled for job in task.jobs()] == [True] * 10 + [False] * 10
     mine, others = give(task, 2), give(task, 3, rank=1)
     assert [job.key.sample for job in mine + others] == [0, 1, 2, 3, 4]
-    assert len(list(task.jobs())) == 15 and not task.view.engine.rows
+    assert len(list(task.jobs())) == 15 and not rows_in(task)
     task.run_slice()
-    assert [row.id for row in task.view.engine.rows] == [job.key for job in mine]
+    assert [row.id for row in rows_in(task)] == [job.key for job in mine]
 
 
 def test_drafts_fill_free_slots():
@@ -149,9 +140,9 @@ def test_drafts_fill_free_slots():
     assert task.capacity() == 8, "twice what fits: the next tick is some forwards away"
     give(task, 6)
     task.run_slice()
+    assert len(task.view.engine.queue) == 4 and task.capacity() == 0
+    task.view.engine.step(PARAMS)
     assert len(task.view.engine.rows) == 4 and task.capacity() == 0
-    task.view.engine.queue = rows_of(0)[:1]
-    assert task.capacity() == 0
 
 
 @pytest.mark.parametrize("max_slowdown, num_ahead", [(0.0, 0), (0.5, 3), (2.0, 14)])
@@ -161,46 +152,47 @@ def test_co_scheduled_drafts_keep_to_a_slowdown(max_slowdown, num_ahead):
     task = drafting(view_of(rows_of(0), 32), cost=cost, max_slowdown=max_slowdown)
     give(task, 20)
     task.run_slice()
-    assert len(task.view.engine.rows) - 6 == num_ahead
+    assert len(rows_in(task)) - 6 == num_ahead
 
 
-def test_a_waiting_rank_keeps_forwards_short():
+def test_drafts_on_waiting_rank_keep_forwards_short():
     """The others wait for the end of its forward."""
     task = drafting(view_of(num_slots=32), cost=fixed_cost(1e-3, 5e-4, 5e-4))
     give(task, 20)
     task.run_slice()
-    assert len(task.view.engine.rows) == int(MAX_IDLE_FORWARDS) - 1
+    assert len(rows_in(task)) == int(MAX_IDLE_FORWARDS) - 1
+    task.view.engine.step(PARAMS)
     task.view.record.forwards.append(ForwardRecord(0.0, 1.0, *[0] * 11))  # a second has passed
     task.run_slice()
-    assert len(task.view.engine.rows) == 19, "2% of it"
+    assert len(rows_in(task)) == 19, "2% of it"
 
 
-def test_prompts_of_drafts_are_fed_a_little_at_a_time():
+def test_prompts_of_drafts_are_fed_in_small_pieces():
     own = rows_of(0)
-    task = drafting(view_of(own, 32), cost=fixed_cost(1e-3, 5e-4, 5e-4), max_slowdown=0.5)
+    view = view_of(own, 32, is_prefilled=False)
+    task = drafting(view, cost=fixed_cost(1e-3, 5e-4, 5e-4), max_slowdown=0.5)
     give(task, 1)
-    task.view.engine.is_prefilling = own[:1]
     task.run_slice()
-    assert task.view.max_prefill_tokens is None and len(task.view.engine.rows) == 6, "own first"
-    task.view.engine.is_prefilling = []
+    assert view.max_prefill_tokens is None and len(rows_in(task)) == 6, "own first"
+    prefill(view.engine)
     task.run_slice()
-    assert task.view.max_prefill_tokens == 7 and len(task.view.engine.rows) == 7
+    assert view.max_prefill_tokens == 7 and len(rows_in(task)) == 7
 
 
-def test_only_what_has_grown_is_noted():
+def test_only_grown_drafts_are_kept():
     store = DraftStore(1000)
     for number in (0, 1):
         store.put(SampleId(5, 1, number), Draft(np.arange(4, dtype=np.int32), False, 1))
     task = drafting(view_of(), store=store)
     give(task, 3)
     task.run_slice()
-    first, second, third = task.view.engine.rows
+    first, second, third = rows_in(task)
     assert first.tokens.tolist() == second.tokens.tolist() == [0, 1, 2, 3], "it goes on"
     first.tokens = np.arange(9)
     third.tokens, third.finish = np.arange(5), "stop"
     task.on_finished(third)
     task.on_finished(rows_of(0)[0])  # of another task
-    task.view.engine.rows.remove(third)
+    task.view.engine.drop(third)
     task.end()
     assert {key.sample: len(draft.tokens) for key, draft in task.drafts.items()} == {0: 9, 2: 5}
     assert task.view.record.drafted_tokens == 5 + 5
@@ -253,7 +245,7 @@ def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **rollout):
         setattr(learner.config.rollout, key, value)
     scoring = SimpleNamespace(take_scored=lambda: scored.pop() if scored else [])
     task = StreamGradients(launch, learner, scoring, lambda scores, lengths: scores)
-    task.view = view_of(own)
+    task.begin(view_of(own or []))
     return task, learner
 
 
@@ -261,7 +253,7 @@ def tick(task: IdleTask, *others: np.ndarray) -> None:
     task.receive([task.publish(), *others])
 
 
-def test_gradients_of_complete_groups_are_computed_slice_by_slice():
+def test_gradients_of_complete_groups_come_in_slices():
     task, learner = streaming()
     assert task.capacity() == 0 and not list(task.jobs())
     tick(task)
@@ -287,7 +279,7 @@ def test_gradients_of_complete_groups_are_computed_slice_by_slice():
     assert use.seconds == pytest.approx(0.1, abs=1e-3) and use.saved_s == pytest.approx(0.1)
 
 
-def test_groups_wait_for_all_their_rewards():
+def test_group_waits_for_all_rewards():
     task, _ = streaming(rewards=(1.0, np.nan, 2.0, 0.0))
     tick(task)
     assert len(task._pieces) == 2, "the second group's"
@@ -296,7 +288,7 @@ def test_groups_wait_for_all_their_rewards():
     assert len(task._pieces) == 4
 
 
-def test_equal_rewards_may_be_left_out_and_own_rows_come_first():
+def test_gradients_skip_equal_rewards_and_yield_to_own_rows():
     task, learner = streaming(dynamic_sampling_max_batches=4)
     tick(task)
     assert [piece.num_tokens for piece in task._pieces] == [10, 20]
@@ -309,8 +301,9 @@ def test_equal_rewards_may_be_left_out_and_own_rows_come_first():
     task, learner = streaming(free_cache_engine=True)
     tick(task)
     task.accept(Job((0, 0), 1.0, 1.0, False, 0), 0)
+    releases, task.view.engine.release = [], lambda: releases.append(len(learner.done))
     task.run_slice()
-    assert task.view.engine.num_releases == 1 and len(learner.done) == 1
+    assert releases == [0] and len(learner.done) == 1
 
 
 # Training the drafter
@@ -323,12 +316,12 @@ def training(elapsed_s: float, tokens: int = 10, own=None):
     fake.run_slice = lambda limit_s: fake.slices.append(limit_s) or 0.01
     fake.merge = fake.merged.append
     task = TrainDrafter(fake)
-    task.view = view_of(own)
+    task.begin(view_of(own or []))
     clock.sleep(elapsed_s)
     return task, fake
 
 
-def test_the_drafter_is_trained_where_nothing_else_is_to_do():
+def test_drafter_trains_only_without_other_jobs():
     task, fake = training(10.0)
     task.receive([task.publish(), np.zeros(3)])
     jobs = list(task.jobs())
@@ -343,7 +336,7 @@ def test_the_drafter_is_trained_where_nothing_else_is_to_do():
     assert task.view.record.idle[task.name].seconds == pytest.approx(0.02) and len(fake.merged) == 1
 
 
-def test_slices_of_the_drafter_are_short_and_wait_for_own_rows():
+def test_drafter_slices_are_short_and_yield_to_own_rows():
     late, _ = training(0.21)
     assert late.capacity() == 2 and late.publish().tolist() == [2, 0.01, LITTLE_S]
     early, _ = training(0.19)

@@ -11,6 +11,7 @@ from test_tensor_parallel import LONGEST, build
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.tp_tail import kv_transfer
 from bubblespec.mechanisms.tp_tail.kv_transfer import can_transfer_kv, transfer_kv
+from tests.helpers.generation import make_runner
 from tests.helpers.graphs import take_pages
 from tests.helpers.tp import run_together
 
@@ -43,8 +44,8 @@ def test_every_rank_gets_its_heads_of_all_rows(monkeypatch, name, page_size, pie
     def of_rank(tp):
         gathered, gather = [], tp.gather
         own_model = copy.deepcopy(model)
-        source = ModelRunner(own_model, 4, LONGEST, 0, page_size=page_size)
-        target = ModelRunner(own_model, 5, LONGEST, 0, tp=tp, page_size=page_size)
+        source = make_runner(own_model, 4, LONGEST, 0, page_size=page_size)
+        target = make_runner(own_model, 5, LONGEST, 0, tp=tp, page_size=page_size)
         for runner in (source, target):
             take_pages(runner)
         fill(source, shapes, tp.rank)
@@ -62,7 +63,7 @@ def test_every_rank_gets_its_heads_of_all_rows(monkeypatch, name, page_size, pie
         for row, (rank, slot, length) in enumerate(zip(RANK_OF, SLOTS, COUNTS, strict=True)):
             owner = ranks[rank][0].cache
             for layer in owner.keys:
-                heads = target.shards.key_heads.get(layer, slice(None))
+                heads = target.forward.key_heads.get(layer, slice(None))
                 for kind in ("keys", "values"):
                     there, here = (getattr(cache, kind)[layer] for cache in (target.cache, owner))
                     got = target.cache.read(there, slice(row, row + 1), int(length))[0]

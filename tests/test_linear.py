@@ -14,7 +14,7 @@ from bubblespec import setup as set_up_module
 from bubblespec.checkpoint import list_checkpoints, read_state
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine import linear as linear_module
+from bubblespec.mechanisms import cpu_linear as linear_module
 from bubblespec.mechanisms.cpu_linear import (
     KERNELS,
     MIN_TRAINING_ROWS,
@@ -33,9 +33,9 @@ from bubblespec.mechanisms.cpu_linear import (
     measure,
     refresh_copies,
     shape_of,
-    sharded_linear,
     use_plans,
 )
+from bubblespec.mechanisms.tp_tail.shards import partial_linear
 from bubblespec.setup import build, choose_linear
 from tests.helpers.runs import SHORT, same_weights, weights
 from train import train
@@ -113,7 +113,7 @@ def test_shards_add_up_to_the_whole_layer(calls, is_rowwise):
                 layer.weight.copy_(factor * weight)
             with torch.inference_mode():
                 given = x[..., cut].contiguous() if is_rowwise else x
-                parts.append(sharded_linear(layer, cut, is_rowwise, given)[0])
+                parts.append(partial_linear(layer, cut, is_rowwise, given)[0])
         whole, of_bias = (sum(parts), None) if is_rowwise else (torch.cat(parts, -1), bias)
         assert_rounds_like_a_product(whole, x[0], factor * weight.t(), of_bias)
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from bubblespec.config import ModelConfig
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.model import enable_gradient_checkpointing, prepare_model
+from bubblespec.engine.model import enable_gradient_checkpointing
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.lora import adapter_disabled, add_adapter
 from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.checks import refusal

@@ -1,79 +1,16 @@
-"""Every term of the loss against reference_step.py, sequence by sequence."""
+"""KL estimators and the log-probabilities of training. The loss: test_masked_loss.py."""
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from bubblespec.config import LossConfig, OptimConfig
+from bubblespec.config import OptimConfig
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.output_head import OutputHead
-from bubblespec.learn.losses import (
-    cispo_loss,
-    common_factor,
-    importance_ratio,
-    kl_penalty,
-    local_weights,
-    policy_loss,
-    token_logprobs,
-)
+from bubblespec.learn.losses import kl_penalty, token_logprobs
 from bubblespec.learn.optimizer import Optimizer
-from tests.helpers.reference_step import kl_estimate, mean_loss, token_losses
-
-RNG = np.random.default_rng(0)
-
-
-CASES = {
-    "two clips": {"epsilon_low": 0.1, "epsilon_high": 0.3},
-    "dual clip": {"epsilon_low": 0.1, "epsilon_high": 0.3, "delta": 1.5},
-    "sequence": {
-        "importance_sampling_level": "sequence",
-        "epsilon_low": 0.1,
-        "epsilon_high": 0.1,
-    },
-    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
-}
-
-
-@pytest.mark.parametrize("is_on_policy", [False, True])
-@pytest.mark.parametrize("case", CASES)
-def test_token_losses_equal_plain_computation(case, is_on_policy):
-    """Values, clips and gradients. A sequence's ratio is differentiated through its mean there."""
-    loss, lengths = LossConfig(**CASES[case]), [5, 1, 30, 14] * 8
-    logprob = torch.from_numpy(RNG.normal(-1, 0.5, sum(lengths))).requires_grad_()
-    noise = torch.zeros(len(logprob)) if is_on_policy else torch.from_numpy(RNG.normal(0, 0.4, 400))
-    old = logprob.detach() + noise
-    advantages = torch.from_numpy(RNG.normal(0, 1, len(lengths)))
-    of_tokens = advantages.repeat_interleave(torch.tensor(lengths))
-    ratio = importance_ratio(logprob, old, torch.tensor(lengths), loss.importance_sampling_level)
-    if loss.loss_type == "cispo":
-        got, clips = cispo_loss(logprob, ratio, of_tokens, loss.epsilon_high)
-    else:
-        got, clips = policy_loss(ratio, of_tokens, loss.epsilon_low, loss.epsilon_high, loss.delta)
-    wanted, wanted_clips = [], []
-    for p, o, advantage in zip(
-        logprob.split(lengths), old.split(lengths), advantages.tolist(), strict=True
-    ):
-        values, by_name = token_losses(p, o, advantage, loss)
-        wanted.append(values)
-        none = torch.zeros(len(p), dtype=torch.bool)
-        wanted_clips.append([by_name.get(name, none) for name in ("low", "high", "delta")])
-    torch.testing.assert_close(got, torch.cat(wanted), rtol=1e-12, atol=0)
-    wanted_clips = torch.stack([torch.cat(parts) for parts in zip(*wanted_clips, strict=True)])
-    assert torch.equal(clips, wanted_clips)
-    weight = torch.from_numpy(RNG.random(len(lengths))).repeat_interleave(torch.tensor(lengths))
-    (gradient,), (wanted_gradient,) = (
-        torch.autograd.grad((weight * values).sum(), logprob, retain_graph=True)
-        for values in (got, torch.cat(wanted))
-    )
-    torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-10, atol=1e-14)
-    if is_on_policy:
-        assert not clips.any() and torch.equal(gradient, -weight * of_tokens)
-    else:
-        names = {"two clips": 2, "dual clip": 3, "sequence": 2}
-        assert (clips[: names.get(case, 0)].sum(1) > 5).all() and clips[1].any()
-        assert case != "cispo" or (gradient != 0).all(), "no token loses its gradient"
+from tests.helpers.reference_step import kl_estimate
 
 
 def test_kl_estimators_have_documented_means_and_gradients():
@@ -100,24 +37,6 @@ def test_kl_estimators_have_documented_means_and_gradients():
             assert (estimate >= 0).all()
         (gradient,) = torch.autograd.grad((probability * estimate).sum(), logits, retain_graph=True)
         torch.testing.assert_close(gradient, pull, rtol=1e-10, atol=1e-14)
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "cispo"])
-def test_weights_give_published_means(loss_type):
-    """Without any used sequence they are zero; a local weight does not depend on the others."""
-    lengths, is_used = np.array([3, 1, 7, 4]), np.array([True, True, False, True])
-    losses = [torch.from_numpy(RNG.normal(size=n)) for n in lengths]
-    used = [values for values, used in zip(losses, is_used, strict=True) if used]
-    wanted = mean_loss(used, 4, loss_type, 10)
-    local = local_weights(loss_type, lengths, is_used)
-    weights = local * common_factor(loss_type, lengths, is_used, 10)
-    mean = sum(w * v.sum() for w, v in zip(weights, losses, strict=True))
-    assert math.isclose(mean, wanted, rel_tol=1e-12)
-    alone = [local_weights(loss_type, lengths[i:][:1], is_used[i:][:1])[0] for i in range(4)]
-    assert alone == local.tolist()
-    none = np.zeros(4, bool)
-    assert not local_weights(loss_type, lengths, none).any()
-    assert math.isfinite(common_factor(loss_type, lengths, none, 10))
 
 
 @pytest.mark.parametrize("max_logits", [1 << 20, 97 * 3])

@@ -1,5 +1,5 @@
-"""Episodes: what an environment has added to a response is fed, and is in no loss, mean or metric.
-Against the masked sums as the papers write them, in float64, one sequence at a time."""
+"""Gradients and metrics of updates against the sums that the papers write, in float64, one sequence
+at a time; with episodes, where an environment's tokens are fed, and in no loss, mean or metric."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from test_update import (
 )
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.table import RowTable
 from bubblespec.tools.simulate.world import SimulatedRanks, World
@@ -28,7 +28,8 @@ SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsil
 CASES = {
     "grpo": {"loss_type": "grpo"},
     "dr_grpo": {"loss_type": "dr_grpo"},
-    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28, "delta": 1.4},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "dual clip": {"loss_type": "dapo", "delta": 1.25},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.3},
     "gspo": {"loss_type": "grpo", **SEQUENCE},
     "gspo averaged over tokens": {"loss_type": "dapo", **SEQUENCE},
@@ -38,21 +39,7 @@ CASES = {
 }
 
 
-def episodes():
-    samples = with_observations(make_samples())
-    num_sampled = samples.num_sampled
-    assert (num_sampled == 0).any() and (num_sampled == samples.lengths).any()
-    assert 0.3 < num_sampled.sum() / samples.lengths.sum() < 0.7
-    return samples
-
-
-def config_of(case: dict, **loss):
-    config = make_config(**case, **loss)
-    config.environment.tools = ["my.tool"]
-    return config
-
-
-def updates(make_model, config, samples, advantages, num_ranks: int):
+def updates(make_model, config, samples, num_ranks: int):
     """Gradient and weights before it of each update of a step, on threads as ranks; and metrics."""
     world, results, models = World(num_ranks), {}, [make_model() for _ in range(num_ranks)]
 
@@ -68,7 +55,7 @@ def updates(make_model, config, samples, advantages, num_ranks: int):
             return step(*arguments)
 
         optimizer.step = noting
-        results[rank] = seen, learner.update(samples, advantages, 0)[0]
+        results[rank] = seen, learner.update(samples, ADVANTAGES, 0)[0]
 
     world.run(work)
     for rank in range(1, num_ranks):
@@ -78,9 +65,9 @@ def updates(make_model, config, samples, advantages, num_ranks: int):
 
 
 def masked_loss(model, reference, samples, config, old: list[torch.Tensor]):
-    """The loss of all samples, and sums over the sampled tokens, as `MEASURED` has them."""
+    """The loss of all samples, and values of the tokens that are trained on, by name."""
     loss, temperature, losses = config.loss, config.rollout.temperature, []
-    sums = dict.fromkeys(("low", "high", "kl", "mismatch", "tokens"), 0.0)
+    seen = {name: [] for name in ("low", "high", "delta", "kl", "mismatch")}
     for i, response in enumerate(responses_of(samples)):
         generated = torch.from_numpy(samples.full_logprob[i])
         sampled = ~generated.isnan()
@@ -90,74 +77,77 @@ def masked_loss(model, reference, samples, config, old: list[torch.Tensor]):
         logprob, other = token_logprobs(model, response, temperature)[sampled], None
         if reference is not None:
             other = token_logprobs(reference, response, temperature).detach()[sampled]
-            sums["kl"] += kl_estimate(logprob, other, loss.kl_estimator).sum().item()
+            seen["kl"] += kl_estimate(logprob, other, loss.kl_estimator).tolist()
         before = old[i][sampled]
         values, clips = token_losses(logprob, before, ADVANTAGES[i], loss, other)
         losses.append(values)
-        for name in ("low", "high"):
-            sums[name] += int(clips[name].sum()) if name in clips else 0
-        sums["mismatch"] += (before - generated[sampled]).abs().sum().item()
-        sums["tokens"] += len(logprob)
+        for name in ("low", "high", "delta"):
+            seen[name] += clips.get(name, torch.zeros(len(values))).tolist()
+        seen["mismatch"] += (before - generated[sampled]).abs().tolist()
     limit = config.rollout.max_completion_length
-    return mean_loss(losses, len(samples), loss.loss_type, limit), sums
+    return mean_loss(losses, len(samples), loss.loss_type, limit), seen
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    "has_turns, num_ranks, num_updates", [(False, 1, 1), (False, 2, 2), (True, 1, 2), (True, 2, 1)]
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("exact_norms")
-def test_gradients_and_metrics_equal_masked_sums(make_model, case, num_ranks):
+def test_gradients_and_metrics_equal_masked_sums(
+    make_model, case, has_turns, num_ranks, num_updates
+):
     """On-policy, and off it in a second pass over the batch."""
-    samples, config = episodes(), config_of(CASES[case], num_iterations=2)
+    samples = with_observations(make_samples()) if has_turns else make_samples()
+    for i, values in enumerate(samples.full_logprob):  # far off, furthest in a truncated sample
+        values += (-1) ** i + 50 * (i == 2)
+    assert samples.is_truncated[2]
+    config = make_config(**CASES[case], num_iterations=num_updates)
     config.optim.learning_rate = 0.02
-    seen, metrics = updates(make_model, config, samples, ADVANTAGES, num_ranks)
+    if has_turns:
+        num_sampled = samples.num_sampled
+        assert (num_sampled == 0).any() and (num_sampled == samples.lengths).any()
+        config.environment.tools = ["my.tool"]
+    seen, metrics = updates(make_model, config, samples, num_ranks)
     plain = make_model()
     plain.set_attn_implementation("sdpa")
     reference = moved(plain) if config.loss.kl_coef else None
     with torch.no_grad():
-        responses = responses_of(samples)
-        old = [token_logprobs(plain, response, 0.8) for response in responses]
-    losses, totals = [], []
+        old = [token_logprobs(plain, response, 0.8) for response in responses_of(samples)]
+    losses, values = [], {}
     for gradient, weights in seen:
         vector_to_parameters(weights, plain.parameters())
         plain.zero_grad()
-        loss, sums = masked_loss(plain, reference, samples, config, old)
+        loss, by_name = masked_loss(plain, reference, samples, config, old)
         loss.backward()
         wanted = torch.cat([p.grad.flatten() for p in plain.parameters()])
         torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-11)
         losses.append(loss.item())
-        totals.append(sums)
-    mean = {name: sum(sums[name] for sums in totals) for name in totals[0]}
-    mean = {name: value / mean["tokens"] for name, value in mean.items()}
+        values = {name: values.get(name, []) + by_name[name] for name in by_name}
+    mean = {name: np.mean(values[name]) for name in values if values[name]}
     wanted = {
         "loss": np.mean(losses),
-        "clip_ratio/low_mean": mean["low"],
-        "clip_ratio/high_mean": mean["high"],
+        "grad_norm": np.mean([gradient.norm().item() for gradient, _ in seen]),
+        "learning_rate": 0.02,
+        "skipped_updates": 0,
         "sampling/logp_difference/mean": mean["mismatch"],
+        "sampling/logp_difference/max": max(values["mismatch"]),
     }
     if reference is not None:
         wanted["kl"] = mean["kl"]
-    assert {key: metrics[key] for key in wanted} == pytest.approx(wanted, rel=1e-8, abs=1e-10)
-    assert len(seen) == 2 and metrics["clip_ratio/region_mean"] > 0.02
-    assert metrics["skipped_updates"] == 0
-
-
-def test_nan_without_environment_skips_update(make_model):
-    """Not a token to leave out: the update is skipped."""
-    config, samples = make_config(), make_samples()
-    samples.full_logprob[4][-1] = np.nan
-    model = make_model()
-    prepare_model(model, 64)
-    before = parameters_to_vector(model.parameters()).detach().clone()
-    learner = make_learner(model, config)
-    assert learner.update(samples, ADVANTAGES, 0)[0]["skipped_updates"] == 1
-    assert torch.equal(parameters_to_vector(model.parameters()), before)
-    config.environment.tools = ["my.tool"]
-    assert learner.update(samples, ADVANTAGES, 0)[0]["skipped_updates"] == 0
+    if num_updates > 1:
+        low, high = mean["low"], mean["high"]
+        clips = {"low_mean": low, "high_mean": high, "region_mean": low + high}
+        if config.loss.delta is not None:
+            clips["delta_mean"] = mean["delta"]
+        assert low + high > 0.02 and clips.get("delta_mean", 1) > 0
+        wanted |= {f"clip_ratio/{name}": value for name, value in clips.items()}
+    metrics.pop("timing_s/sync")
+    assert len(seen) == num_updates and metrics == pytest.approx(wanted, rel=1e-8, abs=1e-10)
 
 
 def test_mask_travels_with_log_probabilities():
     """Rows of two ranks become the same samples on both."""
-    samples = episodes()
+    samples = with_observations(make_samples())
     launch, world, results = launch_of(samples.groups, GENERATIONS), World(2), {}
     rank_of = np.arange(len(samples)) % 2
 

@@ -20,7 +20,7 @@ from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.telemetry.table import SHOWN
 from bubblespec.types import Group, Prompt
 from tests.helpers.checks import FullDisk
-from tests.helpers.rows import record_of, samples_of
+from tests.helpers.rows import LETTERS, record_of, samples_of
 
 BASE = {"reward": 0.5, "perf/throughput": 100.0, "timing_s/step": 2.0}
 
@@ -36,17 +36,19 @@ def not_json(token: str):
     raise AssertionError(f"{token} is not JSON")
 
 
-def read(folder) -> list[dict]:
-    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+def read(folder, name: str = "metrics") -> list[dict]:
+    text = (folder / f"{name}.jsonl").read_text(encoding="utf-8")
     assert text == "" or text.endswith("\n")
     return [json.loads(line, parse_constant=not_json) for line in text.splitlines()]
 
 
+def events(folder) -> EventAccumulator:
+    return EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+
+
 def curves(folder) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {
-        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
-    }
+    found = events(folder)
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
 # Curves of the keys here, where they have other names.
@@ -59,22 +61,19 @@ TAGS = {
 
 
 def curves_of_lines(lines: list[dict]) -> dict[str, list[tuple[int, float]]]:
-    """What the curves must be: every number of metrics.jsonl, in float32 as TensorBoard stores
-    it."""
+    """Return every number of metrics.jsonl, in float32 as TensorBoard stores it."""
     found: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
         for key, value in line.items():
             if key != "step" and isinstance(value, (int, float)):
-                found.setdefault(TAGS.get(key, key), []).append(
-                    (line["step"], float(np.float32(value)))
-                )
+                point = line["step"], float(np.float32(value))
+                found.setdefault(TAGS.get(key, key), []).append(point)
     return found
 
 
-def run(
-    folder, steps: range, evaluate_at: tuple[int, ...] = (), close: bool = True, **more
-) -> MetricsLogger:
+def run(folder, steps: range, evaluate_at: tuple[int, ...] = (), **more) -> None:
     """The trainer's order: a step's line, then the evaluation after it."""
+    folder.mkdir(exist_ok=True)
     logger = MetricsLogger(str(folder), steps.start)
     if steps.start == 0 and 0 in evaluate_at:
         logger.log_evaluation(0, {"eval/reward": 0.0})
@@ -82,9 +81,7 @@ def run(
         logger.log(step, {**BASE, "reward": step / 4, **more})
         if step + 1 in evaluate_at:
             logger.log_evaluation(step + 1, {"eval/reward": (step + 1) / 8})
-    if close:
-        logger.close()
-    return logger
+    logger.close()
 
 
 def test_step_and_evaluation_are_one_line_and_one_point(tmp_path):
@@ -121,8 +118,7 @@ def test_repeated_evaluation_has_one_line_and_one_point(tmp_path):
 def layout(folder) -> dict[str, dict[str, list[str]]]:
     """Patterns of tags by chart and question, as TensorBoard's page of custom scalars reads them:
     the first that a run has written."""
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    (text, *_) = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val
+    (text, *_) = events(folder).Tensors("custom_scalars__config__")[0].tensor_proto.string_val
     found = layout_pb2.Layout.FromString(text)
     return {
         category.title: {chart.title: list(chart.multiline.tag) for chart in category.chart}
@@ -134,12 +130,8 @@ def test_layout_has_charts_with_curves_in_order(tmp_path):
     run(tmp_path, range(2), (0,), **{"completions/clipped_ratio": 0.5, "rewards/f/mean": 1.0})
     found, tags = layout(tmp_path), curves(tmp_path)
     assert next(iter(found)) == "Watch first"
-    assert list(found["Watch first"]) == [
-        "Held-out reward",
-        "Reward",
-        "Share of responses cut off",
-        "Seconds per step",
-    ]
+    charts = ["Held-out reward", "Reward", "Share of responses cut off", "Seconds per step"]
+    assert list(found["Watch first"]) == charts
     assert found["Is it learning?"] == {"Rewards by function": ["^rewards/.*/mean$"]}
     for charts in found.values():
         for patterns in charts.values():
@@ -147,18 +139,15 @@ def test_layout_has_charts_with_curves_in_order(tmp_path):
     assert len({metric.chart for metric in SHOWN["Watch first"]}) == 8
 
 
-def test_constant_metrics_are_not_drawn(tmp_path):
-    run(tmp_path, range(2), **{"data/num_dropped": 3})
-    assert [line["data/num_dropped"] for line in read(tmp_path)] == [3, 3]
-    assert "data/num_dropped" not in curves(tmp_path)
-
-
 @pytest.mark.parametrize("value", [math.nan, -math.inf, np.float32("inf")])
-def test_nonfinite_numbers_are_null(tmp_path, value):
-    run(tmp_path, range(1), grad_norm=value)
-    assert read(tmp_path) == [{"step": 0, **BASE, "reward": 0.0, "grad_norm": None}]
-    (point,) = curves(tmp_path)["train/grad_norm"]
+def test_nonfinite_numbers_are_null_constants_not_drawn(tmp_path, value):
+    run(tmp_path, range(1), **{"grad_norm": value, "data/num_dropped": 3})
+    wanted = {"step": 0, **BASE, "reward": 0.0, "grad_norm": None, "data/num_dropped": 3}
+    assert read(tmp_path) == [wanted]
+    found = curves(tmp_path)
+    (point,) = found["train/grad_norm"]
     assert point[0] == 0 and (math.isnan(point[1]) if math.isnan(value) else point[1] == value)
+    assert "data/num_dropped" not in found
 
 
 @pytest.mark.parametrize("lost", [0, 1, 40])
@@ -166,8 +155,6 @@ def test_resumed_run_writes_each_step_once(tmp_path, lost):
     """A run is killed in step 6, perhaps in the middle of its last line, and continues from the
     checkpoint after step 4."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        folder.mkdir()
     run(whole, range(8), (0, 2, 4, 6, 8))
     run(killed, range(7), (0, 2, 4, 6))
     path = killed / "metrics.jsonl"
@@ -190,11 +177,6 @@ def test_fresh_start_renames_earlier_files(tmp_path, capsys):
     assert (tmp_path / "metrics.jsonl.2").exists() and kept.exists()
 
 
-class Letters:
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(97 + i) for i in ids)
-
-
 def a_record(step: int, num_prompts: int = 2):
     """Two responses to each prompt; the first function gives rewards, the second applies to the
     first prompt alone."""
@@ -213,43 +195,28 @@ def a_record(step: int, num_prompts: int = 2):
 NAMES = ["match", "form"]
 
 
-def samples_in(folder) -> list[dict]:
-    text = (folder / "samples.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line, parse_constant=not_json) for line in text.splitlines()]
-
-
 def test_samples_and_accepted_lengths_are_written(tmp_path):
     logger = MetricsLogger(str(tmp_path), 0)
-    logger.log_samples(a_record(3), NAMES, Letters())
+    logger.log_samples(a_record(3), NAMES, LETTERS)
     counts = [3, 2, 0, 0, 1] + [0] * (len(WINDOWS) - 6) + [1]
     logger.log(0, BASE | {"rollout/spec_accepted_lengths": counts})
     logger.close()
-    first, second = samples_in(tmp_path)
-    assert first == {
-        "step": 3,
-        "uid": 0,
-        "visit": 0,
-        "sample": 0,
-        "prompt": "question 0",
-        "completion": "a",
-        "num_tokens": 1,
-        "is_truncated": False,
-        "reward": 10.0,
-        "rewards": {"match": 0.0, "form": 0.5},
-        "advantage": -1.0,
-        "columns": {"answer": 0},
-    }
+    first, second = read(tmp_path, "samples")
+    numbers = {"step": 3, "uid": 0, "visit": 0, "sample": 0, "num_tokens": 1, "reward": 10.0}
+    texts = {"prompt": "question 0", "completion": "a", "columns": {"answer": 0}}
+    rewards = {"rewards": {"match": 0.0, "form": 0.5}, "advantage": -1.0, "is_truncated": False}
+    assert first == numbers | texts | rewards
     assert second["completion"] == "d⟦e⟧f" and second["rewards"] == {"match": 0.5, "form": None}
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    found = events.Histograms("completions/length")[0].histogram_value
+    drawn = events(tmp_path)
+    found = drawn.Histograms("completions/length")[0].histogram_value
     assert (found.num, found.sum) == (4, 1 + 1 + 2 + 1), "an observation is not counted"
     for i, sample in enumerate((first, second)):
-        (event,) = events.Tensors(f"sample_{i}/text_summary")
+        (event,) = drawn.Tensors(f"sample_{i}/text_summary")
         text = event.tensor_proto.string_val[0].decode()
         assert f"reward {sample['reward']:.3f}" in text and f"question {i}" in text
         assert text.endswith(f" {sample['completion']}")
     # Counts by bin become so many values of each bin's lowest length.
-    found = events.Histograms("bubblespec/rollout/spec_accepted_lengths")[0].histogram_value
+    found = drawn.Histograms("bubblespec/rollout/spec_accepted_lengths")[0].histogram_value
     values = [0, 0, 0, 1, 1, 4, 128]
     assert (found.num, found.max, found.sum) == (len(values), 128, sum(values))
 
@@ -258,24 +225,31 @@ def test_samples_rotate_over_prompts_across_resume(tmp_path):
     """Ten prompts, four at a time: all are shown before one is shown again, and then its second
     response. What a killed run has shown after its checkpoint is cut off."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        folder.mkdir()
 
     def show(folder, first: int, steps: tuple[int, ...]) -> None:
+        folder.mkdir(exist_ok=True)
         logger = MetricsLogger(str(folder), first)
         for step in steps:
-            logger.log_samples(a_record(step, 10), NAMES, Letters())
+            logger.log_samples(a_record(step, 10), NAMES, LETTERS)
         logger.close()
 
     show(whole, 0, (0, 10, 20))
     show(killed, 0, (0, 10))
     show(killed, 10, (10, 20))
-    found = samples_in(whole)
-    assert samples_in(killed) == found
+    found = read(whole, "samples")
+    assert read(killed, "samples") == found
     assert [sample["uid"] for sample in found] == [*range(10), 0, 1]
     assert [sample["sample"] for sample in found] == [0] * 10 + [1] * 2
     show(whole, 0, (0,))
-    assert len(samples_in(whole)) == 4 and (whole / "samples.jsonl.1").exists()
+    assert len(read(whole, "samples")) == 4 and (whole / "samples.jsonl.1").exists()
+
+
+def log_steps(folder, hook) -> None:
+    logger = MetricsLogger(str(folder), 0, hook)
+    logger.log_evaluation(0, {"eval/reward": 0.0})
+    for step in range(2):
+        logger.log(step, BASE)
+    logger.close()
 
 
 def test_hook_gets_each_line_and_may_fail(tmp_path, capsys):
@@ -287,61 +261,57 @@ def test_hook_gets_each_line_and_may_fail(tmp_path, capsys):
         if len(taken) != 2:
             raise ConnectionError("no network")
 
-    logger = MetricsLogger(str(tmp_path), 0, hook)
-    logger.log_evaluation(0, {"eval/reward": 0.0})
-    for step in range(2):
-        logger.log(step, BASE)
-    logger.close()
+    log_steps(tmp_path, hook)
     assert taken == read(tmp_path) and len(taken) == 3
-    said = capsys.readouterr().err
-    assert said.count("run.log_to failed") == 1 and "ConnectionError: no network" in said
+    warnings = capsys.readouterr().err
+    assert warnings.count("run.log_to failed") == 1
+    assert "ConnectionError: no network" in warnings
 
 
 def test_documented_wandb_hook_logs(tmp_path, monkeypatch):
     """As it stands in docs/metrics.md, with a stand-in for the library."""
     with open("docs/metrics.md", encoding="utf-8") as file:
         (code,) = re.findall(r"^```python my_log.py\n(.*?)^```$", file.read(), re.M | re.S)
-    logged = []
+    logged, module = [], {}
     library = SimpleNamespace(init=lambda **options: library)
-    library.log = lambda metrics, step: logged.append((step, metrics["reward"]))
+    library.log = lambda metrics, step: logged.append((step, metrics.get("reward")))
     monkeypatch.setitem(sys.modules, "wandb", library)
-    module: dict = {}
     exec(code, module)
-    logger = MetricsLogger(str(tmp_path), 0, module["log"])
-    for step in range(2):
-        logger.log(step, BASE)
-    logger.close()
-    assert logged == [(0, 0.5), (1, 0.5)]
+    log_steps(tmp_path, module["log"])
+    assert logged == [(0, None), (0, 0.5), (1, 0.5)]
 
 
 # A full disk
 
 
-def test_lines_wait_for_room(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of TensorBoard's thread
+@pytest.fixture
+def quiet_threads(monkeypatch):
+    """TensorBoard's thread ends with an error on a full disk."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+
+def test_lines_wait_for_room(quiet_threads, tmp_path, capsys):
     logger = MetricsLogger(str(tmp_path), 0)
     logger.log(0, BASE)
     size = os.path.getsize(tmp_path / "metrics.jsonl")
     with FullDisk(size + 10):
         for step in (1, 2):
             logger.log(step, BASE)
-        logger.log_samples(a_record(0), NAMES, Letters())
+        logger.log_samples(a_record(0), NAMES, LETTERS)
         assert os.path.getsize(tmp_path / "metrics.jsonl") == size, "no half line is left"
     for step in (3, 4):
         logger.log(step, BASE)
-    logger.log_samples(a_record(10), NAMES, Letters())
+    logger.log_samples(a_record(10), NAMES, LETTERS)
     logger.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-    assert [sample["step"] for sample in samples_in(tmp_path)] == [0, 0, 10, 10]
+    assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3, 4]
+    assert [sample["step"] for sample in read(tmp_path, "samples")] == [0, 0, 10, 10]
     said = capsys.readouterr().err
     assert said.count("metrics.jsonl cannot be written") == 1 and "lost" not in said
     assert said.count("samples.jsonl cannot be written") == 1
 
 
-def test_curves_fail_without_ending_the_run(tmp_path, capsys, monkeypatch):
+def test_curves_fail_without_ending_the_run(quiet_threads, tmp_path, capsys):
     """Room for the lines, none for TensorBoard's files."""
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of TensorBoard's thread
     logger = MetricsLogger(str(tmp_path), 0)
     with FullDisk(2000):
         for step in range(10):
@@ -351,6 +321,6 @@ def test_curves_fail_without_ending_the_run(tmp_path, capsys, monkeypatch):
             logger._tensorboard.draw("flush")
     logger.log(10, BASE)
     logger.close()
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 11
+    assert len(read(tmp_path)) == 11
     said = capsys.readouterr().err
     assert "TensorBoard's files cannot be written" in said and "metrics.jsonl cannot" not in said

@@ -3,7 +3,8 @@
 import pytest
 import transformers
 
-from bubblespec.engine.model import UnsupportedModel, prepare_model
+from bubblespec.engine.model import UnsupportedModel
+from bubblespec.engine.model_checks import prepare_model
 from tests.helpers.models import GQA, SMALL, VOCAB
 
 STATE_SPACE = transformers.MambaConfig(

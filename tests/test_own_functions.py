@@ -1,5 +1,7 @@
-"""The user's own losses, advantages, draft sources and hooks: what they compute, and that mistakes
-in them are one line."""
+"""A user's losses, advantages, draft sources and hooks: what they compute, and that mistakes are
+one line."""
+
+import sys
 
 import numpy as np
 import pytest
@@ -7,13 +9,12 @@ import torch
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.draft.sources import check_proposals, load_source
-from bubblespec.engine.model import prepare_model
+from bubblespec.draft.sources import DraftSource, Proposals, check_proposals, load_source
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.imports import import_function
 from bubblespec.learn.advantages import estimate_advantages, load_estimator
 from bubblespec.learn.losses import load_loss
 from bubblespec.setup import load_own
-from tests.helpers import own
 from tests.helpers.checks import refusal
 from tests.test_update import (
     ADVANTAGES,
@@ -25,9 +26,15 @@ from tests.test_update import (
     make_samples,
 )
 
-OWN = "tests.helpers.own"
 SHAPE = (NUM_PROMPTS, GENERATIONS)
 ALONE = Ranks(torch.device("cpu"))
+PATH = f"{__name__}.own"
+
+
+@pytest.fixture
+def give(monkeypatch):
+    """give(function or class) -> makes it what PATH, a user's dotted path, leads to."""
+    return lambda own: monkeypatch.setattr(sys.modules[__name__], "own", own, raising=False)
 
 
 def both_updates(model, **loss) -> tuple[list[torch.Tensor], dict]:
@@ -36,9 +43,10 @@ def both_updates(model, **loss) -> tuple[list[torch.Tensor], dict]:
     return gradients(make_learner(model, config), make_samples())
 
 
-def test_a_loss_of_ones_own_is_that_of_the_formula(make_model):
+def test_own_loss_equals_formula(make_model, give):
     """A ratio that is not clipped, in two updates of a batch, is DAPO's with clips out of reach."""
-    mine, metrics = both_updates(make_model(), loss_type=f"{OWN}.unclipped")
+    give(lambda logprob, ratio, advantage: -ratio * advantage)
+    mine, metrics = both_updates(make_model(), loss_type=PATH)
     wanted, others = both_updates(make_model(), loss_type="dapo", epsilon_low=1e6, epsilon_high=1e6)
     assert len(mine) == len(wanted) == 2 and not torch.equal(wanted[0], wanted[1])
     for gradient, other in zip(mine, wanted, strict=True):
@@ -48,8 +56,9 @@ def test_a_loss_of_ones_own_is_that_of_the_formula(make_model):
     assert len(clips) == 3 and not clips & set(metrics)
 
 
-def test_a_loss_of_ones_own_may_have_a_gradient_where_the_advantage_is_zero(make_model):
-    config = make_config(loss_type=f"{OWN}.without_advantage")
+def test_own_loss_may_have_gradient_at_zero_advantage(make_model, give):
+    give(lambda logprob, ratio, advantage: -logprob)
+    config = make_config(loss_type=PATH)
     samples, zero = make_samples(), np.zeros_like(ADVANTAGES)
     seen = []
     for advantages in (ADVANTAGES, zero):
@@ -59,73 +68,106 @@ def test_a_loss_of_ones_own_may_have_a_gradient_where_the_advantage_is_zero(make
     assert seen[0].any() and torch.equal(*seen)
 
 
-def test_advantages_of_ones_own_are_given_the_samples():
+def test_own_advantages_get_the_samples(give):
+    give(lambda samples, rewards: -samples.lengths.reshape(rewards.shape).astype(float))
     samples, rewards = make_samples(), np.zeros(SHAPE)
-    found = estimate_advantages(rewards, f"{OWN}.lengths", samples=samples)
+    found = estimate_advantages(rewards, PATH, samples=samples)
     assert found.tolist() == (-samples.lengths.reshape(SHAPE)).tolist()
 
 
 @pytest.mark.parametrize(
-    "name, problem",
-    {
-        "flat": f"returned the shape [{np.prod(SHAPE)}], not {list(SHAPE)}, [prompts, generations]",
-        "not_a_number": f"returned {np.prod(SHAPE)} values that are not finite",
-        "text": "not numbers",
-    }.items(),
+    "own, problem",
+    [
+        (
+            lambda samples, rewards: rewards.ravel(),
+            f"returned the shape [{np.prod(SHAPE)}], not {list(SHAPE)}, [prompts, generations]",
+        ),
+        (
+            lambda samples, rewards: np.where(rewards > 0, np.nan, rewards),
+            f"returned {np.prod(SHAPE)} values that are not finite",
+        ),
+        (lambda samples, rewards: [["a"] * GENERATIONS] * NUM_PROMPTS, "not numbers"),
+    ],
 )
-def test_bad_advantages_end_the_run_with_one_line(name, problem):
-    rewards = np.ones(SHAPE)
-    said = refusal(estimate_advantages, rewards, f"{OWN}.{name}", None, make_samples())
-    assert said.startswith(f"loss.advantage_estimator: {OWN}.{name} ") and problem in said
+def test_bad_advantages_end_the_run_with_one_line(give, own, problem):
+    give(own)
+    message = refusal(estimate_advantages, np.ones(SHAPE), PATH, None, make_samples())
+    assert message.startswith(f"loss.advantage_estimator: {PATH} ") and problem in message
 
 
-@pytest.mark.parametrize(
-    "name, problem",
-    {
-        "mean_loss": "returned the shape [], not a tensor [3], the loss of each token",
-        "no_tensor": "returned 3.0, not a tensor [3]",
-        "detached_loss": "has no gradient",
-        "infinite_loss": "is not finite for ratios of 1",
-        "failing_loss": "failed in a trial on three tokens: RuntimeError: no luck",
-        "two_arguments": "cannot be called with (logprob, ratio, advantage): too many",
-        "absent": "cannot import",
-        "Fixed": "is not a function",
-    }.items(),
-)
-def test_bad_losses_are_refused_before_the_run(name, problem):
-    said = refusal(load_loss, f"{OWN}.{name}")
-    assert said.startswith("loss.loss_type: ") and problem in said
+BAD_LOSSES = [
+    (
+        lambda logprob, ratio, advantage: (-ratio * advantage).mean(),
+        "returned the shape [], not a tensor [3], the loss of each token",
+    ),
+    (lambda logprob, ratio, advantage: 3.0, "returned 3.0, not a tensor [3]"),
+    (lambda logprob, ratio, advantage: (-ratio * advantage).detach(), "has no gradient"),
+    (
+        lambda logprob, ratio, advantage: -torch.log(ratio - 1) * logprob,
+        "is not finite for ratios of 1",
+    ),
+    (
+        lambda logprob, ratio, advantage: int("no\nluck"),
+        "failed in a trial on three tokens: ValueError: invalid literal",
+    ),
+    (lambda one, two: one, "cannot be called with (logprob, ratio, advantage): too many"),
+    (DraftSource, "is not a function"),
+]
 
 
-def test_bad_estimators_and_hooks_are_refused_before_the_run():
+@pytest.mark.parametrize("own, problem", BAD_LOSSES)
+def test_bad_losses_are_refused_before_the_run(give, own, problem):
+    give(own)
+    message = refusal(load_loss, PATH)
+    assert message.startswith("loss.loss_type: ") and problem in message
+
+
+def test_bad_estimators_and_hooks_are_refused_before_the_run(give):
     assert "no_module" in refusal(load_estimator, "no_module.advantages")
-    assert "cannot be called with (samples, rewards)" in refusal(load_estimator, f"{OWN}.unclipped")
+    assert "cannot import" in refusal(load_loss, f"{__name__}.absent")
+    give(lambda one, two, three: one)
+    assert "cannot be called with (samples, rewards)" in refusal(load_estimator, PATH)
     config = Config()
     config.run.log_to = "my_log"
     wanted = "run.log_to: 'my_log' is not a dotted path such as my_module.log"
     assert refusal(load_own, config, ALONE) == wanted
-    config.run.log_to = f"{OWN}.two_arguments"
+    config.run.log_to = PATH
     assert "cannot be called with (metrics)" in refusal(load_own, config, ALONE)
     config.run.log_to = "builtins.print"
     assert load_own(config, ALONE) == [print]
-
-
-def test_a_function_without_a_signature_is_taken_as_it_is():
+    # it has no signature
     assert import_function("a.key", "builtins.max", "a.b", ("metrics",)) is max
 
 
+class Fixed(DraftSource):
+    """Proposes the same for every row, whatever that is."""
+
+    kinds = (("fixed",),)
+
+    def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
+        size = len(numbers)
+        kind, count = np.zeros(size, np.int64), np.minimum(limits, 2)
+        return Proposals(np.full(2, 5), begin=np.zeros(size, np.int64), count=count, kind=kind)
+
+
+class NeedsArguments(Fixed):
+    def __init__(self, size):
+        self.size = size
+
+
 @pytest.mark.parametrize(
-    "name, problem",
-    {
-        "unclipped": "is not a subclass of bubblespec.draft.sources.DraftSource",
-        "NoKinds": "kinds must be tuples that begin with a name, not ()",
-        "TakenName": "'own' is reserved for the built-in sources",
-        "NeedsArguments": "() failed: TypeError",
-    }.items(),
+    "own, problem",
+    [
+        (max, "is not a subclass of bubblespec.draft.sources.DraftSource"),
+        (type("NoKinds", (DraftSource,), {}), "must be tuples that begin with a name, not ()"),
+        (type("Taken", (Fixed,), {"kinds": (("own",),)}), "'own' is reserved for the built-in"),
+        (NeedsArguments, "() failed: TypeError"),
+    ],
 )
-def test_bad_sources_are_refused_before_the_run(name, problem):
-    said = refusal(load_source, f"{OWN}.{name}", 100)
-    assert said.startswith("speculative.method: ") and problem in said
+def test_bad_sources_are_refused_before_the_run(give, own, problem):
+    give(own)
+    message = refusal(load_source, PATH, 100)
+    assert message.startswith("speculative.method: ") and problem in message
 
 
 @pytest.mark.parametrize(
@@ -142,10 +184,12 @@ def test_bad_sources_are_refused_before_the_run(name, problem):
         ({"tokens": [5, 6]}, "tokens that is not an integer array"),
     ],
 )
-def test_proposals_that_cannot_be_fed_end_the_run(monkeypatch, proposals, problem):
-    source, numbers, limits = load_source(f"{OWN}.Fixed", 100), np.arange(2), np.array([2, 2])
-    check_proposals(source, source.propose(numbers, limits), limits)
-    monkeypatch.setattr(own.Fixed, "changes", tuple(proposals.items()))
-    said = refusal(check_proposals, source, source.propose(numbers, limits), limits)
-    assert said.startswith(f"speculative.method: {OWN}.Fixed.propose returned ") and problem in said
+def test_invalid_proposals_end_run(give, proposals, problem):
+    give(Fixed)
+    source, limits = load_source(PATH, 100), np.array([2, 2])
+    good = source.propose(np.arange(2), limits)
+    check_proposals(source, good, limits)
+    message = refusal(check_proposals, source, good._replace(**proposals), limits)
+    assert message.startswith(f"speculative.method: {PATH}.propose returned ")
+    assert problem in message
     assert "no proposals" in refusal(check_proposals, source, "no proposals", limits)

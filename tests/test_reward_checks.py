@@ -42,7 +42,7 @@ def test_coroutines_run_and_failures_of_the_trial_warn(monkeypatch, tmp_path, nu
     assert line["reward/errors"] == 0 and {"rewards/judge/mean", "rewards/picky/mean"} <= set(line)
 
 
-def test_trial_that_hangs_does_not_stop_a_run(monkeypatch, tmp_path):
+def test_hanging_trial_does_not_stop_a_run(monkeypatch, tmp_path):
     monkeypatch.setenv("FIRST_CALL", str(tmp_path / "first"))
     options = ["reward.num_workers=1", "reward.timeout_s=2"]
     function = "reward.functions=[tests.helpers.rewards.slow_at_first]"
@@ -91,7 +91,7 @@ def prompts_of(**columns) -> list[Prompt]:
     return [Prompt(n, f"row {n}", (1,), {name: value}) for n, value in enumerate(values)]
 
 
-def test_rows_that_no_function_can_score_are_named(capsys):
+def test_rows_without_reference_are_named(capsys):
     functions = {"a.math": math_equivalence}
     check_references(functions, prompts_of(answer=["5", "\\frac{1}{2}", "#### 1,080"]), "the data")
     assert capsys.readouterr().err == ""

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import Future
 
 import pytest
@@ -19,12 +18,11 @@ from bubblespec.distributed.worker import NICENESS
 from bubblespec.errors import InputError
 from bubblespec.rewards.functions import Answer, RewardFailure, Sample, score
 from bubblespec.rewards.workers import RewardWorkers
-from tests.helpers.checks import is_alive
+from tests.helpers.checks import PATIENCE_S, is_alive, pids_in, wait_until
 from tests.helpers.clocks import ClockThatSkips
 from tests.helpers.misbehaving_rewards import obey
 
 OBEY = "tests.helpers.misbehaving_rewards.obey"
-PATIENCE_S = 120.0  # for what must happen at some time
 
 
 @pytest.fixture
@@ -62,19 +60,6 @@ def outcomes(workers: RewardWorkers, texts: list[str]) -> list:
     return [r.kind if isinstance(r, RewardFailure) else r for r in rewards]
 
 
-def eventually(condition) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def pids_in(path) -> list[int]:
-    return [int(line) for line in path.read_text().split()] if path.exists() else []
-
-
 # what a function is told | kind of the failure, and a part of its message
 FAILURES = {
     "raise first\nsecond": ("exception", "first second"),
@@ -90,7 +75,7 @@ FAILURES = {
 }
 
 
-def test_a_failure_costs_its_sample_alone_and_says_what_happened(make_workers, tmp_path):
+def test_failure_costs_one_sample_and_is_described(make_workers, tmp_path):
     """With one worker, so that what comes after a crash needs its replacement. An orphan that holds
     the connection does not hide a crash, and ends with its worker."""
     path = tmp_path / "orphan"
@@ -111,14 +96,14 @@ def clock(monkeypatch) -> ClockThatSkips:
     return clock
 
 
-def test_what_hangs_is_killed_with_its_children(make_workers, clock, tmp_path):
+def test_hanging_worker_is_killed_with_all_its_children(make_workers, clock, tmp_path):
     """It ignores SIGTERM, is stuck in C, or has children: all have ended at the time-out, and the
     rest is scored."""
     notes = {how: tmp_path / how for how in ("sleeping", "in-C", "children")}
     workers = make_workers(num_workers=3, timeout_s=900.0)
     hanging = [workers.submit(0, [sample(f"hang {how} {path}")]) for how, path in notes.items()]
     others = [workers.submit(0, [sample(f"value {number}")]) for number in range(3)]
-    assert eventually(lambda: [len(pids_in(path)) for path in notes.values()] == [1, 1, 4])
+    wait_until(lambda: [len(pids_in(path)) for path in notes.values()] == [1, 1, 4])
     clock.skipped += workers.timeout_s
     timeout = RewardFailure("timeout", "no answer within 900 s")
     assert [answer_of(future).reward for future in hanging] == [timeout] * 3
@@ -126,7 +111,7 @@ def test_what_hangs_is_killed_with_its_children(make_workers, clock, tmp_path):
     assert not any(is_alive(pid) for path in notes.values() for pid in pids_in(path))
 
 
-def test_values_are_those_of_a_call_in_this_process(make_workers, tmp_path):
+def test_values_equal_a_call_in_this_process(make_workers, tmp_path):
     """Bit by bit, for strings and chats, of each function. The first sample waits for what the last
     one does: with two workers the others do not queue behind it."""
     samples = [sample(f"value {1 / (n + 1)!r}") for n in range(10)] + [sample("none")]
@@ -141,7 +126,7 @@ def test_values_are_those_of_a_call_in_this_process(make_workers, tmp_path):
     assert answer_of(waiting).reward == 1.0
 
 
-def test_workers_are_light_reproducible_and_give_way(make_workers, monkeypatch):
+def test_workers_are_light_reproducible_and_of_low_priority(make_workers, monkeypatch):
     """No torch, one thread, the main one (math-verify's limits are signals), sets of strings in the
     order of PYTHONHASHSEED=0, and a low priority."""
     monkeypatch.setenv("PYTHONHASHSEED", "5")
@@ -158,20 +143,20 @@ def test_workers_are_light_reproducible_and_give_way(make_workers, monkeypatch):
     assert outcomes(make_workers(), [f"report {fact}" for fact in wanted]) == list(wanted.values())
 
 
-def test_what_is_printed_is_shown(make_workers, capfd):
+def test_output_of_functions_is_shown(make_workers, capfd):
     """By the function and by what it starts, on both streams."""
     assert outcomes(make_workers(), ["say"]) == [1.0]
     assert sorted(capfd.readouterr().err.splitlines()) == ["said", "to error", "to output"]
 
 
-def test_a_function_that_a_worker_cannot_import_ends_the_run(make_workers):
+def test_function_without_import_in_worker_ends_the_run(make_workers):
     workers = make_workers(["no_such_module.f"])
     for _ in range(2):
         with pytest.raises(InputError, match=r"reward.functions: .*no_such_module"):
             ask(workers, ["value 1"])
 
 
-def test_columns_that_cannot_be_sent_are_named(make_workers):
+def test_columns_without_pickle_are_refused(make_workers):
     with pytest.raises(InputError, match=r"reward.num_workers: .*set 0"):
         make_workers().submit(0, [sample("value 1", column=lambda: 0)])
 
@@ -182,7 +167,7 @@ WAYS = ("fork", "setsid", "twice", "command")
 
 
 @pytest.mark.parametrize("end", ["die exit code", "close"])
-def test_what_detaches_itself_ends_with_its_worker(make_workers, tmp_path, end):
+def test_detached_process_ends_with_its_worker(make_workers, tmp_path, end):
     """It leaves the process group, the session, or its parent, and ignores SIGTERM. Idle workers
     and those at work end with `close`."""
     path, mark = tmp_path / "pids", tmp_path / "mark"
@@ -193,7 +178,7 @@ def test_what_detaches_itself_ends_with_its_worker(make_workers, tmp_path, end):
         assert outcomes(workers, [end]) == ["crash"]
     else:
         future = workers.submit(0, [sample(f"hang in-C {mark}")])
-        assert eventually(lambda: pids_in(mark))
+        wait_until(lambda: pids_in(mark))
         workers.close()
         assert answer_of(future).reward.kind == "crash"
     assert not any(is_alive(pid) for pid in pids_in(path) + pids_in(mark))
@@ -208,9 +193,9 @@ from bubblespec.rewards.functions import Sample
 workers = RewardWorkers(["{OBEY}"], 3, 3600.0)
 for text in ("leave {"+".join(WAYS)} ", "hang in-C ", "hang sleeping "):
     workers.submit(0, [Sample("p", text + sys.argv[1], [1], {{}})])
-while not all(worker.process for worker in workers.workers):
+while not all(worker.supervisor for worker in workers.workers):
     time.sleep(0.01)
-print(*[worker.process.supervisor.pid for worker in workers.workers], flush=True)
+print(*[worker.supervisor.pid for worker in workers.workers], flush=True)
 sys.stdin.readline()
 raise SystemExit(5)
 """
@@ -223,7 +208,8 @@ def test_workers_end_with_the_trainer(tmp_path, is_killed):
     command, pipe = [sys.executable, "-c", SCRIPT, str(path)], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as trainer:
         supervisors = [int(pid) for pid in trainer.stdout.readline().split()]
-        assert len(supervisors) == 3 and eventually(lambda: len(pids_in(path)) == 2 + len(WAYS))
+        assert len(supervisors) == 3
+        wait_until(lambda: len(pids_in(path)) == 2 + len(WAYS))
         pids = [*supervisors, *pids_in(path)]
         assert all(is_alive(pid) for pid in pids)
         if is_killed:
@@ -232,4 +218,4 @@ def test_workers_end_with_the_trainer(tmp_path, is_killed):
             trainer.stdin.write("\n")
             trainer.stdin.close()
         assert trainer.wait(timeout=PATIENCE_S) == (-signal.SIGKILL if is_killed else 5)
-    assert eventually(lambda: not any(is_alive(pid) for pid in pids))
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))

@@ -1,5 +1,4 @@
-"""Shipped reward functions on hand-worked examples, and what happens to functions that
-misbehave."""
+"""Shipped reward functions on hand-worked examples, and calls of functions that misbehave."""
 
 import asyncio
 
@@ -47,33 +46,23 @@ both = pytest.mark.parametrize("chat", [False, True], ids=["string", "chat"])
 
 @both
 @pytest.mark.parametrize(
-    "text, answer, wanted",
+    "text, matches, has_format",
     [
-        ("4", "4", 1.0),
-        ("so <answer>4</answer>", "4", 1.0),
-        ("so 4", "4", 0.0),
-        ("<answer>04</answer>", "4", 0.0),
-        ("4 <answer>5</answer>", "4", 0.0),
+        ("4", 1.0, 0.0),
+        ("so <answer>4</answer>", 1.0, 1.0),
+        ("so 4", 0.0, 0.0),
+        ("<answer>04</answer>", 0.0, 1.0),
+        ("4 <answer>5</answer>", 0.0, 1.0),
+        ("thoughts\nand more <answer>4\n5</answer>\n", 0.0, 1.0),
+        ("<answer>4</answer> and more", 1.0, 0.0),
+        ("<answer>3</answer><answer>4</answer>", 1.0, 0.0),
+        ("<answer>3<answer>4</answer>", 0.0, 0.0),
+        ("<answer>4", 0.0, 0.0),
     ],
 )
-def test_exact_match(text, answer, wanted, chat):
-    assert call(exact_match, [text], chat, answer=[answer], other=["column"]) == [wanted]
-
-
-@both
-@pytest.mark.parametrize(
-    "text, wanted",
-    [
-        ("<answer>4</answer>", 1.0),
-        ("thoughts\nand more <answer>4\n5</answer>\n", 1.0),
-        ("<answer>4</answer> and more", 0.0),
-        ("<answer>3</answer><answer>4</answer>", 0.0),
-        ("<answer>3<answer>4</answer>", 0.0),
-        ("<answer>4", 0.0),
-    ],
-)
-def test_answer_format(text, wanted, chat):
-    assert call(answer_format, [text], chat) == [wanted]
+def test_exact_match_and_answer_format(text, matches, has_format, chat):
+    assert call(exact_match, [text], chat, answer=["4"], other=["column"]) == [matches]
+    assert call(answer_format, [text], chat) == [has_format]
 
 
 def test_answer_format_takes_linear_time():
@@ -125,7 +114,7 @@ def test_math_equivalence(reference, text, wanted, chat):
     assert call(math_equivalence, [text], chat, answer=[reference]) == [wanted]
 
 
-def test_math_equivalence_gives_up_on_numbers_too_large_to_work_out(monkeypatch):
+def test_math_equivalence_has_a_time_limit(monkeypatch):
     call(math_equivalence, ["<answer>5</answer>"], False, answer=["5"])  # imports what it needs
     monkeypatch.setattr(module, "MATH_LIMIT_S", 2)  # without the limit this takes hours
     texts = ["<answer>9^{9^{9}}</answer>", "<answer>5</answer>"]
@@ -133,7 +122,7 @@ def test_math_equivalence_gives_up_on_numbers_too_large_to_work_out(monkeypatch)
 
 
 @both
-def test_reasoning_gym_score_is_the_scorers_own(chat):
+def test_reasoning_gym_score_equals_its_own_scorers(chat):
     names = ("chain_sum", "countdown")
     tasks = [{"name": name, "weight": 1.0, "config": {}} for name in names]
     rows = reasoning_gym_rows(tasks, 12, 1)
@@ -239,16 +228,13 @@ def test_interrupt_is_no_failed_reward():
         score(interrupt, SAMPLES)
 
 
-def test_a_list_of_the_wrong_length_is_a_failure_of_all_its_samples():
+def test_wrong_length_fails_all_samples():
     """One call for each would give lists of the right length."""
-    found = score(lambda **kwargs: [1.0], SAMPLES)
-    assert (
-        found
-        == [RewardFailure("result", "returned [1.0], not a list of 3 values, one per sample")] * 3
-    )
+    message = "returned [1.0], not a list of 3 values, one per sample"
+    assert score(lambda **kwargs: [1.0], SAMPLES) == [RewardFailure("result", message)] * 3
 
 
-def test_a_call_that_raises_is_repeated_for_each_sample():
+def test_call_that_raises_is_repeated_for_each_sample():
     sizes = []
 
     @per_sample
@@ -266,15 +252,10 @@ def test_a_call_that_raises_is_repeated_for_each_sample():
     assert failure.trace.startswith("Traceback") and "in fragile" in failure.trace
 
 
-def test_combine_weights_the_functions_that_apply():
-    rewards = np.array([[1.0, 2.0], [np.nan, 2.0], [-1.0, np.nan], [0.0, 0.0]])
-    np.testing.assert_array_equal(combine(rewards, [0.5, 3.0]), [6.5, 6.0, -0.5, 0.0])
-    np.testing.assert_array_equal(combine(rewards, [1.0, 0.0]), [1.0, 0.0, -1.0, 0.0])
-
-
-def test_combine_gives_nan_where_no_function_applies():
-    rewards = np.array([[1.0, np.nan], [np.nan, np.nan], [0.0, 0.0]])
-    np.testing.assert_array_equal(combine(rewards, [1.0, 1.0]), [1.0, np.nan, 0.0])
+def test_combine_weights_applicable_functions():
+    rewards = np.array([[1.0, 2.0], [np.nan, 2.0], [-1.0, np.nan], [0.0, 0.0], [np.nan, np.nan]])
+    np.testing.assert_array_equal(combine(rewards, [0.5, 3.0]), [6.5, 6.0, -0.5, 0.0, np.nan])
+    np.testing.assert_array_equal(combine(rewards, [1.0, 0.0]), [1.0, 0.0, -1.0, 0.0, np.nan])
 
 
 @pytest.mark.parametrize(

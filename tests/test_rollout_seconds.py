@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bubblespec.engine.batch import Load
 from bubblespec.planner.costs import CostModel, prefill_seconds, rollout_seconds
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.rows import (
@@ -16,7 +17,6 @@ from bubblespec.planner.rows import (
     forwards_survival,
     mean_length_beyond,
 )
-from bubblespec.records import Load
 from tests.helpers.planning import (
     CPU,
     GPU,

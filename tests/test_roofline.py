@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from bubblespec.records import Load
+from bubblespec.engine.batch import Load
 from bubblespec.tools.simulate import roofline as module
 from bubblespec.tools.simulate.cost import Attention
 from bubblespec.tools.simulate.recorded import load_shared_cost

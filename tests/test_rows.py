@@ -14,7 +14,6 @@ import pytest
 
 from bubblespec.data.prompts import build_prompt_set
 from bubblespec.data.rows import load_rows
-from bubblespec.errors import InputError
 from bubblespec.rewards import exact_match
 from tests.helpers.checks import refusal
 
@@ -68,13 +67,11 @@ def load(path: str) -> list[dict]:
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet"])
 def test_rows_of_file_have_all_columns(tmp_path, suffix):
-    assert load(write(tmp_path / f"rows.{suffix}", ROWS)) == ROWS
-    assert load(write(tmp_path / f"chats.{suffix}", CHATS)) == CHATS
-
-
-def test_file_name_with_glob_characters_is_read(tmp_path):
-    texts = [{name: str(value) for name, value in row.items()} for row in ROWS]
-    assert load(write(tmp_path / "rows[1].csv", ROWS)) == texts
+    typed = [{"prompt": "p", "number": 2**53 + 1, "text": "2024-05-02"}] * 2
+    if suffix == "parquet":
+        typed = [row | {"day": datetime.date(2024, 5, 2)} for row in typed]
+    for rows in (ROWS, CHATS, typed):
+        assert load(write(tmp_path / f"rows[1].{suffix}", rows)) == rows
 
 
 def test_folder_and_glob_take_files_in_name_order(tmp_path):
@@ -144,29 +141,6 @@ def test_csv_cells_are_unchanged_texts(tmp_path):
     assert exact_match(None, texts, None, [row["answer"] for row in loaded]) == [1.0] * len(texts)
 
 
-def test_csv_of_spreadsheet_is_read(tmp_path):
-    """A mark of byte order, blank lines, a column without a name, and a row that ends early."""
-    (tmp_path / "rows.csv").write_bytes(b"\xef\xbb\xbf,prompt,answer\r\n0,x,1\r\n\r\n1,y\r\n")
-    assert load(tmp_path / "rows.csv") == [
-        {"Unnamed: 0": "0", "prompt": "x", "answer": "1"},
-        {"Unnamed: 0": "1", "prompt": "y", "answer": None},
-    ]
-
-
-def test_parquet_keeps_types(tmp_path):
-    day, number = datetime.date(2024, 5, 2), 2**53 + 1
-    rows = [{"prompt": "p", "day": day, "number": number, "text": "2024-05-02"}] * 2
-    assert load(write(tmp_path / "rows.parquet", rows)) == rows
-
-
-def test_columns_missing_in_some_rows_are_none(tmp_path):
-    rows = [{"prompt": "x", "answer": 1}, {"prompt": "y", "hint": "z"}]
-    assert load(write(tmp_path / "rows.jsonl", rows)) == [
-        {"prompt": "x", "answer": 1, "hint": None},
-        {"prompt": "y", "answer": None, "hint": "z"},
-    ]
-
-
 # Forms of files
 
 
@@ -182,21 +156,35 @@ def test_compressed_files_are_recognised_by_first_bytes(tmp_path, compress):
     assert "cannot load" in refusal(load, tmp_path / "torn.jsonl.gz")
 
 
+LAYOUTS = {
+    "mark": "\ufeff" + as_jsonl(ROWS),
+    "crlf": as_jsonl(ROWS).replace("\n", "\r\n"),
+    "one line": as_jsonl(ROWS).replace("\n", " "),
+    "mixed": as_jsonl(ROWS[:1]) + json.dumps(ROWS[1:], indent=2),
+    "indented": "\n".join(json.dumps(row, indent=1) for row in ROWS),
+    "list": json.dumps(ROWS),
+}
+MISSING = [{"prompt": "x", "a": 1, "b": None}, {"prompt": "y", "a": None, "b": "z"}]
+# A mark of byte order, blank lines, a column without a name, and a row that ends early.
+SPREADSHEET = "\ufeff,prompt,answer\r\n0,x,1\r\n\r\n1,y\r\n"
+CELLS = [
+    {"Unnamed: 0": "0", "prompt": "x", "answer": "1"},
+    {"Unnamed: 0": "1", "prompt": "y", "answer": None},
+]
+
+
 @pytest.mark.parametrize(
-    "text",
+    "suffix, text, rows",
     [
-        "\ufeff" + as_jsonl(ROWS),
-        as_jsonl(ROWS).replace("\n", "\r\n"),
-        as_jsonl(ROWS).replace("\n", " "),
-        as_jsonl(ROWS[:1]) + json.dumps(ROWS[1:], indent=2),
-        "\n".join(json.dumps(row, indent=1) for row in ROWS),
-        json.dumps(ROWS),
+        *(("json", text, ROWS) for text in LAYOUTS.values()),
+        ("jsonl", '{"prompt": "x", "a": 1}\n{"prompt": "y", "b": "z"}', MISSING),
+        ("csv", SPREADSHEET, CELLS),
     ],
-    ids=["mark", "crlf", "one line", "mixed", "indented", "list"],
+    ids=[*LAYOUTS, "missing columns", "spreadsheet"],
 )
-def test_json_objects_are_read_in_any_layout(tmp_path, text):
-    (tmp_path / "rows.json").write_text(text, encoding="utf-8", newline="")
-    assert load(tmp_path / "rows.json") == ROWS
+def test_rows_are_read_in_any_layout(tmp_path, suffix, text, rows):
+    (tmp_path / f"rows.{suffix}").write_text(text, encoding="utf-8", newline="")
+    assert load(tmp_path / f"rows.{suffix}") == rows
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
@@ -250,33 +238,22 @@ def test_folders_of_save_to_disk_are_read(tmp_path):
 # Columns by other names
 
 
-def test_columns_are_renamed_from_top_level_or_nested(tmp_path):
-    rows = [{"question": f"q{n}", "prompt": "old", "model": {"truth": n}} for n in range(3)]
-    path = write(tmp_path / "rows.jsonl", rows)
-    columns = {"prompt": "question", "answer": "model.truth"}
-    loaded = load_rows(path, None, "train", columns=columns)
-    assert [(row["prompt"], row["answer"], row["question"]) for row in loaded] == [
-        (f"q{n}", n, f"q{n}") for n in range(3)
-    ]
-    swapped = load_rows(path, None, "train", columns={"prompt": "question", "question": "prompt"})
-    assert [(row["prompt"], row["question"]) for row in swapped] == [
-        (f"q{n}", "old") for n in range(3)
-    ]
-
-
 @pytest.mark.parametrize(
-    "columns, says",
+    "columns, wanted",
     [
-        ({"prompt": "problem"}, "data.columns.prompt: some row has no column 'problem'; the"),
-        ({"answer": "level.deep"}, "data.columns.answer: some row has no column 'level.deep'"),
+        ({"prompt": "question", "answer": "model.truth"}, {"prompt": "q", "answer": 7}),
+        ({"prompt": "question", "question": "prompt"}, {"prompt": "q", "question": "old"}),
+        ({"answer": "in.name"}, {"prompt": "old", "answer": "2"}),
     ],
 )
-def test_missing_column_error_names_column(tmp_path, columns, says):
-    with pytest.raises(InputError, match=f"^{says}"):
-        load_rows(write(tmp_path / "rows.jsonl", ROWS), None, "train", columns=columns)
+def test_columns_are_renamed_from_top_level_or_nested(tmp_path, columns, wanted):
+    rows = [{"question": "q", "prompt": "old", "model": {"truth": 7}, "in.name": "2"}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert load_rows(path, None, "train", columns=columns) == [rows[0] | wanted]
 
 
-def test_column_with_dot_in_name_is_found(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [{"prompt": "p", "extra.answer": "2"}])
-    (row,) = load_rows(path, None, "train", columns={"answer": "extra.answer"})
-    assert row["answer"] == "2"
+@pytest.mark.parametrize("name, source", [("prompt", "problem"), ("answer", "level.deep")])
+def test_missing_column_error_names_column(tmp_path, name, source):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    message = refusal(lambda: load_rows(path, None, "train", columns={name: source}))
+    assert message.startswith(f"data.columns.{name}: some row has no column '{source}'; the")

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +18,7 @@ from bubblespec.errors import InputError
 from bubblespec.rewards.functions import load_reward, per_sample
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.types import Group, Launch, Prompt, Row
+from tests.helpers.checks import wait_until
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_rows
 
@@ -26,7 +26,6 @@ OBEY = "tests.helpers.misbehaving_rewards.obey"
 PROMPTS = [Prompt(uid, f"prompt {uid}", (uid % 7, 1), {"answer": str(uid)}) for uid in (900, 17)]
 GROUPS = [Group(prompt, 4) for prompt in PROMPTS]
 OF_ONE = Launch(GROUPS[:1], 1, 4)
-PATIENCE_S = 120.0
 CPU = torch.device("cpu")
 
 
@@ -76,7 +75,7 @@ def scores(scorer: Scorer, rows: list[Row], told=(), step: int | None = 7) -> np
     return scoring.collect(rows)
 
 
-def test_rows_are_scored_with_their_own_prompts_text_and_columns(make_scorer):
+def test_rows_are_scored_with_text_and_columns_of_their_prompt(make_scorer):
     rows = make_rows(GROUPS, 2, 10)
     for row in rows:
         row.tokens = np.array([row.id.uid, row.id.sample])
@@ -95,9 +94,7 @@ def test_rows_are_scored_with_their_own_prompts_text_and_columns(make_scorer):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_any_number_of_workers_gives_the_same_rewards_and_failures(
-    make_scorer, capsys, num_workers
-):
+def test_number_of_workers_changes_no_reward_or_failure(make_scorer, capsys, num_workers):
     texts = ["value 0.5", "raise x", "none", "wrong nan", "value 2", "exit 0"]
     wanted = [0.5, -1.0, np.nan, -1.0, 2.0, -1.0]
     scorer = make_scorer(texts, num_workers=num_workers, reward_on_error=-1.0)
@@ -118,7 +115,7 @@ def test_any_number_of_workers_gives_the_same_rewards_and_failures(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_function_that_fails_for_all_responses_of_a_step_ends_the_run(make_scorer, num_workers):
+def test_function_that_fails_for_a_whole_step_ends_the_run(make_scorer, num_workers):
     """Such as one that asks for a column which the data has not; another function that works does
     not save it."""
     functions = ["bubblespec.rewards.answer_format", "bubblespec.rewards.code.passes_tests"]
@@ -129,7 +126,7 @@ def test_a_function_that_fails_for_all_responses_of_a_step_ends_the_run(make_sco
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_functions_that_compare_see_whole_groups(make_scorer, num_workers):
+def test_functions_of_groups_see_whole_groups(make_scorer, num_workers):
     """However rows of groups finish in turn; another function takes each row by itself."""
     functions = ["tests.helpers.rewards.better_than", "tests.helpers.rewards.remainder"]
     rows = make_rows(GROUPS, 3, 10)
@@ -149,7 +146,7 @@ def test_functions_that_compare_see_whole_groups(make_scorer, num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_group_fails_as_a_whole_and_alone(make_scorer, num_workers):
+def test_group_fails_as_a_whole_and_alone(make_scorer, num_workers):
     functions = ["tests.helpers.rewards.better_than"]
     alike = [Group(Prompt(uid, text, (1,), {}), 4) for uid, text in ((1, "a"), (2, "b"))]
     scorer = make_scorer(functions=functions, num_workers=num_workers, reward_on_error=-1.0)
@@ -165,7 +162,7 @@ def test_a_group_fails_as_a_whole_and_alone(make_scorer, num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_a_function_changes_no_other_call_sees(make_scorer, num_workers):
+def test_changes_by_a_function_reach_no_other_call(make_scorer, num_workers):
     """Nor another sample, another function, a call that is repeated, or a later visit."""
     chat = [{"role": "user", "content": "hi"}]
     columns = {"words": ["a", "b"], "nested": {"list": [1, 2, 3]}}
@@ -185,7 +182,7 @@ def test_what_a_function_changes_no_other_call_sees(make_scorer, num_workers):
     assert (prompt.text, prompt.columns) == before
 
 
-def test_a_later_batch_of_the_step_may_fail_as_a_whole(make_scorer):
+def test_later_batch_of_a_step_may_fail_as_a_whole(make_scorer):
     """Dynamic sampling's further batches can be a single prompt."""
     scorer, rows = make_scorer(["value 1", "value 2", "raise x"], num_workers=0), finished_rows(3)
     assert scores(scorer, rows[:2]).tolist() == [[1.0], [2.0]]
@@ -211,7 +208,7 @@ def test_other_ranks_decide_whether_all_have_failed(make_scorer):
         scores(scorer, finished_rows(2))
 
 
-def test_seconds_are_those_of_the_calls_by_the_ranks_clock(make_scorer):
+def test_seconds_are_measured_by_the_rank_clock(make_scorer):
     """Of a clock that only the function moves: 3 s per call. What is scored before the rollouts are
     over overlaps with them."""
     ranks, now = Ranks(CPU), [5.0]
@@ -256,16 +253,18 @@ HALF_FUNCTIONS = [
 
 def take(scoring: Scoring, count: int) -> list[tuple[Row, np.ndarray]]:
     """What is handed out, until `count` rows have been."""
-    taken, deadline = scoring.take_scored(), time.monotonic() + PATIENCE_S
-    while len(taken) < count:
-        assert time.monotonic() < deadline, "not scored"
-        time.sleep(0.01)
-        taken += scoring.take_scored()
+    taken: list = []
+
+    def are_there() -> bool:
+        taken.extend(scoring.take_scored())
+        return len(taken) >= count
+
+    wait_until(are_there)
     return taken
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_is_handed_out_changes_no_result(make_scorer, num_workers):
+def test_handing_out_scores_changes_no_result(make_scorer, num_workers):
     """Rows are told of, and scores taken, at random: what `collect` gives and counts is what
     the functions were told to do. What was handed out is the same, once for each row at most, never
     for a row with a failure, and never for one not told of. Some rows are not told of before
@@ -311,15 +310,10 @@ def test_what_is_handed_out_changes_no_result(make_scorer, num_workers):
 
 
 def signal_when(condition) -> threading.Thread:
-    """A thread that sends this process SIGTERM once `condition()` holds, while its signals are
-    handled."""
+    """Start a thread that sends this process SIGTERM once `condition()` holds."""
 
     def wait() -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.01)
+        wait_until(condition)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=wait)
@@ -357,7 +351,7 @@ def test_all_ranks_stop_while_one_waits_for_a_reward(tmp_path):
     assert run_ranks(tmp_path, stops_in_a_reward, 2, str(tmp_path)) == ["stopped", "stopped"]
 
 
-def test_a_stop_gives_up_what_is_pending(make_scorer, tmp_path):
+def test_stop_abandons_pending_scores(make_scorer, tmp_path):
     """The next batch gets its own answers, though the worker was at one of the batch before and
     others were queued behind it."""
     mark, ranks = tmp_path / "mark", Ranks(CPU)

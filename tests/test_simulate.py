@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from bubblespec.__main__ import main
+from bubblespec.engine.batch import Load
 from bubblespec.planner.place import place_in_turn
-from bubblespec.records import Load
 from bubblespec.rollout import board as boards
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate.run import counted, simulate
 from bubblespec.tools.simulate.runner import DrafterModel
-from bubblespec.tools.simulate.workload import STOP, DraftModel, Texts, Workload
+from bubblespec.tools.simulate.workload import STOP, Spec, Texts, Workload
 from bubblespec.tools.simulate.world import World
 from bubblespec.types import Group
 from tests.helpers.simulated import (
@@ -189,8 +189,8 @@ def test_a_deferred_sample_is_finished_by_later_weights():
 
 @pytest.mark.parametrize("distance", [-7, 3])
 def test_the_first_mismatch_comes_as_late_as_it_should(distance):
-    model, true = DraftModel(100.0, 2.0), true_text(4000)
-    texts = [model.text((0, uid, 0), true, 9000, STOP, distance) for uid in range(400)]
+    model, true = Spec(run=100.0), true_text(4000)
+    texts = [model.other((0, uid, 0), true, 9000, STOP, distance) for uid in range(400)]
     found = [first_mismatch(text, true) for text in texts]
     assert np.mean(found) == pytest.approx(100.0, rel=0.15)  # 3 standard errors
 
@@ -202,7 +202,7 @@ def test_matching_gains_about_the_accept_length(accept_length):
     for uid in range(3):
         true = true_text(1000, uid)
         index, done = GroupIndex(), 0
-        model = DraftModel(1.0, accept_length)
+        model = Spec(run=1.0, accept_length=accept_length)
         index.add_draft(0, model.diverged((0, uid, 0), true, 9000, STOP, 0))
         while done < len(true):
             proposed, *_ = index.propose(0, 128)

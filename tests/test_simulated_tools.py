@@ -44,7 +44,7 @@ def test_an_episode_takes_its_forwards_and_its_calls(monkeypatch):
             if key[0] == number:
                 ends = np.flatnonzero(np.append(text[1:] >= OBSERVED, False) & (text == STOP)) + 1
                 wanted_s += 10e-3 * int((text < OBSERVED).sum())
-                wanted_s += sum(workload.tools.seconds(key, int(end)) for end in ends)
+                wanted_s += sum(workload.spec.tool_seconds(key, int(end)) for end in ends)
                 calls += num_calls(text)
         assert step.seconds == pytest.approx(wanted_s, abs=5e-3)
         assert len(records[number].waits) == calls

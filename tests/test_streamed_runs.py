@@ -14,6 +14,7 @@ from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import StopRequested
 from bubblespec.learn.learner import Learner
 from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
+from bubblespec.records import RolloutRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.setup import build
 from tests.helpers.clocks import train_in_virtual_time, virtual_time
@@ -52,6 +53,20 @@ RULES = {
 }
 
 
+def check_slices(records: list[RolloutRecord]) -> None:
+    """Slices are between forwards: their time is not the next forward's."""
+    assert sum(len(record.slices) for record in records) > 2
+    for record in records:
+        for span in record.slices:
+            assert record.began_s <= span.begin_s <= span.end_s <= record.ended_s
+            assert all(f.end_s <= span.begin_s or span.end_s <= f.begin_s for f in record.forwards)
+        seconds = sum(end - begin for _, begin, end in record.slices)
+        assert record.idle["gradients"].seconds == pytest.approx(seconds)
+        kinds = [span.kind for span in record.spans]
+        assert kinds.count("gradient") <= len(record.slices)
+        assert np.all(np.diff([span.begin_s for span in record.spans]) >= 0)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_streamed_run_equals_run_without_streaming(monkeypatch, tmp_path, rule):
     """Only groups that are trained on as a whole, with rewards for all samples, are streamed."""
@@ -69,7 +84,14 @@ def test_streamed_run_equals_run_without_streaming(monkeypatch, tmp_path, rule):
         groups.append(({name[:2] for name in learner.early.ids}, failed))
         return update(learner, samples, *arguments)
 
+    records, run_loop = [], RolloutLoop.run
+
+    def noting_record(loop, *arguments):
+        records.append(run_loop(loop, *arguments))
+        return records[-1]
+
     monkeypatch.setattr(Learner, "update", noting)
+    monkeypatch.setattr(RolloutLoop, "run", noting_record)
     train_in_virtual_time(*common, *STREAMED, f"run.output_dir={streamed}")
     assert digests(streamed) == digests(reference) and len(digests(streamed)) == STEPS
     assert close(weights(streamed), weights(reference))
@@ -77,6 +99,7 @@ def test_streamed_run_equals_run_without_streaming(monkeypatch, tmp_path, rule):
         for name in ("loss", "grad_norm", "sampling/logp_difference/mean", "reward"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-8), name
     assert any(streamed_groups for streamed_groups, _ in groups)
+    check_slices(records)
     if rule == "missing rewards":
         assert any("reward/left_out" in line for line in read(streamed))
     if rule == "failing rewards":
@@ -110,30 +133,3 @@ def test_abandoned_step_leaves_no_gradient(monkeypatch, tmp_path):
             trainer.lock.close()
         norms.append(read(tmp_path / name)[0]["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-12)
-
-
-def test_record_has_slices_between_forwards(monkeypatch, tmp_path):
-    """Their time is not the next forward's."""
-    stream_always(partial(monkeypatch.setattr, raising=False))
-    records, run_loop = [], RolloutLoop.run
-
-    def noting(loop, *arguments):
-        records.append(run_loop(loop, *arguments))
-        return records[-1]
-
-    monkeypatch.setattr(RolloutLoop, "run", noting)
-    train_in_virtual_time(*OPTIONS, *STREAMED, "run.max_steps=2", f"run.output_dir={tmp_path}")
-    assert sum(len(record.slices) for record in records) > 2
-    for record in records:
-        for span in record.slices:
-            assert record.began_s <= span.begin_s <= span.end_s <= record.ended_s
-            assert not any(
-                f.begin_s < span.end_s and span.begin_s < f.end_s for f in record.forwards
-            )
-        assert record.idle["gradients"].seconds == pytest.approx(
-            sum(end - begin for _, begin, end in record.slices)
-        )
-        kinds = [span.kind for span in record.spans]
-        assert kinds.count("gradient") <= len(record.slices) and np.all(
-            np.diff([span.begin_s for span in record.spans]) >= 0
-        )

@@ -11,7 +11,8 @@ import transformers
 from bubblespec.config import ModelConfig
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import forward_hidden, prepare_model, random_tokens
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.model_checks import prepare_model, random_tokens
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_rows
@@ -19,7 +20,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.learn.lora import add_adapter
 from bubblespec.mechanisms.tp_tail.shards import (
-    Shards,
+    ShardedForward,
     TPUnsupported,
     plan_shards,
     sample_shards,
@@ -27,7 +28,7 @@ from bubblespec.mechanisms.tp_tail.shards import (
     shard_of,
 )
 from bubblespec.types import Row, SampleId
-from tests.helpers.generation import Drafter, as_dict
+from tests.helpers.generation import Drafter, as_dict, make_runner
 from tests.helpers.models import GQA, SMALL, VOCAB, small_config
 from tests.helpers.tp import run_together
 
@@ -87,7 +88,7 @@ def whole_and_sharded(
     def of_rank(tp):
         with torch.inference_mode():
             own = copy.deepcopy(model)
-            shards = Shards(own, tp)
+            shards = ShardedForward(own, tp)
             with shards.applied():
                 return logits(own, KVCache(2, LONGEST), shards.logits)
 
@@ -176,14 +177,14 @@ def test_a_plan_that_is_wrong_is_found(make_model):
     prepare_model(model, LONGEST)
 
     def check(tp):
-        runner = ModelRunner(copy.deepcopy(model), 2, LONGEST, 0, tp=tp)
-        runner.shards.check("sdpa")
-        runner.shards.specs = [
+        runner = make_runner(copy.deepcopy(model), 2, LONGEST, 0, tp=tp)
+        runner.forward.check()
+        runner.forward.specs = [
             c._replace(part=slice(0, 48)) if c.part == slice(48, 96) and c.is_rowwise else c
-            for c in runner.shards.specs
+            for c in runner.forward.specs
         ]
         with pytest.raises(TPUnsupported, match=r"Llama.* in shards by .* differs from the whole"):
-            runner.shards.check("sdpa")
+            runner.forward.check()
 
     run_together(2, check)
 
@@ -202,7 +203,7 @@ def test_a_model_whose_code_fails_in_shards_is_refused(make_model, failing):
         if tp.rank in failing:
             own.model.layers[1].self_attn.o_proj.register_forward_pre_hook(fail)
         with pytest.raises(TPUnsupported) as error:
-            ModelRunner(own, 2, LONGEST, 0, tp=tp).shards.check("sdpa")
+            make_runner(own, 2, LONGEST, 0, tp=tp).forward.check()
         return str(error.value).partition(" in shards fails: ")[2]
 
     assert run_together(2, check) == ["TypeError: it knows how many heads it has"] * 2
@@ -265,8 +266,8 @@ def test_rows_of_a_tensor_parallel_engine_are_those_of_a_plain_one(name, size):
             row.tokens, row.logprob = of.tokens[:known].copy(), of.logprob[:known].copy()
             row.full_logprob = of.full_logprob[:known].copy()
         options = {"tp": tp, "max_num_batched_tokens": 24}
-        runner = ModelRunner(copy.deepcopy(model), 4, LONGEST, 3, **options)
-        runner.shards.check("sdpa")
+        runner = make_runner(copy.deepcopy(model), 4, LONGEST, 3, **options)
+        runner.forward.check()
         Engine(runner).run(own, params, drafts)
         keys = runner.cache.keys[0].shape
         return own, drafts.num_accepted, keys

@@ -8,35 +8,22 @@ import pytest
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bubblespec.records import ForwardRecord, Load, RolloutRecord, Span
+from bubblespec.engine.batch import Load
+from bubblespec.records import ForwardRecord, RolloutRecord, Span
 from bubblespec.telemetry.timeline import KINDS, LABELS, draw_lanes, gather_lanes, step_spans
 from tests.helpers.runs import read, run
 
-SPANS = [
-    Span("prefill", 10.5, 11.0),
-    Span("decode", 11.0, 13.0),
-    Span("exchange", 15.5, 15.75),
-    Span("sync", 17.0, 17.5),
-    Span("sync", 18.5, 19.0),
-]
-STAGES = [
-    Span("gen", 10.0, 13.25),
-    Span("wait", 13.25, 15.0),
-    Span("reward", 15.0, 16.0),
-    Span("train", 16.0, 19.0),
-]
-WHOLE = [
-    ("prefill", 10.5, 11.0),
-    ("decode", 11.0, 13.0),
-    ("wait", 13.25, 15.0),
-    ("reward", 15.0, 15.5),
-    ("exchange", 15.5, 15.75),
-    ("reward", 15.75, 16.0),
-    ("train", 16.0, 17.0),
-    ("sync", 17.0, 17.5),
-    ("train", 17.5, 18.5),
-    ("sync", 18.5, 19.0),
-]
+
+def spans_of(*texts: str) -> list[Span]:
+    return [Span(kind, float(begin), float(end)) for kind, begin, end in map(str.split, texts)]
+
+
+FORWARDS = spans_of("prefill 10.5 11", "decode 11 13")
+SPANS = FORWARDS + spans_of("exchange 15.5 15.75", "sync 17 17.5", "sync 18.5 19")
+STAGES = spans_of("gen 10 13.25", "wait 13.25 15", "reward 15 16", "train 16 19")
+WHOLE = FORWARDS + spans_of("wait 13.25 15", "reward 15 15.5", "exchange 15.5 15.75")
+WHOLE += spans_of("reward 15.75 16", "train 16 17", "sync 17 17.5", "train 17.5 18.5")
+WHOLE += spans_of("sync 18.5 19")
 
 
 def lane(*events: tuple[str, float, float]) -> np.ndarray:
@@ -44,40 +31,33 @@ def lane(*events: tuple[str, float, float]) -> np.ndarray:
 
 
 def forward(end_s: float, load: Load, own_rows: int = 4, ahead_rows: int = 0) -> ForwardRecord:
-    """It takes a second: 0.125 s of the host's, 0.25 s for proposals, the rest in the engine."""
-    return ForwardRecord(
-        end_s - 1.0, end_s, 0.625, 0.25, *load, own_rows, ahead_rows, looked_up_rows=0
-    )
+    """Return a forward of a second: 0.125 s of the host's, 0.25 s for proposals."""
+    rows = (own_rows, ahead_rows, 0)
+    return ForwardRecord(end_s - 1.0, end_s, 0.625, 0.25, *load, *rows)
 
 
 def test_neighbours_of_one_kind_are_joined():
-    plain = Load(4, 4, 0, 100, 0, 0)
-    forwards = [forward(end_s, plain) for end_s in (1.0, 2.25, 4.0)]
-    waits = [Span("wait", 2.25, 2.5), Span("wait", 2.5, 3.0)]
+    forwards = [forward(end_s, Load(4, 4, 0, 100, 0, 0)) for end_s in (1.0, 2.25, 4.0)]
+    waits = spans_of("wait 2.25 2.5", "wait 2.5 3")
     found = RolloutRecord(0.0, 4.0, forwards, waits).spans
-    assert found == [("decode", 0.125, 2.25), ("wait", 2.25, 3.0), ("decode", 3.125, 4.0)]
+    assert found == spans_of("decode 0.125 2.25", "wait 2.25 3", "decode 3.125 4")
 
 
-@pytest.mark.parametrize(
-    "own_rows, ahead_rows, prompt_tokens, draft_tokens, kind",
-    [
+def test_forward_kind_follows_load():
+    for own_rows, ahead_rows, prompt_tokens, draft_tokens, kind in [
         (4, 0, 7, 3, "prefill"),
         (4, 0, 0, 3, "verify"),
         (4, 0, 0, 0, "decode"),
         (1, 7, 0, 3, "draft (co-scheduled)"),
         (0, 7, 9, 0, "draft (idle)"),
-    ],
-)
-def test_forward_kind_follows_load(own_rows, ahead_rows, prompt_tokens, draft_tokens, kind):
-    load = Load(4, 20, 2, 100, prompt_tokens, draft_tokens)
-    assert forward(1.0, load, own_rows, ahead_rows).kind == kind
+    ]:
+        load = Load(4, 20, 2, 100, prompt_tokens, draft_tokens)
+        assert forward(1.0, load, own_rows, ahead_rows).kind == kind
 
 
 def test_pictures_show_kinds_and_idle_shares():
-    lanes = [
-        lane(("decode", 0.0, 4.0 - 0.5 * rank), ("wait", 4.0 - 0.5 * rank, 4.0))
-        for rank in range(8)
-    ]
+    ends = [4.0 - 0.5 * rank for rank in range(8)]
+    lanes = [lane(("decode", 0.0, end), ("wait", end, 4.0)) for end in ends]
     axes = Figure().subplots()
     assert [patch.get_label() for patch in draw_lanes(axes, lanes)] == ["generate", "idle"]
     shares = [text.get_text() for text in axes.texts]

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bubblespec.mechanisms.episodes.environments import Environments, Observation, Outcome
+from bubblespec.mechanisms.episodes.environments import Observation, Outcome
 from bubblespec.mechanisms.episodes.forms import load_form
-from bubblespec.mechanisms.episodes.tokens import base_ids
-from tests.helpers.environments import call_text, make_config, make_prompt, make_tokenizer
+from tests.helpers.environments import call_text, make_config, make_prompt, make_tokenizer, play
 
 GIVE = call_text("chatml", "give", number=1)
 END = "<|im_end|>"
@@ -37,17 +36,9 @@ def chatml():
 
 
 def answer(tokenizer, turn: str, factory: str = f"{__name__}.Giver") -> tuple[Observation, Outcome]:
-    """One turn of an episode, and its end."""
-    config, prompt = make_config(), make_prompt()
-    config.factory = factory
-    environments = Environments(config, tokenizer)
-    parts = (environments.schemas, environments.form.adds_text)
-    prompt.token_ids = base_ids(tokenizer, prompt.text, *parts)
-    environments.begin("game", prompt, 0)
-    environments.poll()
-    environments.act("game", tokenizer(turn, add_special_tokens=False)["input_ids"])
-    ((_, observation),) = environments.poll()
-    return observation, environments.end("game").result()
+    """One turn of an episode, and its outcome."""
+    (_, observation), outcome = play(factory, tokenizer, make_prompt(), [turn])
+    return observation, outcome
 
 
 LISTS = {
@@ -94,7 +85,7 @@ def test_result_without_text_is_an_error(chatml, monkeypatch, make, says):
 
 
 @pytest.mark.parametrize("value", ["<a at 0x1f>", {"a": "<b at 0x1f>"}, ["<c at 0x1f>"]], ids=str)
-def test_plain_data_that_looks_like_an_address_is_shown(chatml, monkeypatch, value):
+def test_plain_data_with_an_address_is_shown(chatml, monkeypatch, value):
     monkeypatch.setattr(Giver, "_make", staticmethod(lambda: value))
     observation, _ = answer(chatml, GIVE)
     assert "at 0x1f" in chatml.decode(observation.ids) and observation.num_failed == 0
@@ -153,7 +144,7 @@ def test_methods_of_all_kinds_are_tools(chatml):
     assert observation.num_failed == 0
 
 
-def test_error_that_is_no_exception_is_the_tools(chatml, monkeypatch):
+def test_cancellation_is_an_error_of_the_tool(chatml, monkeypatch):
     """Such as CancelledError of asyncio; an interrupt ends the run."""
 
     def cancel():

@@ -17,12 +17,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import graphs
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.forward import heads_per_key
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.mechanisms.tp_tail.shards import TPGroup
 from bubblespec.types import Row, SampleId
-from tests.helpers.generation import Drafter, as_dict
+from tests.helpers.generation import Drafter, as_dict, make_runner
 from tests.helpers.graphs import Captures, Tape, fail_at, feed, stand_in, take_pages
 from tests.helpers.models import VOCAB, small_config
 from tests.helpers.ranks import run_ranks
@@ -71,7 +72,7 @@ def rows() -> list[Row]:
 
 def captured(model, num_slots: int) -> list[int]:
     """Tokens of the graphs, as captured."""
-    fold = graphs.heads_per_key(model)
+    fold = heads_per_key(model)
     sizes = (GRAPHS["max_num_batched_tokens"], num_slots, LONGEST)
     return [shape.tokens for shape in graphs.graph_shapes(*sizes, fold=fold)]
 
@@ -95,7 +96,7 @@ def test_rows_are_those_of_plain_generation(captures, name, size):
 
     def of_rank(tp):
         tp, own = captures["enter"](tp), rows()
-        runner = ModelRunner(copy.deepcopy(model), 4, LONGEST, 3, tp=tp, **GRAPHS)
+        runner = make_runner(copy.deepcopy(model), 4, LONGEST, 3, tp=tp, **GRAPHS)
         engine, drafts = Engine(runner), Drafter(as_dict(wanted), 0.3)
         sums = []
         record = runner.graphs._record
@@ -124,9 +125,9 @@ def test_they_share_the_memory_of_the_engines_graphs_and_come_again_after_a_rele
 
     def of_rank(tp):
         tp, own_model = captures["enter"](tp), copy.deepcopy(model)
-        alone = Engine(ModelRunner(own_model, 8, LONGEST, 3, **GRAPHS))
-        options = GRAPHS | {"tp": tp, "beside": alone.runner.graphs}
-        together = Engine(ModelRunner(own_model, 8, LONGEST, 3, **options))
+        alone = Engine(make_runner(own_model, 8, LONGEST, 3, **GRAPHS))
+        options = GRAPHS | {"tp": tp, "memory": alone.runner.forward.memory}
+        together = Engine(make_runner(own_model, 8, LONGEST, 3, **options))
         found = [tokens_of(e.run(rows(), PARAMS)) for e in (alone, together, alone, together)]
         together.release()
         assert together.runner.cache.num_bytes() == 0
@@ -159,7 +160,7 @@ def test_out_of_memory_on_one_rank_is_agreed_on_by_all(
         tp = captures["enter"](tp)
         if tp.rank == 1:
             failing.rank = 1
-        engine = Engine(ModelRunner(copy.deepcopy(model), 8, LONGEST, 3, tp=tp, **GRAPHS))
+        engine = Engine(make_runner(copy.deepcopy(model), 8, LONGEST, 3, tp=tp, **GRAPHS))
         found, own = [], engine.runner.graphs
         for attempt in range(2):
             found.append(tokens_of(engine.run(rows(), PARAMS)))
@@ -192,10 +193,10 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
         model = transformers.AutoModelForCausalLM.from_config(small_config("qwen2"))
         model = model.to(device, torch.bfloat16 if on_gpu else torch.float64).eval()
         prepare_model(model, 256)
-        whole = ModelRunner(model, num_rows, 256, 0, kernel=kernel, enforce_eager=True)
+        whole = make_runner(model, num_rows, 256, 0, kernel=kernel, enforce_eager=True)
         options = {"kernel": kernel, "max_num_batched_tokens": max_tokens}
-        launched = ModelRunner(model, num_rows, 256, 0, tp=tp, enforce_eager=True, **options)
-        replayed = ModelRunner(model, num_rows, 256, 0, tp=tp, **options)
+        launched = make_runner(model, num_rows, 256, 0, tp=tp, enforce_eager=True, **options)
+        replayed = make_runner(model, num_rows, 256, 0, tp=tp, **options)
         ranks.before_end.append(replayed.release)
         sequences = np.random.default_rng(3).integers(1, VOCAB, (num_rows, 256))
         rng, start, differences = (
@@ -256,7 +257,7 @@ def test_no_graphs_where_they_are_not_wanted_or_sums_cannot_be_in_them(captures,
     def of_rank(tp):
         tp = captures["enter"](tp)
         tp.can_capture = can
-        runner = ModelRunner(copy.deepcopy(model), 4, LONGEST, 3, tp=tp, kernel="varlen", **options)
+        runner = make_runner(copy.deepcopy(model), 4, LONGEST, 3, tp=tp, kernel="varlen", **options)
         return runner.graphs is None and runner.cache.num_spare == 0
 
     assert run_together(2, of_rank) == [True] * 2

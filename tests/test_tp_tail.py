@@ -11,13 +11,13 @@ from bubblespec.config import Config
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import History
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.mechanisms.drafter.runner import DrafterRunner
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.tp_tail import tail as tp_tail
-from bubblespec.mechanisms.tp_tail.shards import TPGroup
+from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup
 from bubblespec.mechanisms.tp_tail.tail import ROWS, STOP_INTERVAL, TPTail, make_tp_tail
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.place import place_in_turn
@@ -29,6 +29,7 @@ from bubblespec.rollout.table import RowTable
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Draft
 from tests.helpers.clocks import forward_seconds
+from tests.helpers.generation import make_runner
 from tests.helpers.models import VOCAB, small_config
 from tests.helpers.rollouts import (
     FOUR_PROMPTS,
@@ -67,10 +68,10 @@ def play(
 
     def work(rank: int) -> None:
         ranks, model = SimulatedRanks(world, rank), new_model()
-        engine = Engine(ModelRunner(model, 4, MAX_LENGTH, SEED, page_size=page_size))
+        engine = Engine(make_runner(model, 4, MAX_LENGTH, SEED, page_size=page_size))
         pass_time(engine, ranks)
         tp = TPGroup(ranks)
-        shared = ModelRunner(model, NUM_ROWS, MAX_LENGTH, SEED, tp=tp, page_size=page_size)
+        shared = make_runner(model, NUM_ROWS, MAX_LENGTH, SEED, tp=tp, page_size=page_size)
         tail = TPTail(Engine(shared), ranks, tp.gather_array, max_rows)
         table = RowTable(
             launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, num_ranks), rank
@@ -270,8 +271,8 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
     launch = ModelRunner.launch
 
     def timed(runner, batch, params):
-        if runner.shards is not None:
-            runner.shards.tp.ranks.clock.sleep(slowdown * forward_seconds(batch.load))
+        if isinstance(runner.forward, ShardedForward):
+            runner.forward.tp.ranks.clock.sleep(slowdown * forward_seconds(batch.load))
         return launch(runner, batch, params)
 
     with pytest.MonkeyPatch.context() as patch:

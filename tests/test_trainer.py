@@ -49,9 +49,7 @@ def run_main(monkeypatch, folder, *overrides: str) -> int:
     return train.main()
 
 
-def test_equal_rewards_are_warned_of_once_and_a_run_that_is_over_says_so(
-    monkeypatch, tmp_path, capsys
-):
+def test_equal_rewards_give_one_hint_and_complete_run_ends(monkeypatch, tmp_path, capsys):
     """After three steps, not before; the run goes on."""
     assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
     hints = [line for line in capsys.readouterr().err.splitlines() if "hint: " in line]
@@ -67,7 +65,7 @@ def test_equal_rewards_are_warned_of_once_and_a_run_that_is_over_says_so(
 @pytest.mark.parametrize(
     "broken_steps, exit_code, num_lines", [((1, 3, 4), 0, 6), ((2, 3, 4), 1, 4)]
 )
-def test_steps_without_an_update_in_a_row_end_the_run(
+def test_successive_skipped_updates_end_run(
     monkeypatch, tmp_path, capsys, broken_steps, exit_code, num_lines
 ):
     """Two may follow each other, three may not."""
@@ -114,7 +112,7 @@ def make_trainer(config: Config, sampler: dict, **fields) -> Trainer:
 @pytest.mark.parametrize(
     "rewards", [[0.0, 1.0, 0.0, 0.0, 1.0], [0.3, -2.0, 0.5, 0.5, 7.0, 0.1], [1.0], [0.0, 0.0]]
 )
-def test_expected_best_is_the_mean_over_all_choices(rewards):
+def test_expected_best_equals_mean_over_choices(rewards):
     for k in range(1, len(rewards) + 1):
         wanted = statistics.fmean(max(chosen) for chosen in itertools.combinations(rewards, k))
         assert expected_best(np.array(rewards), k) == pytest.approx(wanted, abs=1e-12)
@@ -158,7 +156,7 @@ def test_an_evaluation_by_hand(monkeypatch):
     parts |= {"mechanisms": [], "store": DraftStore(0)}
     trainer = make_trainer(config, parts, eval_prompts=prompts, num_updates=12)
     trainer.ranks.clock = SimpleNamespace(perf_counter=iter((2.0, 5.5)).__next__)
-    assert trainer.evaluate() == {
+    assert trainer.evaluate().metrics == {
         "eval/reward": (3 + 5) / 8,
         "eval/completions/mean_length": 30 / 8,
         "eval/completions/clipped_ratio": 3 / 8,
@@ -184,7 +182,7 @@ def test_an_evaluation_by_hand(monkeypatch):
     assert rows == [(uid, EVALUATION, sample, 6) for uid in (5, 9) for sample in range(4)]
 
 
-def test_user_modules_come_from_the_current_folder_first(monkeypatch, tmp_path, capsys):
+def test_user_modules_come_from_working_directory_first(monkeypatch, tmp_path, capsys):
     """Not from a file of the same name next to train.py."""
     for folder, text in ((tmp_path / "next_to_train", "0 / 0"), (tmp_path / "here", "")):
         folder.mkdir()

@@ -19,7 +19,7 @@ from test_update import ADVANTAGES, make_config, make_learner, make_samples
 
 from bubblespec.config_names import TRL
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.learner import response_logprobs, sum_over_ranks
 from bubblespec.learn.microbatch import make_minibatches
 from bubblespec.types import is_sampled

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows

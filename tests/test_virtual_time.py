@@ -5,12 +5,12 @@ import pytest
 
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import History
+from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
-from bubblespec.records import Load
 from bubblespec.rollout.board import LINGER_S, ProgressBoard, RankState
 from bubblespec.tools.simulate import world as world_module
 from bubblespec.tools.simulate.runner import SimulatedRunner
@@ -45,7 +45,7 @@ def test_a_forward_of_all_ranks_begins_when_the_last_is_there():
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(world, rank, meeting_s=0.0)
-        options = {"max_num_batched_tokens": 64, "text": lambda row, _: np.arange(4)}
+        options = {"max_num_batched_tokens": 64, "text": lambda row: np.arange(4)}
         costs = {"cost": LinearCost(), "together": LinearCost(0.0, 0.0, 0.0, 1.0)}
         engine = Engine(SimulatedRunner(world, rank, 2, 32, **options, **costs))
         engine.add([Row(SampleId(0, 0, 0), (1, 2), 4)])
@@ -185,7 +185,7 @@ def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, has_dr
     )
     texts = {row.id: row.tokens for row in real}
     known, cost = rows_to_generate(), LinearCost()
-    world, text = World(1), lambda row, so_far: texts[row.id]
+    world, text = World(1), lambda row: texts[row.id]
     runner = SimulatedRunner(
         world, 0, slots, 128, max_num_batched_tokens=budget, cost=cost, text=text
     )

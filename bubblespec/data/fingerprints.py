@@ -87,3 +87,13 @@ def check_continued(
             f"{problem} in {folder}; set another run.output_dir for a new run, or "
             "run.allow_changed_data=true to resume with it"
         )
+
+
+def check_equal(data: dict[str, np.ndarray], gather: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Raise InputError unless all ranks have read the same rows. gather: see `Ranks.gather`."""
+    found = gather(np.array([fingerprint([part.tolist() for part in data.values()])]))
+    if (found != found[0]).any():
+        raise InputError(
+            "data: ranks have read different rows; some of data.tasks depend on "
+            "PYTHONHASHSEED; set it to 0"
+        )

@@ -1,15 +1,14 @@
-"""Worker processes that call the user's code: environments and rewards. Replies are JSON, within a
-time limit and a size; a worker that fails is killed with all that it has started, and replaced.
+"""Worker processes that call the user's code: environments and rewards.
 
-A worker is started with exec, not forked: the trainer has threads of CUDA and of the process group.
-Between the two is a supervisor process (`fork_with_supervisor`).
+Replies are JSON, within a time limit and a size. A worker that fails is killed with all that it has
+started, and replaced. Workers are started with exec, not forked: the trainer has threads of CUDA
+and of the process group. Between the two is a supervisor process (`fork_with_supervisor`).
 """
 
 import contextlib
 import importlib
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -17,8 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from bubblespec.distributed.processes import fork_with_supervisor
@@ -50,59 +49,93 @@ class WorkerFailure(Exception):
 class Worker:
     """A worker process with its replacements, and the thread that runs its jobs.
 
-    A job is a function of the worker, called in that thread; it is to catch all exceptions. What is
-    left of the jobs when the worker is closed is not run.
+    A job is a function of the worker, called in that thread; it is to catch all exceptions. Jobs in
+    the queue when the worker is closed are not run. What user code prints goes to the trainer's
+    standard error.
     """
 
-    def __init__(self, module: str, argument: Any, key: str, jobs: queue.SimpleQueue | None = None):
-        """module, argument: see `serve`; key: of the configuration, for errors; jobs: a queue that
-        several workers share."""
-        self.jobs: queue.SimpleQueue[Callable[[Worker], None] | None]
-        self.jobs = queue.SimpleQueue() if jobs is None else jobs
-        self.process: WorkerProcess | None = None
+    def __init__(self, module: str, argument: Any, key: str, jobs: SimpleQueue | None = None):
+        """Start the thread.
+
+        module, argument: see `serve`; key: of the configuration, for errors; jobs: a queue that
+        several workers may share."""
+        self.jobs: SimpleQueue[Callable[[Worker], None] | None]
+        self.jobs = SimpleQueue() if jobs is None else jobs
+        self.supervisor: subprocess.Popen | None = None  # of the present process; ends as it does
         self.is_closed = False
-        self._make_process, self._key = partial(WorkerProcess, module, argument), key
-        self._lock = threading.Lock()  # of process and is_closed
+        self._arguments, self._key = (module, json.dumps(argument)), key
+        self._connection: Connection
+        self._lock = threading.Lock()  # of supervisor and is_closed
         self._thread = threading.Thread(target=self._run_jobs, name=f"worker {key}", daemon=True)
         self._thread.start()
 
     def start(self) -> None:
-        """Start a process, if there is none, and wait until it is ready. Raises InputError if it
-        cannot import what it needs, and OSError if it cannot be started."""
-        if self.process is not None:
+        """Start a process if there is none, and wait until it is ready.
+
+        Raises InputError if it cannot import what it needs, OSError if it cannot be started."""
+        if self.supervisor is not None:
             return
-        process = self._make_process()
-        with self._lock:
-            self.process = process
+        ours, theirs = socket.socketpair()
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        # The order of sets of strings depends on this seed: replies must not depend on the worker.
+        constants = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
+        path = json.dumps([p for p in sys.path if isinstance(p, str)])
+        arguments = [path, str(theirs.fileno()), str(os.getpid()), *self._arguments]
+        self._connection = Connection(ours.detach())
+        with theirs, self._lock:
+            self.supervisor = subprocess.Popen(
+                [sys.executable, "-u", "-c", _BOOT, *arguments],
+                bufsize=0,
+                stdin=subprocess.PIPE,  # its end tells the supervisor to end them all
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **threads, **constants},
+                start_new_session=True,  # no SIGINT from the terminal
+            )
             if self.is_closed:
-                process.kill()
-        if problem := process.problem():
+                self._kill()
+        try:
+            problem = self._receive(START_LIMIT_S)
+        except WorkerFailure as failure:
+            problem = str(failure)
+        if problem:
             self.end()
             raise InputError(f"{self._key}: a worker process could not be started: {problem}")
 
     def ask(self, request: bytes, limit_s: float) -> Any:
-        """Return the process's reply to a request. Raises WorkerFailure, and then the process has
-        ended."""
-        assert self.process is not None, "start it first"
+        """Return the process's reply. Raises WorkerFailure, and then the process has ended."""
+        with contextlib.suppress(OSError):  # it has ended, as will be found next
+            self._connection.send_bytes(request)
         try:
-            return self.process.ask(request, limit_s)
+            return self._receive(limit_s)
         except WorkerFailure:
             self.end()
             raise
 
     def end(self) -> None:
-        """End the process, if there is one; the next `start` replaces it."""
+        """Kill the process, if there is one, and wait until nothing is left of it."""
         with self._lock:
-            process, self.process = self.process, None
-        if process is not None:
-            process.end()
+            self._kill()
+            supervisor, self.supervisor = self.supervisor, None
+        if supervisor is None:
+            return
+        try:
+            supervisor.wait(timeout=30)
+        except subprocess.TimeoutExpired:  # the kernel may be in its way
+            supervisor.kill()
+        self._connection.close()
+        assert supervisor.stdin is not None
+        supervisor.stdin.close()
 
     def close(self) -> None:
-        """Kill the process, also a busy one; the thread reaps it."""
+        """Request the end of the thread, and of the process even if it is busy."""
         with self._lock:
             self.is_closed = True
-            if self.process is not None:
-                self.process.kill()
+            self._kill()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, after `close`."""
+        self._thread.join(timeout=30)
 
     def _run_jobs(self) -> None:
         with contextlib.suppress(InputError, OSError):  # the first job tries again
@@ -111,76 +144,11 @@ class Worker:
             job(self)
         self.end()
 
-    def join(self) -> None:
-        """Wait until the thread has ended, after `close`."""
-        self._thread.join(timeout=30)
-
-
-def close_workers(workers: Sequence[Worker]) -> None:
-    """End workers, also busy ones. Can be called again."""
-    for worker in workers:
-        worker.close()
-    for worker in workers:  # which may share their queue
-        worker.jobs.put(None)
-    for worker in workers:
-        worker.join()
-
-
-class WorkerProcess:
-    """A worker process, as seen from the trainer. Every wait for it has a time limit.
-
-    The supervisor ends as the worker does. What user code prints goes to the trainer's standard
-    error.
-    """
-
-    def __init__(self, module: str, argument: Any):
-        """module, argument: see `serve`."""
-        ours, theirs = socket.socketpair()
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        # The order of sets of strings depends on this seed: replies must not depend on the worker.
-        constants = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
-        path = json.dumps([p for p in sys.path if isinstance(p, str)])
-        arguments = [path, str(theirs.fileno()), str(os.getpid())]
-        with theirs:
-            self.supervisor = subprocess.Popen(
-                [sys.executable, "-u", "-c", _BOOT, *arguments, module, json.dumps(argument)],
-                bufsize=0,
-                stdin=subprocess.PIPE,  # its end tells the supervisor to end them all
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **threads, **constants},
-                start_new_session=True,  # no SIGINT from the terminal
-            )
-        assert self.supervisor.stdin is not None
-        self._connection, self._input = Connection(ours.detach()), self.supervisor.stdin
-
-    def problem(self) -> str | None:
-        """Wait until the process is ready; return why it is not, or None."""
-        try:
-            return self._receive(START_LIMIT_S)
-        except WorkerFailure as failure:
-            return str(failure)
-
-    def ask(self, request: bytes, limit_s: float) -> Any:
-        """Return the reply to a request. Raises WorkerFailure, after which it must be ended."""
-        with contextlib.suppress(OSError):  # it has ended, as will be found next
-            self._connection.send_bytes(request)
-        return self._receive(limit_s)
-
-    def kill(self) -> None:
-        """Request its supervisor to kill it with all that it has started."""
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or has been waited for
-            self._input.write(b"\n")
-
-    def end(self) -> None:
-        """Kill it and wait until nothing is left."""
-        self.kill()
-        try:
-            self.supervisor.wait(timeout=30)
-        except subprocess.TimeoutExpired:  # the kernel may be in its way
-            self.supervisor.kill()
-        self._connection.close()
-        self._input.close()
+    def _kill(self) -> None:
+        """Request the supervisor to kill the process with all that it has started."""
+        if self.supervisor is not None and self.supervisor.stdin is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self.supervisor.stdin.write(b"\n")
 
     def _receive(self, limit_s: float) -> Any:
         deadline = time.monotonic() + limit_s
@@ -193,6 +161,7 @@ class WorkerProcess:
         raise WorkerFailure(f"no answer within {limit_s:.6g} s", True)
 
     def _how_it_ended(self) -> str:
+        assert self.supervisor is not None
         try:
             code = self.supervisor.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -202,9 +171,21 @@ class WorkerProcess:
         return f"was ended by {signal.Signals(-code).name}"
 
 
+def close_workers(workers: Sequence[Worker]) -> None:
+    """End workers, also busy ones. Can be called again."""
+    for worker in workers:
+        worker.close()
+    for worker in workers:  # which may share their queue
+        worker.jobs.put(None)
+    for worker in workers:
+        worker.join()
+
+
 def serve(descriptor: int, parent: int, module: str, argument: str) -> None:
-    """Reply to requests in a worker until the connection closes, by the function that the module's
-    `make_answer` returns for the argument, which is JSON."""
+    """Reply to requests in a worker until the connection closes.
+
+    The function that the module's `make_answer` returns for the argument, JSON, makes the replies.
+    """
     fork_with_supervisor(parent, descriptor)
     connection = Connection(descriptor)
     os.set_inheritable(descriptor, False)

@@ -10,23 +10,18 @@ heads, K key/value heads, G = H / K, D head dimension.
 """
 
 import importlib.util
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
 from bubblespec.engine.packing import PAGE, CachePacking, SequencePacking, Varlen
-from bubblespec.mechanisms.batch_invariant import attend_alone
 
 HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
 MAX_HEAD_SIZE = 256  # of the CUDA kernels
 NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
-RECORDER = "bubblespec_recorder"
 # Whether torch's function reads a cache in pages, in one split where that is asked for. Torch 2.12
 # has the arguments too, but its FlashAttention-2 refuses `num_splits`.
 HAS_PAGES = torch.__version__ >= (2, 13)
@@ -62,8 +57,8 @@ def bubblespec_attention(
     module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing=None,
     kernel: str = "sdpa", **kwargs,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """query: [1, H, N, D]; key, value: [1, K, N, D]; packing: see packing.py, or one with an
-    `attend` of its own. Returns [1, N, H, D], contiguous: models take a view of it."""
+    """query: [1, H, N, D]; key, value: [1, K, N, D]; packing: see packing.py, or one with
+    a method `attend` of its own. Returns [1, N, H, D], contiguous: models take a view of it."""
     unknown = {name for name, given in kwargs.items() if given is not None and name not in _IGNORED}
     if unknown or attention_mask is not None:
         own = f"the attention arguments {sorted(unknown)}" if unknown else "an attention mask"
@@ -77,55 +72,27 @@ def bubblespec_attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     how = {"scaling": scaling, "window": sliding_window}
-    if hasattr(packing, "attend"):  # it has an attention of its own
-        out = packing.attend(query, key, value, scaling=scaling)
+    if hasattr(packing, "attend"):
+        out = packing.attend(module.layer_idx, query, key, value, **how)
     elif isinstance(packing, SequencePacking):
-        attend = _sequences_sdpa if kernel == "sdpa" else _by_lengths(kernel)
+        attend = _sequences_sdpa if kernel == "sdpa" else VARLEN_KERNELS[kernel]
         packing = packing if kernel == "sdpa" else packing.varlen
         out = attend(packing, query, key, value, **how)
     else:
-        cache, layer = packing.cache, module.layer_idx
-        cache.write(layer, packing.place, key, value)
-        key, value = cache.keys[layer], cache.values[layer]
-        if kernel in CACHED_KERNELS:
-            out = CACHED_KERNELS[kernel](packing, query, key, value, **how)
+        key, value = packing.cache.write(module.layer_idx, packing.place, key, value)
+        if kernel == "sdpa":
+            out = cached_sdpa(packing, query, key, value, **how)
         else:
-            if cache.pages is None:
+            if packing.cache.pages is None:
                 key, value = key.flatten(0, 1), value.flatten(0, 1)
-            out = _by_lengths(kernel)(packing.varlen, query, key, value, **how)
+            out = VARLEN_KERNELS[kernel](packing.varlen, query, key, value, **how)
     return out[None].contiguous(), None
 
 
 AttentionInterface.register(NAME, bubblespec_attention)
 
 
-def record_masks(
-    model: torch.nn.Module, tokens: torch.Tensor
-) -> list[tuple[int, int | None, Callable | None]]:
-    """What each attention call in the model's own forward of tokens [T] is given: index of the
-    layer, sliding window, and mask as transformers defines it, a function of the row, the head and
-    the positions of query and key; None if it is causal, or made by the model itself. The model
-    keeps the recording attention."""
-    made, seen = [], []
-
-    def make_mask(*args, mask_function, **kwargs) -> torch.Tensor:
-        kwargs["allow_is_causal_skip"] = False
-        made.append((sdpa_mask(*args, mask_function=mask_function, **kwargs), mask_function))
-        return made[-1][0]
-
-    def attend(module, query, key, value, attention_mask, sliding_window=None, **kwargs) -> tuple:
-        shows = next((function for mask, function in made if mask is attention_mask), None)
-        seen.append((module.layer_idx, sliding_window, shows))
-        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None  # not used
-
-    AttentionInterface.register(RECORDER, attend)
-    AttentionMaskInterface.register(RECORDER, make_mask)
-    model.set_attn_implementation(RECORDER)
-    model.base_model(input_ids=tokens[None], use_cache=False)
-    return seen
-
-
-def _cached_sdpa(
+def cached_sdpa(
     packing: CachePacking, query, cached_key, cached_value, *, scaling, window
 ) -> torch.Tensor:
     """Query heads of one key/value head are folded into the query axis: nothing is repeated."""
@@ -182,7 +149,7 @@ def _has_one_query(v: Varlen, window: int | None) -> bool:
     return v.used is not None and v.max_q == 1 and window is None
 
 
-def _varlen(v: Varlen, query, key, value, *, scaling, window, alone=False) -> torch.Tensor:
+def varlen(v: Varlen, query, key, value, *, scaling, window, alone=False) -> torch.Tensor:
     """torch's variable-length kernel. alone: a row's result does not depend on the other rows."""
     tensors = query.contiguous(), key.contiguous(), value.contiguous(), v.cu_q, v.cu_k
     back, right = -1 if window is None else window - 1, 0
@@ -221,11 +188,4 @@ def _flash(v: Varlen, query, key, value, *, scaling, window) -> torch.Tensor:
     return flash_attn_varlen_func(query.contiguous(), key, value, *lengths, **options)
 
 
-def _by_lengths(kernel: str) -> Callable:
-    """A kernel for variable lengths by its name; ALONE is that of batch-invariant forwards."""
-    return partial(_varlen, alone=True) if kernel == ALONE else VARLEN_KERNELS[kernel]
-
-
-ALONE = "varlen_alone"
-CACHED_KERNELS = {"sdpa": _cached_sdpa, "alone": attend_alone}
-VARLEN_KERNELS = {"flash_attn": _flash, "varlen": _varlen}  # the first one that works is taken
+VARLEN_KERNELS = {"flash_attn": _flash, "varlen": varlen}  # the first one that works is taken

@@ -5,14 +5,30 @@ Shape legend: R active rows, N tokens in a forward, M rows that sample in it, S 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import SamplingParams, Verified
-from bubblespec.records import Load
 from bubblespec.types import Row
+
+
+class Load(NamedTuple):
+    """The work of a forward."""
+
+    rows: int
+    """Active rows."""
+    tokens: int
+    """Tokens fed."""
+    wide_rows: int = 0
+    """Rows that feed more than one token."""
+    positions: int = 0
+    """Positions attended to, summed over rows."""
+    prompt_tokens: int = 0
+    """Prompt tokens among the tokens fed."""
+    draft_tokens: int = 0
+    """Draft tokens among the tokens fed."""
 
 
 @dataclass

@@ -30,6 +30,12 @@ MAX_POSITIONS = 1 << 11
 SUM_TOLERANCE = 1e-5  # of float32 sums of positive numbers, in any order
 
 
+def reduction_for(device: torch.device, enforce_eager: bool) -> Callable:
+    """Return `best_and_sum`, or the compiled one where a compiler is to be used."""
+    is_compiled = device.type == "cuda" and not enforce_eager
+    return compiled_best_and_sum if is_compiled else best_and_sum
+
+
 def compiled_best_and_sum(
     logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

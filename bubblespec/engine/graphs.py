@@ -36,7 +36,6 @@ size.
 Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that it has room for.
 """
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -44,13 +43,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bubblespec.engine.attention import ALONE
+from bubblespec.engine.forward import Forward
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import CachePacking, Varlen, pack_rows
 from bubblespec.engine.ragged import ragged
 from bubblespec.errors import fallback, first_problem, log, one_line
-from bubblespec.mechanisms.tp_tail.shards import Shards
 
 # Tokens of graphs of single tokens. Beyond 8 no step is larger than a third: below about 250 tokens
 # reading the weights takes longer than computing with them, so padding costs next to nothing.
@@ -94,41 +91,25 @@ class _Graph(NamedTuple):
 
 
 class ForwardGraphs:
-    """Graphs of one model over one cache, which must have a spare slot. shapes: largest first;
-    num_replays: forwards so far. Where ranks compute together, all of them call `forward` with the
-    same packing, in the same order, and `clear` alike."""
+    """CUDA graphs of one forward over one cache, which must have a spare slot. Where ranks compute
+    together, all of them call `forward` with the same packing, in the same order, and `clear`
+    alike."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        cache: KVCache,
-        kernel: str,
-        max_num_batched_tokens: int,
-        *,
-        state_size: int = 0,
-        shards: Shards | None = None,
-        beside: "ForwardGraphs | None" = None,
-        min_tokens: int = 1,
+        self, forward: Forward, cache: KVCache, max_num_batched_tokens: int, state_size: int = 0
     ):
-        """state_size: of the hidden states that the forward reads, where the model is a drafter;
-        shards: this rank's part, where all ranks compute together; beside: graphs that share memory
-        with these, where they have been captured before (with shards, whichever come first);
-        min_tokens: of a graph."""
-        self.model, self.cache, self.kernel = model, cache, kernel
-        self.state_size, self.shards, self.beside = state_size, shards, beside
-        if shards is not None and beside is not None:
-            beside.beside = self
-        # At a fixed address, [B of the largest, state_size].
+        """state_size: width of a second input of `forward.hidden`, a vector for each token; 0:
+        none."""
+        self.of, self.cache, self.state_size = forward, cache, state_size
         self.states: torch.Tensor | None = None
-        self.fold = 1 if kernel == ALONE else heads_per_key(model)
+        """Second input at a fixed address, [B of the largest, state_size]."""
         sizes = (max_num_batched_tokens, cache.num_slots, cache.slot_length)
-        self.shapes = graph_shapes(*sizes, min_tokens, self.fold)
+        self.shapes = graph_shapes(*sizes, forward.min_tokens, forward.heads_per_key)
+        """Sizes, largest first."""
         self.num_replays = 0
         self.problem: str | None = None
-        """One line that says why this model's forward cannot be captured, here or on another
-        rank."""
+        """One line that says why the forward cannot be captured, here or on another rank."""
         self._has_warned = False
-        self.pool: tuple | None = None  # with the graphs' memory
         self._graphs: dict[Shape, _Graph] = {}
 
     def forward(
@@ -166,7 +147,8 @@ class ForwardGraphs:
         blocks: one for each token and key/value head, or for each piece of a row and query head."""
         tokens, pieces = packing.index.shape[1], int((-(-packing.count // NARROW)).sum())
         is_single = packing.count.max() == 1
-        is_single |= self.fold > 1 and tokens <= max(FEW, self.fold * pieces)
+        fold = self.of.heads_per_key
+        is_single |= fold > 1 and tokens <= max(FEW, fold * pieces)
         for needed, are_single in ((tokens, True), (pieces, False)):
             if are_single and not is_single:
                 continue
@@ -185,17 +167,16 @@ class ForwardGraphs:
         """Give graphs and their memory back; the next forward captures them again, also where
         memory has run out before."""
         self._graphs.clear()
-        self.pool = self.states = None
+        self.of.memory.pools.pop(self, None)
+        self.states = None
         if self.problem and OUT_OF_MEMORY in self.problem:
             self.problem = None
 
     def _capture(self) -> None:
         """Graphs of all shapes, or of none; on all ranks, or on none."""
         inputs: dict[Shape, torch.Tensor] = {}
-        zeros: list[torch.Tensor] = []
-        if self._on_all(lambda: self._rehearse(inputs, zeros)):
-            for tensor in zeros:
-                self.shards.tp.sum_(tensor)
+        if self._on_all(lambda: self._rehearse(inputs)):
+            self.of.connect()
             self._on_all(lambda: self._record(inputs))
 
     def _on_all(self, stage: Callable[[], None]) -> bool:
@@ -205,55 +186,44 @@ class ForwardGraphs:
 
         def with_free_memory() -> None:
             self._graphs.clear()
+            self.of.memory.pools.pop(self, None)
             torch.cuda.empty_cache()
             stage()
 
         problem = attempt(stage)
         if problem and OUT_OF_MEMORY in problem:
             problem = attempt(with_free_memory)
-        if self.shards is not None:
-            problem = first_problem(problem, self.shards.tp.gather_text)
+        problem = first_problem(problem, self.of.gather_text)
         if problem is None:
             return True
         self.clear()
         key = "rollout.enforce_eager=true"
         self.problem = fallback("forwards are eager, not CUDA graphs", problem, key)
-        is_first = self.shards is None or self.shards.tp.rank == 0
-        if is_first and not self._has_warned:  # memory may run out at every step
+        if self.of.rank == 0 and not self._has_warned:  # memory may run out at every step
             self._has_warned = True
             log(f"warning: {self.problem}")
         return False
 
-    def _rehearse(self, inputs: dict[Shape, torch.Tensor], zeros: list[torch.Tensor]) -> None:
-        """Run each forward once, without sums over ranks. Fills in what the graphs read, by shape,
-        and zeros of every size that is summed over ranks in a graph, largest first."""
-        weight = next(self.model.parameters())
-        device, largest = weight.device, self.shapes[0].tokens
+    def _rehearse(self, inputs: dict[Shape, torch.Tensor]) -> None:
+        """Run each forward once, without sums over ranks. Fills in what the graphs read, by
+        shape."""
+        weight = self.of.weight()
         if self.state_size:
-            self.states = weight.new_zeros(largest, self.state_size)
-        if self.shards is not None:
-            widths = {spec.module.out_features for spec in self.shards.specs if spec.is_rowwise}
-            sizes = {shape.tokens * width for shape in self.shapes for width in widths}
-            longest = weight.new_zeros(max(sizes))
-            zeros[:] = [longest[:size] for size in sorted(sizes, reverse=True)]
+            self.states = weight.new_zeros(self.shapes[0].tokens, self.state_size)
         no_rows = np.zeros(0, np.int64)
-        nothing = pack_rows(self.cache, no_rows, no_rows, device)
-        with self._sharded(sum_=lambda tensor: tensor):
+        nothing = pack_rows(self.cache, no_rows, no_rows, weight.device)
+        with self.of.rehearsal([shape.tokens for shape in self.shapes]):
             for shape in self.shapes:
                 padded = pad(no_rows, nothing, shape)
-                inputs[shape] = torch.from_numpy(padded).to(device)
+                inputs[shape] = torch.from_numpy(padded).to(weight.device)
                 rehearse(partial(self._run, inputs[shape], shape))
 
     def _record(self, inputs: dict[Shape, torch.Tensor]) -> None:
-        self.pool = None if self.beside is None else self.beside.pool
-        with self._sharded():
-            for shape in self.shapes:
-                run = partial(self._run, inputs[shape], shape)
-                replay, hidden, self.pool = capture(run, self.pool)
-                self._graphs[shape] = _Graph(inputs[shape], replay, hidden)
-
-    def _sharded(self, **options) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if self.shards is None else self.shards.applied(**options)
+        memory = self.of.memory
+        for shape in self.shapes:
+            run = partial(self._run, inputs[shape], shape)
+            replay, hidden, memory.pools[self] = capture(run, memory.pool)
+            self._graphs[shape] = _Graph(inputs[shape], replay, hidden)
 
     def _run(self, inputs: torch.Tensor, shape: Shape) -> torch.Tensor:
         ids, place, position = inputs[:3, : shape.tokens]
@@ -263,9 +233,9 @@ class ForwardGraphs:
             table = table.index_select(0, inputs[4, : shape.sequences])
         varlen = Varlen(cu_q, cu_k, used[:-1], shape.max_q, length, length, table)
         packing = PaddedPacking(self.cache, place, position, varlen)
-        if self.states is not None:
-            return self.model(self.states[: shape.tokens], ids, packing, self.kernel)
-        return forward_hidden(self.model, ids, packing, self.kernel)
+        hidden: Callable[..., torch.Tensor] = self.of.hidden
+        second = () if self.states is None else (self.states[: shape.tokens],)
+        return hidden(ids, packing, *second)
 
 
 def attempt(stage: Callable[[], None]) -> str | None:
@@ -276,21 +246,6 @@ def attempt(stage: Callable[[], None]) -> str | None:
     except Exception as error:  # the model's own code runs here, and drivers
         return one_line(error)
     return None
-
-
-def can_capture(device: torch.device, kernel: str) -> bool:
-    """SDPA cannot: the shapes of its calls depend on the rows' lengths."""
-    return device.type == "cuda" and kernel != "sdpa"
-
-
-def heads_per_key(model: torch.nn.Module) -> int:
-    """Query heads that read keys together; 1 where a sliding window forbids that."""
-    config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
-    config = config and config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", 1)
-    if getattr(config, "sliding_window", None):
-        return 1
-    return heads // (getattr(config, "num_key_value_heads", None) or heads)
 
 
 def graph_shapes(

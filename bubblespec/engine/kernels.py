@@ -12,12 +12,8 @@ from transformers import PreTrainedModel
 
 from bubblespec.engine.attention import VARLEN_KERNELS, problem_of, reads_pages
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import (
-    TOLERANCE,
-    forward_hidden,
-    random_tokens,
-    relative_difference,
-)
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.model_checks import TOLERANCE, random_tokens, relative_difference
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.pages import Pages

@@ -38,9 +38,11 @@ class KVCache:
         page, offset = np.divmod(position, self.page_size)
         return self.pages.table[slot, page] * np.int64(self.page_size) + offset
 
-    def write(self, layer: int, place: torch.Tensor, key: torch.Tensor, value: torch.Tensor):
-        """Store N new entries. place: int64 [N], see `places`; key, value: [N, heads,
-        dimension]."""
+    def write(
+        self, layer: int, place: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store N new entries; returns all keys and values of the layer. place: int64 [N], see
+        `places`; key, value: [N, heads, dimension]."""
         if layer not in self.keys:
             pages = self.num_pages + (self.num_spare if self.pages is None else 1)
             shape = pages, self.page_size
@@ -49,6 +51,7 @@ class KVCache:
             self.keys[layer], self.values[layer] = made
         self.keys[layer].flatten(0, 1)[place] = key
         self.values[layer].flatten(0, 1)[place] = value
+        return self.keys[layer], self.values[layer]
 
     def read(self, cached: torch.Tensor, slots: slice, length: int) -> torch.Tensor:
         """The first `length` positions of adjacent slots, of a layer's keys or values: [R, length,

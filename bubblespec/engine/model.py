@@ -1,37 +1,18 @@
-"""A Hugging Face causal LM for engine and trainer: hidden states of packed tokens, and checks of
-the model.
+"""A Hugging Face causal LM for engine and trainer: hidden states of packed tokens.
 
-`prepare_model` refuses, with the reason, every model that the packed forward cannot compute
-exactly: first by its configuration, then by its masks, and by comparing a packed forward with the
-model's own on random tokens. Of the model's code only its attention function is replaced, and on a
-GPU norms and rotary embeddings by the same in fewer kernels (fused.py).
+Of the model's code only its attention function is replaced (attention.py), and on a GPU norms and
+rotary embeddings by the same in fewer kernels (fused.py). model_checks.py prepares a model.
 """
 
 import functools
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from bubblespec.engine import attention
-from bubblespec.engine.fused import fuse
-from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.output_head import find_head, output_head, own_forward
-from bubblespec.engine.packing import CachePacking, SequencePacking, pack_rows, pack_sequences
-
-# Of the largest logit; 0.1 for less precise types. In float64 models with experts compute their
-# routers in float32, and those without SDPA their softmax.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
-DENSE_TOLERANCE = TOLERANCE | {torch.float64: 1e-9}
-CHECKED = 12  # positions compared in each check
-# Tokens: beyond the usual windows, up to 8,192, and no more than seconds on a GPU.
-MAX_CHECK_LENGTH = 8300
-# Kinds in a configuration's `layer_types`; those with a state other than keys and values.
-RECURRENT, BESIDE = {"linear_attention", "conv"}, {"hybrid", "hybrid_sliding"}
-KNOWN = {"full_attention", "sliding_attention", "moe", "mlp"} | RECURRENT | BESIDE
+from bubblespec.engine.packing import Packing
 
 
 class UnsupportedModel(ValueError):
@@ -41,7 +22,7 @@ class UnsupportedModel(ValueError):
 def forward_hidden(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
-    packing: CachePacking | SequencePacking,
+    packing: Packing,
     kernel: str = "sdpa",
 ) -> torch.Tensor:
     """Last hidden states [N, hidden] of packed input_ids [N]; positions come from the packing."""
@@ -53,59 +34,6 @@ def forward_hidden(
         kernel=kernel,
     )
     return out.last_hidden_state[0]
-
-
-def relative_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the largest absolute difference divided by the largest absolute value wanted; see
-    TOLERANCE. Without a lower bound of the latter, small logits may differ no more than large
-    ones."""
-    scale = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
-    return ((got - wanted).abs().max() / scale).item()
-
-
-def prepare_model(
-    model: PreTrainedModel, max_length: int, num_tokens: int | None = None, fuses: bool = True
-) -> frozenset[tuple[int, int]]:
-    """Switch the model to the packed attention and to evaluation mode, find its `output_head`, and
-    check that it still gives the model's own logits.
-
-    max_length: longest prompt plus response, in tokens; num_tokens: size of the policy's
-    vocabulary, the first rows of the model's, by default all; fuses: see fused.py. Returns the
-    sizes of its key and value heads, each pair that occurs. Raises UnsupportedModel.
-    """
-    _check_configuration(model, max_length)
-    # For good: the probability ratio compares two forwards of the same weights, so nothing in them
-    # may be random.
-    model.eval()
-    if model.dtype == torch.float64:
-        # transformers' default, a grouped product, has no float64.
-        model.set_experts_implementation("eager")
-    for module in model.modules():
-        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-            # It reads token ids back from the device in every forward.
-            module.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
-    if fuses:
-        fuse(model)
-    try:
-        with torch.no_grad():
-            model.to_logits = find_head(model, random_tokens(model, CHECKED), num_tokens)
-            head_sizes = _compare(model, CHECKED)
-            _check_masks(model, max_length)
-            longer = _longer_check(model, max_length)
-            if longer:
-                _compare(model, longer)
-    except Exception as error:  # the model's own code runs here
-        what = "" if isinstance(error, ValueError) else "its forward over packed tokens fails: "
-        raise UnsupportedModel(
-            f"{type(model).__name__}: {what}{' '.join(str(error).split())}"
-        ) from error
-    model.set_attn_implementation(attention.NAME)
-    return head_sizes
-
-
-def _decoder(model: PreTrainedModel) -> PreTrainedConfig:
-    """The configuration of the decoder alone, where a model has other parts too."""
-    return model.config.get_text_config(decoder=True)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
@@ -130,166 +58,3 @@ def _checkpointed(forward: Callable, *args, **kwargs):
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
-    config, decoder = model.config, _decoder(model)
-    kinds = set(getattr(decoder, "layer_types", None) or [])
-    other, beside, recurrent = (
-        f" ({', '.join(sorted(some))})" if some else ""
-        for some in (kinds - KNOWN, kinds & BESIDE, kinds & RECURRENT)
-    )
-    is_recurrent = getattr(model, "_is_stateful", False) or recurrent
-    problems = {
-        "an encoder-decoder model; the engine serves decoder-only models": getattr(
-            config, "is_encoder_decoder", False
-        ),
-        f"attention of another kind{other}; the engine computes full and sliding-window attention "
-        "only": other,
-        f"attention with a state besides its keys and values{beside}; the engine can roll "
-        "back K/V caches only": beside,
-        f"a recurrent state{recurrent}; the engine can roll back K/V caches only": is_recurrent,
-        "scales attention by a token's place in the input (attn_temperature_tuning), which is not "
-        "its position in a packed one": getattr(decoder, "attn_temperature_tuning", False),
-        "does not use transformers' attention interface, so the engine cannot serve it "
-        "unpatched": not getattr(model, "_supports_attention_backend", False),
-        "has no output head; give a causal language model": model.get_output_embeddings() is None,
-    }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise UnsupportedModel(f"{type(model).__name__}: {problem}")
-    limit = getattr(decoder, "max_position_embeddings", None)
-    if limit is not None and max_length > limit:
-        raise UnsupportedModel(
-            f"rollout.max_prompt_length + rollout.max_completion_length = {max_length} exceeds "
-            f"the model's {limit} positions"
-        )
-    rope = getattr(decoder, "rope_parameters", None) or {}
-    for parameters in (rope, *(v for v in rope.values() if isinstance(v, dict))):
-        original = parameters.get("original_max_position_embeddings") or limit
-        if parameters.get("rope_type") in ("dynamic", "longrope") and max_length > original:
-            raise UnsupportedModel(
-                f"{type(model).__name__}: its {parameters['rope_type']} rotary scaling changes "
-                f"with the longest row of a batch beyond {original} tokens, so a row's tokens "
-                f"would depend on its neighbours; keep prompt and response within {original}"
-            )
-
-
-def _windows(model: PreTrainedModel) -> list[int | None]:
-    """The sliding window of each layer by the configuration, read as transformers' own cache reads
-    it."""
-    layers = DynamicCache(config=model.config).layers
-    return [layer.sliding_window if layer.is_sliding else None for layer in layers]
-
-
-def _longer_check(model: PreTrainedModel, max_length: int) -> int | None:
-    """Length of a second check, beyond the windows and limits of rotary scaling within max_length;
-    None if there are none."""
-    rope = getattr(_decoder(model), "rope_parameters", None) or {}
-    lengths = [window for window in _windows(model) if window is not None]
-    if rope.get("llama_4_scaling_beta"):
-        lengths.append(rope.get("original_max_position_embeddings"))
-    limit = min(max_length, MAX_CHECK_LENGTH - CHECKED + 1)
-    reached = [n for n in lengths if n is not None and n < limit]
-    length = min(max(reached, default=0) + CHECKED, max_length)
-    return length if length > CHECKED else None
-
-
-def _check_masks(model: PreTrainedModel, max_length: int) -> None:
-    """The packed attention derives a layer's mask from its window alone, so mask and window must
-    agree up to max_length."""
-    device, windows = model.device, _windows(model)
-    position = torch.arange(max_length, device=device)
-    some = torch.linspace(0, max_length - 1, 16, device=device).long()[:, None]
-    row = head = torch.zeros((), dtype=torch.int64, device=device)
-    for layer, window, shows in attention.record_masks(model, random_tokens(model, CHECKED)):
-        handed = f"a sliding window of {window} tokens" if window else "no sliding window"
-        wanted = windows[layer] if layer < len(windows) else None
-        if wanted is not None and wanted < max_length and window != wanted:
-            raise ValueError(
-                f"layer {layer} has a sliding window of {wanted} tokens, but passes {handed} to "
-                f"its attention function, so the engine cannot apply it; keep prompt and response "
-                f"within {wanted} tokens together"
-            )
-        if shows is None:
-            continue
-        for query, key in ((some, position), (position[:, None], position[:1])):
-            distance = query - key
-            seen = (distance >= 0) & (distance < (window or max_length))
-            try:
-                shown = shows(row, head, query, key).expand_as(seen)
-            except IndexError:  # it looks these positions up in the input, which was shorter
-                raise ValueError(
-                    f"layer {layer} has an attention mask that depends on the input, not on "
-                    f"positions alone"
-                ) from None
-            if not (shown == seen).all():
-                raise ValueError(
-                    f"layer {layer} passes {handed} to its attention function, and the engine "
-                    f"derives the mask from that alone; over {max_length} tokens the model's own "
-                    f"mask differs"
-                )
-
-
-def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
-    """Token ids [length] to check a model on, the same at every call."""
-    tokens = torch.randint(
-        _decoder(model).vocab_size, (length,), generator=torch.Generator().manual_seed(0)
-    )
-    return tokens.to(model.device)
-
-
-def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """The model's own logits at the last positions, [CHECKED, num_tokens]."""
-    if len(tokens) == CHECKED:
-        logits = own_forward(model, model, tokens).logits[0, :, : output_head(model).num_tokens]
-    else:  # without the logits of all positions, which may be many gigabytes
-        hidden = own_forward(model, model.base_model, tokens).last_hidden_state[0]
-        logits = output_head(model)(hidden[-CHECKED:])
-    if not logits.isfinite().all():
-        raise ValueError(
-            "its logits are not finite: the weights are damaged, or overflow their dtype"
-        )
-    return logits
-
-
-def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
-    """The model's own logits against a packed training forward and cached ones: two ragged rows in
-    two chunks, and one row alone. Returns the sizes of key and value heads."""
-    tokens = random_tokens(model, length)
-    reference = _reference_logits(model, tokens)
-    model.set_attn_implementation(attention.NAME)
-    head, device = output_head(model), tokens.device
-    packed = forward_hidden(model, tokens.repeat(2), pack_sequences([length] * 2, device))
-    packed, size = packed[-CHECKED:], packed.shape[-1]
-    if getattr(head.linear, "in_features", size) != size:
-        raise ValueError(
-            f"its output head takes vectors of {head.linear.in_features} and its hidden states "
-            f"have {size}: the model computes something in between that the engine would skip"
-        )
-    cache = KVCache(2, length)
-
-    def cached(start: list[int], count: list[int]) -> torch.Tensor:
-        packing = pack_rows(cache, np.array(start), np.array(count), device)
-        return forward_hidden(model, tokens[packing.position], packing)
-
-    cached([0, 0], [length - 3, 1])
-    chunks = cached([length - 3, 1], [2, length - 1])
-    chunks = torch.cat((chunks[:2], chunks[1 - CHECKED :]))
-    in_float32 = any("experts" in name for name, _ in model.named_modules())
-    in_float32 |= not model._supports_sdpa
-    tolerance = (TOLERANCE if in_float32 else DENSE_TOLERANCE).get(model.dtype, 0.1)
-    for what, hidden, wanted in (
-        ("packed sequences", packed, reference),
-        ("the K/V cache", chunks, torch.cat((reference[-3:-1], reference[1:]))),
-        ("the K/V cache, one row alone", cached([length - 1], [1]), reference[-1:]),
-    ):
-        difference = relative_difference(head(hidden), wanted)
-        if not difference <= tolerance:
-            raise ValueError(
-                f"logits through {what} differ from the model's own by {difference:.1e} of their "
-                f"size; it computes something (across tokens, or on the logits) that the "
-                f"engine would skip"
-            )
-    sizes = zip(cache.keys.values(), cache.values.values(), strict=True)
-    return frozenset((key.shape[-1], value.shape[-1]) for key, value in sizes)

@@ -11,7 +11,7 @@ heads per key/value head.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -43,6 +43,14 @@ def to_host(*vectors: torch.Tensor) -> tuple[np.ndarray, ...]:
     if vectors[0].device.type == "cpu":
         return tuple(vector.numpy() for vector in vectors)
     return tuple(torch.stack([vector.double() for vector in vectors]).cpu().numpy())
+
+
+class Packing(Protocol):
+    """Where the packed tokens of a forward belong."""
+
+    @property
+    def position(self) -> torch.Tensor:
+        """int64 [N], positions of the tokens in their rows."""
 
 
 class AttentionGroup(NamedTuple):

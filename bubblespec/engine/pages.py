@@ -20,7 +20,7 @@ class Pages:
             raise ValueError(
                 f"{num_pages} pages of {page_size} positions are too few for a row of {slot_length}"
             )
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_pages, self.page_size, self.slot_length = num_pages, page_size, slot_length
         # The pages of each slot, in order. Behind them, and in a last row for the padding of
         # forwards, there is a spare page of no row, whose number is num_pages.
         shape = (num_slots + 1, slot_length // page_size)
@@ -29,6 +29,16 @@ class Pages:
         self.version = 0  # changes with the table
         self._num_rows = np.zeros(num_pages, np.int64)  # that have each page
         self._free = list(range(num_pages - 1, -1, -1))
+
+    @classmethod
+    def for_rows(
+        cls, num_slots: int, max_length: int, page_size: int, num_pages: int | None = None
+    ) -> "Pages":
+        """Create the pages of slots for rows of max_length tokens; by default as many as full rows
+        in all slots take."""
+        per_row = -(-max_length // page_size)
+        count = num_slots * per_row if num_pages is None else num_pages
+        return cls(num_slots, per_row * page_size, count, page_size)
 
     @property
     def num_free(self) -> int:

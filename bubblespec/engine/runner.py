@@ -1,11 +1,10 @@
-"""A model's forward over the batch that the engine has planned: keys and values, CUDA graphs,
-noise and verification; on one rank, or on all ranks of a tensor-parallel group together.
+"""Forwards of the batches that the engine has planned: keys and values, CUDA graphs, noise and
+verification.
 
 Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T positions sampled, T
 = M + draft tokens.
 """
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 
@@ -13,20 +12,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.attention import ALONE, reads_pages
+from bubblespec.engine.attention import reads_pages
 from bubblespec.engine.batch import Batch
-from bubblespec.engine.compiled import compiled_best_and_sum
-from bubblespec.engine.graphs import ForwardGraphs, can_capture
+from bubblespec.engine.forward import Forward, ModelForward, SlotFollower
+from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import PAGE, CachePacking, to_device
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import SamplingParams, Verified, sample, verify
-from bubblespec.mechanisms.batch_invariant import MIN_ROWS, FixedMeans, fixed_best_and_sum
-from bubblespec.mechanisms.tp_tail.shards import Shards, TPGroup
+from bubblespec.engine.sampling import SamplingParams, Verified, verify
 from bubblespec.types import Row
 
 KEYS_AHEAD = 64  # positions whose noise keys are made at once
@@ -42,64 +37,33 @@ class ModelRunner:
         max_length: int,
         seed: int,
         *,
+        forward: Forward | None = None,
         max_num_batched_tokens: int = 2048,
-        kernel: str = "sdpa",
-        enforce_eager: bool = False,
-        tp: TPGroup | None = None,
-        beside: ForwardGraphs | None = None,
-        batch_invariant: bool = False,
-        num_pages: int | None = None,
-        page_size: int | None = None,
+        pages: Pages | None = None,
     ):
-        """max_length: prompt plus response in tokens; max_num_batched_tokens: of one forward, at
-        least num_slots; kernel: see attention.py; enforce_eager: nothing compiled and no CUDA
-        graphs, which need a kernel for variable lengths on CUDA anyway; tp: ranks that compute each
-        forward together, over the same rows in the same slots; beside: graphs whose memory this
-        one's share; batch_invariant: see batch_invariant.py, of a model that `make_invariant` was
-        given; num_pages: of keys and values, by default as many as full rows in all slots take;
-        page_size: in positions, by default PAGE where the kernel reads pages, else a page is a
-        whole slot. Raises TPUnsupported for a model that so many ranks cannot share."""
+        """max_length: prompt plus response in tokens; forward: of this model, by default
+        `ModelForward`; max_num_batched_tokens: of one forward, at least num_slots; pages: of keys
+        and values, by default as many as full rows in all slots take where the attention kernel
+        reads pages, and a page for each slot where it does not."""
+        self.model, self.device, self.seed = model, model.device, seed
         self.num_slots, self.max_length = num_slots, max_length
-        self.max_num_batched_tokens, self.kernel = max_num_batched_tokens, kernel
-        self.model, self.device = model, model.device
-        self.seed = seed
-        self.shards = None if tp is None else Shards(model, tp)
-        self.head, self.sample = output_head(model), sample
-        if self.shards is not None:
-            self.head, self.sample = self.shards.logits, self.shards.sample
-        if self.device.type == "cuda" and not enforce_eager:
-            self.sample = partial(self.sample, reduce=compiled_best_and_sum)
-        self.batch_invariant = batch_invariant
-        # Of the policy's forwards; training and a drafter need not be invariant.
-        invariant = {"sdpa": "alone", "varlen": ALONE} if batch_invariant else {}
-        self._kernel = invariant.get(kernel, kernel)
-        if batch_invariant:
-            self.sample = partial(self.sample, reduce=fixed_best_and_sum)
-        if page_size is None and reads_pages(kernel):
-            page_size = PAGE
-        slot_length, self.pages = max_length, None
-        if page_size is not None:
-            per_row = -(-max_length // page_size)
-            slot_length = per_row * page_size
-            count = num_slots * per_row if num_pages is None else num_pages
-            self.pages = Pages(num_slots, slot_length, count, page_size)
-        has_graphs = not enforce_eager and can_capture(self.device, kernel)
-        has_graphs = has_graphs and (tp is None or tp.can_capture)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.forward: Forward = ModelForward(model) if forward is None else forward
+        if pages is None and reads_pages(self.forward.kernel):
+            pages = Pages.for_rows(num_slots, max_length, PAGE)
+        self.pages = pages
+        slot_length = max_length if pages is None else pages.slot_length
         # Its tensors are made at the first forward.
-        self.cache = KVCache(num_slots, slot_length, int(has_graphs), self.pages)
+        self.cache = KVCache(num_slots, slot_length, int(not self.forward.is_eager), pages)
         self.graphs: ForwardGraphs | None = None
-        if has_graphs:
-            parts = (model, self.cache, self._kernel, max_num_batched_tokens)
-            options = {"shards": self.shards, "beside": beside}
-            options["min_tokens"] = MIN_ROWS if batch_invariant else 1
-            self.graphs = ForwardGraphs(*parts, **options)
+        if not self.forward.is_eager:
+            self.graphs = ForwardGraphs(self.forward, self.cache, max_num_batched_tokens)
         self._noise_key = np.zeros((num_slots, 3), np.int64)  # uid, visit, sample
-        # Keys of the noise streams of each response position, worked out ahead of its first
-        # `_keyed` positions.
+        # Keys of the noise streams of each response position, computed ahead for its first `_keyed`
+        # positions.
         self._stream_key = np.zeros((num_slots, max_length, 4), np.int32)
         self._keyed = np.zeros(num_slots, np.int64)
-        self.follower = None
-        """A `DrafterRunner` that keeps something of its own for the rows in slots."""
+        self.follower: SlotFollower | None = None
 
     def place(self, slot: int, row: Row) -> None:
         """See `Runner`: the slot's noise is that of the row."""
@@ -147,7 +111,8 @@ class ModelRunner:
         position = batch.generated[row] + offset
         keys = self.noise_keys(batch.slots[row], position)
         num_generated = to_device(position, self.device)
-        sampled = self.sample(self.head(hidden), keys, num_generated, params)
+        logits = self.forward.logits(hidden)
+        sampled = self.forward.sample(logits, keys, num_generated, params)
         self._make_keys(batch.slots, batch.generated + batch.num_draft + 1 + KEYS_AHEAD // 2)
         return partial(verify, sampled, batch.draft, batch.num_draft)
 
@@ -160,14 +125,10 @@ class ModelRunner:
     def hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
         """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the
         next forward."""
-        is_fixed = self.batch_invariant and self.device.type == "cuda"
-        with FixedMeans() if is_fixed else contextlib.nullcontext():
-            hidden = None if self.graphs is None else self.graphs.forward(tokens, packing)
-            if hidden is not None:
-                return hidden
-            tokens = to_device(tokens, self.device)
-            with contextlib.nullcontext() if self.shards is None else self.shards.applied():
-                return forward_hidden(self.model, tokens, packing, self._kernel)
+        hidden = None if self.graphs is None else self.graphs.forward(tokens, packing)
+        if hidden is None:
+            hidden = self.forward.hidden(to_device(tokens, self.device), packing)
+        return hidden
 
     def noise_keys(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
         """Keys of the noise of response positions, int32 [T, 4]. slots, position: int64 [T], rows

@@ -11,6 +11,7 @@ Shape legend: N packed tokens, R rows, P positions compared, V vocabulary, L att
 query heads, K key/value heads, G = H / K, D head dimension.
 """
 
+import contextlib
 import os
 
 import numpy as np
@@ -19,8 +20,11 @@ from torch import is_inference_mode_enabled
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from bubblespec.engine.attention import varlen
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.noise import add_gumbel
-from bubblespec.engine.packing import CachePacking, pack_rows, to_device
+from bubblespec.engine.packing import CachePacking, Packing, pack_rows, to_device
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import widened
 
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
@@ -94,11 +98,48 @@ def fixed_best_and_sum(
     return best, index, (logits.gather(-1, index[:, None]) - logprob)[:, 0]
 
 
+class InvariantForward(ModelForward):
+    """The forward of a model that `make_invariant` was given. Training and a drafter need not be
+    invariant."""
+
+    def __init__(self, model: torch.nn.Module, kernel: str = "sdpa", enforce_eager: bool = False):
+        super().__init__(model, kernel, enforce_eager=enforce_eager)
+        self.min_tokens, self.reduce = MIN_ROWS, fixed_best_and_sum
+        if kernel == "varlen":
+            self.heads_per_key = 1
+
+    def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """See `Forward`."""
+        packing = packing if self.kernel == "flash_attn" else AlonePacking(packing, self.kernel)
+        is_cuda = tokens.device.type == "cuda"
+        with FixedMeans() if is_cuda else contextlib.nullcontext():
+            return super().hidden(tokens, packing)
+
+
+class AlonePacking:
+    """Packed tokens that are attended without regard to each other's rows."""
+
+    def __init__(self, packing: Packing, kernel: str):
+        """packing: of new tokens of rows in the cache; kernel: "sdpa" or "varlen"."""
+        self.packing, self.kernel, self.position = packing, kernel, packing.position
+
+    def attend(self, layer: int, query, key, value, *, scaling, window) -> torch.Tensor:
+        """Compute the attention of a layer. query: [N, H, D]; key, value: [N, K, D]."""
+        packing = self.packing
+        key, value = packing.cache.write(layer, packing.place, key, value)
+        if self.kernel == "sdpa":
+            return attend_alone(packing, query, key, value, scaling=scaling, window=window)
+        if packing.cache.pages is None:
+            key, value = key.flatten(0, 1), value.flatten(0, 1)
+        how = {"scaling": scaling, "window": window, "alone": True}
+        return varlen(packing.varlen, query, key, value, **how)
+
+
 def attend_alone(
     packing: CachePacking, query, cached_key, cached_value, *, scaling, window
 ) -> torch.Tensor:
-    """Attention of query [N, H, D] over the cache, for `bubblespec_attention`: each query has keys
-    up to the next multiple of WIDTH, whatever is computed with it."""
+    """Compute the attention of query [N, H, D] over the cache: each query has keys up to the next
+    multiple of WIDTH, whatever is computed with it."""
     slots, positions = packing.index
     heads, out = cached_key.shape[2], torch.empty_like(query)
     for block in np.unique(positions // WIDTH):
@@ -121,7 +162,7 @@ def attend_alone(
 
 
 @torch.inference_mode()
-def first_difference(runner, vocab_size: int) -> str | None:
+def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
     """Where logits of one row depend on what is fed with it; None if nowhere. runner: a
     `ModelRunner` of NUM_SLOTS slots of SLOT_LENGTH positions; vocab_size: tokens to feed."""
     random = np.random.default_rng(0)
@@ -145,7 +186,7 @@ def first_difference(runner, vocab_size: int) -> str | None:
     return None
 
 
-def _logits(runner, tokens: np.ndarray, widths: list[int]) -> torch.Tensor:
+def _logits(runner: ModelRunner, tokens: np.ndarray, widths: list[int]) -> torch.Tensor:
     """Of the last COMPARED tokens of the first row, which is fed in the middle of the others,
     [COMPARED, V]. tokens: [R, LENGTH]; widths: of the forwards after the first one, none to feed
     all in one."""
@@ -162,6 +203,6 @@ def _logits(runner, tokens: np.ndarray, widths: list[int]) -> torch.Tensor:
         end, last = int(count[: own + 1].sum()), np.cumsum(count) - 1
         sampled = np.union1d(last, np.arange(end - width, end))
         of_own = np.searchsorted(sampled, np.arange(end - width, end))
-        logits.append(runner.head(hidden[to_device(sampled, runner.device)])[of_own])
+        logits.append(runner.forward.logits(hidden[to_device(sampled, runner.device)])[of_own])
         start += count
     return torch.cat(logits)[-COMPARED:]

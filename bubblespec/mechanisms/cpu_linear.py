@@ -142,6 +142,11 @@ class OneDNNLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
+def part_of(weight: torch.Tensor, part: slice, is_rowwise: bool) -> torch.Tensor:
+    """Return a part of the inputs of a weight [M, K] if it is rowwise, else of its outputs."""
+    return weight[:, part] if is_rowwise else weight[part]
+
+
 class FastLinear(torch.nn.Linear):
     """A linear layer with a plan; `use_plans` turns layers of a model into such."""
 
@@ -163,6 +168,17 @@ class FastLinear(torch.nn.Linear):
             return OneDNNLinear.apply(x, weight, bias)
         return linear(x, weight, bias)
 
+    def partial(
+        self, x: torch.Tensor, part: slice, is_rowwise: bool, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `partial_linear`."""
+        kernel, pad_to = Call()
+        if is_inference_mode_enabled() and x.numel():
+            kernel, pad_to = self.calls[min(x.numel() // x.shape[-1], ROWS[-1])]
+        if kernel == PACKED:
+            return _product(x, self.packed(part, is_rowwise), bias, kernel, pad_to)
+        return _product(x, part_of(self.weight, part, is_rowwise), bias, kernel, pad_to)
+
     def packed(self, part: slice | None = None, is_rowwise: bool = False) -> torch.Tensor:
         """A packed copy of the weight, or of the part of it that a tensor-parallel rank uses;
         renewed where the weight has changed."""
@@ -180,21 +196,6 @@ class FastLinear(torch.nn.Linear):
         return {**self.__dict__, "copies": {}}
 
 
-def sharded_linear(
-    layer: torch.nn.Linear, part: slice, is_rowwise: bool, x: torch.Tensor
-) -> torch.Tensor:
-    """What one rank computes of a layer: a part of its outputs, or, if it is rowwise, its product
-    with a part of the inputs, without the bias, which is added to the sum over ranks. x: [..., K],
-    or [..., the part of K]."""
-    bias = None if is_rowwise or layer.bias is None else layer.bias[part]
-    kernel, pad_to = Call()
-    if is_inference_mode_enabled() and isinstance(layer, FastLinear) and x.numel():
-        kernel, pad_to = layer.calls[min(x.numel() // x.shape[-1], ROWS[-1])]
-    is_packed = kernel == PACKED
-    own = layer.packed(part, is_rowwise) if is_packed else part_of(layer.weight, part, is_rowwise)
-    return _product(x, own, bias, kernel, pad_to)
-
-
 def _product(x: torch.Tensor, weight: torch.Tensor, bias, kernel: str, pad_to: int):
     """x: [..., K]; weight: [M, K], or packed."""
     compute = PRODUCTS[kernel]
@@ -203,11 +204,6 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias, kernel: str, pad_to: i
     rows = x.reshape(-1, x.shape[-1])
     out = compute(pad(rows, (0, 0, 0, pad_to - len(rows))), weight, bias)
     return out[: len(rows)].view(*x.shape[:-1], out.shape[-1])
-
-
-def part_of(weight: torch.Tensor, part: slice, is_rowwise: bool) -> torch.Tensor:
-    """A part of the inputs of a weight [M, K] if it is rowwise, otherwise of its outputs."""
-    return weight[:, part] if is_rowwise else weight[part]
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

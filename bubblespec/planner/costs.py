@@ -3,6 +3,7 @@ estimate of its kind, which placement, drafting, the shared tail and the guard a
 
 import numpy as np
 
+from bubblespec.engine.batch import Load
 from bubblespec.planner.rows import (
     NUM_POINTS,
     TYPICAL_WINDOW,
@@ -12,7 +13,6 @@ from bubblespec.planner.rows import (
     forwards_horizon,
     forwards_survival,
 )
-from bubblespec.records import Load
 
 SLOWEST = 5.0  # times the expected seconds: an interruption, not a cost
 # Tokens of a forward at which the cost may bend. Matrix products have steps in the number of their

@@ -6,13 +6,14 @@ together or not at all, and only if their drafts hold. The expected seconds of t
 with the longest 0, 1, 2, ... responses drafted say how many.
 """
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from bubblespec.planner.costs import CostModel, seconds_of_course, time_points
+from bubblespec.planner.jobs import Job
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows, forwards_survival
 from bubblespec.types import Draft, Group, SampleId
@@ -23,23 +24,6 @@ MIN_ACCEPTED_SHARE = 0.2  # drafts so old that less of them is accepted are not 
 # Co-scheduled drafts must save this many times what they cost: both are estimates, and the best of
 # many counts is taken.
 MIN_RETURN = 1.25
-
-
-class Job(NamedTuple):
-    """A piece of idle work that a rank could do."""
-
-    key: Hashable
-    """Which piece; the task knows it by this. Of a draft to make, its `SampleId`."""
-    saves_s: float
-    """Seconds of the run's wall time that it is expected to save; 0 where nothing is known yet."""
-    costs_s: float
-    """Seconds that it is expected to take; where a rank waits they cost the run nothing."""
-    co_scheduled: bool
-    """Whether it is worth slowing down a rank's own rows."""
-    rank: int | None = None
-    """The only rank that can do it, or None for any."""
-    prompt: tuple[int, ...] = ()
-    """Of a draft to make."""
 
 
 class DraftValue(NamedTuple):

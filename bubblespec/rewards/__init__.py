@@ -1,5 +1,4 @@
-"""Reward functions, and how they are run. The ready-made ones can be named in a configuration as
-bubblespec.rewards.NAME."""
+"""Reward functions and their calls. A configuration names shipped ones bubblespec.rewards.NAME."""
 
 from bubblespec.rewards.functions import answer_format as answer_format
 from bubblespec.rewards.functions import exact_match as exact_match

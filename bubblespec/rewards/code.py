@@ -1,9 +1,8 @@
-"""A reward that runs code: 1 if the Python program of a completion passes the tests of the column
-`tests`.
+"""A reward that runs the Python program in a completion.
 
 The program runs in its own process with limits on CPU time, wall time, memory and files, without
-the trainer's environment or file descriptors, in an empty temporary folder; it and all that it has
-started is killed at the end. That protects the run from a faulty program. **It is not a security
+the trainer's environment or file descriptors, in an empty temporary folder. At the end it is killed
+with all that it has started. That protects the run from a faulty program. **It is not a security
 sandbox**: the program has the user's rights on files and network, and a malicious one can forge a
 success. Run untrusted code in a container or a virtual machine.
 """
@@ -23,7 +22,7 @@ from pathlib import Path
 from bubblespec.distributed.processes import fork_with_supervisor
 from bubblespec.rewards.functions import per_sample, text_of
 
-CPU_LIMIT_S = 5  # lower than the wall time: what is slow on a busy machine should not fail
+CPU_LIMIT_S = 5  # lower than the wall time: a busy machine must not fail a program
 WALL_LIMIT_S = 20.0
 MEMORY_LIMIT = 1 << 30  # bytes of address space, for each process
 FILE_LIMIT = 16 << 20  # bytes of each file
@@ -38,8 +37,10 @@ main()
 
 @per_sample
 def passes_tests(prompts, completions, completion_ids, tests, **columns) -> list[float | None]:
-    """1 if all tests pass, else 0; None without tests. `tests`: Python statements, such as asserts,
-    as text or a list of texts, which see the names that the program has defined."""
+    """Return 1 where the program passes all tests, else 0; None without tests.
+
+    `tests`: Python statements, such as asserts, as text or a list of texts. They run behind the
+    program, in the same module."""
     scores: list[float | None] = []
     for completion, given in zip(completions, tests, strict=True):
         checks = given if isinstance(given, str) else "\n".join(given or ())
@@ -48,25 +49,30 @@ def passes_tests(prompts, completions, completion_ids, tests, **columns) -> list
     return scores
 
 
-passes_tests.can_score = lambda columns: bool(columns.get("tests"))
+def _has_tests(columns: dict) -> bool:
+    return bool(columns.get("tests"))
+
+
+passes_tests.can_score = _has_tests  # type: ignore[attr-defined]  # as `per_sample`
 
 
 def program_in(text: str) -> str:
-    """The last fenced code block, or all of the text if there is none."""
+    """Return the last fenced code block, or all of the text without one."""
     blocks = re.findall(r"^```[^\n`]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return blocks[-1] if blocks else text
 
 
 def run_program(program: str, tests: str) -> bool:
-    """Whether the program, and then the tests in the same module, run to their end within the
-    limits. A success is reported by a secret number that the program does not get: exit codes and
-    printed text count for nothing."""
+    """Whether the program, and then the tests, run to their end within the limits.
+
+    A secret number, which the program does not get, reports success: exit codes and printed text do
+    not count."""
     secret = secrets.token_bytes(16)
-    reader, verdict = os.pipe()
+    reading, verdict = os.pipe()
     limits = {"CPU": CPU_LIMIT_S, "AS": MEMORY_LIMIT, "FSIZE": FILE_LIMIT, "CORE": 0, "NOFILE": 64}
     job = [program, tests, secret.hex(), verdict, os.getpid(), limits]
     with (
-        open(reader, "rb") as reader,
+        open(reading, "rb") as reader,
         tempfile.TemporaryDirectory(prefix="bubblespec-", ignore_cleanup_errors=True) as folder,
     ):
         supervisor = subprocess.Popen(
@@ -80,6 +86,7 @@ def run_program(program: str, tests: str) -> bool:
             start_new_session=True,
         )
         os.close(verdict)
+        assert supervisor.stdin is not None
         try:
             supervisor.stdin.write(json.dumps(job).encode() + b"\n")
             supervisor.stdin.flush()
@@ -94,8 +101,7 @@ def run_program(program: str, tests: str) -> bool:
 
 
 def main() -> None:
-    """Run the job on standard input in a child. This process becomes its supervisor, which kills
-    all that the program has started."""
+    """Run the job on standard input in a child, supervised by this process."""
     program, tests, secret, verdict, trainer, limits = json.loads(sys.stdin.readline())
     fork_with_supervisor(trainer, verdict)
     try:

@@ -1,13 +1,12 @@
-"""Reward functions: how they are loaded, checked and called, how their values are combined, and
-those that are shipped.
+"""Reward functions: loaded, checked, called, combined; and the shipped ones.
 
 A reward function has TRL's signature `f(prompts, completions, completion_ids, **columns) ->
 list[float | None]`: prompts and completions are strings, or lists of chat messages if the prompt is
 a chat; every further column of the data is a keyword argument with one value per sample. None means
 that the function does not apply to that sample. An `async` function is awaited. A call has the
-responses of one whole group, all of one prompt, so a function may compare them. One that looks at
-each by itself says so (`@per_sample`): its calls may have any samples, it is called as soon as a
-response is finished, and one that fails costs no other its reward.
+responses of one whole group, all of one prompt, so a function may compare them. A function that is
+declared `@per_sample` is called as soon as a response is finished, with any samples, and a sample
+for which it fails costs no other sample its reward.
 """
 
 import copy
@@ -30,7 +29,7 @@ ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 class Sample(NamedTuple):
-    """What a reward function is given of one response."""
+    """One response, as a reward function gets it."""
 
     prompt: str | list[dict]
     """Text, or chat messages."""
@@ -40,38 +39,37 @@ class Sample(NamedTuple):
     columns: dict
     """Other columns of the prompt's row, by name."""
     environment: bytes = pickle.dumps(None)
-    """That of its episode, pickled, where a function takes it and it has not failed."""
+    """Environment of the episode, pickled; None unless a function takes environments."""
 
 
 class RewardFailure(NamedTuple):
     """A reward that could not be computed."""
 
     kind: str
-    """exception, result (not one value per sample), value (no finite number), timeout, or crash (of
-    the process)."""
+    """exception, result (not one value per sample), value (no finite number), timeout, crash (of
+    the process), or environment."""
     message: str
     trace: str = ""
-    """The exception's traceback, if there was one."""
+    """Traceback of the exception, if there was one."""
 
 
 Reward = float | None | RewardFailure
-"""A finite number, None where the function does not apply, or why there is none."""
+"""A finite number, or None where the function does not apply."""
 
 
 class Answer(NamedTuple):
-    """What became of one sample and function."""
+    """The result of one function for one sample."""
 
     reward: Reward
     seconds: float
     """Time inside the function."""
     ended_s: float
-    """When it returned or was given up, by time.monotonic, which all processes of a machine
-    share."""
+    """Time at which it returned or was killed, by time.monotonic, which processes share."""
 
 
 def per_sample(function: RewardFunction) -> RewardFunction:
     """Declare that the value of a sample does not depend on the others in the call."""
-    function.per_sample = True
+    function.per_sample = True  # type: ignore[attr-defined]  # functions have attributes
     return function
 
 
@@ -81,11 +79,16 @@ def sees_groups(function: RewardFunction) -> bool:
 
 
 def takes_environments(function: RewardFunction) -> bool:
-    """Whether it has an argument `environments`."""
+    """Whether the function has an argument `environments`."""
+    signature = _signature_of(function)
+    return signature is not None and "environments" in signature.parameters
+
+
+def _signature_of(function: Callable) -> inspect.Signature | None:
     try:
-        return "environments" in inspect.signature(function).parameters
+        return inspect.signature(function)
     except (ValueError, TypeError):  # some that are written in C have none
-        return False
+        return None
 
 
 def load_reward(path: str) -> RewardFunction:
@@ -100,18 +103,16 @@ def check_arguments(
     source: str,
     has_environments: bool = False,
 ) -> None:
-    """Raises InputError if the function cannot be called with the samples and these columns of the
-    data (`source`, for the error), and the episodes' environments where there are any: before the
-    run starts, rather than after its first rollout."""
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):  # some that are written in C have none
-        return
+    """Raise InputError if the function cannot be called with samples that have these columns.
+
+    source: of the data, for the error; has_environments: whether responses are episodes."""
+    signature = _signature_of(function)
     given = dict.fromkeys([*ARGUMENTS, *columns])
     if has_environments and takes_environments(function):
         given["environments"] = None
     try:
-        signature.bind(**given)
+        if signature is not None:
+            signature.bind(**given)
     except TypeError as error:
         has = f"the columns {sorted(columns)}" if columns else "no further columns"
         raise InputError(
@@ -121,10 +122,10 @@ def check_arguments(
 
 
 def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
-    """One reward per sample, all in one call. If that raises, all of a group fail; with a function
-    per sample it is repeated sample by sample, to find those for which it does.
+    """Return one reward per sample, by one call with copies of their prompts and columns.
 
-    Samples share prompt and columns, also with those of later visits: the function gets copies."""
+    If the call raises, all samples of a group fail; a function per sample is called again for each
+    sample alone."""
     names = sorted({name for sample in samples for name in sample.columns}.difference(ARGUMENTS))
     try:
         columns = {name: [copy.deepcopy(s.columns.get(name)) for s in samples] for name in names}
@@ -133,7 +134,7 @@ def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
         returned = awaited(
             function(
                 prompts=[copy.deepcopy(s.prompt) for s in samples],
-                completions=[_as_given(s) for s in samples],
+                completions=[_completion_of(s) for s in samples],
                 completion_ids=[s.completion_ids[:] for s in samples],
                 **columns,
             )
@@ -154,15 +155,15 @@ def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
 
 
 def answers_of(function: RewardFunction, samples: list[Sample], clock) -> list[Answer]:
-    """What one call gives, and how long it takes by the clock."""
+    """Return the answers from one call, timed by the clock."""
     begin_s = clock.monotonic()
     rewards = score(function, samples)
     end_s = clock.monotonic()
     return [Answer(reward, (end_s - begin_s) / len(samples), end_s) for reward in rewards]
 
 
-def _as_given(sample: Sample) -> str | list[dict]:
-    """The completion: a string, or chat messages if the prompt is a chat."""
+def _completion_of(sample: Sample) -> str | list[dict]:
+    """Return the completion: a string, or chat messages if the prompt is a chat."""
     if isinstance(sample.prompt, str):
         return sample.completion
     return [{"role": "assistant", "content": sample.completion}]
@@ -181,7 +182,7 @@ def _checked(value) -> Reward:
 
 
 def _failure_of(error: BaseException) -> RewardFailure:
-    """Of an exception that is being handled."""
+    """Describe an exception that is being handled."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())
     message = f"raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {text}"
@@ -189,17 +190,18 @@ def _failure_of(error: BaseException) -> RewardFailure:
 
 
 def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:
-    """Weighted sum over the functions that apply: [samples, functions] -> [samples]. NaN where none
-    applies: training such a sample on 0 would be a silent mistake."""
+    """Return the weighted sum over the functions that apply: [samples, functions] -> [samples].
+
+    NaN where none applies: training such a sample on 0 would be a silent mistake."""
     total = np.nansum(rewards * np.asarray(weights), axis=1)
     return np.where(np.isnan(rewards).all(axis=1), np.nan, total)
 
 
 def overlong_penalty(lengths: np.ndarray, max_length: int, buffer_length: int) -> np.ndarray:
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), float64 [S], 0 or negative.
+    """Return the soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), float64 [S].
 
-    lengths: response tokens. Nothing up to max_length - buffer_length, then linearly down to
-    -1 at max_length.
+    lengths: response tokens. The penalty is 0 up to max_length - buffer_length, and falls linearly
+    to -1 at max_length.
     """
     if buffer_length == 0:
         return np.zeros(len(lengths))
@@ -208,9 +210,10 @@ def overlong_penalty(lengths: np.ndarray, max_length: int, buffer_length: int) -
 
 
 @per_sample
-def exact_match(prompts, completions, completion_ids, answer, **columns) -> list[float]:
-    """1 if the final answer, or the whole completion if nothing is tagged as one, equals the column
-    `answer` as text, else 0."""
+def exact_match(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
+    """Return 1 where the final answer equals the column `answer` as text, else 0.
+
+    Without `<answer>` tags the whole completion is the answer."""
     texts = [text_of(c) for c in completions]
     given = [text.strip() if final_answer(text) is None else final_answer(text) for text in texts]
     return [float(g == str(a).strip()) for g, a in zip(given, answer, strict=True)]
@@ -219,9 +222,8 @@ def exact_match(prompts, completions, completion_ids, answer, **columns) -> list
 @per_sample
 def reasoning_gym_score(
     prompts, completions, completion_ids, task, entry, **columns
-) -> list[float]:
-    """The score from 0 to 1 that reasoning-gym's own scorer of the sample's task gives to the final
-    answer."""
+) -> list[float | None]:
+    """Return the score from 0 to 1 of the final answer by reasoning-gym's scorer of the task."""
     import reasoning_gym
 
     return [
@@ -231,18 +233,18 @@ def reasoning_gym_score(
 
 
 @per_sample
-def answer_format(prompts, completions, completion_ids, **columns) -> list[float]:
-    """1 if the completion ends with exactly one `<answer>...</answer>`, else 0."""
+def answer_format(prompts, completions, completion_ids, **columns) -> list[float | None]:
+    """Return 1 where the completion ends with exactly one `<answer>...</answer>`, else 0."""
     pattern = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
     return [float(pattern.fullmatch(text_of(c)) is not None) for c in completions]
 
 
 def text_of(completion: str | list[dict]) -> str:
-    """The text of a completion, given as a string or as chat messages."""
+    """Return the text of a completion, which is a string or chat messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def final_answer(text: str) -> str | None:
-    """The text in the last `<answer>` tags, or None if there are none."""
+    """Return the text in the last `<answer>` tags, or None without any."""
     answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return answers[-1].strip() if answers else None

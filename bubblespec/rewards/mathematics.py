@@ -4,14 +4,12 @@ import re
 
 from bubblespec.rewards.functions import final_answer, per_sample, text_of
 
-# Seconds for one comparison by math-verify, which would evaluate a completion such as 9^{9^9}
-# forever.
-MATH_LIMIT_S = 5
+MATH_LIMIT_S = 5  # for one comparison by math-verify, which would evaluate 9^{9^9} forever
 _NUMBER = re.compile(r"-?\d[\d,]*(\.\d+)?")
 _BOX = re.compile(r"\\boxed\s*{")
 _BETWEEN_BOXES = re.compile(r"[\s$,]*(and|or)?[\s$]*")
 # Words after a number, such as "dollars per hour", which LaTeX takes for products of letters; not
-# if they change the number.
+# words that change the number.
 _UNIT = re.compile(r"(?<=[\d)}\]])\s+[A-Za-z]{3,}(\s+[A-Za-z]{2,})*\.?$")
 _CHANGES_NUMBER = re.compile(
     r"\b(hundred|thousand|\w+illion|dozen|half|percent|and|plus|minus|times|over|squared|cubed|mod)s?\b"
@@ -21,11 +19,11 @@ _EQUATION = re.compile(r"[-+*/^().,\d\s]+(=[-+*/^().,\d\s]+)+")
 
 @per_sample
 def math_equivalence(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
-    """1 if the completion's answer equals the column `answer` as mathematics (the math-verify
-    library), else 0; None if the reference itself cannot be parsed. The answer is what the last
-    `<answer>` tags or `\\boxed{}` hold, else what the library finds in the text; an equation of
-    numbers must be true. If the reference is a whole solution, as in GSM8K, what follows the last
-    #### counts."""
+    """Return 1 where the answer equals the column `answer` by the math-verify library, else 0.
+
+    The answer is in the last `<answer>` tags or `\\boxed{}`, else what the library finds in the
+    text; an equation of numbers must be true. None where the reference cannot be parsed. A
+    reference may be a whole solution with the answer behind the last ####, as in GSM8K."""
     from math_verify import parse, verify
 
     scores: list[float | None] = []
@@ -48,7 +46,7 @@ def _has_reference(columns: dict) -> bool:
     return _NUMBER.fullmatch(_reference_text(answer)) is not None or bool(_parse_reference(answer))
 
 
-math_equivalence.can_score = _has_reference
+math_equivalence.can_score = _has_reference  # type: ignore[attr-defined]  # as `per_sample`
 
 
 def _reference_text(reference) -> str:
@@ -61,7 +59,7 @@ def _parse_reference(reference) -> list:
 
 
 def _answer_in(text: str) -> str | None:
-    """The answer of a completion, as LaTeX; None if nothing in it is marked as one."""
+    """Return the marked answer of a completion, as LaTeX, or None without one."""
     tagged = final_answer(text)
     boxed = _last_boxed(text if tagged is None else tagged)
     if tagged is not None or boxed is not None:
@@ -71,8 +69,9 @@ def _answer_in(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    """What the last \\boxed{} holds, and those right before it that a comma, "and" or "or" joins to
-    it, as in \\boxed{1} and \\boxed{2}. None if there is none."""
+    """Return the content of the last \\boxed{}, or None without one.
+
+    Boxes right before it that a comma, "and" or "or" joins to it belong to it."""
     held: list[str] = []
     following = len(text)  # where the box after this one begins
     for box in reversed(list(_BOX.finditer(text))):
@@ -90,7 +89,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _parse(latex: str) -> list:
-    """What the library makes of LaTeX, and of the same without a unit in words."""
+    """Parse LaTeX, and the same without a unit in words."""
     from math_verify import parse
 
     unit = _UNIT.search(latex)
@@ -101,8 +100,9 @@ def _parse(latex: str) -> list:
 
 
 def _is_false(expression) -> bool:
-    """Whether an expression has an equation of numbers that does not hold, as 4 = 5. Decimals may
-    be rounded: the library would compare the right side alone."""
+    """Whether an expression has a false equation of numbers, up to rounding of decimals.
+
+    The library would compare the right side alone."""
     from math_verify import verify
     from sympy import Basic, Eq
 

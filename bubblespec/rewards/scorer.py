@@ -1,8 +1,9 @@
-"""Scoring of a rank's rows: in worker processes while others still decode, or in this process, when
-it has nothing else to do or once all have finished.
+"""Scoring of a rank's rows.
 
-A reward that fails is logged, counted, and replaced by `reward.reward_on_error`. If a function
-fails for all responses of a step, on all ranks, the run ends, as there is nothing to train on.
+Reward functions run in worker processes while other rows decode, or in this process when it is
+idle or all rows have finished. A reward that fails is logged, counted, and replaced by
+`reward.reward_on_error`. If a function fails for all responses of a step, on all ranks, the run
+ends, as there is nothing to train on.
 """
 
 import atexit
@@ -46,9 +47,10 @@ class Scorer:
         self.ranks, self.has_environment = ranks, has_environment
         self.are_of_groups = [sees_groups(function) for function in functions.values()]
         self.takes_environments = any(map(takes_environments, functions.values()))
-        # Over all ranks and the batches of a step: seconds inside the functions, seconds of these
+        # Over all ranks and the batches of a step: seconds inside the functions, those of them
         # before the end of the rollouts, rows, and failures by function.
         self._totals = np.zeros(3 + len(self.names))
+        self.pool: RewardWorkers | InProcess
         if config.num_workers:
             self.pool = RewardWorkers(self.paths, config.num_workers, config.timeout_s)
         else:
@@ -56,12 +58,12 @@ class Scorer:
         atexit.register(self.pool.close)
 
     def begin(self, launch: Launch, step: int | None = None) -> "Scoring":
-        """Score responses of groups that are about to be generated. step: None in an evaluation."""
+        """Prepare to score groups that are about to be generated. step: None in an evaluation."""
         return Scoring(self, launch, step)
 
     @property
     def names(self) -> list[str]:
-        """Of all rewards."""
+        """Names of all rewards."""
         return self.paths + ["environment"] * self.has_environment
 
     @property
@@ -70,9 +72,7 @@ class Scorer:
         return any(self.are_of_groups)
 
     def take_metrics(self) -> dict[str, float]:
-        """Failures, seconds inside the functions, and the share of these that overlapped with
-        rollouts (left out if there were none), over all ranks since the last call: to be called
-        once per step."""
+        """Return the metrics of all ranks since the last call, once per step."""
         seconds, overlapped_s, _, *failures = self._totals.tolist()
         metrics = {"reward/errors": int(sum(failures)), "reward/function_s": seconds}
         if seconds:
@@ -81,13 +81,14 @@ class Scorer:
         return metrics
 
     def count(self, answers: list[list[Answer]], end_s: float) -> None:
-        """Sum up what all ranks have had, [rows][functions]; end_s: of this rank's rollouts. Raises
-        RewardsFailed, on all ranks, if a function has failed for every row."""
+        """Sum up the answers of all ranks, [rows][functions]. end_s: of this rank's rollouts.
+
+        Raises RewardsFailed, on all ranks, if a function has failed for every row."""
         local = np.zeros_like(self._totals)
         local[2] = len(answers)
         examples = [""] * len(self.names)
-        for of_row in answers:
-            for number, answer in enumerate(of_row):
+        for row_answers in answers:
+            for number, answer in enumerate(row_answers):
                 begin_s = answer.ended_s - answer.seconds
                 local[0] += answer.seconds
                 local[1] += max(min(answer.ended_s, end_s) - begin_s, 0)
@@ -109,32 +110,32 @@ class Scorer:
 
 
 class Scoring:
-    """The scores of one rollout's rows on one rank: row by row as they come (`take_scored`), and at
-    the end those of all rows (`collect`), which are the same whatever was handed out before."""
+    """The scores of one rollout's rows on one rank.
+
+    `take_scored` hands them out row by row as they come. `collect` returns those of all rows at the
+    end, the same whatever was handed out before."""
 
     def __init__(self, scorer: Scorer, launch: Launch, step: int | None):
         self.scorer, self.step, self._num_generations = scorer, step, launch.num_generations
         self._prompts = {group.prompt.uid: group.prompt for group in launch.groups}
-        # By function the call, and which sample of it this is; of one that sees groups None until
-        # all of a group are finished.
-        self._calls: dict[SampleId, list[tuple[Future, int] | None]] = {}
+        # Of each finished row: the call of each reward, by its number, and the row's index in it.
+        # A function that sees groups is called once all rows of a group have finished.
+        self._calls: dict[SampleId, dict[int, tuple[Future, int]]] = {}
         self._finished: dict[tuple, dict[SampleId, Sample]] = {}  # by group
-        self._new: list[Row] = []  # whose last score has not come yet
+        self._new: list[Row] = []  # finished rows whose last score has not come yet
         self.outcomes: dict[Row, Future] = {}
-        """What is left of the environments of rows that have finished, where they have any: an
-        `Outcome` each."""
-        self._ending: list[Row] = []  # whose outcome has not come yet
+        """`Outcome` of each finished row's episode, where rows are episodes."""
+        self._ending: list[Row] = []  # finished rows whose outcome has not come yet
 
     def on_finished(self, row: Row) -> None:
-        """To be called when a row has finished that is going to be trained on: the workers may
-        begin with it, or with its group if it is the last of it."""
+        """Begin to score a finished row that is trained on, and its group if it is complete."""
         self._new.append(row)
-        self._calls[row.id] = [None] * len(self.scorer.paths)
+        self._calls[row.id] = {}
         self._ending.append(row)
         self._take_outcomes()
 
     def _take_outcomes(self) -> None:
-        """Begin with rows whose outcomes have come, and with those that have none."""
+        """Begin to score the rows whose outcomes have come, and those without any."""
         waiting, self._ending = self._ending, []
         for row in waiting:
             outcome = self.outcomes.get(row)
@@ -145,7 +146,7 @@ class Scoring:
                 packed = outcome.result().environment
                 self._begin(row, row.tokens[begin:], {"environment": packed} if packed else {})
                 if self.scorer.has_environment:
-                    self._calls[row.id].append((_answered(outcome), 0))
+                    self._calls[row.id][len(self.scorer.paths)] = (_answered(outcome), 0)
             else:
                 self._ending.append(row)
 
@@ -167,36 +168,33 @@ class Scoring:
             self._calls[name][function] = (future, number)
 
     def take_scored(self) -> list[tuple[Row, np.ndarray]]:
-        """Rows given to `on_finished` whose last score has come since the last call, with the
-        scores, float64 [functions], NaN where a function does not apply. May be called by one rank
-        alone, and at any time before `collect`.
+        """Return finished rows whose last score has come since the last call, with their scores.
 
-        A row for which a function fails is never among them: `collect` decides what becomes of it.
-        With workers this never waits. Without, it calls the functions here, once with all rows that
-        have finished since the last call, however long that takes.
+        Scores are float64 [functions], NaN where a function does not apply. One rank alone may call
+        this, at any time before `collect`, which decides about rows for which a function fails.
+        With workers this never waits; without, it calls the functions here, however long that
+        takes, once for all rows that have finished since the last call.
         """
         self._take_outcomes()
         self.scorer.pool.run()
         waiting, self._new, taken = self._new, [], []
         for row in waiting:
             calls = self._calls[row.id]
-            if row in self._ending or not all(
-                call is not None and call[0].done() for call in calls
-            ):
+            is_complete = len(calls) == len(self.scorer.names)
+            if not is_complete or not all(future.done() for future, _ in calls.values()):
                 self._new.append(row)
-            elif not any(future.exception() for future, _ in calls):
-                rewards = [future.result()[number].reward for future, number in calls]
+            elif not any(future.exception() for future, _ in calls.values()):
+                rewards = [answer.reward for answer in self._answers(row)]
                 if not any(isinstance(reward, RewardFailure) for reward in rewards):
                     taken.append((row, np.array(rewards, np.float64)))
         return taken
 
     def collect(self, rows: list[Row]) -> np.ndarray:
-        """Wait for the scores of rows, among them all that `on_finished` was called with: float64
-        [rows, functions], NaN where a function does not apply. Called by all ranks together, once
-        their rollouts are over.
+        """Wait for the scores of rows, which include all that `on_finished` was called with.
 
-        Raises RewardsFailed if failures are to end the run, and StopRequested if a rank has been
-        told to stop, both on all ranks: pending scores are then abandoned.
+        Returns float64 [rows, functions], NaN where a function does not apply. All ranks call this
+        together, once their rollouts are over. Raises, on all ranks, RewardsFailed if failures end
+        the run, and StopRequested after a stop request; pending scores are then abandoned.
         """
         scorer, rollouts_ended_s = self.scorer, self.scorer.ranks.clock.monotonic()
         for row in rows:
@@ -205,27 +203,30 @@ class Scoring:
         self._wait({self.outcomes[row] for row in self._ending})
         self._take_outcomes()
         scorer.pool.run()
-        self._wait({call[0] for row in rows for call in self._calls[row.id] if call})
-        # Before any exchange: a rank that was told to stop lacks some scores.
+        self._wait({future for row in rows for future, _ in self._calls[row.id].values()})
+        # Before any exchange: a rank that stops lacks some scores.
         scorer.ranks.barrier_or_stop()
         for name, group in self._finished.items():
             if scorer.sees_groups and len(group) != self._num_generations:
                 raise ValueError(f"{len(group)} of {self._num_generations} samples of group {name}")
-        answers = [
-            [future.result()[number] for future, number in self._calls[row.id]] for row in rows
-        ]
+        answers = [self._answers(row) for row in rows]
         self._report(rows, answers)
         scorer.count(answers, rollouts_ended_s)
         on_error = scorer.config.reward_on_error
         rewards = [
-            [on_error if isinstance(a.reward, RewardFailure) else a.reward for a in of_row]
-            for of_row in answers
+            [on_error if isinstance(a.reward, RewardFailure) else a.reward for a in row_answers]
+            for row_answers in answers
         ]
         return np.array(rewards, np.float64).reshape(len(rows), len(scorer.names))
 
+    def _answers(self, row: Row) -> list[Answer]:
+        """Return the answer of each reward, by number."""
+        return [
+            future.result()[index] for _, (future, index) in sorted(self._calls[row.id].items())
+        ]
+
     def _wait(self, pending: set[Future]) -> None:
-        """Until all are there or the run is to stop. Raises the InputError of a worker that cannot
-        be started."""
+        """Wait for all or a stop request. Raises InputError if a worker cannot be started."""
         while pending:
             done, pending = wait(pending, POLL_STOP_S, FIRST_EXCEPTION)
             for future in done:
@@ -236,12 +237,13 @@ class Scoring:
                 return
 
     def _report(self, rows: list[Row], answers: list[list[Answer]]) -> None:
-        """A warning for each kind of failure of each function, about the first. Raises
-        RewardsFailed, on all ranks, if failures end the run."""
+        """Warn of the first failure of each kind and function.
+
+        Raises RewardsFailed, on all ranks, if failures end the run."""
         failed = [
             (row, path, answer.reward)
-            for row, of_row in zip(rows, answers, strict=True)
-            for path, answer in zip(self.scorer.names, of_row, strict=True)
+            for row, row_answers in zip(rows, answers, strict=True)
+            for path, answer in zip(self.scorer.names, row_answers, strict=True)
             if isinstance(answer.reward, RewardFailure)
         ]
         when = "evaluation" if self.step is None else f"step {self.step}"
@@ -265,9 +267,9 @@ class Scoring:
 
 
 def _answered(outcome: Future) -> Future:
-    """An environment's reward, as the functions' come."""
+    """Return an environment's reward like a call of a function."""
     reward, _, problem = outcome.result()
-    future = Future()
+    future: Future[list[Answer]] = Future()
     value = reward if problem is None else RewardFailure("environment", problem)
     future.set_result([Answer(value, 0.0, 0.0)])
     return future

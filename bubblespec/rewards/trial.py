@@ -1,15 +1,19 @@
-"""What can be found out about reward functions before the first step: rows to which none of them
-applies, and functions that return no rewards, by one call of each on a made-up group."""
+"""Checks of reward functions before the first step: columns, references, and a trial call."""
 
 from collections.abc import Collection
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 
+from bubblespec.config import Config
+from bubblespec.data.prompts import PromptSet
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log
 from bubblespec.rewards.functions import (
     ARGUMENTS,
     RewardFailure,
     RewardFunction,
     Sample,
+    check_arguments,
     sees_groups,
     takes_environments,
 )
@@ -21,8 +25,9 @@ MAX_CHECKED = 1000  # rows: parsing the references of all may take minutes
 
 
 def check_columns(names: Collection[str], renamed: Collection[str], source: str) -> None:
-    """Raises InputError for a column of the data (`source`) that would take the place of an
-    argument of reward functions. renamed: columns that the configuration gives another name."""
+    """Raise InputError for a column of the data (`source`) with the name of a reward's argument.
+
+    renamed: columns that the configuration renames."""
     for name in ARGUMENTS:
         if name in names and name not in renamed:
             raise InputError(
@@ -34,14 +39,15 @@ def check_columns(names: Collection[str], renamed: Collection[str], source: str)
 def check_references(
     functions: dict[str, RewardFunction], prompts: list[Prompt], source: str
 ) -> None:
-    """Warn of rows (of `source`) for which each function would return None whatever the response,
-    as far as the functions can tell (`can_score`). Raises InputError if that is all of them."""
-    checks = [getattr(function, "can_score", None) for function in functions.values()]
-    if not checks or None in checks:
-        return
+    """Warn of rows of `source` that no function can score by its `can_score`.
+
+    Raises InputError if that is all of them."""
+    checks = [
+        getattr(function, "can_score", lambda columns: True) for function in functions.values()
+    ]
     prompts = prompts[:MAX_CHECKED]
     without = [p for p in prompts if not any(can_score(p.columns) for can_score in checks)]
-    if not without:
+    if not functions or not without:
         return
     row = f"{str(without[0].text)!r:.100}, answer {without[0].columns.get('answer')!r:.50}"
     line = f"no reward function can score {len(without)} of {len(prompts)} rows of {source}"
@@ -50,11 +56,50 @@ def check_references(
     log(f"warning: {line}; these rows are left out of updates; the first is {row}")
 
 
+def check_weights(config: Config, has_environment: bool) -> list[float]:
+    """Return the weights of the reward functions and of the environment's own reward, if any."""
+    count, weights = len(config.reward.functions) + has_environment, config.reward.weights
+    if not count:
+        problem = "is empty, and environment.factory has no get_reward"
+        raise InputError(f"reward.functions: {problem}; one of the two must score responses")
+    if weights is not None and len(weights) != count:
+        needed = f"{count} are needed, the environment's last" if has_environment else f"{count}"
+        raise InputError(f"reward.weights: {len(weights)} weights, but {needed}")
+    return weights or [1.0] * count
+
+
+def check_prompts(
+    config: Config,
+    functions: dict[str, RewardFunction],
+    train_prompts: PromptSet,
+    eval_prompts: list[Prompt],
+    ranks: Ranks,
+    has_reward: bool,
+) -> None:
+    """Raise InputError where rewards lack columns or there are too few prompts."""
+    sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
+    for source, prompts in sources.items():
+        if not prompts:
+            continue
+        columns, is_used = prompts[0].columns, config.environment.is_used
+        check_columns(columns, config.data.columns.values(), source)
+        for path, function in functions.items():
+            check_arguments(path, function, columns, source, is_used)
+        if not has_reward:  # of environments, which may score any row
+            ranks.agree(partial(check_references, functions, prompts, source))
+    num_prompts = config.rollout.num_prompts_per_step
+    train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
+    if num_prompts < ranks.world_size:
+        shortage = f"{num_prompts} prompts for {ranks.world_size} ranks"
+        raise InputError(f"rollout.num_prompts_per_step: {shortage}; each rank needs at least one")
+
+
 def begin_trial(
     scorer: Scorer, functions: dict[str, RewardFunction], prompt: Prompt, num_generations: int
 ) -> dict[str, Future]:
-    """Call each function on responses to a prompt of the data, where the other calls will be made.
-    Functions that need environments are not tried. Returns the calls, by path."""
+    """Submit a call of each function on responses to a prompt; return the futures by path.
+
+    Functions that take environments are left out."""
     ids = scorer.tokenizer(RESPONSE, add_special_tokens=False)["input_ids"]
     sample, trial = Sample(prompt.text, RESPONSE, ids, prompt.columns), {}
     for number, (path, function) in enumerate(functions.items()):
@@ -65,9 +110,10 @@ def begin_trial(
 
 
 def end_trial(scorer: Scorer, trial: dict[str, Future]) -> None:
-    """Wait for the calls, or until the run is told to stop. Raises InputError for a function that
-    does not return one value per sample; warns of other failures, as real responses may have
-    none."""
+    """Wait for the calls, or until a stop request.
+
+    Raises InputError for a function that does not return one value per sample. Other failures are
+    warnings, as real responses may have none."""
     scorer.pool.run()
     pending = set(trial.values())
     while pending and not scorer.ranks.must_stop:

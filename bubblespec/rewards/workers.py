@@ -1,5 +1,4 @@
-"""Where reward functions are called: in worker processes, where one that hangs or crashes does not
-harm the trainer, or in this one (`InProcess`).
+"""Where reward functions are called: in worker processes, or in this one (`InProcess`).
 
 A job is one call: a function and one sample, or a group of them. Jobs begin in the order in which
 they come, each in the next worker that is free. A worker that takes too long or dies costs its
@@ -27,8 +26,9 @@ from bubblespec.rewards.functions import (
 
 
 class InProcess:
-    """Calls the functions in this process, unprotected: for each group, or once for all samples
-    that were submitted since the last `run`."""
+    """Calls the functions in this process, unprotected.
+
+    One call has a group, or all samples that were submitted since the last `run`."""
 
     def __init__(self, functions: Iterable[RewardFunction], clock):
         self._queued: list[tuple[RewardFunction, list]] = [(function, []) for function in functions]
@@ -67,9 +67,10 @@ class RewardWorkers:
         ]
 
     def submit(self, function: int, samples: list[Sample]) -> Future:
-        """Queue one call of a function, given by its index. A list with the `Answer` of each sample
-        comes within the time-out of as many, once a worker is free; or an InputError, if none can
-        be started. A call can be cancelled while it is queued."""
+        """Queue one call of a function, given by its number; return the future of its answers.
+
+        Once a worker is free, the list with the `Answer` of each sample comes within the time-out
+        of as many, or an InputError if no worker can be started. Queued calls can be cancelled."""
         try:
             request = pickle.dumps((function, samples))
         except Exception as error:  # objects with code of their own

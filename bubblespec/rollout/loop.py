@@ -14,11 +14,12 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
+from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.task import IdleTask, RankView, assign
 from bubblespec.planner.costs import CostModel
-from bubblespec.records import ForwardRecord, IdleUse, Load, RolloutRecord, Span
+from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.feed import PlainFeed, RowFeed
 from bubblespec.rollout.table import Cutoff, RowTable
@@ -72,7 +73,7 @@ class RolloutLoop:
     take_over: TakeOver | None = None
     feed: RowFeed = field(default_factory=PlainFeed)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.clock, self.selects = self.ranks.clock, self.table.launch.selects
         self.record = RolloutRecord()
         self.unfinished = {row: index for index, row in self.rows.items()}
@@ -161,6 +162,7 @@ class RolloutLoop:
         # Jobs may follow jobs; the cutoff and the take-over wait for lengths. The end needs no
         # frequent ticks: a rank that is done posts at once.
         is_near = self.take_over is not None and self.take_over.is_near(self.table)
+        assert self.board is not None
         self.board.is_relaxed = not (self.selects or is_near or any(given))
 
     def _select(self) -> None:
@@ -181,6 +183,7 @@ class RolloutLoop:
 
     def _let_take_over(self, take_over: TakeOver) -> None:
         """Finish the unfinished rows of all ranks on all of them together."""
+        assert self.board is not None
         take_over.run(
             {index: row for row, index in self.unfinished.items()},
             self.table,
@@ -232,6 +235,7 @@ class RolloutLoop:
         return RankState(len(self.unfinished), self.ranks.must_stop, np.concatenate(facts))
 
     def _wait(self) -> None:
+        assert self.board is not None
         begin = self.clock.perf_counter()
         if (states := self.board.wait(self._state)) is not None:
             self._act_on(states)

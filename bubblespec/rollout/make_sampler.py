@@ -72,7 +72,7 @@ def make_sampler(
     survival = Survival() if proposer is None else proposer.survival
     stats, store = RunStats(cost, survival, guard=guard), DraftStore(max_draft_tokens)
     mechanisms: list[Mechanism] = []
-    if "bubble" in sources and drafts_ahead:
+    if "bubble" in sources and drafts_ahead and proposer is not None:
         mechanisms.append(Drafting(config, ranks, engine, schedule, stats, store, proposer))
     return Sampler(
         config=config,

@@ -1,6 +1,7 @@
 """Timing of forwards before the first rollout."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,6 +36,7 @@ def profile(engine: Engine, params: SamplingParams, cost: CostModel, *, clock) -
     Long rows have no longest drafts: the cost of their positions shows without. Short rows that
     feed few tokens have drafts of more lengths. Each kind is run once before it counts.
     """
+    params = replace(params, stop_token_ids=())  # otherwise a stop token would end rows early
     capacity, length = engine.num_slots, engine.max_length
     counts = sorted({1, max(1, capacity // 4), capacity})
     sizes = sorted({min(8, length - 1), min(512, length // 2)})

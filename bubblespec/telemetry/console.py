@@ -19,7 +19,6 @@ from bubblespec.config import Config
 from bubblespec.errors import log
 from bubblespec.telemetry import summary
 from bubblespec.telemetry.samples import completion_of
-from bubblespec.telemetry.totals import Totals
 from bubblespec.types import Samples
 
 BAR = "{n_fmt}/{total_fmt} steps |{bar:10}| {desc}"
@@ -27,7 +26,7 @@ MIN_SHOWN_S = 0.05  # phases that took less are not listed
 NUM_TIMED = 10  # latest steps, whose mean tells how long the others will take
 MAY_FAIL = contextlib.suppress(OSError)  # the screen may be a log on a full disk
 EQUAL_STEPS = 3  # in a row without a difference in any group's rewards: a hint
-MIN_DRAFTED = 2000  # draft tokens; fewer than MIN_ACCEPTED of them accepted: a hint
+MIN_DRAFTED = 2000  # latest draft tokens; fewer than MIN_ACCEPTED of them accepted: a hint
 MIN_ACCEPTED = 0.05
 
 
@@ -40,10 +39,8 @@ class Console:
     def __init__(self, config: Config, is_on: bool):
         self.config, self.is_on = config, is_on
         self.is_terminal = is_on and is_terminal()
-        self.totals = Totals()
-        self.history: list[dict[str, Any]] = []  # metrics of steps
-        self.evaluations: list[tuple[int, dict[str, Any]]] = []
-        self.hints = Hints(config)
+        self.history = summary.History()
+        self._hinted: set[str] = set()
         self._began_s = time.monotonic()
         self._phases: dict[str, float] = {}  # seconds by name
         self._step_ends: deque[float] = deque(maxlen=NUM_TIMED + 1)  # and the end of set-up
@@ -54,43 +51,37 @@ class Console:
         """Show a phase: on a terminal while it lasts, elsewhere as a line."""
         began_s, shown = time.monotonic(), None
         if self.is_terminal:
-            with MAY_FAIL:
-                shown = _bar(desc=name, bar_format="{desc} ...", leave=False)
+            shown = _bar(desc=name, bar_format="{desc} ...", leave=False)
         elif self.is_on:
             log(f"{name} ...")
         try:
             yield
         finally:
-            if shown is not None:
-                with MAY_FAIL:
-                    shown.close()
+            _close(shown)
         self._phases[name] = time.monotonic() - began_s
 
     def start(self, facts: summary.Facts) -> None:
         """Show what is about to run."""
-        self.totals.num_waiting = facts.num_deferred
-        for line in summary.start_lines(self.config, facts):
-            log(line)
+        self.history.num_waiting = facts.num_deferred
+        _log_all(summary.start_lines(self.config, facts))
 
     def end_set_up(self, num_updates: int) -> None:
         """Show what set-up took, and begin the bar after `num_updates` of a resumed run."""
         self._step_ends.append(time.monotonic())
-        self.totals.set_up_s = self._step_ends[0] - self._began_s
+        self.history.set_up_s = self._step_ends[0] - self._began_s
         slow = {name: phase_s for name, phase_s in self._phases.items() if phase_s >= MIN_SHOWN_S}
-        log(summary.set_up_line(self.totals.set_up_s, slow))
+        log(summary.set_up_line(self.history.set_up_s, slow))
         max_steps = self.config.run.max_steps
         if self.is_terminal and num_updates < max_steps:
-            with MAY_FAIL:
-                self._bar = _bar(total=max_steps, initial=num_updates, bar_format=BAR)
+            self._bar = _bar(total=max_steps, initial=num_updates, bar_format=BAR)
 
     def show_step(self, step: int, metrics: dict[str, Any]) -> None:
         """Move the bar or print a line for a finished step (from 0), and hints."""
         max_steps, ends = self.config.run.max_steps, self._step_ends
         ends.append(time.monotonic())
         left_s = (max_steps - step - 1) * (ends[-1] - ends[0]) / (len(ends) - 1)
-        self.history.append({key: metrics.get(key) for key in summary.KEPT})
-        self.totals.add(metrics)
-        text = summary.step_text(metrics, self.totals, left_s)
+        self.history.add(metrics)
+        text = summary.step_text(metrics, self.history, left_s)
         if self._bar is None:
             log(f"{step + 1}/{max_steps} steps: {text}")
         else:
@@ -98,8 +89,11 @@ class Console:
                 self._bar.set_description_str(text, refresh=False)
                 self._bar.update()
                 self._bar.refresh()
-        for line in self.hints.find(step, metrics):
-            log(line)
+        hints = find_hints(self.config, self.history)
+        after = summary.several(step + 1, "step")
+        new = {name: text for name, text in hints.items() if name not in self._hinted}
+        _log_all([f"hint: after {after}: {text}" for text in new.values()])
+        self._hinted |= new.keys()
 
     def show_evaluation(
         self,
@@ -113,39 +107,48 @@ class Console:
 
         functions: see `Scorer.names`.
         """
-        log(summary.evaluation_line(step, metrics))
-        index = len(self.evaluations) % len(samples.groups) * samples.num_generations
-        self.evaluations.append((step, metrics))
+        evaluations = self.history.evaluations
+        index = len(evaluations) % len(samples.groups) * samples.num_generations
+        evaluations.append((step, metrics))
         prompt, reply = samples.prompt_of(index), completion_of(samples, index, tokenizer)
         rewards = dict(zip(functions, samples.rewards[index].tolist(), strict=True))
-        for line in summary.sample_lines(prompt.text, reply, rewards, prompt.columns):
-            log(line)
+        lines = summary.sample_lines(prompt.text, reply, rewards, prompt.columns)
+        _log_all([summary.evaluation_line(step, metrics), *lines])
 
     def close(self) -> None:
         """End the bar."""
-        if self._bar is not None:
-            with MAY_FAIL:
-                self._bar.close()
+        _close(self._bar)
 
     def end(self, num_updates: int, checkpoint: str | None, is_stopped: bool) -> None:
         """Show the summary of a run that is complete or stopped.
 
         checkpoint: folder of the newest."""
-        self.totals.seconds = time.monotonic() - self._began_s
-        for line in summary.end_lines(
+        lines = summary.end_lines(
             self.config,
-            self.totals,
             self.history,
-            self.evaluations,
+            seconds=time.monotonic() - self._began_s,
             num_updates=num_updates,
             checkpoint=checkpoint,
             is_stopped=is_stopped,
-        ):
-            log(line)
+        )
+        _log_all(lines)
 
 
-def _bar(**options) -> tqdm:
-    return tqdm(**options, dynamic_ncols=True, file=sys.stderr)
+def _log_all(lines: list[str]) -> None:
+    for line in lines:
+        log(line)
+
+
+def _bar(**options) -> tqdm | None:
+    with MAY_FAIL:
+        return tqdm(**options, dynamic_ncols=True, file=sys.stderr)
+    return None
+
+
+def _close(bar: tqdm | None) -> None:
+    if bar is not None:
+        with MAY_FAIL:
+            bar.close()
 
 
 def is_terminal() -> bool:
@@ -157,57 +160,34 @@ def is_terminal() -> bool:
     return False
 
 
-class Hints:
-    """Advice on what is wrong with a run by the metrics of its steps, each piece once."""
-
-    def __init__(self, config: Config):
-        self.config = config
-        self._given: set[int] = set()
-        self._num_equal = 0  # latest steps in a row in which all groups had equal rewards
-        self._drafted = self._accepted = 0  # tokens since there were MIN_DRAFTED
-
-    def find(self, step: int, metrics: dict[str, Any]) -> list[str]:
-        """Return the new hints after a step (from 0)."""
-        texts = (self._equal(metrics), self._clipped(metrics), self._drafts(metrics))
-        found = {key: text for key, text in enumerate(texts) if text and key not in self._given}
-        self._given |= found.keys()
-        after = f"after {summary.several(step + 1, 'step')}"
-        return [f"hint: {after}: {text}" for text in found.values()]
-
-    def _equal(self, metrics: dict[str, Any]) -> str | None:
-        # other estimators compare responses to different prompts
-        compares_groups = self.config.loss.advantage_estimator in ("grpo", "rloo")
-        is_equal = compares_groups and metrics["frac_reward_zero_std"] == 1
-        self._num_equal = self._num_equal + 1 if is_equal else 0
-        if self._num_equal < EQUAL_STEPS:
-            return None
-        return (
+def find_hints(config: Config, history: summary.History) -> dict[str, str]:
+    """Return advice on what is wrong with a run by its latest steps, by name."""
+    hints, latest = {}, history.steps[-EQUAL_STEPS:]
+    # other estimators compare responses to different prompts
+    compares_groups = config.loss.advantage_estimator in ("grpo", "rloo")
+    is_equal = len(latest) == EQUAL_STEPS and all(m["frac_reward_zero_std"] == 1 for m in latest)
+    if compares_groups and is_equal:
+        hints["equal"] = (
             f"in the latest {EQUAL_STEPS} steps all responses to each prompt got equal rewards, "
             "which have no gradient; check reward.functions, choose prompts that the model solves "
             "sometimes, or raise rollout.num_generations or rollout.temperature"
         )
-
-    def _clipped(self, metrics: dict[str, Any]) -> str | None:
-        if metrics["completions/clipped_ratio"] < 1:
-            return None
-        return (
+    if latest[-1]["completions/clipped_ratio"] == 1:
+        hints["clipped"] = (
             "all responses of the step were cut off at rollout.max_completion_length = "
-            f"{self.config.rollout.max_completion_length}; raise it, or check the model's stop "
+            f"{config.rollout.max_completion_length}; raise it, or check the model's stop "
             "tokens (rollout.stop_token_ids; data.as_chat=true for a chat model)"
         )
-
-    def _drafts(self, metrics: dict[str, Any]) -> str | None:
-        accepted = metrics.get("rollout/spec_accepted_tokens", 0)
-        self._accepted += accepted
-        self._drafted += accepted + metrics.get("rollout/spec_wasted_tokens", 0)
-        if self._drafted < MIN_DRAFTED:
-            return None
-        accepted, drafted = self._accepted, self._drafted
-        self._accepted = self._drafted = 0
-        if accepted >= MIN_ACCEPTED * drafted:
-            return None
-        return (
+    accepted = drafted = 0
+    for metrics in reversed(history.steps):
+        accepted += metrics.get(summary.ACCEPTED, 0)
+        drafted += metrics.get(summary.ACCEPTED, 0) + metrics.get(summary.WASTED, 0)
+        if drafted >= MIN_DRAFTED:
+            break
+    if drafted >= MIN_DRAFTED and accepted < MIN_ACCEPTED * drafted:
+        hints["rejected"] = (
             f"{accepted / drafted:.1%} of the latest {drafted:,} draft tokens were accepted, too "
             "few to save time; the policy may change too fast (optim.learning_rate), or responses "
             "do not resemble earlier ones; speculative.method=none turns drafts off"
         )
+    return hints

@@ -3,14 +3,16 @@
 import json
 import resource
 import sys
+from collections import Counter
 
 import numpy as np
 import torch
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.records import RolloutRecord, StepRecord, total_s
+from bubblespec.records import ACCEPT_BINS, RolloutRecord, StepRecord, total_s
 from bubblespec.types import Samples, digest, has_rewards, has_zero_std
 
+COUNTS = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
 UNKNOWN_SAVINGS = ("train_drafter",)  # uses of idle time whose savings are unknown
 
 
@@ -36,9 +38,15 @@ def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: boo
         "completions/clipped_ratio": float(samples.is_truncated.mean()),
         "rollout/digest": digest(samples),
     }
-    metrics |= spread("completions/{}_length", lengths) | spread("prompt_length/{}", prompts)
+    counts = {"completions/{}_length": lengths, "prompt_length/{}": prompts}
     if len(terminated):
-        metrics |= spread("completions/{}_terminated_length", terminated)
+        counts["completions/{}_terminated_length"] = terminated
+    for key, values in counts.items():
+        metrics[key.format("mean")] = float(values.mean())
+        metrics[key.format("min")], metrics[key.format("max")] = (
+            int(values.min()),
+            int(values.max()),
+        )
     for name, values in {"rewards": rewards, "advantages": record.advantages}.items():
         metrics[f"critic/{name}/min"] = float(values.min())
         metrics[f"critic/{name}/max"] = float(values.max())
@@ -48,16 +56,6 @@ def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: boo
         metrics["dynamic_sampling/num_batches"] = len(record.batch_sizes)
         metrics["dynamic_sampling/num_replaced"] = len(samples.groups) - len(record.samples.groups)
     return metrics | function_metrics(samples.rewards, functions)
-
-
-def spread(key: str, counts: np.ndarray) -> dict:
-    """Return the mean, minimum and maximum of integers. key: with {} for these names."""
-    low, high = int(counts.min()), int(counts.max())
-    return {
-        key.format("mean"): float(counts.mean()),
-        key.format("min"): low,
-        key.format("max"): high,
-    }
 
 
 def short_names(functions: list[str]) -> list[str]:
@@ -119,48 +117,48 @@ def speculation_metrics(
     store_tokens: int | None,
     accepted_by_age: dict[int, float],
 ) -> dict:
-    """The step's speculation, summed over ranks; forwards are those of the slowest rank.
+    """Return the step's speculation, summed over ranks; forwards are those of the slowest rank.
 
     store_tokens: in the store of drafts after the step, None where nothing comes into it;
     accepted_by_age: share of draft tokens, by updates since they were last extended.
     """
-    rollouts, counts = record.rollouts, [rollout.acceptance for rollout in record.rollouts]
-
-    def total(records: list, name: str):
-        return sum(getattr(entry, name) for entry in records)
-
-    propose_s = sum(forward.propose_s for rollout in rollouts for forward in rollout.forwards)
-    own = [total(rollouts, name) for name in ("own_s", "own_forwards")]
-    times = ranks.gather(np.array([*own, propose_s]))
-    names = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
-    own = [total(counts, name) for name in names]
-    own.append(total(rollouts, "drafted_tokens"))
-    sums = ranks.gather(np.array([*own, *total(counts, "accepted_lengths")], np.int64)).sum(axis=0)
-    row_forwards, gained, drafted, accepted, covered, drafted_ahead, *lengths = sums.tolist()
+    rollouts, own = record.rollouts, Counter()
+    for rollout in rollouts:
+        counts = rollout.acceptance
+        own["own_s"] += rollout.own_s
+        own["forwards"] += rollout.own_forwards
+        own["propose_s"] += sum(forward.propose_s for forward in rollout.forwards)
+        own["ahead_tokens"] += rollout.drafted_tokens
+        own.update({name: getattr(counts, name) for name in COUNTS})
+        own.update({f"length/{i}": n for i, n in enumerate(counts.accepted_lengths.tolist())})
+        for name, (proposed, accepted) in counts.by_source.items():
+            own.update({f"proposed/{name}": proposed, f"accepted/{name}": accepted})
+    by_rank = [json.loads(text) for text in ranks.gather_text(json.dumps(own))]
+    sums: Counter = Counter()
+    for of_rank in by_rank:
+        sums.update(of_rank)
+    drafted, accepted = sums["draft_tokens"], sums["accepted_tokens"]
     metrics = {
-        "rollout/forwards": int(times[times[:, 0].argmax(), 1]),
-        "rollout/spec_accept_length": gained / max(row_forwards, 1),
+        "rollout/forwards": max(by_rank, key=lambda of_rank: of_rank["own_s"])["forwards"],
+        "rollout/spec_accept_length": sums["gained_tokens"] / max(sums["row_forwards"], 1),
         "rollout/spec_accept_rate": accepted / max(drafted, 1),
-        "rollout/spec_coverage": covered / max(int(record.generated.num_sampled.sum()), 1),
+        "rollout/spec_coverage": sums["covered_tokens"]
+        / max(int(record.generated.num_sampled.sum()), 1),
         "rollout/spec_accepted_tokens": accepted,
         "rollout/spec_wasted_tokens": drafted - accepted,
-        "rollout/spec_accepted_lengths": lengths,
-        "rollout/modelled_s": total(rollouts, "modelled_s"),
-        "rollout/ticks": total(rollouts, "num_ticks"),
-        "timing_s/propose": float(times[:, 2].mean()),
+        "rollout/spec_accepted_lengths": [sums[f"length/{i}"] for i in range(len(ACCEPT_BINS))],
+        "rollout/modelled_s": sum(rollout.modelled_s for rollout in rollouts),
+        "rollout/ticks": sum(rollout.num_ticks for rollout in rollouts),
+        "timing_s/propose": sums["propose_s"] / ranks.world_size,
         "timing_s/exchange": total_s(record.spans, "exchange"),
     }
     if store_tokens is not None:
-        metrics["bubble/drafted_tokens"] = drafted_ahead
+        metrics["bubble/drafted_tokens"] = sums["ahead_tokens"]
         metrics["bubble/store_tokens"] = store_tokens
-    by_source: dict[str, np.ndarray] = {}
-    for text in ranks.gather_text(json.dumps([entry.by_source for entry in counts])):
-        for entry in json.loads(text):
-            for name, of_source in entry.items():
-                by_source[name] = by_source.get(name, 0) + np.array(of_source)
-    for name, (drafted, accepted) in sorted(by_source.items()):
-        metrics[f"drafts/{name}/accept_rate"] = int(accepted) / max(int(drafted), 1)
-        metrics[f"drafts/{name}/tokens"] = int(drafted)
+    for key in sorted(key for key in sums if key.startswith("proposed/")):
+        name = key.removeprefix("proposed/")
+        metrics[f"drafts/{name}/accept_rate"] = sums[f"accepted/{name}"] / max(sums[key], 1)
+        metrics[f"drafts/{name}/tokens"] = sums[key]
     for age, share in sorted(accepted_by_age.items()):
         metrics[f"drafts/accept_rate/age_{age}"] = share
     return metrics
@@ -226,9 +224,7 @@ def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
             metrics[f"timing_s/{name}/rank_{rank}"] = float(by_rank[rank, i])
     if ranks.world_size > 1:
         metrics["bubble/slowest_rank"] = int(by_rank[:, 0].argmax())
-    samples = record.generated
-    prompt_tokens = sum(len(group.prompt.token_ids) for group in samples.groups)
-    num_tokens = int(samples.lengths.sum()) + prompt_tokens * samples.num_generations
+    num_tokens = record.generated.num_tokens
     return metrics | {
         "timing_s/step": step_s,
         "bubble/ratio": float(by_rank[:, 1].sum() / by_rank[:, :2].sum()),

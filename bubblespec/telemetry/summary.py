@@ -4,17 +4,25 @@ Steps are counted as finished ones: "3/60 steps" is printed after the third, who
 metrics.jsonl has `step` 2.
 """
 
+import itertools
 import math
 import os
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, field
 from typing import Any
 
 from bubblespec.config import Config
 from bubblespec.telemetry.table import Metric, rows
-from bubblespec.telemetry.totals import Totals
 
 DRAFTER_KEYS = tuple(f"drafter/accepted_{n}" for n in (1, 2, 3))
-KEPT = (*(metric.key for metric in rows(of_evaluations=False)), *DRAFTER_KEYS)
+GENERATE = ("timing_s/gen", "timing_s/bubble")
+TRAIN = ("timing_s/train", "timing_s/sync")
+ACCEPTED, WASTED = "rollout/spec_accepted_tokens", "rollout/spec_wasted_tokens"
+IS_LONG, DEFERRED = "tail/is_long_round", "tail/num_deferred"
+MODELLED, HAS_DRAFTS = "rollout/modelled_s", "has_drafts"
+KEPT = {metric.key for metric in rows(of_evaluations=False)}
+KEPT |= {*DRAFTER_KEYS, *GENERATE, *TRAIN, ACCEPTED, WASTED, IS_LONG, DEFERRED}
+KEPT |= {MODELLED, "guard/is_on"}
 SMALL = 5e-4  # numbers below it are shown as 0
 MAX_EVALUATIONS = 6  # in the table: the first, and the latest
 METHODS = {
@@ -51,52 +59,90 @@ class Facts:
     """Prompts that wait for a long round of tail batching."""
 
 
+@dataclass
+class History:
+    """What this process has done so far."""
+
+    set_up_s: float = 0.0
+    num_waiting: int = 0
+    """Prompts that waited for a long round of tail batching at the start."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """Metrics of each step, those of KEPT."""
+    evaluations: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """Updates before each evaluation, and its metrics."""
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        """Add a step. The guard has decided in the step before whether it had drafts."""
+        has_drafts = not self.steps or self.steps[-1].get("guard/is_on") != 0
+        kept = {key: metrics[key] for key in KEPT & metrics.keys()}
+        self.steps.append(kept | {HAS_DRAFTS: has_drafts})
+
+    def total(self, *keys: str) -> Any:
+        """Return the sum of these metrics over the steps."""
+        return sum(metrics.get(key, 0) for metrics in self.steps for key in keys)
+
+    def savings(self) -> tuple[float, int] | None:
+        """Return the seconds that drafts saved (negative if they lost), and compared steps.
+
+        The seconds that the cost model expects without drafts, corrected by its median error in
+        steps without drafts, are compared with the measured ones. None before such a step."""
+        timed = [metrics for metrics in self.steps if metrics.get(MODELLED)]
+        pairs = [(m[HAS_DRAFTS], m[MODELLED], seconds_of(m, GENERATE)) for m in timed]
+        errors = [measured_s / modelled_s for drafts, modelled_s, measured_s in pairs if not drafts]
+        if not errors or not self.total(ACCEPTED, WASTED):
+            return None
+        error = statistics.median(errors)
+        return sum(error * modelled - s for drafts, modelled, s in pairs if drafts), len(errors)
+
+
+def seconds_of(metrics: dict[str, Any], keys: tuple[str, ...]) -> float:
+    """Return the sum of some metrics of one step."""
+    return sum(metrics[key] for key in keys)
+
+
 def start_lines(config: Config, facts: Facts) -> list[str]:
     """Return what is about to run, and where its files are."""
-    rollout, output_dir, hardware = config.rollout, config.run.output_dir, facts.hardware
-    trained = ""
-    if facts.num_trained < facts.num_parameters:
-        trained = f", {count(facts.num_trained)} of them trained"
+    rollout, data, hardware = config.rollout, config.data, facts.hardware
+    num_prompts, num_generations = rollout.num_prompts_per_step, rollout.num_generations
+    is_partial = facts.num_trained < facts.num_parameters
+    trained = f", {count(facts.num_trained)} of them trained" if is_partial else ""
     threads = several(hardware["threads"], "thread")
     device = hardware["gpu"] or f"CPU ({hardware['cpu']}, {threads} per rank)"
-    num_prompts, num_generations = rollout.num_prompts_per_step, rollout.num_generations
-    per_rank = f"{num_prompts * num_generations / facts.num_ranks:.4g} responses per rank"
-    step = f"{num_prompts} prompts x {num_generations} responses"
-    source = f"{config.data.path}" + (f" ({config.data.name})" if config.data.name else "")
-    if config.data.tasks:
-        source = f"reasoning-gym ({', '.join(dict.fromkeys(t.name for t in config.data.tasks))})"
-    held_out = f"{facts.num_prompts:,} prompts from {source}, {facts.num_held_out:,} held out"
-    dropped = f"{facts.num_dropped:,} dropped" if facts.num_dropped else "none dropped"
+    source = f"{data.path}" + (f" ({data.name})" if data.name else "")
+    if data.tasks:
+        source = f"reasoning-gym ({', '.join(dict.fromkeys(task.name for task in data.tasks))})"
+    dropped = f"{facts.num_dropped:,}" if facts.num_dropped else "none"
     sources = [f"{METHODS.get(s, 'your own')} ({s})" for s in config.speculative.sources]
     return [
         f"model: {config.model.path}, {count(facts.num_parameters)} parameters{trained}, "
         f"{config.model.dtype}",
         f"ranks: {facts.num_ranks} on {device}, {facts.kernel} attention",
-        f"step: {step} of up to {rollout.max_completion_length} tokens; {per_rank}",
-        f"data: {held_out}; {dropped} as longer than rollout.max_prompt_length = "
-        f"{rollout.max_prompt_length}",
+        f"step: {num_prompts} prompts x {num_generations} responses of up to "
+        f"{rollout.max_completion_length} tokens; "
+        f"{num_prompts * num_generations / facts.num_ranks:.4g} responses per rank",
+        f"data: {facts.num_prompts:,} prompts from {source}, {facts.num_held_out:,} held out; "
+        f"{dropped} dropped as longer than rollout.max_prompt_length = {rollout.max_prompt_length}",
         f"drafts: {', '.join(sources) or 'none (speculative.method=none)'}",
         *["tail batching: short rounds defer their slowest prompts to long rounds"]
         * config.tail_batching.enabled,
-        f"output: {output_dir}, {progress_text(config, facts)}",
-        f"TensorBoard: {curves_command(output_dir)}",
+        f"output: {config.run.output_dir}, {progress_text(config, facts)}",
+        curves_line(config),
     ]
 
 
 def progress_text(config: Config, facts: Facts) -> str:
     """Return whether a run is new, resumed or complete, and how to extend a complete one."""
-    max_steps, done, scheduler = config.run.max_steps, facts.num_updates, config.optim
-    if done >= max_steps and scheduler.lr_scheduler_type != "constant":
-        return (
-            f"run complete ({done} steps), with its learning rate at the end of "
-            f"optim.lr_scheduler_type={scheduler.lr_scheduler_type}; start a new run with "
-            f"model.path={facts.checkpoint}"
-        )
-    if done >= max_steps:
+    max_steps, done, schedule = config.run.max_steps, facts.num_updates, config.optim
+    if done < max_steps:
+        resumed = f"resuming after {done} of {max_steps} steps from {facts.checkpoint}"
+        return resumed if facts.checkpoint else f"a new run of {max_steps} steps"
+    if schedule.lr_scheduler_type == "constant":
         return f"run complete ({done} steps); set run.max_steps={2 * done} to continue"
-    if facts.checkpoint is None:
-        return f"a new run of {max_steps} steps"
-    return f"resuming after {done} of {max_steps} steps from {facts.checkpoint}"
+    return (
+        f"run complete ({done} steps), with its learning rate at the end of "
+        f"optim.lr_scheduler_type={schedule.lr_scheduler_type}; start a new run with "
+        f"model.path={facts.checkpoint}"
+    )
 
 
 def set_up_line(seconds: float, phases: dict[str, float]) -> str:
@@ -105,27 +151,26 @@ def set_up_line(seconds: float, phases: dict[str, float]) -> str:
     return f"set-up took {duration(seconds)}: {', '.join(parts)}"
 
 
-def step_text(metrics: dict[str, Any], totals: Totals, left_s: float) -> str:
+def step_text(metrics: dict[str, Any], history: History, left_s: float) -> str:
     """Return a step's numbers, the most important first, as terminals may be narrow.
 
-    totals: this step included."""
-    text = f"reward {compact(metrics['reward'])}, {length_text(metrics)}"
-    text += f"; {duration(left_s)} left" if left_s > 0 else ""
+    history: with this step."""
     step_s = metrics["timing_s/step"]
-    generate_s = metrics["timing_s/gen"] + metrics["timing_s/bubble"]
-    train_s = metrics["timing_s/train"] + metrics["timing_s/sync"]
+    generate_s, train_s = seconds_of(metrics, GENERATE), seconds_of(metrics, TRAIN)
     rest_s = max(step_s - generate_s - train_s, 0.0)  # rewards, and gathering of samples
-    text += f"; {step_s:.2f} s (generate {generate_s:.2f}, train {train_s:.2f}, rest {rest_s:.2f})"
-    accepted = metrics.get("rollout/spec_accepted_tokens", 0)
-    if drafted := accepted + metrics.get("rollout/spec_wasted_tokens", 0):
-        text += f"; {accepted:,} draft tokens accepted ({accepted / drafted:.0%})"
-        if totals.saved_s is not None:
-            text += f", {duration(totals.saved_s)} saved so far"
-    if metrics.get("tail/is_long_round"):
-        text += "; long round"
-    elif "tail/num_deferred" in metrics:
-        text += f"; short round, {metrics['tail/num_deferred']} prompts wait for a long one"
-    return text
+    parts = [f"reward {compact(metrics['reward'])}, {length_text(metrics)}"]
+    if left_s > 0:
+        parts.append(f"{duration(left_s)} left")
+    times = f"generate {generate_s:.2f}, train {train_s:.2f}, rest {rest_s:.2f}"
+    parts.append(f"{step_s:.2f} s ({times})")
+    accepted = metrics.get(ACCEPTED, 0)
+    if drafted := accepted + metrics.get(WASTED, 0):
+        saved = f", {duration(savings[0])} saved so far" if (savings := history.savings()) else ""
+        parts.append(f"{accepted:,} draft tokens accepted ({accepted / drafted:.0%}){saved}")
+    if DEFERRED in metrics:
+        short = f"short round, {metrics[DEFERRED]} prompts wait for a long one"
+        parts.append("long round" if metrics[IS_LONG] else short)
+    return "; ".join(parts)
 
 
 def length_text(metrics: dict[str, Any], prefix: str = "") -> str:
@@ -136,11 +181,14 @@ def length_text(metrics: dict[str, Any], prefix: str = "") -> str:
 
 def evaluation_line(step: int, metrics: dict[str, Any]) -> str:
     """Return the result of an evaluation after `step` updates."""
-    text = f"evaluation after {several(step, 'step')}"
-    text += f": held-out reward {compact(metrics['eval/reward'])}"
-    if keys := pass_keys(metrics):
-        text += f", {keys[-1].removeprefix('eval/')} {compact(metrics[keys[-1]])}"
-    return f"{text}, {length_text(metrics, 'eval/')} ({duration(metrics['timing_s/eval'])})"
+    best = "".join(
+        f", {key.removeprefix('eval/')} {compact(metrics[key])}" for key in pass_keys(metrics)[-1:]
+    )
+    return (
+        f"evaluation after {several(step, 'step')}: held-out reward "
+        f"{compact(metrics['eval/reward'])}{best}, {length_text(metrics, 'eval/')} "
+        f"({duration(metrics['timing_s/eval'])})"
+    )
 
 
 def sample_lines(
@@ -151,98 +199,96 @@ def sample_lines(
     prompt, columns: see `Prompt`; rewards: by the function's path, NaN where it does not apply."""
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
     scores = [f"{path.rsplit('.', 1)[-1]} {value:.3g}" for path, value in rewards.items()]
-    lines = [f"  prompt: {shorten(text)}", f"  response: {shorten(reply)}"]
-    name = next((name for name in REFERENCES if columns.get(name) is not None), None)
-    if name is not None:
-        lines.append(f"  {name}: {shorten(str(columns[name]))}")
-    return [*lines, f"  reward: {', '.join(scores)}"]
+    references = [name for name in REFERENCES if columns.get(name) is not None][:1]
+    return [
+        f"  prompt: {shorten(text)}",
+        f"  response: {shorten(reply)}",
+        *(f"  {name}: {shorten(str(columns[name]))}" for name in references),
+        f"  reward: {', '.join(scores)}",
+    ]
 
 
 def end_lines(
     config: Config,
-    totals: Totals,
-    history: list[dict[str, Any]],
-    evaluations: list[tuple[int, dict[str, Any]]],
+    history: History,
     *,
+    seconds: float,
     num_updates: int,
     checkpoint: str | None,
     is_stopped: bool,
 ) -> list[str]:
     """Return the result of a run, and where its files are.
 
-    history: metrics of this process's steps; evaluations: updates before each, and its metrics;
-    checkpoint: folder of the newest."""
-    output_dir, of = config.run.output_dir, f"{num_updates} of {config.run.max_steps}"
-    lines = [*step_table(history, num_updates), *evaluation_table(evaluations)]
+    seconds: of this process; checkpoint: folder of the newest."""
+    of = f"{num_updates} of {config.run.max_steps}"
+    lines = [*step_table(history.steps, num_updates), *evaluation_table(history.evaluations)]
     if is_stopped:
         lines.append(f"stopped after {of} updates; run the same command to resume")
-    elif history:
+    elif history.steps:
         lines.append(f"finished: {of} steps")
-    if history:
-        rest_s = totals.seconds - totals.set_up_s - totals.generate_s - totals.train_s
-        parts = {"set-up": totals.set_up_s, "generate": totals.generate_s}
-        parts |= {"train": totals.train_s, "evaluations, saves and all else": max(rest_s, 0.0)}
+    if history.steps:
+        parts = {"set-up": history.set_up_s, "generate": history.total(*GENERATE)}
+        parts["train"] = history.total(*TRAIN)
+        parts["evaluations, saves and all else"] = max(seconds - sum(parts.values()), 0.0)
         text = ", ".join(f"{name} {duration(part_s)}" for name, part_s in parts.items())
-        steps = several(len(history), "step")
-        lines.append(f"time: {duration(totals.seconds)} for {steps}: {text}")
+        steps = several(len(history.steps), "step")
+        lines.append(f"time: {duration(seconds)} for {steps}: {text}")
         if config.speculative.method != "none":
-            lines.append(f"drafts: {drafted_text(totals)}")
-        right = [history[-1].get(key) for key in DRAFTER_KEYS]
-        if None not in right:
-            first, two, three = (f"{share:.0%}" for share in right)
+            lines.append(f"drafts: {drafted_text(history)}")
+        if all(key in history.steps[-1] for key in DRAFTER_KEYS):
+            first, two, three = (f"{history.steps[-1][key]:.0%}" for key in DRAFTER_KEYS)
             text = f"{first} have the first token right, {two} the first two"
             lines.append(f"learned drafter: of its drafts {text}, {three} the first three")
         if config.tail_batching.enabled:
-            lines.append(f"tail batching: {deferred_text(totals)}")
+            lines.append(f"tail batching: {deferred_text(history)}")
     if checkpoint is not None:
         lines.append(f"checkpoint: {checkpoint} (a folder that from_pretrained loads)")
-    lines.append(f"metrics: {os.path.join(output_dir, 'metrics.jsonl')}")
-    return [*lines, f"TensorBoard: {curves_command(output_dir)}"]
+    path = os.path.join(config.run.output_dir, "metrics.jsonl")
+    return [*lines, f"metrics: {path}", curves_line(config)]
 
 
-def drafted_text(totals: Totals) -> str:
+def drafted_text(history: History) -> str:
     """Return what drafts have saved."""
-    if not totals.draft_tokens:
+    accepted, drafted = history.total(ACCEPTED), history.total(ACCEPTED, WASTED)
+    if not drafted:
         return "none were verified"
-    accepted, drafted = totals.accepted_tokens, totals.draft_tokens
     text = f"{accepted:,} of {drafted:,} draft tokens accepted ({accepted / drafted:.0%})"
-    if totals.saved_s is None:
-        return text
-    change, compared = "saved" if totals.saved_s > 0 else "lost", len(totals.without_drafts)
-    text += f"; about {duration(abs(totals.saved_s))} of generation {change}"
-    return f"{text}, compared with {several(compared, 'step')} without drafts"
+    if savings := history.savings():
+        saved_s, steps = savings[0], several(savings[1], "step")
+        text += f"; about {duration(abs(saved_s))} of generation "
+        text += f"{'saved' if saved_s > 0 else 'lost'}, compared with {steps} without drafts"
+    return text
 
 
-def deferred_text(totals: Totals) -> str:
+def deferred_text(history: History) -> str:
     """Return what tail batching has deferred."""
-    short, long = totals.num_rounds
-    if not totals.num_deferred:
+    waiting = [history.num_waiting, *(metrics[DEFERRED] for metrics in history.steps)]
+    num_deferred = sum(max(after - before, 0) for before, after in itertools.pairwise(waiting))
+    num_long = history.total(IS_LONG)
+    short = several(len(history.steps) - num_long, "short round")
+    if not num_deferred:
         when = "auto defers once lengths are known and deferring is expected to save time"
-        return f"no prompt was deferred in {several(short, 'short round')}: {when}"
-    text = f"{several(totals.num_deferred, 'prompt')} deferred in {several(short, 'short round')}"
-    return f"{text}, {several(long, 'long round')}; prompts still waiting: {totals.num_waiting}"
+        return f"no prompt was deferred in {short}: {when}"
+    text = f"{several(num_deferred, 'prompt')} deferred in {short}"
+    return f"{text}, {several(num_long, 'long round')}; prompts still waiting: {waiting[-1]}"
 
 
-def step_table(history: list[dict[str, Any]], num_updates: int) -> list[str]:
+def step_table(steps: list[dict[str, Any]], num_updates: int) -> list[str]:
     """Return means of the first and of the last tenth of the steps, without rows of zeros."""
-    if not history:
+    if not steps:
         return []
-    share, first = max(1, len(history) // 10), num_updates - len(history)
-    columns = {step_range(first, share): mean_of(history[:share])}
-    if len(history) > 1:
-        columns[step_range(num_updates - share, share)] = mean_of(history[-share:])
+    share, columns = max(1, len(steps) // 10), {}
+    for begin in sorted({0, len(steps) - share}):
+        number = num_updates - len(steps) + begin + 1  # counted from 1
+        title = f"step {number}" if share == 1 else f"steps {number}-{number + share - 1}"
+        columns[title] = mean_of(steps[begin : begin + share])
     return grid(columns, rows(of_evaluations=False))
 
 
 def mean_of(steps: list[dict[str, Any]]) -> dict[str, float]:
     """Return the mean of each metric over the steps that have it."""
-    known = {key: [m[key] for m in steps if m.get(key) is not None] for key in KEPT}
-    return {key: sum(values) / len(values) for key, values in known.items() if values}
-
-
-def step_range(begin: int, length: int) -> str:
-    """Return the title of steps begin + 1 to begin + length, counted from 1."""
-    return f"step {begin + 1}" if length == 1 else f"steps {begin + 1}-{begin + length}"
+    known = {key: [metrics[key] for metrics in steps if key in metrics] for key in KEPT}
+    return {key: statistics.fmean(values) for key, values in known.items() if values}
 
 
 def evaluation_table(evaluations: list[tuple[int, dict[str, Any]]]) -> list[str]:
@@ -259,13 +305,13 @@ def evaluation_table(evaluations: list[tuple[int, dict[str, Any]]]) -> list[str]
 def grid(columns: dict[str, dict[str, float]], metrics: list[Metric]) -> list[str]:
     """Return a table, without rows of zeros. columns: metrics by title."""
     width = max(12, *(len(title) + 2 for title in columns))
-    lines = [f"{'':28}" + "".join(f"{title:>{width}}" for title in columns)]
+    table = [("", list(columns))]
     for metric in metrics:
         values = [column.get(metric.key, math.nan) for column in columns.values()]
         if any(abs(value) >= SMALL for value in values):  # false for NaN
-            shown = (f"{value:.0%}" if metric.is_share else compact(value) for value in values)
-            lines.append(f"{metric.row:28}" + "".join(f"{text:>{width}}" for text in shown))
-    return lines
+            texts = [f"{value:.0%}" if metric.is_share else compact(value) for value in values]
+            table.append((metric.row, texts))
+    return [f"{name:28}" + "".join(f"{t:>{width}}" for t in texts) for name, texts in table]
 
 
 def pass_keys(metrics: dict[str, Any]) -> list[str]:
@@ -274,9 +320,10 @@ def pass_keys(metrics: dict[str, Any]) -> list[str]:
     return sorted(keys, key=lambda key: int(key.removeprefix("eval/pass@")))
 
 
-def curves_command(output_dir: str) -> str:
+def curves_line(config: Config) -> str:
     """Return the command that shows the run's curves."""
-    return f"tensorboard --logdir {os.path.join(output_dir, 'tensorboard')}"
+    folder = os.path.join(config.run.output_dir, "tensorboard")
+    return f"TensorBoard: tensorboard --logdir {folder}"
 
 
 def compact(value: float) -> str:

@@ -174,13 +174,13 @@ def _replaced(path: str):
 
 
 def _response_columns(record: StepRecord) -> dict[str, Any]:
-    samples, n = record.generated, record.generated.num_generations
+    samples, names = record.generated, record.generated.ids
     prompts = [samples.prompt_of(i) for i in range(len(samples))]
-    names = samples.ids
+    batches = np.repeat(np.arange(len(record.batch_sizes)), record.batch_sizes)
     drafts = [record.drafts.get(name) for name in names]
     return {
         "step": [record.step] * len(samples),
-        "batch": np.repeat(np.repeat(np.arange(len(record.batch_sizes)), record.batch_sizes), n),
+        "batch": np.repeat(batches, samples.num_generations),
         **{field: [getattr(name, field) for name in names] for field in SampleId._fields},
         "owner": record.owners,
         "prompt_tokens": [np.array(prompt.token_ids, np.int32) for prompt in prompts],

@@ -2,15 +2,15 @@
 
 python -m bubblespec play --config FILE [--prompt N] [section.key=value ...]
 
-Shows the prompt as the model sees it, and takes lines from standard input as the model's turn, up
-to an empty line or the end of input; then what the environment answers, and so on until the episode
-is over. Of the model only the tokenizer is loaded. On a terminal colours show the mask: the model's
-tokens, which are trained on, are green, and the environment's, which are not, cyan. Elsewhere the
-latter are between ⟦ and ⟧.
+Shows the prompt as the model sees it, takes lines from standard input up to an empty one as the
+model's turn, then shows the environment's answer, and so on until the episode is over. Only the
+tokenizer of the model is loaded. On a terminal colours show the mask: tokens of the model, which
+are trained on, are green, those of the environment cyan. Elsewhere the latter are between ⟦ and ⟧.
 """
 
 import argparse
 import io
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -38,8 +38,7 @@ GREEN, CYAN, NO_COLOUR = "\033[32m", "\033[36m", "\033[0m"
 
 
 def play(config: Config, number: int, lines: Iterator[str], has_colour: bool) -> None:
-    """Play one episode on prompt `number` of the training data, with turns made of lines. Raises
-    InputError."""
+    """Play one episode on prompt `number` of the training data, with turns made of lines."""
     if not config.environment.is_used:
         raise InputError("environment: has neither factory nor tools, so there are no episodes")
     options = replace(config.environment, num_workers=min(1, config.environment.num_workers))
@@ -72,7 +71,8 @@ def play(config: Config, number: int, lines: Iterator[str], has_colour: bool) ->
         while reason is None and (text := read_turn(lines)) is not None:
             turn = [*tokenizer(text, add_special_tokens=False)["input_ids"], stop]
             turn = turn[: turn.index(stop) + 1][: limit - len(response)]
-            response, num_sampled = response + turn, num_sampled + len(turn)
+            response += turn
+            num_sampled += len(turn)
             show(turn, GREEN)
             print(f"[turn: {len(turn)} tokens]", flush=True)
             if turn[-1] != stop:
@@ -80,54 +80,54 @@ def play(config: Config, number: int, lines: Iterator[str], has_colour: bool) ->
                 break
             environments.act(NAME, turn)
             observation, room = wait_for(environments), limit - len(response)
-            ids, reason = observation.ids.tolist()[:room], observation.reason
-            if reason is None and len(ids) == room:
-                reason = "length"
+            ids = observation.ids.tolist()[:room]
+            reason = observation.reason or ("length" if len(ids) == room else None)
             response += ids
             show(ids, CYAN)
             calls = f"tool calls: {observation.num_calls}, {observation.num_failed} of them failed"
             print(f"[observation: {len(ids)} tokens; {calls}]")
         needs_environment = any(map(takes_environments, functions.values()))
         outcome = environments.end(NAME, with_environment=needs_environment).result()
+    why = "end of input" if reason is None else f"{reason} ({REASONS[reason]})"
     length = f"{len(response)} of {limit} tokens, {num_sampled} trained on"
-    why = reason if reason is None else f"{reason} ({REASONS[reason]})"
-    print(f"[over: {why or 'end of input'}; response: {length}]")
+    print(f"[over: {why}; response: {length}]")
     if form.has_reward:
         print(f"reward of the environment: {outcome.problem or outcome.reward}")
     elif outcome.problem:
         print(f"the environment failed: {outcome.problem}")
     ids = response[len(begun.ids) :]
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    packed = {"environment": outcome.environment} if outcome.environment else {}
+    (completion,) = tokenizer.batch_decode([ids], skip_special_tokens=True)
+    sample = Sample(prompt.text, completion, ids, prompt.columns)
+    if outcome.environment:
+        sample = sample._replace(environment=outcome.environment)
     for path, function in functions.items():
-        (value,) = score(function, [Sample(prompt.text, text, ids, prompt.columns, **packed)])
+        (value,) = score(function, [sample])
         print(f"reward of {path}: {getattr(value, 'message', value)}")
 
 
 def stop_token(config: Config, tokenizer) -> int:
-    """The one with which a person's turns end. Raises InputError if there is none."""
+    """Return the token that ends a person's turns. Raises InputError if there is none."""
     eos, stops = tokenizer.eos_token_id, config.rollout.stop_token_ids
     if not stops and eos is None:
-        problem = "the tokenizer has no end-of-sequence token; give one"
-        raise InputError(f"rollout.stop_token_ids: {problem}")
+        raise InputError(
+            "rollout.stop_token_ids: the tokenizer has no end-of-sequence token; set an id"
+        )
     return eos if not stops or eos in stops else stops[0]
 
 
 def wait_for(environments: Environments) -> Observation:
-    """The next observation."""
+    """Wait for the next observation."""
     while not (observations := environments.poll()):
         environments.wait(1.0)
     return observations[0][1]
 
 
 def read_turn(lines: Iterator[str]) -> str | None:
-    """Lines up to an empty one, or to the end of input; None if there are no more."""
-    turn = []
-    for line in lines:
-        if not line.rstrip("\r\n"):
-            return "\n".join(turn)
-        turn.append(line.rstrip("\r\n"))
-    return "\n".join(turn) if turn else None
+    """Return the lines up to an empty one or the end of input; None if none are left."""
+    stripped = (line.rstrip("\r\n") for line in lines)
+    if (first := next(stripped, None)) is None:
+        return None
+    return "\n".join([first, *itertools.takewhile(bool, stripped)]) if first else ""
 
 
 def main(arguments: list[str]) -> None:

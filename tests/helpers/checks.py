@@ -1,10 +1,15 @@
 """Questions that several tests ask, and a full disk."""
 
 import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from bubblespec.errors import InputError
+
+PATIENCE_S = 120.0  # for what must happen at some time
 
 
 def refusal(function, *arguments) -> str:
@@ -23,6 +28,19 @@ def is_alive(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def pids_in(path: Path) -> list[int]:
+    """The process numbers that were noted in a file, one in a line."""
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait for what must happen at some time."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class FullDisk:

@@ -10,8 +10,8 @@ import torch
 import train
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
-from bubblespec.records import Load
 from bubblespec.setup import build
 from bubblespec.telemetry import timeline
 

@@ -11,9 +11,9 @@ import dataclasses
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.batch import Load
 from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.idle.draft_ahead import DraftAhead
-from bubblespec.records import Load
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 from bubblespec.trainer import Trainer
 from bubblespec.types import Draft, Row, SampleId

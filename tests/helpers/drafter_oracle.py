@@ -9,7 +9,8 @@ import transformers
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import forward_hidden, prepare_model
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.runner import ModelRunner

@@ -91,7 +91,7 @@ def call_text(family: str, name: str, **arguments) -> str:
 
 
 def make_config(factory: str | None = None, **options) -> EnvironmentConfig:
-    """Of a class of this module, in process unless an option says otherwise."""
+    """Configure a class of this module, in process unless an option says otherwise."""
     path = factory and f"{HERE}.{factory}"
     return EnvironmentConfig(factory=path, **{"num_workers": 0, **options})
 
@@ -100,6 +100,26 @@ def make_prompt(text="What is", base=(), **columns) -> Prompt:
     if not isinstance(text, str) or columns.pop("is_chat", True):
         text = [{"role": "user", "content": text}] if isinstance(text, str) else text
     return Prompt(1, text, tuple(base), columns)
+
+
+def play(factory, tokenizer, prompt: Prompt, texts: list[str], seed=0, **options):
+    """Play an episode in process: the observations of the beginning and of each turn, and the
+    outcome. factory: of this module, or a dotted path."""
+    from bubblespec.mechanisms.episodes.environments import Environments
+    from bubblespec.mechanisms.episodes.tokens import base_ids
+
+    config = make_config(factory, **options)
+    if factory and "." in factory:
+        config.factory = factory
+    environments = Environments(config, tokenizer)
+    adds_text, schemas = environments.form.adds_text, environments.schemas
+    prompt.token_ids = base_ids(tokenizer, prompt.text, schemas, adds_text)
+    environments.begin("a", prompt, seed)
+    observations = [observation for _, observation in environments.poll()]
+    for text in texts:
+        environments.act("a", tokenizer(text, add_special_tokens=False)["input_ids"])
+        observations += [observation for _, observation in environments.poll()]
+    return observations, environments.end("a", with_environment=True).result()
 
 
 class UsesUp:

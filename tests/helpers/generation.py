@@ -2,17 +2,65 @@
 
 import numpy as np
 
+from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.forward import ModelForward
+from bubblespec.engine.packing import PAGE
+from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
+from bubblespec.mechanisms.batch_invariant import InvariantForward
+from bubblespec.mechanisms.tp_tail.shards import ShardedForward
 from bubblespec.types import Row, SampleId
 from tests.helpers.models import VOCAB
 
 STOP = (5, 11)
 
 
+def make_runner(
+    model,
+    num_slots: int,
+    max_length: int,
+    seed: int,
+    *,
+    kernel: str = "sdpa",
+    tp=None,
+    batch_invariant: bool = False,
+    enforce_eager: bool = False,
+    memory=None,
+    max_num_batched_tokens: int = 2048,
+    page_size: int | None = None,
+    num_pages: int | None = None,
+) -> ModelRunner:
+    """Create a runner with a forward of this kind; tp: a group of ranks that compute together;
+    page_size: PAGE by default where the kernel reads pages, else there are none."""
+    if page_size is None and num_pages is not None:
+        page_size = PAGE
+    pages = page_size and Pages.for_rows(num_slots, max_length, page_size, num_pages)
+    reduce = reduction_for(model.device, enforce_eager)
+    if tp is not None:
+        forward = ShardedForward(
+            model, tp, kernel, enforce_eager=enforce_eager, memory=memory, reduce=reduce
+        )
+    elif batch_invariant:
+        forward = InvariantForward(model, kernel, enforce_eager=enforce_eager)
+    else:
+        forward = ModelForward(
+            model, kernel, enforce_eager=enforce_eager, memory=memory, reduce=reduce
+        )
+    return ModelRunner(
+        model,
+        num_slots,
+        max_length,
+        seed,
+        forward=forward,
+        max_num_batched_tokens=max_num_batched_tokens,
+        pages=pages,
+    )
+
+
 def make_engine(model, num_slots: int, *, seed=0, max_length=100, **options) -> Engine:
-    return Engine(ModelRunner(model, num_slots, max_length, seed, **options))
+    return Engine(make_runner(model, num_slots, max_length, seed, **options))
 
 
 def make_prompts(count: int, longest: int = 40) -> list[tuple[int, ...]]:

@@ -15,9 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bubblespec.engine import graphs
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import pack_rows
+from bubblespec.mechanisms.batch_invariant import InvariantForward
+
+ALONE = "varlen, alone"
 
 aten = torch.ops.aten
 
@@ -177,7 +180,7 @@ def stand_in(monkeypatch) -> Captures:
     monkeypatch.setattr(graphs, "rehearse", rehearse)
     monkeypatch.setattr(graphs, "capture", captures)
     has_graphs = lambda device, kernel: kernel != "sdpa"  # noqa: E731
-    monkeypatch.setattr("bubblespec.engine.runner.can_capture", has_graphs)
+    monkeypatch.setattr("bubblespec.engine.forward.can_capture", has_graphs)
     return captures
 
 
@@ -203,8 +206,18 @@ def take_pages(runner) -> None:
         runner.pages.grow(np.full(runner.num_slots, runner.cache.slot_length))
 
 
+def forward_of(model, kernel: str = "sdpa") -> ModelForward:
+    """The forward with a kernel; ALONE: batch-invariant."""
+    if kernel != ALONE:
+        return ModelForward(model, kernel)
+    forward = InvariantForward(model, "varlen")
+    forward.min_tokens = 1
+    return forward
+
+
 def eager(model, kernel: str = "sdpa") -> Callable:
     """The forward without graphs, as `feed` wants it."""
-    return lambda tokens, packing: forward_hidden(
-        model, torch.from_numpy(tokens).to(model.device), packing, kernel
+    forward = forward_of(model, kernel)
+    return lambda tokens, packing: forward.hidden(
+        torch.from_numpy(tokens).to(model.device), packing
     )

@@ -1,15 +1,14 @@
 """Runs start at once: what a start measures is given, and what it tidies up is left.
 
-What is replaced is tested by the simulator's tests and that of docs/extending.md, whose processes
-import the package again.
+The real profile is tested in test_profile.py.
 """
 
 import gc
 import itertools
 
 from bubblespec import trainer
+from bubblespec.engine.batch import Load
 from bubblespec.planner.costs import CostModel
-from bubblespec.records import Load
 from bubblespec.rollout import make_sampler
 from tests.helpers.clocks import forward_seconds
 

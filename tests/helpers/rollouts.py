@@ -12,15 +12,16 @@ import transformers
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import DraftStore, History
+from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import prepare_model
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.planner.costs import KNOTS, CostModel
-from bubblespec.planner.drafts import Job
+from bubblespec.planner.jobs import Job
 from bubblespec.planner.survival import ALIGNED, TRIED
-from bubblespec.records import Load, RolloutRecord
+from bubblespec.records import RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.tools.simulate.world import SimulatedRanks
 from bubblespec.types import Draft, Group, Prompt, Row, SampleId

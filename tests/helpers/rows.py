@@ -1,6 +1,7 @@
 """Rows to generate, samples and records by hand."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Group, Launch, Row, Samples
+
+# A tokenizer of letters: 0 is a, 1 is b.
+LETTERS = SimpleNamespace(decode=lambda ids: "".join(chr(97 + i) for i in ids))
 
 
 def launch_of(groups: list[Group], num_generations: int) -> Launch:

@@ -2,12 +2,12 @@
 
 import numpy as np
 
+from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
-from bubblespec.records import Load
 from bubblespec.tools.simulate.command import simulated_config
 from bubblespec.tools.simulate.run import simulate
 from bubblespec.tools.simulate.runner import DrafterModel
-from bubblespec.tools.simulate.workload import STOP, VOCABULARY, Synthetic, Workload, make_synthetic
+from bubblespec.tools.simulate.workload import STOP, VOCABULARY, Spec, Workload, make_synthetic
 from bubblespec.types import Row
 
 
@@ -44,7 +44,7 @@ def make_config(
 
 def make_workload(prompts: int = 4, generations: int = 4, **spec) -> Workload:
     spec = {"mean": 60.0, "max": 300, "prompt": 16, "steps": 4} | spec
-    return make_synthetic(Synthetic(**spec), prompts, generations)
+    return make_synthetic(Spec(**spec), prompts, generations)
 
 
 def run(

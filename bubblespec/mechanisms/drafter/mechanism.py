@@ -60,7 +60,7 @@ class DrafterMechanism(Mechanism):
         config, sampler, step = self.config, trainer.sampler, trainer.num_updates
         if step >= config.run.max_steps:
             return
-        with trainer.console.phase("preparing the drafter"):
+        with trainer.reporter.phase("preparing the drafter"):
             rows: list[Row] = []
             if self._saved is None:
                 self.ranks.place = "warm start of the drafter"

@@ -19,6 +19,7 @@ import torch
 
 from bubblespec.engine.batch import Batch
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import add_gumbel
@@ -37,6 +38,14 @@ MAX_GRAPH_TOKENS = 512  # of a CUDA graph: a few for each row
 MAX_ROWS = 128  # with more active rows no hidden states are kept and nothing is drafted
 
 
+class DrafterForward(ModelForward):
+    """The drafter's layer as a forward, whose second input is the policy's hidden states."""
+
+    def hidden(self, tokens: torch.Tensor, packing, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Drafter.forward`."""
+        return self.model(hidden, tokens, packing, self.kernel)
+
+
 class DrafterRunner:
     """The drafter's part of an engine. While it is enabled it follows the slots of the engine's
     runner (see `ModelRunner.follower`)."""
@@ -49,14 +58,15 @@ class DrafterRunner:
         # Rows are in the first slots; in the others nothing is kept.
         self.num_slots = min(runner.num_slots, MAX_ROWS)
         length = runner.max_length + MAX_CHAIN_LENGTH
-        if runner.kernel == "flash_attn":
+        if runner.forward.kernel == "flash_attn":
             length = -(-length // PAGE) * PAGE
         self.cache = KVCache(self.num_slots, length, int(runner.graphs is not None))
+        kernel, memory = runner.forward.kernel, runner.forward.memory
+        self.forward = DrafterForward(drafter, kernel, memory=memory)
         self.graphs: ForwardGraphs | None = None
         if runner.graphs is not None:
-            options = {"state_size": drafter.fuse.out_features, "beside": runner.graphs}
-            parts = (drafter, self.cache, runner.kernel, MAX_GRAPH_TOKENS)
-            self.graphs = ForwardGraphs(*parts, **options)
+            size = drafter.fuse.out_features
+            self.graphs = ForwardGraphs(self.forward, self.cache, MAX_GRAPH_TOKENS, size)
         self._hidden: torch.Tensor | None = None  # [slots, NUM_KEPT, H], by position % NUM_KEPT
         # Per slot: hidden states have been kept without a gap for positions in [_first, _end); the
         # drafter's cache begins at position _base (-1: it is empty) and holds _num_cached.
@@ -213,5 +223,5 @@ class DrafterRunner:
         packing = pack_rows(self.cache, starts, counts, runner.device)
         states = self.graphs.forward(tokens, packing, hidden) if self.graphs is not None else None
         if states is None:
-            return self.drafter(hidden, tokens, packing, runner.kernel)
+            return self.forward.hidden(tokens, packing, hidden)
         return states[: len(tokens)]

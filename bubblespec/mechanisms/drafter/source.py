@@ -15,11 +15,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from bubblespec.draft.sources import DraftSource, Proposals, TrackedRows
+from bubblespec.engine.batch import Load
 from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, MAX_ROWS, DrafterRunner
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.survival import TRIED, Survival
 from bubblespec.planner.windows import choose_chain_length
-from bubblespec.records import Load
 
 NAME = "drafter"
 PRIOR = 0.6  # acceptance rate of each token before anything is known: enough to be tried

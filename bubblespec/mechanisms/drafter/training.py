@@ -79,10 +79,17 @@ class UnrolledPacking:
         self._values: list[torch.Tensor] = []
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         """query: [N, heads, D]; key, value: [N, key/value heads, D], N = S * T. Returns [N, heads,
-        D]."""
+        D]. There is one layer, without a window."""
         fold = query.shape[1] // key.shape[1]
         query, key, value = (
             t.unflatten(0, self.shape).transpose(1, 2) for t in (query, key, value)
@@ -105,7 +112,7 @@ class DrafterTraining:
 
     def __init__(self, source: DrafterSource, seed: int):
         self.source, self.drafter, self.clock = source, source.runner.drafter, source.clock
-        self.kernel = source.runner.engine.runner.kernel
+        self.kernel = source.runner.engine.runner.forward.kernel
         self.random = np.random.default_rng(seed)
         self.examples: deque[Example] = deque()
         self._room = 0.0  # tokens of examples that the current step may still add

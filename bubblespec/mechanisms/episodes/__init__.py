@@ -1,5 +1,4 @@
-"""Environments of episodes: their forms, the token ids of what they say, and the processes in which
-they run. Workers import this folder, so it imports nothing heavy here.
+"""Episodes: environments, the token ids of their observations, and the processes that run them.
 
-May import: ranks, config and what lies below.
+Worker processes import this folder, so it imports nothing heavy here.
 """

@@ -78,7 +78,9 @@ class Episodes:
         with_environment: bool = False,
         runs_drafts: bool = True,
     ):
-        """prompts: of all rows that may be begun; with_environment: whether outcomes include it;
+        """Prepare one rollout.
+
+        prompts: of all rows that may be begun; with_environment: whether outcomes include it;
         runs_drafts: whether rows of coming steps continue after their first turn."""
         self.environments, self.engine, self.clock = environments, engine, clock
         self.seed, self.with_environment = seed, with_environment
@@ -114,8 +116,7 @@ class Episodes:
         self.environments.begin(row, prompt, seed, is_draft=not is_own)
 
     def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
-        """Submit the turns of rows that the engine has returned, take in the observations that have
-        come, and return the rows whose episodes are over."""
+        """Submit turns that have ended, take in observations, and return rows that are over."""
         over: list[Row] = []
         for row in finished:
             episode = self._running.get(row)

@@ -162,8 +162,9 @@ class Host:
         return self._episodes[number].act(action)
 
     def end(self, number: int, with_reward: bool, with_environment: bool) -> dict:
-        """Forget an episode. The reply has its `reward`, a finite number or None, and on request
-        the pickled `environment`, in base64."""
+        """Forget an episode; reply with its `reward`, a finite number or None.
+
+        On request the reply has the pickled `environment`, in base64."""
         episode = self._episodes.pop(number)
         try:
             reward = episode.reward() if with_reward else None

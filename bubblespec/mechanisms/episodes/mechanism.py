@@ -50,8 +50,9 @@ class EpisodesMechanism(Mechanism):
             plan.scoring.outcomes = episodes.outcomes
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
-        """Return what happened in the step's episodes, over all ranks. Frequencies are those of
-        TRL: calls per episode, and the share of the calls that failed."""
+        """Return the metrics of the step's episodes, over all ranks.
+
+        Frequencies are those of TRL: calls per episode, and the share of the calls that failed."""
         counts: list[EpisodeCounts] = [rollout.extras["episodes"] for rollout in record.rollouts]
         own = []
         for each in counts:

@@ -26,11 +26,10 @@ def prompt_ids(tokenizer, prompt: Chat, schemas: list[dict]) -> list[int]:
 
 
 def base_ids(tokenizer, prompt: Chat, schemas: list[dict], adds_text: bool) -> tuple[int, ...]:
-    """Return the ids that begin a prompt whatever text an environment adds to it: what a group
-    shares. Without such text these are all ids of the prompt.
+    """Return the ids that begin a prompt whatever text an environment adds: what a group shares.
 
-    The last word may become part of another token. So several beginnings of text replace it, and
-    the common prefix of all renderings counts.
+    Without such text these are all ids of the prompt. The last word may become part of another
+    token, so several beginnings of text replace it, and the common prefix of all renderings counts.
     """
     ids = prompt_ids(tokenizer, prompt, schemas)
     if not adds_text:

@@ -11,8 +11,9 @@ import pickle
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from subprocess import Popen
 
-from bubblespec.distributed.worker import MAX_REPLY_BYTES, Worker, WorkerFailure, WorkerProcess
+from bubblespec.distributed.worker import MAX_REPLY_BYTES, Worker, WorkerFailure
 from bubblespec.errors import InputError, RunFailed
 from bubblespec.mechanisms.episodes.forms import Form, Host, load_form
 from bubblespec.types import Prompt
@@ -39,8 +40,8 @@ class Episode:
     """Reason why the environment failed."""
     history: list[tuple[bytes, float, bytes]] = field(default_factory=list)
     """Requests that were replied to, their time limits and the replies' digests."""
-    process: WorkerProcess | None = None
-    """Process that holds the environment."""
+    home: Popen | None = None
+    """Supervisor of the process that holds the environment."""
     is_abandoned: bool = False
     """Whether its replies are no longer needed."""
 
@@ -81,7 +82,7 @@ class EnvironmentWorker(Worker):
     def _answer(
         self, episode: Episode, method: str, request: bytes, limit_s: float, deliver: Deliver
     ) -> None:
-        is_held = episode.process is not None and episode.process is self.process
+        is_held = episode.home is not None and episode.home is self.supervisor
         if episode.is_abandoned and not (method == "end" and is_held):
             deliver({"failure": "it was not needed", "seconds": 0.0})
             return
@@ -91,13 +92,14 @@ class EnvironmentWorker(Worker):
             deliver(error)
 
     def _ask_twice(self, episode: Episode, request: bytes, limit_s: float) -> dict:
-        """Return the reply. A worker may die because of another episode, so a request to which it
-        has died is repeated once."""
+        """Return the reply, to the second request if the worker dies at the first.
+
+        It may have died because of another episode."""
         begin_s = time.monotonic()
         for is_last in (False, True):
             try:
                 self.start()
-                if episode.process is not self.process:
+                if episode.home is not self.supervisor:
                     self._replay(episode)
                 reply = self.ask(request, limit_s)
                 episode.history.append((request, limit_s, digest(reply)))
@@ -118,7 +120,7 @@ class EnvironmentWorker(Worker):
                     "replied differently; set false if it is random beyond its seed"
                 )
             self.num_differing += 1
-        episode.process = self.process
+        episode.home = self.supervisor
 
 
 AnyWorker = InProcess | EnvironmentWorker

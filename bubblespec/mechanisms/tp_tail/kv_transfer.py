@@ -21,7 +21,7 @@ PIECE_BYTES = 1 << 26  # that a rank gets at a time from all ranks together
 def can_transfer_kv(source: ModelRunner, target: ModelRunner) -> bool:
     """Whether all layers in shards have cached the key/value heads that their shards are cut from.
     False before the source's first forward, too."""
-    shards, cache = target.shards, source.cache
+    shards, cache = target.forward, source.cache
     cut = [
         of[layer] for of in (cache.keys, cache.values) for layer in of if layer in shards.key_heads
     ]
@@ -42,7 +42,7 @@ def transfer_kv(
     slots: int64 [R], in the source, of rows that this rank owns; counts: int64 [R], positions, for
     which the target has room; rank_of: int64 [R], whose row each is.
     """
-    tp, device = target.shards.tp, source.device
+    tp, device = target.forward.tp, source.device
     own = np.flatnonzero(rank_of == tp.rank)
     row, position = ragged(counts[own])
     here = to_device(source.cache.places(slots[own][row], position), device)
@@ -68,7 +68,7 @@ def transfer_kv(
         return torch.cat([of_rank[:left, heads] for of_rank, left in parts])
 
     for layer, keys in source.cache.keys.items():
-        heads = target.shards.key_heads.get(layer, slice(None))
+        heads = target.forward.key_heads.get(layer, slice(None))
         both = keys, source.cache.values[layer]
         for number, of_piece in enumerate(there):
             pair = (of_all_ranks(of, heads, number * width) for of in both)

@@ -14,7 +14,7 @@ Shape legend: N packed tokens, T positions sampled, V vocabulary, v of it on thi
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -22,24 +22,23 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from bubblespec.distributed.ranks import Ranks, all_gather
 from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.engine import sampling
-from bubblespec.engine.kernels import cache_for
-from bubblespec.engine.model import (
-    TOLERANCE,
-    forward_hidden,
-    random_tokens,
-    relative_difference,
+from bubblespec.engine.forward import (
+    GraphMemory,
+    ModelForward,
+    Sampled,
 )
+from bubblespec.engine.kernels import cache_for
+from bubblespec.engine.model_checks import TOLERANCE, random_tokens, relative_difference
 from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import pack_rows
+from bubblespec.engine.packing import CachePacking, Packing, pack_rows
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import fallback, first_problem, one_line
-from bubblespec.mechanisms.cpu_linear import sharded_linear
 
 KEYS_AND_VALUES = ("k_proj", "v_proj")  # sharded by key/value heads, other layers by query heads
 CHECKED = 12  # tokens
@@ -103,20 +102,34 @@ class ShardSpec(NamedTuple):
     part: slice
 
 
-class Shards:
-    """This rank's part of a model."""
+class ShardedForward(ModelForward):
+    """This rank's part of a model's forward."""
 
-    def __init__(self, model: PreTrainedModel, tp: TPGroup):
-        """Raises TPUnsupported, on all ranks or on none."""
-        self.model, self.tp = model, tp
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tp: TPGroup,
+        kernel: str = "sdpa",
+        *,
+        enforce_eager: bool = False,
+        memory: GraphMemory | None = None,
+        reduce: Callable = sampling.best_and_sum,
+    ):
+        """See `ModelForward`. Raises TPUnsupported, on all ranks or on none."""
+        is_eager = enforce_eager or not tp.can_capture
+        super().__init__(model, kernel, enforce_eager=enforce_eager, memory=memory, reduce=reduce)
+        self.is_eager |= is_eager
+        self.tp, self.rank = tp, tp.rank
         self.specs, self.key_heads = plan_shards(model, tp.rank, tp.size)
         """This rank's key/value heads of each attention that is sharded, by its layer."""
         self.num_key_heads = count_heads(model)[1]
+        self._is_alone = False
+        self._zeros: list[torch.Tensor] = []
 
     @contextlib.contextmanager
-    def applied(self, sum_: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Iterator[None]:
-        """Within it the model's layers compute this rank's parts. Their parameters stay as they
-        are. sum_: in place of that over ranks."""
+    def applied(self) -> Iterator[None]:
+        """Context in which the model's layers compute this rank's parts. Parameters stay as they
+        are."""
         changed: list[torch.nn.Module] = []
 
         def change(module: torch.nn.Module, forward: Callable) -> None:
@@ -128,55 +141,114 @@ class Shards:
                 base = getattr(module, "base_layer", module)  # of a layer with a LoRA adapter
                 side = "lora_A" if is_rowwise else "lora_B"
                 for layer in (base, *getattr(module, side, {}).values()):
-                    change(layer, partial(sharded_linear, layer, part, is_rowwise))
+                    change(layer, partial(partial_linear, layer, part, is_rowwise))
                 if is_rowwise:
-                    add_up = sum_ or self.tp.sum_
-                    change(module, partial(_summed, module.forward, base.bias, add_up))
+                    change(module, partial(self._summed, module.forward, base.bias))
             yield
         finally:
             for module in changed:
                 vars(module).pop("forward", None)
 
+    def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """See `Forward`."""
+        with self.applied():
+            return super().hidden(tokens, packing)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's logits [T, v] of hidden states [T, hidden]."""
+        """Return this rank's logits [T, v] of hidden states [T, hidden]."""
         head = output_head(self.model)
         part = shard_of(head.num_tokens, self.tp.rank, self.tp.size)
-        return head.finish(sharded_linear(head.linear, part, False, hidden))
+        return head.finish(partial_linear(head.linear, part, False, hidden))
 
-    def sample(self, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`sampling.sample` from this rank's logits [T, v]."""
+    def sample(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        num_generated: torch.Tensor,
+        params: SamplingParams,
+    ) -> Sampled:
+        """Sample as `sampling.sample` does, from this rank's logits [T, v]."""
         vocab_size = output_head(self.model).num_tokens
-        return sample_shards(*arguments, vocab_size=vocab_size, tp=self.tp, **options)
+        return sample_shards(
+            logits, keys, num_generated, params, self.reduce, vocab_size=vocab_size, tp=self.tp
+        )
+
+    def gather_text(self, text: str) -> list[str]:
+        """See `Forward`."""
+        return self.tp.gather_text(text)
+
+    @contextlib.contextmanager
+    def rehearsal(self, num_tokens: Sequence[int]) -> Iterator[None]:
+        """See `Forward`."""
+        widths = {spec.module.out_features for spec in self.specs if spec.is_rowwise}
+        sizes = {count * width for count in num_tokens for width in widths}
+        longest = self.weight().new_zeros(max(sizes))
+        self._zeros = [longest[:size] for size in sorted(sizes, reverse=True)]
+        with self._alone():
+            yield
+
+    def connect(self) -> None:
+        """See `Forward`."""
+        for zeros in self._zeros:
+            self.tp.sum_(zeros)
+        self._zeros = []
 
     @torch.inference_mode()
-    def check(self, kernel: str) -> None:
-        """On all ranks together: whether shards, with this attention kernel, give what the whole
-        model gives. Raises TPUnsupported on all of them if not."""
-        model, name = self.model, type(self.model).__name__
+    def check(self) -> None:
+        """Compare what shards give with what the whole model gives, on all ranks together. Raises
+        TPUnsupported on all of them where that differs."""
+        model, name, kernel = self.model, type(self.model).__name__, self.kernel
         tokens, count = random_tokens(model, CHECKED), np.array([CHECKED])
 
-        def hidden() -> torch.Tensor:
-            packing = pack_rows(cache_for(kernel), 0 * count, count, model.device)
-            return forward_hidden(model, tokens, packing, kernel)
+        def packing() -> CachePacking:
+            return pack_rows(cache_for(kernel), 0 * count, count, model.device)
 
         problem = None
         try:  # without sums nobody waits for a rank that fails alone
-            with self.applied(sum_=lambda tensor: tensor):
-                hidden()
+            with self._alone():
+                self.hidden(tokens, packing())
         except Exception as error:  # the model's own code runs here
             problem = one_line(error)
         problem = first_problem(problem, self.tp.gather_text)
         if problem is not None:
             raise TPUnsupported(f"the forward of {name} in shards fails: {problem}")
-        with self.applied():
-            sharded = hidden()
-        difference = torch.tensor([relative_difference(sharded, hidden())]).to(model.device)
+        sharded, whole = self.hidden(tokens, packing()), super().hidden(tokens, packing())
+        difference = torch.tensor([relative_difference(sharded, whole)]).to(model.device)
         largest = self.tp.gather(difference).max().item()
         if not largest <= TOLERANCE.get(model.dtype, 0.1):
             raise TPUnsupported(
                 f"{name} computed in shards by its base_model_tp_plan differs from the whole "
                 f"model by {largest:.1e}"
             )
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Context in which this rank's parts are not summed over ranks."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
+    def _summed(
+        self, forward: Callable, bias: torch.Tensor | None, x: torch.Tensor
+    ) -> torch.Tensor:
+        out = forward(x) if self._is_alone else self.tp.sum_(forward(x))
+        return out if bias is None else out + bias
+
+
+def partial_linear(
+    layer: torch.nn.Linear, part: slice, is_rowwise: bool, x: torch.Tensor
+) -> torch.Tensor:
+    """Compute a part of a linear layer's outputs, or, if it is rowwise, its product with a part of
+    the inputs, without the bias. x: [..., in], or [..., the part of in]. A layer with products of
+    its own has a method `partial`."""
+    bias = None if is_rowwise or layer.bias is None else layer.bias[part]
+    own = getattr(layer, "partial", None)
+    if own is not None:
+        return own(x, part, is_rowwise, bias)
+    weight = layer.weight[:, part] if is_rowwise else layer.weight[part]
+    return linear(x, weight, bias)
 
 
 def shard_of(count: int, rank: int, size: int) -> slice:
@@ -253,11 +325,6 @@ def plan_shards(
     if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
         raise TPUnsupported(f"{name} has an output head that is not a linear layer")
     return specs, key_heads
-
-
-def _summed(forward: Callable, bias: torch.Tensor | None, sum_: Callable, x: torch.Tensor):
-    out = sum_(forward(x))
-    return out if bias is None else out + bias
 
 
 def sample_shards(

@@ -19,13 +19,19 @@ import numpy as np
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine, Proposer
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log
 from bubblespec.mechanisms.tp_tail.kv_transfer import can_transfer_kv, transfer_kv
-from bubblespec.mechanisms.tp_tail.shards import TPGroup, TPUnsupported, no_shared_tail
+from bubblespec.mechanisms.tp_tail.shards import (
+    ShardedForward,
+    TPGroup,
+    TPUnsupported,
+    no_shared_tail,
+)
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
 from bubblespec.planner.stats import RunStats
@@ -228,13 +234,24 @@ def make_tp_tail(
     alone: ModelRunner = engine.runner
     ranks.place = "set-up of the tensor-parallel tail"
     try:
-        options = {"kernel": alone.kernel, "beside": alone.graphs}
-        options["max_num_batched_tokens"] = max(alone.max_num_batched_tokens, max_rows)
-        options["enforce_eager"] = alone.graphs is None
-        parts = (alone.model, max_rows, alone.max_length, alone.seed)
         tp = TPGroup(ranks)
-        runner = ModelRunner(*parts, tp=tp, **options)
-        runner.shards.check(runner.kernel)
+        forward = ShardedForward(
+            alone.model,
+            tp,
+            alone.forward.kernel,
+            enforce_eager=config.rollout.enforce_eager,
+            memory=alone.forward.memory,
+            reduce=reduction_for(alone.device, config.rollout.enforce_eager),
+        )
+        runner = ModelRunner(
+            alone.model,
+            max_rows,
+            alone.max_length,
+            alone.seed,
+            forward=forward,
+            max_num_batched_tokens=max(alone.max_num_batched_tokens, max_rows),
+        )
+        forward.check()
     except TPUnsupported as error:
         if wanted != "auto" and ranks.is_main:
             log(f"warning: {no_shared_tail(error)}")

@@ -18,15 +18,16 @@ from transformers import PreTrainedModel
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.compiled import compared, compile_reduction
-from bubblespec.engine.graphs import ForwardGraphs, can_capture
+from bubblespec.engine.forward import ModelForward, can_capture
+from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kernels import cache_for, packed_logits
-from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import TOLERANCE, forward_hidden, random_tokens, relative_difference
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.model_checks import TOLERANCE, random_tokens, relative_difference
 from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import PAGE, pack_rows
+from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import best_and_sum
 from bubblespec.mechanisms.tp_tail.shards import (
-    Shards,
+    ShardedForward,
     TPGroup,
     TPUnsupported,
     no_shared_tail,
@@ -98,7 +99,7 @@ def graphs(case: Case) -> Iterator[Line]:
         return
     cache, tokens = cache_for(kernel, num_spare=1), random_tokens(loaded, 1)
     packing = pack_rows(cache, np.zeros(1, np.int64), np.ones(1, np.int64), device)
-    captured = ForwardGraphs(loaded, cache, kernel, 16)
+    captured = ForwardGraphs(ModelForward(loaded, kernel), cache, 16)
     replay = partial(captured.forward, tokens, packing)
     if replay() is None:
         yield slower(captured.problem)
@@ -139,21 +140,19 @@ def shared_tail(case: Case) -> Iterator[Line]:
         yield ok(f"not applicable: {'one rank' if ranks.world_size == 1 else avoid}")
         return
     try:
-        shards = Shards(loaded, TPGroup(ranks))
-        shards.check(case.kernel)
+        shards = ShardedForward(loaded, TPGroup(ranks), case.kernel)
+        shards.check()
     except TPUnsupported as error:
         yield slower(no_shared_tail(error))
         return
     tokens, one, head = random_tokens(loaded, 1), np.ones(1, np.int64), output_head(loaded)
-    whole, part = (pack_rows(KVCache(1, PAGE), 0 * one, one, device) for _ in range(2))
+    whole, part = (pack_rows(cache_for(case.kernel), 0 * one, one, device) for _ in range(2))
 
     def together() -> torch.Tensor:
-        with shards.applied():
-            hidden = forward_hidden(loaded, tokens, part)
-        return shards.logits(hidden)
+        return shards.logits(shards.hidden(tokens, part))
 
     def alone() -> torch.Tensor:
-        return head(forward_hidden(loaded, tokens, whole))
+        return head(forward_hidden(loaded, tokens, whole, case.kernel))
 
     own = shard_of(head.num_tokens, ranks.rank, ranks.world_size)
     yield close(together(), alone()[:, own], "forwards together and alone", avoid)

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from bubblespec.config import Config
@@ -24,18 +25,9 @@ from bubblespec.tools.simulate.recorded import (
 )
 from bubblespec.tools.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.tools.simulate.runner import DrafterModel
-from bubblespec.tools.simulate.workload import Synthetic, Workload, make_synthetic, parse
+from bubblespec.tools.simulate.workload import Spec, Workload, make_synthetic, parse
 
-# What overrides may change.
-SECTIONS = ("rollout", "speculative", "tail_batching", "environment")
-COUNTS = (
-    "forwards",
-    "shared_forwards",
-    "drafted_tokens",
-    "proposed_tokens",
-    "refused_tokens",
-    "response_tokens",
-)
+SECTIONS = ("rollout", "speculative", "tail_batching", "environment")  # that overrides may change
 LABELS = {
     "seconds": "seconds of all rollouts",
     "forwards": "forwards on the slowest rank",
@@ -56,7 +48,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m bubblespec simulate", description=description)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", metavar="RUN_DIR", help="output_dir of a run with run.trace")
-    names = ", ".join(f.name for f in dataclasses.fields(Synthetic))
+    names = ", ".join(f.name for f in dataclasses.fields(Spec))
     source.add_argument("--synthetic", metavar="NAME=VALUE,...", help=f"of {names}")
     names = ", ".join(f.name for f in dataclasses.fields(DrafterModel))
     parser.add_argument("--drafter", default="", metavar="NAME=VALUE,...", help=f"of {names}")
@@ -68,6 +60,7 @@ def main(arguments: list[str]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Simulate a run without and with its mechanisms. Raises InputError."""
     if arguments.json and os.path.exists(arguments.json):
         raise InputError(f"--json: {arguments.json} exists")
     if not (arguments.trace or arguments.cost_model):
@@ -76,24 +69,31 @@ def run(arguments: argparse.Namespace) -> None:
         if override.split(".")[0] not in SECTIONS or "=" not in override:
             raise InputError(f"{override}: give section.key=value of {', '.join(SECTIONS)}")
     if arguments.trace:
-        workload, config, default_ranks = recorded(arguments)
+        config, workload, default_ranks = recorded_run(arguments.trace, arguments.overrides)
     else:
-        workload, config, default_ranks = synthetic(arguments)
+        spec = parse(Spec, arguments.synthetic, "--synthetic")
+        (config, workload), default_ranks = synthetic_run(spec, arguments.overrides), 8
     num_ranks = default_ranks if arguments.ranks is None else arguments.ranks
     drafter = parse(DrafterModel, arguments.drafter, "--drafter")
     if arguments.drafter and "drafter" not in config.speculative.sources:
         raise InputError(f"--drafter: speculative.method={config.speculative.method} has none")
     cost_model = arguments.cost_model or arguments.trace
     cost, together = load_cost(cost_model), None
-    if config.rollout.tp_tail_max_rows and num_ranks > 1 and workload.tools is None:
+    if config.rollout.tp_tail_max_rows and num_ranks > 1 and not workload.has_tools:
         together = load_shared_cost(cost_model, num_ranks)
         if together is None and config.rollout.tp_tail_max_rows != "auto":
             reason = f"{cost_model} has no forwards of {num_ranks} ranks together"
             log(f"warning: no TP tail is simulated: {reason}")
-    options = {"drafter": drafter, "shows_progress": True}
-    options["together"] = None if together is None else together.seconds
     results = {
-        method: simulate(arm, workload, cost.seconds, num_ranks, **options)
+        method: simulate(
+            arm,
+            workload,
+            cost.seconds,
+            num_ranks,
+            together=together and together.seconds,
+            drafter=drafter,
+            shows_progress=True,
+        )
         for method, arm in arms_of(config).items()
     }
     num_counted = len(counted([*results.values()][-1]))
@@ -101,52 +101,43 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{cost.source}; {num_ranks} ranks, {num_counted} steps")
     print(table(sums))
     if arguments.json:
-        methods = {
-            method: {
-                "total": sums[method],
-                "steps": [vars(step) | {"lanes": None} for step in steps],
-            }
+        report = {"cost": dataclasses.asdict(cost), "num_ranks": num_ranks}
+        report["methods"] = {
+            method: {"total": sums[method], "steps": [vars(s) | {"lanes": None} for s in steps]}
             for method, steps in results.items()
         }
-        report = {"cost": dataclasses.asdict(cost), "num_ranks": num_ranks, "methods": methods}
-        report["shared_cost"] = None if together is None else dataclasses.asdict(together)
+        report["shared_cost"] = together and dataclasses.asdict(together)
         report["workload"] = arguments.trace or arguments.synthetic
         report["config"] = {name: vars(getattr(config, name)) for name in SECTIONS}
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=1)
 
 
-def recorded(arguments: argparse.Namespace) -> tuple[Workload, Config, int]:
-    """Return the workload of a trace, its configuration and its number of ranks."""
-    meta = read_meta(os.path.join(arguments.trace, FOLDER))
-    config = simulated_config(sections_of(meta["config"], SECTIONS), arguments.overrides)
+def recorded_run(run_dir: str, overrides: Sequence[str]) -> tuple[Config, Workload, int]:
+    """Return a trace's configuration, workload and number of ranks. Raises InputError."""
+    meta = read_meta(os.path.join(run_dir, FOLDER))
+    config = simulated_config(sections_of(meta["config"], SECTIONS), overrides)
     limit = meta["config"]["rollout.max_completion_length"]
     if config.rollout.max_completion_length > limit:
         text = f"the recorded responses are cut at {limit}"
         raise InputError(f"rollout.max_completion_length: {text}")
     if config.tail_batching.enabled and meta["config"].get("tail_batching.enabled"):
         raise InputError("tail_batching.enabled: the recorded run used it; choose another run")
-    return read_workload(arguments.trace), config, meta["world_size"]
+    return config, read_workload(run_dir), meta["world_size"]
 
 
-def synthetic(arguments: argparse.Namespace) -> tuple[Workload, Config, int]:
-    """Return the workload of --synthetic, its configuration and a number of ranks."""
-    spec = parse(Synthetic, arguments.synthetic, "--synthetic")
-    config = simulated_config({"rollout": rollout_of(spec)}, arguments.overrides)
-    if config.rollout.max_completion_length != spec.max:
-        raise InputError("rollout.max_completion_length: give it as max in --synthetic")
-    rollout = config.rollout
-    workload = make_synthetic(spec, rollout.num_prompts_per_step, rollout.num_generations)
-    return workload, config, 8
-
-
-def rollout_of(spec: Synthetic) -> dict[str, int]:
-    """Return the keys of the section `rollout` that fit a synthetic workload."""
+def synthetic_run(spec: Spec, overrides: Sequence[str]) -> tuple[Config, Workload]:
+    """Return a synthetic workload with its configuration. Raises InputError."""
     lengths = {"max_completion_length": spec.max, "max_prompt_length": 2 * spec.prompt}
-    return lengths | {"max_num_batched_tokens": 8192}
+    sections = {"rollout": lengths | {"max_num_batched_tokens": 8192}}
+    config = simulated_config(sections, overrides)
+    rollout = config.rollout
+    if rollout.max_completion_length != spec.max:
+        raise InputError("rollout.max_completion_length: give it as max in --synthetic")
+    return config, make_synthetic(spec, rollout.num_prompts_per_step, rollout.num_generations)
 
 
-def simulated_config(sections: dict[str, dict], overrides: list[str] = ()) -> Config:
+def simulated_config(sections: dict[str, dict], overrides: Sequence[str] = ()) -> Config:
     """Return a configuration from `sections`; a simulation reads no sections beyond SECTIONS."""
     blank = {name: {"path": "none"} for name in ("model", "data")}
     blank |= {"run": {"output_dir": "none"}, "optim": {"max_tokens_per_microbatch": 1 << 24}}
@@ -167,7 +158,8 @@ def arms_of(config: Config) -> dict[str, Config]:
 
 def totals(steps: list[SimulatedStep]) -> dict[str, Any]:
     """Return the totals of the steps; idle time is a share of their seconds."""
-    sums = {name: sum(getattr(step, name) for step in steps) for name in ("seconds", *COUNTS)}
+    counts = [name for name in LABELS if name.endswith(("seconds", "forwards", "tokens"))]
+    sums = {name: sum(getattr(step, name) for step in steps) for name in counts}
     idle_s = sum(step.idle_share * step.seconds for step in steps)
     return sums | {
         "idle_share": idle_s / sums["seconds"],

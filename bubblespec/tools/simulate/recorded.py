@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from bubblespec.config import Config, flatten
+from bubblespec.engine.batch import Load
 from bubblespec.errors import InputError
-from bubblespec.mechanisms.tp_tail.shards import TPUnsupported
-from bubblespec.records import Load
 from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
 from bubblespec.tools.simulate.cost import ForwardCost, fit_cost
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, roofline
-from bubblespec.tools.simulate.workload import STOP, DraftModel, Key, Workload
+from bubblespec.tools.simulate.workload import STOP, Spec, Workload
 from bubblespec.types import Prompt
 
 
@@ -23,7 +22,7 @@ def read_workload(run_dir: str) -> Workload:
     """Return the first batch of each step of a recorded run as a workload. Raises InputError.
 
     A recorded draft keeps its tokens, however old the weights are; an unfinished draft continues
-    like the response.
+    like the response. `Spec.run` becomes the mean tokens of drafts to their first mismatch.
     """
     folder = os.path.join(run_dir, FOLDER)
     recorded = list_steps(folder)
@@ -33,48 +32,41 @@ def read_workload(run_dir: str) -> Workload:
     prompts: list[dict[int, Prompt]] = [{} for _ in recorded]  # by uid
     responses, drafts, rewards, steps = {}, {}, {}, {}
     stops = sorted({row["tokens"][-1] for row in rows if row["stopped"]}) or [STOP]
+    num_agreed = num_diverged = 0
     for row in rows:
-        step, uid = row["step"] - recorded[0], row["uid"]
+        step, uid, tokens = row["step"] - recorded[0], row["uid"], np.array(row["tokens"])
         key = (step, uid, row["sample"])
         prompts[step][uid] = Prompt(uid, "", tuple(row["prompt_tokens"]), {})
         steps[uid, row["visit"]] = step
-        responses[key], rewards[key] = np.array(row["tokens"]), row["reward"]
+        responses[key], rewards[key] = tokens, row["reward"]
         if row["draft_tokens"]:
-            drafts[key] = np.array(row["draft_tokens"]), row["draft_finished"]
-    batches = [list(of_step.values()) for of_step in prompts]
-    texts = {key: _whole(*draft, responses[key], stops) for key, draft in drafts.items()}
-    model = DraftModel(_mean_run(responses, drafts))
-    longest = max(len(row["prompt_tokens"]) for row in rows)
-    ends = {"stop_token_ids": tuple(stops), "recorded_drafts": texts, "rewards": rewards}
-    workload = Workload(batches, responses, steps, len(recorded), longest, model, **ends)
+            draft = np.array(row["draft_tokens"])
+            both = min(len(tokens), len(draft))
+            wrong = np.flatnonzero(tokens[:both] != draft[:both])
+            num_agreed += int(wrong[0]) if len(wrong) else both
+            num_diverged += len(wrong) > 0
+            if not row["draft_finished"]:
+                draft = np.concatenate((draft, tokens[len(draft) :]))
+            if draft[-1] not in stops:  # it differs from its response and is longer
+                draft = np.append(draft, tokens[-1] if tokens[-1] in stops else stops[0])
+            drafts[key] = draft
+    spec = Spec()
+    if drafts:
+        spec = Spec(run=max(num_agreed / num_diverged, 1.0) if num_diverged else float("inf"))
+    workload = Workload(
+        batches=[list(of_step.values()) for of_step in prompts],
+        responses=responses,
+        steps=steps,
+        num_steps=len(recorded),
+        max_prompt_length=max(len(row["prompt_tokens"]) for row in rows),
+        spec=spec,
+        stop_token_ids=tuple(stops),
+        recorded_drafts=drafts,
+        rewards=rewards,
+    )
     if len(responses) != len(recorded) * workload.num_prompts * workload.num_generations:
         raise InputError(f"{folder}: its steps do not all have {workload.num_prompts} whole groups")
     return workload
-
-
-def _whole(
-    draft: np.ndarray, is_finished: bool, tokens: np.ndarray, stops: list[int]
-) -> np.ndarray:
-    """Return a recorded draft of the response `tokens`, completed."""
-    whole = draft if is_finished else np.concatenate((draft, tokens[len(draft) :]))
-    if whole[-1] in stops:
-        return whole
-    # The draft differs from its response and is longer.
-    return np.append(whole, tokens[-1] if tokens[-1] in stops else stops[0])
-
-
-def _mean_run(responses: dict[Key, np.ndarray], drafts: dict[Key, tuple]) -> float:
-    """Return the mean tokens of drafts to their first mismatch; a default without drafts."""
-    if not drafts:
-        return DraftModel.mean_run
-    num_agreed = num_diverged = 0
-    for key, (draft, _) in drafts.items():
-        tokens = responses[key]
-        both = min(len(tokens), len(draft))
-        wrong = np.flatnonzero(tokens[:both] != draft[:both])
-        num_agreed += int(wrong[0]) if len(wrong) else both
-        num_diverged += len(wrong) > 0
-    return max(num_agreed / num_diverged, 1.0) if num_diverged else float("inf")
 
 
 def sections_of(config: dict[str, Any], names: tuple[str, ...]) -> dict[str, dict]:
@@ -88,7 +80,7 @@ def sections_of(config: dict[str, Any], names: tuple[str, ...]) -> dict[str, dic
 
 
 def load_cost(name: str) -> ForwardCost:
-    """Return the cost of one rank's forwards, of GPU:MODEL or of a recorded run. Raises InputError.
+    """Return the cost of one rank's forwards. Raises InputError.
 
     name: GPU:MODEL, of GPUS and MODELS, for a roofline; or a run's output_dir, to fit its forwards
     with the host's work between them.
@@ -113,17 +105,13 @@ def load_shared_cost(name: str, num_ranks: int) -> ForwardCost | None:
     cannot be sharded over so many ranks.
     """
     gpu, _, model = name.partition(":")
-    if gpu in GPUS and model in MODELS:
-        try:
-            return roofline(gpu, model, num_ranks)
-        except TPUnsupported:
-            return None
-    folder = os.path.join(name, FOLDER)
-    if read_meta(folder)["world_size"] != num_ranks:
-        return None
     try:
-        return _fit_recorded(folder, together=True)
-    except ValueError:
+        if gpu in GPUS and model in MODELS:
+            return roofline(gpu, model, num_ranks)
+        folder = os.path.join(name, FOLDER)
+        is_alike = read_meta(folder)["world_size"] == num_ranks
+        return _fit_recorded(folder, together=True) if is_alike else None
+    except ValueError:  # TPUnsupported is one
         return None
 
 
@@ -133,9 +121,7 @@ def _fit_recorded(folder: str, *, together: bool) -> ForwardCost:
     together: fit to forwards of all ranks together, which each rank has recorded alike.
     """
     hardware, table = read_meta(folder)["hardware"], read_table(folder, "forwards")
-    is_shared = np.zeros(len(table), bool)
-    if "together" in table.column_names:  # null where a run was begun by an older version
-        is_shared = table["together"].fill_null(False).to_numpy()
+    is_shared = table["together"].to_numpy()
     chosen = is_shared & (table["rank"].to_numpy() == 0) if together else ~is_shared
     loads = np.stack([table[name].to_numpy() for name in Load._fields], axis=1)
     seconds = table["end_s"].to_numpy() - table["begin_s"].to_numpy()

@@ -5,8 +5,8 @@ measured on an A100 (tests/test_roofline.py), or counted, or estimated where a c
 
 from typing import NamedTuple
 
+from bubblespec.engine.batch import Load
 from bubblespec.mechanisms.tp_tail.shards import shard_heads
-from bubblespec.records import Load
 from bubblespec.tools.simulate.cost import RATES, Attention, ForwardCost
 
 

@@ -10,19 +10,20 @@ import numpy as np
 from tqdm import tqdm
 
 from bubblespec.config import Config
-from bubblespec.data.schedule import StepSchedule, save_visits
+from bubblespec.data.schedule import save_visits
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.episodes.mechanism import EpisodesMechanism
-from bubblespec.mechanisms.tail_batching import MAX_OVER_SAMPLING, TailBatching, scaled
+from bubblespec.mechanisms.tail_batching import MAX_OVER_SAMPLING, scaled
 from bubblespec.mechanisms.tp_tail.tail import TPTail, enter_by_cost, measure
 from bubblespec.memory import AUTO_TP_ROWS, max_slots
 from bubblespec.planner.costs import CostModel
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
+from bubblespec.setup import make_schedule
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate.runner import (
     Cost,
@@ -87,21 +88,16 @@ def simulate(
     config.run.max_steps = num_steps = steps_that_fit(config, workload)
     config.rollout.dynamic_sampling_max_batches = 1
     config.reward.overlong_buffer_length = 0
-    if together is None or num_ranks == 1 or workload.tools is not None:
+    if together is None or num_ranks == 1 or workload.has_tools:
         config.rollout.tp_tail_max_rows = 0
     _check(config, workload, num_ranks)
-    world, steps, tp_cost = World(num_ranks), [], None
-    if config.rollout.tp_tail_max_rows == "auto":
-        tp_cost = _measured_together(config, workload, cost, together)
-        if tp_cost is None:
-            config.rollout.tp_tail_max_rows = 0
-    profiled = _profiled(config, workload, cost)
-    costs = _Costs(cost, together, drafter or DrafterModel(), profiled, tp_cost)
+    shared = _Shared(config, workload, cost, together, drafter or DrafterModel())
+    shared.time_forwards()
+    world, steps = World(num_ranks), []
     with tqdm(total=num_steps, unit="step", disable=None if shows_progress else True) as bar:
 
         def run_rank(rank: int) -> None:
-            ranks = SimulatedRanks(world, rank)
-            own = _Rank(config, workload, costs, ranks)
+            own = _Rank(shared, SimulatedRanks(world, rank))
             for number in range(num_steps):
                 step = own.run_step(number)
                 if rank == 0:
@@ -117,8 +113,9 @@ def steps_that_fit(config: Config, workload: Workload) -> int:
     tail = config.tail_batching
     if not tail.enabled:
         return workload.num_steps
-    ratio = tail.over_sampling_ratio
-    ratio = MAX_OVER_SAMPLING if ratio == "auto" else float(ratio)
+    ratio = MAX_OVER_SAMPLING
+    if tail.over_sampling_ratio != "auto":
+        ratio = float(tail.over_sampling_ratio)
     # Before its last short round all but one group of a step may be waiting.
     beyond = math.ceil((scaled(workload.num_prompts, ratio) - 1) / workload.num_prompts)
     available = len(workload.batches) - beyond
@@ -155,146 +152,128 @@ def _check(config: Config, workload: Workload, num_ranks: int) -> None:
         )
 
 
-def _has_drafts(config: Config) -> bool:
-    """Whether rows have drafts to verify."""
-    return config.speculative.method != "none" or config.tail_batching.enabled
-
-
-def _engine(
-    config: Config,
-    workload: Workload,
-    cost: Cost,
-    ranks: SimulatedRanks,
-    text: Text,
-    together: Cost | None = None,
-) -> Engine:
-    """Make one rank's engine; with `together` the engine of the TP tail."""
-    rollout, count = config.rollout, config.rollout.max_num_seqs
-    if together is not None:
-        count = _tail_rows(config)
-    max_length = workload.max_prompt_length + rollout.max_completion_length
-    options = {"cost": cost, "text": text, "together": together}
-    options["max_num_batched_tokens"] = max(rollout.max_num_batched_tokens, count)
-    return Engine(SimulatedRunner(ranks.world, ranks.rank, count, max_length, **options))
-
-
-def _tail_rows(config: Config) -> int:
-    """Return the largest number of rows of all ranks with which the TP tail begins; 0: no tail."""
-    rows = config.rollout.tp_tail_max_rows
-    return AUTO_TP_ROWS if rows == "auto" else rows
-
-
-def _blank(row: Row, _: np.ndarray) -> np.ndarray:
+def _blank(row: Row) -> np.ndarray:
     """Return a text without stop tokens, for rows that are only timed."""
     return np.zeros(row.max_new_tokens, np.int64)
 
 
-def _profiled(config: Config, workload: Workload, cost: Cost) -> CostModel:
-    """Measure forwards as a run does at its start; the costs are equal on all ranks."""
-    profiled = CostModel()
-    if _has_drafts(config):
-        alone = SimulatedRanks(World(1), 0)
-        engine = _engine(config, workload, cost, alone, _blank)
-        profile(engine, SamplingParams(), profiled, clock=alone.clock)
-    return profiled
-
-
-def _measured_together(
-    config: Config, workload: Workload, cost: Cost, together: Cost
-) -> CostModel | None:
-    """Measure forwards of all ranks together; see `measure`."""
-    ranks = SimulatedRanks(World(1), 0)
-    parts = (config, workload, cost, ranks, _blank)
-    return measure(_engine(*parts, together), _engine(*parts), SamplingParams(), ranks)
-
-
 @dataclass
-class _Costs:
-    """Costs of forwards, and the cost models that a run would have fitted to them."""
+class _Shared:
+    """What all ranks of a simulated run share."""
 
-    alone: Cost
+    config: Config
+    workload: Workload
+    cost: Cost
     together: Cost | None
     drafter: DrafterModel
-    profiled: CostModel
-    tp_cost: CostModel | None
-    """None if the TP tail is not entered by cost."""
+    profiled: CostModel = field(default_factory=CostModel)
+    """Cost that a run fits to forwards at its start."""
+    tp_cost: CostModel | None = None
+    """The same of all ranks together; None if the TP tail is not entered by cost."""
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether rows have drafts to verify."""
+        config = self.config
+        return config.speculative.method != "none" or config.tail_batching.enabled
+
+    @property
+    def tail_rows(self) -> int:
+        """Largest number of rows of all ranks with which the TP tail begins; 0: no tail."""
+        rows = self.config.rollout.tp_tail_max_rows
+        return AUTO_TP_ROWS if rows == "auto" else rows
+
+    def engine(self, ranks: SimulatedRanks, text: Text) -> Engine:
+        """Create one rank's engine."""
+        return self._engine(ranks, text, self.config.rollout.max_num_seqs)
+
+    def tail_engine(self, ranks: SimulatedRanks, text: Text) -> Engine:
+        """Create one rank's engine of the TP tail."""
+        return self._engine(ranks, text, self.tail_rows, self.together)
+
+    def _engine(
+        self, ranks: SimulatedRanks, text: Text, count: int, together: Cost | None = None
+    ) -> Engine:
+        rollout = self.config.rollout
+        runner = SimulatedRunner(
+            ranks.world,
+            ranks.rank,
+            count,
+            self.workload.max_prompt_length + rollout.max_completion_length,
+            max_num_batched_tokens=max(rollout.max_num_batched_tokens, count),
+            cost=self.cost,
+            text=text,
+            together=together,
+        )
+        return Engine(runner)
+
+    def time_forwards(self) -> None:
+        """Time forwards as a run does at its start; costs are equal on all ranks."""
+        ranks, params, rollout = SimulatedRanks(World(1), 0), SamplingParams(), self.config.rollout
+        alone = self.engine(ranks, _blank)
+        if rollout.tp_tail_max_rows == "auto":
+            self.tp_cost = measure(self.tail_engine(ranks, _blank), alone, params, ranks)
+            if self.tp_cost is None:
+                rollout.tp_tail_max_rows = 0
+        if self.has_drafts:
+            profile(alone, params, self.profiled, clock=ranks.clock)
 
 
 class _Rank:
     """One rank: its sampler and, as the sampler's scorer, the workload's rewards."""
 
-    def __init__(
-        self,
-        config: Config,
-        workload: Workload,
-        costs: _Costs,
-        ranks: SimulatedRanks,
-    ):
-        self.workload, self.texts, self.ranks = workload, Texts(workload), ranks
-        parts = (config, workload, costs.alone, ranks, self._text)
-        engine = _engine(*parts)
-        order = (workload, 0, workload.num_prompts, workload.num_generations)
-        schedule = StepSchedule(*order)
-        if config.tail_batching.enabled:
-            ratio = config.tail_batching.over_sampling_ratio
-            schedule = TailBatching(*order, over_sampling_ratio=ratio)
+    sees_groups = takes_environments = False
+
+    def __init__(self, shared: _Shared, ranks: SimulatedRanks):
+        self.workload, self.texts, self.ranks = shared.workload, Texts(shared.workload), ranks
+        config, engine = shared.config, shared.engine(ranks, self.texts.of_row)
+        schedule = make_schedule(config, self.workload)
         # Sorted so that a prompt's earliest visit is written last and kept.
-        visits = Counter(dict(sorted(workload.steps, reverse=True)))
+        visits = Counter(dict(sorted(self.workload.steps, reverse=True)))
         schedule.load_state_dict(schedule.state_dict() | save_visits(visits))
         board = None
-        if _has_drafts(config) or _tail_rows(config):
+        if shared.has_drafts or shared.tail_rows:
             board = ProgressBoard(ranks, config.run.timeout_s, SimulatedTicks(ranks))
         self.sampler = make_sampler(
             config,
             ranks,
             engine,
-            SamplingParams(stop_token_ids=workload.stop_token_ids),
+            SamplingParams(stop_token_ids=self.workload.stop_token_ids),
             schedule,
             self,
             reward_weights=[1.0],
             board=board,
-            cost=copy.deepcopy(costs.profiled),
+            cost=copy.deepcopy(shared.profiled),
         )
         tail = None
-        if _tail_rows(config):
+        if shared.tail_rows:
             # The cost of a forward contains its exchanges.
             gather = SimulatedRanks(ranks.world, ranks.rank, meeting_s=0.0).gather
-            together = _engine(*parts, costs.together)
-            tail = TPTail(together, ranks, gather, _tail_rows(config), has_keys=False)
-            if costs.tp_cost is not None:
+            together = shared.tail_engine(ranks, self.texts.of_row)
+            tail = TPTail(together, ranks, gather, shared.tail_rows, has_keys=False)
+            if shared.tp_cost is not None:
                 stats = self.sampler.stats
-                enter_by_cost(tail, costs.tp_cost, stats, engine.num_slots, board)
+                enter_by_cost(tail, shared.tp_cost, stats, engine.num_slots, board)
             self.sampler.mechanisms.append(tail)
-        if workload.tools is not None:
+        if self.workload.has_tools:
             num_workers = max(config.environment.num_workers, 1)
-            environments = SimulatedEnvironments(ranks, self._whole_text, self._tool_s, num_workers)
+            environments = SimulatedEnvironments(ranks, self.texts, num_workers)
             self.sampler.mechanisms.append(
                 EpisodesMechanism(config, environments, engine, schedule, ranks.clock)
             )
         if "drafter" in config.speculative.sources:
             proposer = self.sampler.proposer
-            runner = SimulatedDrafterRunner(engine, costs.drafter)
+            runner = SimulatedDrafterRunner(engine, shared.drafter)
             source = DrafterSource(runner, proposer.cost, ranks.clock)
             source.profile()
             proposer.add(source)
             if tail is not None:
-                together = SimulatedDrafterRunner(tail.engine, costs.drafter)
-                tail.companions.append(lambda engine: source.moved_to(together))
+                of_tail = SimulatedDrafterRunner(tail.engine, shared.drafter)
+                tail.companions.append(lambda engine: source.moved_to(of_tail))
         ranks.barrier()
 
-    def _text(self, row: Row, so_far: np.ndarray) -> np.ndarray:
-        return self.texts.text(row.id, row.max_new_tokens, so_far)
-
-    def _whole_text(self, row: Row) -> np.ndarray:
-        return self._text(row, row.tokens)
-
-    def _tool_s(self, row: Row) -> float:
-        return self.workload.tools.seconds(self.workload.key(row.id), len(row.tokens))
-
-    sees_groups = takes_environments = False
-
     def begin(self, launch: Launch, step: int) -> SimpleNamespace:
-        """As `Scorer.begin`; returns a `Scoring`."""
+        """Begin to score a rollout, as `Scorer.begin` does; returns a `Scoring`."""
         self.texts.begin(step, launch.groups)
         return SimpleNamespace(on_finished=self._check_row, collect=self._collect)
 

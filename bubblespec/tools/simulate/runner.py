@@ -10,27 +10,23 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import brentq
 
-from bubblespec.engine.batch import Batch
+from bubblespec.engine.batch import Batch, Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified, num_accepted
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.runner import CONTEXT, MAX_CHAIN_LENGTH
-from bubblespec.records import Load
 from bubblespec.tools.simulate.world import World
 from bubblespec.types import Row
 
 NO_TOKEN = -2  # follows the end of a text; no draft contains it
-Text = Callable[[Row, np.ndarray], np.ndarray]
+Text = Callable[[Row], np.ndarray]
 Cost = Callable[[Load], float]
 
 
 class SimulatedRunner:
-    """A `Runner`. text(row, tokens so far): all that a row will have said at its end, int [L],
-    beginning with those tokens; asked for when the row comes into a slot. cost(load): seconds of a
-    forward; together(load): of one that all ranks compute together, over the same rows on each of
-    them, where this runner's forwards are such."""
+    """A `Runner` of one rank; slots hold the texts of their rows instead of keys and values."""
 
     def __init__(
         self,
@@ -44,6 +40,11 @@ class SimulatedRunner:
         text: Text,
         together: Cost | None = None,
     ):
+        """text(row): the row's tokens to its end, int [L], beginning with those so far.
+
+        cost(load): seconds of a forward; together(load): seconds of a forward of all ranks
+        together, if this runner computes such: over the same rows on each rank.
+        """
         self.num_slots, self.max_length = num_slots, max_length
         self.max_num_batched_tokens, self.pages = max_num_batched_tokens, None
         self.world, self.rank, self.text = world, rank, text
@@ -55,13 +56,14 @@ class SimulatedRunner:
 
     def place(self, slot: int, row: Row) -> None:
         """Store the row's text in the slot."""
-        text = self.text(row, row.tokens)[: row.max_new_tokens]
+        text = self.text(row)[: row.max_new_tokens]
         self.end[slot] = len(text)
         self.said[slot, : len(text)] = text
         self.said[slot, len(text)] = NO_TOKEN
         self.name[slot], self.drafter_knows[slot] = row.id, 0
 
     def move(self, source: int, target: int, length: int) -> None:
+        """Copy one slot to another."""
         for array in (self.said, self.end, self.name, self.drafter_knows):
             array[target] = array[source]
 
@@ -87,7 +89,7 @@ class SimulatedRunner:
 
 @dataclass(frozen=True)
 class DrafterModel:
-    """How good a learned drafter is, and what it costs."""
+    """Acceptance and cost of a learned drafter."""
 
     accept_length: float = 2.0
     """Tokens that a row gains in a forward that verifies a chain of MAX_CHAIN_LENGTH tokens."""
@@ -102,7 +104,7 @@ class DrafterModel:
             raise InputError(f"share: {self.share} must be from 0 to 1")
 
     def accepted(self) -> np.ndarray:
-        """Chance that the first 1, 2, ... tokens of a chain are all right, float64
+        """Return the chances that the first 1, 2, ... tokens of a chain are all right, float64
         [MAX_CHAIN_LENGTH]; each token is right with one chance if all before it are."""
         powers = np.arange(1, MAX_CHAIN_LENGTH + 1)
         gained = self.accept_length - 1
@@ -110,23 +112,21 @@ class DrafterModel:
 
 
 class SimulatedDrafterRunner:
-    """As `DrafterRunner`, for a `SimulatedRunner`. It is there from the first step on: warm start
-    and training take no time. How many tokens of a chain are right is a function of the sample and
-    the position."""
+    """A `DrafterRunner` for a `SimulatedRunner`, from the first step on: warm start and training
+    take no time. The sample and the position decide how many tokens of a chain are right."""
 
     def __init__(self, engine: Engine, model: DrafterModel):
         self.engine, self.runner, self.model = engine, engine.runner, model
         self._accepted = model.accepted()
 
     def draft(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """See `DrafterRunner`; so is the next."""
+        """Propose chains of `length` tokens, as `DrafterRunner.draft` does."""
         engine, runner, cached = self.engine, self.runner, self.engine.cached[slots]
         count = int(np.minimum(cached - runner.drafter_knows[slots], CONTEXT).sum())
         runner.drafter_knows[slots] = cached
         positions = int(engine.length[slots].sum())
-        self._advance(len(slots), count, positions)
-        for _ in range(length - 1):
-            self._advance(len(slots), len(slots), positions)
+        for tokens in (count, *[len(slots)] * (length - 1)):
+            self._advance(len(slots), tokens, positions)
         begin = (engine.length - engine.prompt_length)[slots]
         position = begin[:, None] + np.arange(length)
         end = runner.end[slots, None]
@@ -140,6 +140,7 @@ class SimulatedDrafterRunner:
         """Do nothing: no hidden states are kept."""
 
     def run_once(self, num_rows: int) -> None:
+        """Advance the clock by a forward of so many rows."""
         self._advance(num_rows, num_rows, 0)
 
     def _advance(self, rows: int, tokens: int, positions: int) -> None:

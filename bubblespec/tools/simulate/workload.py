@@ -1,13 +1,12 @@
-"""What is generated in a simulated run: the prompts of each step, their responses, and what weights
-of other steps generate instead: the response up to a first mismatch, and then an edited text.
+"""What a simulated run generates: the prompts of each step, their responses, and what the weights
+of other steps generate instead.
 
-Under other weights, each token of a response changes with a probability of 1 / mean_run. Whether a
-token stays is one number per position, compared with that chance: drafts by all older weights get
-equally far.
-
-After the mismatch the text continues like the response, with tokens replaced, inserted and omitted,
-so that positions shift; suffix matching finds its way in it for a while and loses it again. All of
-this is a function of (seed, step, uid, sample), the distance, and the tokens so far.
+Other weights generate the response up to a first mismatch, and then an edited text: each token
+changes with a probability of 1 / run. Whether a token stays is one number per position, compared
+with that probability: drafts by all older weights get equally far. After the mismatch tokens are
+replaced, inserted and omitted, so that positions shift; suffix matching follows the text for a
+while and loses it again. All of this is a function of (seed, step, uid, sample), the distance in
+updates, and the tokens so far.
 """
 
 import dataclasses
@@ -20,11 +19,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.tools.simulate.tools import OBSERVED, with_turns
-from bubblespec.types import Group, Prompt, SampleId
+from bubblespec.types import Group, Prompt, Row, SampleId
 
 VOCABULARY = 1 << 15  # of synthetic tokens: so many that no text has an n-gram twice by chance
 STOP = VOCABULARY  # the token that ends a synthetic response
+OBSERVED = 1 << 24  # tokens from here on are an environment's; a stop token before them ends a turn
 TEXT, MISMATCH, EDITS, TURNS, TOOLS = range(5)  # uses of random numbers
 LATER = 1 << 12  # above all sample numbers: the k-th later version of a sample is named + k * LATER
 # Mean acceptance length of `SuffixIndex` on texts of which such a share is edited, with windows of
@@ -41,51 +40,80 @@ Key = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class DraftModel:
-    """How the texts of other weights differ from a response."""
+class Spec:
+    """A synthetic workload: lengths are lognormal, tokens random, every prompt occurs once per
+    epoch. Of a recorded one `run`, `accept_length` and `seed` alone matter."""
 
-    mean_run: float = 500.0
-    """Tokens to the first mismatch with other weights; infinite for none."""
+    mean: float = 2000.0
+    """Mean length before truncation."""
+    max: int = 16000
+    """Largest length; longer responses are truncated."""
+    sigma: float = 1.0
+    """Standard deviation of the logarithm of lengths."""
+    prompt: int = 256
+    """Mean tokens of a prompt."""
+    run: float = 500.0
+    """Mean tokens to the first mismatch with the text of other weights; inf for none."""
     accept_length: float = 2.0
-    """About what a row gains per forward after it, by suffix matches."""
+    """Approximate tokens per forward after the mismatch, by suffix matches."""
+    steps: int = 6
+    """Steps of the run."""
+    epochs: int = 1
+    """Epochs, each with equally many steps."""
+    edited: float = 0.2
+    """Share of a response's tokens that differs from the same sample of the epoch before."""
+    turns: float = 1.0
+    """Mean turns of an episode; 1 for responses without tools."""
+    observation: int = 50
+    """Tokens of an observation between two turns."""
+    tool_s: float = 0.2
+    """Median seconds of a tool call."""
+    tool_sigma: float = 1.0
+    """Standard deviation of the logarithm of these seconds."""
     seed: int = 0
 
-    def text(self, key: Key, true: np.ndarray, limit: int, stop: int, distance: int) -> np.ndarray:
-        """All that weights `distance` updates away from the response's say, int64 [L]; older ones
-        if it is negative. Two later versions have nothing in common after their first mismatches.
+    def __post_init__(self):
+        at_least_0 = dict.fromkeys(("sigma", "edited", "seed", "tool_s", "tool_sigma"), 0)
+        minimum = {"max": MIN_LENGTH, "prompt": 2, **at_least_0}
+        for name, value in vars(self).items():
+            if not value >= minimum.get(name, 1):
+                raise InputError(f"{name}: {value} must be at least {minimum.get(name, 1)}")
+        if self.edited > 1 or math.isinf(self.mean + self.sigma):
+            raise InputError("edited: a share; mean and sigma: finite")
+        if self.steps % self.epochs:
+            raise InputError(f"epochs: {self.steps} steps are not {self.epochs} equal epochs")
 
-        true: int64 [L], the response, cut at `limit` tokens if its last is not `stop`.
+    def random(self, key: Key, use: int) -> np.random.Generator:
+        """Return the generator of one use by one response."""
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence((self.seed, *key, use))))
+
+    def tool_seconds(self, key: Key, length: int) -> float:
+        """Return the seconds of the call after a turn that ends at this length of the response."""
+        return self.tool_s * math.exp(
+            self.tool_sigma * self.random(key, TOOLS + length).standard_normal()
+        )
+
+    def other(self, key: Key, true: np.ndarray, limit: int, stop: int, distance: int) -> np.ndarray:
+        """Return the text by weights `distance` updates away, int64 [L]; negative for older ones.
+
+        Two later versions have nothing in common after their first mismatches. true: int64 [L], the
+        response, cut at `limit` tokens if its last is not `stop`.
         """
         step, uid, sample = key
-        name = (step, uid, sample + max(distance, 0) * LATER)
-        chance = -math.expm1(-min(abs(distance), 1) / self.mean_run)
-        leaves = keyed_random(self.seed, *name, MISMATCH).random(len(true)) < chance
+        key = (step, uid, sample + max(distance, 0) * LATER)
+        chance = -math.expm1(-min(abs(distance), 1) / self.run)
+        leaves = self.random(key, MISMATCH).random(len(true)) < chance
         leaves[:-1] &= ~_is_fixed(true, stop)[:-1]
         leaves[-1] &= true[-1] < OBSERVED
         at = int(leaves.argmax())
-        return self.diverged(name, true, limit, stop, at) if leaves[at] else true
-
-    def continued(
-        self, key: Key, text: np.ndarray, limit: int, stop: int, so_far: np.ndarray
-    ) -> np.ndarray:
-        """Return `so_far` as continued by weights whose own text is `text`.
-
-        This is `text` itself or, if `so_far` differs from it, a similar text.
-        """
-        known = len(so_far)
-        if np.array_equal(so_far, text[:known]):
-            return text
-        if known >= len(text):  # longer than the text
-            return np.append(so_far, stop)[:limit]
-        return np.concatenate((so_far, self.diverged(key, text, limit, stop, known)[known:]))
+        return self.diverged(key, true, limit, stop, at) if leaves[at] else true
 
     def diverged(self, key: Key, true: np.ndarray, limit: int, stop: int, at: int) -> np.ndarray:
         """Return a text whose first mismatch with `true` is token `at`."""
         share = float(np.interp(self.accept_length, ACCEPT_LENGTH, EDITED))
         if self.accept_length > ACCEPT_LENGTH[-1]:
             share *= ACCEPT_LENGTH[-1] / self.accept_length
-        random = keyed_random(self.seed, *key, EDITS)
-        return edited(true, limit, stop, at, share=share, random=random)
+        return edited(true, limit, stop, at, share=share, random=self.random(key, EDITS))
 
 
 def edited(
@@ -122,53 +150,28 @@ def edited(
 
 
 def _is_fixed(text: np.ndarray, stop: int) -> np.ndarray:
-    """Which tokens make up the turns of a text: those that end one, and observations; bool [L]."""
+    """Return which tokens edits keep, bool [L]: ends of turns, and observations."""
     return (text == stop) | (text >= OBSERVED)
-
-
-def keyed_random(seed: int, step: int, uid: int, sample: int, use: int) -> np.random.Generator:
-    """Return a generator for one use by one sample."""
-    seeds = np.random.SeedSequence((seed, step, uid, sample, use))
-    return np.random.Generator(np.random.Philox(seeds))
-
-
-@dataclass(frozen=True)
-class ToolModel:
-    """How long tools take: lognormal."""
-
-    median_s: float
-    sigma: float
-    """Standard deviation of the logarithm."""
-    seed: int = 0
-
-    def seconds(self, key: Key, length: int) -> float:
-        """Return the seconds of the call after a turn that ends at this length of the response."""
-        random = keyed_random(self.seed, *key, TOOLS + length)
-        return self.median_s * math.exp(self.sigma * random.standard_normal())
 
 
 @dataclass
 class Workload:
-    """Steps of prompts with their responses, numbered from 0; a `StepSchedule` takes it for a
-    `PromptSet`."""
+    """Steps of prompts with their responses, numbered from 0; stands in for a `PromptSet`."""
 
     batches: list[list[Prompt]]
-    """By step. Tail batching draws from those beyond `num_steps`, too."""
+    """Prompts by step. Tail batching draws from those beyond `num_steps`, too."""
     responses: dict[Key, np.ndarray]
-    """int64 [L], with the stop token where they are not cut off."""
+    """Tokens of each response, int64 [L], with the stop token unless it is truncated."""
     steps: dict[tuple[int, int], int]
-    """The step that a prompt's visit belongs to in the order of the data, by uid and visit."""
+    """Step of each prompt's visit in the order of the data, by uid and visit."""
     num_steps: int
     max_prompt_length: int
-    drafts: DraftModel
-    """What other weights say."""
+    spec: Spec
     stop_token_ids: tuple[int, ...] = (STOP,)
     recorded_drafts: dict[Key, np.ndarray] = field(default_factory=dict)
-    """What a recorded run's drafts said, or would have said at their end."""
+    """Drafts of a recorded run, completed."""
     rewards: dict[Key, float] = field(default_factory=dict)
-    """Rewards by response; 0 for the others."""
-    tools: ToolModel | None = None
-    """None for responses without turns."""
+    """Rewards by response; 0 for all others."""
     prompts = ()
     """Prompts that a saved state may name: none."""
 
@@ -181,8 +184,13 @@ class Workload:
     def num_generations(self) -> int:
         return max(sample for _, _, sample in self.responses) + 1
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether responses are episodes with tool calls."""
+        return self.spec.turns > 1
+
     def batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
-        """As `PromptSet.batch`. A planner that looks ahead may ask for steps beyond the end."""
+        """As `PromptSet.batch`; empty for steps beyond the end, into which planners may look."""
         return self.batches[step] if step < len(self.batches) else []
 
     def key(self, sample: SampleId) -> Key:
@@ -214,7 +222,7 @@ class Texts:
 
     def text(self, sample: SampleId, limit: int, so_far: np.ndarray = NOTHING) -> np.ndarray:
         """Return `so_far` as continued by the present weights, int64 [L <= limit]."""
-        workload, key = self.workload, self.workload.key(sample)
+        workload, key, known = self.workload, self.workload.key(sample), len(so_far)
         true, launched = workload.responses[key][:limit], self._launched.get(sample[:2])
         if launched == self.version:
             return true
@@ -225,56 +233,21 @@ class Texts:
         else:
             before = min(self.version - key[0], -1)
             distance = before if launched is None else self.version - launched
-            text = workload.drafts.text(key, true, limit, stop, distance)
-        return workload.drafts.continued(key, text, limit, stop, so_far)
+            text = workload.spec.other(key, true, limit, stop, distance)
+        if np.array_equal(so_far, text[:known]):
+            return text
+        if known >= len(text):  # `so_far` is longer
+            return np.append(so_far, stop)[:limit]
+        similar = workload.spec.diverged(key, text, limit, stop, known)
+        return np.concatenate((so_far, similar[known:]))
+
+    def of_row(self, row: Row) -> np.ndarray:
+        """Return the row's tokens to its end, beginning with those so far."""
+        return self.text(row.id, row.max_new_tokens, row.tokens)
 
 
-@dataclass(frozen=True)
-class Synthetic:
-    """Lengths are lognormal, tokens random, every prompt occurs once per epoch."""
-
-    mean: float = 2000.0
-    """Mean length before truncation."""
-    max: int = 16000
-    """Largest length; longer responses are truncated."""
-    sigma: float = 1.0
-    """Standard deviation of their logarithm."""
-    prompt: int = 256
-    """Mean tokens of a prompt."""
-    run: float = 500.0
-    """`mean_run` of `DraftModel`."""
-    accept_length: float = 2.0
-    """`accept_length` of `DraftModel`."""
-    steps: int = 6
-    """Steps of the run."""
-    epochs: int = 1
-    """Epochs, each with equally many steps."""
-    edited: float = 0.2
-    """Share of a response's tokens that differs from the same sample of the epoch before."""
-    turns: float = 1.0
-    """Mean turns of an episode; 1 for responses without tools."""
-    observation: int = 50
-    """Tokens of an observation between two turns."""
-    tool_s: float = 0.2
-    """Median seconds of a tool call."""
-    tool_sigma: float = 1.0
-    """Standard deviation of their logarithm."""
-    seed: int = 0
-
-    def __post_init__(self):
-        at_least_0 = dict.fromkeys(("sigma", "edited", "seed", "tool_s", "tool_sigma"), 0)
-        minimum = {"max": MIN_LENGTH, "prompt": 2, **at_least_0}
-        for name, value in vars(self).items():
-            if not value >= minimum.get(name, 1):
-                raise InputError(f"{name}: {value} must be at least {minimum.get(name, 1)}")
-        if self.edited > 1 or math.isinf(self.mean + self.sigma):
-            raise InputError("edited: a share; mean and sigma: finite")
-        if self.steps % self.epochs:
-            raise InputError(f"epochs: {self.steps} steps are not {self.epochs} equal epochs")
-
-
-def make_synthetic(spec: Synthetic, num_prompts: int, num_generations: int) -> Workload:
-    """Make the workload that `Synthetic` describes."""
+def make_synthetic(spec: Spec, num_prompts: int, num_generations: int) -> Workload:
+    """Create the workload that `spec` describes."""
     steps_per_epoch = spec.steps // spec.epochs if spec.epochs > 1 else sys.maxsize
     batches, responses, steps = [], {}, {}
     for step in range(spec.steps + SPARE_STEPS):
@@ -285,24 +258,23 @@ def make_synthetic(spec: Synthetic, num_prompts: int, num_generations: int) -> W
         for uid, sample in itertools.product(uids, range(num_generations)):
             before = responses.get((step - steps_per_epoch, uid, sample))
             responses[step, uid, sample] = _response(spec, (step, uid, sample), before)
-    drafts = DraftModel(spec.run, spec.accept_length, spec.seed)
-    tools = ToolModel(spec.tool_s, spec.tool_sigma, spec.seed) if spec.turns > 1 else None
-    return Workload(batches, responses, steps, spec.steps, 2 * spec.prompt, drafts, tools=tools)
+    return Workload(batches, responses, steps, spec.steps, 2 * spec.prompt, spec)
 
 
-def _prompt(spec: Synthetic, step: int, uid: int) -> Prompt:
-    random = keyed_random(spec.seed, step, uid, 0, TEXT)
+def _prompt(spec: Spec, step: int, uid: int) -> Prompt:
+    random = spec.random((step, uid, 0), TEXT)
     length = int(random.integers(max(spec.prompt // 2, 1), spec.prompt * 3 // 2 + 1))
     return Prompt(uid, "", tuple(random.integers(0, VOCABULARY, length).tolist()), {})
 
 
-def _response(spec: Synthetic, key: Key, before: np.ndarray | None) -> np.ndarray:
-    """Make a response, edited from the same sample in the epoch before if there is one."""
+def _response(spec: Spec, key: Key, before: np.ndarray | None) -> np.ndarray:
+    """Create a response, edited from the same sample in the epoch before if there is one."""
     step, uid, sample = key
-    random = keyed_random(spec.seed, step, uid, sample + 1, TEXT)
+    key = (step, uid, sample + 1)
+    random = spec.random(key, TEXT)
     if before is not None:
         return edited(before, spec.max, STOP, 0, share=spec.edited, random=random)
-    common = keyed_random(spec.seed, step, uid, 1 << 12, TEXT).standard_normal()
+    common = spec.random((step, uid, 1 << 12), TEXT).standard_normal()
     own = random.standard_normal()
     score = math.sqrt(SHARED_VARIANCE) * common + math.sqrt(1 - SHARED_VARIANCE) * own
     # The mean of a lognormal is exp(mu + sigma**2 / 2).
@@ -312,10 +284,20 @@ def _response(spec: Synthetic, key: Key, before: np.ndarray | None) -> np.ndarra
     if length <= spec.max:
         tokens[-1] = STOP
     if spec.turns > 1:
-        random = keyed_random(spec.seed, step, uid, sample + 1, TURNS)
-        num_turns = 1 + random.poisson(spec.turns - 1)
-        tokens = with_turns(tokens, num_turns, STOP, spec.observation, random)[: spec.max]
+        tokens = _with_turns(spec, tokens, spec.random(key, TURNS))[: spec.max]
     return tokens
+
+
+def _with_turns(spec: Spec, tokens: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Cut a response at random places into turns, with a stop token and an observation at each."""
+    num_turns = min(1 + random.poisson(spec.turns - 1), len(tokens))
+    if num_turns < 2:
+        return tokens
+    cuts = np.sort(random.choice(np.arange(1, len(tokens)), num_turns - 1, replace=False))
+    observed = OBSERVED + random.integers(0, OBSERVED, (num_turns - 1, spec.observation))
+    between = np.insert(observed, 0, STOP, axis=1)
+    first, *later = np.split(tokens, cuts)
+    return np.concatenate([first, *itertools.chain(*zip(between, later, strict=True))])
 
 
 def parse(kind: type, text: str, option: str):

@@ -26,22 +26,18 @@ class _Abandoned(BaseException):
 
 
 class World:
-    """Clocks and meetings of `num_ranks` ranks.
-
-    now: each rank's time in seconds. Each rank has a device of its own. meeting_s: seconds that a
-    collective takes once all ranks have come to it.
-    """
+    """Clocks and meetings of `num_ranks` ranks."""
 
     def __init__(self, num_ranks: int, meeting_s: float = 1e-3):
+        """meeting_s: seconds that a collective takes once all ranks have come to it."""
         self.num_ranks, self.meeting_s = num_ranks, meeting_s
-        self.now = [0.0] * num_ranks
+        self.now = [0.0] * num_ranks  # seconds by rank
         # When each rank continues; infinite while another has to wake it.
         self._wake = [0.0] * num_ranks
         self._tick_awaited: list[int | None] = [None] * num_ranks
         self._batons = [threading.Semaphore(0) for _ in range(num_ranks)]
         self._error: BaseException | None = None
         self._num_running = num_ranks
-        self._ended = threading.Event()
         self._meetings = [0] * num_ranks
         self._present: dict[int, dict[int, object]] = {}  # by meeting, what each rank has brought
         # By tick, when each rank posted to it, and its numbers.
@@ -50,35 +46,34 @@ class World:
     def run(self, work: Callable[[int], None]) -> None:
         """Run `work(rank)` on every rank to its end, once. Raises the first error of a rank."""
         threads = [
-            threading.Thread(target=self._thread, args=(rank, work), daemon=True)
+            threading.Thread(target=self._run_rank, args=(rank, work), daemon=True)
             for rank in range(self.num_ranks)
         ]
         for thread in threads:
             thread.start()
         self._batons[0].release()
-        self._ended.wait()
-        for baton, thread in zip(self._batons, threads, strict=True):
-            baton.release()  # after an error, others still wait for it
+        for thread in threads:
             thread.join()
         if self._error is not None:
             raise self._error
 
-    def _thread(self, rank: int, work: Callable[[int], None]) -> None:
-        self._batons[rank].acquire()
+    def _run_rank(self, rank: int, work: Callable[[int], None]) -> None:
         try:
-            if self._error is None:
-                work(rank)
-                self._wake[rank] = math.inf
-                self._num_running -= 1
-                if self._num_running:
-                    self._pass_on()
-                else:
-                    self._ended.set()
-        except _Abandoned:
-            pass
+            self._await_baton(rank)
+            work(rank)
+            self._wake[rank] = math.inf
+            self._num_running -= 1
+            if self._num_running:
+                self._pass_on()
         except BaseException as error:
-            self._error = error
-            self._ended.set()
+            self._error = self._error or error
+            for baton in self._batons:
+                baton.release()
+
+    def _await_baton(self, rank: int) -> None:
+        self._batons[rank].acquire()
+        if self._error is not None:
+            raise _Abandoned
 
     def _pass_on(self) -> None:
         earliest = min(self._wake)
@@ -95,9 +90,7 @@ class World:
         wake[rank] = until
         if until == math.inf or min(wake) < until or wake.index(until) != rank:
             self._pass_on()
-            self._batons[rank].acquire()
-            if self._error is not None:
-                raise _Abandoned
+            self._await_baton(rank)
         self.now[rank] = max(self.now[rank], wake[rank])
 
     def meet(self, rank: int, brought: object, seconds: float | None = None) -> list:
@@ -113,10 +106,9 @@ class World:
             self.wait(rank, math.inf)
         else:
             del self._present[number]
-            took_s = self.meeting_s if seconds is None else seconds
-            over = max(self.now) + took_s  # all are here, so none can be later
-            self._wake[:] = [over] * self.num_ranks
-            self.now[rank] = over
+            # All are here, so none can be later.
+            self.now[rank] = max(self.now) + (self.meeting_s if seconds is None else seconds)
+            self._wake[:] = [self.now[rank]] * self.num_ranks
         return [present[other] for other in range(self.num_ranks)]
 
     def post(self, rank: int, tick: int, numbers: np.ndarray) -> None:
@@ -154,9 +146,8 @@ class SimulatedRanks(Ranks):
     def __init__(self, world: World, rank: int, meeting_s: float | None = None):
         """Join the world as one of its ranks; meeting_s replaces the world's."""
         super().__init__(torch.device("cpu"))
-        self.meeting_s = meeting_s
         self.world, self.rank, self.world_size = world, rank, world.num_ranks
-        self.is_main = rank == 0
+        self.is_main, self.meeting_s = rank == 0, meeting_s
 
         def now() -> float:
             return world.now[rank]
@@ -166,17 +157,14 @@ class SimulatedRanks(Ranks):
         self.clock = SimpleNamespace(perf_counter=now, monotonic=now, sleep=sleep)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(sum(self._meet(tensor.clone())))
+        return tensor.copy_(sum(self.gather_ragged(tensor.clone())))
 
     def gather(self, array: np.ndarray) -> np.ndarray:
-        return np.stack(self._meet(array))
+        return np.stack(self.gather_ragged(array))
 
-    def gather_ragged(self, array: np.ndarray) -> list[np.ndarray]:
+    def gather_ragged(self, array):
         """Return the arrays themselves, not copies; they must not be written to."""
-        return self._meet(array)
-
-    def _meet(self, brought: object) -> list:
-        return self.world.meet(self.rank, brought, self.meeting_s)
+        return self.world.meet(self.rank, array, self.meeting_s)
 
 
 class SimulatedTicks(Transport):

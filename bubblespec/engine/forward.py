@@ -1,0 +1,172 @@
+"""What a `ModelRunner` computes with: a model's forward over the cache, its logits and its tokens.
+
+`ModelForward` is the model on this rank alone. Mechanisms have others over the same weights, and
+several may share one cache.
+
+Shape legend: N packed tokens, T positions sampled, V vocabulary.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from bubblespec.engine.batch import Batch
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.output_head import output_head
+from bubblespec.engine.packing import Packing
+from bubblespec.engine.sampling import SamplingParams, best_and_sum, sample
+
+Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `sampling.sample`
+
+
+class GraphMemory:
+    """Memory of CUDA graphs. Forwards share it that are never in use at the same time: what one
+    returns is valid until the next replay of any of them."""
+
+    def __init__(self):
+        self.pools: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by `ForwardGraphs`
+
+    @property
+    def pool(self) -> tuple | None:
+        """The pool that existing graphs use."""
+        return next(iter(self.pools.values()), None)
+
+
+class Forward(Protocol):
+    """What a `ModelRunner` computes with. The last five members serve its CUDA graphs; on ranks
+    that compute together, all of them call these alike."""
+
+    kernel: str
+    """Name of the attention kernel, see attention.py."""
+    is_eager: bool
+    """Whether nothing is captured in CUDA graphs."""
+    memory: GraphMemory
+    min_tokens: int
+    """Tokens of the smallest graph."""
+    heads_per_key: int
+    """Query heads that read keys together."""
+    rank: int
+
+    def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """Return the last hidden states [N, hidden] of packed tokens int64 [N]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states [T, hidden]; of this rank's share of the vocabulary
+        where ranks compute together."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        num_generated: torch.Tensor,
+        params: SamplingParams,
+    ) -> Sampled:
+        """Sample one token at each position from `logits`; see `sampling.sample`."""
+
+    def weight(self) -> torch.Tensor:
+        """Return a tensor of the type and on the device of the hidden states."""
+
+    def gather_text(self, text: str) -> list[str]:
+        """Gather a line of every rank."""
+
+    def rehearsal(self, num_tokens: Sequence[int]) -> contextlib.AbstractContextManager:
+        """Context in which forwards of these sizes exchange nothing with other ranks."""
+
+    def connect(self) -> None:
+        """Exchange something in every size that the forwards of the last rehearsal do."""
+
+
+class SlotFollower(Protocol):
+    """Keeps something of its own for the rows in a runner's slots, see `Runner`."""
+
+    def move(self, source: int, target: int) -> None:
+        """Continue the row of slot `source` in slot `target`."""
+
+    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+        """Let slots `target` begin with the first `length` positions of slots `source`."""
+
+    def forget(self, slots: int) -> None:
+        """Drop what is kept for a slot, which gets another row."""
+
+    def note(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """Take in what a forward has fed, and its hidden states [N or more, hidden]."""
+
+    def release(self) -> None:
+        """Give all memory back."""
+
+
+class ModelForward:
+    """The forward of a model on this rank alone."""
+
+    min_tokens = 1
+    rank = 0
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        kernel: str = "sdpa",
+        *,
+        enforce_eager: bool = False,
+        memory: GraphMemory | None = None,
+        reduce: Callable = best_and_sum,
+    ):
+        """enforce_eager: without CUDA graphs; memory: of other forwards' graphs; reduce: what
+        sampling reads of whole rows of logits, see `best_and_sum` (compiled.py has a faster
+        one)."""
+        self.model, self.kernel, self.reduce = model, kernel, reduce
+        self.memory = memory or GraphMemory()
+        self.is_eager = enforce_eager or not can_capture(self.weight().device, kernel)
+        self.heads_per_key = heads_per_key(model)
+
+    def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """See `Forward`."""
+        return forward_hidden(self.model, tokens, packing, self.kernel)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Forward`."""
+        return output_head(self.model)(hidden)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        num_generated: torch.Tensor,
+        params: SamplingParams,
+    ) -> Sampled:
+        """See `Forward`."""
+        return sample(logits, keys, num_generated, params, self.reduce)
+
+    def weight(self) -> torch.Tensor:
+        """See `Forward`."""
+        return next(self.model.parameters())
+
+    def gather_text(self, text: str) -> list[str]:
+        """See `Forward`."""
+        return [text]
+
+    def rehearsal(self, num_tokens: Sequence[int]) -> contextlib.AbstractContextManager:
+        """See `Forward`."""
+        return contextlib.nullcontext()
+
+    def connect(self) -> None:
+        """See `Forward`."""
+
+
+def can_capture(device: torch.device, kernel: str) -> bool:
+    """Whether a forward with this attention kernel can be a CUDA graph. With SDPA it cannot: the
+    shapes of its calls depend on the rows' lengths."""
+    return device.type == "cuda" and kernel != "sdpa"
+
+
+def heads_per_key(model: torch.nn.Module) -> int:
+    """Return how many query heads read keys together; 1 where a sliding window forbids that."""
+    config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
+    config = config and config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", 1)
+    if getattr(config, "sliding_window", None):
+        return 1
+    return heads // (getattr(config, "num_key_value_heads", None) or heads)
