@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bubblespec.types import Draft, SampleId, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Draft, SampleId
 
 
 class Span(NamedTuple):

@@ -20,7 +20,8 @@ from bubblespec.learn.learner import Learner
 from bubblespec.records import Span, StepRecord
 from bubblespec.rollout.evaluate import Evaluation, Evaluator
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.types import Group, Prompt, Samples, has_rewards
+from bubblespec.samples import Samples, has_rewards
+from bubblespec.types import Group, Prompt
 
 
 class Reporter(Protocol):

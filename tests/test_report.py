@@ -9,6 +9,7 @@ import torch
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.records import Acceptance, RolloutRecord, Span, StepRecord
+from bubblespec.samples import Samples, digest
 from bubblespec.telemetry import report
 from bubblespec.telemetry.report import (
     evaluation_metrics,
@@ -16,7 +17,7 @@ from bubblespec.telemetry.report import (
     rollout_metrics,
     timing_metrics,
 )
-from bubblespec.types import Group, Prompt, Samples, digest
+from bubblespec.types import Group, Prompt
 from tests.helpers.rows import record_of, samples_of
 
 LENGTHS = [1, 2, 4, 9]

@@ -22,9 +22,10 @@ from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.samples import Samples
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.tools.simulate.world import World as VirtualTime
-from bubblespec.types import Draft, Group, Row, Samples, ids_of
+from bubblespec.types import Draft, Group, Row, ids_of
 from tests.helpers.rollouts import (
     ALONE,
     FOUR_PROMPTS,

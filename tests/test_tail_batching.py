@@ -14,8 +14,9 @@ from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.mechanisms.tail_batching import TailBatching, best_num_launched, scaled
 from bubblespec.rewards.scorer import Scoring
+from bubblespec.samples import Samples
 from bubblespec.setup import build
-from bubblespec.types import Launch, Prompt, Samples, ids_of
+from bubblespec.types import Launch, Prompt, ids_of
 from tests.helpers.rows import samples_of
 from tests.helpers.runs import SHORT
 

@@ -11,7 +11,8 @@ from collections import Counter
 import numpy as np
 
 from bubblespec.data.prompts import PromptSet
-from bubblespec.types import Group, Launch, Prompt, SampleId, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Group, Launch, Prompt, SampleId
 
 
 class StepSchedule:

@@ -11,7 +11,7 @@ import numpy as np
 
 from bubblespec.errors import InputError
 from bubblespec.imports import import_function
-from bubblespec.types import Samples
+from bubblespec.samples import Samples
 
 KEY = "loss.advantage_estimator"
 

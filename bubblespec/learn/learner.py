@@ -42,7 +42,7 @@ from bubblespec.learn.losses import (
 from bubblespec.learn.microbatch import Microbatch, is_in_loss, make_minibatches
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.records import Span
-from bubblespec.types import Samples
+from bubblespec.samples import Samples
 
 # Upper bound of sampling/logp_difference/mean at temperature 1; above it something other than
 # rounding is at work. Rounding alone gives 1e-7 in float64 (the generator's are kept in float32),

@@ -12,7 +12,8 @@ from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.packing import to_device
 from bubblespec.learn.losses import common_factor, local_weights
-from bubblespec.types import Samples, count_sampled, is_sampled
+from bubblespec.samples import Samples, count_sampled
+from bubblespec.types import is_sampled
 
 
 @dataclass

@@ -13,7 +13,8 @@ from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.rows import Rows
 from bubblespec.planner.survival import Survival
 from bubblespec.records import RolloutRecord
-from bubblespec.types import Row, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Row
 
 # What one rank has measured in a rollout.
 MEASURED = np.dtype(

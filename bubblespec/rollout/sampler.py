@@ -27,7 +27,8 @@ from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 from bubblespec.rollout.table import RowTable
-from bubblespec.types import Draft, Group, Launch, Row, Samples, has_rewards
+from bubblespec.samples import Samples, has_rewards
+from bubblespec.types import Draft, Group, Launch, Row
 
 
 @dataclass

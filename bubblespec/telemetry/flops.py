@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.types import Samples
+from bubblespec.samples import Samples
 
 # Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name; the first match
 # counts.

@@ -10,7 +10,7 @@ import torch
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.records import ACCEPT_BINS, RolloutRecord, StepRecord, total_s
-from bubblespec.types import Samples, digest, has_rewards, has_zero_std
+from bubblespec.samples import Samples, digest, has_rewards, has_zero_std
 
 COUNTS = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
 UNKNOWN_SAVINGS = ("train_drafter",)  # uses of idle time whose savings are unknown

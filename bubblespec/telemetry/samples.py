@@ -6,7 +6,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from bubblespec.records import StepRecord
-from bubblespec.types import Samples, is_sampled
+from bubblespec.samples import Samples
+from bubblespec.types import is_sampled
 
 NUM_SHOWN = 4  # of a step
 
