@@ -26,7 +26,7 @@ be called.
 
 A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
 other ranks. So all ranks have graphs, captured in the same order, or none has any. Nothing is
-exchanged in either of the two stages of capturing (NCCL: distributed/cuda.py), and after each the
+exchanged in either of the two stages of capturing (NCCL: distributed/device.py), and after each the
 ranks tell each other how it went; so a rank whose memory runs out may repeat a stage alone. First
 every rank runs each forward without its sums: what may fail on one rank alone fails here. Then each
 records its graphs: a sum that is recorded is not computed, and nobody waits. Between the two the
