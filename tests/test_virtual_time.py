@@ -170,7 +170,7 @@ def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, has_dr
         if not has_drafts:
             return run_to_end(engine, rows, params), {}
         proposer = make_proposer(
-            "bubble+suffix", History(0), CostModel(), has_drafts=True, clock=Clock()
+            ["bubble", "suffix"], History(0), CostModel(), has_drafts=True, clock=Clock()
         )
         proposer.begin()
         for row in rows:

@@ -22,7 +22,7 @@ changed in place (optimizers do, LoRA too), and `clear` must follow a release of
 
 A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
 other ranks. So all ranks have graphs, captured in the same order, or none has any. Nothing is
-exchanged in either of the two stages of capturing (NCCL: distributed/cuda.py), and after each the
+exchanged in either of the two stages of capturing (NCCL: distributed/device.py), and after each the
 ranks tell each other how it went; so a rank whose memory runs out may repeat a stage alone. First
 every rank runs each forward without its sums: what may fail on one rank alone fails here. Then each
 records its graphs: a sum that is recorded is not computed, and nobody waits. Between the two the
@@ -55,8 +55,7 @@ WIDE_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 # to nothing; beyond it a graph launches less than four times the blocks that its rows need.
 ROOMS = (64, 240, 512)
 OUT_OF_MEMORY = "out of memory"  # in the message of torch.OutOfMemoryError, and of CUDA's errors
-# Tokens that may be sequences of their own whatever the rows: that takes no longer than one block
-# for each query head, which goes through all keys of a row.
+# Tokens that may be single whatever the rows: no slower than a block for each query head.
 FEW = 32
 # New tokens of a row up to which attention uses one block of queries, whatever bound it is given.
 NARROW = 64

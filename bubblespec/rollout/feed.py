@@ -1,4 +1,4 @@
-"""What puts a rollout's rows into the engine, and decides when a row is complete."""
+"""What the loop gets from outside the engine: rows, and draft tokens for them."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -12,23 +12,23 @@ from bubblespec.types import Row
 
 
 class RolloutProposer(Proposer, Protocol):
-    """Source of draft tokens during a rollout; draft/proposer.py has it."""
+    """A source of draft tokens over a rollout; see draft/proposer.py."""
 
     @property
     def acceptance(self) -> Acceptance:
-        """What came of the drafts of this rollout."""
-
-    def extend(self, row: Row, ids: np.ndarray) -> None:
-        """Take in an observation, which follows a row's tokens."""
-
-    def catch_up(self, is_free: bool) -> None:
-        """Do what can wait, between two forwards. is_free: a GPU computes meanwhile."""
-
-    def take_in(self) -> None:
-        """Do everything that waits."""
+        """Acceptance of drafts in this rollout, counted on."""
 
     def take_spent(self) -> tuple[float, int]:
-        """Return the seconds spent here since the last call, and the rows queried."""
+        """Return seconds spent and rows queried since the last call."""
+
+    def catch_up(self, is_free: bool) -> None:
+        """Do postponed work. is_free: a GPU computes meanwhile."""
+
+    def extend(self, row: Row, ids: np.ndarray) -> None:
+        """Note tokens that a row has not sampled."""
+
+    def take_in(self) -> None:
+        """Learn from all forwards so far."""
 
 
 class RowFeed(Protocol):

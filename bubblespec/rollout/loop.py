@@ -86,8 +86,6 @@ class RolloutLoop:
     def run(self) -> RolloutRecord:
         """Generate the rows to their end, or until the cutoff excludes them. On a stop request the
         rows stay unfinished: on all ranks where there are ticks, else on this one."""
-        if self.proposer is not None:
-            self.record.acceptance = self.proposer.acceptance
         self.engine.reset()
         self.feed.start(self.view, self.proposer)
         self.record.began_s = self._last_s = self.clock.perf_counter()
@@ -103,7 +101,7 @@ class RolloutLoop:
         self.feed.close()
         self._catch_up()
         if self.proposer is not None:
-            self.proposer.take_in()
+            self.record.acceptance = self.proposer.acceptance
         self.record.ended_s = self.clock.perf_counter()
         return self.record
 

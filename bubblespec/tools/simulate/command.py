@@ -16,10 +16,11 @@ from typing import Any
 from bubblespec.config import Config
 from bubblespec.config_file import config_of_sections
 from bubblespec.errors import InputError, log
-from bubblespec.telemetry.trace import FOLDER, read_meta
+from bubblespec.telemetry.trace import FOLDER
 from bubblespec.tools.simulate.recorded import (
     load_cost,
     load_shared_cost,
+    read_meta,
     read_workload,
     sections_of,
 )
