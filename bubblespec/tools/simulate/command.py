@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
             workload,
             cost.seconds,
             num_ranks,
-            together=together and together.seconds,
+            together=None if together is None else together.seconds,
             drafter=drafter,
             shows_progress=True,
         )
@@ -139,7 +139,7 @@ def synthetic_run(spec: Spec, overrides: Sequence[str]) -> tuple[Config, Workloa
 
 def simulated_config(sections: dict[str, dict], overrides: Sequence[str] = ()) -> Config:
     """Return a configuration from `sections`; a simulation reads no sections beyond SECTIONS."""
-    blank = {name: {"path": "none"} for name in ("model", "data")}
+    blank: dict[str, dict] = {name: {"path": "none"} for name in ("model", "data")}
     blank |= {"run": {"output_dir": "none"}, "optim": {"max_tokens_per_microbatch": 1 << 24}}
     return config_of_sections(blank | sections, list(overrides), "the simulated configuration")
 
