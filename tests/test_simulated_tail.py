@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from bubblespec.__main__ import main
+from bubblespec.errors import InputError
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate import command
 from bubblespec.tools.simulate.run import simulate
@@ -98,13 +99,19 @@ def test_command_counts_shared_forwards(monkeypatch, capsys):
     spec = "mean=30,max=100,prompt=8,run=50,steps=2"
     keys = ["rollout.num_prompts_per_step=4", "rollout.num_generations=2"]
     keys += ["rollout.tp_tail_max_rows=4", "speculative.method=none"]
-    arguments = ["", "simulate", "--synthetic", spec, "--cost", "h200:7b", *keys, "--ranks"]
-    monkeypatch.setattr("sys.argv", [*arguments, "2"])
+    arguments = ["", "simulate", "--synthetic", spec, "--cost", "h200:7b", *keys, "--ranks", "2"]
+    monkeypatch.setattr("sys.argv", arguments)
     assert main() == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "of all ranks tog" in line]
     assert int(line.split()[-1]) > 0
-    monkeypatch.setattr("sys.argv", [*arguments, "4"])
-    monkeypatch.setattr(command, "load_shared_cost", lambda *_: None)
+    cost = command.load_cost
+
+    def alone_only(name: str, num_ranks: int = 1):
+        if num_ranks > 1:
+            raise InputError(f"{name}: too few heads")
+        return cost(name)
+
+    monkeypatch.setattr(command, "load_cost", alone_only)
     assert main() == 0
-    reason = "h200:7b has no forwards of 4 ranks together"
-    assert f"warning: no TP tail is simulated: {reason}\n" in capsys.readouterr().err
+    warning = "warning: no TP tail is simulated: h200:7b: too few heads\n"
+    assert warning in capsys.readouterr().err

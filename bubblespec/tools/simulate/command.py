@@ -17,12 +17,7 @@ from bubblespec.config import Config
 from bubblespec.config_file import config_of_sections
 from bubblespec.errors import InputError, log
 from bubblespec.telemetry.trace import FOLDER, read_meta
-from bubblespec.tools.simulate.recorded import (
-    load_cost,
-    load_shared_cost,
-    read_workload,
-    sections_of,
-)
+from bubblespec.tools.simulate.recorded import load_cost, read_workload, sections_of
 from bubblespec.tools.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.tools.simulate.runner import DrafterModel
 from bubblespec.tools.simulate.workload import Spec, Workload, make_synthetic, parse
@@ -80,10 +75,11 @@ def run(arguments: argparse.Namespace) -> None:
     cost_model = arguments.cost_model or arguments.trace
     cost, together = load_cost(cost_model), None
     if config.rollout.tp_tail_max_rows and num_ranks > 1 and not workload.has_tools:
-        together = load_shared_cost(cost_model, num_ranks)
-        if together is None and config.rollout.tp_tail_max_rows != "auto":
-            reason = f"{cost_model} has no forwards of {num_ranks} ranks together"
-            log(f"warning: no TP tail is simulated: {reason}")
+        try:
+            together = load_cost(cost_model, num_ranks)
+        except InputError as error:
+            if config.rollout.tp_tail_max_rows != "auto":
+                log(f"warning: no TP tail is simulated: {error}")
     results = {
         method: simulate(
             arm,

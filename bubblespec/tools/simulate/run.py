@@ -184,27 +184,18 @@ class _Shared:
         rows = self.config.rollout.tp_tail_max_rows
         return AUTO_TP_ROWS if isinstance(rows, str) else rows
 
-    def engine(self, ranks: SimulatedRanks, text: Text) -> Engine:
-        """Create one rank's engine."""
-        return self._engine(ranks, text, int(self.config.rollout.max_num_seqs))
-
-    def tail_engine(self, ranks: SimulatedRanks, text: Text) -> Engine:
-        """Create one rank's engine of the TP tail."""
-        return self._engine(ranks, text, self.tail_rows, self.together)
-
-    def _engine(
-        self, ranks: SimulatedRanks, text: Text, count: int, together: Cost | None = None
-    ) -> Engine:
+    def engine(self, ranks: SimulatedRanks, text: Text, *, is_tail: bool = False) -> Engine:
+        """Create one rank's engine, or its engine of the TP tail."""
         rollout = self.config.rollout
+        count = self.tail_rows if is_tail else int(rollout.max_num_seqs)
         runner = SimulatedRunner(
-            ranks.world,
-            ranks.rank,
+            ranks,
             count,
             self.workload.max_prompt_length + rollout.max_completion_length,
             max_num_batched_tokens=max(rollout.max_num_batched_tokens, count),
             cost=self.cost,
             text=text,
-            together=together,
+            together=self.together if is_tail else None,
         )
         return Engine(runner)
 
@@ -213,7 +204,7 @@ class _Shared:
         ranks, params, rollout = SimulatedRanks(World(1), 0), SamplingParams(), self.config.rollout
         alone = self.engine(ranks, _blank)
         if rollout.tp_tail_max_rows == "auto":
-            self.tp_cost = measure(self.tail_engine(ranks, _blank), alone, params, ranks)
+            self.tp_cost = measure(self.engine(ranks, _blank, is_tail=True), alone, params, ranks)
             if self.tp_cost is None:
                 rollout.tp_tail_max_rows = 0
         if self.has_drafts:
@@ -251,7 +242,7 @@ class _Rank:
         if shared.tail_rows:
             # The cost of a forward contains its exchanges.
             gather = SimulatedRanks(ranks.world, ranks.rank, meeting_s=0.0).gather
-            together = shared.tail_engine(ranks, self.texts.of_row)
+            together = shared.engine(ranks, self.texts.of_row, is_tail=True)
             tail = TPTail(together, ranks, gather, shared.tail_rows, has_keys=False)
             if shared.tp_cost is not None and board is not None:
                 stats = self.sampler.stats

@@ -19,7 +19,7 @@ from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified, num_accepted
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.runner import CONTEXT, MAX_CHAIN_LENGTH
-from bubblespec.tools.simulate.world import World
+from bubblespec.tools.simulate.world import SimulatedRanks
 from bubblespec.types import Row
 
 NO_TOKEN = -2  # follows the end of a text; no draft contains it
@@ -32,8 +32,7 @@ class SimulatedRunner:
 
     def __init__(
         self,
-        world: World,
-        rank: int,
+        ranks: SimulatedRanks,
         num_slots: int,
         max_length: int,
         *,
@@ -50,7 +49,7 @@ class SimulatedRunner:
         self.num_slots, self.max_length = num_slots, max_length
         self.max_num_batched_tokens = max_num_batched_tokens
         self.pages: Pages | None = None
-        self.world, self.rank, self.text = world, rank, text
+        self.world, self.rank, self.text = ranks.world, ranks.rank, text
         self.cost, self.together = cost, together
         self.said = np.full((num_slots, max_length + 1), NO_TOKEN, np.int32)  # text of each slot
         self.end = np.zeros(num_slots, np.int64)  # of that text
