@@ -21,7 +21,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -43,8 +43,15 @@ OPTIMIZER_FILE = "optimizer.pt"
 FORMAT = 3
 NOT_THE_SAME = "resuming would not repeat the same run (set another run.output_dir for a new one)"
 # Errors of reading files that are torn or of another format.
-UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError)
-UNREADABLE += (zipfile.BadZipFile, pickle.UnpicklingError)
+UNREADABLE: tuple[type[Exception], ...] = (
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    EOFError,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+)
 
 
 class Stateful(Protocol):
@@ -62,7 +69,7 @@ def save_checkpoint(
     model: PreTrainedModel,
     tokenizer,
     optimizer: Stateful,
-    arrays: dict[str, dict[str, np.ndarray]],
+    arrays: dict[str, dict[str, Any]],
     writers: Sequence[Callable[[str], None]] = (),
 ) -> str | None:
     """Save a checkpoint after `state["step"]` updates, on all ranks together.

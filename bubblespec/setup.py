@@ -92,7 +92,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     torch.manual_seed(config.run.seed)
     with console.phase("loading the model"):
         checkpoint = find_checkpoint(config, ranks)
-        state, planner = {"step": 0, "evaluated": -1}, {}
+        state: dict = {"step": 0, "evaluated": -1}
+        planner: dict[str, np.ndarray] = {}
         if checkpoint:
             state = read_state(checkpoint)
             with refuse_what_does_not_fit(checkpoint):
@@ -258,7 +259,8 @@ def add_mechanisms(
 def load_own(config: Config, ranks: Ranks) -> list[Callable[[dict], object]]:
     """Import the user's loss, advantages and draft sources, to find mistakes early. Return the hook
     of run.log_to, on rank 0. Raises InputError."""
-    loss, log_to, hooks = config.loss, config.run.log_to, []
+    loss, log_to = config.loss, config.run.log_to
+    hooks: list[Callable[[dict], object]] = []
     if "." in loss.advantage_estimator:
         load_estimator(loss.advantage_estimator)
     if "." in loss.loss_type:
@@ -267,11 +269,9 @@ def load_own(config: Config, ranks: Ranks) -> list[Callable[[dict], object]]:
         if "." in path:
             load_source(path, None)
 
-    def load_hook() -> None:
-        hooks.append(import_function("run.log_to", log_to, "my_module.log", ("metrics",)))
-
     if log_to is not None:
-        ranks.agree(load_hook)
+        load = partial(import_function, "run.log_to", log_to, "my_module.log", ("metrics",))
+        ranks.agree(lambda: hooks.append(load()))
     return hooks
 
 
@@ -371,8 +371,8 @@ def choose_linear(
         return None
     hardware = describe_hardware(ranks.device)
     options = linear.OPTIONS
-    is_kept = saved is not None and saved["hardware"] == hardware
-    is_kept = is_kept and saved.get("options") == options
+    kept = {} if saved is None else {key: saved.get(key) for key in ("hardware", "options")}
+    is_kept = kept == {"hardware": hardware, "options": options}
     if ranks.gather(np.array([is_kept], np.uint8)).all():
         return saved
     seconds = np.exp(np.log(ranks.gather(linear.measure(model))).mean(axis=0))
@@ -382,9 +382,9 @@ def choose_linear(
 
 def make_schedule(config: Config, prompts: PromptSet) -> StepSchedule:
     """Return the rule for which groups make up a step."""
-    rollout, tail = config.rollout, config.tail_batching
-    order = (prompts, config.run.seed, rollout.num_prompts_per_step, rollout.num_generations)
+    rollout, tail, seed = config.rollout, config.tail_batching, config.run.seed
+    num_prompts, size = rollout.num_prompts_per_step, rollout.num_generations
     if not tail.enabled:
-        return StepSchedule(*order)
-    ratios = {key: value for key, value in vars(tail).items() if key != "enabled"}
-    return TailBatching(*order, **ratios)
+        return StepSchedule(prompts, seed, num_prompts, size)
+    ratio = tail.over_sampling_ratio
+    return TailBatching(prompts, seed, num_prompts, size, over_sampling_ratio=ratio)

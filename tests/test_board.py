@@ -130,7 +130,7 @@ def healthy(ranks: Ranks, backend: str, num_rollouts: int) -> list:
 
 
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
-def test_all_ranks_read_the_same_ticks_and_end_by_the_same(tmp_path, backend):
+def test_ticks_and_end_are_equal_on_all_ranks(tmp_path, backend):
     results = run_ranks(tmp_path, healthy, 3, backend, 4)
     for number, same_rollout in enumerate(zip(*results, strict=True)):
         ticks = same_rollout[0][0]
@@ -144,7 +144,7 @@ def test_all_ranks_read_the_same_ticks_and_end_by_the_same(tmp_path, backend):
 
 
 @pytest.mark.parametrize("draft_s", [0.004, 0.1])
-def test_the_end_is_read_within_one_draft(draft_s):
+def test_drafting_rank_reads_end_within_one_draft(draft_s):
     """In virtual time. Rank 1 decodes 6 steps, rank 0 drafts, and they begin up to 20 ms apart."""
     world, left, last_step, drafted, ticks = World(2), [], [], [], []
 
@@ -175,7 +175,7 @@ def test_the_end_is_read_within_one_draft(draft_s):
     )
 
 
-def test_a_busy_rank_ticks_at_intervals_and_tells_its_end_at_once():
+def test_busy_rank_ticks_at_intervals_and_posts_end_at_once():
     """Steps of 0.1 s, each tick complete at the poll after it was posted, and 0.25 s from there to
     the next one."""
     ranks = Ranks(torch.device("cpu"))
@@ -222,7 +222,7 @@ def with_missing(ranks: Ranks, backend: str, fate: str, missing: int) -> str:
 
 
 @pytest.mark.parametrize("backend, fate", [("gloo", "hangs"), ("auto", "dies")])
-def test_a_missing_rank_is_named(tmp_path, capfd, backend, fate):
+def test_missing_rank_is_named(tmp_path, capfd, backend, fate):
     line, _, same = run_ranks(tmp_path, with_missing, 3, backend, fate, 1, missing=1)
     assert line == same and "\n" not in line
     assert re.match(r"rank 1 missing in tick \d+ .* last heard: \d+ unfinished rows", line), line
@@ -231,7 +231,7 @@ def test_a_missing_rank_is_named(tmp_path, capfd, backend, fate):
     assert (f"no answer for {HANG_S:g} s" in line) == (fate == "hangs")
 
 
-def test_the_end_of_the_store_is_an_error_too(tmp_path, capfd):
+def test_loss_of_store_is_reported(tmp_path, capfd):
     """Without torchrun it is rank 0 that holds the store."""
     _, line = run_ranks(tmp_path, with_missing, 2, "gloo", "dies", 0, missing=0, store_rank=0)
     assert line.startswith("the job's key-value store is gone") and "no answer" not in line
@@ -269,7 +269,7 @@ class NoAnswer(Transport):
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-def test_a_tick_is_awaited_for_as_long_as_the_time_out_says(watchdog, capsys, is_done):
+def test_missing_tick_raises_after_timeout(watchdog, capsys, is_done):
     call, clock = watchdog([0, 0], {})
     ranks = Ranks(torch.device("cpu"))
     ranks.world_size, ranks.watchdog, ranks.clock = 2, call, clock
@@ -285,7 +285,7 @@ def test_a_tick_is_awaited_for_as_long_as_the_time_out_says(watchdog, capsys, is
     assert capsys.readouterr().err.count("error: ") == 1
 
 
-def test_a_cuda_error_at_a_tick_is_raised_as_it_is(watchdog):
+def test_cuda_error_at_tick_is_raised_unchanged(watchdog):
     """Of an earlier kernel of this rank: no other rank is missing."""
     error = torch.AcceleratorError("CUDA error")
 
@@ -317,14 +317,16 @@ def test_a_cuda_error_at_a_tick_is_raised_as_it_is(watchdog):
         ([3, 2, 2], {}, 1800, BROKEN_S, "^rank 1 and rank 2 missing in here"),
     ],
 )
-def test_who_is_named_and_after_how_much_patience(watchdog, at, timeline, left_s, waited_s, said):
+def test_watchdog_names_missing_ranks_after_patience(
+    watchdog, at, timeline, left_s, waited_s, said
+):
     call, clock = watchdog(at, timeline)
     with pytest.raises(RankTimeout, match=said):
         call.fail("here", "no answer", clock.monotonic() + left_s)
     assert waited_s <= clock.now < waited_s + 0.05
 
 
-def test_ticks_on_gpus_are_nccl_collectives(monkeypatch):
+def test_transport_follows_device_and_backend(monkeypatch):
     made, shared = [], []
     monkeypatch.setattr(boards, "Collectives", lambda *arguments: made.append(arguments[2]))
     monkeypatch.setattr(boards, "open_collectives", lambda _: shared[0] if shared else None)
@@ -378,7 +380,7 @@ def nccl_group(monkeypatch):
     return make
 
 
-def test_nccl_ticks_use_one_cta_of_their_communicator(nccl_group):
+def test_nccl_ticks_use_one_cta(nccl_group):
     given, _, _ = nccl_group(NcclOptions)
     config = given["pg_options"].config
     assert config.max_ctas == 1 and config.min_ctas == 1
@@ -387,12 +389,12 @@ def test_nccl_ticks_use_one_cta_of_their_communicator(nccl_group):
 
 
 @pytest.mark.parametrize("options", [None, lambda: SimpleNamespace(config=SimpleNamespace())])
-def test_nccl_without_the_option_keeps_its_own(nccl_group, options):
+def test_nccl_without_cta_option_uses_defaults(nccl_group, options):
     given, _, _ = nccl_group(options)
     assert given["pg_options"] is None and given["backend"] == "nccl"
 
 
-def test_nccl_connects_every_size_before_the_first_tick(nccl_group):
+def test_nccl_connects_every_size_before_first_tick(nccl_group):
     """In steps of a factor of two, as NCCL chooses an algorithm by size."""
     _, sizes, ticks = nccl_group(NcclOptions)
     assert sizes == [1 << power for power in range(18)] and 8 * sizes[-1] == PLACE_BYTES
@@ -418,7 +420,7 @@ class Counting(Transport):
         return super().receive()
 
 
-def test_ticks_are_rarer_while_no_rank_could_act():
+def test_relaxed_board_ticks_rarely():
     """Forwards of 5 ms; the distance is at most a hundredth of the rollout, or ten intervals."""
     ranks = Ranks(torch.device("cpu"))
     ranks.clock = clock = Clock()

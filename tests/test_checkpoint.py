@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(saver):
     assert find_damage(checkpoint(saver.folder, 5)) is None
 
 
-def test_unfinished_saves_are_cleared_away_and_the_folder_is_locked(saver):
+def test_lock_removes_unfinished_saves(saver):
     saver(1)
     os.makedirs(os.path.join(saver.folder, "tmp-checkpoint-2"))
     lock = lock_output_dir(saver.config)
@@ -241,7 +241,7 @@ def changed(value):
     return [1] if isinstance(value, list) else f"{value}x"
 
 
-def test_a_continuation_is_refused_passed_or_warned_about_by_the_class_of_the_key(saver, capfd):
+def test_changed_key_is_handled_by_class(saver, capfd):
     saver(1)
     classes = resume_classes(saver.config)
     for key, value in flatten(saver.config).items():
@@ -260,7 +260,7 @@ def test_a_continuation_is_refused_passed_or_warned_about_by_the_class_of_the_ke
         setattr(getattr(saver.config, section), name, value)
 
 
-def test_steps_may_be_added_unless_the_learning_rate_ends_with_them(saver):
+def test_max_steps_may_grow_unless_schedule_depends_on_them(saver):
     saver.config.optim.lr_scheduler_type = "linear"
     saver(1)
     saver.config.run.max_steps += 1
@@ -276,7 +276,7 @@ def test_another_number_of_ranks_is_said(saver, capfd):
     assert capfd.readouterr().err.startswith("warning: 2 ranks here, but 1 in ")
 
 
-def test_a_checkpoint_is_on_disk_before_it_has_its_name(saver, monkeypatch):
+def test_checkpoint_is_flushed_before_rename(saver, monkeypatch):
     """Every file, whole, and the folder that lists them; then the name; then the folder that has
     the name. A power failure between two of these leaves either no checkpoint of that name or a
     whole one."""
@@ -316,7 +316,7 @@ def test_the_newest_checkpoints_are_kept(saver):
 
 
 @pytest.mark.parametrize("size", [0, 40_000])
-def test_a_save_that_fails_leaves_what_was_there(saver, size):
+def test_failed_save_keeps_earlier_checkpoints(saver, size):
     """The limit hits the configuration or the weights."""
     assert saver(1) is None
     with FullDisk(size):

@@ -14,7 +14,8 @@ from bubblespec.draft.store import DraftStore, History
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import Span, StepRecord
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.types import Group, Launch, Prompt, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Group, Launch, Prompt
 from tests.helpers.rows import record_of, samples_of
 
 WANTED = 6
@@ -90,14 +91,14 @@ def test_useless_groups_are_replaced_by_the_first_useful_ones(monkeypatch, usefu
 
 
 @pytest.mark.parametrize("max_batches", [1, 2, 3])
-def test_what_cannot_be_replaced_stays(monkeypatch, max_batches):
+def test_equal_groups_stay_without_replacements(monkeypatch, max_batches):
     record, batches = sample_with(monkeypatch, useful_every=1000, max_batches=max_batches)
     assert [len(batch) for batch in batches] == [WANTED] * max_batches
     assert uids_of(record.samples) == batches[0], "none is useful: the first are as good as any"
 
 
 @pytest.mark.parametrize("step", range(3))
-def test_data_may_run_out_and_groups_stay_in_their_order(monkeypatch, step):
+def test_groups_keep_order_when_data_runs_out(monkeypatch, step):
     options = {"num_prompts": 10, "step": step, "max_batches": 9}
     record, batches = sample_with(monkeypatch, useful_every=7, **options)
     generated, uids = list(itertools.chain(*batches)), uids_of(record.samples)

@@ -113,7 +113,7 @@ def reference(tmp_path_factory, shapes):
 
 
 @pytest.mark.parametrize("shape, used, ranks, interruption", CASES)
-def test_run_is_that_without_drafts(
+def test_run_equals_plain_run(
     shapes, reference, monkeypatch, tmp_path, shape, used, ranks, interruption
 ):
     plain, used = reference(shape), used.split("+")
@@ -198,7 +198,7 @@ def test_responses_contain_the_real_observations(shapes, monkeypatch, tmp_path):
         (["environment.factory=tests.helpers.environments.Silent"], "must score the responses"),
     ],
 )
-def test_what_cannot_work_is_refused(shapes, tmp_path, options, problem):
+def test_impossible_combination_is_refused(shapes, tmp_path, options, problem):
     with pytest.raises(Exception, match=problem):
         base = [*TINY, *shapes["game"], *options, f"run.output_dir={tmp_path}"]
         train_on_threads(1, *base)

@@ -113,9 +113,7 @@ def check_same(folder, plain, used: list[str], *, has_same_order: bool) -> None:
 
 
 @pytest.mark.parametrize("shape, used, ranks, interruption", CASES)
-def test_run_is_that_without_drafts(
-    reference, monkeypatch, tmp_path, shape, used, ranks, interruption
-):
+def test_run_equals_plain_run(reference, monkeypatch, tmp_path, shape, used, ranks, interruption):
     plain, used = reference(shape), used.split("+")
     patch = functools.partial(monkeypatch.setattr, raising=False)
     if "streamed" in used:
@@ -143,7 +141,7 @@ def test_run_is_that_without_drafts(
         ["rollout.dynamic_sampling_max_batches=2"],
     ],
 )
-def test_rewards_that_compare_are_those_of_whole_groups(monkeypatch, tmp_path, selects):
+def test_comparing_rewards_see_whole_groups(monkeypatch, tmp_path, selects):
     """The function fails for anything but a whole group. Placement, streamed gradients and workers
     leave the groups together."""
     stream_always(functools.partial(monkeypatch.setattr, raising=False))
@@ -157,7 +155,7 @@ def test_rewards_that_compare_are_those_of_whole_groups(monkeypatch, tmp_path, s
         assert line["reward/errors"] == 0 and line["reward"] > 0
 
 
-def test_processes_have_the_tokens_of_threads(reference, tmp_path):
+def test_processes_equal_threads(reference, tmp_path):
     used = ["drafts", "workers", "tp tail"]
     options = options_of(used)
     short = [*TINY, *SHAPES["in order"]]

@@ -64,7 +64,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     "place, done", [("rollout of step 1", 1), ("evaluation after 2 updates", 2)]
 )
-def test_a_run_that_is_stopped_goes_on_where_it_was(alone, tmp_path, place, done):
+def test_stopped_run_resumes(alone, tmp_path, place, done):
     """What was abandoned is made again: no line is missing, none is there twice, and the bits are
     the same."""
     train_alone(tmp_path, place)

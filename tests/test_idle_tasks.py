@@ -40,7 +40,7 @@ def random_jobs(rng: np.random.Generator, num_ranks: int) -> list[list[Job]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_jobs_are_assigned_once_to_ranks_that_may_do_them(seed):
+def test_jobs_are_assigned_once_to_allowed_ranks(seed):
     rng = np.random.default_rng(seed)
     num_ranks = int(rng.integers(1, 5))
     jobs, has_rows = random_jobs(rng, num_ranks), (rng.random(num_ranks) < 0.5).tolist()

@@ -183,7 +183,7 @@ def fail_from(monkeypatch, step: int) -> None:
     "how, says", [("none", "in step 3 no function returned a number"), ("raise", "failed for all")]
 )
 @pytest.mark.parametrize("null", [False, True])
-def test_run_is_saved_before_rewards_end_it(tmp_path, monkeypatch, how, says, null):
+def test_failing_rewards_end_run_after_save(tmp_path, monkeypatch, how, says, null):
     """And goes on from there as if nothing had been, once they are right."""
     options = [*BULK, "reward.functions=[tests.test_left_out.ending]", "run.max_steps=5"]
     options += ["reward.reward_on_error=null"] * null

@@ -184,7 +184,7 @@ def test_bad_sources_are_refused_before_the_run(give, own, problem):
         ({"tokens": [5, 6]}, "tokens that is not an integer array"),
     ],
 )
-def test_proposals_that_cannot_be_fed_end_the_run(give, proposals, problem):
+def test_invalid_proposals_end_run(give, proposals, problem):
     give(Fixed)
     source, limits = load_source(PATH, 100), np.array([2, 2])
     good = source.propose(np.arange(2), limits)

@@ -195,7 +195,7 @@ def test_killed_in_short_and_in_long_rounds(monkeypatch, tmp_path):
         assert names and {key: line[key] for key in names} == {key: other[key] for key in names}
 
 
-def test_drafts_of_samples_that_have_had_their_turn_are_gone(monkeypatch, tmp_path):
+def test_drafts_of_trained_samples_are_dropped(monkeypatch, tmp_path):
     """Also where groups are replaced by others whose drafts are being made at that time; and no
     sample is twice in the engine."""
     options = [*OPTIONS, *DYNAMIC, *DRAFTING, "data.size=13", f"run.max_steps={STEPS}"]
@@ -223,7 +223,7 @@ def test_drafts_of_samples_that_have_had_their_turn_are_gone(monkeypatch, tmp_pa
     assert num_replacements > 4
 
 
-def test_paths_are_compared_by_what_is_there(tmp_path):
+def test_paths_are_compared_by_content(tmp_path):
     """A run goes on with the same model under another path, or a copy of it, and with no other."""
     saved = flatten(load_config("configs/tiny_cpu.yaml"))
     copied = shutil.copytree("configs/tiny_policy", tmp_path / "copy")

@@ -35,6 +35,7 @@ from tests.helpers.rollouts import (
     pass_time,
     plain,
     rows_of,
+    tried_ages,
     update,
 )
 from tests.helpers.rows import loop_of
@@ -42,7 +43,7 @@ from tests.helpers.rows import loop_of
 
 @pytest.mark.parametrize("num_slots", [2, 24])
 @pytest.mark.parametrize("drafting", ["none", "co-scheduled", "idle", "both"])
-def test_own_rows_are_those_generated_without_drafts(drafting, num_slots):
+def test_own_rows_equal_plain_generation(drafting, num_slots):
     """Whatever is drafted alongside, from drafts right, wrong, cut, long and empty, under weights
     that change in each step."""
     model = new_model()
@@ -67,7 +68,7 @@ def test_own_rows_are_those_generated_without_drafts(drafting, num_slots):
     assert (drafted > 10) == (drafting != "none")
 
 
-def test_drafts_are_what_their_step_generates():
+def test_drafts_equal_later_step():
     """Under the same weights: token for token, so all of them are accepted, in far fewer
     forwards."""
     model = new_model()
@@ -82,11 +83,11 @@ def test_drafts_are_what_their_step_generates():
     assert as_dict(rows) == wanted
     counts = record.acceptance
     assert counts.draft_tokens == counts.accepted_tokens > 0.8 * counts.gained_tokens
-    assert set(counts.by_source) == {"aligned"} and set(counts.by_age) == {1}
+    assert set(counts.by_source) == {"aligned"} and tried_ages(world.proposer) == {1}
     assert record.own_forwards < 0.3 * num_forwards
 
 
-def test_drafts_go_on_from_their_tokens_in_later_rollouts():
+def test_drafts_continue_in_later_rollouts():
     """Each token is made once, and is that of generation without interruption."""
     model = new_model()
     world = World(model, 8, one_rank())
@@ -110,7 +111,7 @@ def test_drafts_go_on_from_their_tokens_in_later_rollouts():
     assert len(set(finished_in)) > 1 and max(finished_in) > 3, "several rollouts had their part"
 
 
-def test_a_rank_without_rows_only_drafts():
+def test_rank_without_rows_only_drafts():
     model = new_model()
     world = World(model, 4, BoardWithSlowRank(200))
     record, made = world.rollout(0, [], world.plans((1,)))
@@ -123,7 +124,7 @@ def test_a_rank_without_rows_only_drafts():
 
 
 @pytest.mark.parametrize("max_slowdown", [0.0, 1.0])
-def test_no_forward_begins_once_all_are_done(max_slowdown):
+def test_no_forward_begins_after_all_ranks_are_done(max_slowdown):
     """A rank whose rows end after those of all others leaves at once, and drafts nothing that all
     would wait for."""
     model = new_model()
@@ -169,7 +170,7 @@ class Selecting:
 
 @pytest.mark.parametrize("num_slots", [3, 24])
 @pytest.mark.parametrize("trained", [4, 2])
-def test_rows_are_handed_on_once_and_only_when_certain(num_slots, trained):
+def test_rows_are_submitted_once_and_only_when_certain(num_slots, trained):
     played = Selecting(Launch(groups_of(0, FOUR_PROMPTS), trained, 3), num_slots)
     chosen = played.table.trained().tolist()
     assert len(chosen) == trained * 3
@@ -186,7 +187,7 @@ def test_rows_are_handed_on_once_and_only_when_certain(num_slots, trained):
 
 
 @pytest.mark.parametrize("trained", [4, 2], ids=["without ticks", "with ticks"])
-def test_a_rank_that_is_told_to_stop_leaves_rows_unfinished(trained):
+def test_stop_request_leaves_rows_unfinished(trained):
     played = Selecting(Launch(groups_of(0, FOUR_PROMPTS), trained, 2), stop_after=5)
     assert any(row.finish is None for row in played.rows.values())
     assert played.engine.num_forwards <= 7

@@ -68,7 +68,7 @@ def edit_weights(folder, edit) -> None:
     safetensors.torch.save_file(edit(load_file(path)), path, metadata={"format": "pt"})
 
 
-def test_weights_go_straight_to_the_device(monkeypatch):
+def test_weights_are_loaded_onto_device(monkeypatch):
     """They are on it as soon as transformers has loaded them: no copy of the whole model has been
     in the machine's memory."""
     original, devices = AutoModelForCausalLM.from_pretrained, []
@@ -83,7 +83,7 @@ def test_weights_go_straight_to_the_device(monkeypatch):
     assert len(devices) > 10 and set(devices) == {"meta"}
 
 
-def test_precision_is_bfloat16_on_gpus_unless_asked_otherwise():
+def test_default_precision_is_bfloat16_on_gpus():
     config = make_config()
     assert with_dtype(config, "cuda").model.dtype == "float32"
     config.model.dtype = "auto"
@@ -92,7 +92,7 @@ def test_precision_is_bfloat16_on_gpus_unless_asked_otherwise():
     assert config.model.dtype == "auto"
 
 
-def test_weights_are_those_of_the_file():
+def test_weights_equal_file():
     model, saved = load_model(make_config(), None, CPU), load_file(f"{TINY}/model.safetensors")
     state = model.state_dict()
     assert saved.keys() <= state.keys()
@@ -199,7 +199,7 @@ def test_optimizer_of_another_model(tmp_path, edit, says):
         ("{# nothing #}", "data.path: the prompt of row 0 has no tokens"),
     ],
 )
-def test_template_that_does_not_take_the_prompts(policy, tmp_path, template, says):
+def test_template_that_rejects_prompts_is_refused(policy, tmp_path, template, says):
     (policy / "chat_template.jinja").write_text(template)
     config = make_config(policy)
     config.data.path = str(tmp_path / "chat.jsonl")
@@ -226,7 +226,7 @@ def starts(prompts) -> list[str]:
     return [prompt.columns["start"] for prompt in prompts]
 
 
-def test_rows_of_one_text_are_held_out_by_their_columns(tmp_path):
+def test_rows_of_equal_text_are_held_out_by_columns(tmp_path):
     config = config_of_rows(tmp_path, GAMES, 4)
     train, held_out = load_prompts(config, load_tokenizer(config))
     assert len(held_out) == 4 and len(train) == 12
@@ -237,7 +237,7 @@ def test_rows_of_one_text_are_held_out_by_their_columns(tmp_path):
     assert starts(held_out) == ["0", "1"] and starts(train.prompts) == [*"23456789ABCDEF"]
 
 
-def test_a_problem_is_held_out_whatever_its_number(tmp_path):
+def test_equal_problems_are_held_out_together(tmp_path):
     """A text that each of both files has once is the same problem, and so are equal rows."""
     rows = [{"prompt": f"{n} + 1 =", "start": n} for n in range(4)]
     config = config_of_rows(tmp_path, [*rows, rows[3]], 2, [{**rows[0], "start": 17}, rows[3]])
@@ -245,7 +245,7 @@ def test_a_problem_is_held_out_whatever_its_number(tmp_path):
     assert starts(train.prompts) == [1, 2]
 
 
-def test_ranks_that_read_different_rows_are_refused():
+def test_different_rows_on_ranks_are_refused():
     """As tasks make them whose problems depend on the seed of Python's hashes."""
     prompts = [Prompt(n, "p", (n,), {"answer": n}) for n in range(2)]
     state = data_state("template", prompts, [])
@@ -318,7 +318,7 @@ SPOILT_DRAFTERS = {
 
 
 @pytest.mark.parametrize("spoilt", SPOILT_DRAFTERS)
-def test_drafter_that_is_none(drafter, tmp_path, spoilt):
+def test_damaged_drafter_is_refused(drafter, tmp_path, spoilt):
     (content, says), (model, saved) = SPOILT_DRAFTERS[spoilt], drafter
     config, folder = make_config(), tmp_path / "drafter"
     config.drafter.path = str(saved)

@@ -36,7 +36,7 @@ def tick(tables: list[RowTable]) -> None:
         table.sync(states)
 
 
-def test_what_is_synced_is_the_same_on_all_ranks_and_never_older_than_what_is_known():
+def test_sync_is_identical_and_monotone():
     rng, tables = np.random.default_rng(0), make_tables(make_launch(4, generations=3), 3)
     lengths = rng.integers(1, 12, 12)
     reached = np.zeros(12, np.int64)
@@ -58,7 +58,7 @@ def test_what_is_synced_is_the_same_on_all_ranks_and_never_older_than_what_is_kn
     assert (tables[0].synced == -1).all()
 
 
-def test_unfinished_rows_are_those_of_the_last_tick():
+def test_unfinished_rows_follow_last_tick():
     column = np.arange(6.0)
     whole = np.arange(6)
     rows = Rows(whole, whole, column + 10, column, column + 2, 0 * whole)
@@ -101,7 +101,7 @@ def test_early_verdicts_hold_however_the_rollout_goes_on(shape):
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 4), (5, 1, 3)])
-def test_rows_that_are_out_need_not_be_finished(shape):
+def test_excluded_rows_need_not_finish(shape):
     """Rows are dropped as soon as they are out, and what is left at the end is what would have been
     selected from all."""
     launch = make_launch(*shape)

@@ -9,10 +9,11 @@ from bubblespec.engine.batch import Load
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.mechanisms.tp_tail.tail import TPTail
 from bubblespec.planner.stats import RunStats
-from bubblespec.telemetry.trace import read_meta, read_table
 from bubblespec.tools.simulate.command import SECTIONS, simulated_config
 from bubblespec.tools.simulate.recorded import (
     load_cost,
+    read_meta,
+    read_table,
     read_workload,
     sections_of,
 )

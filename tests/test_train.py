@@ -39,7 +39,7 @@ def two_ranks(tmp_path_factory):
     return folder
 
 
-def test_a_run_leaves_what_it_promises(two_ranks):
+def test_run_writes_documented_files(two_ranks):
     lines = read(two_ranks)
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert all(key in line for line in lines for key in PROMISED.split())
@@ -204,9 +204,7 @@ def evaluated(tmp_path_factory):
     return folder
 
 
-def test_several_updates_of_a_batch_with_an_overlong_penalty_on_any_number_of_ranks(
-    tmp_path, evaluated
-):
+def test_overlong_penalty_and_iterations_on_any_ranks(tmp_path, evaluated):
     """Evaluation is not penalised."""
     run(tmp_path, 2, *SEVERAL_UPDATES)
     assert digests(evaluated) == digests(tmp_path)

@@ -27,8 +27,9 @@ from bubblespec.rewards.functions import load_reward
 from bubblespec.rollout.evaluate import Evaluator, expected_best
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.samples import digest
 from bubblespec.trainer import Trainer
-from bubblespec.types import Group, Prompt, digest
+from bubblespec.types import Group, Prompt
 from tests.helpers.rows import samples_of
 from tests.helpers.runs import SHORT, read, weights
 
@@ -49,9 +50,7 @@ def run_main(monkeypatch, folder, *overrides: str) -> int:
     return train.main()
 
 
-def test_equal_rewards_are_warned_of_once_and_a_run_that_is_over_says_so(
-    monkeypatch, tmp_path, capsys
-):
+def test_equal_rewards_give_one_hint_and_complete_run_ends(monkeypatch, tmp_path, capsys):
     """After three steps, not before; the run goes on."""
     assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
     hints = [line for line in capsys.readouterr().err.splitlines() if "hint: " in line]
@@ -67,7 +66,7 @@ def test_equal_rewards_are_warned_of_once_and_a_run_that_is_over_says_so(
 @pytest.mark.parametrize(
     "broken_steps, exit_code, num_lines", [((1, 3, 4), 0, 6), ((2, 3, 4), 1, 4)]
 )
-def test_steps_without_an_update_in_a_row_end_the_run(
+def test_successive_skipped_updates_end_run(
     monkeypatch, tmp_path, capsys, broken_steps, exit_code, num_lines
 ):
     """Two may follow each other, three may not."""
@@ -114,7 +113,7 @@ def make_trainer(config: Config, sampler: dict, **fields) -> Trainer:
 @pytest.mark.parametrize(
     "rewards", [[0.0, 1.0, 0.0, 0.0, 1.0], [0.3, -2.0, 0.5, 0.5, 7.0, 0.1], [1.0], [0.0, 0.0]]
 )
-def test_expected_best_is_the_mean_over_all_choices(rewards):
+def test_expected_best_equals_mean_over_choices(rewards):
     for k in range(1, len(rewards) + 1):
         wanted = statistics.fmean(max(chosen) for chosen in itertools.combinations(rewards, k))
         assert expected_best(np.array(rewards), k) == pytest.approx(wanted, abs=1e-12)
@@ -184,7 +183,7 @@ def test_an_evaluation_by_hand(monkeypatch):
     assert rows == [(uid, EVALUATION, sample, 6) for uid in (5, 9) for sample in range(4)]
 
 
-def test_user_modules_come_from_the_current_folder_first(monkeypatch, tmp_path, capsys):
+def test_user_modules_come_from_working_directory_first(monkeypatch, tmp_path, capsys):
     """Not from a file of the same name next to train.py."""
     for folder, text in ((tmp_path / "next_to_train", "0 / 0"), (tmp_path / "here", "")):
         folder.mkdir()

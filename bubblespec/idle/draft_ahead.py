@@ -86,6 +86,7 @@ class DraftAhead(IdleTask):
         return False
 
     def _start(self, job: Job) -> None:
+        assert isinstance(job.key, SampleId)
         row, draft = Row(job.key, job.prompt, self.max_new_tokens), self.store.get(job.key)
         if draft is not None and self.view.begin is None:
             row.tokens, draft = draft.tokens.astype(np.int64), None

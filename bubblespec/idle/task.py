@@ -184,7 +184,7 @@ def assign(
     for rank, room in enumerate(rooms):
         if not has_rows[rank]:
             worth = {t: job.saves_s / max(job.costs_s, 1e-9) for t, job in heads(rank).items()}
-            best = max(worth, key=worth.get, default=None)
+            best = max(worth, key=worth.__getitem__, default=None)
             rooms[rank] = [count if task == best else 0 for task, count in enumerate(room)]
     given: list[list[tuple[int, Job]]] = [[] for _ in rooms]
     # Round-robin: the others would wait for a rank that got all jobs.

@@ -16,6 +16,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -121,7 +122,7 @@ class Collectives(Transport):
         # size; the host would wait for that in a rollout.
         most = PLACE_BYTES // 8 if backend == "nccl" else 1
         for count in (1 << power for power in range(most.bit_length())):
-            ranks.complete(lambda count=count: self._gather(np.zeros(count)))
+            ranks.complete(partial(self._gather, np.zeros(count)))
 
     def _gather(self, numbers: np.ndarray) -> dist.Work:
         with self._on_stream():
@@ -133,6 +134,7 @@ class Collectives(Transport):
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def post(self, numbers: np.ndarray, name: str) -> None:
+        assert self._ranks.watchdog is not None
         self._ranks.watchdog.enter(name)
         self._work = self._gather(numbers)
 
@@ -174,7 +176,7 @@ def one_cta(timeout: timedelta) -> object | None:
     other multiprocessors to forwards; None where this torch lacks them."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     options = None if nccl is None else nccl.Options()
-    if not hasattr(getattr(options, "config", None), "max_ctas"):
+    if options is None or not hasattr(getattr(options, "config", None), "max_ctas"):
         return None
     options.config.max_ctas = 1
     options._timeout = timeout  # torch warns where it differs from the group's
@@ -317,4 +319,5 @@ class ProgressBoard:
 
     def _fail(self, reason: str) -> NoReturn:
         describe = (lambda rank: str(self.last_states[rank])) if self.last_states else None
+        assert self.ranks.watchdog is not None
         self.ranks.watchdog.fail(self._tick_name(), reason, self._deadline, describe)

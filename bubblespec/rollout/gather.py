@@ -2,10 +2,12 @@
 that are trained on, as samples in an order that depends on no rank and no clock."""
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.rollout.table import RowTable
-from bubblespec.types import Row, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Row
 
 FINISHES = (None, "stop", "length")
 
@@ -16,7 +18,8 @@ def gather_rows(own: dict[int, Row], table: RowTable, ranks: Ranks) -> dict[int,
     The ranks exchange a header, the tokens and both log-probabilities of each row. All of these are
     exact as float64, NaN as well.
     """
-    rows, numbers = dict(own), [np.empty(0)]
+    rows = dict(own)
+    numbers: list[ArrayLike] = [np.empty(0)]
     for index, row in own.items():
         header = (index, row.max_new_tokens, FINISHES.index(row.finish), len(row.tokens))
         numbers += [header, row.tokens, row.logprob, row.full_logprob]

@@ -27,7 +27,8 @@ from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 from bubblespec.rollout.table import RowTable
-from bubblespec.types import Draft, Group, Launch, Row, Samples, has_rewards
+from bubblespec.samples import Samples, has_rewards
+from bubblespec.types import Draft, Group, Launch, Row
 
 
 @dataclass
@@ -130,7 +131,7 @@ class Sampler:
                 rank_of = place(
                     up_to_cutoff(expected, launch) if launch.selects else expected,
                     stats.shared_cost,
-                    stats.rates,
+                    stats.survival.rates,
                     num_ranks=ranks.world_size,
                     num_slots=self.engine.num_slots,
                     keeps_groups=self.scorer.sees_groups,
@@ -228,8 +229,9 @@ class Sampler:
         deferred samples become drafts. Return when that happened."""
         begin_s = self.ranks.clock.perf_counter()
         if self.needs_timings:
-            shape = (self.ranks, self.engine.num_slots, self.planning_s)
-            rollout.saved_s = self.stats.observe_rollout(rollout, list(rows.values()), *shape)
+            rollout.saved_s = self.stats.observe_rollout(
+                rollout, list(rows.values()), self.ranks, self.engine.num_slots, self.planning_s
+            )
             rollout.modelled_s = self.stats.modelled_s
         ids, deferred = table.launch.ids, table.deferred().tolist()
         self.store.drop(set(ids).difference(ids[index] for index in deferred))
@@ -247,8 +249,8 @@ class Sampler:
         drafts = {}
         for row in rows:
             old, length = self.store.get(row.id), len(row.tokens)
-            is_right = old is not None and np.array_equal(old.tokens[:length], row.tokens)
-            if is_right and len(old.tokens) > length:
+            is_longer = old is not None and len(old.tokens) > length
+            if old and is_longer and np.array_equal(old.tokens[:length], row.tokens):
                 drafts[row.id] = old
             elif length:
                 tokens = row.tokens.astype(np.int32)
@@ -267,11 +269,11 @@ class Sampler:
 
     def _expected_s(self, table: RowTable) -> float:
         """Return predicted seconds until this rank finishes its rows; NaN if unknown."""
-        if table.rows is None or table.launch.selects or self.stats.shared_cost is None:
+        stats, cost = self.stats, self.stats.shared_cost
+        if table.rows is None or table.launch.selects or cost is None:
             return math.nan
         own = table.rows.take(table.rank_of == self.ranks.rank)
-        stats = self.stats
-        return rollout_seconds(own, stats.shared_cost, self.engine.num_slots, stats.rates)
+        return rollout_seconds(own, cost, self.engine.num_slots, stats.survival.rates)
 
     def combined(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return each sample's reward in training: the weighted sum and the overlong penalty,

@@ -52,8 +52,8 @@ class RowTable:
 
     def make_row(self, index: int, max_new_tokens: int) -> Row:
         """Create the empty row of a sample."""
-        group, number = divmod(index, self.launch.num_generations)
-        group = self.launch.groups[group]
+        place, number = divmod(index, self.launch.num_generations)
+        group = self.launch.groups[place]
         return Row(group.sample(number), group.prompt.token_ids, max_new_tokens)
 
     def note(self, index: int, generated: int, is_finished: bool) -> None:
@@ -79,6 +79,7 @@ class RowTable:
         Only where lengths were predicted."""
         indices = np.flatnonzero(self.synced >= 0)
         generated = self.synced[indices]
+        assert self.rows is not None
         rows = self.rows.take(indices)
         return indices, replace(rows, generated=generated, drafted=0.0 * generated)
 
@@ -89,7 +90,8 @@ class RowTable:
         finished = self.is_finished.reshape(len(launch.groups), launch.num_generations)
         # An unfinished row gets at least one more token.
         bound = self.generated.reshape(finished.shape) + ~finished
-        longest, is_done = bound.max(axis=1), finished.all(axis=1)
+        longest: np.ndarray = bound.max(axis=1)
+        is_done = np.all(finished, axis=1)
         # Bounds of unfinished groups only grow. So a finished group among the shortest stays there,
         # and a group behind enough finished ones stays out.
         order = np.argsort(longest, kind="stable")

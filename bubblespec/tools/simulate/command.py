@@ -16,8 +16,13 @@ from typing import Any
 from bubblespec.config import Config
 from bubblespec.config_file import config_of_sections
 from bubblespec.errors import InputError, log
-from bubblespec.telemetry.trace import FOLDER, read_meta
-from bubblespec.tools.simulate.recorded import load_cost, read_workload, sections_of
+from bubblespec.telemetry.trace import FOLDER
+from bubblespec.tools.simulate.recorded import (
+    load_cost,
+    read_meta,
+    read_workload,
+    sections_of,
+)
 from bubblespec.tools.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.tools.simulate.runner import DrafterModel
 from bubblespec.tools.simulate.workload import Spec, Workload, make_synthetic, parse

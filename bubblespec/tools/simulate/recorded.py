@@ -3,19 +3,58 @@
 The cost of its forwards is fitted to the same trace.
 """
 
+import json
 import os
+import re
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 from bubblespec.config import Config, flatten
 from bubblespec.engine.batch import Load
-from bubblespec.errors import InputError
-from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
+from bubblespec.errors import InputError, one_line
+from bubblespec.telemetry.trace import FOLDER, FORMAT, META_FILE
 from bubblespec.tools.simulate.cost import ForwardCost, fit_cost
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, roofline
 from bubblespec.tools.simulate.workload import STOP, Spec, Workload
 from bubblespec.types import Prompt
+
+
+def read_meta(folder: str) -> dict[str, Any]:
+    """Return meta.json of a trace. Raises InputError."""
+    path = os.path.join(folder, META_FILE)
+    try:
+        with open(path, encoding="utf-8") as file:
+            meta = json.load(file)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} is not a trace: {one_line(error)}") from error
+    if meta.get("format") != FORMAT:
+        raise InputError(f'{path}: not a trace of this version (no "format": {FORMAT})')
+    return meta
+
+
+def list_steps(folder: str) -> list[int]:
+    """Return the complete steps of a trace, in order. Raises InputError if there is none."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    matches = map(re.compile(r"responses-(\d{5,})\.parquet").fullmatch, names)
+    steps = sorted(int(match[1]) for match in matches if match)
+    if not steps:
+        raise InputError(f"{folder}: no complete step is recorded")
+    return steps
+
+
+def read_table(folder: str, kind: str) -> pyarrow.Table:
+    """Return all rows of a kind (responses, forwards). Raises InputError."""
+    tables = []
+    for step in list_steps(folder):
+        path = os.path.join(folder, f"{kind}-{step:05d}.parquet")
+        try:
+            tables.append(pyarrow.parquet.read_table(path, partitioning=None))
+        except (OSError, pyarrow.ArrowException) as error:
+            raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
+    return pyarrow.concat_tables(tables, promote_options="permissive")  # a step without drafts
 
 
 def read_workload(run_dir: str) -> Workload:

@@ -24,6 +24,7 @@ from bubblespec.planner.costs import CostModel
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
+from bubblespec.samples import digest
 from bubblespec.setup import make_schedule
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate.runner import (
@@ -36,7 +37,7 @@ from bubblespec.tools.simulate.runner import (
 from bubblespec.tools.simulate.tools import SimulatedEnvironments
 from bubblespec.tools.simulate.workload import Texts, Workload
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
-from bubblespec.types import Launch, Row, digest
+from bubblespec.types import Launch, Row
 
 
 @dataclass
