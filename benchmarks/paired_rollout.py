@@ -123,7 +123,7 @@ def paired_step(
         spans=[outcome["exchange"]],
         drafts={},
     )
-    known = {"store_tokens": sampler.store.num_tokens, "accepted_by_age": stats.accepted_by_age}
+    known = {"store_tokens": sampler.store.num_tokens, "accepted_by_age": stats.survival.by_age}
     result |= speculation_metrics(ranks, record, **known)
     result |= {
         "rows": len(samples),
