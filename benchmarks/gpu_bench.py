@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from bubblespec.distributed.cuda import set_cuda_defaults
+from bubblespec.distributed.device import set_cuda_defaults
 from bubblespec.engine.attention import VARLEN_KERNELS
 from bubblespec.engine.batch import Load
 from bubblespec.engine.compiled import reduction_for

@@ -53,31 +53,23 @@ def plan_microbatches(
 
     lengths: tokens of each sample, int64 [S]; 0: not trained on.
 
-    Longest first to the rank with the least work so far (linear cost in tokens), then, again
-    longest first, into the first micro-batch with room. A pure function of the lengths, so equal
-    tokens give equal micro-batches.
+    Longest first: to the rank with the fewest tokens so far, and there into the first micro-batch
+    with room. A pure function of the lengths, so equal tokens give equal micro-batches.
     """
-    load = np.zeros(world_size)
-    per_rank: list[list[int]] = [[] for _ in range(world_size)]
-    for index in np.argsort(-lengths, kind="stable"):
-        if lengths[index] == 0:
-            break
-        rank = int(load.argmin())
-        per_rank[rank].append(int(index))
+    load = np.zeros(world_size, np.int64)
+    plan: list[list[list[int]]] = [[] for _ in range(world_size)]
+    rooms: list[list[int]] = [[] for _ in plan]
+    for index in np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)].tolist():
+        rank, needed = int(load.argmin()), min(int(lengths[index]), max_tokens)
+        room = rooms[rank]
+        place = next((i for i, left in enumerate(room) if left >= needed), len(room))
+        if place == len(room):
+            room.append(max_tokens)
+            plan[rank].append([])
+        plan[rank][place].append(index)
+        room[place] -= needed  # a longer sample fills a micro-batch of its own
         load[rank] += lengths[index]
-    return [_first_fit(indices, lengths, max_tokens) for indices in per_rank]
-
-
-def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Put each sample into the first micro-batch with room."""
-    room = np.full(len(indices), max_tokens)
-    microbatches: list[list[int]] = [[] for _ in indices]
-    for index in indices:
-        needed = min(lengths[index], max_tokens)  # a longer sample gets its own micro-batch
-        first = int((room >= needed).argmax())
-        microbatches[first].append(index)
-        room[first] -= needed
-    return [microbatch for microbatch in microbatches if microbatch]
+    return plan
 
 
 def pack_responses(
@@ -120,11 +112,10 @@ def make_minibatches(
 ) -> tuple[list[list[Microbatch]], np.ndarray, list[float]]:
     """Return this rank's micro-batches of every minibatch, weights, and factors of minibatches.
 
-    weights: of each sample's tokens, float64 [S]; factors: by which the gradient of each minibatch
-    is to be scaled. With `scales_later` it is the factor that the minibatch's samples share, and
-    weights lack it; otherwise 1. Minibatches are whole groups, in the order of the batch, whatever
-    the number of ranks. Each is normalised by its own counts, as if it were the whole batch of its
-    update.
+    weights: of each sample's tokens, float64 [S]; factors: by which to scale the gradient of each
+    minibatch. With `scales_later` it is the factor that the minibatch's samples share, and weights
+    lack it; otherwise 1. Minibatches are whole groups, in the order of the batch, whatever the
+    number of ranks. Each is normalised by its own counts, as if it were the whole batch.
     """
     loss, num_sampled, is_used = config.loss, samples.num_sampled, is_in_loss(samples, config)
     prompt_lengths = [len(samples.prompt_of(i).token_ids) for i in range(len(samples))]

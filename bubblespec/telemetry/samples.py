@@ -34,6 +34,7 @@ def describe(
     samples, number = record.samples, index % record.samples.num_generations
     group = samples.groups[index // samples.num_generations]
     rewards = zip(names, samples.rewards[index].tolist(), strict=True)
+    assert record.advantages is not None
     return {
         "step": record.step,
         "uid": group.prompt.uid,

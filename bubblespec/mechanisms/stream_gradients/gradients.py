@@ -18,20 +18,19 @@ from bubblespec.types import Row, SampleId
 
 
 class MicrobatchCost:
-    """Seconds of a micro-batch: a + b * tokens, both at least 0, by least squares with forgetting.
+    """Seconds of a micro-batch, a + b * tokens with both at least 0.
 
-    The planner's `CostModel` would not do: a step has few micro-batches, of almost one size.
+    Fitted by least squares in which older observations count less and less.
     """
 
     FORGETTING = 0.9
 
     def __init__(self):
         self._products, self._seconds = np.zeros((2, 2)), np.zeros(2)  # sums over [1, tokens]
-        self._coefficients: tuple[float, float] | None = None
+        self._coefficients = 0.0, 0.0
 
     def observe(self, num_microbatches: int, num_tokens: int, seconds: float) -> None:
-        """These micro-batches took this long with this many tokens together; they count as one of
-        their mean size."""
+        """Count micro-batches with `num_tokens` tokens together as one of their mean size."""
         features = np.array([1.0, num_tokens / num_microbatches])
         self._products = self.FORGETTING * self._products + np.outer(features, features)
         self._seconds = self.FORGETTING * self._seconds + features * seconds / num_microbatches
@@ -46,20 +45,20 @@ class MicrobatchCost:
 
     @property
     def is_known(self) -> bool:
-        """Whether there was an observation: nothing can be asked before."""
-        return self._coefficients is not None
+        """Whether there was an observation; the methods below need one."""
+        return bool(self._products.any())
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a micro-batch of this many tokens."""
+        """Return the seconds of a micro-batch of this many tokens."""
         a, b = self._coefficients
         return a + b * num_tokens
 
     def tokens_s(self, num_tokens: int) -> float:
-        """Seconds that this many tokens add to a micro-batch that is computed anyway."""
+        """Return the seconds that this many tokens add to a micro-batch."""
         return self._coefficients[1] * num_tokens
 
     def max_tokens(self, limit_s: float) -> int:
-        """Maximum number of tokens that take at most `limit_s` seconds."""
+        """Return how many tokens take at most `limit_s` seconds."""
         a, b = self._coefficients
         return int(max(limit_s - a, 0.0) / max(b, 1e-12))
 
