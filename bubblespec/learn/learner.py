@@ -153,9 +153,8 @@ class Learner:
 
         Return the step's training metrics, equal on all ranks except `timing_s/sync` (this rank's
         seconds in gradient reductions), and a "sync" span for each reduction. An update whose loss,
-        gradient or samples' log-probabilities are not finite is skipped, on all ranks alike;
-        `skipped_updates` counts them. Raises RunFailed after more than MAX_SKIPPED_STEPS
-        consecutive steps with such an update.
+        gradient or samples' log-probabilities are not finite is skipped, on all ranks alike. Raises
+        RunFailed after more than MAX_SKIPPED_STEPS consecutive steps with such an update.
         """
         has_gradient = self.has_gradient(samples, advantages)
         # NaN marks a token of an environment. Without environments, it shows a failed generation.

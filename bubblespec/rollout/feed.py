@@ -27,9 +27,6 @@ class RolloutProposer(Proposer, Protocol):
     def extend(self, row: Row, ids: np.ndarray) -> None:
         """Note tokens that a row has not sampled."""
 
-    def take_in(self) -> None:
-        """Learn from all forwards so far."""
-
 
 class RowFeed(Protocol):
     """Feeds the rows of one rollout on one rank."""

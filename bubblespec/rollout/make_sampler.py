@@ -12,12 +12,12 @@ from bubblespec.planner.costs import CostModel
 from bubblespec.planner.guard import Guard
 from bubblespec.planner.stats import RunStats
 from bubblespec.planner.survival import Survival
-from bubblespec.rewards.scorer import Scorer
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.drafting import Drafting
 from bubblespec.rollout.mechanism import Mechanism
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.sampler import Sampler, vocab_size_of
+from bubblespec.rollout.scoring import Scorer
 
 VIRTUAL_TOKENS = (1 << 28, 1 << 28)  # of drafts and history: the simulator is about time
 

@@ -13,9 +13,9 @@ import numpy as np
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.idle.task import IdleTask
 from bubblespec.records import StepRecord
-from bubblespec.rewards.scorer import Scoring
 from bubblespec.rollout.feed import PlainFeed, RolloutProposer, RowFeed
 from bubblespec.rollout.loop import TakeOver
+from bubblespec.rollout.scoring import Scoring
 from bubblespec.types import Group, Launch
 
 

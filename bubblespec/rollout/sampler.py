@@ -20,12 +20,12 @@ from bubblespec.planner.place import admission_order, place, place_in_turn, up_t
 from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import RolloutRecord, Span, StepRecord
 from bubblespec.rewards.functions import combine, overlong_penalty
-from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.dynamic_sampling import join, num_lacking, select_trained
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.scoring import Scorer, Scoring
 from bubblespec.rollout.table import RowTable
 from bubblespec.samples import Samples, has_rewards
 from bubblespec.types import Draft, Group, Launch, Row
