@@ -8,6 +8,8 @@ Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended 
 heads, K key/value heads, G = H / K, D head dimension.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
