@@ -37,7 +37,7 @@ class TrainDrafter(SliceTask):
         self.training.merge(ranks)
 
     def _slice_s(self) -> float:
-        """Expected seconds of the shortest slice; a little where none has been timed."""
+        """Return expected seconds of the shortest slice; a little where none has been timed."""
         tokens = self.training.slice_tokens()
         return tokens * self.training.token_s or LITTLE_S * bool(tokens)
 

@@ -1,5 +1,4 @@
-"""The drafter as a draft source: how long its chains are, by what is accepted and by what they
-cost.
+"""The drafter as a draft source: the length of its chains, by acceptance and cost.
 
 A chain of n tokens adds n draft tokens per row to a forward, and n forwards of the drafter before
 it. Acceptance is measured by position in the chain, and so are the seconds of the drafter's
@@ -45,13 +44,11 @@ class DrafterSource(DraftSource):
         self._proposed: dict[int, np.ndarray] = {}  # by row
 
     def acceptance_rates(self) -> np.ndarray:
-        """Probability that the first 1, 2, ... tokens of a chain are all right, float64
-        [MAX_CHAIN_LENGTH]."""
+        """Return the probability that the first 1, 2, ... tokens of a chain are all right."""
         return np.cumprod(self._survival.estimates[self._positions])
 
     def enable(self, is_on: bool) -> None:
-        """Keep from now on what chains need of the engine's rows; or draft nothing, and release the
-        drafter's hidden states, keys and values. Between rollouts only."""
+        """Follow the engine's rows, or draft nothing and release memory. Between rollouts only."""
         self.is_enabled = is_on
         self.runner.enable(is_on)
 
@@ -66,8 +63,7 @@ class DrafterSource(DraftSource):
             self.runner = own
 
     def profile(self) -> None:
-        """Time the drafter's forwards of few and many rows, while there are no rows. The first one
-        of each size does not count."""
+        """Time the drafter's forwards of few and many rows, while the engine has none."""
         num_slots = self.runner.engine.num_slots
         for count in sorted({1, min(8, num_slots), min(MAX_ROWS, num_slots)}):
             self.runner.run_once(count)
@@ -78,9 +74,8 @@ class DrafterSource(DraftSource):
         self.runner.engine.reset()
 
     @property
-    def chance(self) -> float:
-        """Acceptance rate of another source's proposal below which a chain gains more, net of the
-        drafter's own time."""
+    def chance(self) -> float:  # type: ignore[override]  # a constant of other sources
+        """Acceptance rate of another source below which a chain gains more, its time included."""
         active = max(len(self.runner.engine.rows), 1)
         length = self.choose_length(active, 1)
         if not length:
@@ -102,8 +97,8 @@ class DrafterSource(DraftSource):
         nothing, rows = super().propose(numbers, limits), self.tracked.rows
         slot_of = {id(row): slot for slot, row in enumerate(self.runner.engine.rows)}
         asked = enumerate(numbers.tolist())
-        index_of = {slot_of.get(id(rows[number])): index for index, number in asked}
-        index_of.pop(None, None)
+        slots_of = ((slot_of.get(id(rows[number])), index) for index, number in asked)
+        index_of = {slot: index for slot, index in slots_of if slot is not None}
         if not index_of or len(slot_of) > MAX_ROWS:
             return nothing
         length = self.choose_length(len(slot_of), len(index_of))

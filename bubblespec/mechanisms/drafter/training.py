@@ -52,7 +52,9 @@ class Example(NamedTuple):
 
 
 def examples_of(tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor) -> Iterator[Example]:
-    """The pieces of one response. Observations are learned from too: what the policy would say
+    """Return the pieces of one response.
+
+    Observations are learned from too: what the policy would say
     there is as good a teacher. tokens: int64 [L], prompt and response without its last token;
     hidden: [L, H]."""
     for begin in range(prompt_length, len(tokens) + 1, PIECE):
@@ -112,11 +114,11 @@ class DrafterTraining:
 
     def __init__(self, source: DrafterSource, seed: int):
         self.source, self.drafter, self.clock = source, source.runner.drafter, source.clock
-        self.kernel = source.runner.engine.runner.forward.kernel
+        self.kernel = source.runner.policy.forward.kernel
         self.random = np.random.default_rng(seed)
         self.examples: deque[Example] = deque()
         self._room = 0.0  # tokens of examples that the current step may still add
-        self.params = list(self.drafter.parameters())
+        self.params: list[torch.Tensor] = list(self.drafter.parameters())
         # In bfloat16 most of a small update would be rounded away.
         dtype = torch.promote_types(self.params[0].dtype, torch.float32)
         self.masters = [p.detach().to(dtype, copy=True) for p in self.params]
@@ -139,7 +141,7 @@ class DrafterTraining:
 
     @torch.no_grad()
     def take(self, batch: Microbatch, hidden: torch.Tensor) -> None:
-        """Examples from a micro-batch of the policy's training; see `Learner.on_hidden`."""
+        """Take examples from a micro-batch of the policy's training; see `Learner.on_hidden`."""
         if not self.source.is_enabled:
             return
         fed = batch.input_ids.split(batch.sequence_lengths)
@@ -155,15 +157,14 @@ class DrafterTraining:
     # Learning
 
     def learn(self, examples: Sequence[Example]) -> None:
-        """Add their gradient; an update follows as soon as it is of EXAMPLES_PER_UPDATE."""
+        """Add the gradient of examples; an update follows once it is of EXAMPLES_PER_UPDATE."""
         (len(examples) / EXAMPLES_PER_UPDATE * self.loss(examples)).backward()
         self._num_added += len(examples)
         if self._num_added >= EXAMPLES_PER_UPDATE:
             self._update()
 
     def loss(self, examples: Sequence[Example]) -> torch.Tensor:
-        """Mean soft cross-entropy of a predicted token, over passes and positions: a scalar with a
-        gradient."""
+        """Return the mean soft cross-entropy over passes and positions, with a gradient."""
         hidden, tokens, counts = self._pad(examples)
         temperature = self.source.runner.params.temperature
         with torch.no_grad():
@@ -206,7 +207,7 @@ class DrafterTraining:
 
     @torch.no_grad()
     def _update(self) -> None:
-        """One update with the gradient that has been added up."""
+        """Update with the gradient that has been added up."""
         for master, param in zip(self.masters, self.params, strict=True):
             # The layer's own embedding is not used.
             master.grad = None if param.grad is None else param.grad.to(master.dtype)
@@ -221,12 +222,11 @@ class DrafterTraining:
     # Idle time
 
     def slice_tokens(self) -> int:
-        """Tokens of the shortest slice; 0 where there is nothing to learn."""
+        """Return tokens of the shortest slice; 0 where there is nothing to learn."""
         return min((len(example.hidden) for example in self.examples), default=0)
 
     def run_slice(self, limit_s: float) -> float:
-        """Learn from one example that is expected to take no longer than `limit_s`, if there is
-        one. Returns the seconds that it took."""
+        """Learn from one example that is expected to fit `limit_s`; return the seconds it took."""
         begin_s = self.clock.perf_counter()
         fitting = [x for x in self.examples if len(x.hidden) * self.token_s <= limit_s]
         if not fitting:
@@ -240,8 +240,9 @@ class DrafterTraining:
 
     @torch.no_grad()
     def merge(self, ranks: Ranks) -> None:
-        """All ranks together: continue with the mean of their drafters, weighted by the updates
-        since the last time. From now on the step's examples are accepted."""
+        """Continue, on all ranks, with the mean of their drafters by updates since the last time.
+
+        From now on the step's examples are accepted."""
         self._room = SHARE_PER_STEP * BUFFER_TOKENS
         made, self._num_unmerged = self._num_unmerged, 0
         if ranks.world_size == 1:
@@ -253,7 +254,7 @@ class DrafterTraining:
             torch._foreach_copy_(self.params, self.masters)
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Of a step. The chain length is the mean over forwards in which there was a choice."""
+        """Return metrics of a step; the chain length is a mean over forwards with a choice."""
         rates = ranks.gather(self.source.acceptance_rates()).mean(axis=0)
         metrics = {f"drafter/accepted_{n + 1}": float(rate) for n, rate in enumerate(rates)}
         metrics["drafter/mean_acceptance_length"] = 1.0 + float(rates.sum())
