@@ -1,5 +1,4 @@
-"""Training the drafter (TLT, arXiv 2511.16665): a rank that has nothing better to do learns from
-recent responses, slice by slice."""
+"""Training of the drafter in idle time (TLT, arXiv 2511.16665), slice by slice."""
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.idle.task import NUM_WANTED, SLICE_S, SliceTask

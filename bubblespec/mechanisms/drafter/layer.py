@@ -36,8 +36,9 @@ MAX_DIFFERENCE = 0.3
 
 
 class Drafter(torch.nn.Module):
-    """One decoder layer, its norms, and the projection that fuses its two inputs. Embedding and
-    output head are the policy's, as they are at each call."""
+    """One decoder layer, its norms and the projection that fuses its two inputs.
+
+    Embedding and output head are the policy's, as they are at each call."""
 
     def __init__(self, policy: PreTrainedModel, ids: np.ndarray, seed: int = 0):
         """ids: int [V], the tokens that can be drafted, ascending.

@@ -66,8 +66,7 @@ def examples_of(tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor) ->
 
 
 class UnrolledPacking:
-    """S sequences, each padded to T positions, one after the other. Each forward with it is the
-    next pass.
+    """S sequences, each padded to T positions; each forward with it is the next pass.
 
     Pass j computes token j of the chains that began j - 1 positions earlier: a query at position i
     sees the keys of pass 1 up to i - (j - 1), and then one key of each later pass up to its own
@@ -90,8 +89,7 @@ class UnrolledPacking:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        """query: [N, heads, D]; key, value: [N, key/value heads, D], N = S * T. Returns [N, heads,
-        D]. There is one layer, without a window."""
+        """Return [N, heads, D] of query [N, heads, D] and key and value [N, key/value heads, D]."""
         fold = query.shape[1] // key.shape[1]
         query, key, value = (
             t.unflatten(0, self.shape).transpose(1, 2) for t in (query, key, value)
@@ -179,9 +177,10 @@ class DrafterTraining:
     def _passes(
         self, hidden: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, num_passes: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Per pass, the drafter's logits [n, V] and which of the positions that count they are for,
-        bool: chains begin where the first token that they draft is of the response. hidden:
-        [S, T, H]; tokens, counts: of `_pad`."""
+        """Return per pass the logits [n, V] and which of the counted positions they are for, bool.
+
+        Chains begin where the first token that they draft is of the response. hidden: [S, T, H];
+        tokens, counts: of `_pad`."""
         sequences, length, size = hidden.shape
         packing = UnrolledPacking(sequences, length, hidden.device)
         known, started = hidden, counts
@@ -193,9 +192,9 @@ class DrafterTraining:
             started = counts & pad(started, (1, 0))[:, :-1]
 
     def _pad(self, examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """On the device: hidden states [S, T + 1, H]; per position the token after it, int64
-        [S, T], and whether the token after that one, which it predicts, is of the response, bool
-        [S, T]."""
+        """Return padded examples: hidden [S, T + 1, H], next tokens int64 [S, T], counts [S, T].
+
+        A position counts if the token that it predicts, the second after it, is of the response."""
         parts = (
             [x.hidden for x in examples],
             [torch.from_numpy(x.tokens[1:]) for x in examples],

@@ -1,6 +1,6 @@
-"""Warm start of the drafter, before the first step: the policy answers prompts of coming steps, and
-each rank learns from its own responses; now and then all ranks continue with the mean of their
-drafters."""
+"""Warm start of the drafter: the policy answers prompts of coming steps, and each rank learns.
+
+Now and then all ranks continue with the mean of their drafters."""
 
 import itertools
 from collections.abc import Sequence
