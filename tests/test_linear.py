@@ -28,6 +28,7 @@ from bubblespec.mechanisms.cpu_linear import (
     Plan,
     can_choose,
     choose,
+    choose_linear,
     has_onednn,
     layers_by_shape,
     measure,
@@ -36,7 +37,7 @@ from bubblespec.mechanisms.cpu_linear import (
     use_plans,
 )
 from bubblespec.mechanisms.tp_tail.shards import partial_linear
-from bubblespec.setup import build, choose_linear
+from bubblespec.setup import build
 from tests.helpers.runs import SHORT, same_weights, weights
 from train import train
 

@@ -19,7 +19,9 @@ import torch
 from torch import is_inference_mode_enabled
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
+from bubblespec.config import Config
 from bubblespec.engine.attention import varlen
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.noise import add_gumbel
@@ -205,3 +207,23 @@ def _logits(runner: ModelRunner, tokens: np.ndarray, widths: list[int]) -> torch
         logits.append(runner.forward.logits(hidden[to_device(sampled, runner.device)])[of_own])
         start += count
     return torch.cat(logits)[-COMPARED:]
+
+
+def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> None:
+    """Make the model's products batch-invariant, and compare. Raises ValueError with what
+    differs."""
+    make_invariant(model)
+    forward = InvariantForward(model, kernel, enforce_eager=config.rollout.enforce_eager)
+    runner = ModelRunner(
+        model,
+        NUM_SLOTS,
+        SLOT_LENGTH,
+        config.run.seed,
+        forward=forward,
+        max_num_batched_tokens=SLOT_LENGTH,
+    )
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    difference = first_difference(runner, vocab_size)
+    runner.release()
+    if difference is not None:
+        raise ValueError(f"model.batch_invariant: {difference}")

@@ -8,7 +8,7 @@ long a product takes has steps in its number of rows, and four may take less tim
 generation may use each of them and may add rows of zeros, and training may use oneDNN. What pays is
 measured at the start of a run, for each shape of layer and number of rows. In float32 the kernel
 affects rounding, so all ranks must use the same one, and a resumed run keeps its choice
-(`setup.choose_linear`).
+(`choose_linear`).
 
 Copies are renewed when the weight has changed, which its version counter says: generation always
 uses the current weights. Parameters, their names and their memory stay as they are.
@@ -28,6 +28,11 @@ import torch
 from torch import is_inference_mode_enabled
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
+from transformers import PreTrainedModel
+
+from bubblespec.config import Config
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.telemetry.trace import describe_hardware
 
 # Rows of a product at which generation is measured; another number counts as the next of these.
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 48, 128)
@@ -351,3 +356,24 @@ def _choose_call(seconds: np.ndarray, number: int) -> Call:
 def _beats(other_s: float, simple_s: float) -> bool:
     """Whether the other kernel is faster by more than noise."""
     return simple_s >= max(MARGIN * other_s, other_s + MIN_SAVED_S)
+
+
+def choose_linear(
+    config: Config, ranks: Ranks, model: PreTrainedModel, saved: dict | None
+) -> dict | None:
+    """Choose the kernels of linear layers, the same on all ranks; None where there is no choice.
+
+    Returns what checkpoints keep: {"hardware": ..., "options": OPTIONS, "plans": by shape}.
+    saved: the checkpoint's choice, kept on the same processor, as other kernels round differently.
+    """
+    is_fixed = config.model.cpu_linear == "torch" or config.model.batch_invariant
+    if is_fixed or not can_choose(model):
+        return None
+    hardware = describe_hardware(ranks.device)
+    kept = {} if saved is None else {key: saved.get(key) for key in ("hardware", "options")}
+    is_kept = kept == {"hardware": hardware, "options": OPTIONS}
+    if ranks.gather(np.array([is_kept], np.uint8)).all():
+        return saved
+    seconds = np.exp(np.log(ranks.gather(measure(model))).mean(axis=0))
+    shapes = list(layers_by_shape(model))
+    return {"hardware": hardware, "options": OPTIONS, "plans": choose(shapes, seconds)}

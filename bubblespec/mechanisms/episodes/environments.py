@@ -112,15 +112,12 @@ class Environments:
         if self.form.is_text:
             action = self._tokenizer.decode(ids, skip_special_tokens=True)
         else:
-            action = parse_calls(self._tokenizer, ids, episode.ids, self.schemas)
-            episode.calls = action
+            action = episode.calls = parse_calls(self._tokenizer, ids, episode.ids, self.schemas)
         episode.ids += ids
-        if not self.form.is_text and not action:
-            self._arrive(episode, Observation(NOTHING, "no_call"))
-        elif not self.form.is_text and self._is_last_turn(episode):
-            self._arrive(episode, Observation(NOTHING, "max_turns"))
-        else:
+        if self.form.is_text or (action and not self._is_last_turn(episode)):
             self._submit(episode, "act", action)
+        else:
+            self._arrive(episode, Observation(NOTHING, "max_turns" if action else "no_call"))
 
     def poll(self) -> list[tuple[Hashable, Observation]]:
         """Return the observations that have come since the last call; never wait.

@@ -6,6 +6,7 @@ rollback. A draft token is accepted if the row's text has it at that position.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
@@ -13,11 +14,12 @@ from scipy.optimize import brentq
 from bubblespec.engine.batch import Batch, Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified, num_accepted
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.runner import CONTEXT, MAX_CHAIN_LENGTH
-from bubblespec.tools.simulate.world import World
+from bubblespec.tools.simulate.world import SimulatedRanks
 from bubblespec.types import Row
 
 NO_TOKEN = -2  # follows the end of a text; no draft contains it
@@ -25,34 +27,32 @@ Text = Callable[[Row], np.ndarray]
 Cost = Callable[[Load], float]
 
 
+@dataclass(eq=False)
 class SimulatedRunner:
     """A `Runner` of one rank; slots hold the texts of their rows instead of keys and values."""
 
-    def __init__(
-        self,
-        world: World,
-        rank: int,
-        num_slots: int,
-        max_length: int,
-        *,
-        max_num_batched_tokens: int,
-        cost: Cost,
-        text: Text,
-        together: Cost | None = None,
-    ):
-        """text(row): the row's tokens to its end, int [L], beginning with those so far.
+    ranks: SimulatedRanks
+    num_slots: int
+    max_length: int
+    max_num_batched_tokens: int
+    cost: Cost
+    """Seconds of a forward, by its load."""
+    text: Text
+    """A row's tokens to its end, int [L], beginning with those so far."""
+    together: Cost | None = None
+    """Seconds of a forward of all ranks together, over the same rows, if forwards are shared."""
+    pages: Pages | None = None
 
-        cost(load): seconds of a forward; together(load): seconds of a forward of all ranks
-        together, if this runner computes such: over the same rows on each rank.
-        """
-        self.num_slots, self.max_length = num_slots, max_length
-        self.max_num_batched_tokens, self.pages = max_num_batched_tokens, None
-        self.world, self.rank, self.text = world, rank, text
-        self.cost, self.together = cost, together
-        self.said = np.full((num_slots, max_length + 1), NO_TOKEN, np.int32)  # text of each slot
-        self.end = np.zeros(num_slots, np.int64)  # of that text
-        self.name = np.zeros((num_slots, 3), np.int64)  # of its sample
-        self.drafter_knows = np.zeros(num_slots, np.int64)  # positions, where there is a drafter
+    def __post_init__(self):
+        # The text of each slot, its end and its sample's name.
+        self.said = np.full((self.num_slots, self.max_length + 1), NO_TOKEN, np.int32)
+        self.end = np.zeros(self.num_slots, np.int64)
+        self.name = np.zeros((self.num_slots, 3), np.int64)
+        self.drafter_knows = np.zeros(self.num_slots, np.int64)  # positions, if there is a drafter
+
+    def advance(self, seconds: float) -> None:
+        """Advance the rank's clock."""
+        self.ranks.world.advance(self.ranks.rank, seconds)
 
     def place(self, slot: int, row: Row) -> None:
         """Store the row's text in the slot."""
@@ -76,9 +76,9 @@ class SimulatedRunner:
     def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
         """Advance the clock and verify drafts against the texts; log-probabilities are 0."""
         if self.together is None:
-            self.world.advance(self.rank, self.cost(batch.load))
+            self.advance(self.cost(batch.load))
         else:  # all ranks continue when the last one is done
-            self.world.meet(self.rank, None, self.together(batch.load))
+            self.ranks.world.meet(self.ranks.rank, None, self.together(batch.load))
         row, offset = ragged(batch.num_draft + 1)
         slot = batch.slots[row]
         position = np.minimum(batch.generated[row] + offset, self.end[slot])
@@ -104,19 +104,24 @@ class DrafterModel:
             raise InputError(f"share: {self.share} must be from 0 to 1")
 
     def accepted(self) -> np.ndarray:
-        """Return the chances that the first 1, 2, ... tokens of a chain are all right, float64
-        [MAX_CHAIN_LENGTH]; each token is right with one chance if all before it are."""
+        """Return the probability that the first 1, 2, ... tokens of a chain are all right.
+
+        Each token has one probability of being right if all before it are.
+        """
         powers = np.arange(1, MAX_CHAIN_LENGTH + 1)
         gained = self.accept_length - 1
         return brentq(lambda chance: (chance**powers).sum() - gained, 0.0, 1.0) ** powers
 
 
 class SimulatedDrafterRunner:
-    """A `DrafterRunner` for a `SimulatedRunner`, from the first step on: warm start and training
-    take no time. The sample and the position decide how many tokens of a chain are right."""
+    """A `DrafterRunner` for a `SimulatedRunner`; warm start and training take no time.
+
+    The sample and the position decide how many tokens of a chain are right.
+    """
 
     def __init__(self, engine: Engine, model: DrafterModel):
-        self.engine, self.runner, self.model = engine, engine.runner, model
+        self.engine, self.model = engine, model
+        self.runner: Any = engine.runner  # a SimulatedRunner
         self._accepted = model.accepted()
 
     def draft(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -131,7 +136,8 @@ class SimulatedDrafterRunner:
         position = begin[:, None] + np.arange(length)
         end = runner.end[slots, None]
         said = runner.said[slots[:, None], np.minimum(position, end)].astype(np.int64)
-        bits = stream_keys(0, *runner.name[slots].T, begin)[:, 0].view(np.uint32)
+        uid, visit, sample = runner.name[slots].T
+        bits = stream_keys(0, uid, visit, sample, begin)[:, 0].view(np.uint32)
         num_right = ((bits[:, None] + 0.5) * 2.0**-32 < self._accepted).sum(axis=1)
         is_right = (np.arange(length) < num_right[:, None]) & (position < end)
         return np.where(is_right, said, np.abs(said) ^ 1), slots, count
@@ -145,4 +151,4 @@ class SimulatedDrafterRunner:
 
     def _advance(self, rows: int, tokens: int, positions: int) -> None:
         seconds = self.runner.cost(Load(rows, tokens, 0, positions, 0, 0))
-        self.runner.world.advance(self.runner.rank, self.model.share * seconds)
+        self.runner.advance(self.model.share * seconds)
