@@ -191,8 +191,8 @@ class _Shared:
         count = self.tail_rows if is_tail else int(rollout.max_num_seqs)
         runner = SimulatedRunner(
             ranks,
-            count,
-            self.workload.max_prompt_length + rollout.max_completion_length,
+            num_slots=count,
+            max_length=self.workload.max_prompt_length + rollout.max_completion_length,
             max_num_batched_tokens=max(rollout.max_num_batched_tokens, count),
             cost=self.cost,
             text=text,
