@@ -1,8 +1,7 @@
-"""Fewer kernels per layer on a GPU: RMSNorm as one operation and rotary embeddings of queries and
-keys together.
+"""Fewer kernels per layer on a GPU: RMSNorm, and rotary embeddings of queries and keys together.
 
 transformers writes both as single tensor operations: 8 kernels for a norm and 10 for a rotary
-embedding, each of which takes about 2.5 us in a CUDA graph whatever its size. What replaces them
+embedding, each of which takes about 2.5 us in a CUDA graph whatever its size. The replacement
 generates and trains alike. Its results differ from transformers' in the last bit, as they are
 rounded once instead of several times; so CPUs, float32 and float64 keep transformers' own, and so
 does a batch-invariant model.
@@ -16,9 +15,11 @@ Shape legend: N packed tokens, H query heads, K key/value heads, D head dimensio
 import functools
 import sys
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch.func import functional_call
+from transformers import PreTrainedModel
 
 DEVICES, HALF = ("cuda",), (torch.bfloat16, torch.float16)
 ROTARY = "apply_rotary_pos_emb"  # the name in each of transformers' modeling files
@@ -26,22 +27,21 @@ MAX_DIFFERENCE = 1e-5  # in float32, where values are around 1
 
 
 class FusedRMSNorm(torch.nn.Module):
-    """`y = x / sqrt(mean(x^2) + epsilon) * weight`; `fuse` turns norms into such."""
+    """`y = x / sqrt(mean(x^2) + epsilon) * weight`."""
 
     weight: torch.nn.Parameter
     variance_epsilon: float
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: [..., width of the norm]."""
+        """Normalize hidden states [..., width of the norm]."""
         weight = self.weight
         return torch.nn.functional.rms_norm(
             hidden_states, weight.shape, weight, self.variance_epsilon
         )
 
 
-def fuse(model: torch.nn.Module) -> None:
-    """Replace the norms of a model in half precision on a GPU, and the rotary embedding of its
-    modeling files, where the replacement computes the same."""
+def fuse(model: PreTrainedModel) -> None:
+    """Replace norms and rotary embedding of a half-precision model on a GPU by equal ones."""
     if model.device.type not in DEVICES or model.dtype not in HALF:
         return
     is_same: dict[type, bool] = {}
@@ -61,13 +61,14 @@ def fuse(model: torch.nn.Module) -> None:
 
 def is_norm(module: torch.nn.Module) -> bool:
     """Whether a module looks like an RMSNorm of transformers."""
-    has_weight = [name for name, _ in module.named_parameters()] == ["weight"]
-    return has_weight and module.weight.ndim == 1 and hasattr(module, "variance_epsilon")
+    shapes = [(name, weight.ndim) for name, weight in module.named_parameters()]
+    return shapes == [("weight", 1)] and hasattr(module, "variance_epsilon")
 
 
 @torch.no_grad()
-def computes_rms_norm(norm: torch.nn.Module) -> bool:
-    """Whether its own forward gives what `FusedRMSNorm` gives, in float32 with random weights."""
+def computes_rms_norm(module: torch.nn.Module) -> bool:
+    """Whether a norm computes what `FusedRMSNorm` computes, in float32 with random weights."""
+    norm = cast(FusedRMSNorm, module)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(len(norm.weight), generator=generator)
     x = torch.randn(5, len(weight), generator=generator)
@@ -101,8 +102,7 @@ def gives(call: Callable, *wanted: torch.Tensor) -> bool:
 def rotate_together(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate query [1, H, N, D] and key [1, K, N, D] as one tensor; cos, sin: [1, N, D]. Returns
-    views of one result."""
+    """Rotate query [1, H, N, D] and key [1, K, N, D] as one tensor; cos, sin: [1, N, D]."""
     heads = query.shape[1], key.shape[1]
     both = torch.cat((query.transpose(1, 2), key.transpose(1, 2)), dim=2)
     left, right = both.chunk(2, dim=-1)
@@ -113,8 +113,7 @@ def rotate_together(
 
 
 def fused_rotary(own: Callable) -> Callable:
-    """`rotate_together` for what it is there for, and the original for all else: another model of
-    the same file may be on a CPU or in float32."""
+    """Return a function that calls `rotate_together` where it applies, else the original."""
 
     @functools.wraps(own)
     def rotary(query, key, *args, **kwargs):
@@ -125,5 +124,5 @@ def fused_rotary(own: Callable) -> Callable:
             return rotate_together(query, key, *args)
         return own(query, key, *args, **kwargs)
 
-    rotary.original = own
+    vars(rotary)["original"] = own
     return rotary

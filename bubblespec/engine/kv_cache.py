@@ -1,5 +1,8 @@
-"""Keys and values of all rows, in one contiguous slot per row or in pages. The caller tracks
-lengths; lowering one rolls the row back."""
+"""Keys and values of all rows, in one contiguous slot per row or in pages.
+
+The caller tracks lengths; lowering one rolls the row back."""
+
+from typing import cast
 
 import numpy as np
 import torch
@@ -8,13 +11,14 @@ from bubblespec.engine.pages import Pages
 
 
 class KVCache:
-    """`keys[layer]` and `values[layer]`: [num_pages + spare ones, page_size, key/value heads, head
-    dimension]. Without `pages`, a page is a slot.
+    """`keys[layer]` and `values[layer]`: [pages and spare ones, page_size, heads, dimension].
+
+    Without `pages`, a page is a slot.
 
     Spare slots or pages belong to no row: padding of fixed-size forwards writes there.
 
     A layer's tensors are made at its first write, in the shape and type of its keys and values:
-    model configurations name those in too many ways. They start as zeros, because masked positions
+    names of these in configurations vary. They start as zeros, because masked positions
     are multiplied by zero and must be finite.
     """
 
@@ -29,10 +33,10 @@ class KVCache:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self._table: torch.Tensor | None = None
-        self._version = -1  # of the pages, as `_table` has them
+        self._version = -1  # version of the pages in `_table`
 
     def places(self, slot: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Where positions lie in the flattened cache. All int64 [N]."""
+        """Return places of positions in the flattened cache; all int64 [N]."""
         if self.pages is None:
             return slot * self.slot_length + position
         page, offset = np.divmod(position, self.page_size)
@@ -41,29 +45,28 @@ class KVCache:
     def write(
         self, layer: int, place: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store N new entries; returns all keys and values of the layer. place: int64 [N], see
-        `places`; key, value: [N, heads, dimension]."""
+        """Store keys and values [N, heads, dimension] at `places`; return all of the layer."""
         if layer not in self.keys:
             pages = self.num_pages + (self.num_spare if self.pages is None else 1)
             shape = pages, self.page_size
             made = [new.new_zeros(*shape, *new.shape[1:]) for new in (key, value)]
-            # Both or none: where memory runs out in between, a later write may find some.
+            # Both or none, should memory run out in between.
             self.keys[layer], self.values[layer] = made
         self.keys[layer].flatten(0, 1)[place] = key
         self.values[layer].flatten(0, 1)[place] = value
         return self.keys[layer], self.values[layer]
 
     def read(self, cached: torch.Tensor, slots: slice, length: int) -> torch.Tensor:
-        """The first `length` positions of adjacent slots, of a layer's keys or values: [R, length,
-        heads, dimension]. Pages are gathered, which kernels with a block table need not do."""
+        """Read first positions of adjacent slots, [R, length, heads, dimension]; gather pages."""
         if self.pages is None:
             return cached[slots, :length]
-        table = self.block_table(cached.device)[slots, : self.pages.needed(length)]
+        table = cast(torch.Tensor, self.block_table(cached.device))[
+            slots, : self.pages.needed(length)
+        ]
         return cached[table.long()].flatten(1, 2)[:, :length]
 
     def block_table(self, device: torch.device) -> torch.Tensor | None:
-        """The pages of each slot, int32 [num_slots + 1, pages of a slot], at an address that stays
-        until `clear`; see `Pages.table`. None without pages."""
+        """Return `Pages.table` at an address that stays until `clear`; None without pages."""
         if self.pages is None:
             return None
         table = torch.from_numpy(self.pages.table)
@@ -75,7 +78,7 @@ class KVCache:
         return self._table
 
     def move(self, source: int, target: int, length: int) -> None:
-        """The row in slot `source`, of `length` positions, continues in slot `target`."""
+        """Continue the row in slot `source`, of `length` positions, in slot `target`."""
         if self.pages is None:
             self.copy(source, target, length)
         else:
@@ -83,21 +86,20 @@ class KVCache:
 
     @torch.inference_mode()  # the tensors are made in inference mode, and may only be written in it
     def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
-        """The first `length` positions of slots `source` are those of slots `target` too, int64 [n]
-        each; no slot is in both."""
+        """Give slots `target` the first positions of other slots `source`, int64 [n] each."""
         if self.pages is not None:
             slots = zip(source.tolist(), target.tolist(), length.tolist(), strict=True)
             source, target, length = np.array([self.pages.share(*of) for of in slots]).T
         source, target, length = (of[length > 0] for of in (source, target, length))
         if not len(length):
             return
-        # All rows at once, as a GPU takes as long for one. What is beyond a row's length is
-        # overwritten before it is read.
+        # All rows at once, as a GPU takes as long for one. Positions beyond a row's length are
+        # overwritten before they are read.
         device, longest = next(iter(self.keys.values())).device, int(length.max())
-        source, target = torch.from_numpy(np.array((source, target))).to(device, non_blocking=True)
+        read, write = torch.from_numpy(np.array((source, target))).to(device, non_blocking=True)
         for tensor in (*self.keys.values(), *self.values.values()):
             part = tensor[:, :longest]
-            part.index_copy_(0, target, part.index_select(0, source))
+            part.index_copy_(0, write, part.index_select(0, read))
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -106,7 +108,7 @@ class KVCache:
             tensor[target, :length] = tensor[source, :length]
 
     def clear(self) -> None:
-        """Give the memory back. The next write makes the tensors again, as zeros."""
+        """Free the memory; the next write makes the tensors again, as zeros."""
         self.keys.clear()
         self.values.clear()
         self._table = None

@@ -1,5 +1,4 @@
-"""Packed forwards: the tokens of many rows in one [1, N] input, and the indices by which attention
-reads them.
+"""Packed forwards: tokens of many rows in one [1, N] input, with indices for attention.
 
 Two layouts. `CachePacking` feeds new tokens of rows whose past lies in the K/V cache (prefill,
 decode and verification are all this). `SequencePacking` is a training micro-batch: whole sequences
@@ -9,6 +8,7 @@ Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended 
 heads per key/value head.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -31,15 +31,14 @@ PAGE = 256  # positions; the flash_attn package requires multiples of it
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to a GPU without waiting for its queued work; on a CPU share the array's memory. After a
-    copy the array may be changed at once: memory that is not pinned has been read when the call
-    returns."""
+    """Copy to a GPU without waiting for its queued work; on a CPU share the array's memory.
+
+    After a copy the array may be changed at once: the call has read memory that is not pinned."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def to_host(*vectors: torch.Tensor) -> tuple[np.ndarray, ...]:
-    """Vectors of one length, from a GPU in one copy and as float64, in which token ids are exact;
-    on a CPU as they are."""
+    """Return vectors of one length; from a GPU in one copy, as float64, exact for token ids."""
     if vectors[0].device.type == "cpu":
         return tuple(vector.numpy() for vector in vectors)
     return tuple(torch.stack([vector.double() for vector in vectors]).cpu().numpy())
@@ -50,12 +49,11 @@ class Packing(Protocol):
 
     @property
     def position(self) -> torch.Tensor:
-        """int64 [N], positions of the tokens in their rows."""
+        """Positions of the tokens in their rows, int64 [N]."""
 
 
 class AttentionGroup(NamedTuple):
-    """Rows of adjacent slots, attended in one call with their new tokens padded to Q and their
-    positions to L."""
+    """Rows of adjacent slots, attended in one call: new tokens padded to Q, positions to L."""
 
     first_slot: int
     num_rows: int  # R
@@ -82,7 +80,7 @@ class CachePacking:
     index: np.ndarray  # int64 [2, N], slot and position of each token
     device: torch.device  # of the forward; the three arrays are on the host
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.ends = self.start + self.count  # int64 [R], positions of each slot after the forward
         self._masks: dict = {}
 
@@ -93,18 +91,19 @@ class CachePacking:
 
     @property
     def place(self) -> torch.Tensor:
-        """int64 [N], where keys and values are written."""
+        """Places of keys and values, int64 [N]."""
         return self._index[0]
 
     @property
     def position(self) -> torch.Tensor:
-        """int64 [N]."""
+        """Positions of the tokens in their rows, int64 [N]."""
         return self._index[1]
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
         """All rows with new tokens, in slot order."""
-        groups, num_places = [], 0
+        groups: list[AttentionGroup] = []
+        num_places = 0
         for low, high in _cheapest_cuts(self.count, self.ends):
             queries, length = int(self.count[low:high].max()), int(self.ends[low:high].max())
             if queries:
@@ -117,9 +116,9 @@ class CachePacking:
 
     @cached_property
     def padding(self) -> Padding | None:
-        """None if nothing is padded. What pads a row is its last token, and sees what that sees;
-        what pads a row without tokens is some other row's, and sees what is there, or position
-        0."""
+        """Padding by a row's last token, None if nothing is padded.
+
+        A row without tokens is padded by another row's."""
         num_tokens = self.index.shape[1]
         if self.groups[-1].places.stop == num_tokens:
             return None
@@ -137,12 +136,13 @@ class CachePacking:
     def mask(
         self, group: AttentionGroup, heads_per_kv: int, window: int | None, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """Additive mask [R, 1, G * Q, L]: query q sees position k if q - window < k <= q. Shared by
-        all layers. None if every query sees every position."""
-        wanted = (group.first_slot, heads_per_kv, window)
-        if wanted not in self._masks:
-            self._masks[wanted] = self._make_mask(group, heads_per_kv, window, dtype)
-        return self._masks[wanted]
+        """Return the additive mask [R, 1, G * Q, L] of all layers; None if queries see everything.
+
+        Query q sees position k if q - window < k <= q."""
+        key = (group.first_slot, heads_per_kv, window)
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(group, heads_per_kv, window, dtype)
+        return self._masks[key]
 
     def _make_mask(self, group, heads_per_kv, window, dtype) -> torch.Tensor | None:
         first, rows, queries, length, places = group
@@ -164,38 +164,39 @@ class CachePacking:
         fed = self.count.nonzero()[0]
         cu_q = np.append(0, self.count[fed].cumsum())
         cu_k = np.append(fed, fed[-1] + 1) * self.cache.slot_length
-        arrays = (array.astype(np.int32) for array in (cu_q, cu_k, self.ends[fed]))
-        tensors = (to_device(array, self.device) for array in arrays)
-        longest = int(self.count.max()), int(self.ends[fed].max())
+        offsets_q, offsets_k, used = (
+            to_device(array.astype(np.int32), self.device) for array in (cu_q, cu_k, self.ends[fed])
+        )
+        max_q, max_k = int(self.count.max()), int(self.ends[fed].max())
         table = self.cache.block_table(self.device)
-        if table is not None:
-            is_dense = len(fed) == len(self.count)
-            slots = None if is_dense else to_device(fed, self.device)
-            table = table[: len(fed)] if is_dense else table.index_select(0, slots)
-        return Varlen(*tensors, *longest, self.cache.slot_length, table)
+        if table is not None and len(fed) == len(self.count):
+            table = table[: len(fed)]
+        elif table is not None:
+            table = table.index_select(0, to_device(fed, self.device))
+        return Varlen(offsets_q, offsets_k, used, max_q, max_k, self.cache.slot_length, table)
 
 
 @dataclass
 class Varlen:
-    """S sequences of new tokens and their keys in the flattened cache, for variable-length
-    kernels."""
+    """S sequences of new tokens and their keys in the flattened cache, for variable lengths."""
 
     cu_q: torch.Tensor  # int32 [S + 1], offset of each sequence's new tokens
     cu_k: torch.Tensor  # int32 [S + 1], offset of its keys in the flattened cache
     used: torch.Tensor | None
-    """int32 [S], number of its keys, of which the last are those of the new tokens; None where
-    keys are those of whole sequences."""
+    """Number of its keys, the new tokens' at the end, int32 [S]; None for whole sequences."""
     max_q: int  # bounds on the new tokens of a sequence, and on its keys
     max_k: int
     slot_length: int
     block_table: torch.Tensor | None = None
-    """int32 [S, pages of a slot], where the cache is in pages; `cu_k` says nothing then."""
+    """Pages of each sequence, int32 [S, pages of a slot]; `cu_k` has no meaning then."""
 
     @cached_property
     def paged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For a cache read in pages: cumulative numbers of keys int32 [S + 1], and pages of each
-        sequence, int32 [S, pages of a slot]. Without a block table PAGE must divide the slot
-        length, and a sequence of more than one key begin at the beginning of a page."""
+        """Cumulative numbers of keys, int32 [S + 1], and pages, int32 [S, pages of a slot].
+
+        Without a block table PAGE must divide the slot length, and a sequence of more than one key
+        must begin a page."""
+        assert self.used is not None, "whole sequences are in no cache"
         lengths = torch.nn.functional.pad(self.used.cumsum(0, dtype=torch.int32), (1, 0))
         if self.block_table is not None:
             return lengths, self.block_table
@@ -204,8 +205,7 @@ class Varlen:
 
 
 def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
-    """[begin, end) of the groups that rows are attended in: each takes rows while padding them
-    costs no more than MAX_PADDING.
+    """Cut rows into groups, [begin, end), whose padding costs no more than MAX_PADDING.
 
     count, length: int64 [R], new tokens and attended positions of each row.
     """
@@ -230,8 +230,7 @@ def _row_cost(queries, length):
 def pack_rows(
     cache: KVCache, start: np.ndarray, count: np.ndarray, device: torch.device
 ) -> CachePacking:
-    """For rows without an engine, which reserves pages itself. start, count: int64 [R], cached
-    positions and new tokens of slots 0..R-1."""
+    """Pack rows without an engine, and reserve their pages; start, count: see `CachePacking`."""
     if cache.pages is not None:
         cache.pages.grow(start + count)
     slot, offset = ragged(count)
@@ -247,13 +246,11 @@ class SequencePacking:
 
     @cached_property
     def groups(self) -> tuple[list[tuple[int, int, torch.Tensor, torch.Tensor]], torch.Tensor]:
-        """Sequences of similar length, padded to the longest of them, which at most doubles a
-        group's work.
+        """Groups of sequences padded to similar lengths, at most doubling the work.
 
-        Returns the groups, each (number of sequences, padded length, index [sequences * padded
-        length] of the packed tokens with the last one repeated as padding, index [M] of the real
-        tokens among those), and the order [N] that puts the groups' real tokens, one group after
-        the other, back into packed order.
+        Each group is (number of sequences, padded length, index [sequences * padded length] of the
+        packed tokens with the last one repeated as padding, index [M] of the real tokens in that
+        index). The order [N] puts the real tokens, group after group, back into packed order.
         """
         device = self.position.device
         lengths = np.asarray(self.lengths)
@@ -280,8 +277,7 @@ class SequencePacking:
         return Varlen(offsets, offsets, None, longest, longest, longest)
 
 
-def pack_sequences(lengths: list[int], device: torch.device) -> SequencePacking:
-    """The packing of whole sequences of these lengths, one after the other, each with positions
-    from 0."""
+def pack_sequences(lengths: Sequence[int], device: torch.device) -> SequencePacking:
+    """Pack whole sequences of these lengths, each with positions from 0."""
     position = ragged(np.asarray(lengths))[1]
     return SequencePacking(list(lengths), to_device(position, device))

@@ -1,8 +1,7 @@
-"""From logits to tokens: Gumbel-max with keyed noise, so a token is a pure function of its logits
-and its noise key; and exact verification of draft tokens with the same noise.
+"""From logits to tokens: Gumbel-max with keyed noise, and exact verification of drafts.
 
 argmax_v(log p_v + g_v) with standard Gumbel g is an exact sample of p (Gumbel 1954; Maddison et al.
-2014, "A* sampling").
+2014, "A* sampling"). So a token is a pure function of its logits and its noise key.
 
 A draft token x is accepted while it is the token y that the row samples there, with the noise that
 sampling without drafts would use. So the draft cannot change y at all: every token has exactly the
@@ -51,14 +50,15 @@ class SamplingParams:
 
 
 class Verified(NamedTuple):
-    """Result of a verification, on the host. With `first` a row's first position, token[first :
-    first + accepted] are its accepted draft tokens, and token[first + accepted] comes next. Entries
-    after a rejected token are invalid."""
+    """Result of a verification, on the host.
+
+    From a row's first position on, `token` has its `accepted` draft tokens and the next token.
+    Entries after a rejected token are invalid."""
 
     accepted: np.ndarray
-    """int64 [R], leading draft tokens accepted."""
+    """Leading draft tokens accepted, int64 [R]."""
     token: np.ndarray
-    """int64 [T]."""
+    """Sampled tokens, int64 [T]."""
     logprobs: np.ndarray
     """Both log-probabilities of `sample`, float [2, T]."""
 
@@ -66,11 +66,11 @@ class Verified(NamedTuple):
 def best_and_sum(
     logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor, is_greedy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All that sampling reads of whole rows of logits [T, V]: the largest with noise, float [T],
-    its index, int64 [T], and the logarithm of the sum of exponentials without noise, float [T].
+    """Compute what sampling reads of whole rows of logits [T, V].
 
-    keys: int32 [T, 4]; ids: int32 [V], see `gumbel`; is_greedy: without noise. 28 passes over the
-    logits, or two or three of a compiled kernel (compiled.py).
+    Returns the largest with noise, float [T], its index, int64 [T], and the logarithm of the sum of
+    exponentials without noise, float [T]. keys: int32 [T, 4]; ids: int32 [V], see `gumbel`;
+    is_greedy: without noise. 28 passes over the logits, or two or three compiled (compiled.py).
     """
     logits = widened(logits)
     best, index = (logits if is_greedy else add_gumbel(logits, keys, ids)).max(-1)
@@ -84,7 +84,7 @@ def sample(
     params: SamplingParams,
     reduce: Callable = best_and_sum,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One token for each of T positions.
+    """Sample one token for each of T positions.
 
     logits: [T, V]; keys: int32 [T, 4], noise streams; num_generated: int64 [T], response tokens
     before this one; reduce: `best_and_sum`, or the same compiled. Returns token int64 [T], and
@@ -103,12 +103,13 @@ def sample(
 def reduce_chunks(
     logits: torch.Tensor, keys, num_generated, params: SamplingParams, ids, reduce: Callable
 ) -> tuple[torch.Tensor, ...]:
-    """Of T positions, [T] each: the largest logit with noise, its index int64, its logit without,
-    and the logarithms of the sums of exponentials, of all logits and of those allowed. In chunks of
-    MAX_LOGITS_AT_ONCE."""
+    """Compute what sampling reads of T positions, [T] each, in chunks of MAX_LOGITS_AT_ONCE.
+
+    Returns the largest logit with noise, its index, its logit without noise, and the logarithms of
+    the sums of exponentials, of all logits and of allowed ones."""
     rows = max(1, MAX_LOGITS_AT_ONCE[logits.device.type] // logits.shape[1])
     chunks = zip(*(t.split(rows) for t in (logits, keys, num_generated)), strict=True)
-    parts = [_reduce_chunk(*chunk, params, ids, reduce) for chunk in chunks]
+    parts = [_reduce_chunk(one, key, num, params, ids, reduce) for one, key, num in chunks]
     if len(parts) == 1:
         return parts[0]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
@@ -126,15 +127,16 @@ def _reduce_chunk(logits, keys, num_generated, params: SamplingParams, ids, redu
 
 
 def widened(logits: torch.Tensor) -> torch.Tensor:
-    """At least in float32."""
+    """Convert logits to at least float32."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def scale_and_restrict(
     logits: torch.Tensor, num_generated, params: SamplingParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [T, V] divided by the temperature, and these with barred tokens at -inf (`restrict`).
-    Both are the logits as given, where nothing is to be done."""
+    """Return logits [T, V] divided by the temperature, and the same with barred tokens at -inf.
+
+    Both are the given logits where nothing changes."""
     if params.temperature not in (0.0, 1.0):
         logits = widened(logits) / params.temperature
     if params.truncates:
@@ -143,9 +145,10 @@ def scale_and_restrict(
 
 
 def restrict(logits: torch.Tensor, num_generated, params: SamplingParams) -> torch.Tensor:
-    """Logits [T, V] (already divided by the temperature) with barred tokens at -inf: stop tokens
-    too early, then all but the top_k, then all outside the nucleus (the smallest set of best tokens
-    with probability at least top_p)."""
+    """Set barred tokens of logits [T, V], divided by the temperature, to -inf.
+
+    Barred are early stop tokens, then all but the top_k, then all outside the nucleus (the smallest
+    set of best tokens with probability at least top_p)."""
     if params.stop_token_ids and params.min_length > 0:
         too_early = num_generated < params.min_length
         stop = to_device(np.array(params.stop_token_ids), logits.device)
@@ -168,8 +171,8 @@ def verify(
 ) -> Verified:
     """Verify the drafts of R rows; a row without a draft gets a token.
 
-    sampled: what `sample` gives, [T] each, rows one after the other, each with n + 1 positions: in
-    place of its draft tokens, and after them; draft: int64 [S] and counts: int64 [R], n of each
+    sampled: from `sample`, [T] each, row after row, each with n + 1 positions: in place of its
+    draft tokens, and after them; draft: int64 [S] and counts: int64 [R], n of each
     row, both on the host. The host waits for the device once.
 
     Length limits and stop tokens are left to `num_gained`.
@@ -181,13 +184,14 @@ def verify(
 
 
 def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Draft tokens of each row before its first wrong one, int64 [R]. token: int64 [T], what the
-    row samples in place of each draft token and after the last; draft: int64 [S]; counts: int64
-    [R], draft tokens of each row."""
+    """Count each row's draft tokens before the first wrong one, int64 [R].
+
+    token: int64 [T], sampled in place of each draft token and after the last; draft: int64 [S];
+    counts: int64 [R], draft tokens of each row."""
     if len(draft) == 0:
         return np.zeros(len(counts), np.int64)
     ends = (counts + 1).cumsum()
-    is_wrong = np.ones(len(token), bool)  # as the position after a row's draft is taken to be
+    is_wrong = np.ones(len(token), bool)  # True after each row's draft
     is_drafted = is_wrong.copy()
     is_drafted[ends - 1] = False
     is_wrong[is_drafted] = token[is_drafted] != draft
@@ -198,16 +202,16 @@ def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np
 def num_gained(
     token: np.ndarray, accepted: np.ndarray, counts: np.ndarray, stops: tuple, *, limit: np.ndarray
 ) -> np.ndarray:
-    """Tokens each row gains by a verification, int64 [R]: the accepted and the next, cut after one
-    of the tokens in `stops` and at `limit`. token: int64 [T]; accepted, counts: int64 [R]; limit:
-    int64 [R], tokens that a row may still get, at least 1."""
+    """Count the tokens that rows gain by a verification, accepted and next ones, int64 [R].
+
+    Rows are cut after a token in `stops`, and at `limit`, int64 [R], at least 1."""
     stop_at = np.where(is_stop(token, stops), ragged(counts + 1)[1], len(token))
     first_stop = np.minimum.reduceat(stop_at, np.cumsum(counts + 1) - (counts + 1))
     return np.minimum(np.minimum(accepted, first_stop) + 1, limit)
 
 
 def is_stop(token: np.ndarray, stop_token_ids: tuple[int, ...]) -> np.ndarray:
-    """bool [T]; np.isin takes ten times as long for a few stop tokens."""
+    """Whether tokens are stop tokens, bool [T]; np.isin takes ten times as long for a few."""
     is_any = np.zeros(len(token), bool)
     for stop in stop_token_ids:
         is_any |= token == stop

@@ -1,11 +1,10 @@
-"""Forwards in which a row's logits are bit-identical whatever the other rows are, in float32 and
-bfloat16 too (`model.batch_invariant`).
+"""Forwards whose logits of a row do not depend on other rows, in any type, to the last bit.
 
-A product's kernel, and with it the order of its sums, is chosen by the number of rows. So products
-have a fixed number of rows on a CPU, and at least 64 on a GPU, where cuBLAS has no workspace to
-split sums in; means over features are added up in an order that their number alone decides; and
-each query is attended by itself on a CPU, and in one piece on a GPU (`num_splits`).
-`first_difference` finds what this does not cover: it compares one row among different other rows.
+`model.batch_invariant`: libraries choose a product's kernel, and with it the order of its sums, by
+the number of rows. So products have a fixed number of rows on a CPU, and at least 64 on a GPU,
+where cuBLAS has no workspace to split sums in; means over features are added up in an order that
+depends on their number alone; and each query is attended by itself on a CPU, and in one piece on a
+GPU (`num_splits`). `first_difference` compares one row among different other rows.
 
 Shape legend: N packed tokens, R rows, P positions compared, V vocabulary, L attended positions, H
 query heads, K key/value heads, G = H / K, D head dimension.
@@ -13,6 +12,7 @@ query heads, K key/value heads, G = H / K, D head dimension.
 
 import contextlib
 import os
+from typing import cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ NUM_SLOTS, SLOT_LENGTH = 257, 384  # for graphs of as many tokens
 
 
 class InvariantLinear(torch.nn.Linear):
-    """Generates by products of a fixed number of rows; `make_invariant` turns layers into such."""
+    """A linear layer that generates by products of a fixed number of rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_inference_mode_enabled():
@@ -55,8 +55,7 @@ class InvariantLinear(torch.nn.Linear):
 
 
 class FixedMeans(TorchFunctionMode):
-    """While it is on, means over features are sums of halves: on a GPU torch's own order depends on
-    the number of rows."""
+    """Mode in which means over features are sums of halves, in an order independent of rows."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -67,7 +66,7 @@ class FixedMeans(TorchFunctionMode):
 
 
 def fixed_mean(x: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, which stays with size 1."""
+    """Compute means over the last dimension, which stays with size 1."""
     size = x.shape[-1]
     width = 1 << (size - 1).bit_length()
     total = pad(x, (0, width - size))
@@ -84,7 +83,7 @@ def fix_libraries() -> None:
 
 
 def make_invariant(model: torch.nn.Module) -> None:
-    """The model's linear layers, its output head among them; parameters stay as they are."""
+    """Make linear layers invariant, output head included; parameters stay."""
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             module.__class__ = InvariantLinear
@@ -93,7 +92,7 @@ def make_invariant(model: torch.nn.Module) -> None:
 def fixed_best_and_sum(
     logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`sampling.best_and_sum`, with the sum of a softmax, which adds up each row by itself."""
+    """Compute `sampling.best_and_sum` with a softmax's sum, which adds up each row by itself."""
     logits = widened(logits)
     best, index = add_gumbel(logits, keys, ids).max(-1)
     logprob = logits.log_softmax(-1).gather(-1, index[:, None])
@@ -101,8 +100,7 @@ def fixed_best_and_sum(
 
 
 class InvariantForward(ModelForward):
-    """The forward of a model that `make_invariant` was given. Training and a drafter need not be
-    invariant."""
+    """The forward of an invariant model. Training and a drafter need not be invariant."""
 
     def __init__(self, model: torch.nn.Module, kernel: str = "sdpa", enforce_eager: bool = False):
         super().__init__(model, kernel, enforce_eager=enforce_eager)
@@ -112,7 +110,8 @@ class InvariantForward(ModelForward):
 
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
         """See `Forward`."""
-        packing = packing if self.kernel == "flash_attn" else AlonePacking(packing, self.kernel)
+        if self.kernel != "flash_attn":
+            packing = AlonePacking(cast(CachePacking, packing), self.kernel)
         is_cuda = tokens.device.type == "cuda"
         with FixedMeans() if is_cuda else contextlib.nullcontext():
             return super().hidden(tokens, packing)
@@ -121,8 +120,8 @@ class InvariantForward(ModelForward):
 class AlonePacking:
     """Packed tokens that are attended without regard to each other's rows."""
 
-    def __init__(self, packing: Packing, kernel: str):
-        """packing: of new tokens of rows in the cache; kernel: "sdpa" or "varlen"."""
+    def __init__(self, packing: CachePacking, kernel: str):
+        """kernel: "sdpa" or "varlen"."""
         self.packing, self.kernel, self.position = packing, kernel, packing.position
 
     def attend(self, layer: int, query, key, value, *, scaling, window) -> torch.Tensor:
@@ -133,15 +132,14 @@ class AlonePacking:
             return attend_alone(packing, query, key, value, scaling=scaling, window=window)
         if packing.cache.pages is None:
             key, value = key.flatten(0, 1), value.flatten(0, 1)
-        how = {"scaling": scaling, "window": window, "alone": True}
-        return varlen(packing.varlen, query, key, value, **how)
+        rows = packing.varlen
+        return varlen(rows, query, key, value, scaling=scaling, window=window, alone=True)
 
 
 def attend_alone(
     packing: CachePacking, query, cached_key, cached_value, *, scaling, window
 ) -> torch.Tensor:
-    """Compute the attention of query [N, H, D] over the cache: each query has keys up to the next
-    multiple of WIDTH, whatever is computed with it."""
+    """Compute the attention of query [N, H, D] over keys up to the next multiple of WIDTH."""
     slots, positions = packing.index
     heads, out = cached_key.shape[2], torch.empty_like(query)
     for block in np.unique(positions // WIDTH):
@@ -165,8 +163,9 @@ def attend_alone(
 
 @torch.inference_mode()
 def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
-    """Where logits of one row depend on what is fed with it; None if nowhere. runner: a
-    `ModelRunner` of NUM_SLOTS slots of SLOT_LENGTH positions; vocab_size: tokens to feed."""
+    """Describe where logits of a row depend on other rows; None if nowhere.
+
+    runner: of NUM_SLOTS slots of SLOT_LENGTH positions; vocab_size: tokens to feed."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, vocab_size, (1 + max(NUM_OTHERS), LENGTH))
     wanted = None
@@ -189,9 +188,9 @@ def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
 
 
 def _logits(runner: ModelRunner, tokens: np.ndarray, widths: list[int]) -> torch.Tensor:
-    """Of the last COMPARED tokens of the first row, which is fed in the middle of the others,
-    [COMPARED, V]. tokens: [R, LENGTH]; widths: of the forwards after the first one, none to feed
-    all in one."""
+    """Compute the first row's last logits, [COMPARED, V], fed in the middle of other rows.
+
+    tokens: [R, LENGTH]; widths: of the forwards after the first."""
     own = len(tokens) // 2
     tokens = np.roll(tokens, own, axis=0)
     start = np.zeros(len(tokens), np.int64)

@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, product
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -44,10 +44,10 @@ MAX_ROUNDS = 10
 MARGIN = 1.1  # a kernel must be faster by this factor,
 MIN_SAVED_S = 2e-6  # and by so much in a call: less is lost in noise
 PADDING_S = 5e-6  # that rows of zeros take to be made
-# Of the measured weights, float32: more than the caches of a core hold, shared ones included.
+# Elements of the measured weights, float32: more than the caches of a core hold, shared ones too.
 # Weights that come from a cache say nothing about those that come from memory.
 MAX_ELEMENTS = 1 << 25
-MAX_IN_LAYER = 1 << 23  # of one of them: of larger ones (output heads) the first rows
+MAX_IN_LAYER = 1 << 23  # of one weight; of larger ones (output heads) the first rows
 TRAINING_ROWS = 256  # of the measured products of training
 MAX_TRAINED = 1 << 21  # elements, of all measured weights of a shape
 
@@ -60,19 +60,18 @@ class Call(NamedTuple):
     """How a product of generation is computed."""
 
     kernel: str = TORCH
-    """By torch, by torch with both factors exchanged, or by oneDNN with a packed copy of the
-    weight."""
+    """torch, torch with both factors exchanged, or oneDNN with a packed copy of the weight."""
     pad_to: int = 0
-    """Rows, of which those that lack are zeros; 0: as many as there are."""
+    """Pad to this many rows with zeros; 0: no padding."""
 
 
 class Plan(NamedTuple):
-    """What layers of one shape use."""
+    """Kernels of layers of one shape."""
 
     calls: tuple[Call, ...] = ()
-    """In generation, for each of ROWS; none for torch's products."""
+    """Calls in generation, for each of ROWS; none for torch's products."""
     trains: bool = False
-    """In training, oneDNN."""
+    """Whether training uses oneDNN."""
 
     @property
     def packs(self) -> bool:
@@ -80,14 +79,15 @@ class Plan(NamedTuple):
         return any(call.kernel == PACKED for call in self.calls)
 
     def by_rows(self) -> tuple[Call, ...]:
-        """The call for 0, 1, 2, ... rows, up to the last of ROWS."""
+        """Return the calls for 0, 1, 2, ... rows, up to the last of ROWS."""
         counts = range(ROWS[-1] + 1)
         return tuple(_as_measured(self.calls, count) if self.calls else Call() for count in counts)
 
 
 def _as_measured(calls: tuple[Call, ...], count: int) -> Call:
-    """The call for the next of ROWS; of MKL with exactly so many rows, where these are few: it may
-    take a third longer for 13 to 15 rows than for 16."""
+    """Return the call for the next of ROWS.
+
+    MKL pads few rows to that number: 13 to 15 rows may take a third longer than 16."""
     number = bisect_left(ROWS, count)
     is_between = 0 < count < ROWS[number] <= MAX_PADDED
     if not is_between or calls[number].pad_to or calls[number].kernel == PACKED:
@@ -96,7 +96,7 @@ def _as_measured(calls: tuple[Call, ...], count: int) -> Call:
 
 
 def can_choose(model: torch.nn.Module) -> bool:
-    """Whether there is a choice: in float32 on a CPU, and with oneDNN in torch."""
+    """Whether there is a choice: in float32 on a CPU, with oneDNN in torch."""
     weight = next(model.parameters())
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and has_onednn()
 
@@ -107,13 +107,12 @@ def has_onednn() -> bool:
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor:
-    """`linear` by oneDNN, without autograd. x: [..., K]; weight: [M, K], of any strides, or
-    packed."""
+    """Compute `linear` by oneDNN, without autograd; weight: [M, K], of any strides, or packed."""
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
 def transposed_linear(x: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor:
-    """`linear` as (weight @ x.T).T, without autograd. x: [..., K]; weight: [M, K]."""
+    """Compute `linear` as (weight @ x.T).T, without autograd. x: [..., K]; weight: [M, K]."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()  # otherwise x.T has no fast product
     out = torch.mm(weight, rows.t()).t().contiguous()
     if bias is not None:
@@ -153,18 +152,17 @@ def part_of(weight: torch.Tensor, part: slice, is_rowwise: bool) -> torch.Tensor
 
 
 class FastLinear(torch.nn.Linear):
-    """A linear layer with a plan; `use_plans` turns layers of a model into such."""
+    """A linear layer with a plan, into which `use_plans` turns a model's layers."""
 
     plan: Plan
     calls: tuple[Call, ...]
-    """By the number of rows, see `Plan.by_rows`."""
+    """Calls by number of rows, see `Plan.by_rows`."""
     copies: dict[tuple | None, tuple[int, torch.Tensor]]
-    """Packed copies of the weight (at None) and of parts of it, each with the version of the weight
-    that it is of."""
+    """Packed copies of the weight (at None) and of its parts, each with the weight's version."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Not through Module.__getattr__: at a few rows every microsecond counts.
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        weight, bias = cast(torch.Tensor, self._parameters["weight"]), self._parameters["bias"]
         if is_inference_mode_enabled():
             kernel, pad_to = self.calls[min(x.numel() // self.in_features, ROWS[-1])]
             weight = self.packed() if kernel == PACKED else weight
@@ -185,24 +183,22 @@ class FastLinear(torch.nn.Linear):
         return _product(x, part_of(self.weight, part, is_rowwise), bias, kernel, pad_to)
 
     def packed(self, part: slice | None = None, is_rowwise: bool = False) -> torch.Tensor:
-        """A packed copy of the weight, or of the part of it that a tensor-parallel rank uses;
-        renewed where the weight has changed."""
+        """Return a current packed copy of the weight, or of a tensor-parallel rank's part."""
         name = part and (part.start, part.stop, is_rowwise)
-        weight = self._parameters["weight"]
-        version, copy = self.copies.get(name, (-1, None))
-        if version != weight._version:
+        weight = cast(torch.Tensor, self._parameters["weight"])
+        if name not in self.copies or self.copies[name][0] != weight._version:
             with torch.inference_mode():
                 copy = pack(weight if part is None else part_of(weight, part, is_rowwise))
             self.copies[name] = weight._version, copy
-        return copy
+        return self.copies[name][1]
 
     def __getstate__(self) -> dict:
-        """Without the copies, which are made where they are needed."""
+        """Return the state without copies, which are made on demand."""
         return {**self.__dict__, "copies": {}}
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias, kernel: str, pad_to: int):
-    """x: [..., K]; weight: [M, K], or packed."""
+    """Multiply x [..., K] by a weight [M, K], or its packed copy."""
     compute = PRODUCTS[kernel]
     if not pad_to:
         return compute(x, weight, bias)
@@ -212,17 +208,17 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias, kernel: str, pad_to: i
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """The weight [M, K] in oneDNN's order of memory."""
+    """Copy a weight [M, K] into oneDNN's order of memory."""
     return torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous())
 
 
 def shape_of(module: torch.nn.Linear) -> str:
-    """The name of a layer's shape, features in by features out."""
+    """Name a layer's shape, features in by features out."""
     return f"{module.in_features}x{module.out_features}"
 
 
 def read_plans(choice: dict | None) -> dict[str, Plan]:
-    """Plans by shape, from a choice as checkpoints keep it; none without one."""
+    """Return plans by shape from a checkpoint's choice; none without one."""
     saved = {} if choice is None else choice["plans"]
     return {
         shape: Plan(tuple(Call(*call) for call in calls), trains)
@@ -231,26 +227,25 @@ def read_plans(choice: dict | None) -> dict[str, Plan]:
 
 
 def use_plans(model: torch.nn.Module, plans: dict[str, Plan]) -> None:
-    """Give the linear layers of a model, its output head among them, the plans of their shapes; a
-    layer of another class than torch's stays as it is. Copies are made now."""
+    """Give torch's linear layers, output head included, their plans, and make their copies."""
     for shape, layers in layers_by_shape(model).items():
         plan = plans.get(shape, Plan())
         for module in layers if plan != Plan() else ():
-            module.__class__, module.plan, module.copies = FastLinear, plan, {}
-            module.calls = plan.by_rows()
+            module.__class__ = FastLinear
+            fast = cast(FastLinear, module)
+            fast.plan, fast.calls, fast.copies = plan, plan.by_rows(), {}
     refresh_copies(model)
 
 
 def refresh_copies(model: torch.nn.Module) -> None:
-    """After an update of the weights: make their copies now, not in the next forward, whose time
-    would be taken for the cost of its rows."""
+    """Renew copies after an update, so that the next forward's measured time excludes them."""
     for module in model.modules():
         if isinstance(module, FastLinear) and module.plan.packs:
             module.packed()
 
 
 def layers_by_shape(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
-    """The linear layers of torch's own class."""
+    """Return the linear layers of torch's own class."""
     layers: dict[str, list[torch.nn.Linear]] = {}
     for module in model.modules():
         if type(module) is torch.nn.Linear:
@@ -259,13 +254,12 @@ def layers_by_shape(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
 
 
 def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_counter) -> np.ndarray:
-    """Seconds of a call by each of KERNELS, float64 [shapes, kernels, timings], in the order of
-    `layers_by_shape`: of generation with each of ROWS, then of training, infinite where the kernel
-    has none.
+    """Measure calls by each of KERNELS in seconds, float64 [shapes, kernels, timings].
 
-    The minimum of a few rounds, as other work on the machine only adds to it. A round goes through
-    layers of all shapes, as a forward does, so that weights come from where they come from in a
-    forward.
+    Shapes are in the order of `layers_by_shape`; timings are of generation with each of ROWS, then
+    of training, infinite for a kernel without it. Each is the minimum of a few rounds, as other
+    work on the machine only adds time. A round goes through layers of all shapes, as a forward
+    does, so that weights come from the same level of memory.
     """
     layers = layers_by_shape(model).values()
     shapes = [[_first_rows(layer, MAX_IN_LAYER) for layer in of] for of in layers]
@@ -296,8 +290,8 @@ def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_count
             seconds = _seconds_of_calls(calls, clock, BUDGET_S / table[0].size)
         for shape, (first, best) in enumerate(seconds):
             table[shape, number, column] = best.mean()
-            # oneDNN compiles code for each number of rows that it has not met yet. Few rows come
-            # again and again; how many a long chunk or a micro-batch has is new nearly every time.
+            # oneDNN compiles code for each new number of rows. Small numbers recur; that of a long
+            # chunk or a micro-batch is new nearly every time.
             if kernel == PACKED and column >= len(ROWS) - 1:
                 table[shape, number, column] += (first - best).sum() / len(shapes[shape])
     return table
@@ -306,8 +300,9 @@ def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_count
 def _seconds_of_calls(
     calls: list[list[Callable[[], object]]], clock: Callable[[], float], budget_s: float
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of the calls of each shape, in the first round and in the best one, float64 [calls] twice."""
-    end, rounds = clock() + budget_s, []
+    """Time the calls of each shape, in the first and in the best round, float64 [calls] each."""
+    end = clock() + budget_s
+    rounds: list[np.ndarray] = []
     while len(rounds) < 2 or (len(rounds) < MAX_ROUNDS and clock() < end):
         times = [clock()]
         for call in chain.from_iterable(calls):
@@ -319,17 +314,17 @@ def _seconds_of_calls(
 
 
 def _first_rows(layer: torch.nn.Linear, limit: int) -> torch.Tensor:
-    """Of its weight, with at most `limit` elements."""
+    """Return first rows of a layer's weight, at most `limit` elements."""
     return layer.weight.detach()[: limit // layer.in_features or 1]
 
 
 def _random(*shape: int) -> torch.Tensor:
-    """The run's own generator stays as it is."""
+    """Draw normal numbers by a generator apart from the run's."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def _training_call(product: Callable, weight: torch.Tensor) -> Callable[[], object]:
-    """Forward and backward of a layer."""
+    """Return a call that computes forward and backward of a layer."""
     weight = weight.clone().requires_grad_()
     x = _random(TRAINING_ROWS, weight.shape[1]).requires_grad_()
     grad = _random(TRAINING_ROWS, len(weight))
@@ -337,8 +332,9 @@ def _training_call(product: Callable, weight: torch.Tensor) -> Callable[[], obje
 
 
 def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
-    """The plan of each shape, a pure function of what `measure` returns. What a product uses is the
-    simplest of KERNELS, and of each with rows of zeros, that no other one beats."""
+    """Choose the plan of each shape, a pure function of the result of `measure`.
+
+    A product uses the simplest kernel, with or without padding, that no other beats."""
     plans = {}
     for shape, of_shape in zip(shapes, seconds, strict=True):
         generation, (torch_s, *_, onednn_s) = of_shape[:, :-1], of_shape[:, -1]
@@ -349,7 +345,7 @@ def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
 
 
 def _choose_call(seconds: np.ndarray, number: int) -> Call:
-    """For ROWS[number]. seconds: float64 [kernels, ROWS]."""
+    """Choose the call for ROWS[number]. seconds: float64 [kernels, ROWS]."""
     options = {Call(kernel): of[number] for kernel, of in zip(KERNELS, seconds, strict=True)}
     for kernel, padded in product(range(len(KERNELS)), range(number + 1, len(ROWS))):
         options[Call(KERNELS[kernel], ROWS[padded])] = seconds[kernel, padded] + PADDING_S
@@ -358,7 +354,7 @@ def _choose_call(seconds: np.ndarray, number: int) -> Call:
 
 
 def _beats(other_s: float, simple_s: float) -> bool:
-    """Whether it is faster by more than noise."""
+    """Whether the other kernel is faster by more than noise."""
     return simple_s >= max(MARGIN * other_s, other_s + MIN_SAVED_S)
 
 

@@ -11,7 +11,7 @@ Shape legend: N positions, H hidden size, V token ids that the drafter knows.
 
 import copy
 import os
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,36 +36,35 @@ MAX_DIFFERENCE = 0.3
 
 
 class Drafter(torch.nn.Module):
-    """One decoder layer, its norms and the projection that fuses its two inputs.
+    """One decoder layer, its norms, and the projection that fuses its two inputs. Embedding and
+    output head are the policy's current ones."""
 
-    Embedding and output head are the policy's, as they are at each call."""
+    policy: PreTrainedModel
 
     def __init__(self, policy: PreTrainedModel, ids: np.ndarray, seed: int = 0):
-        """ids: int [V], the tokens that can be drafted, ascending.
-
-        Raises ValueError if the policy's class cannot have a single layer."""
+        """Create a drafter whose layer is a copy of the policy's last one. ids: int [V], the tokens
+        that it can draft, ascending. Raises ValueError if the policy's class cannot have a single
+        layer."""
         super().__init__()
-        self.policy: PreTrainedModel
         self.__dict__["policy"] = policy  # not registered: its parameters are not ours
         self.ids = np.asarray(ids, np.int64)
         self.device_ids = to_device(self.ids, policy.device)
-        ends: tuple[Any, Any] = policy.get_input_embeddings(), policy.get_output_embeddings()
-        sizes = [int(module.weight.shape[1]) for module in ends]
+        ends: list[Any] = [policy.get_input_embeddings(), policy.get_output_embeddings()]
+        sizes = [module.weight.shape[1] for module in ends]
         options: dict[str, Any] = {"device": policy.device, "dtype": policy.dtype}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.body = _one_layer(policy).to(**options)
             self.fuse = torch.nn.Linear(sum(sizes), sizes[1], bias=False, **options)
         self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(size, **options) for size in sizes)
-        self._head: list[torch.Tensor | None] = []
+        self._head: list[Any] = []  # weight and bias of `ids`
         self._head_version = -1
 
     def forward(
         self, hidden: torch.Tensor, tokens: torch.Tensor, packing, kernel: str = "sdpa"
     ) -> torch.Tensor:
-        """Return estimates of the policy's next hidden states, [N, H].
-
-        hidden: [N, H], the policy's; tokens: int64 [N], the ones after these positions."""
+        """Estimate the policy's next hidden states, [N, H]. hidden: [N, H], the policy's states at
+        these positions; tokens: int64 [N], the next tokens; packing: as in the policy's forward."""
         with torch.no_grad():
             embedded = self.policy.get_input_embeddings()(tokens)
         token_norm, hidden_norm = self.norms
@@ -80,7 +79,7 @@ class Drafter(torch.nn.Module):
         return out.last_hidden_state[0]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the policy's logits of hidden states [N, H], for `ids` alone: [N, V]."""
+        """Return the policy's logits of hidden states [N, H] for `ids` alone, [N, V]."""
         head = output_head(self.policy)
         linear: Any = head.linear
         if self._head_version != linear.weight._version:
@@ -90,14 +89,12 @@ class Drafter(torch.nn.Module):
                     None if t is None else t[self.device_ids] for t in (linear.weight, linear.bias)
                 ]
             self._head_version = linear.weight._version
-        weight, bias = self._head
-        return head.finish(functional.linear(states, cast(torch.Tensor, weight), bias))
+        return head.finish(functional.linear(states, *self._head))
 
 
 def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
-    """Create a decoder of the policy's class whose layer is the policy's last with full attention.
-
-    What lies outside the layers, as the last norm, is copied too."""
+    """Create a decoder of the policy's class with one layer, a copy of the policy's last one with
+    full attention. Modules outside of the layers, such as the last norm, are copied too."""
     config = policy.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or []
     full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
@@ -147,7 +144,7 @@ def _one_layer_config(config: PreTrainedConfig, number: int) -> PreTrainedConfig
 
 
 def save_drafter(folder: str, drafter: Drafter, num_updates: int) -> None:
-    """Write weights, token ids, updates, and what identifies the policy. Raises OSError."""
+    """Write weights, token ids, updates, and a sample of the policy. Raises OSError."""
     state = drafter.state_dict()
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     tensors["ids"] = torch.from_numpy(drafter.ids)
@@ -160,10 +157,9 @@ def save_drafter(folder: str, drafter: Drafter, num_updates: int) -> None:
 def read_drafter(
     config: Config, model: PreTrainedModel, checkpoint: str | None, warns: bool = False
 ) -> tuple[Drafter, int] | None:
-    """Return the drafter of the checkpoint, else of drafter.path, and its updates, or None.
-
-    warns: where it was trained for another policy of the same shapes. Raises InputError for a
-    folder without a drafter for this policy."""
+    """Read the checkpoint's drafter, else that of drafter.path, and its number of updates; None if
+    there is neither. warns: whether to warn of a drafter for another policy of the same shapes.
+    Raises InputError for a folder without a drafter of this policy."""
     folder, key = config.drafter.path, "drafter.path"
     if checkpoint and os.path.isfile(_file_in(checkpoint)):
         folder, key = checkpoint, "run.resume_from_checkpoint"
@@ -198,7 +194,6 @@ def _file_in(folder: str) -> str:
 
 
 def _sample_of(policy: PreTrainedModel) -> torch.Tensor:
-    """Entries of the output head, float32 [SAMPLE] or fewer."""
-    head: Any = policy.get_output_embeddings()
-    weight = head.weight.detach().flatten()
+    """Return entries of the output head, float32, at most about SAMPLE."""
+    weight = policy.get_output_embeddings().weight.detach().flatten()
     return weight[:: max(len(weight) // SAMPLE, 1)][:SAMPLE].float().cpu().clone()

@@ -1,12 +1,13 @@
-"""Transfer of keys and values from the engines of single ranks to that of all ranks together, so
-that rows need not be prefilled again.
+"""Transfer of keys and values from single ranks to all ranks together, instead of a new prefill.
 
-Each rank has the keys and values of its own rows, of all heads; in a forward in shards it looks at
-some heads, but at all rows. Layer by layer the ranks exchange what they have, and each keeps its
+Each rank has the keys and values of its own rows, of all heads; in a forward in shards it reads
+some heads, but of all rows. Layer by layer the ranks exchange what they have, and each keeps its
 heads. They exchange a limited number of positions at a time, as memory is full by then.
 
 Shape legend: R rows of all ranks, n positions of one rank's rows, P ranks.
 """
+
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,14 +15,14 @@ import torch
 from bubblespec.engine.packing import to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
+from bubblespec.mechanisms.tp_tail.shards import ShardedForward
 
-PIECE_BYTES = 1 << 26  # that a rank gets at a time from all ranks together
+PIECE_BYTES = 1 << 26  # received by a rank at a time from all ranks
 
 
 def can_transfer_kv(source: ModelRunner, target: ModelRunner) -> bool:
-    """Whether all layers in shards have cached the key/value heads that their shards are cut from.
-    False before the source's first forward, too."""
-    shards, cache = target.forward, source.cache
+    """Whether the cache has the key/value heads that shards are cut from; not before a forward."""
+    shards, cache = cast(ShardedForward, target.forward), source.cache
     cut = [
         of[layer] for of in (cache.keys, cache.values) for layer in of if layer in shards.key_heads
     ]
@@ -36,17 +37,17 @@ def transfer_kv(
     counts: np.ndarray,
     rank_of: np.ndarray,
 ) -> None:
-    """The keys and values of the first positions of rows into the first R slots of the target. All
-    ranks call it together.
+    """Send first positions of rows into the target's first R slots; all ranks call this together.
 
-    slots: int64 [R], in the source, of rows that this rank owns; counts: int64 [R], positions, for
-    which the target has room; rank_of: int64 [R], whose row each is.
+    slots: int64 [R], of this rank's rows in the source; counts: int64 [R], positions, for which the
+    target has room; rank_of: int64 [R], owners of the rows.
     """
-    tp, device = target.forward.tp, source.device
+    shards, device = cast(ShardedForward, target.forward), source.device
+    tp = shards.tp
     own = np.flatnonzero(rank_of == tp.rank)
     row, position = ragged(counts[own])
     here = to_device(source.cache.places(slots[own][row], position), device)
-    by_rank = np.argsort(rank_of, kind="stable")  # the order of what is exchanged
+    by_rank = np.argsort(rank_of, kind="stable")  # the order of the exchange
     row, position = ragged(counts[by_rank])
     places = target.cache.places(by_rank[row], position)
     sizes = np.bincount(rank_of, counts, tp.size).astype(np.int64)
@@ -59,8 +60,7 @@ def transfer_kv(
     )
 
     def of_all_ranks(cached: torch.Tensor, heads: slice, begin: int) -> torch.Tensor:
-        """Gather the piece that begins at this position of every rank, [positions, own heads,
-        dimension], from [pages, page size, heads, dimension]."""
+        """Gather the piece at this position of every rank, [positions, own heads, dimension]."""
         own = cached.flatten(0, 1)[here[begin : begin + width]]
         part = cached.new_zeros(width, *cached.shape[2:])
         part[: len(own)] = own
@@ -68,7 +68,7 @@ def transfer_kv(
         return torch.cat([of_rank[:left, heads] for of_rank, left in parts])
 
     for layer, keys in source.cache.keys.items():
-        heads = target.forward.key_heads.get(layer, slice(None))
+        heads = shards.key_heads.get(layer, slice(None))
         both = keys, source.cache.values[layer]
         for number, of_piece in enumerate(there):
             pair = (of_all_ranks(of, heads, number * width) for of in both)

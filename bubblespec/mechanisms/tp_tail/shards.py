@@ -1,5 +1,4 @@
-"""Tensor parallelism: one forward computed by all ranks together, each with a shard of the weights
-that it holds anyway.
+"""Tensor parallelism: one forward computed by all ranks, each with a shard of its weights.
 
 Every rank has the whole model, so a shard is a view of its parameters: nothing is copied or moved.
 The configuration's `base_model_tp_plan` names the linear layers that are sharded. A "colwise" layer
@@ -17,11 +16,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn import Linear
 from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
@@ -49,17 +49,16 @@ class TPUnsupported(ValueError):
 
 
 def no_shared_tail(error: TPUnsupported) -> str:
-    """The line for a run whose ranks compute no forwards together."""
+    """Return the line for a run whose ranks compute no forwards together."""
     instead = "no tensor-parallel tail"
     return fallback(instead, error, "rollout.tp_tail_max_rows=0")
 
 
 class TPGroup:
-    """The ranks of a run, and the collectives of their common forwards: all ranks call the same in
-    the same order."""
+    """Collectives of common forwards: all ranks call the same methods in the same order."""
 
     def __init__(self, ranks: Ranks):
-        """All ranks call it together."""
+        """Set up shared memory; all ranks call this together."""
         self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.world_size
         self.gather_text = ranks.gather_text
         are_processes = dist.is_initialized() and ranks.device.type == "cpu"
@@ -69,8 +68,9 @@ class TPGroup:
         """Whether sums may be part of a CUDA graph. Gloo's go through the host."""
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place. On a GPU the host does not wait for it: a rank that is missing
-        is found at the next gather, which comes after it in the stream."""
+        """Sum over ranks, in place.
+
+        On a GPU the host does not wait; the next gather in the stream finds a missing rank."""
         if tensor.device.type == "cuda":
             dist.all_reduce(tensor)
         elif self._shared is not None and tensor.dtype in (torch.float32, torch.float64):
@@ -80,7 +80,7 @@ class TPGroup:
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Equally shaped tensors of all ranks: [P, ...]. The host waits for it."""
+        """Gather equally shaped tensors of all ranks, [P, ...]; the host waits."""
         if tensor.device.type == "cpu":
             return torch.from_numpy(self.gather_array(tensor.numpy()))
         everyone = tensor.new_empty(self.size, *tensor.shape)
@@ -89,21 +89,22 @@ class TPGroup:
         return everyone
 
     def gather_array(self, array: np.ndarray) -> np.ndarray:
-        """Equally shaped arrays of all ranks: [P, ...]."""
+        """Gather equally shaped arrays of all ranks, [P, ...]."""
         return (self._shared or self.ranks).gather(array)
 
 
 class ShardSpec(NamedTuple):
-    """A linear layer of which this rank computes a part: of its outputs, or of its inputs where it
-    is rowwise."""
+    """A linear layer and this rank's part of its outputs, or, if rowwise, of its inputs."""
 
-    module: torch.nn.Module
+    module: torch.nn.Linear
     is_rowwise: bool
     part: slice
 
 
 class ShardedForward(ModelForward):
     """This rank's part of a model's forward."""
+
+    model: PreTrainedModel
 
     def __init__(
         self,
@@ -115,39 +116,39 @@ class ShardedForward(ModelForward):
         memory: GraphMemory | None = None,
         reduce: Callable = sampling.best_and_sum,
     ):
-        """See `ModelForward`. Raises TPUnsupported, on all ranks or on none."""
+        """Plan the shards, see `ModelForward`; raise TPUnsupported on all ranks or on none."""
         is_eager = enforce_eager or not tp.can_capture
         super().__init__(model, kernel, enforce_eager=enforce_eager, memory=memory, reduce=reduce)
         self.is_eager |= is_eager
         self.tp, self.rank = tp, tp.rank
         self.specs, self.key_heads = plan_shards(model, tp.rank, tp.size)
-        """This rank's key/value heads of each attention that is sharded, by its layer."""
+        """Key/value heads of this rank in each sharded attention, by layer."""
         self.num_key_heads = count_heads(model)[1]
         self._is_alone = False
         self._zeros: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the model's layers compute this rank's parts. Parameters stay as they
-        are."""
+        """Context in which layers compute this rank's parts, with unchanged parameters."""
         changed: list[torch.nn.Module] = []
 
         def change(module: torch.nn.Module, forward: Callable) -> None:
-            module.forward = forward  # hides that of its class
+            vars(module)["forward"] = forward  # hides that of its class
             changed.append(module)
 
         try:
             for module, is_rowwise, part in self.specs:
-                base = getattr(module, "base_layer", module)  # of a layer with a LoRA adapter
+                # A layer with a LoRA adapter has a base layer.
+                base = cast(Linear, getattr(module, "base_layer", module))
                 side = "lora_A" if is_rowwise else "lora_B"
-                for layer in (base, *getattr(module, side, {}).values()):
+                for layer in [base, *cast(dict[str, Linear], getattr(module, side, {})).values()]:
                     change(layer, partial(partial_linear, layer, part, is_rowwise))
                 if is_rowwise:
                     change(module, partial(self._summed, module.forward, base.bias))
             yield
         finally:
-            for module in changed:
-                vars(module).pop("forward", None)
+            for patched in changed:
+                vars(patched).pop("forward", None)
 
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
         """See `Forward`."""
@@ -158,7 +159,8 @@ class ShardedForward(ModelForward):
         """Return this rank's logits [T, v] of hidden states [T, hidden]."""
         head = output_head(self.model)
         part = shard_of(head.num_tokens, self.tp.rank, self.tp.size)
-        return head.finish(partial_linear(head.linear, part, False, hidden))
+        linear_head = cast(Linear, head.linear)
+        return head.finish(partial_linear(linear_head, part, False, hidden))
 
     def sample(
         self,
@@ -195,8 +197,7 @@ class ShardedForward(ModelForward):
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compare what shards give with what the whole model gives, on all ranks together. Raises
-        TPUnsupported on all of them where that differs."""
+        """Compare shards with the whole model; if they differ, raise TPUnsupported on all ranks."""
         model, name, kernel = self.model, type(self.model).__name__, self.kernel
         tokens, count = random_tokens(model, CHECKED), np.array([CHECKED])
 
@@ -240,9 +241,9 @@ class ShardedForward(ModelForward):
 def partial_linear(
     layer: torch.nn.Linear, part: slice, is_rowwise: bool, x: torch.Tensor
 ) -> torch.Tensor:
-    """Compute a part of a linear layer's outputs, or, if it is rowwise, its product with a part of
-    the inputs, without the bias. x: [..., in], or [..., the part of in]. A layer with products of
-    its own has a method `partial`."""
+    """Compute a part of a linear layer's outputs, or, if rowwise, of its sums without the bias.
+
+    x: [..., in], or [..., the part of in]. A layer with other products has a method `partial`."""
     bias = None if is_rowwise or layer.bias is None else layer.bias[part]
     own = getattr(layer, "partial", None)
     if own is not None:
@@ -252,14 +253,15 @@ def partial_linear(
 
 
 def shard_of(count: int, rank: int, size: int) -> slice:
-    """One rank's share of `count` things; the shares of any two ranks differ by at most 1."""
+    """Return one rank's share of a count; shares differ by at most 1."""
     return slice(count * rank // size, count * (rank + 1) // size)
 
 
 def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tuple[slice, slice]:
-    """One rank's query heads, and the key/value heads that they look at: whole groups of the query
-    heads that look at one key/value head, where there are as many as ranks. Else several ranks
-    share a group: each has some of its query heads, and all have its key/value head. Raises
+    """Return one rank's query heads, and the key/value heads that they read.
+
+    With at least as many key/value heads as ranks, a rank has whole groups of query heads. Else
+    ranks share a group: each has some query heads, and all have its key/value head. Raises
     TPUnsupported if some rank would have none."""
     fold = num_heads // num_key_heads
     if num_key_heads >= size:
@@ -268,7 +270,7 @@ def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tup
     groups = [other * num_key_heads // size for other in range(size)]
     group = groups[rank]
     members = [other for other in range(size) if groups[other] == group]
-    if fold < -(-size // num_key_heads):  # of the largest group: all ranks say the same
+    if fold < -(-size // num_key_heads):  # of the largest group, so that all ranks agree
         raise TPUnsupported(
             f"{num_heads} query heads and {num_key_heads} key/value heads are too few for "
             f"{size} ranks"
@@ -278,7 +280,7 @@ def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tup
 
 
 def count_heads(model: PreTrainedModel) -> tuple[int, int]:
-    """Query heads, and key/value heads; 0 where the configuration does not say."""
+    """Count query heads and key/value heads; 0 if the configuration has no number."""
     config = model.config.get_text_config(decoder=True)
     num_heads = getattr(config, "num_attention_heads", 0)
     return num_heads, getattr(config, "num_key_value_heads", None) or num_heads
@@ -287,8 +289,9 @@ def count_heads(model: PreTrainedModel) -> tuple[int, int]:
 def plan_shards(
     model: PreTrainedModel, rank: int, size: int
 ) -> tuple[list[ShardSpec], dict[int, slice]]:
-    """This rank's part of every layer that is sharded, and of each such attention, by number of its
-    layer, its key/value heads. Raises TPUnsupported."""
+    """Return this rank's part of each sharded layer, and its key/value heads by attention layer.
+
+    Raises TPUnsupported."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     plan = getattr(config, "base_model_tp_plan", None) or {}
     num_heads, num_key_heads = count_heads(model)
@@ -337,12 +340,11 @@ def sample_shards(
     vocab_size,
     tp: TPGroup,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`sampling.sample` from shards of the vocabulary: logits are this rank's, [T, v]. Returns the
-    same, bit-identical on all ranks however they round: each computes it from what all have
-    exchanged.
+    """Sample as `sampling.sample` does, from this rank's logits [T, v].
 
     For each position the ranks exchange their best token, the largest perturbed logit, and sums of
-    exponentials. top_k and top_p need all logits, which are then exchanged.
+    exponentials; with top_k or top_p all logits. Each rank computes its result from the exchanged
+    values only, so results are bit-identical however ranks round.
     """
     if 0 < params.top_k < vocab_size or params.top_p < 1.0:
         return sampling.sample(_whole(logits, vocab_size, tp), keys, num_generated, params)
@@ -363,7 +365,7 @@ def sample_shards(
 
 
 def _whole(logits: torch.Tensor, vocab_size: int, tp: TPGroup) -> torch.Tensor:
-    """The logits of all ranks, [T, V]."""
+    """Gather the logits of all ranks, [T, V]."""
     widths = [len(range(vocab_size)[shard_of(vocab_size, r, tp.size)]) for r in range(tp.size)]
     shards = tp.gather(pad(sampling.widened(logits), (0, max(widths) - logits.shape[1])))
     return torch.cat([s[:, :width] for s, width in zip(shards, widths, strict=True)], dim=1)
