@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bubblespec.draft.sources import TrackedRows
+from bubblespec.mechanisms.drafter import mechanism
 from bubblespec.mechanisms.drafter import source as drafter_source
 from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, MAX_ROWS
 from bubblespec.mechanisms.drafter.source import DrafterSource
@@ -13,6 +14,14 @@ from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.windows import choose_chain_length
 from bubblespec.types import Row, SampleId
 from tests.helpers.clocks import Clock
+
+
+def test_complete_run_has_no_drafter_to_move(monkeypatch):
+    """An evaluation of a run that is complete may still enter the TP tail."""
+    monkeypatch.setattr(mechanism, "read_drafter", lambda *args, **options: None)
+    drafter = mechanism.DrafterMechanism(None, None, SimpleNamespace(is_main=True), None, None, id)
+    with drafter.moved_to(engine=None):
+        assert drafter.training is None
 
 
 def made_cost(*coefficients: float) -> CostModel:
