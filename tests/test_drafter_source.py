@@ -81,7 +81,7 @@ def tracked(source: DrafterSource) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seconds, drafts_on", [(1e-4, True), (0.1, False)])
-def test_what_chains_take_is_learned_however_long(seconds, drafts_on):
+def test_chain_cost_is_learned(seconds, drafts_on):
     """Before the first chain, and as chains are made."""
     source = make_source(3, seconds, made_cost(0.01, 0, 1e-5, 0, 0))
     source.profile()
@@ -114,7 +114,7 @@ def test_acceptance_is_counted_by_position_and_fades():
     assert source.acceptance_rates() == pytest.approx(prior, rel=0.1)
 
 
-def test_nothing_is_drafted_for_many_rows_and_nothing_learned_from_rows_that_are_gone():
+def test_many_rows_and_replaced_rows_get_no_chains():
     source = make_source(MAX_ROWS + 1, 1e-6, made_cost(0.01, 0, 1e-9, 0, 0))
     rows = tracked(source)
     assert not source.propose(rows, np.full(len(rows), 9)).count.any()
