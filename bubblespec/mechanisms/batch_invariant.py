@@ -210,8 +210,9 @@ def _logits(runner: ModelRunner, tokens: np.ndarray, widths: list[int]) -> torch
 
 
 def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> None:
-    """Make the model's products batch-invariant, and compare. Raises ValueError with what
-    differs."""
+    """Make the model's products batch-invariant, and compare.
+
+    Raises ValueError with what differs."""
     make_invariant(model)
     forward = InvariantForward(model, kernel, enforce_eager=config.rollout.enforce_eager)
     runner = ModelRunner(
