@@ -63,8 +63,8 @@ from bubblespec.mechanisms.batch_invariant import (
 from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
 from bubblespec.mechanisms.drafter.memory import add_drafter
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
+from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
 from bubblespec.mechanisms.episodes.forms import load_form
-from bubblespec.mechanisms.episodes.mechanism import EpisodesMechanism
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching

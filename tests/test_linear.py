@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bubblespec import setup as set_up_module
 from bubblespec.checkpoint import list_checkpoints, read_state
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
@@ -373,7 +372,7 @@ def test_a_continued_run_keeps_the_choice(monkeypatch, tmp_path):
     assert any(isinstance(module, FastLinear) for module in continued.learner.model.modules())
     assert same_weights(weights(tmp_path / "parts", 2), weights(tmp_path / "whole", 2))
 
-    monkeypatch.setattr(set_up_module, "describe_hardware", lambda device: {"cpu": "another"})
+    monkeypatch.setattr(linear_module, "describe_hardware", lambda device: {"cpu": "another"})
     resume = f"run.resume_from_checkpoint={os.path.abspath(folder)}"
     config, saved = config_of(tmp_path / "parts", resume), read_state(folder)["linear"]
     chosen = choose_linear(config, Ranks(torch.device("cpu")), whole.learner.model, saved)

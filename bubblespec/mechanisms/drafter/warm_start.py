@@ -57,6 +57,7 @@ def generate(
     with _progress("tokens of responses to learn from", wanted, ranks) as bar:
         while num_tokens < wanted and not engine.is_idle and not ranks.must_stop:
             load = engine.step(params)[1]
+            assert load is not None
             num_tokens += load.tokens - load.prompt_tokens
             bar.update(load.tokens - load.prompt_tokens)
     engine.collect()
@@ -78,7 +79,7 @@ def frequent_ids(
 @torch.no_grad()
 def examples_from(model: PreTrainedModel, rows: Sequence[Row], kernel: str) -> list[Example]:
     """Compute the policy's hidden states of these responses, and return examples with them."""
-    examples = []
+    examples: list[Example] = []
     for row in rows:
         tokens = np.concatenate((row.prompt, row.tokens[:-1]))
         packing = pack_sequences([len(tokens)], model.device)

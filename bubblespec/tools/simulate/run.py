@@ -16,7 +16,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.source import DrafterSource
-from bubblespec.mechanisms.episodes.mechanism import EpisodesMechanism
+from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
 from bubblespec.mechanisms.tail_batching import MAX_OVER_SAMPLING, scaled
 from bubblespec.mechanisms.tp_tail.tail import TPTail, enter_by_cost, measure
 from bubblespec.memory import AUTO_TP_ROWS, max_slots
