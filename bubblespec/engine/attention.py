@@ -9,6 +9,7 @@ heads, K key/value heads, G = H / K, D head dimension.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.attention import current_flash_attention_impl
@@ -149,7 +150,7 @@ def varlen(v: Varlen, query, key, value, *, scaling, window, alone=False) -> tor
         cu_k, options["block_table"] = v.paged
         # FlashAttention-2 needs both, FlashAttention-3 refuses both.
         tensors = (*tensors[:4], None if current_flash_attention_impl() == "FA3" else cu_k)
-    attend: Callable[..., torch.Tensor] = varlen_attn
+    attend: Callable[..., Any] = varlen_attn
     return attend(*tensors, v.max_q, v.max_k, scale=scaling, **options)
 
 

@@ -1,5 +1,4 @@
-"""Training of the drafter in idle time, slice by slice, on recent responses (TLT, arXiv
-2511.16665)."""
+"""Training of the drafter in idle time (TLT, arXiv 2511.16665), slice by slice."""
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.idle.task import NUM_WANTED, SLICE_S, SliceTask

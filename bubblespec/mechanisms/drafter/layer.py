@@ -36,15 +36,16 @@ MAX_DIFFERENCE = 0.3
 
 
 class Drafter(torch.nn.Module):
-    """One decoder layer, its norms, and the projection that fuses its two inputs. Embedding and
-    output head are the policy's current ones."""
+    """One decoder layer, its norms and the projection that fuses its two inputs.
+
+    Embedding and output head are the policy's, as they are at each call."""
 
     policy: PreTrainedModel
 
     def __init__(self, policy: PreTrainedModel, ids: np.ndarray, seed: int = 0):
-        """Create a drafter whose layer is a copy of the policy's last one. ids: int [V], the tokens
-        that it can draft, ascending. Raises ValueError if the policy's class cannot have a single
-        layer."""
+        """ids: int [V], the tokens that can be drafted, ascending.
+
+        Raises ValueError if the policy's class cannot have a single layer."""
         super().__init__()
         self.__dict__["policy"] = policy  # not registered: its parameters are not ours
         self.ids = np.asarray(ids, np.int64)
@@ -63,8 +64,9 @@ class Drafter(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, tokens: torch.Tensor, packing, kernel: str = "sdpa"
     ) -> torch.Tensor:
-        """Estimate the policy's next hidden states, [N, H]. hidden: [N, H], the policy's states at
-        these positions; tokens: int64 [N], the next tokens; packing: as in the policy's forward."""
+        """Return estimates of the policy's next hidden states, [N, H].
+
+        hidden: [N, H], the policy's; tokens: int64 [N], the ones after these positions."""
         with torch.no_grad():
             embedded = self.policy.get_input_embeddings()(tokens)
         token_norm, hidden_norm = self.norms
@@ -93,8 +95,9 @@ class Drafter(torch.nn.Module):
 
 
 def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
-    """Create a decoder of the policy's class with one layer, a copy of the policy's last one with
-    full attention. Modules outside of the layers, such as the last norm, are copied too."""
+    """Create a decoder of the policy's class whose layer is the policy's last with full attention.
+
+    What lies outside the layers, as the last norm, is copied too."""
     config = policy.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or []
     full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
@@ -157,9 +160,10 @@ def save_drafter(folder: str, drafter: Drafter, num_updates: int) -> None:
 def read_drafter(
     config: Config, model: PreTrainedModel, checkpoint: str | None, warns: bool = False
 ) -> tuple[Drafter, int] | None:
-    """Read the checkpoint's drafter, else that of drafter.path, and its number of updates; None if
-    there is neither. warns: whether to warn of a drafter for another policy of the same shapes.
-    Raises InputError for a folder without a drafter of this policy."""
+    """Return the drafter of the checkpoint, else of drafter.path, and its updates, or None.
+
+    warns: where it was trained for another policy of the same shapes. Raises InputError for a
+    folder without a drafter for this policy."""
     folder, key = config.drafter.path, "drafter.path"
     if checkpoint and os.path.isfile(_file_in(checkpoint)):
         folder, key = checkpoint, "run.resume_from_checkpoint"

@@ -1,5 +1,4 @@
-"""The learned drafter of a run (TLT, arXiv 2511.16665): read or trained before the first step, then
-drafting in rollouts and trained in their idle time."""
+"""The learned drafter of a run (TLT, arXiv 2511.16665): warm start, drafting, training."""
 
 import contextlib
 import os
@@ -44,8 +43,8 @@ class DrafterMechanism(Mechanism):
         checkpoint: str | None,
         set_kernels: Callable[[torch.nn.Module], None],
     ):
-        """Read a saved drafter, if there is one. params: of training's samples; checkpoint: folder
-        that the run continues from; set_kernels: chooses kernels for the drafter's linear layers.
+        """set_kernels: chooses kernels for the drafter's linear layers.
+
         Raises InputError for a saved drafter that does not fit."""
         self.config, self.model, self.ranks, self.params = config, model, ranks, params
         self.set_kernels = set_kernels
@@ -55,8 +54,9 @@ class DrafterMechanism(Mechanism):
         self._moved: dict[int, DrafterRunner] = {}  # by id() of the engine
 
     def start(self, trainer) -> None:
-        """Take the drafter of the checkpoint, else of drafter.path, else train one. Raises
-        StopRequested, and InputError for a policy that cannot have a drafter."""
+        """Take the drafter of the checkpoint, else of drafter.path, else train one.
+
+        Raises StopRequested, and InputError for a policy that cannot have a drafter."""
         config, sampler, step = self.config, trainer.sampler, trainer.num_updates
         if step >= config.run.max_steps:
             return
@@ -74,8 +74,7 @@ class DrafterMechanism(Mechanism):
             trainer.learner.on_hidden = training.take
 
     def _make_training(self, sampler, rows: list[Row]) -> DrafterTraining:
-        """Create the training and its source. rows: responses to learn from where no drafter was
-        saved."""
+        """Create the training and its source. rows: to learn from where none was saved."""
         config, ranks, params = self.config, self.ranks, self.params
         if self._saved is None:
             ids = frequent_ids(rows, params.stop_token_ids, VOCAB_SIZE, ranks)
@@ -113,13 +112,14 @@ class DrafterMechanism(Mechanism):
     @contextlib.contextmanager
     def moved_to(self, engine: Engine) -> Iterator[None]:
         """Context in which the source drafts for the rows of another engine."""
-        assert self.training is not None
-        source = self.training.source
+        if self.training is None:  # the run is complete: nothing is drafted
+            yield
+            return
         runner = self._moved.get(id(engine))
         if runner is None:
             runner = DrafterRunner(self.training.drafter, engine, self.params)
             self._moved[id(engine)] = runner
-        with source.moved_to(runner):
+        with self.training.source.moved_to(runner):
             yield
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:

@@ -51,8 +51,7 @@ class DrafterForward(ModelForward):
 
 
 class DrafterRunner:
-    """The drafter's part of an engine. While it is enabled it follows the slots of the engine's
-    runner (see `ModelRunner.follower`)."""
+    """The drafter's part of an engine: a `SlotFollower` of its runner while it is enabled."""
 
     def __init__(self, drafter: Drafter, engine: Engine, params: SamplingParams):
         """Create a runner for the rows of an engine. params: of these rows."""
@@ -128,8 +127,9 @@ class DrafterRunner:
         self.forget()
 
     def note(self, batch: Batch, hidden: torch.Tensor) -> None:
-        """Keep the hidden states of a forward, [N or more, H]. States of rejected draft tokens are
-        overwritten when their positions are fed again."""
+        """Keep the hidden states [N or more, H] of what a forward has fed.
+
+        Those of rejected draft tokens are overwritten when their positions are fed again."""
         if len(batch.count) > MAX_ROWS:
             self.forget()
             return
@@ -153,9 +153,10 @@ class DrafterRunner:
 
     @torch.inference_mode()
     def draft(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Draft chains for decoding rows, int64 [M, n]. Return also their slots, int64 [M], and the
-        number of positions that were caught up with. slots: int64, ascending; length: n, at most
-        MAX_CHAIN_LENGTH. The host waits for the device once."""
+        """Draft chains, int64 [M, n], for some of the slots, int64 [M] ascending.
+
+        Returns the chains, their slots, and how many positions the drafter had to catch up with.
+        length: n, at most MAX_CHAIN_LENGTH. The host waits for the device once."""
         engine, runner = self.engine, self.runner
         count = self._to_catch_up(slots)
         slots, count = slots[count > 0], count[count > 0]
@@ -195,8 +196,9 @@ class DrafterRunner:
         self._draw(state, self.runner.noise_keys(slots, zeros), tokens).cpu()
 
     def _to_catch_up(self, slots: np.ndarray) -> np.ndarray:
-        """Return the number of positions that each row's cache lacks, int64; 0 where hidden states
-        are missing. Rows whose cache cannot be continued start again."""
+        """Return how many positions each row's cache lacks; 0 where hidden states are missing.
+
+        Rows whose cache cannot be continued start again."""
         verified = self.engine.cached[slots]
         kept_from = np.maximum(self._first[slots], self._end[slots] - NUM_KEPT)
         base, cached = self._base[slots], self._num_cached[slots]
@@ -210,8 +212,9 @@ class DrafterRunner:
     def _draw(
         self, states: torch.Tensor, keys: torch.Tensor, num_generated: torch.Tensor
     ) -> torch.Tensor:
-        """Sample from the drafter's logits with the rows' own noise, int64 [M]. states: [M, H];
-        keys: int32 [M, 4], of the noise; num_generated: int64 [M], tokens before these."""
+        """Sample tokens, int64 [M], from states [M, H] with the rows' own noise, int32 [M, 4].
+
+        num_generated: int64 [M], tokens before them."""
         logits, ids = SHARPNESS * widened(self.drafter.logits(states)), self.drafter.device_ids
         _, allowed = scale_and_restrict(logits, num_generated, self.params)
         if self.params.temperature > 0.0:
@@ -226,8 +229,7 @@ class DrafterRunner:
         start: np.ndarray,
         count: np.ndarray,
     ) -> torch.Tensor:
-        """Return the drafter's states of new positions, [N, H]: `count` of each slot, from `start`
-        on in the drafter's cache."""
+        """Return the states [N, H] of `count` new positions of each slot, from `start` on."""
         starts, counts = np.zeros((2, slots[-1] + 1), np.int64)
         starts[slots], counts[slots] = start, count
         runner = self.runner

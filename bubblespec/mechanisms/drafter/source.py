@@ -44,13 +44,11 @@ class DrafterSource(DraftSource):
         self._proposed: dict[int, np.ndarray] = {}  # by row
 
     def acceptance_rates(self) -> np.ndarray:
-        """Return the chance that the first 1, 2, ... tokens of a chain are all right, float64
-        [MAX_CHAIN_LENGTH]."""
+        """Return the probability that the first 1, 2, ... tokens of a chain are all right."""
         return np.cumprod(self._survival.estimates[self._positions])
 
     def enable(self, is_on: bool) -> None:
-        """Follow the engine's rows; or draft nothing, and release the drafter's hidden states, keys
-        and values. Only between rollouts."""
+        """Follow the engine's rows, or draft nothing and release memory. Between rollouts only."""
         self.is_enabled = is_on
         self.runner.enable(is_on)
 
@@ -65,8 +63,7 @@ class DrafterSource(DraftSource):
             self.runner = own
 
     def profile(self) -> None:
-        """Time forwards of the drafter with few and many rows, while the engine is empty. The first
-        one of each size does not count."""
+        """Time the drafter's forwards of few and many rows, while the engine has none."""
         num_slots = self.runner.engine.num_slots
         for count in sorted({1, min(8, num_slots), min(MAX_ROWS, num_slots)}):
             self.runner.run_once(count)
@@ -78,8 +75,7 @@ class DrafterSource(DraftSource):
 
     @property
     def chance(self) -> float:  # type: ignore[override]  # it depends on the engine's rows
-        """Acceptance rate of another source's proposal below which a chain gains more, net of the
-        drafter's own time."""
+        """Acceptance rate of another source below which a chain gains more, its time included."""
         active = max(len(self.runner.engine.rows), 1)
         length = self.choose_length(active, 1)
         if not length:

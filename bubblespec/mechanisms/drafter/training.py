@@ -52,9 +52,11 @@ class Example(NamedTuple):
 
 
 def examples_of(tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor) -> Iterator[Example]:
-    """Yield the pieces of one response, observations included: the policy's distribution there is
-    as good a teacher. tokens: int64 [L], prompt and response without its last token; hidden:
-    [L, H]."""
+    """Return the pieces of one response.
+
+    Observations are learned from too: what the policy would say
+    there is as good a teacher. tokens: int64 [L], prompt and response without its last token;
+    hidden: [L, H]."""
     for begin in range(prompt_length, len(tokens) + 1, PIECE):
         start, stop = max(begin - CONTEXT, 0), min(begin + PIECE - 1, len(tokens))
         if stop - start > 1:  # a state, and the next one to predict
@@ -87,8 +89,7 @@ class UnrolledPacking:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        """query: [N, heads, D]; key, value: [N, key/value heads, D], N = S * T. Returns [N, heads,
-        D]. There is one layer, without a window."""
+        """Return [N, heads, D] of query [N, heads, D] and key and value [N, key/value heads, D]."""
         fold = query.shape[1] // key.shape[1]
         query, key, value = (
             t.unflatten(0, self.shape).transpose(1, 2) for t in (query, key, value)
@@ -175,9 +176,10 @@ class DrafterTraining:
     def _passes(
         self, hidden: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, num_passes: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the drafter's logits by pass, [n, V], and a mask of their positions among those
-        that count: chains begin where their first token is of the response. hidden: [S, T, H];
-        tokens, counts: see `_pad`."""
+        """Return per pass the logits [n, V] and which of the counted positions they are for, bool.
+
+        Chains begin where the first token that they draft is of the response. hidden: [S, T, H];
+        tokens, counts: of `_pad`."""
         sequences, length, size = hidden.shape
         packing = UnrolledPacking(sequences, length, hidden.device)
         known, started = hidden, counts
@@ -189,9 +191,9 @@ class DrafterTraining:
             started = counts & pad(started, (1, 0))[:, :-1]
 
     def _pad(self, examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return on the device: hidden states [S, T + 1, H]; the token after each position, int64
-        [S, T]; and whether the predicted token, the next but one, is of the response, bool
-        [S, T]."""
+        """Return padded examples: hidden [S, T + 1, H], next tokens int64 [S, T], counts [S, T].
+
+        A position counts if the token that it predicts, the second after it, is of the response."""
         parts = (
             [x.hidden for x in examples],
             [torch.from_numpy(x.tokens[1:]) for x in examples],
@@ -222,8 +224,7 @@ class DrafterTraining:
         return min((len(example.hidden) for example in self.examples), default=0)
 
     def run_slice(self, limit_s: float) -> float:
-        """Learn from one example that should take at most `limit_s`, if there is one. Return its
-        seconds."""
+        """Learn from one example that is expected to fit `limit_s`; return the seconds it took."""
         begin_s = self.clock.perf_counter()
         fitting = [x for x in self.examples if len(x.hidden) * self.token_s <= limit_s]
         if not fitting:
@@ -237,8 +238,9 @@ class DrafterTraining:
 
     @torch.no_grad()
     def merge(self, ranks: Ranks) -> None:
-        """Continue with the mean of all ranks' drafters, weighted by their updates since the last
-        merge. From now on examples of the next step are accepted."""
+        """Continue, on all ranks, with the mean of their drafters by updates since the last time.
+
+        From now on the step's examples are accepted."""
         self._room = SHARE_PER_STEP * BUFFER_TOKENS
         made, self._num_unmerged = self._num_unmerged, 0
         if ranks.world_size == 1:
@@ -250,8 +252,7 @@ class DrafterTraining:
             torch._foreach_copy_(self.params, self.masters)
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Return the metrics of a step. The chain length is the mean over forwards with a
-        choice."""
+        """Return metrics of a step; the chain length is a mean over forwards with a choice."""
         rates = ranks.gather(self.source.acceptance_rates()).mean(axis=0)
         metrics = {f"drafter/accepted_{n + 1}": float(rate) for n, rate in enumerate(rates)}
         metrics["drafter/mean_acceptance_length"] = 1.0 + float(rates.sum())
