@@ -34,7 +34,7 @@ class AcceptanceRates(NamedTuple):
         return np.exp(-self.hazard * position)
 
     def accepted(self, drafted: np.ndarray) -> np.ndarray:
-        """Return the tokens before the first mismatch of `drafted` ones, as expected, float64 [S]."""
+        """Return expected tokens before the first mismatch of `drafted` ones, float64 [S]."""
         hazard = max(self.hazard, 1e-9)
         return -np.expm1(-hazard * drafted) / hazard
 
