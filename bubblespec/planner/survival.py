@@ -91,7 +91,7 @@ class Survival:
         }
 
     def by_source(self) -> dict[str, list[int]]:
-        """Return this rollout's [proposed, accepted] tokens by source, without rows drafted ahead."""
+        """Return this rollout's [proposed, accepted] by source, without rows drafted ahead."""
         table: dict[str, list[int]] = {}
         columns = (self.counts[PROPOSED, 1], self.counts[ACCEPTED, 1], self._past[TRIED])
         for (name, *_), *column in zip(self.kinds, *map(np.ndarray.tolist, columns), strict=True):
