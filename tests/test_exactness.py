@@ -49,10 +49,7 @@ def reference(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "preempt, corrupt, overrides",
-    [
-        (0.3, 0.0, ("rollout.max_num_seqs=14", "rollout.max_num_batched_tokens=60")),
-        (0.0, 0.5, ()),
-    ],
+    [(0.3, 0.0, ("rollout.max_num_seqs=14", "rollout.max_num_batched_tokens=60")), (0.0, 0.5, ())],
     ids=["preempted", "corrupted"],
 )
 def test_disturbances_leave_tokens_and_weights_unchanged(

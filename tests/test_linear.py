@@ -94,12 +94,7 @@ def test_generation(kernel, pad_to, rows, has_bias):
 @pytest.mark.parametrize("is_rowwise", [False, True])
 @pytest.mark.parametrize(
     "calls",
-    [
-        (),
-        ALL_PACKED,
-        (Call(TRANSPOSED),) * len(ROWS),
-        (Call(TRANSPOSED, 6),) * 5 + ALL_PACKED[5:],
-    ],
+    [(), ALL_PACKED, (Call(TRANSPOSED),) * len(ROWS), (Call(TRANSPOSED, 6),) * 5 + ALL_PACKED[5:]],
 )
 def test_shards_add_up_to_the_whole_layer(calls, is_rowwise):
     """Of uneven size; after an update they are those of the new weight."""

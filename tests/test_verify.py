@@ -12,12 +12,7 @@ from scipy import stats
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.sampling import (
-    SamplingParams,
-    num_gained,
-    sample,
-    verify,
-)
+from bubblespec.engine.sampling import SamplingParams, num_gained, sample, verify
 
 V, STOP, START = 6, 0, 1
 LIMIT, LONGEST_DRAFT = 6, 8  # drafts may run past the limit, and go on after a stop token

@@ -28,11 +28,7 @@ from transformers import PreTrainedModel
 from bubblespec.distributed.ranks import Ranks, all_gather
 from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.engine import sampling
-from bubblespec.engine.forward import (
-    GraphMemory,
-    ModelForward,
-    Sampled,
-)
+from bubblespec.engine.forward import GraphMemory, ModelForward, Sampled
 from bubblespec.engine.kernels import cache_for
 from bubblespec.engine.model_checks import TOLERANCE, random_tokens, relative_difference
 from bubblespec.engine.output_head import output_head
