@@ -14,9 +14,8 @@ from bubblespec.engine import kernels
 from bubblespec.engine.attention import bubblespec_attention
 from bubblespec.engine.kernels import choose_kernel
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.packing import pack_rows, pack_sequences
+from bubblespec.engine.packing import pack_rows
 from bubblespec.setup import build
 from tests.helpers.graphs import eager, feed, install_flash_attn, stand_in
 from tests.helpers.models import VOCAB
@@ -178,34 +177,3 @@ def test_a_run_says_which_kernel_it_falls_back_to(monkeypatch, tmp_path, capsys)
     trainer.lock.close()
     assert trainer.learner.kernel == "sdpa"
     assert capsys.readouterr().err.splitlines().count("warning: a line") == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kernel", ["varlen", "flash_attn"])
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
-def test_cuda_kernels_equal_sdpa(make_model, name, kernel):
-    """In bfloat16, cached and whole sequences, to the rounding of the type."""
-    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        pytest.skip("flash_attn is not installed")
-    model = make_model(name, torch.bfloat16).cuda()
-    prepare_model(model, 256)
-    rng = np.random.default_rng(0)
-    sequences = [rng.integers(1, VOCAB, 256) for _ in range(5)]
-    with torch.no_grad():
-        results = []
-        for chosen in ("sdpa", kernel):
-            cache, start, parts = KVCache(5, 256), np.zeros(5, np.int64), []
-            for count in COUNTS:
-                parts.append(feed(model, cache, sequences, start, count, eager(model, chosen)))
-                start += count
-            lengths = [30, 7, 100]
-            whole = torch.from_numpy(
-                np.concatenate([s[:n] for s, n in zip(sequences, lengths, strict=False)])
-            ).cuda()
-            parts.append(
-                forward_hidden(model, whole, pack_sequences(lengths, whole.device), chosen)
-            )
-            results.append(torch.cat(parts).float())
-    scale = results[0].abs().max()
-    assert (results[0] - results[1]).abs().max() / scale < 0.03

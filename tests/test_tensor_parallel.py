@@ -29,38 +29,29 @@ from bubblespec.mechanisms.tp_tail.shards import (
 )
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import Drafter, as_dict, make_runner
-from tests.helpers.models import GQA, SMALL, VOCAB, small_config
+from tests.helpers.models import ARCHITECTURES, GQA, SMALL, VOCAB, config_of, random_model
 from tests.helpers.tp import run_together
 
 LONGEST = 64
-UNEVEN = {**SMALL, "hidden_size": 72, "intermediate_size": 97}
+UNEVEN = {**SMALL, "hidden_size": 72, "intermediate_size": 97, "tie_word_embeddings": True}
 UNEVEN |= {"num_attention_heads": 9, "num_key_value_heads": 3}
-CONFIGS = {
-    "llama": lambda: small_config("llama"),
-    "uneven, tied": lambda: transformers.LlamaConfig(**UNEVEN, tie_word_embeddings=True),
-    "biases everywhere": lambda: transformers.LlamaConfig(
-        **GQA, attention_bias=True, mlp_bias=True
-    ),
-    "qwen2": lambda: small_config("qwen2"),
-    "qwen3": lambda: small_config("qwen3"),
-    "mistral-window": lambda: small_config("mistral-window"),
-    "gemma": lambda: transformers.GemmaConfig(**GQA, head_dim=24),
-    "starcoder2": lambda: transformers.Starcoder2Config(**GQA, use_bias=True),
-    "gpt_neox": lambda: small_config("gpt_neox"),
-    "one key/value head": lambda: transformers.LlamaConfig(**{**GQA, "num_key_value_heads": 1}),
-    # Only its MLP, and only its attention, are named by styles that are cut.
-    "olmo2": lambda: small_config("olmo2"),
-    "mixtral": lambda: transformers.MixtralConfig(**GQA, num_local_experts=4),
-    "capped": lambda: transformers.Gemma3TextConfig(
-        **GQA, head_dim=16, query_pre_attn_scalar=16, final_logit_softcapping=3.0
-    ),
+CAPPED = {**GQA, "head_dim": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0}
+# olmo2: only its MLP, mixtral: only its attention is named by styles that are cut.
+CONFIGS = {name: ARCHITECTURES[name] for name in ("llama", "qwen2", "qwen3", "mistral-window")}
+CONFIGS |= {name: ARCHITECTURES[name] for name in ("gpt_neox", "olmo2")} | {
+    "uneven, tied": ("Llama", UNEVEN),
+    "biases everywhere": ("Llama", {**GQA, "attention_bias": True, "mlp_bias": True}),
+    "gemma": ("Gemma", {**GQA, "head_dim": 24}),
+    "starcoder2": ("Starcoder2", {**GQA, "use_bias": True}),
+    "one key/value head": ("Llama", {**GQA, "num_key_value_heads": 1}),
+    "mixtral": ("Mixtral", {**GQA, "num_local_experts": 4}),
+    "capped": ("Gemma3Text", CAPPED),
 }
 KNOWN = {"capped": 61}  # ids with a token, where these are not all
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).to(dtype).eval()
+    model = random_model(config_of(*CONFIGS[name]), dtype)
     for parameter in model.parameters():  # biases start as zeros
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.1)
