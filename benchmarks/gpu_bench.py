@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from bubblespec.distributed.cuda import set_cuda_defaults
-from bubblespec.engine.attention import VARLEN_KERNELS, problem_of
+from bubblespec.distributed.device import set_cuda_defaults
+from bubblespec.engine.attention import VARLEN_KERNELS
 from bubblespec.engine.batch import Load
 from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import Forward, ModelForward, can_capture
+from bubblespec.engine.kernels import problem_of
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams

@@ -33,9 +33,10 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import full_batch, gradient_peak, peak_of
+from bubblespec.samples import Samples
 from bubblespec.tools.doctor.forwards import FORWARD_CHECKS, Case
 from bubblespec.tools.simulate.roofline import SAMPLE_S
-from bubblespec.types import Group, Prompt, Samples
+from bubblespec.types import Group, Prompt
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 GPU_TESTS = ("attention", "graphs", "compiled", "noise", "tp_graphs")

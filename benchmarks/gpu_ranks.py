@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_bench import Bench, Figure, make_bench, make_rows, start_decoding
-from bubblespec.distributed.cuda import ALLOCATOR_VARIABLES
+from bubblespec.distributed.device import ALLOCATOR_VARIABLES
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.graphs import capture, rehearse

@@ -91,7 +91,7 @@ def start(rows: list[Row], drafts: list[Draft | None]) -> tuple[Proposer, float]
     parameters = np.zeros_like(CostModel().parameters)
     parameters[:3] = COST_S
     cost = CostModel.from_parameters(parameters)
-    proposer = make_proposer("bubble+suffix", History(1), cost, has_drafts=True)
+    proposer = make_proposer(["bubble", "suffix"], History(1), cost, has_drafts=True)
     begin_s = time.perf_counter()
     proposer.begin()
     for row, draft in zip(rows, drafts, strict=True):

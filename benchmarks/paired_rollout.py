@@ -32,10 +32,11 @@ from bubblespec.records import StepRecord
 from bubblespec.rewards.scorer import Scoring
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
+from bubblespec.samples import Samples
 from bubblespec.setup import build
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.trainer import Trainer
-from bubblespec.types import Row, Samples
+from bubblespec.types import Row
 
 PAPER = (
     "paper (arXiv 2605.08862, its own hardware): decoding steps -50%, rollout throughput up to 1.8x"
@@ -122,7 +123,7 @@ def paired_step(
         spans=[outcome["exchange"]],
         drafts={},
     )
-    known = {"store_tokens": sampler.store.num_tokens, "accepted_by_age": stats.accepted_by_age}
+    known = {"store_tokens": sampler.store.num_tokens, "accepted_by_age": stats.survival.by_age}
     result |= speculation_metrics(ranks, record, **known)
     result |= {
         "rows": len(samples),

@@ -1,5 +1,4 @@
-"""Memory of one rank: estimated bytes before a run, slots and pages that fit, and how many tokens
-of drafts and history the machine may hold.
+"""Memory of one rank: estimates before a run, slots and pages that fit, and a budget of tokens.
 
 Weights, gradients, optimizer state, keys and values follow from shapes. Activations of a gradient
 step and of a forward are a rule of thumb; a run on a GPU measures the peaks of both and gives the
@@ -9,6 +8,7 @@ remaining memory to keys and values.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -60,10 +60,10 @@ def estimate(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
     """Estimate the needs of a model from its shapes; it may be on the meta device."""
     shape, size = model.config.get_text_config(decoder=True), model.dtype.itemsize
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
-    embeddings = model.get_input_embeddings().weight.numel()
+    embeddings = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.numel()
     layers, hidden, vocab = shape.num_hidden_layers, shape.hidden_size, shape.vocab_size
     in_bfloat16 = model.dtype == torch.bfloat16
-    grad_size, share = 4 if in_bfloat16 else size, sum(trained)
+    grad_size, share = 4 if in_bfloat16 else size, float(sum(trained))
     if config.optim.shard_state:
         share = max(share / world_size, max(trained))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -118,8 +118,11 @@ def num_rows(config: Config, world_size: int) -> int:
 
 
 def max_slots(config: Config, world_size: int) -> int:
-    """Return the largest useful number of slots: one per row of a rank, and as many again for
-    drafts, deferred prompts, or many short rows placed against few long ones."""
+    """Return the largest useful number of slots.
+
+    One per row of a rank, and as many again for drafts, deferred prompts, or many short rows placed
+    against few long ones.
+    """
     is_placed = world_size > 1 and config.rollout.placement != "in_turn"
     has_more = "bubble" in config.speculative.sources or config.tail_batching.enabled or is_placed
     rows = num_rows(config, world_size) * (2 if has_more else 1)
@@ -132,8 +135,7 @@ def has_pages(config: Config) -> bool:
 
 
 def cache_unit(config: Config, needs: Needs, is_paged: bool) -> tuple[float, int, int]:
-    """Return the unit of the cache, a page or a slot: its bytes, the number of spare units, and the
-    units of the longest row."""
+    """Return the bytes of a page or slot, how many are spare, and those of the longest row."""
     if not is_paged:
         return needs.slot, 0, 1
     length = max_length(config)
@@ -143,12 +145,12 @@ def cache_unit(config: Config, needs: Needs, is_paged: bool) -> tuple[float, int
 def choose_slots(
     config: Config, learner: Learner, ranks: Ranks, needs: Needs
 ) -> tuple[int, int | None, int]:
-    """Return rollout.max_num_seqs, the number of pages (None without pages) and
-    rollout.tp_tail_max_rows, equal on all ranks, which call this together.
+    """Return rollout.max_num_seqs, the number of pages or None, and rollout.tp_tail_max_rows.
 
-    Each `auto` becomes what fits into the memory that is free once model and optimizer are loaded;
-    pages fill it. Ranks on CPUs use half of the machine's free memory, as nothing measures a
-    gradient step there. Raises InputError where the slots do not fit.
+    All ranks call it together and get equal figures. Each `auto` becomes what fits into the memory
+    that is free once model and optimizer are loaded; pages fill it. Ranks on CPUs use half of the
+    machine's free memory, as nothing measures a gradient step there. Raises InputError where the
+    slots do not fit.
     """
     rollout, device = config.rollout, ranks.device
     wanted, free = rollout.max_num_seqs, free_bytes(device)
@@ -189,8 +191,7 @@ def choose_slots(
 
 
 def gradient_peak(config: Config, learner: Learner) -> int:
-    """Measure the peak bytes of a gradient step on a full micro-batch, nearly all of whose tokens
-    are sampled. Clears the gradient afterwards."""
+    """Measure the peak bytes of a gradient step on a full micro-batch; clear the gradient."""
     device = learner.ranks.device
     lengths = full_batch(config.optim.max_tokens_per_microbatch, config)
     prompts: list[tuple[int, ...]] = [(0,)] * len(lengths)
@@ -208,8 +209,7 @@ def gradient_peak(config: Config, learner: Learner) -> int:
 
 @torch.inference_mode()
 def forward_peak(config: Config, learner: Learner) -> int:
-    """Measure the peak bytes of a rollout's forward of rollout.max_num_batched_tokens tokens, each
-    of which is sampled, as draft tokens are."""
+    """Measure the peak bytes of a rollout's largest forward, whose tokens are all sampled."""
     rollout, model, device = config.rollout, learner.model, learner.ranks.device
     count = rollout.max_num_batched_tokens
     lengths = full_batch(count, config)
@@ -255,8 +255,7 @@ def free_host_bytes() -> float:
 
 
 def host_token_budget(ranks: Ranks) -> tuple[int, int]:
-    """Return how many tokens of drafts and of history each rank may keep in the machine's memory,
-    equal on all ranks, which call this together."""
+    """Return how many tokens of drafts and of history each rank may keep, equal on all ranks."""
     free = SHARE_OF_HOST * float(ranks.gather(np.array([free_host_bytes()])).min())
     return int(free // DRAFT_TOKEN_BYTES), int(free // HISTORY_TOKEN_BYTES)
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bubblespec.types import Draft, SampleId, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Draft, SampleId
 
 
 class Span(NamedTuple):
@@ -82,15 +83,8 @@ class Acceptance:
     accepted_tokens: int = 0
     covered_tokens: int = 0
     """Tokens with a proposal, right or wrong."""
-    before_divergence: list[int] = field(default_factory=lambda: [0, 0])
-    """[tried, accepted] tokens of drafts up to and with the first difference from the response."""
-    after_divergence: list[int] = field(default_factory=lambda: [0, 0])
-    """[gained, given by the own draft] tokens of rows behind that difference, up to the end of the
-    draft."""
     by_source: dict[str, list[int]] = field(default_factory=dict)
     """[proposed, accepted] tokens by source (SOURCES)."""
-    by_age: dict[int, list[int]] = field(default_factory=dict)
-    """[proposed, accepted] tokens of aligned drafts, by updates since the draft was extended."""
     accepted_lengths: np.ndarray = field(
         default_factory=lambda: np.zeros(len(ACCEPT_BINS), np.int64)
     )

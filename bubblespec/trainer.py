@@ -20,7 +20,8 @@ from bubblespec.learn.learner import Learner
 from bubblespec.records import Span, StepRecord
 from bubblespec.rollout.evaluate import Evaluation, Evaluator
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.types import Group, Prompt, Samples, has_rewards
+from bubblespec.samples import Samples, has_rewards
+from bubblespec.types import Group, Prompt
 
 
 class Reporter(Protocol):
@@ -176,7 +177,7 @@ class Trainer:
         if schedule.prompts.num_dropped:
             metrics["data/num_dropped"] = schedule.prompts.num_dropped
         if sampler.proposer is not None:
-            accepted_by_age = sampler.stats.accepted_by_age
+            accepted_by_age = sampler.stats.survival.by_age
             if "bubble" in self.config.speculative.sources or self.config.tail_batching.enabled:
                 store_tokens = sampler.store.num_tokens
         self.reporter.report(record, metrics, accepted_by_age, store_tokens)

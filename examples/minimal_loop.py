@@ -20,10 +20,10 @@ import hashlib
 import os
 
 import numpy as np
+import reasoning_gym
 import torch
 import transformers
 
-from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.model_checks import prepare_model
@@ -32,17 +32,12 @@ from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.rewards.functions import exact_match
 from bubblespec.types import Prompt, Row, SampleId
 
 MODEL = os.path.join(os.path.dirname(__file__), "../configs/tiny_policy")
 SHORT = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}
 LONG = {**SHORT, "min_terms": 10, "max_terms": 14}  # few, but each step waits for them
-TASKS = [
-    {"name": "chain_sum", "weight": 0.8, "config": SHORT},
-    {"name": "chain_sum", "weight": 0.2, "config": LONG},
-]
+LONG_EVERY = 5  # prompts
 NUM_STEPS = 8
 NUM_PROMPTS = 8
 NUM_GENERATIONS = 4
@@ -83,6 +78,27 @@ def generate(
         engine.step(params, proposer)
     engine.collect()  # the tokens of unfinished rows
     return {row.id: row.tokens for row in coming if len(row.tokens)}
+
+
+def make_prompts(tokenizer, count: int) -> list[Prompt]:
+    """Sums to compute; one prompt in LONG_EVERY is long."""
+    tasks = [
+        reasoning_gym.create_dataset("chain_sum", size=count, seed=SEED, **task)
+        for task in (SHORT, LONG)
+    ]
+    prompts = []
+    for uid in range(count):
+        entry = tasks[uid % LONG_EVERY == 0][uid]
+        ids = tokenizer(entry["question"], add_special_tokens=False)["input_ids"]
+        prompts.append(Prompt(uid, entry["question"], tuple(ids), {"answer": entry["answer"]}))
+    return prompts
+
+
+def rewards_of(texts: list[str], answers: list[str]) -> np.ndarray:
+    """1 where the text in <answer> tags is right, else 0; float64 [prompts, generations]."""
+    given = [text.rpartition("<answer>")[2].partition("</answer>")[0].strip() for text in texts]
+    right = [one == other for one, other in zip(given, answers, strict=True)]
+    return np.array(right, float).reshape(NUM_PROMPTS, NUM_GENERATIONS)
 
 
 def rows_of(prompts: list[Prompt], step: int) -> list[Row]:
@@ -127,19 +143,20 @@ def train(num_steps: int, use_drafts: bool) -> list[tuple[str, int, float]]:
     engine = Engine(ModelRunner(model, num_slots, max_length, SEED))
     params = SamplingParams(stop_token_ids=(tokenizer.eos_token_id,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    problems = reasoning_gym_rows(TASKS, 500, SEED)
-    prompts = build_prompt_set(problems, make_tokenize(tokenizer), MAX_PROMPT_LENGTH)
+    prompts = make_prompts(tokenizer, (num_steps + 1) * NUM_PROMPTS)
+    batches = [prompts[n * NUM_PROMPTS : (n + 1) * NUM_PROMPTS] for n in range(num_steps + 1)]
     steps, drafts = [], {}
     for step in range(num_steps):
-        batch, next_batch = (prompts.batch(SEED, s, NUM_PROMPTS) for s in (step, step + 1))
+        batch, next_batch = batches[step : step + 2]
         rows, num_forwards = rows_of(batch, step), engine.num_forwards
         coming = rows_of(next_batch, step + 1) if use_drafts else []
         drafts = generate(engine, params, rows, coming, drafts)
-        answers = np.repeat([prompt.columns["answer"] for prompt in batch], NUM_GENERATIONS)
+        answers = [p.columns["answer"] for p in batch for _ in range(NUM_GENERATIONS)]
         texts = [tokenizer.decode(row.tokens, skip_special_tokens=True) for row in rows]
-        rewards = np.array(exact_match(None, texts, None, answers)).reshape(NUM_PROMPTS, -1)
-        advantages = estimate_advantages(rewards, "grpo").ravel()
-        update(model, optimizer, rows, advantages, params.temperature)
+        rewards = rewards_of(texts, answers)
+        spread = rewards.std(axis=1, ddof=1, keepdims=True) + 1e-4
+        advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / spread  # GRPO
+        update(model, optimizer, rows, advantages.ravel(), params.temperature)
         steps.append((digest_of(rows), engine.num_forwards - num_forwards, float(rewards.mean())))
     return steps
 

@@ -17,7 +17,8 @@ from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.rollout.table import RowTable
-from bubblespec.types import Group, Launch, Prompt, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Group, Launch, Prompt
 
 FILE = os.path.join(os.path.dirname(__file__), "data", "lengths.npz")
 CONFIG = "configs/smollm2_135m_cpu.yaml"

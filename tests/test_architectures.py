@@ -8,8 +8,8 @@ import transformers
 from transformers import GenerationConfig
 
 from bubblespec.engine import attention
-from bubblespec.engine.attention import problem_of
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.kernels import problem_of
 from bubblespec.engine.model import UnsupportedModel
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner

@@ -25,17 +25,9 @@ from notebooks import reports
 from tests.helpers.runs import ALWAYS_DRAFT
 
 CONFIG = "configs/tiny_cpu.yaml"
-SMALL = [
-    "data.size=100",
-    "rollout.num_prompts_per_step=2",
-    "rollout.num_generations=2",
-    "rollout.max_completion_length=4",
-    "rollout.max_num_seqs=4",
-    "model.dtype=float64",
-    "optim.learning_rate=0",
-    "run.max_steps=2",
-    "eval.num_prompts=2",
-]
+SMALL = ["data.size=100", "run.max_steps=2", "eval.num_prompts=2", "rollout.num_generations=2"]
+SMALL += ["rollout.num_prompts_per_step=2", "rollout.max_completion_length=4"]
+SMALL += ["rollout.max_num_seqs=4", "model.dtype=float64", "optim.learning_rate=0"]
 
 
 @pytest.fixture(autouse=True)

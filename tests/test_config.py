@@ -94,36 +94,31 @@ def test_unknown_key_is_answered_by_nearest_key(load, override, key, hint):
     assert message.startswith(f"{key}: unknown key") and hint in message
 
 
-# override | key, where it is not that of the override
+# override | key, where it is not that of the override | what is said
 WRONG_TYPES = """
-run.seed=abc |
-run.seed=true |
-data.as_chat=maybe |
-model.path.x=3 | model.path
-model.path= |
-model=3 |
-reward.functions=a.b |
-reward.weights=[a] | reward.weights[0]
-run.timeline_steps=[3,1.5] | run.timeline_steps[1]
-data.tasks[0].weight=1 | data.tasks
-data.tasks=[3] | data.tasks[0]
-data.tasks=[{name: a, weight: x}] | data.tasks
-data.tasks=[{name: a, wieght: 2}] | data.tasks
-run.output_dir=${nothing.here} |
-data.tasks=[{name: a, config: {x: '${nothing}'}}] | data.tasks[0].config.x
+run.seed=abc | |
+run.seed=true | |
+data.as_chat=maybe | |
+model.path.x=3 | model.path |
+model.path= | |
+model=3 | |
+reward.functions=a.b | | is a list or a mapping; set all of it
+data.columns=[a] | | is a list or a mapping; set all of it
+reward.weights=[a] | reward.weights[0] |
+run.timeline_steps=[3,1.5] | run.timeline_steps[1] |
+data.tasks[0].weight=1 | data.tasks | is a list or a mapping; set all of it
+data.tasks=[3] | data.tasks[0] |
+data.tasks=[{name: a, weight: x}] | data.tasks |
+data.tasks=[{name: a, wieght: 2}] | data.tasks |
+run.output_dir=${nothing.here} | |
+data.tasks=[{name: a, config: {x: '${nothing}'}}] | data.tasks[0].config.x |
 """
 
 
-@pytest.mark.parametrize(
-    "override", ["reward.functions=a.b", "data.tasks[0].weight=1", "data.columns=[a]"]
-)
-def test_lists_and_mappings_are_set_whole(load, override):
-    assert "is a list or a mapping; set all of it" in refusal(load, MINIMAL, override)
-
-
-@pytest.mark.parametrize("override, key", rows_of(WRONG_TYPES))
-def test_wrong_type_names_the_key(load, override, key):
-    assert refusal(load, MINIMAL, override).startswith(f"{key or override.split('=')[0]}: ")
+@pytest.mark.parametrize("override, key, what", rows_of(WRONG_TYPES))
+def test_wrong_type_names_the_key(load, override, key, what):
+    message = refusal(load, MINIMAL, override)
+    assert message.startswith(f"{key or override.split('=')[0]}: ") and what in message
 
 
 # overrides | key, where it is not that of the first override | what is possible
@@ -226,9 +221,8 @@ def test_broken_file_is_one_line(load, text, part):
 
 
 def test_missing_file_and_folder_are_named(tmp_path):
-    for path in [str(tmp_path / "none.yaml"), str(tmp_path)]:
-        with pytest.raises(InputError, match=rf"^--config: no file at {path}$"):
-            load_config(path)
+    for path in (str(tmp_path / "none.yaml"), str(tmp_path)):
+        assert refusal(load_config, path) == f"--config: no file at {path}"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import os
 import pytest
 import torch
 
-from bubblespec.distributed.cuda import ALLOCATOR_VARIABLES, set_cuda_defaults
-from bubblespec.distributed.device import find_device
+from bubblespec.distributed.device import ALLOCATOR_VARIABLES, find_device, set_cuda_defaults
 from bubblespec.distributed.ranks import ranks_from_environment
 from tests.helpers.checks import refusal
 

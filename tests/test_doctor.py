@@ -1,5 +1,4 @@
-"""The doctor, alone and on two ranks; checks that fail; and, with stand-ins on a CPU, what it
-checks on GPUs alone."""
+"""The doctor on one and two ranks, failing checks, and its checks of GPUs with stand-ins."""
 
 import re
 import sys
@@ -28,17 +27,17 @@ LINE = re.compile(r"(\S.*?) +(ok|slower|failed): (.+)")
 
 
 def parsed(stdout: str) -> list[tuple[str, str, str]]:
-    """(check, verdict, text) of each line but the command."""
+    """Return (check, verdict, text) of each line but the command."""
     return [LINE.fullmatch(line).groups() for line in stdout.splitlines() if ": " in line]
 
 
-def run_here(monkeypatch, capsys, *overrides: str) -> tuple[int, list[tuple[str, str, str]], str]:
-    """Exit code, lines, and the last line on stderr."""
+def failing(monkeypatch, capsys, *overrides: str) -> tuple[str, list[tuple[str, str, str]]]:
+    """Run the doctor in this process; return the failed checks and the lines."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["", "doctor", "--config", CONFIG, *SHORT, *overrides])
-    code = main()
+    assert main() == 1
     out, err = capsys.readouterr()
-    return code, parsed(out), err.splitlines()[-1]
+    return err.splitlines()[-1].removeprefix("error: checks that failed: "), parsed(out)
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -64,25 +63,23 @@ def test_all_checks_of_the_default_run(ranks, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_check_that_fails_leaves_the_others(monkeypatch, capsys):
+def test_failed_check_leaves_other_checks(monkeypatch, capsys):
     def broken(case):
         yield forwards.ok("so far")
         raise RuntimeError("CUDA error:\n  no such thing")
 
     monkeypatch.setitem(CHECKS, "attention", CHECKS["attention"]._replace(make=broken))
-    code, lines, last = run_here(monkeypatch, capsys)
-    assert (code, last) == (1, "error: checks that failed: attention")
-    own = [line[1:] for line in lines if line[0] == "attention"]
+    failed, lines = failing(monkeypatch, capsys)
+    assert failed == "attention" and {name for name, _, _ in lines} == CHECKS.keys()
     why = "RuntimeError: CUDA error: no such thing; model.attention=sdpa"
+    own = [line[1:] for line in lines if line[0] == "attention"]
     assert own == [("ok", "so far"), ("failed", why)]
-    others = [line for line in lines if line[0] != "attention"]
-    assert {name for name, _, _ in others} == CHECKS.keys() - {"attention"}
-    assert not any(verdict == "failed" for _, verdict, _ in others)
+    assert sum(verdict == "failed" for _, verdict, _ in lines) == 1
 
 
-def test_what_a_failed_check_was_to_make(monkeypatch, capsys):
-    code, lines, last = run_here(monkeypatch, capsys, "model.path=nowhere/at/all")
-    assert (code, last) == (1, "error: checks that failed: model")
+def test_failed_model_stops_dependent_checks(monkeypatch, capsys):
+    failed, lines = failing(monkeypatch, capsys, "model.path=nowhere/at/all")
+    assert failed == "model"
     verdicts = {name: (verdict, text) for name, verdict, text in lines}
     assert verdicts["model"] == ("failed", "model.path: there is no folder nowhere/at/all")
     assert verdicts["graphs"] == ("failed", "not made, as model failed")
@@ -90,7 +87,7 @@ def test_what_a_failed_check_was_to_make(monkeypatch, capsys):
     assert verdicts["devices"][0] == "ok"
 
 
-def test_a_gpu_that_torch_cannot_use_is_slower(monkeypatch):
+def test_gpu_unusable_by_torch_is_slower(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     case = SimpleNamespace(ranks=Ranks(torch.device("cpu")))
     for driver in (None, (12, 2)):
@@ -100,7 +97,7 @@ def test_a_gpu_that_torch_cannot_use_is_slower(monkeypatch):
         assert any("model.device=cpu" in text for text in found) == (driver is not None)
 
 
-def test_other_tokens_with_drafts_are_a_failure(monkeypatch, capsys):
+def test_differing_tokens_with_drafts_fail(monkeypatch, capsys):
     roll_out = Sampler.roll_out
 
     def wrong(sampler, table, rows, *rest):
@@ -109,14 +106,14 @@ def test_other_tokens_with_drafts_are_a_failure(monkeypatch, capsys):
         return result
 
     monkeypatch.setattr(Sampler, "roll_out", wrong)
-    code, lines, _ = run_here(monkeypatch, capsys)
-    assert code == 1 and [line[0] for line in lines if line[1] == "failed"] == ["rollouts"]
+    failed, lines = failing(monkeypatch, capsys)
+    assert failed == "rollouts"
     assert lines[-1][2].startswith("1 of 6 responses of up to 64 tokens differ with drafts")
     assert lines[-1][2].endswith("; speculative.method=none")
 
 
-def test_a_rank_that_fails_alone(tmp_path):
-    """The other one times out waiting for it; checks that need all ranks are left out."""
+def test_rank_failing_alone_stops_collective_checks(tmp_path):
+    """The other rank times out in a collective."""
     script = tmp_path / "doctor_of_two.py"
     script.write_text(
         "import sys\n"
@@ -143,7 +140,7 @@ def test_a_rank_that_fails_alone(tmp_path):
 
 @pytest.fixture
 def on_gpu(monkeypatch, make_model) -> Case:
-    """A case on a GPU that is not there: kernels and graphs are stand-ins on the CPU."""
+    """A case on a pretended GPU: kernels and graphs are stand-ins on the CPU."""
     stand_ins.stand_in(monkeypatch)
     model = make_model("llama")
     prepare_model(model, 64)
@@ -156,17 +153,15 @@ def eager(case: Case) -> Case:
     return replace(case, config=replace(case.config, rollout=rollout))
 
 
-def test_attention(on_gpu):
+def test_attention_names_kernel_and_fallback(on_gpu):
     assert list(forwards.attention(on_gpu)) == [Line("ok", "attention is varlen")]
     line = Line("slower", "attention is sdpa; model.attention=auto")
     assert list(forwards.attention(replace(on_gpu, kernel="sdpa"))) == [line]
-    line = Line(
-        "slower", "attention is sdpa: varlen fails (model.attention=sdpa tries nothing else)"
-    )
+    line = Line("slower", "attention is sdpa: varlen fails")
     assert list(forwards.attention(replace(on_gpu, kernel="sdpa", slower=line.text))) == [line]
 
 
-def test_graphs(on_gpu, monkeypatch, capsys):
+def test_graphs_are_compared_timed_or_slower(on_gpu, monkeypatch, capsys):
     compared, timed = forwards.graphs(on_gpu)
     assert compared.verdict == timed.verdict == "ok"
     assert compared.text.startswith("logits of graphs and eager forwards differ by")
@@ -183,7 +178,7 @@ def test_graphs(on_gpu, monkeypatch, capsys):
     assert capsys.readouterr().err == f"warning: {line.text}\n"
 
 
-def test_sampling(on_gpu, monkeypatch):
+def test_sampling_is_timed_or_slower(on_gpu, monkeypatch):
     found = iter([(best_and_sum, None), (best_and_sum, "it is eager")])
     monkeypatch.setattr(forwards, "compile_reduction", lambda *kind: next(found))
     (line,) = forwards.sampling(on_gpu)

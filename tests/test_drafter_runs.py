@@ -18,7 +18,7 @@ from bubblespec.mechanisms.drafter import mechanism as drafter_mechanism
 from bubblespec.mechanisms.drafter.layer import DRAFTER_FILE, DRAFTER_FOLDER
 from bubblespec.mechanisms.drafter.runner import DrafterRunner
 from bubblespec.mechanisms.drafter.training import DrafterTraining
-from bubblespec.rollout.sampler import Sampler
+from bubblespec.rollout.evaluate import Evaluator
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.drafting import chain_always, train_always
 from tests.helpers.runs import SHORT, digests, read, weights
@@ -95,22 +95,22 @@ def test_slices_train_the_drafter_alone_and_evaluations_keep_nothing_for_it(
     train_always(patch)
     chain_always(patch)
     num_slices, kept, run_slice = [], [], DrafterTraining.run_slice
-    evaluate, note = Sampler.evaluate, DrafterRunner.note
+    evaluate, note = Evaluator.evaluate, DrafterRunner.note
 
     def noted(training, limit_s):
         num_slices.append(run_slice(training, limit_s) > 0)
         return num_slices[-1]
 
-    def watched(sampler, *arguments):
+    def watched(evaluator, *arguments):
         before = len(kept)
-        result = evaluate(sampler, *arguments)
-        (drafter,) = (m for m in sampler.mechanisms if m.name == "drafter")
+        result = evaluate(evaluator, *arguments)
+        (drafter,) = (m for m in evaluator.sampler.mechanisms if m.name == "drafter")
         assert len(kept) == before and drafter.training.source.runner._hidden is None
         return result
 
     patch(DrafterTraining, "run_slice", noted)
     patch(DrafterRunner, "note", lambda *arguments: kept.append(1) or note(*arguments))
-    patch(Sampler, "evaluate", watched)
+    patch(Evaluator, "evaluate", watched)
     train_in_virtual_time(*OPTIONS, *DRAFTER, ALL, "run.eval_steps=1", f"run.output_dir={tmp_path}")
     assert_same_run(tmp_path, plain)
     assert sum(num_slices) > 16 and len(kept) > 16

@@ -14,7 +14,8 @@ from bubblespec.draft.store import DraftStore, History
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import Span, StepRecord
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.types import Group, Launch, Prompt, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Group, Launch, Prompt
 from tests.helpers.rows import record_of, samples_of
 
 WANTED = 6

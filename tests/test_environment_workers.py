@@ -43,7 +43,7 @@ class Player:
         self.environments.act(name, self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def call(self, name, tool: str, **arguments) -> str:
-        """What the tool says."""
+        """Call a tool; return its result as text."""
         self.say(name, call_text("chatml", tool, **arguments))
         return self.text(*self.await_all(name))
 

@@ -49,7 +49,7 @@ def chatml():
 
 
 def trainer_of_trl(tokenizer, **fields):
-    """What TRL's methods read of their trainer."""
+    """A stand-in for TRL's trainer, with the fields that its methods read."""
     trainer = SimpleNamespace(
         _is_vlm=False,
         processing_class=tokenizer,
@@ -87,7 +87,6 @@ def test_observation_ids_equal_trl(family, tokenizer, results):
 
 @pytest.mark.parametrize("added", [None, *ADDED])
 def test_base_and_beginning_equal_the_prompt_of_trl(tokenizer, added):
-    """For any text that is added, and all of it with the same base."""
     form = load_form(f"{HERE}.Calculator", [])
     prompts = [
         CHAT,
@@ -112,7 +111,6 @@ def test_base_and_beginning_equal_the_prompt_of_trl(tokenizer, added):
 
 
 def test_turn_begun_by_the_prompt_is_continued(tokenizer):
-    """Also with text that an environment adds to it."""
     begun = [*CHAT, {"role": "assistant", "content": "Let me think"}]
     base = base_ids(tokenizer, begun, [], True)
     longer = add_text(begun, [{"type": "text", "text": ": 3 "}, {"type": "text", "text": "+ 4"}])

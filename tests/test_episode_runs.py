@@ -198,7 +198,7 @@ def test_responses_contain_the_real_observations(shapes, monkeypatch, tmp_path):
         (["environment.factory=tests.helpers.environments.Silent"], "must score the responses"),
     ],
 )
-def test_what_cannot_work_is_refused(shapes, tmp_path, options, problem):
+def test_impossible_combination_is_refused(shapes, tmp_path, options, problem):
     with pytest.raises(Exception, match=problem):
         base = [*TINY, *shapes["game"], *options, f"run.output_dir={tmp_path}"]
         train_on_threads(1, *base)

@@ -161,13 +161,11 @@ def test_error_while_freeing_graphs_shuts_nothing_down(codes, capsys):
 
 def test_hanging_store_is_not_awaited(codes, monkeypatch, capsys):
     """After the text, which needs none of it."""
-    ended = threading.Event()
+    ended, leave = threading.Event(), failures.os._exit
 
     def exit_ends_the_wait(code: int):
-        codes.append(code)
         ended.set()
-        if threading.current_thread() is threading.main_thread():
-            raise Left
+        leave(code)
 
     monkeypatch.setattr(failures.os, "_exit", exit_ends_the_wait)
     monkeypatch.setattr(failures, "LEAVE_S", 0.01)
@@ -199,28 +197,25 @@ def test_torchrun_cannot_replace_exit_code(rank_of_one, monkeypatch):
     assert not received
 
 
-def test_missing_store_is_one_error_line(rank_of_one, monkeypatch, capsys):
-    """On every rank, as none can ask whether another one has printed it."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.parametrize(
+    "variables, code, said",
+    [
+        # without a second rank, and without the one that makes the store
+        ({"WORLD_SIZE": "2"}, 3, "rank 0: no key-value store of all ranks at 127.0.0.1:"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, 3, "rank 1: no key-value store of"),
+        ({"MASTER_ADDR": None}, 2, "torchrun"),
+        ({"WORLD_SIZE": "two"}, 2, "torchrun"),
+        ({"WORLD_SIZE": None}, 2, "torchrun"),
+    ],
+)
+def test_failed_start_is_one_error_line(rank_of_one, monkeypatch, capsys, variables, code, said):
+    """On every rank without a store: none can ask whether another one has printed it."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
     monkeypatch.setattr(failures, "CONNECT_S", 0.5)
     monkeypatch.setattr(sys, "argv", ["train.py", "--config", "configs/tiny_cpu.yaml"])
-    for rank in ("0", "1"):  # without a second one, and without the one that makes the store
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        assert train.main() == 3
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
-        assert line.startswith(f"error: rank {rank}: no key-value store of all ranks at 127.0.0.1:")
-
-
-@pytest.mark.parametrize(
-    "name, value", [("MASTER_ADDR", None), ("WORLD_SIZE", "two"), ("WORLD_SIZE", None)]
-)
-def test_bad_environment_is_one_error_line(rank_of_one, monkeypatch, capsys, name, value):
-    if value is None:
-        monkeypatch.delenv(name)
-    else:
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "configs/tiny_cpu.yaml"])
-    assert train.main() == 2
-    said = capsys.readouterr().err
-    assert said.count("error: ") == 1 and "torchrun" in said
+    assert train.main() == code
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert line.startswith("error: ") and said in line

@@ -1,5 +1,4 @@
-"""GPU machines have torch, transformers, numpy and pytest, and not always the rest of
-requirements.txt."""
+"""GPU tests and suite with torch, transformers, numpy and pytest alone."""
 
 import json
 import os
@@ -14,7 +13,7 @@ FEW_PACKAGES = ROOT / "tests" / "helpers" / "few_packages"
 
 
 def run_with_few_packages(*arguments: str) -> subprocess.CompletedProcess:
-    """Run Python as it is where only these four packages are installed."""
+    """Run Python as if only these four packages were installed."""
     environment = os.environ | {"PYTHONPATH": str(FEW_PACKAGES), "OMP_NUM_THREADS": "1"}
     environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, *arguments]
@@ -35,21 +34,15 @@ def test_other_packages_are_not_found():
 
 
 def test_gpu_tests_are_collected_with_few_packages():
-    """What is not marked gpu runs as well, so that the fixtures of all tests are imported."""
-    options = (
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "bits_are_identical or pure_function_of_their_key",
-    )
-    got = run_with_few_packages("-m", "pytest", *options, *gpu_test_files())
+    """Two tests that are not marked gpu run as well, to import the fixtures of all tests."""
+    chosen = "bits_are_identical or pure_function_of_their_key"
+    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen)
+    got = run_with_few_packages(*options, *gpu_test_files())
     assert "error" not in got.stdout + got.stderr and got.returncode == 0, got.stdout + got.stderr
     assert "1 passed, 1 skipped" in got.stdout, got.stdout
 
 
-def test_the_gpu_suite_runs_with_few_packages(tmp_path):
-    """Whole, with its processes."""
+def test_whole_gpu_suite_runs_with_few_packages(tmp_path):
     out = tmp_path / "cpu.json"
     got = run_with_few_packages("benchmarks/gpu_suite.py", "--cpu", "--json", str(out))
     assert got.returncode == 0, got.stderr

@@ -26,6 +26,7 @@ FLOORS = [
     {"config_combinations"},
     {"config_checks", "imports"},
     {"records"},
+    {"samples"},
     {"config_names", "errors", "types"},
 ]
 # Lines of the package to load, by the file that is read: they may only fall.

@@ -19,8 +19,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.table import RowTable
+from bubblespec.samples import digest
 from bubblespec.tools.simulate.world import SimulatedRanks, World
-from bubblespec.types import digest
 from tests.helpers.reference_step import kl_estimate, mean_loss, token_logprobs, token_losses
 from tests.helpers.rows import launch_of, with_observations
 

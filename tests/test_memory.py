@@ -1,5 +1,4 @@
-"""What fits: estimates against real tensors, slots by what is free, the measured gradient step, and
-the printed table."""
+"""Memory: estimates against real tensors, slots by free bytes, measured peaks, and the table."""
 
 import os
 import re
@@ -45,34 +44,37 @@ def make_config(dtype: str = "float32", **changes) -> Config:
     )
 
 
-def make_learner(config: Config, ranks=CPU) -> Learner:
+def make_model(dtype: torch.dtype, length: int) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    dtype = getattr(torch, config.model.dtype)
     model = transformers.AutoModelForCausalLM.from_config(small()).to(dtype).eval()
-    prepare_model(model, memory.max_length(config))
-    optimizer = Optimizer(model, config.optim, 10, ranks)
+    prepare_model(model, length)
+    return model
+
+
+def make_learner(config: Config, kernel: str = "sdpa") -> Learner:
+    model = make_model(getattr(torch, config.model.dtype), memory.max_length(config))
+    optimizer = Optimizer(model, config.optim, 10, CPU)
     return Learner(
-        config=config, ranks=ranks, model=model, reference=None, optimizer=optimizer, kernel="sdpa"
+        config=config, ranks=CPU, model=model, reference=None, optimizer=optimizer, kernel=kernel
     )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_lasts_is_what_the_tensors_hold(dtype):
+def test_lasting_needs_equal_real_tensors(dtype):
     config = make_config(dtype)
     learner = make_learner(config)
     needs = memory.estimate(config, meta_model(small(), getattr(torch, dtype)), 1)
     adamw = learner.optimizer.local
-    moments = [s[k] for s in adamw.state.values() for k in ("exp_avg", "exp_avg_sq")]
-    masters = [p for group in adamw.param_groups for p in group["params"]]
-    state = sum(t.nbytes for t in moments)
-    state += sum(t.nbytes for t in masters) if dtype == "bfloat16" else 0
+    state = [s[k] for s in adamw.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    if dtype == "bfloat16":  # float32 master weights
+        state += [p for group in adamw.param_groups for p in group["params"]]
     assert needs.weights == sum(p.nbytes for p in learner.model.parameters())
     assert needs.gradients == learner.optimizer.flat_grad.nbytes
-    assert needs.optimizer == state
+    assert needs.optimizer == sum(t.nbytes for t in state)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3", "gpt_neox", "gpt2"])
-def test_keys_and_values_are_those_of_the_cache(name):
+def test_kv_bytes_equal_cache(name):
     model = transformers.AutoModelForCausalLM.from_config(small_config(name)).eval()
     prepare_model(model, 16)
     cache = KVCache(1, 1)
@@ -82,12 +84,10 @@ def test_keys_and_values_are_those_of_the_cache(name):
     assert memory.kv_bytes(model.config, 4) == cache.num_bytes()
 
 
-def test_activations_are_about_what_a_forward_keeps():
-    """Before a run nothing is known of the kernels: the rule of thumb is for the table alone."""
+def test_activations_are_within_twice_what_a_forward_keeps():
     config, tokens = make_config("bfloat16"), 512
     config.optim.max_tokens_per_microbatch = tokens
-    model = transformers.AutoModelForCausalLM.from_config(small()).bfloat16().eval()
-    prepare_model(model, tokens)
+    model = make_model(torch.bfloat16, tokens)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
@@ -111,8 +111,7 @@ FORWARD = 5_000_000
 
 
 class Cuda:
-    """A card of 1 GB with `free` bytes, as torch reports it; a gradient step takes `peak`, a
-    forward of the rollout FORWARD."""
+    """A card of 1 GB with `free` bytes, and the peaks of a gradient step and a forward."""
 
     device = torch.device("cuda")
 
@@ -128,7 +127,7 @@ class Cuda:
         return np.stack([array, *(np.full_like(array, other) for other in self.others)])
 
 
-def test_slots_fill_what_a_run_leaves_on_every_gpu(monkeypatch):
+def test_slots_fill_free_memory_of_every_gpu(monkeypatch):
     config = make_config()
     learner = make_learner(config)
     needs = memory.estimate(config, learner.model, 1)
@@ -153,11 +152,10 @@ def test_slots_fill_what_a_run_leaves_on_every_gpu(monkeypatch):
     assert slots(free + FORWARD) == (4, None, 0)
 
 
-def test_pages_fill_what_a_run_leaves(monkeypatch):
+def test_pages_fill_free_memory(monkeypatch):
     """Slots of 512 tokens are two pages; a slot is one for a prompt of 100 tokens and one more."""
     config = make_config("bfloat16")
-    learner = make_learner(config)
-    learner.kernel = "varlen"
+    learner = make_learner(config, "varlen")
     needs = memory.estimate(config, learner.model, 1)
     peak, page = FORWARD + 40 * needs.slot, needs.slot // 2
     free = peak + 0.1 * 10**9 + 1.5 * page  # one of them is spare
@@ -171,12 +169,11 @@ def test_pages_fill_what_a_run_leaves(monkeypatch):
     assert [chosen(9, n) for n in (3, 5)] == [(3, 6, 0), (4, 9, 0)]
     assert chosen(50, others=(8,)) == (3, 7, 16), "the minimum of all ranks"
     assert chosen(500) == (64, 128, 0), "more are of no use"
-    assert refusal(chosen, 1).startswith(
-        "rollout.max_num_seqs: auto, but slots of 512 tokens need "
-    )
+    message = refusal(chosen, 1)
+    assert message.startswith("rollout.max_num_seqs: auto, but slots of 512 tokens need ")
 
 
-def test_slots_are_never_more_than_are_of_use(monkeypatch):
+def test_slots_are_at_most_the_useful_number(monkeypatch):
     def slots(method: str, num_slots: int | str, **changes) -> int:
         config = make_config(max_num_seqs=num_slots, **changes)  # 8 prompts x 4 responses
         config.speculative.method = method
@@ -192,16 +189,15 @@ def test_slots_are_never_more_than_are_of_use(monkeypatch):
 
 
 def count_allocations(monkeypatch) -> None:
-    """1000 bytes are there, and at most 5000."""
+    """Report 1000 bytes as allocated, and a peak of 5000."""
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5000)
 
 
-@pytest.mark.parametrize("max_tokens", [512, 900, 8192, 8193])
-def test_gradient_peak_is_that_of_a_full_micro_batch(monkeypatch, max_tokens):
-    """As many tokens as training packs into one, whether the longest sequences fill it or not; and
-    nothing is left of it."""
+@pytest.mark.parametrize("max_tokens", [512, 900, 8193])
+def test_gradient_peak_measures_a_full_micro_batch(monkeypatch, max_tokens):
+    """The micro-batch is full whether the longest sequences fill it or not, and leaves no trace."""
     config = make_config()
     config.optim.max_tokens_per_microbatch = max_tokens
     learner = make_learner(config)
@@ -222,7 +218,7 @@ def test_gradient_peak_is_that_of_a_full_micro_batch(monkeypatch, max_tokens):
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
 
 
-def test_a_forward_of_all_tokens_is_measured(monkeypatch):
+def test_forward_peak_samples_all_tokens(monkeypatch):
     config, fed, sampled = make_config(max_num_batched_tokens=700), [], []
     learner = make_learner(config)
     count_allocations(monkeypatch)
@@ -239,7 +235,7 @@ def test_a_forward_of_all_tokens_is_measured(monkeypatch):
     assert fed == [[512, 188]] and sampled == [((700, 512), 1.0)]
 
 
-def test_tokens_that_may_be_kept_are_a_share_of_free_memory(monkeypatch):
+def test_host_token_budget_is_a_share_of_free_memory(monkeypatch):
     monkeypatch.setattr(memory, "free_host_bytes", lambda: 10**12)  # a server of eight GPUs
     drafts, history = memory.host_token_budget(CPU)
     assert drafts >= 10**10 and history >= 4 * 10**8
@@ -252,33 +248,26 @@ def test_tokens_that_may_be_kept_are_a_share_of_free_memory(monkeypatch):
     assert memory.free_host_bytes() == pytest.approx(whole / 4, rel=0.5)
 
 
-# The command
-
-
 def call(monkeypatch, *arguments: str) -> int:
     config = os.path.join(ROOT, "configs/qwen2.5_7b.yaml")
     monkeypatch.setattr(sys, "argv", ["", "memory", "--config", config, *arguments])
     return main()
 
 
-def test_the_command_prints_a_table(monkeypatch, tmp_path, capsys):
+def test_command_prints_a_table_or_one_line(monkeypatch, tmp_path, capsys):
     small().save_pretrained(tmp_path)
     assert call(monkeypatch, "--world-size", "4", f"model.path={tmp_path}") == 0
     printed = capsys.readouterr().out
-    found = re.findall(r"^ *([\d.]+)  (\w+)", printed, re.M)
-    sizes = {name: float(size) for size, name in found}
-    assert {"weights", "gradients", "optimizer", "total", "gradient", "keys"} <= sizes.keys()
+    names = set(re.findall(r"^ *[\d.]+  (\w+)", printed, re.M))
+    assert {"weights", "gradients", "optimizer", "total", "gradient", "keys"} <= names
     assert "4 x 80 GB: fits; " in printed and "4 x 141 GB: fits; " in printed
-
-
-def test_bad_input_is_one_line(monkeypatch, capsys):
     assert call(monkeypatch, "model.path=/nowhere") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: model.path: there is no folder /nowhere")
     assert error.count("\n") == 1
 
 
-def test_what_does_not_fit_is_said():
+def test_table_marks_what_does_not_fit():
     config = make_config("bfloat16")
     large = small(hidden_size=8192, intermediate_size=20_000, num_hidden_layers=10)
     model = meta_model(large, torch.bfloat16)

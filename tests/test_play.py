@@ -54,7 +54,7 @@ def run(monkeypatch, capsys):
 
 
 def terms(text: str) -> list[tuple[int, int]]:
-    """Of all sums, in the order in which they are asked."""
+    """The terms of all sums in a text, in order."""
     return [(int(a), int(b) * (1 if sign == "+" else -1)) for a, sign, b in SUM_OF.findall(text)]
 
 

@@ -26,6 +26,7 @@ from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS
 from bubblespec.types import Draft, Row, SampleId
 from tests.helpers.clocks import Clock
+from tests.helpers.rollouts import tried_ages
 
 STEP = 5
 
@@ -42,8 +43,14 @@ def make(
     costs: CostModel | None = None,
     history: History | None = None,
 ) -> Proposer:
-    options = {"has_drafts": "bubble" in method, "always": always, "clock": Clock()}
-    proposer = make_proposer(method, history or History(1000), costs or cost(), **options)
+    proposer = make_proposer(
+        method.split("+"),
+        history or History(1000),
+        costs or cost(),
+        has_drafts="bubble" in method,
+        always=always,
+        clock=Clock(),
+    )
     proposer.begin()
     return proposer
 
@@ -140,7 +147,7 @@ def test_suffix_alone_finds_other_samples_and_epochs():
     proposer.track(late, None, STEP)
     assert forward(proposer, [own, late], [range(50, 70), range(50, 70)])[0] == [54, 55, 56]
     assert set(proposer.acceptance.by_source) <= {"history", "sibling"}
-    assert not proposer.acceptance.by_age
+    assert not tried_ages(proposer)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +183,8 @@ def test_counts_of_a_rollout():
     counts = proposer.acceptance
     assert (counts.row_forwards, counts.gained_tokens) == (6, (4 + 1 + 1) + 3)
     assert (counts.draft_tokens, counts.accepted_tokens, counts.covered_tokens) == (6, 3, 3 + 1)
-    assert counts.by_source == {"aligned": [6, 3]} and counts.by_age == {3: [6, 3]}
-    assert (counts.before_divergence, counts.after_divergence) == ([4, 3], [1, 0])
+    assert counts.by_source == {"aligned": [6, 3]} and tried_ages(proposer) == {3, 4}
+    assert proposer.survival.behind.tolist() == [1, 0]
     assert {int(WINDOWS[i]): int(n) for i, n in enumerate(counts.accepted_lengths) if n} == {
         0: 1,
         3: 1,
@@ -190,7 +197,7 @@ def test_counts_of_a_rollout():
     assert estimate(proposer, ("aligned", 4)) == pytest.approx((9 + prior) / (9 + 8), abs=0.02)
     assert estimate(proposer, ("aligned", 3)) == pytest.approx((3 + prior) / (4 + 8), abs=0.02)
     proposer.begin()
-    assert proposer.acceptance.row_forwards == 0 and not proposer.acceptance.by_age
+    assert proposer.acceptance.row_forwards == 0 and not tried_ages(proposer)
     assert forward(proposer, [ahead], [range(10, 40)]) == [[]], (
         "a new rollout has forgotten the rows"
     )
@@ -280,7 +287,7 @@ def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
     proposer.track(late, draft(range(60, 64)), STEP)
     for _ in range(2):
         forward(proposer, [own, continued, late], [*truths, range(60, 90)], room=2)
-    proposer.take_in()
+    assert proposer.acceptance.row_forwards == 9
     assert texts == {r.id.sample: r.tokens.tolist() for r in (own, continued, late)}
     assert len(texts[1]) > 5
     assert drafts == [0, 2] and indexed == [0, 1, 2]
@@ -365,9 +372,8 @@ def test_a_source_is_asked_for_rows_that_none_before_it_serves():
         each.id: each.tokens.tolist() for each in (drafted, guessed, bare)
     }
     counts = proposer.acceptance
-    assert counts.by_source == {"aligned": [6, 4], "guess": [12, 2 + 3 + 3 + 3]} and set(
-        counts.by_age
-    ) == {1}
+    assert counts.by_source == {"aligned": [6, 4], "guess": [12, 2 + 3 + 3 + 3]}
+    assert tried_ages(proposer) == {1}
     assert counts.draft_tokens == 18 and counts.accepted_tokens == 15
     prior = 8 * PRIOR
     assert estimate(proposer, ("guess",)) == pytest.approx((11 + prior) / (12 + 8), abs=0.02)

@@ -9,14 +9,10 @@ import torch
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.records import Acceptance, RolloutRecord, Span, StepRecord
+from bubblespec.samples import Samples, digest
 from bubblespec.telemetry import report
-from bubblespec.telemetry.report import (
-    evaluation_metrics,
-    peak_memory_gb,
-    rollout_metrics,
-    timing_metrics,
-)
-from bubblespec.types import Group, Prompt, Samples, digest
+from bubblespec.telemetry.report import evaluation_metrics, rollout_metrics, timing_metrics
+from bubblespec.types import Group, Prompt
 from tests.helpers.rows import record_of, samples_of
 
 LENGTHS = [1, 2, 4, 9]
@@ -30,18 +26,12 @@ def make_samples(rewards: list[list[float]]) -> Samples:
 
 
 def record(
-    samples: Samples,
-    rewards=((1.0, 1.0), (1.0, 1.0)),
-    *,
-    num_chosen: int = 2,
-    num_batches: int = 1,
-    stages=(),
-    waits=(),
+    samples: Samples, rewards=((1.0, 1.0), (1.0, 1.0)), num_chosen: int = 2, waits=(), **fields
 ) -> StepRecord:
-    rewards, fields = np.array(rewards), {"stages": list(stages), "generated": samples}
-    fields |= {"batch_sizes": [1] * num_batches, "rollouts": [RolloutRecord(waits=list(waits))]}
+    """Return a step that trains on the first groups of its samples."""
+    rewards, chosen = np.array(rewards), samples.of_groups(list(range(num_chosen)))
+    fields |= {"generated": samples, "rollouts": [RolloutRecord(waits=list(waits))]}
     fields["advantages"] = np.array([-0.5, 0.25, 2.0, -1.5])[: num_chosen * 2]
-    chosen = samples if num_batches == 1 else samples.of_groups(list(range(num_chosen)))
     return record_of(chosen, rewards[:num_chosen], all_rewards=rewards, **fields)
 
 
@@ -114,53 +104,37 @@ def test_evaluation_metrics_cover_both_ranks():
 
 def test_replaced_groups_and_equal_function_names():
     samples = make_samples([[1.0, 0.25, 0.5]] * 4)
-    step = record(samples, [[3.0, 1.0], [0.5, 0.5]], num_chosen=1, num_batches=2)
+    step = record(samples, [[3.0, 1.0], [0.5, 0.5]], num_chosen=1, batch_sizes=[1, 1])
     found = rollout_metrics(step, ["a.f", "b.f", "b.g"], is_dynamic=True)
     counts = [found[f"dynamic_sampling/{name}"] for name in ("num_batches", "num_replaced")]
     assert counts == [2, 1]
     assert found["reward"] == 1.25 and found["rollout/digest"] == digest(samples)
     means = {k: v for k, v in found.items() if k.startswith("rewards/") and k.endswith("/mean")}
-    assert list(means.items()) == [
-        ("rewards/a.f/mean", 1.0),
-        ("rewards/b.f/mean", 0.25),
-        ("rewards/g/mean", 0.5),
-    ]
+    assert means == {"rewards/a.f/mean": 1.0, "rewards/b.f/mean": 0.25, "rewards/g/mean": 0.5}
 
 
 def stages(*seconds: float) -> list:
     """Generation, waiting, reward and training, the first three in two batches of a quarter and
     three quarters."""
-    parts = [0.25 * s for s in seconds[:3]] + [0.75 * s for s in seconds[:3]] + [seconds[3]]
-    ends = 100.0 + np.cumsum(parts)
+    parts = [share * s for share in (0.25, 0.75) for s in seconds[:3]] + [seconds[3]]
+    ends = (100.0 + np.cumsum(parts)).tolist()
     kinds = ("gen", "wait", "reward") * 2 + ("train",)
-    return [
-        Span(kind, float(end - part), float(end))
-        for kind, part, end in zip(kinds, parts, ends, strict=True)
-    ]
+    return list(map(Span, kinds, [100.0, *ends], ends))
 
 
 def test_timing_of_one_rank():
-    samples = make_samples([[0.0]] * 4)
-    step = record(samples, stages=stages(4.0, 1.0, 0.5, 2.5))
+    step = record(make_samples([[0.0]] * 4), stages=stages(4.0, 1.0, 0.5, 2.5))
     found = timing_metrics(Ranks(torch.device("cpu")), step, 0.25)
+    seconds = {"gen": 4.0, "bubble": 1.0, "reward": 0.5, "train": 2.25, "sync": 0.25, "step": 8.0}
+    wanted = {f"timing_s/{name}": value for name, value in seconds.items()}
     # 1 + 2 + 4 + 9 response tokens, and prompts of 3 and 1 tokens twice each.
-    assert found == {
-        "timing_s/gen": 4.0,
-        "timing_s/bubble": 1.0,
-        "timing_s/reward": 0.5,
-        "timing_s/train": 2.25,
-        "timing_s/sync": 0.25,
-        "timing_s/step": 8.0,
-        "bubble/ratio": 0.2,
-        "perf/throughput": (16 + 8) / 8,
-        "perf/total_num_tokens": 24,
-    }
+    wanted |= {"perf/throughput": (16 + 8) / 8, "perf/total_num_tokens": 24}
+    assert found == wanted | {"bubble/ratio": 0.2}
 
 
 def test_timing_of_two_ranks():
-    samples = make_samples([[0.0]] * 4)
     waits = [Span("wait", 100.25, 100.5), Span("wait", 102.0, 102.75)]
-    step = record(samples, stages=stages(3.0, 3.0, 0.5, 1.5), waits=waits)
+    step = record(make_samples([[0.0]] * 4), stages=stages(3.0, 3.0, 0.5, 1.5), waits=waits)
     found = timing_metrics(TwoRanks([6.0, 0.0, 0.75, 1.25, 0.25, 8.25]), step, 0.5)
     by_rank = {"gen": (2.0, 6.0), "bubble": (4.0, 0.0), "reward": (0.5, 0.75)}
     by_rank |= {"train": (1.0, 1.25), "sync": (0.5, 0.25)}
@@ -188,4 +162,4 @@ def test_peak_memory_is_maximum_over_ranks(monkeypatch, platform, device, peak, 
     usage = {resource.RUSAGE_SELF: SimpleNamespace(ru_maxrss=peak if device == "cpu" else 0)}
     monkeypatch.setattr(report.resource, "getrusage", usage.__getitem__)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
-    assert peak_memory_gb(ranks) == wanted
+    assert report.peak_memory_gb(ranks) == wanted

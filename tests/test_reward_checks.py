@@ -1,5 +1,4 @@
-"""What is found out about reward functions before the first step, through the real entry point:
-one line, and no folder."""
+"""Checks of reward functions before the first step, through the real entry point."""
 
 import os
 import sys
@@ -51,7 +50,7 @@ def test_hanging_trial_does_not_stop_a_run(monkeypatch, tmp_path):
 
 
 def test_worker_that_cannot_start_is_refused(refusal, monkeypatch):  # noqa: F811
-    """It lacks what only this process has."""
+    """Its module exists in this process alone."""
     module = type(sys)("only_here")
     module.f = lambda completions, **columns: [1.0] * len(completions)
     monkeypatch.setitem(sys.modules, "only_here", module)

@@ -1,9 +1,5 @@
 """Reward functions that hang, crash, raise and lie, in worker processes: each costs its sample
-alone, and nothing is left.
-
-Time-outs are long compared with what the well-behaved functions take, so that a busy machine does
-not trip them.
-"""
+alone, and no process is left. Time-outs are so long that a busy machine does not reach them."""
 
 import os
 import signal
@@ -44,7 +40,6 @@ def sample(text: str, **columns) -> Sample:
 
 
 def answer_of(future: Future) -> Answer:
-    """Of a call with one sample."""
     (answer,) = future.result(PATIENCE_S)
     return answer
 
@@ -97,8 +92,7 @@ def clock(monkeypatch) -> ClockThatSkips:
 
 
 def test_hanging_worker_is_killed_with_all_its_children(make_workers, clock, tmp_path):
-    """It ignores SIGTERM, is stuck in C, or has children: all have ended at the time-out, and the
-    rest is scored."""
+    """Workers ignore SIGTERM, are stuck in C, or have children; other samples are scored."""
     notes = {how: tmp_path / how for how in ("sleeping", "in-C", "children")}
     workers = make_workers(num_workers=3, timeout_s=900.0)
     hanging = [workers.submit(0, [sample(f"hang {how} {path}")]) for how, path in notes.items()]
@@ -112,8 +106,8 @@ def test_hanging_worker_is_killed_with_all_its_children(make_workers, clock, tmp
 
 
 def test_values_equal_a_call_in_this_process(make_workers, tmp_path):
-    """Bit by bit, for strings and chats, of each function. The first sample waits for what the last
-    one does: with two workers the others do not queue behind it."""
+    """Bit by bit, for strings and chats, of each function. The first sample waits for the last one,
+    and with two workers the others do not queue behind it."""
     samples = [sample(f"value {1 / (n + 1)!r}") for n in range(10)] + [sample("none")]
     wanted = [score(obey, [each])[0] for each in samples]
     workers, path = make_workers([OBEY, "bubblespec.rewards.exact_match"], 2), tmp_path / "mark"
@@ -168,8 +162,8 @@ WAYS = ("fork", "setsid", "twice", "command")
 
 @pytest.mark.parametrize("end", ["die exit code", "close"])
 def test_detached_process_ends_with_its_worker(make_workers, tmp_path, end):
-    """It leaves the process group, the session, or its parent, and ignores SIGTERM. Idle workers
-    and those at work end with `close`."""
+    """Processes that leave their group, session or parent and ignore SIGTERM end with a crash, and
+    with `close` of idle and busy workers."""
     path, mark = tmp_path / "pids", tmp_path / "mark"
     workers = make_workers(timeout_s=900.0)
     assert outcomes(workers, [f"leave {'+'.join(WAYS)} {path}"])[0] > 0

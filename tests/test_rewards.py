@@ -183,7 +183,6 @@ def test_wrong_values_are_failures(values, kind, part):
 
 
 def test_coroutines_are_awaited_in_one_event_loop():
-    """What one has opened, the next may use."""
     loops = set()
 
     async def judge(completions, **columns):
@@ -200,7 +199,7 @@ def test_coroutines_are_awaited_in_one_event_loop():
 
 
 class Panic(BaseException):
-    """As extensions in Rust raise theirs."""
+    """An exception such as extensions in Rust raise."""
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError, Panic, SystemExit, GeneratorExit])

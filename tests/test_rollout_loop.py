@@ -35,6 +35,7 @@ from tests.helpers.rollouts import (
     pass_time,
     plain,
     rows_of,
+    tried_ages,
     update,
 )
 from tests.helpers.rows import loop_of
@@ -82,7 +83,7 @@ def test_drafts_equal_later_step():
     assert as_dict(rows) == wanted
     counts = record.acceptance
     assert counts.draft_tokens == counts.accepted_tokens > 0.8 * counts.gained_tokens
-    assert set(counts.by_source) == {"aligned"} and set(counts.by_age) == {1}
+    assert set(counts.by_source) == {"aligned"} and tried_ages(world.proposer) == {1}
     assert record.own_forwards < 0.3 * num_forwards
 
 

@@ -116,8 +116,7 @@ def test_number_of_workers_changes_no_reward_or_failure(make_scorer, capsys, num
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_function_that_fails_for_a_whole_step_ends_the_run(make_scorer, num_workers):
-    """Such as one that asks for a column which the data has not; another function that works does
-    not save it."""
+    """For instance by asking for a missing column; another function that works does not help."""
     functions = ["bubblespec.rewards.answer_format", "bubblespec.rewards.code.passes_tests"]
     scorer = make_scorer(functions=functions, num_workers=num_workers)
     says = r"passes_tests: failed for all 3 responses of a step; raised TypeError.*'tests'"
@@ -163,7 +162,6 @@ def test_group_fails_as_a_whole_and_alone(make_scorer, num_workers):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_changes_by_a_function_reach_no_other_call(make_scorer, num_workers):
-    """Nor another sample, another function, a call that is repeated, or a later visit."""
     chat = [{"role": "user", "content": "hi"}]
     columns = {"words": ["a", "b"], "nested": {"list": [1, 2, 3]}}
     columns["same"] = columns["words"]
@@ -193,8 +191,7 @@ def test_later_batch_of_a_step_may_fail_as_a_whole(make_scorer):
 
 
 def test_other_ranks_decide_whether_all_have_failed(make_scorer):
-    """The other rank has a response that is well; alone this rank would have ended the run.
-    Failures of all are counted."""
+    """The other rank has a good response; alone this rank would have ended the run."""
     num_rows, num_failed = 4.0, 3.0
     ranks = Ranks(CPU)
     ranks.gather = lambda own: np.stack((own, [0.5, 0.5, num_rows, num_failed]))
@@ -209,8 +206,8 @@ def test_other_ranks_decide_whether_all_have_failed(make_scorer):
 
 
 def test_seconds_are_measured_by_the_rank_clock(make_scorer):
-    """Of a clock that only the function moves: 3 s per call. What is scored before the rollouts are
-    over overlaps with them."""
+    """Only the function moves the clock, 3 s per call. Calls before the end of the rollouts overlap
+    with them."""
     ranks, now = Ranks(CPU), [5.0]
     ranks.clock = SimpleNamespace(monotonic=lambda: now[0])
 
@@ -252,7 +249,7 @@ HALF_FUNCTIONS = [
 
 
 def take(scoring: Scoring, count: int) -> list[tuple[Row, np.ndarray]]:
-    """What is handed out, until `count` rows have been."""
+    """Take scores until `count` rows are there."""
     taken: list = []
 
     def are_there() -> bool:
@@ -265,10 +262,10 @@ def take(scoring: Scoring, count: int) -> list[tuple[Row, np.ndarray]]:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_handing_out_scores_changes_no_result(make_scorer, num_workers):
-    """Rows are told of, and scores taken, at random: what `collect` gives and counts is what
-    the functions were told to do. What was handed out is the same, once for each row at most, never
-    for a row with a failure, and never for one not told of. Some rows are not told of before
-    `collect`, others are dropped, as those of deferred groups."""
+    """Rows finish, and scores are taken, at random: `collect` returns and counts what the functions
+    were told to do. Scores handed out are the same, at most once for each row, and only for
+    finished rows without a failure. Some rows finish at `collect`, others are dropped, as if their
+    groups were deferred."""
     rng = random.Random(num_workers)
     options = {"num_workers": num_workers, "reward_on_error": -7.0}
     scorer = make_scorer([], functions=HALF_FUNCTIONS, **options)

@@ -2,6 +2,7 @@
 ranks, and a name for a rank that has died or does not come."""
 
 import errno
+import functools
 import os
 import random
 import signal
@@ -22,11 +23,8 @@ ROUNDS = 200
 
 def exchanges(ranks: Ranks) -> int:
     """Sums and gathers of all sizes and types. Every rank knows what the others bring."""
-    collectives, choose, delay = (
-        open_collectives(ranks),
-        random.Random(7),
-        random.Random(ranks.rank),
-    )
+    collectives = open_collectives(ranks)
+    choose, delay = random.Random(7), random.Random(ranks.rank)
     for number in range(ROUNDS):
         most = 3 * PLACE_BYTES // 8 if number % 20 == 0 else 300
         size, dtype = choose.randrange(most), choose.choice((np.float32, np.float64, np.int64))
@@ -40,11 +38,8 @@ def exchanges(ranks: Ranks) -> int:
         if number % 3 == 0:
             np.testing.assert_array_equal(collectives.gather(own), brought)
             continue
-        wanted = brought[0]
-        for other in brought[1:]:
-            wanted = wanted + other
         collectives.sum_(own)
-        np.testing.assert_array_equal(own, wanted)
+        np.testing.assert_array_equal(own, functools.reduce(np.add, brought))
     flags = collectives.gather(np.array([[ranks.rank]], np.uint8))
     return flags.ravel().tolist()
 

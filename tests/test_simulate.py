@@ -1,5 +1,5 @@
-"""Simulated runs: calculations by hand, the same tokens under every method, good and bad drafts,
-tail batching, a learned drafter, and the command line."""
+"""Simulated runs: hand calculations, equal tokens under every method, drafts, tail batching, and
+the command line."""
 
 import hashlib
 import json
@@ -31,10 +31,40 @@ from tests.helpers.suffix import GroupIndex
 TAIL = {"tail_batching__enabled": True, "tail_batching__over_sampling_ratio": 1.5}
 
 
+def digests_of(steps) -> list[str]:
+    return [step.digest for step in steps]
+
+
+def seconds_of(steps) -> float:
+    return sum(step.seconds for step in steps)
+
+
+def test_relaxed_ticks_are_rarer_and_cost_no_time(monkeypatch):
+    found, post = [], World.post
+    sizes = {"prompts": 4, "generations": 2}
+    config = {"longest": 1500, "rollout__tp_tail_max_rows": 0, **sizes}
+    for share in (0.0, boards.RELAXED_SHARE):
+        posts: list[int] = []
+
+        def count(world: World, rank: int, tick: int, numbers, posts=posts) -> None:
+            posts.append(tick)
+            post(world, rank, tick, numbers)
+
+        monkeypatch.setattr(World, "post", count)
+        monkeypatch.setattr(boards, "RELAXED_SHARE", share)
+        cost = LinearCost(20e-3)
+        steps = run("bubble", cost=cost, config=config, mean=400.0, max=1500, steps=3, **sizes)
+        found.append((len(posts), steps))
+    (often, fixed), (rare, relaxed) = found
+    assert 0 < rare < 0.5 * often and digests_of(fixed) == digests_of(relaxed)
+    assert seconds_of(relaxed) < 1.01 * seconds_of(fixed)
+
+
 def seconds_by_hand(workload: Workload, step: int, num_ranks: int) -> tuple[float, int]:
-    """One response per prompt, all together from the first forward on, where every prompt fits:
-    each row's first forward feeds its prompt, every further one a token. Returns the slowest rank's
-    seconds, and its forwards."""
+    """Return the slowest rank's seconds, and its forwards, for one response per prompt.
+
+    All rows start together: each one's first forward feeds its prompt, every further one a token.
+    """
     cost, results = LinearCost(), []
     prompts = workload.batch(0, step, workload.num_prompts)
     owners = place_in_turn(workload.num_prompts, 1, num_ranks)
@@ -51,31 +81,8 @@ def seconds_by_hand(workload: Workload, step: int, num_ranks: int) -> tuple[floa
     return max(results)
 
 
-def test_rarer_ticks_cost_no_time(monkeypatch):
-    """Half as many as at a fixed distance, for the same tokens in rollouts that are no longer."""
-    found, post = [], World.post
-    for share in (0.0, boards.RELAXED_SHARE):
-        posts: list[int] = []
-
-        def count(world: World, rank: int, tick: int, numbers, posts=posts) -> None:
-            posts.append(tick)
-            post(world, rank, tick, numbers)
-
-        monkeypatch.setattr(World, "post", count)
-        monkeypatch.setattr(boards, "RELAXED_SHARE", share)
-        sizes = {"prompts": 4, "generations": 2}
-        config = {"longest": 1500, "rollout__tp_tail_max_rows": 0, **sizes}
-        spec = {"mean": 400.0, "max": 1500, "steps": 3, **sizes}
-        steps = run("bubble", cost=LinearCost(20e-3), config=config, **spec)
-        seconds = sum(step.seconds for step in steps)
-        found.append((len(posts), seconds, [step.digest for step in steps]))
-    (often, often_s, digests), (rare, rare_s, same) = found
-    assert 0 < rare < 0.5 * often and digests == same
-    assert rare_s < 1.01 * often_s
-
-
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_run_without_drafts_takes_what_a_calculation_by_hand_says(num_ranks):
+def test_run_without_drafts_equals_hand_calculation(num_ranks):
     workload = make_workload(prompts=13, generations=1)
     keys = {"loss__advantage_estimator": "reinforce_plus_plus", "loss__scale_rewards": "none"}
     keys |= {"rollout__max_num_seqs": 64, "rollout__placement": "in_turn"}
@@ -87,26 +94,20 @@ def test_a_run_without_drafts_takes_what_a_calculation_by_hand_says(num_ranks):
     assert len({step.seconds for step in steps}) == 4
 
 
-def expected_digests(workload: Workload) -> list[str]:
-    """SHA-256 over the workload's own responses."""
-    digests = []
-    for step in range(workload.num_steps):
+@pytest.mark.parametrize(
+    ("method", "num_ranks"), [("none", 1), ("bubble+suffix", 4), ("bubble+suffix+drafter", 3)]
+)
+def test_tokens_equal_workload_under_every_method(method, num_ranks):
+    workload, expected = make_workload(), []
+    for step, batch in enumerate(workload.batches[: workload.num_steps]):
         sha = hashlib.sha256()
-        for prompt in sorted(workload.batch(0, step, 0), key=lambda p: p.uid):
+        for prompt in sorted(batch, key=lambda prompt: prompt.uid):
             for sample in range(workload.num_generations):
                 tokens = workload.responses[step, prompt.uid, sample]
                 name = np.array([prompt.uid, 0, sample, len(tokens)], "<i8")
                 sha.update(name.tobytes() + tokens.astype("<i4").tobytes())
-        digests.append(sha.hexdigest())
-    return digests
-
-
-@pytest.mark.parametrize(
-    ("method", "num_ranks"), [("none", 1), ("bubble+suffix", 4), ("bubble+suffix+drafter", 3)]
-)
-def test_tokens_are_those_of_the_workload_whatever_the_method(method, num_ranks):
-    steps = run(method, num_ranks, run=20.0)
-    assert [step.digest for step in steps] == expected_digests(make_workload())
+        expected.append(sha.hexdigest())
+    assert digests_of(run(method, num_ranks, run=20.0)) == expected
 
 
 def test_good_drafts_save_forwards_and_idle_time():
@@ -124,48 +125,34 @@ def test_good_drafts_save_forwards_and_idle_time():
     assert sum(s.idle_share for s in ours[:-1]) < sum(s.idle_share for s in none[:-1])
 
 
-def test_an_epoch_before_saves_forwards():
-    spec = {"steps": 4, "epochs": 2}
-    none, suffix = (
-        sum(step.forwards for step in run(method, 2, **spec)[2:]) for method in ("none", "suffix")
-    )
-    assert suffix < 0.8 * none
+def test_second_epoch_needs_fewer_forwards():
+    none, suffix = (run(method, 2, steps=4, epochs=2)[2:] for method in ("none", "suffix"))
+    assert sum(step.forwards for step in suffix) < 0.8 * sum(step.forwards for step in none)
 
 
-def test_a_drafter_shortens_a_tail_of_few_long_rows():
+def test_good_drafter_saves_time_and_bad_one_costs_little():
     spec = {"sigma": 1.5, "run": 1.0, "accept_length": 1.0}
-    none = sum(step.seconds for step in run("none", 2, **spec))
-    good, costly = (
-        sum(step.seconds for step in run("drafter", 2, drafter=DrafterModel(*model), **spec))
-        for model in ((3.0, 0.05), (1.05, 0.3))
-    )
-    assert good < 0.7 * none
-    assert costly < 1.1 * none  # one that is seldom right is found out
+    none_s = seconds_of(run("none", 2, **spec))
+    for model, limit in (((3.0, 0.05), 0.7), ((1.05, 0.3), 1.1)):
+        assert seconds_of(run("drafter", 2, drafter=DrafterModel(*model), **spec)) < limit * none_s
 
 
-# Tail batching
-
-
-def test_tail_batching_saves_time_and_no_draft_changes_what_is_trained_on():
-    spec = {"prompts": 8, "generations": 2, "steps": 8, "sigma": 1.5, "run": 30.0, "mean": 30.0}
+def test_tail_batching_saves_time_and_drafts_keep_tokens():
     config = {"prompts": 8, "generations": 2}
+    spec = config | {"steps": 8, "sigma": 1.5, "run": 30.0, "mean": 30.0}
     plain, tail, drafts = (
         run(method, 2, config=config | keys, **spec)
         for method, keys in (("none", {}), ("none", TAIL), ("bubble+suffix", TAIL))
     )
-    assert [step.digest for step in tail] == [step.digest for step in drafts]
+    assert digests_of(tail) == digests_of(drafts)
     done = counted(tail)
     assert done[-1].is_long_round and len(done) > 2
-
-    def seconds_per_token(steps) -> float:
-        return sum(s.seconds for s in steps) / sum(s.response_tokens for s in steps)
-
-    assert seconds_per_token(done) < 0.95 * seconds_per_token(plain)
+    per_token = [seconds_of(s) / sum(step.response_tokens for step in s) for s in (done, plain)]
+    assert per_token[0] < 0.95 * per_token[1]
 
 
-def test_a_deferred_sample_is_finished_by_later_weights():
-    """It says something else from its first mismatch on; drafts of it by weights before its own
-    step know nothing of that."""
+def test_deferred_sample_continues_under_later_weights():
+    """Drafts by weights before the sample's own step do not foresee the later text."""
     workload = make_workload(steps=6, mean=200.0, run=40.0)
     group = Group(workload.batch(0, 1, 4)[0], 0)
     sample, texts = group.sample(0), Texts(workload)
@@ -177,33 +164,29 @@ def test_a_deferred_sample_is_finished_by_later_weights():
     texts.begin(3, [])
     later = texts.text(sample, 300)
     assert not np.array_equal(later, true) and not np.array_equal(later, draft)
-    at = first_mismatch(later, true)
-    continued = texts.text(sample, 300, true[: at + 5])
-    np.testing.assert_array_equal(continued[: at + 5], true[: at + 5])
+    at = first_mismatch(later, true) + 5
+    np.testing.assert_array_equal(texts.text(sample, 300, true[:at])[:at], true[:at])
     texts.end([group])
     np.testing.assert_array_equal(texts.text(sample, 300), draft)
 
 
-# Texts
-
-
 @pytest.mark.parametrize("distance", [-7, 3])
-def test_the_first_mismatch_comes_as_late_as_it_should(distance):
-    model, true = Spec(run=100.0), true_text(4000)
-    texts = [model.other((0, uid, 0), true, 9000, STOP, distance) for uid in range(400)]
+def test_first_mismatch_has_given_mean(distance):
+    spec, true = Spec(run=100.0), true_text(4000)
+    texts = [spec.other((0, uid, 0), true, 9000, STOP, distance) for uid in range(400)]
     found = [first_mismatch(text, true) for text in texts]
     assert np.mean(found) == pytest.approx(100.0, rel=0.15)  # 3 standard errors
 
 
 @pytest.mark.parametrize("accept_length", [1.5, 4.0])
-def test_matching_gains_about_the_accept_length(accept_length):
-    """The real suffix index on drafts that have left their responses at the first token."""
+def test_suffix_matches_gain_given_accept_length(accept_length):
+    """The real suffix index follows drafts that have left their responses at the first token."""
     tokens = forwards = 0
     for uid in range(3):
         true = true_text(1000, uid)
         index, done = GroupIndex(), 0
-        model = Spec(run=1.0, accept_length=accept_length)
-        index.add_draft(0, model.diverged((0, uid, 0), true, 9000, STOP, 0))
+        spec = Spec(run=1.0, accept_length=accept_length)
+        index.add_draft(0, spec.diverged((0, uid, 0), true, 9000, STOP, 0))
         while done < len(true):
             proposed, *_ = index.propose(0, 128)
             gained = first_mismatch(proposed, true[done:]) + 1
@@ -214,35 +197,28 @@ def test_matching_gains_about_the_accept_length(accept_length):
     assert tokens / forwards == pytest.approx(accept_length, rel=0.15)
 
 
-def test_synthetic_lengths_have_the_mean_and_epochs_repeat_prompts():
+def test_synthetic_lengths_and_epochs_follow_the_spec():
     workload = make_workload(8, 16, mean=100.0, max=100_000, sigma=0.8, steps=8, epochs=2)
-    lengths = [
-        len(workload.responses[step, prompt.uid, sample])
-        for step in range(4)
-        for prompt in workload.batch(0, step, 8)
-        for sample in range(16)
-    ]
+    lengths = [len(text) for (step, _, _), text in workload.responses.items() if step < 4]
     assert np.mean(lengths) == pytest.approx(100.0, rel=0.25)
-    prompts = [[p.uid for p in workload.batch(0, step, 8)] for step in (1, 5)]
-    assert prompts[0] == prompts[1]
+    first, again = ([p.uid for p in workload.batch(0, step, 8)] for step in (1, 5))
+    assert first == again
     sample = Group(workload.batch(0, 1, 8)[0], 1).sample(0)
     assert workload.key(sample) == (5, sample.uid, 0)
 
 
-# The command line
-
-SMALL = "mean=30,max=100,prompt=8,run=50,steps=3"
-ROWS = ["rollout.num_prompts_per_step=4", "rollout.num_generations=2"]
+SMALL = ["--synthetic", "mean=30,max=100,prompt=8,run=50,steps=3", "--cost", "h200:7b"]
+SMALL += ["rollout.num_prompts_per_step=4", "rollout.num_generations=2"]
 
 
 def call(monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["", "simulate", *arguments])
+    monkeypatch.setattr(sys, "argv", ["", "simulate", *SMALL, *arguments])
     return main()
 
 
-def test_the_command_line_compares_the_method_with_no_drafts(monkeypatch, tmp_path, capsys):
+def test_command_compares_method_with_no_drafts(monkeypatch, tmp_path, capsys):
     out = tmp_path / "out.json"
-    options = ["--synthetic", SMALL, "--ranks", "2", "--cost", "h200:7b", "--json", str(out), *ROWS]
+    options = ["--ranks", "2", "--json", str(out)]
     assert call(monkeypatch, *options) == 0
     printed = capsys.readouterr().out
     assert "roofline, not measured: Qwen2.5-7B" in printed and "speed-up of rollouts" in printed
@@ -254,7 +230,7 @@ def test_the_command_line_compares_the_method_with_no_drafts(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--ranks", "0"], "--ranks: 0 for 4 prompts"),
         (["--drafter", "share=0.1"], "has none"),
@@ -267,8 +243,7 @@ def test_the_command_line_compares_the_method_with_no_drafts(monkeypatch, tmp_pa
         (["--cost", "nothing"], "nothing: neither the folder of a recorded run nor a roofline"),
     ],
 )
-def test_wrong_arguments_end_in_one_line(monkeypatch, capsys, options, says):
-    arguments = ["--synthetic", SMALL, *ROWS, "--cost", "h200:7b", *options]
-    assert call(monkeypatch, *arguments) == 2
+def test_wrong_arguments_end_in_one_line(monkeypatch, capsys, options, message):
+    assert call(monkeypatch, *options) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and says in error
+    assert error.startswith("error: ") and message in error

@@ -16,7 +16,7 @@ SMALL = ["--sizes", "7b", "--lengths", "8k", "--longest", "100", "--steps", "2",
 
 @pytest.fixture
 def command(monkeypatch):
-    """Runs the benchmark with few ranks and responses; returns its exit code."""
+    """A call of the benchmark with few ranks and responses, which returns the exit code."""
     monkeypatch.setattr(simulated_systems, "RANKS", 2)
     monkeypatch.setattr(simulated_systems, "GENERATIONS", 2)
 
@@ -43,7 +43,7 @@ def test_every_system_is_compared_and_drawn(command, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--lengths", "big"], "--lengths: 'big' is no number of tokens"),
         (["--sizes", "70b"], "--sizes: 70b unknown"),
@@ -51,12 +51,12 @@ def test_every_system_is_compared_and_drawn(command, tmp_path, capsys):
         (["--drafter", "accept_length=9"], "--drafter: accept_length: 9.0 must be from 1 to 6"),
     ],
 )
-def test_wrong_arguments_end_in_one_line(command, capsys, options, says):
+def test_wrong_arguments_end_in_one_line(command, capsys, options, message):
     assert command(*options) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_scaled_costs_count_positions_so_many_times():
+def test_scaled_cost_multiplies_positions():
     cost = roofline("h200", "7b")
     load, longer = Load(4, 12, 2, 1000, 0, 8), Load(4, 12, 2, 8000, 0, 8)
     assert scaled(cost.seconds, 8.0)(load) == pytest.approx(cost.seconds(longer))

@@ -24,7 +24,8 @@ from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.microbatch import MicrobatchCost
 from bubblespec.mechanisms.stream_gradients.gradients import StreamedGradients
 from bubblespec.mechanisms.stream_gradients.idle_task import pieces_of
-from bubblespec.types import Row, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Row
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import with_observations
 

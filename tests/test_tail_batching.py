@@ -14,8 +14,9 @@ from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.mechanisms.tail_batching import TailBatching, best_num_launched, scaled
 from bubblespec.rewards.scorer import Scoring
+from bubblespec.samples import Samples
 from bubblespec.setup import build
-from bubblespec.types import Launch, Prompt, Samples, ids_of
+from bubblespec.types import Launch, Prompt, ids_of
 from tests.helpers.rows import samples_of
 from tests.helpers.runs import SHORT
 
@@ -32,9 +33,8 @@ def length_of(name, scale: int = 6) -> int:
     return min(1 + int(scale * rng.paretovariate(1.2)), 400)
 
 
-def play(planner, step: int, replaced: int = 0) -> tuple[Launch, Samples, dict]:
-    """A step of a planner: launch, selection by final lengths, finish. replaced: groups that
-    dynamic sampling draws as well."""
+def play(planner, step: int) -> tuple[Launch, Samples, dict]:
+    """A step of a planner: launch, selection by final lengths, finish."""
     launch = planner.launch(step)
     lengths = [
         [length_of(group.sample(n)) for n in range(launch.num_generations)]
@@ -50,7 +50,6 @@ def play(planner, step: int, replaced: int = 0) -> tuple[Launch, Samples, dict]:
         if g not in chosen
     }
     groups = [launch.groups[g] for g in chosen]
-    groups += planner.replacements(step, replaced, launch.groups)
     names = ids_of(groups, launch.num_generations)
     samples = samples_of(groups, [np.zeros(length_of(name), np.int32) for name in names])
     planner.finish(samples, deferred)
@@ -64,21 +63,35 @@ def make_planner(size: int = 23, ratio: float | str = 1.5) -> TailBatching:
 @pytest.mark.parametrize("size, ratio", [(23, 1.5), (5, 2.0), (40, 1.0), (12, "auto")])
 def test_every_group_of_data_order_is_trained_on_once(size, ratio):
     """Over many epochs: what was trained on and what is queued are the first groups of plain order,
-    under the same names."""
+    under the same names. Metrics are those of a list of all that was launched."""
     planner, plain = make_planner(size, ratio), StepSchedule(make_prompts(size), SEED, 4, 3)
-    trained, was_deferred, longs = [], [], 0
+    trained, was_deferred, longs, lengths, waiting = [], [], 0, [], {}
     for step in range(80):
         queue = [group.name for group in planner.deferred]
-        launch, samples, _ = play(planner, step)
+        launch, samples, deferred = play(planner, step)
         names = [group.name for group in samples.groups]
         assert len(names) == 4
-        if len(queue) >= 4:
-            longs += 1
+        is_long = len(queue) >= 4
+        longs += is_long
+        if is_long:
             assert names == queue[:4], "the oldest first, all of them"
         elif ratio != "auto":
             assert len(launch.groups) == scaled(4, ratio)
         trained += names
         was_deferred += [group.name for group in launch.groups if group.name not in names]
+        lengths += samples.lengths.tolist()
+        waiting = {name: since for name, since in waiting.items() if name not in names}
+        for name, length in deferred.items():
+            waiting.setdefault(name[:2], (step, []))[1].append(length)
+        launched = lengths + [length for _, of_group in waiting.values() for length in of_group]
+        since = [begin for begin, _ in waiting.values()]
+        assert planner.metrics() == {
+            "tail/is_long_round": is_long,
+            "tail/num_deferred": len(waiting),
+            "tail/oldest_deferred_steps": step + 1 - min(since, default=step + 1),
+            "tail/cut_length": samples.lengths.max(),
+            "tail/length_ratio": pytest.approx(np.mean(lengths) / np.mean(launched), rel=1e-12),
+        }
     assert len(set(was_deferred)) == len(was_deferred), "no group is deferred twice"
     seen = trained + [group.name for group in planner.deferred]
     in_order = [g.name for step in range(len(seen) // 4 + 1) for g in play(plain, step)[1].groups]
@@ -93,32 +106,6 @@ def test_loaded_tail_batching_continues_from_any_step():
         again.load_state_dict(planner.state_dict())
         assert play(again, step)[0] == play(planner, step)[0]
         assert again.metrics() == planner.metrics()
-    assert planner.metrics()["tail/length_ratio"] > 0.9
-
-
-def test_metrics_equal_plain_books_of_all_steps():
-    planner, trained, queue = make_planner(), [], {}
-    is_long = []
-    for step in range(40):
-        _, samples, deferred = play(planner, step)
-        trained += samples.lengths.tolist()
-        for group in samples.groups:
-            queue.pop(group.name, None)
-        for name, length in deferred.items():
-            queue.setdefault(name[:2], (step, []))[1].append(length)
-        metrics = planner.metrics()
-        waiting = [length for _, lengths in queue.values() for length in lengths]
-        launched = trained + waiting
-        assert metrics["tail/length_ratio"] == pytest.approx(
-            np.mean(trained) / np.mean(launched), rel=1e-12
-        )
-        assert metrics["tail/num_deferred"] == len(queue)
-        assert metrics["tail/oldest_deferred_steps"] == (
-            step + 1 - min(since for since, _ in queue.values()) if queue else 0
-        )
-        assert metrics["tail/cut_length"] == samples.lengths.max()
-        is_long.append(metrics["tail/is_long_round"])
-    assert 0 < sum(is_long) < 40
 
 
 def test_upcoming_groups_are_predicted_where_determined():

@@ -15,7 +15,7 @@ END = "<|im_end|>"
 
 
 class Giver:
-    """Its tool returns what `_make` does."""
+    """An environment whose tool returns the result of `_make`."""
 
     _make = staticmethod(lambda: None)
 
@@ -145,7 +145,6 @@ def test_methods_of_all_kinds_are_tools(chatml):
 
 
 def test_cancellation_is_an_error_of_the_tool(chatml, monkeypatch):
-    """Such as CancelledError of asyncio; an interrupt ends the run."""
 
     def cancel():
         raise asyncio.CancelledError("gone")

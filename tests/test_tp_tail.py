@@ -77,7 +77,11 @@ def play(
         proposer = None
         if drafts is not None:
             proposer = make_proposer(
-                "bubble+suffix", History(1000), fixed_cost(), has_drafts=True, clock=ranks.clock
+                ["bubble", "suffix"],
+                History(1000),
+                fixed_cost(),
+                has_drafts=True,
+                clock=ranks.clock,
             )
             proposer.begin()
             for row in rows.values():

@@ -9,15 +9,16 @@ from bubblespec.engine.batch import Load
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.mechanisms.tp_tail.tail import TPTail
 from bubblespec.planner.stats import RunStats
-from bubblespec.telemetry.trace import read_meta, read_table
 from bubblespec.tools.simulate.command import SECTIONS, simulated_config
 from bubblespec.tools.simulate.recorded import (
     load_cost,
-    load_shared_cost,
+    read_meta,
+    read_table,
     read_workload,
     sections_of,
 )
 from bubblespec.tools.simulate.run import simulate
+from tests.helpers.checks import refusal
 from tests.helpers.clocks import forward_seconds
 from tests.helpers.runs import digests, read
 from tests.helpers.threads import train_on_threads
@@ -117,22 +118,22 @@ def test_forwards_of_the_tail_are_recorded(runs):
         assert line["rollout/forwards"] == max(own)
 
 
-def test_forwards_of_the_tail_have_their_own_cost(runs):
+def test_forwards_of_the_tail_have_another_cost(runs):
     folder = str(runs.shared)
-    cost, shared_cost = load_cost(folder), load_shared_cost(folder, 2)
+    cost, shared_cost = load_cost(folder), load_cost(folder, 2)
     for load in (Load(4, 4, 0, 200, 0, 0), Load(8, 8, 0, 500, 0, 0)):
         assert cost.seconds(load) == pytest.approx(forward_seconds(load), rel=0.05)
     decoded = [row for row in table_of(runs.shared) if row["together"] and row["rows"] == 1]
     seconds = [row["end_s"] - row["begin_s"] for row in decoded]
     fitted = [shared_cost.seconds([row[name] for name in Load._fields]) for row in decoded]
     assert sum(fitted) == pytest.approx(sum(seconds), rel=0.1)
-    assert load_shared_cost(folder, 3) is None, "that was two ranks"
+    assert "no forwards of 3 ranks together" in refusal(load_cost, folder, 3)
 
 
 def test_run_with_tail_is_simulated(runs):
     folder = str(runs.shared)
     config = simulated_config(sections_of(read_meta(f"{folder}/trace")["config"], SECTIONS))
-    costs = load_cost(folder).seconds, load_shared_cost(folder, 2).seconds
+    costs = load_cost(folder).seconds, load_cost(folder, 2).seconds
     steps = simulate(config, read_workload(folder), costs[0], 2, together=costs[1])
     assert [step.digest for step in steps] == digests(runs.shared)
     assert sum(step.shared_forwards for step in steps) > 0

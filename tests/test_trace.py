@@ -8,17 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
+from bubblespec.config import Config, RunConfig
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import Load
-from bubblespec.errors import InputError
 from bubblespec.records import ForwardRecord, RolloutRecord, Span, StepRecord
-from bubblespec.telemetry.trace import Recorder, list_steps, read_meta, read_table
+from bubblespec.telemetry.trace import Recorder
 from bubblespec.tools.simulate.command import SECTIONS, simulated_config
-from bubblespec.tools.simulate.recorded import load_cost, read_workload, sections_of
+from bubblespec.tools.simulate.recorded import (
+    list_steps,
+    load_cost,
+    read_meta,
+    read_table,
+    read_workload,
+    sections_of,
+)
 from bubblespec.tools.simulate.run import simulate
 from bubblespec.tools.simulate.workload import Texts
 from bubblespec.types import Draft, Group, Prompt, SampleId
+from tests.helpers.checks import refusal
 from tests.helpers.clocks import forward_seconds, train_in_virtual_time
 from tests.helpers.rows import record_of, samples_of
 from tests.helpers.runs import ALWAYS_DRAFT, SHORT, read
@@ -103,17 +110,14 @@ def test_drafts_and_costs_of_a_recorded_run(drafting):
         assert cost.seconds(load) == pytest.approx(forward_seconds(load), rel=0.05)
 
 
-@pytest.mark.parametrize("num_ranks, keys", [(2, ["tail_batching.enabled=true"]), (2, [])])
-def test_recorded_run_is_simulated_on_more_ranks(drafting, num_ranks, keys):
-    workload = read_workload(str(drafting))
-    config = simulated_config(sections_of(read_meta(f"{drafting}/trace")["config"], SECTIONS), keys)
-    cost = load_cost(str(drafting)).seconds
-    steps = simulate(config, workload, cost, num_ranks)
-    if "tail_batching.enabled=true" in keys:
-        assert 0 < len(steps) < workload.num_steps
-    else:
-        digests = [line["rollout/digest"] for line in read(drafting)]
-        assert [step.digest for step in steps] == digests
+def test_recorded_run_is_simulated_on_more_ranks(drafting):
+    workload, cost = read_workload(str(drafting)), load_cost(str(drafting)).seconds
+    sections = sections_of(read_meta(f"{drafting}/trace")["config"], SECTIONS)
+    steps = simulate(simulated_config(sections, []), workload, cost, 2)
+    digests = [line["rollout/digest"] for line in read(drafting)]
+    assert [step.digest for step in steps] == digests
+    config = simulated_config(sections, ["tail_batching.enabled=true"])
+    assert 0 < len(simulate(config, workload, cost, 2)) < workload.num_steps
 
 
 def test_recorded_drafts_are_replayed(drafting):
@@ -129,8 +133,8 @@ def test_recorded_drafts_are_replayed(drafting):
 
 
 def one_step(step: int, drafts: dict[SampleId, Draft] | None = None) -> StepRecord:
-    """Of two prompts with two responses each, in two rollouts; the second prompt was drawn
-    before."""
+    """Return a step of two prompts with two responses each, in two rollouts. The second prompt was
+    drawn before."""
     groups = [Group(Prompt(uid, "p", (uid, 2), {}), visit) for uid, visit in ((11, 0), (7, 5))]
     tokens = [np.arange(5 + i) for i in range(4)]
     rewards = np.arange(4.0).reshape(2, 2)
@@ -147,11 +151,7 @@ def one_step(step: int, drafts: dict[SampleId, Draft] | None = None) -> StepReco
 
 
 def make_recorder(folder, first_step: int = 0) -> Recorder:
-    config = Config(
-        model=ModelConfig(path="m"),
-        data=DataConfig(path="d"),
-        run=RunConfig(output_dir=str(folder)),
-    )
+    config = Config(run=RunConfig(output_dir=str(folder)))
     return Recorder(config, Ranks(torch.device("cpu")), first_step)
 
 
@@ -194,22 +194,22 @@ def test_recording_stops_on_write_error(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "break_it, says",
+    "name, text, says",
     [
-        (shutil.rmtree, "neither the folder of a recorded run nor a roofline"),
-        (lambda folder: (folder / "meta.json").write_text("{"), "is not a trace: JSONDecodeError"),
-        (lambda f: (f / "meta.json").write_text('{"format": 99}'), "not a trace of this version"),
-        (
-            lambda folder: (folder / "responses-00000.parquet").unlink(),
-            "no complete step is recorded",
-        ),
-        (lambda f: (f / "forwards-00000.parquet").unlink(), "00000.parquet: cannot be read"),
-        (lambda folder: None, "1 forwards are too few to fit a cost"),
+        ("", None, "neither the folder of a recorded run nor a roofline"),
+        ("meta.json", "{", "is not a trace: JSONDecodeError"),
+        ("meta.json", '{"format": 99}', "not a trace of this version"),
+        ("responses-00000.parquet", None, "no complete step is recorded"),
+        ("forwards-00000.parquet", None, "00000.parquet: cannot be read"),
+        ("other", "", "1 forwards are too few to fit a cost"),
     ],
 )
-def test_damaged_traces_are_refused_in_one_line(tmp_path, break_it, says):
+def test_damaged_traces_are_refused_in_one_line(tmp_path, name, text, says):
+    """text: new content of a file; None: the file, or the whole folder, is missing."""
     make_recorder(tmp_path).write(one_step(0))
-    break_it(tmp_path / "trace")
-    with pytest.raises(InputError) as error:
-        load_cost(str(tmp_path))
-    assert says in str(error.value) and "\n" not in str(error.value)
+    path = tmp_path / "trace" / name
+    if text is not None:
+        path.write_text(text)
+    else:
+        path.unlink() if name else shutil.rmtree(path)
+    assert says in refusal(load_cost, str(tmp_path))

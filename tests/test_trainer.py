@@ -27,8 +27,9 @@ from bubblespec.rewards.functions import load_reward
 from bubblespec.rollout.evaluate import Evaluator, expected_best
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.samples import digest
 from bubblespec.trainer import Trainer
-from bubblespec.types import Group, Prompt, digest
+from bubblespec.types import Group, Prompt
 from tests.helpers.rows import samples_of
 from tests.helpers.runs import SHORT, read, weights
 

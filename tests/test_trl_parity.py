@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from test_update import ADVANTAGES, make_config, make_learner, make_samples
+from torch.nn.utils.rnn import pad_sequence
 
 from bubblespec.config_names import TRL
 from bubblespec.distributed.ranks import Ranks
@@ -58,16 +59,11 @@ CASES = {
 }
 
 
-def padded(
-    sequences: list, width: int, on_the_left: bool, dtype=torch.int64
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[S, width] and its mask, as TRL pads: prompts on the left, completions on the right."""
-    values = torch.zeros(len(sequences), width, dtype=dtype)
-    mask = torch.zeros(len(sequences), width, dtype=torch.int64)
-    for i, sequence in enumerate(sequences):
-        where = slice(width - len(sequence), width) if on_the_left else slice(0, len(sequence))
-        values[i, where], mask[i, where] = torch.as_tensor(np.asarray(sequence)).to(dtype), 1
-    return values, mask
+def padded(sequences: list, side: str, dtype=torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+    """[S, longest] and its mask, as TRL pads: prompts on the left, completions on the right."""
+    values = [torch.as_tensor(np.asarray(sequence)).to(dtype) for sequence in sequences]
+    masks = [torch.ones(len(sequence), dtype=torch.int64) for sequence in sequences]
+    return tuple(pad_sequence(v, batch_first=True, padding_side=side) for v in (values, masks))
 
 
 def trl_loss_and_gradient(model, samples, old: list, reference: list, loss: dict, tmp_path):
@@ -94,11 +90,10 @@ def trl_loss_and_gradient(model, samples, old: list, reference: list, loss: dict
         train_dataset=datasets.Dataset.from_dict({"prompt": ["1"] * len(samples)}),
         processing_class=transformers.AutoTokenizer.from_pretrained(TOKENIZER),
     )
-    prompts, prompt_mask = padded(
-        [samples.prompt_of(i).token_ids for i in range(len(samples))], 12, True
-    )
-    tokens, mask = padded(samples.tokens, 20, False)
-    tool_mask = padded([is_sampled(logprob) for logprob in samples.full_logprob], 20, False)[0]
+    prompt_ids = [samples.prompt_of(i).token_ids for i in range(len(samples))]
+    prompts, prompt_mask = padded(prompt_ids, "left")
+    tokens, mask = padded(samples.tokens, "right")
+    tool_mask = padded([is_sampled(logprob) for logprob in samples.full_logprob], "right")[0]
     inputs = {
         "prompt_ids": prompts,
         "prompt_mask": prompt_mask,
@@ -107,8 +102,8 @@ def trl_loss_and_gradient(model, samples, old: list, reference: list, loss: dict
         "tool_mask": tool_mask,
         "advantages": torch.from_numpy(ADVANTAGES),
         "num_items_in_batch": tool_mask.sum(),
-        "old_per_token_logps": padded(old, 20, False, torch.float64)[0],
-        "ref_per_token_logps": padded(reference, 20, False, torch.float64)[0],
+        "old_per_token_logps": padded(old, "right", torch.float64)[0],
+        "ref_per_token_logps": padded(reference, "right", torch.float64)[0],
     }
     # set so late because TRL would look for a reference model, whose log-probabilities are given
     # here

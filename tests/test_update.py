@@ -18,7 +18,8 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import policy_loss
 from bubblespec.learn.microbatch import plan_microbatches
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.types import Group, Prompt, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Group, Prompt
 from tests.helpers.models import VOCAB
 from tests.helpers.reference_step import Response, minibatch_loss
 from tests.helpers.rows import samples_of

@@ -20,18 +20,14 @@ from tests.helpers.clocks import Clock
 from tests.helpers.simulated import LinearCost, run_to_end
 
 
-def test_a_meeting_ends_for_all_when_the_last_has_come():
+def test_meeting_ends_for_all_when_last_arrives():
     world, ends = World(3, meeting_s=0.5), {}
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(world, rank)
         ranks.clock.sleep([3.0, 1.0, 7.0][rank])
-        gathered = ranks.gather(np.array([10 * rank]))
-        ends[rank] = (
-            world.now[rank],
-            gathered.ravel().tolist(),
-            [len(a) for a in ranks.gather_ragged(np.zeros(rank))],
-        )
+        gathered = ranks.gather(np.array([10 * rank])).ravel().tolist()
+        ends[rank] = world.now[rank], gathered, list(map(len, ranks.gather_ragged(np.zeros(rank))))
         ranks.barrier_or_stop()
 
     world.run(work)
@@ -39,15 +35,22 @@ def test_a_meeting_ends_for_all_when_the_last_has_come():
     assert world.now == [8.5] * 3
 
 
-def test_a_forward_of_all_ranks_begins_when_the_last_is_there():
-    """Here it takes as long as its positions say, and what is exchanged before it no time."""
+def test_shared_forward_begins_when_last_rank_arrives():
+    """A forward takes as many seconds as it has positions, and the exchange before it none."""
     world, ends = World(3, meeting_s=9.0), {}
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(world, rank, meeting_s=0.0)
-        options = {"max_num_batched_tokens": 64, "text": lambda row: np.arange(4)}
-        costs = {"cost": LinearCost(), "together": LinearCost(0.0, 0.0, 0.0, 1.0)}
-        engine = Engine(SimulatedRunner(world, rank, 2, 32, **options, **costs))
+        runner = SimulatedRunner(
+            ranks,
+            2,
+            32,
+            max_num_batched_tokens=64,
+            cost=LinearCost(),
+            text=lambda row: np.arange(4),
+            together=LinearCost(0.0, 0.0, 0.0, 1.0),
+        )
+        engine = Engine(runner)
         engine.add([Row(SampleId(0, 0, 0), (1, 2), 4)])
         ranks.clock.sleep([3.0, 1.0, 7.0][rank])
         ranks.gather(np.zeros(1))
@@ -62,10 +65,16 @@ def test_a_forward_of_all_ranks_begins_when_the_last_is_there():
     assert ends == {rank: [7.0, 9.0, 12.5, 17.0, 22.5] for rank in range(3)}
 
 
-def test_a_tick_is_complete_after_the_last_post_and_wakes_who_waits(monkeypatch):
-    """Rank 1 is done and waits; rank 0 posts at 2 s, and is done at its second tick."""
-    monkeypatch.setattr(world_module, "TICK_S", 0.25)
+@pytest.fixture
+def set_tick_s(monkeypatch):
+    """A function that sets how long a tick takes; posts take no time."""
     monkeypatch.setattr(world_module, "POST_S", 0.0)
+    return lambda seconds: monkeypatch.setattr(world_module, "TICK_S", seconds)
+
+
+def test_tick_completes_after_last_post_and_wakes_waiters(set_tick_s):
+    """Rank 1 is done and waits; rank 0 posts at 2 s, and is done at its second tick."""
+    set_tick_s(0.25)
     world, seen = World(2), {}
 
     def state(is_done: bool) -> RankState:
@@ -86,21 +95,18 @@ def test_a_tick_is_complete_after_the_last_post_and_wakes_who_waits(monkeypatch)
         assert board.poll(lambda: state(False)) is not None  # complete since 2.25
         ranks.clock.sleep(1.0)
         begin = world.now[0]
-        states = board.poll(lambda: state(True), is_done=True)  # it lingers for a moment
+        states = board.poll(lambda: state(True), is_done=True)  # lingers for a moment
         seen["lingered"] = (states is None, round(world.now[0] - begin, 6))
         board.wait(lambda: state(True))
 
     world.run(work)
-    assert seen["first"] == (2.25, [False, True])
-    assert seen["lingered"] == (True, LINGER_S)
-    assert seen["over"] == (4.25, True)
+    over = (4.25, True)
+    assert seen == {"first": (2.25, [False, True]), "lingered": (True, LINGER_S), "over": over}
 
 
-def test_the_earliest_rank_goes_first_whatever_threads_do(monkeypatch):
-    """A rank sees a tick as complete from the time on that it is, though the other thread has run
-    ahead to post it."""
-    monkeypatch.setattr(world_module, "TICK_S", 0.0)
-    monkeypatch.setattr(world_module, "POST_S", 0.0)
+def test_tick_is_not_complete_before_its_post_in_time(set_tick_s):
+    """A thread that runs ahead and posts does not complete the tick for ranks behind it in time."""
+    set_tick_s(0.0)
     world, complete = World(2), []
 
     def work(rank: int) -> None:
@@ -118,7 +124,7 @@ def test_the_earliest_rank_goes_first_whatever_threads_do(monkeypatch):
     assert complete == [False] * 4 + [True] * 3
 
 
-def test_an_error_in_one_rank_ends_all():
+def test_error_or_deadlock_ends_all_ranks():
     world = World(3)
 
     def work(rank: int) -> None:
@@ -133,16 +139,11 @@ def test_an_error_in_one_rank_ends_all():
         other.run(lambda rank: SimulatedRanks(other, rank).barrier_or_stop() if rank == 0 else None)
 
 
-# The engine
-
-
 def rows_to_generate() -> list[Row]:
-    prompts = {
-        uid: tuple((7 * uid + 3 * i) % 90 + 1 for i in range(5 + 6 * uid)) for uid in range(5)
-    }
+    prompts = [tuple((7 * uid + 3 * i) % 90 + 1 for i in range(5 + 6 * uid)) for uid in range(5)]
     return [
         Row(SampleId(uid, 3, sample), prompt, 12 + 9 * uid)
-        for uid, prompt in prompts.items()
+        for uid, prompt in enumerate(prompts)
         for sample in range(3)
     ]
 
@@ -151,10 +152,8 @@ def rows_to_generate() -> list[Row]:
     ("slots", "budget", "has_drafts"),
     [(6, 16, False), (15, 2048, False), (4, 9, True), (15, 64, True)],
 )
-def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, has_drafts):
-    """The real engine generates; the simulated one is told the texts, and makes the same forwards:
-    rows, tokens, positions, prompts and drafts of each, with shared prefills, chunks, a queue, and
-    windows of suffix matches."""
+def test_simulated_forwards_equal_real_ones(make_model, slots, budget, has_drafts):
+    """Both engines have shared prefills, chunks, a queue, and windows of suffix matches."""
     model = make_model()
     prepare_model(model, 128)
     params = SamplingParams(0.8, stop_token_ids=tuple(range(6)))  # stops come soon enough
@@ -166,30 +165,25 @@ def test_forwards_are_those_of_the_real_engine(make_model, slots, budget, has_dr
             tokens[4::5] = (tokens[4::5] + 1) % 90 + 6
             drafts[row.id] = Draft(tokens, True, 2)
 
-    def loads_of(engine: Engine, rows: list[Row]) -> tuple[list[Load], dict]:
+    def loads_of(runner, rows: list[Row]) -> tuple[list[Load], dict]:
         if not has_drafts:
-            return run_to_end(engine, rows, params), {}
-        proposer = make_proposer(
-            "bubble+suffix", History(0), CostModel(), has_drafts=True, clock=Clock()
-        )
+            return run_to_end(Engine(runner), rows, params), {}
+        history, sources = History(0), ["bubble", "suffix"]
+        proposer = make_proposer(sources, history, CostModel(), has_drafts=True, clock=Clock())
         proposer.begin()
         for row in rows:
             proposer.track(row, drafts[row.id], 3)
-        loads, counts = run_to_end(engine, rows, params, proposer), vars(proposer.acceptance)
-        arrays = {"accepted_lengths": counts["accepted_lengths"].tolist()}
-        return loads, counts | arrays | {"looked_up_rows": proposer.take_spent()[1]}
+        loads = run_to_end(Engine(runner), rows, params, proposer)
+        counts = vars(proposer.acceptance) | {"looked_up_rows": proposer.take_spent()[1]}
+        return loads, counts | {"accepted_lengths": counts["accepted_lengths"].tolist()}
 
-    real = rows_to_generate()
-    wanted = loads_of(
-        Engine(ModelRunner(model, slots, 128, seed=5, max_num_batched_tokens=budget)), real
-    )
+    real, known, cost = rows_to_generate(), rows_to_generate(), LinearCost()
+    wanted = loads_of(ModelRunner(model, slots, 128, seed=5, max_num_batched_tokens=budget), real)
     texts = {row.id: row.tokens for row in real}
-    known, cost = rows_to_generate(), LinearCost()
-    world, text = World(1), lambda row: texts[row.id]
-    runner = SimulatedRunner(
-        world, 0, slots, 128, max_num_batched_tokens=budget, cost=cost, text=text
-    )
-    assert loads_of(Engine(runner), known) == wanted
+    sizes = (SimulatedRanks(World(1), 0), slots, 128)
+    options = {"max_num_batched_tokens": budget, "cost": cost}
+    runner = SimulatedRunner(*sizes, text=lambda row: texts[row.id], **options)
+    assert loads_of(runner, known) == wanted
     assert cost.loads == wanted[0]
     if has_drafts:
         assert wanted[1]["accepted_tokens"] > 50  # or nothing was compared

@@ -32,7 +32,12 @@ def fingerprints(prompts: Sequence[Prompt]) -> np.ndarray:
 
 def fingerprint(value) -> int:
     """Return 63 bits of a hash of a value's content."""
-    digest = hashlib.sha256(plain_text(value).encode("utf-8", "surrogatepass")).digest()
+    return hash_text(plain_text(value))
+
+
+def hash_text(text: str) -> int:
+    """Return 63 bits of a text's SHA-256."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 

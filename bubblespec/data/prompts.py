@@ -1,12 +1,10 @@
 """Prompts: tokenised rows, and the batch of each step.
 
-A `PromptSet` has tokenised prompts, each with a stable uid and the columns that rewards read. The
-batch of step t is a pure function of (seed, t), so any rank can compute the batch of any later
+The batch of step t is a pure function of (seed, t), so any rank can compute the batch of any later
 step, which drafting ahead needs.
 """
 
 import functools
-import hashlib
 import itertools
 import json
 import random
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bubblespec.data.fingerprints import plain_text
+from bubblespec.data.fingerprints import hash_text, plain_text
 from bubblespec.errors import InputError, one_line
 from bubblespec.types import Prompt
 
@@ -80,11 +78,11 @@ def build_prompt_set(
     as_chat: bool = False,
     key: str = "data",
 ) -> PromptSet:
-    """Tokenise rows with a `prompt` column; leave out and count those that are too long.
+    """Tokenise rows with a `prompt` column; leave out and count prompts that are too long.
 
     `as_chat` wraps string prompts as a user message; `system_prompt` goes in front of chat prompts
-    without one. Content that is a list of text parts becomes one text. `key`: the configuration's
-    key, for errors. Raises InputError for an invalid prompt; rows are counted from 0.
+    without one. Lists of text parts become one text. Raises InputError, which names `key`, for an
+    invalid prompt; rows are counted from 0.
     """
     prompts, num_dropped = [], 0
     occurrences: Counter[str] = Counter()
@@ -100,13 +98,15 @@ def build_prompt_set(
                 "have a system message; set data.as_chat=true, or leave it out"
             )
         if not isinstance(text, str):
-            text = [_with_text(message) for message in text]
+            text = [message | {"content": _join_parts(message["content"])} for message in text]
         if system_prompt and text[0]["role"] != "system":
             text = [{"role": "system", "content": system_prompt}, *text]
         token_ids = tokenize(text)
         if not token_ids:
             raise InputError(f"{key}: the prompt of row {number} has no tokens")
-        uid = _stable_uid(text, occurrences)
+        content = json.dumps(text, sort_keys=True, ensure_ascii=False)
+        uid = hash_text(f"{occurrences[content]}:{content}")  # equal prompts have distinct uids
+        occurrences[content] += 1
         if len(token_ids) > max_prompt_length:
             num_dropped += 1
             continue
@@ -121,8 +121,8 @@ def make_tokenize(
     """Return the function from a prompt to its ids, which a response continues.
 
     Strings get the tokenizer's prefix (BOS), unless they begin with it, and not its suffix (EOS).
-    Chats go through the chat template, with the schemas of tools and the header of the model's
-    turn; a last message of the assistant is continued instead.
+    Chats go through the chat template, with tools' schemas and the header of the model's turn; a
+    last message of the assistant is continued instead.
     """
 
     def tokenize(text: str | list[dict]) -> list[int]:
@@ -131,9 +131,8 @@ def make_tokenize(
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             return ids if ids[: len(before)] == before else before + ids
         if tokenizer.chat_template is None:
-            raise InputError(
-                "model.path: its tokenizer has no chat template, but data has chat prompts"
-            )
+            problem = "its tokenizer has no chat template, but data has chat prompts"
+            raise InputError(f"model.path: {problem}")
         is_begun = text[-1]["role"] == "assistant"
         how = {"add_generation_prompt": not is_begun, "continue_final_message": is_begun}
         return render(tokenizer, text, schemas, **how)
@@ -176,10 +175,9 @@ def leave_out(
     Prompts are compared by text and, where rows of equal text differ in `columns` (an instruction
     of a game, say), also by these columns, which both sets have.
     """
-    names = sorted(columns)
 
     def full(prompt: Prompt) -> tuple[str, str]:
-        return str(prompt.text), plain_text([prompt.columns[name] for name in names])
+        return str(prompt.text), plain_text([prompt.columns[name] for name in sorted(columns)])
 
     ambiguous: set[str] = set()  # texts of rows that differ otherwise
     for part in (prompts.prompts, held_out):
@@ -187,8 +185,7 @@ def leave_out(
         ambiguous |= {text for text, count in counts.items() if count > 1}
 
     def identity(prompt: Prompt) -> str | tuple[str, str]:
-        text = str(prompt.text)
-        return full(prompt) if text in ambiguous else text
+        return full(prompt) if str(prompt.text) in ambiguous else str(prompt.text)
 
     out = set(map(identity, held_out))
     left = [prompt for prompt in prompts.prompts if identity(prompt) not in out]
@@ -198,9 +195,8 @@ def leave_out(
 def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
     """Return `size` procedural problems from a weighted mixture of reasoning-gym tasks.
 
-    tasks: mappings with `name` (a reasoning-gym task), `weight` and `config` (the task's own
-    parameters). Row i is a pure function of (tasks, seed, i): columns `prompt`, `answer`, `task`
-    and `entry` (reasoning-gym's item).
+    tasks: mappings with `name`, `weight` and `config` (the task's own parameters). Row i is a pure
+    function of (tasks, seed, i): columns `prompt`, `answer`, `task` and `entry` (the gym's item).
     """
     import reasoning_gym
 
@@ -223,15 +219,6 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
         columns = {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}
         rows.append(columns | {"task": tasks[which]["name"]})
     return rows
-
-
-def _stable_uid(text: str | list[dict], occurrences: Counter[str]) -> int:
-    """Return 63 bits from the prompt's content and, as uids are distinct, its occurrence number."""
-    content = json.dumps(text, sort_keys=True, ensure_ascii=False)
-    occurrence = occurrences[content]
-    occurrences[content] += 1
-    digest = hashlib.sha256(f"{occurrence}:{content}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _find_problem(prompt) -> str | None:
@@ -262,8 +249,6 @@ def _is_text_part(part) -> bool:
     return is_text and isinstance(part.get("text"), str)
 
 
-def _with_text(message: dict) -> dict:
-    """Return a message with its text parts joined."""
-    if not isinstance(message["content"], list):
-        return message
-    return {**message, "content": "".join(part["text"] for part in message["content"])}
+def _join_parts(content):
+    """Return content whose text parts are one text."""
+    return "".join(p["text"] for p in content) if isinstance(content, list) else content

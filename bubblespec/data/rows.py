@@ -49,11 +49,10 @@ def load_rows(
     """Return the rows of local files, of a folder of `save_to_disk`, or of a hub dataset.
 
     Local files are JSON, JSONL, CSV or Parquet: a file, a folder or a glob. All rows get the same
-    columns, None where a row lacks one. Files have no subsets; they belong to the splits that their
-    names contain, and if all belong to one split, it is also `train`. A slice such as train[:100]
-    may be taken. Loading scripts are never run: of a folder only data files are read, and
-    `datasets` refuses scripts of the hub. key: the configuration's key, for errors. columns:
-    {name: source} for columns to rename; a dot in the source reaches into a nested column.
+    columns, None where a row lacks one. Files belong to the splits that their names contain; a
+    single split is also `train`. A slice such as train[:100] may be taken. Loading scripts are
+    never run. key: the configuration's key, for errors; columns: {name: source} for columns to
+    rename, where a dot in the source reaches into a nested column.
     """
     import datasets
 
@@ -67,9 +66,8 @@ def load_rows(
     if len(formats) > 1:
         raise InputError(f"{key}: {path} mixes file formats {formats}; use one format")
     if files and name is not None:
-        raise InputError(
-            f"data.name: {name}, but the files of {path} have no subsets; leave it out"
-        )
+        problem = f"the files of {path} have no subsets; leave it out"
+        raise InputError(f"data.name: {name}, but {problem}")
     try:
         if not files:
             rows = list(datasets.load_dataset(path, name, split=split))

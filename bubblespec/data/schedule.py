@@ -1,8 +1,7 @@
 """The schedule: which groups make up a step, and which come next.
 
-It names groups by prompt and visit. Its decisions depend on the data, the step and the responses
-that were trained on, never on a clock or a rank: any number of ranks on any machine trains on the
-same tokens. Checkpoints save its state.
+Its decisions depend on the data, the step and the responses that were trained on, never on a clock
+or a rank: any number of ranks on any machine trains on the same tokens. Checkpoints save its state.
 """
 
 import math
@@ -11,7 +10,8 @@ from collections import Counter
 import numpy as np
 
 from bubblespec.data.prompts import PromptSet
-from bubblespec.types import Group, Launch, Prompt, SampleId, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Group, Launch, Prompt, SampleId
 
 
 class StepSchedule:
@@ -22,10 +22,8 @@ class StepSchedule:
 
     def __init__(self, prompts: PromptSet, seed: int, num_prompts: int, num_generations: int):
         """num_prompts: prompts that a step is trained on; num_generations: responses of each."""
-        self.prompts = prompts
-        self.seed = seed
-        self.num_prompts = num_prompts
-        self.num_generations = num_generations
+        self.prompts, self.seed = prompts, seed
+        self.num_prompts, self.num_generations = num_prompts, num_generations
         self._visits: Counter[int] = Counter()  # of all groups drawn in finished steps, by uid
 
     @property

@@ -1,15 +1,15 @@
-"""The device of a rank, and why a GPU that is there cannot be used."""
+"""The device of a rank, settings for GPUs, and why a GPU that is there cannot be used."""
 
 import ctypes
 import os
 
 import torch
 
-from bubblespec.distributed.cuda import set_cuda_defaults
 from bubblespec.errors import InputError, log
 
 # NVIDIA's CUDA Compatibility, minor version compatibility: the oldest driver of each major version
 OLDEST_DRIVER = {12: 525, 13: 580}
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def find_device(device: str) -> torch.device:
@@ -54,10 +54,8 @@ def why_no_gpu() -> str:
             f"{torch.__version__} is built for {build}; install {needed}, or a build of torch for "
             f"CUDA {driver[0]}"
         )
-    return (
-        "torch finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES, in Docker "
-        "run with --gpus all"
-    )
+    advice = "check nvidia-smi and CUDA_VISIBLE_DEVICES, in Docker run with --gpus all"
+    return f"torch finds no GPU; {advice}"
 
 
 def cuda_of_driver() -> tuple[int, int] | None:
@@ -68,3 +66,20 @@ def cuda_of_driver() -> tuple[int, int] | None:
     except (OSError, AttributeError):  # none, or something else of that name
         return None
     return (version.value // 1000, version.value % 1000 // 10) if version.value else None
+
+
+def set_cuda_defaults() -> None:
+    """Change defaults of torch and NCCL, except where the user has set an environment variable.
+
+    Call before anything is on a GPU and before NCCL starts.
+    """
+    # Training leaves memory in pieces, and keys and values are large. A call instead of the
+    # variable, as torch may read that while it is imported.
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    # Registration of the buffers of captured sums exchanges addresses between ranks during the
+    # capture, and in some versions covers only the first piece of an expandable segment.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    # A product of few rows, as in decoding, is split, and by default adds its parts in bfloat16: it
+    # would round more coarsely than the same product in training.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

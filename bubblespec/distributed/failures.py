@@ -52,7 +52,7 @@ class Watchdog:
         self._store.set("stop", "1")
 
     def is_stop_requested(self) -> bool:
-        """Whether any rank has published a stop request; takes a fraction of a millisecond."""
+        """Whether any rank has published a stop request."""
         return self._store.check(["stop"])
 
     def fail(
@@ -66,9 +66,9 @@ class Watchdog:
         try:
             missing = self._missing_ranks(min(deadline, time.monotonic() + BROKEN_S))
             names = " and ".join(f"rank {rank}" for rank in missing) or "no rank"
-            last = "; ".join((describe or self._last_place)(rank) for rank in missing) or "none"
-            line = f"{names} missing in {place} ({reason}); last heard: {last}"
-            line = self._report(line)
+            describe = describe or (lambda rank: f"in {self._last(rank)[1]}")
+            last = "; ".join(map(describe, missing)) or "none"
+            line = self._report(f"{names} missing in {place} ({reason}); last heard: {last}")
         except RuntimeError:
             line = f"{STORE_HAS_ENDED} ({reason})"
         error = RankTimeout(line)
@@ -102,9 +102,8 @@ class Watchdog:
     def _missing_ranks(self, deadline: float) -> list[int]:
         """Return the ranks that have not entered this collective, at a time-out.
 
-        After a broken connection some may still enter it: wait until all ranks but one have noticed
-        the connection, or until the deadline. Return early once there is a report, whose rank may
-        have ended already.
+        After a broken connection, wait until all ranks but one have noticed it, or for a report or
+        the deadline.
         """
         self._store.set(f"ended/{self.rank}", "1")
         others = [r for r in range(self.world_size) if r != self.rank]
@@ -123,16 +122,12 @@ class Watchdog:
         count, _, place = self._store.get(f"at/{rank}").decode().partition(" ")
         return int(count), place
 
-    def _last_place(self, rank: int) -> str:
-        return f"in {self._last(rank)[1]}"
-
 
 def leave(error: BaseException) -> NoReturn:
-    """End this process, one rank of several, at once, with the error printed and reported.
+    """Print an error, report it to torchrun and to the other ranks, and end this process at once.
 
-    It is written to torchrun's error file and reported to the other ranks. Nothing is shut down:
-    the process group and the interpreter may wait in NCCL for ranks that will not come, and in gloo
-    until its time-out. Reward workers end with this process.
+    Nothing is shut down: the process group and the interpreter may wait in NCCL for ranks that will
+    not come, and in gloo until its time-out. Reward workers end with this process.
     """
     code = error.exit_code if isinstance(error, EndsRun) else 1
     if isinstance(error, KeyboardInterrupt):
@@ -165,10 +160,9 @@ def report(error: EndsRun) -> int:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals for the rest of this process.
+    """Ignore signals from now on.
 
-    They would cut the error text short, and torchrun's SIGTERM, sent as soon as another rank has
-    ended, would replace the exit code.
+    torchrun's SIGTERM, sent once another rank has ended, would replace text and exit code.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         with contextlib.suppress(ValueError):  # not the main thread
@@ -176,10 +170,9 @@ def _ignore_signals() -> None:
 
 
 def log_once(error: EndsRun) -> None:
-    """Print an error once per job: only the first rank with an error prints, as most are on all.
+    """Print an error on the first rank that has one, as most are on all ranks.
 
-    Returns once it is on the screen: as soon as one rank ends, the launcher kills the others,
-    including the printing rank.
+    Return once it is on the screen: the launcher kills all ranks as soon as one ends.
     """
     if error.is_logged:
         return
@@ -224,8 +217,7 @@ def _clone_of(store: Any) -> dist.Store:  # `clone` is in no type of torch's
 def _store_of_launcher() -> tuple[dist.Store, int, int]:
     """Return the key-value store, this rank and the number of ranks.
 
-    The launcher makes the store before it starts ranks, so a missing one means that the launcher
-    has died. torchrun may use one store for all restarts of the ranks: each restart gets a
+    The launcher makes the store before it starts ranks, and may keep it for restarts: each gets a
     namespace of its own, as the addresses of dead ranks are in the store.
     """
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
@@ -234,10 +226,10 @@ def _store_of_launcher() -> tuple[dist.Store, int, int]:
 
 
 def join_store() -> tuple[dist.Store, int, int]:
-    """Return what `_store_of_launcher` does, with errors for the user.
+    """Return what `_store_of_launcher` does.
 
-    Raises InputError for missing or wrong environment variables, and RankTimeout, which every rank
-    prints, if no store comes up.
+    Raises InputError for wrong environment variables, and RankTimeout, which every rank prints, if
+    no store comes up.
     """
     try:
         return _store_of_launcher()

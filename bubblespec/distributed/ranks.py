@@ -141,7 +141,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[float]:
-        """Watch collectives, also those of another library, so that a failure names a missing rank.
+        """Name a missing rank if a collective fails, also one of another library.
 
         Yields the end of the time-out, which other libraries enforce by themselves.
         """
@@ -167,19 +167,18 @@ def one_line(error: Exception) -> str:
 def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the process group that torchrun describes in the environment; NCCL on GPUs, gloo on CPU.
 
-    Raises InputError for a missing GPU, and RankTimeout if a rank does not join. An EndsRun of the
-    block is printed here. In a process group any exception of the block ends the process here, see
-    `leave`.
+    Raises InputError for a missing GPU, and RankTimeout if a rank does not join. Prints an EndsRun
+    of the block; in a process group any exception of the block ends the process, see `leave`.
     """
     target = find_device(device)
     if "RANK" in os.environ:  # with torchrun
         die_with_parent()  # an orphan would keep writing to the files of the next run
         # Gloo's time-out raises in collectives that other libraries wait for. NCCL's watchdog would
         # end the process before `complete` has said why, so it comes last.
-        limit = timedelta(seconds=2 * timeout_s if target.type == "cuda" else timeout_s)
+        backend, factor = ("nccl", 2) if target.type == "cuda" else ("gloo", 1)
+        limit = timedelta(seconds=factor * timeout_s)
         store, rank, world_size = join_store()
         store.set_timeout(limit)
-        backend = "nccl" if target.type == "cuda" else "gloo"
         try:
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=limit

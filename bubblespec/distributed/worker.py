@@ -86,7 +86,7 @@ class Worker:
             self.supervisor = subprocess.Popen(
                 [sys.executable, "-u", "-c", _BOOT, *arguments],
                 bufsize=0,
-                stdin=subprocess.PIPE,  # its end tells the supervisor to end them all
+                stdin=subprocess.PIPE,  # at its end the supervisor kills them all
                 stdout=2,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **threads, **constants},

@@ -13,12 +13,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from bubblespec.draft.sources import (
-    ALIGNED,
     MAX_AGE,
     DraftSource,
     OwnDrafts,
     SuffixMatches,
-    Survival,
     TrackedRows,
     check_proposals,
     load_source,
@@ -27,6 +25,7 @@ from bubblespec.draft.store import History
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES
 from bubblespec.engine.ragged import spans
 from bubblespec.planner.costs import CostModel
+from bubblespec.planner.survival import ALIGNED, OFFERED, PROPOSED, Survival
 from bubblespec.planner.windows import WINDOWS, choose_windows
 from bubblespec.records import Acceptance
 from bubblespec.types import Draft, Row
@@ -36,9 +35,6 @@ PRIOR = 0.5  # of another source
 LOOK_SHARE = 0.01  # of the time, for looking where nothing was found that pays
 MAX_PAUSE = 16  # forwards
 ALWAYS_WINDOW = 6  # draft tokens that are verified whatever that costs
-# Forwards that are counted together, which takes hardly longer than to count one: while a GPU
-# computes, and at the latest.
-COUNTED_TOGETHER, MAX_UNCOUNTED = 8, 16
 
 
 class Proposer:
@@ -86,9 +82,8 @@ class Proposer:
         self.survival.begin()
 
     def _start(self) -> None:
+        self._acceptance = Acceptance()
         names = [name for name, *_ in self.survival.kinds]
-        known = self.survival.trials.nonzero()[0].tolist()
-        self._acceptance = Acceptance(by_source={names[kind]: [0, 0] for kind in known})
         self._is_own = np.array([name == SOURCE_NAMES[OWN] for name in names], bool)
         self._spent_s, self._num_looked_up = 0.0, 0
         self._caught_up_s = 0.0  # spent on `catch_up` since proposals were last looked for
@@ -100,13 +95,16 @@ class Proposer:
         # Of forwards without drafts: rows, what they have gained, and how much each. Taken in when
         # next needed, as each taking in costs as much as the look-up of proposals.
         self._unread: list[tuple[list[Row], np.ndarray, np.ndarray]] = []
-        self._uncounted: list[tuple[np.ndarray, ...]] = []  # of forwards, see `_take_in`
 
     @property
     def acceptance(self) -> Acceptance:
         """What came of the drafts of this rollout."""
-        self._count()
-        return self._acceptance
+        self._read()
+        counts = self._acceptance
+        counts.by_source = self.survival.by_source()
+        totals = self.survival.counts[PROPOSED:, 1].sum(axis=1).astype(int).tolist()
+        counts.draft_tokens, counts.covered_tokens, counts.accepted_tokens = totals
+        return counts
 
     def track(self, row: Row, draft: Draft | None, version: int, is_counted: bool = True) -> None:
         """Propose for a row from now on. version: updates of the current weights; is_counted: it is
@@ -120,7 +118,7 @@ class Proposer:
 
     def extend(self, row: Row, ids: np.ndarray) -> None:
         """An observation has come behind a row's tokens."""
-        self.take_in()
+        self._read()
         if (number := self._numbers.get(id(row))) is None:
             return
         gained = np.array([number]), ids, np.array([len(ids)])
@@ -172,7 +170,7 @@ class Proposer:
             some = some[given]
             begin[some], count[some] = found.begin[given], found.count[given]
             text[some], kind[some] = len(texts), kinds[found.kind[given]]
-            self.survival.came_up[kind[some]] = True
+            self.survival.counts[OFFERED, 1, kind[some]] += 1
             texts.append(found.tokens)
         self.tracked.kind[numbers[asked]] = kind[asked]
         if not self.always:
@@ -223,19 +221,12 @@ class Proposer:
     def catch_up(self, is_free: bool) -> None:
         """Do what can wait, between two calls of the engine. is_free: a GPU computes meanwhile."""
         started = self.clock.perf_counter()
-        if len(self._uncounted) >= COUNTED_TOGETHER:
-            self._count()
         for source in self.enabled_sources:
             source.catch_up()
         if not is_free:
             seconds = self.clock.perf_counter() - started
             self._spent_s += seconds
             self._caught_up_s += seconds
-
-    def take_in(self) -> None:
-        """All that was observed."""
-        self._read()
-        self._count()
 
     def _read(self) -> None:
         """What rows have gained without drafts."""
@@ -278,55 +269,22 @@ class Proposer:
         has_left = tracked.num_gained[numbers] < tracked.draft_length[numbers]
         has_left &= ~tracked.is_aligned[numbers]
         kind, is_counted = tracked.kind[numbers], tracked.is_counted[numbers]
-        # Rows that are not counted tell as much of survival.
-        size = len(self.survival.kinds)
-        trials = np.bincount(kind, np.minimum(num_accepted + 1, num_draft), size)
-        self.survival.observe(trials, np.bincount(kind, num_accepted, size))
-        counts = (num_gained, num_forwards, num_draft, num_accepted)
-        self._uncounted.append((kind, is_counted, has_left, *counts))
-        if len(self._uncounted) >= MAX_UNCOUNTED:
-            self._count()
+        has_left &= is_counted
+        if has_left.any():
+            given = num_accepted * self._is_own[kind]
+            self.survival.behind += num_gained @ has_left, given @ has_left
+        counts = self._acceptance
+        counts.row_forwards += int(num_forwards @ is_counted)
+        counts.gained_tokens += int(num_gained @ is_counted)
+        if num_draft.any():
+            self.survival.observe(kind, num_draft, num_accepted, is_counted)
+            lengths = num_accepted[(num_draft > 0) & is_counted]
+            bins = WINDOWS.searchsorted(lengths, side="right") - 1
+            counts.accepted_lengths += np.bincount(bins, minlength=len(WINDOWS))
         tracked.extend(numbers, tokens, num_gained)
         for source in self.sources:
             if source.is_enabled:
                 source.observe(numbers, tokens, num_gained)
-
-    def _count(self) -> None:
-        """What came of the drafts of the last forwards."""
-        if not self._uncounted:
-            return
-        columns = map(np.concatenate, zip(*self._uncounted, strict=True))
-        self._uncounted.clear()
-        kind, is_counted, has_left, num_gained, num_forwards, drafted, accepted = columns
-        counts = self._acceptance
-        has_left &= is_counted
-        counts.after_divergence[0] += int(num_gained @ has_left)
-        counts.after_divergence[1] += int((accepted * self._is_own[kind]) @ has_left)
-        counts.row_forwards += int(num_forwards @ is_counted)
-        counts.gained_tokens += int(num_gained @ is_counted)
-        drafted, right = drafted * is_counted, accepted * is_counted
-        columns = (drafted, right, np.minimum(right + 1, drafted))
-        size = len(self.survival.kinds)
-        tally = np.array([np.bincount(kind, of, size) for of in columns])  # [3, K]
-        for number in tally[0].nonzero()[0].tolist():
-            name, *detail = self.survival.kinds[number]
-            draft, right, verified = map(int, tally[:, number])
-            counts.draft_tokens += draft
-            counts.accepted_tokens += right
-            counts.covered_tokens += verified
-            _add(counts.by_source, name, draft, right)
-            if name == ALIGNED:
-                _add(counts.by_age, detail[0], draft, right)
-                counts.before_divergence[0] += verified
-                counts.before_divergence[1] += right
-        bins = WINDOWS.searchsorted(accepted[drafted > 0], side="right") - 1
-        counts.accepted_lengths += np.bincount(bins, minlength=len(WINDOWS))
-
-
-def _add(table: dict, key, num_draft: int, num_accepted: int) -> None:
-    entry = table.setdefault(key, [0, 0])
-    entry[0] += num_draft
-    entry[1] += num_accepted
 
 
 def make_proposer(

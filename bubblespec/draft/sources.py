@@ -10,7 +10,6 @@ All that happens in every forward is done for all rows together, by array.
 Shape legend: R rows, K kinds of proposals.
 """
 
-import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,81 +28,12 @@ from bubblespec.draft.suffix import (
 from bubblespec.engine.ragged import doubled, spans
 from bubblespec.errors import InputError, one_line
 from bubblespec.imports import import_path
+from bubblespec.planner.survival import ALIGNED
 from bubblespec.records import SOURCES
 from bubblespec.types import Draft, Row, SampleId
 
-ALIGNED = "aligned"  # the row has followed its draft from the start
 MAX_AGE = 8  # drafts of so many updates or more are judged alike
 MATCH_EDGES = np.array((2, 4, 8))  # matches that reach the same of these lengths are judged alike
-
-
-class Survival:
-    """Probability that the next token of a draft is accepted, by kind of proposal.
-
-    An exponentially weighted share that starts at a prior. Between rollouts it drifts back to the
-    prior, and fast for a kind of which proposals came but none was tried, so that a source that was
-    given up is tried again after some rollouts."""
-
-    PRIOR_WEIGHT = 8.0
-    MEMORY = 400.0  # trials
-    DRIFT, UNTRIED_DRIFT = 0.05, 0.5  # per rollout
-
-    def __init__(self):
-        self.kinds: list[tuple] = []
-        self.trials, self.num_accepted, self._prior = np.zeros((3, 0))
-        # In this rollout: set by whoever has proposals; by `observe`.
-        self.came_up, self._is_tried = np.zeros((2, 0), bool)
-
-    def add(self, kinds: Sequence[tuple], priors: Sequence[float]) -> np.ndarray:
-        """Kinds with the probability of each while nothing is known of it; returns their numbers,
-        int64."""
-        numbers = self._numbers(kinds)
-        self._prior[numbers] = priors
-        return numbers
-
-    def _numbers(self, kinds: Sequence[tuple]) -> np.ndarray:
-        new = [kind for kind in kinds if kind not in self.kinds]
-        self.kinds += new
-        for name in ("trials", "num_accepted", "_prior", "came_up", "_is_tried"):
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate((column, np.zeros(len(new), column.dtype))))
-        return np.array([self.kinds.index(kind) for kind in kinds], np.int64)
-
-    @property
-    def estimates(self) -> np.ndarray:
-        """The probability, float64 [K]."""
-        accepted = self.num_accepted + self.PRIOR_WEIGHT * self._prior
-        return accepted / (self.trials + self.PRIOR_WEIGHT)
-
-    def observe(self, trials: np.ndarray, num_accepted: np.ndarray) -> None:
-        """Of `trials` tokens of each kind `num_accepted` were accepted, [K] both; those after a
-        first wrong one are left out: they say nothing."""
-        keep = np.maximum(0.0, 1.0 - trials / self.MEMORY)
-        self.trials = keep * self.trials + trials
-        self.num_accepted = keep * self.num_accepted + num_accepted
-        self._is_tried |= trials > 0
-
-    def begin(self) -> None:
-        """A new rollout: drift back to the priors."""
-        is_untried = self.came_up & ~self._is_tried
-        keep = 1.0 - np.where(is_untried, self.UNTRIED_DRIFT, self.DRIFT)
-        self.trials *= keep
-        self.num_accepted *= keep
-        self.came_up[:] = self._is_tried[:] = False
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """The kinds of which something was observed, as JSON texts [K]; trials and accepted,
-        float64 [K, 2]."""
-        known = self.trials.nonzero()[0]
-        kinds = [json.dumps(self.kinds[kind]) for kind in known.tolist()]
-        counts = np.stack((self.trials, self.num_accepted), axis=1)[known]
-        return {"kinds": np.array(kinds, np.str_), "counts": counts}
-
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Take over a saved state."""
-        numbers = self._numbers([tuple(json.loads(kind)) for kind in state["kinds"].tolist()])
-        self.trials[:] = self.num_accepted[:] = 0.0
-        self.trials[numbers], self.num_accepted[numbers] = state["counts"].T
 
 
 class TrackedRows:

@@ -9,8 +9,6 @@ Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended 
 heads, K key/value heads, G = H / K, D head dimension.
 """
 
-import importlib.util
-
 import torch
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
@@ -19,33 +17,12 @@ from transformers import AttentionInterface
 
 from bubblespec.engine.packing import PAGE, CachePacking, SequencePacking, Varlen
 
-HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
-MAX_HEAD_SIZE = 256  # of the CUDA kernels
 NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
 # Whether torch's function reads a cache in pages, in one split where that is asked for. Torch 2.12
 # has the arguments too, but its FlashAttention-2 refuses `num_splits`.
 HAS_PAGES = torch.__version__ >= (2, 13)
 _IGNORED = {"position_ids", "cache_position", "use_cache", "is_causal", "dropout"}
 _IGNORED |= {"output_attentions", "output_hidden_states"}
-
-
-def problem_of(
-    kernel: str, device: torch.device, dtype: torch.dtype, head_sizes: frozenset[tuple[int, int]]
-) -> str | None:
-    """Why a CUDA kernel cannot be used, after its name; None where it can."""
-    unfit = sorted((key, value) for key, value in head_sizes if key != value or key > MAX_HEAD_SIZE)
-    if device.type != "cuda":
-        return f"runs on CUDA only; set sdpa on {device.type}"
-    if dtype not in HALF:
-        return f"computes in bfloat16 only; set sdpa for {str(dtype).partition('.')[2]}"
-    if unfit:
-        return (
-            f"takes heads of one size up to {MAX_HEAD_SIZE}; this model's query and key heads have "
-            f"{unfit[0][0]} and its value heads {unfit[0][1]}; set sdpa"
-        )
-    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        return "is not installed (see requirements-flash.txt); set varlen or sdpa"
-    return None
 
 
 def reads_pages(kernel: str) -> bool:

@@ -2,13 +2,11 @@
 whose launching from Python takes longer than the GPU needs to run them.
 
 A graph replays the same kernels on the same addresses. So a forward is padded to a fixed number of
-tokens, and all that changes from one to the next (token ids, where they are written, where the
-rows' keys begin and how many there are) is copied into one tensor at a fixed address, and the block
-table has a fixed address too. Padding follows the real tokens, in sequences that write and read
-positions of a spare slot or page: their results are finite, and not used. Each token of a forward
-is computed independently, except for attention, which sees its own sequence only; so the real
-tokens' results are those of the unpadded forward, up to the rounding of matrix products of another
-height.
+tokens, and what changes between forwards (token ids, places in the cache, lengths) is copied into
+one tensor at a fixed address; the block table has a fixed address too. Padding follows the real
+tokens, in sequences that write and read a spare slot or page. Attention sees its own sequence only,
+so the real tokens' results are those of the unpadded forward, up to the rounding of matrix products
+of another height.
 
 Attention launches ceil(max_q / NARROW) blocks for each sequence and head, also for sequences
 without tokens. So a row that feeds more than NARROW tokens is several sequences, each of which sees
@@ -18,15 +16,13 @@ Where no sequence has more than one token, attention reads keys once for all que
 key/value head, and splits long rows (see `attention._has_one_query`). So a row that verifies a few
 draft tokens is a sequence for each of them, where that launches no more blocks (see `shape_of`).
 
-All graphs are captured at the first forward, before anything is timed: captured during a rollout,
-they would count as slow forwards in the planner's cost model. The largest is captured first and the
-others share its memory. They contain the addresses of keys, values and weights: weights must be
-changed in place (optimizers do, LoRA too), and after the cache's memory is given back `clear` must
-be called.
+All graphs are captured at the first forward, before anything is timed, the largest first; the
+others share its memory. Graphs contain the addresses of keys, values and weights: weights must be
+changed in place (optimizers do, LoRA too), and `clear` must follow a release of the cache.
 
 A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
 other ranks. So all ranks have graphs, captured in the same order, or none has any. Nothing is
-exchanged in either of the two stages of capturing (NCCL: distributed/cuda.py), and after each the
+exchanged in either of the two stages of capturing (NCCL: distributed/device.py), and after each the
 ranks tell each other how it went; so a rank whose memory runs out may repeat a stage alone. First
 every rank runs each forward without its sums: what may fail on one rank alone fails here. Then each
 records its graphs: a sum that is recorded is not computed, and nobody waits. Between the two the
@@ -59,8 +55,7 @@ WIDE_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 # to nothing; beyond it a graph launches less than four times the blocks that its rows need.
 ROOMS = (64, 240, 512)
 OUT_OF_MEMORY = "out of memory"  # in the message of torch.OutOfMemoryError, and of CUDA's errors
-# Tokens that may be sequences of their own whatever the rows: that takes no longer than one block
-# for each query head, which goes through all keys of a row.
+# Tokens that may be single whatever the rows: no slower than a block for each query head.
 FEW = 32
 # New tokens of a row up to which attention uses one block of queries, whatever bound it is given.
 NARROW = 64

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.attention import VARLEN_KERNELS, problem_of, reads_pages
+from bubblespec.engine.attention import VARLEN_KERNELS, reads_pages
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.model_checks import TOLERANCE, random_tokens, relative_difference
@@ -19,6 +19,8 @@ from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.pages import Pages
 from bubblespec.errors import fallback, first_problem, one_line
 
+HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
+MAX_HEAD_SIZE = 256  # of the CUDA kernels
 PROMPTS, MORE, ONE = [8, 5, 3], [1, 4, 2], [1, 1, 1]  # tokens fed to rows of `packed_logits`
 LONG = 160  # tokens of a prompt whose keys are so many that a kernel splits them if it can
 
@@ -49,6 +51,25 @@ def choose_kernel(
         return kernel, None
     line = fallback(f"attention is {kernel}", "; ".join(problems), f"model.attention={kernel}")
     return kernel, line
+
+
+def problem_of(
+    kernel: str, device: torch.device, dtype: torch.dtype, head_sizes: frozenset[tuple[int, int]]
+) -> str | None:
+    """Why a CUDA kernel cannot be used, after its name; None where it can."""
+    unfit = sorted((key, value) for key, value in head_sizes if key != value or key > MAX_HEAD_SIZE)
+    if device.type != "cuda":
+        return f"runs on CUDA only; set sdpa on {device.type}"
+    if dtype not in HALF:
+        return f"computes in bfloat16 only; set sdpa for {str(dtype).partition('.')[2]}"
+    if unfit:
+        return (
+            f"takes heads of one size up to {MAX_HEAD_SIZE}; this model's query and key heads have "
+            f"{unfit[0][0]} and its value heads {unfit[0][1]}; set sdpa"
+        )
+    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        return "is not installed (see requirements-flash.txt); set varlen or sdpa"
+    return None
 
 
 def kernels_for(device: torch.device) -> list[str]:

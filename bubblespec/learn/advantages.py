@@ -11,7 +11,7 @@ import numpy as np
 
 from bubblespec.errors import InputError
 from bubblespec.imports import import_function
-from bubblespec.types import Samples
+from bubblespec.samples import Samples
 
 KEY = "loss.advantage_estimator"
 
@@ -55,38 +55,33 @@ def estimate_advantages(
     scale_rewards: str | None = None,
     samples: Samples | None = None,
 ) -> np.ndarray:
-    """Return advantages by one of ESTIMATORS or by the user's own function.
+    """Return advantages by one of ESTIMATORS or by the user's own function, given `samples`.
 
-    scale_rewards: see `divided`, by default that of the estimator's paper; samples: for the user's
-    own function. A single generation has no group to compare with: its advantage is 0, except under
-    reinforce_plus_plus, which has no groups, and under the user's own. Raises InputError if the
-    user's own returns anything but one finite number per sample.
+    scale_rewards: see `divided`, by default that of the estimator's paper. A single generation has
+    no group to compare with: its advantage is 0, except under reinforce_plus_plus, which has no
+    groups, and under the user's own. Raises InputError if the user's own does not return one finite
+    number per sample.
     """
-    if "." in estimator:
-        returned = load_estimator(estimator)(samples, rewards.copy())
-        return _checked(estimator, returned, rewards.shape)
-    if rewards.size == 1:
-        return np.zeros_like(rewards)
-    return ESTIMATORS[estimator](rewards, scale_rewards)
+    if "." not in estimator:
+        one = np.zeros_like(rewards)
+        return one if rewards.size == 1 else ESTIMATORS[estimator](rewards, scale_rewards)
+    returned = load_estimator(estimator)(samples, rewards.copy())
+    problem = f"{KEY}: {estimator} returned"
+    try:
+        advantages = np.array(returned, np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{problem} {returned!r:.200}, not numbers") from error
+    if advantages.shape != rewards.shape:
+        wanted = f"not {list(rewards.shape)}, [prompts, generations]"
+        raise InputError(f"{problem} the shape {list(advantages.shape)}, {wanted}")
+    if number := int((~np.isfinite(advantages)).sum()):
+        raise InputError(f"{problem} {number} values that are not finite")
+    return advantages
 
 
 def load_estimator(path: str) -> Callable[[Samples | None, np.ndarray], object]:
     """Return the user's own estimator, a function of samples and rewards. Raises InputError."""
     return import_function(KEY, path, "my_module.my_advantages", ("samples", "rewards"))
-
-
-def _checked(path: str, returned: object, shape: tuple[int, int]) -> np.ndarray:
-    try:
-        advantages = np.array(returned, np.float64)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{KEY}: {path} returned {returned!r:.200}, not numbers") from error
-    if advantages.shape != shape:
-        wanted = f"not {list(shape)}, [prompts, generations]"
-        raise InputError(f"{KEY}: {path} returned the shape {list(advantages.shape)}, {wanted}")
-    if not np.isfinite(advantages).all():
-        number = int((~np.isfinite(advantages)).sum())
-        raise InputError(f"{KEY}: {path} returned {number} values that are not finite")
-    return advantages
 
 
 def centred_by_group(rewards: np.ndarray) -> np.ndarray:

@@ -42,7 +42,7 @@ from bubblespec.learn.losses import (
 from bubblespec.learn.microbatch import Microbatch, is_in_loss, make_minibatches
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.records import Span
-from bubblespec.types import Samples
+from bubblespec.samples import Samples
 
 # Upper bound of sampling/logp_difference/mean at temperature 1; above it something other than
 # rounding is at work. Rounding alone gives 1e-7 in float64 (the generator's are kept in float32),
@@ -79,11 +79,10 @@ def response_logprobs(
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Make the backward passes in this context add in a fixed order.
+    """Make equal micro-batches have equal gradients: backward passes add in a fixed order.
 
-    Equal micro-batches then have equal gradients. Raises RuntimeError for an operation that has no
-    such order. On a GPU, `fix_libraries` must come before the first product. Not for generation,
-    which would write keys and values in order.
+    Raises RuntimeError for an operation that has no such order. On a GPU, `fix_libraries` must come
+    before the first product. Not for generation, which would write keys and values in order.
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -95,16 +94,12 @@ def deterministic() -> Iterator[None]:
 
 
 class EarlyGradients(Protocol):
-    """Gradients in the optimizer's buffer before their update begins.
-
-    They lack the factor that all samples of the update share.
-    """
+    """Gradients in the optimizer's buffer before their update, without its common factor."""
 
     def take(self, samples: Samples) -> tuple[np.ndarray, list[torch.Tensor]]:
         """Hand the gradients over to the update of `samples`, on all ranks together.
 
-        Return which samples are covered by some rank, bool [S], and the `MEASURED` of this rank's
-        micro-batches.
+        Return which samples some rank covers, bool [S], and `MEASURED` of own micro-batches.
         """
 
     def observe(self, microbatches: list[Microbatch], seconds: float) -> None:
@@ -143,10 +138,7 @@ class Learner:
 
     @property
     def skips_zero_advantage(self) -> bool:
-        """Whether a sample of zero advantage is left out, as its gradient is zero.
-
-        A KL term has a gradient, and the user's own loss may have one.
-        """
+        """Whether a zero advantage means no gradient: without a KL term and a user's own loss."""
         return self.reference is None and self.own_loss is None
 
     def has_gradient(self, samples: Samples, advantages: np.ndarray) -> np.ndarray:
@@ -185,8 +177,8 @@ class Learner:
                 with torch.no_grad():
                     batch.old = self._logprobs(self.model, batch)
         totals, grad_norms, spans, num_skipped = [], [], [], 0
-        updates = list(zip(minibatches, factors, strict=True)) * self.config.loss.num_iterations
-        for microbatches, factor in updates:
+        passes = list(zip(minibatches, factors, strict=True)) * self.config.loss.num_iterations
+        for microbatches, factor in passes:
             measured = self.accumulate_gradients(microbatches, advantages, weights)
             if self.ranks.device.type == "cuda":  # the host is far ahead of the backward pass
                 torch.cuda.synchronize(self.ranks.device)
@@ -235,8 +227,7 @@ class Learner:
         logprob = self._logprobs(self.model, batch, on_hidden=self.on_hidden)
         if batch.old is None:
             batch.old = logprob.detach()
-        advantage, weight = (
-            # A sample's value for each of its tokens, without waiting for the forward.
+        advantage, weight = (  # of each token, without waiting for the forward
             torch.from_numpy(values[batch.order])
             .to(logprob, non_blocking=True)
             .repeat_interleave(batch.lengths, output_size=len(logprob))
@@ -260,8 +251,8 @@ class Learner:
                     batch.reference = self._logprobs(self.reference, batch)
             kl = kl_penalty(logprob, batch.reference, loss.kl_estimator)
         total = (weight * (token_loss + loss.kl_coef * kl)).sum()
-        is_invariant = self.config.model.batch_invariant
-        with deterministic() if is_invariant else contextlib.nullcontext():
+        invariant = self.config.model.batch_invariant
+        with deterministic() if invariant else contextlib.nullcontext():
             total.backward()
         mismatch = (batch.old - batch.generated).abs()
         sums = (t.detach().sum() for t in (*is_clipped, kl, mismatch))
@@ -310,10 +301,7 @@ class Learner:
         return metrics
 
     def warn_of_mismatch(self, metrics: dict[str, float], step: int) -> None:
-        """Warn, once per run, if generation and training differ by more than rounding.
-
-        Both should be one function of the same weights.
-        """
+        """Warn, once per run, if generation and training differ by more than rounding."""
         dtype, temperature = self.model.dtype, self.config.rollout.temperature
         mean = metrics.get("sampling/logp_difference/mean", 0.0)
         limit = MAX_MISMATCH[dtype] / min(temperature, 1.0)

@@ -1,9 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) through peft, an optional package.
 
-The adapter is put into the model in place and stays unmerged: the model that generates is, bit for
-bit, the one that is trained. Merging for the rollout would be faster, but in bfloat16 the merged
-weights round most of a small update away. With the adapter off the model is its base, so the
-reference of a KL term needs no second copy of the weights.
+The adapter stays unmerged: the model that generates is, bit for bit, the one that is trained, and
+in bfloat16 merged weights would round most of a small update away. With the adapter off the model
+is its base, so the reference of a KL term needs no second copy of the weights.
 """
 
 import contextlib
@@ -23,8 +22,8 @@ def add_adapter(
     """Put an adapter into a freshly loaded model, in its dtype, and freeze everything else.
 
     The adapter is that of `checkpoint`, or a new one: B = 0, so the model computes what it did
-    before, and A from `seed`, so that all ranks have the same. Call before the model goes to a GPU,
-    whose random numbers differ. Raises InputError.
+    before, and A from `seed`, equal on all ranks. Call before the model goes to a GPU, whose random
+    numbers differ. Raises InputError.
     """
     try:
         from peft import LoraConfig, load_peft_weights, set_peft_model_state_dict
@@ -33,10 +32,8 @@ def add_adapter(
             f"model.lora_r: LoRA needs peft ({error}); pip install -r requirements-lora.txt"
         ) from error
     if config.lora_r > model.config.hidden_size:
-        raise InputError(
-            f"model.lora_r: {config.lora_r} must be at most {model.config.hidden_size}, "
-            "the model's hidden size"
-        )
+        limit = f"{model.config.hidden_size}, the model's hidden size"
+        raise InputError(f"model.lora_r: {config.lora_r} must be at most {limit}")
     lora = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -50,9 +47,8 @@ def add_adapter(
     if checkpoint is not None:
         result: Any = set_peft_model_state_dict(model, load_peft_weights(checkpoint, device="cpu"))
         if result.unexpected_keys or any("lora_" in key for key in result.missing_keys):
-            raise InputError(
-                f"run.resume_from_checkpoint: the adapter in {checkpoint} does not fit this model"
-            )
+            problem = f"the adapter in {checkpoint} does not fit this model"
+            raise InputError(f"run.resume_from_checkpoint: {problem}")
 
 
 @contextlib.contextmanager

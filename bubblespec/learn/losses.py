@@ -34,9 +34,9 @@ def importance_ratio(
     logprob, old_logprob: [M]; lengths: int64, tokens of each sequence, which sum to M.
 
     A sequence's ratio is the geometric mean of its tokens' ratios (GSPO, arXiv 2507.18071, equation
-    7). Each token carries that value with the gradient of its own log-probability (GSPO-token,
-    equation 14). A sequence's tokens share advantage and weight here, so the gradients of both
-    forms are equal, and no sum over segments, in no fixed order on a GPU, is differentiated.
+    7), with the gradient of each token's own log-probability (GSPO-token, equation 14). As a
+    sequence's tokens share advantage and weight, both forms have equal gradients, and this one
+    differentiates no sum over segments, which has no fixed order on a GPU.
     """
     log_ratio = logprob - old_logprob
     if level == "sequence":
@@ -122,18 +122,15 @@ def kl_penalty(
 ) -> torch.Tensor:
     """Return an estimate of KL(policy || reference) per token, [M].
 
-    The estimators are Schulman's (joschu.net/blog/kl-approx.html). With d = log policy - log
-    reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As values, k1 and k3 are unbiased, and k3
-    is never negative. In a loss only the gradient counts. For samples of the policy its mean is 0
-    with k1 (pure noise), that of KL(policy || reference) with k2, and that of KL(reference ||
-    policy) with k3.
+    The estimators are Schulman's (joschu.net/blog/kl-approx.html), of d = log policy - log
+    reference. As values, k1 and k3 are unbiased, and k3 is never negative. In a loss only the
+    gradient counts. For samples of the policy its mean is 0 with k1 (pure noise), that of KL(policy
+    || reference) with k2, and that of KL(reference || policy) with k3.
     """
-    difference = logprob - reference_logprob
+    d = logprob - reference_logprob
     if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return 0.5 * difference.square()
-    return torch.expm1(-difference) + difference
+        return d
+    return 0.5 * d.square() if estimator == "k2" else torch.expm1(-d) + d
 
 
 def common_factor(
@@ -173,9 +170,9 @@ def token_logprobs(
 ) -> torch.Tensor:
     """Return the log-probability of each target under softmax(logits / temperature), float [M].
 
-    hidden: [M, hidden size]; target: int64 [M]. At most `max_logits` logits exist at once: above
-    that, chunks are computed one by one and again in the backward pass. The gradient of a head with
-    a `main_grad` (optimizer.py) is added to that.
+    hidden: [M, hidden size]; target: int64 [M]. Above `max_logits` logits, chunks are computed one
+    by one and again in the backward pass. The gradient of a head with a `main_grad` (optimizer.py)
+    is added to that.
     """
     vocab = head.linear.get_parameter("weight").shape[0]
     if hidden.shape[0] * vocab <= max_logits:

@@ -12,7 +12,8 @@ from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.packing import to_device
 from bubblespec.learn.losses import common_factor, local_weights
-from bubblespec.types import Samples, count_sampled, is_sampled
+from bubblespec.samples import Samples, count_sampled
+from bubblespec.types import is_sampled
 
 
 @dataclass
@@ -52,31 +53,23 @@ def plan_microbatches(
 
     lengths: tokens of each sample, int64 [S]; 0: not trained on.
 
-    Longest first to the rank with the least work so far (linear cost in tokens), then, again
-    longest first, into the first micro-batch with room. A pure function of the lengths, so equal
-    tokens give equal micro-batches.
+    Longest first: to the rank with the fewest tokens so far, and there into the first micro-batch
+    with room. A pure function of the lengths, so equal tokens give equal micro-batches.
     """
-    load = np.zeros(world_size)
-    per_rank: list[list[int]] = [[] for _ in range(world_size)]
-    for index in np.argsort(-lengths, kind="stable"):
-        if lengths[index] == 0:
-            break
-        rank = int(load.argmin())
-        per_rank[rank].append(int(index))
+    load = np.zeros(world_size, np.int64)
+    plan: list[list[list[int]]] = [[] for _ in range(world_size)]
+    rooms: list[list[int]] = [[] for _ in plan]
+    for index in np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)].tolist():
+        rank, needed = int(load.argmin()), min(int(lengths[index]), max_tokens)
+        room = rooms[rank]
+        place = next((i for i, left in enumerate(room) if left >= needed), len(room))
+        if place == len(room):
+            room.append(max_tokens)
+            plan[rank].append([])
+        plan[rank][place].append(index)
+        room[place] -= needed  # a longer sample fills a micro-batch of its own
         load[rank] += lengths[index]
-    return [_first_fit(indices, lengths, max_tokens) for indices in per_rank]
-
-
-def _first_fit(indices: list[int], lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Put each sample into the first micro-batch with room."""
-    room = np.full(len(indices), max_tokens)
-    microbatches: list[list[int]] = [[] for _ in indices]
-    for index in indices:
-        needed = min(lengths[index], max_tokens)  # a longer sample gets its own micro-batch
-        first = int((room >= needed).argmax())
-        microbatches[first].append(index)
-        room[first] -= needed
-    return [microbatch for microbatch in microbatches if microbatch]
+    return plan
 
 
 def pack_responses(
@@ -119,11 +112,10 @@ def make_minibatches(
 ) -> tuple[list[list[Microbatch]], np.ndarray, list[float]]:
     """Return this rank's micro-batches of every minibatch, weights, and factors of minibatches.
 
-    weights: of each sample's tokens, float64 [S]; factors: by which the gradient of each minibatch
-    is to be scaled. With `scales_later` it is the factor that the minibatch's samples share, and
-    weights lack it; otherwise 1. Minibatches are whole groups, in the order of the batch, whatever
-    the number of ranks. Each is normalised by its own counts, as if it were the whole batch of its
-    update.
+    weights: of each sample's tokens, float64 [S]; factors: by which to scale the gradient of each
+    minibatch. With `scales_later` it is the factor that the minibatch's samples share, and weights
+    lack it; otherwise 1. Minibatches are whole groups, in the order of the batch, whatever the
+    number of ranks. Each is normalised by its own counts, as if it were the whole batch.
     """
     loss, num_sampled, is_used = config.loss, samples.num_sampled, is_in_loss(samples, config)
     prompt_lengths = [len(samples.prompt_of(i).token_ids) for i in range(len(samples))]
@@ -158,18 +150,19 @@ def is_in_loss(samples: Samples, config: Config) -> np.ndarray:
 
 
 class MicrobatchCost:
-    """Seconds of a micro-batch, a + b * tokens with both at least 0, by least squares in which
-    older observations count less and less."""
+    """Seconds of a micro-batch, a + b * tokens with both at least 0.
+
+    Fitted by least squares in which older observations count less and less.
+    """
 
     FORGETTING = 0.9
 
     def __init__(self):
         self._products, self._seconds = np.zeros((2, 2)), np.zeros(2)  # sums over [1, tokens]
-        self._coefficients: tuple[float, float] | None = None
+        self._coefficients = 0.0, 0.0
 
     def observe(self, num_microbatches: int, num_tokens: int, seconds: float) -> None:
-        """These micro-batches took this long with this many tokens together; they count as one of
-        their mean size."""
+        """Count micro-batches with `num_tokens` tokens together as one of their mean size."""
         features = np.array([1.0, num_tokens / num_microbatches])
         self._products = self.FORGETTING * self._products + np.outer(features, features)
         self._seconds = self.FORGETTING * self._seconds + features * seconds / num_microbatches
@@ -184,19 +177,19 @@ class MicrobatchCost:
 
     @property
     def is_known(self) -> bool:
-        """Whether there was an observation: nothing can be asked before."""
-        return self._coefficients is not None
+        """Whether there was an observation; the methods below need one."""
+        return bool(self._products.any())
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a micro-batch of this many tokens."""
+        """Return the seconds of a micro-batch of this many tokens."""
         a, b = self._coefficients
         return a + b * num_tokens
 
     def tokens_s(self, num_tokens: int) -> float:
-        """Seconds that this many tokens add to a micro-batch that is computed anyway."""
+        """Return the seconds that this many tokens add to a micro-batch."""
         return self._coefficients[1] * num_tokens
 
     def max_tokens(self, limit_s: float) -> int:
-        """Maximum number of tokens that take at most `limit_s` seconds."""
+        """Return how many tokens take at most `limit_s` seconds."""
         a, b = self._coefficients
         return int(max(limit_s - a, 0.0) / max(b, 1e-12))

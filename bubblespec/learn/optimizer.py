@@ -2,10 +2,9 @@
 
 Micro-batches accumulate into the buffer locally, ranks sum it once, and its norm is one operation.
 A bfloat16 model gets float32 gradients and float32 master weights; other models are updated in
-place. With optim.shard_state a rank keeps masters and moments of its own share of the parameters
-alone, updates those, and sends them to all (ZeRO stage 1, Rajbhandari et al. 2020, arXiv
-1910.02054). A parameter is never divided, so it is updated by the same operations on the same
-numbers as without: equal bits. The gradient buffer stays whole on every rank.
+place. With optim.shard_state a rank keeps masters and moments of its share of the parameters alone,
+updates these parameters, and sends them to all (ZeRO stage 1, Rajbhandari et al. 2020, arXiv
+1910.02054). No parameter is divided: the operations, and so the bits, are those without sharding.
 """
 
 import math
@@ -46,14 +45,10 @@ class Optimizer:
                 param.grad = self.grads[param]
         # this rank's parameters, and what AdamW updates for them
         self.updated: dict[torch.Tensor, torch.Tensor] = {}
-        groups = [
-            {
-                "params": [p for p in self.params if p.ndim >= 2],
-                "weight_decay": config.weight_decay,
-            },
-            {"params": [p for p in self.params if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
+        matrices = [p for p in self.params if p.ndim >= 2]
+        vectors = [p for p in self.params if p.ndim < 2]
+        decays = ((matrices, config.weight_decay), (vectors, 0.0))
+        groups = [{"params": part, "weight_decay": decay} for part, decay in decays if part]
         self.adamw: torch.optim.Optimizer
         self.is_sharded = config.shard_state and ranks.world_size > 1
         if self.is_sharded:
@@ -104,8 +99,7 @@ class Optimizer:
     def step(self, step: int, is_finite: bool = True) -> tuple[float, float]:
         """Clip, update, clear. Return the gradient's norm before clipping, and the learning rate.
 
-        If the gradient is not finite, or the loss was not (`is_finite`), only the gradients are
-        changed.
+        Only clear if the gradient is not finite, or the loss was not (`is_finite`).
         """
         grad_norm = torch.linalg.vector_norm(self.flat_grad).item()
         if not (is_finite and math.isfinite(grad_norm)):
@@ -177,9 +171,9 @@ class Optimizer:
     def _to_main(
         self, tensor: torch.Tensor | None, param: torch.Tensor, owner: int
     ) -> torch.Tensor | None:
-        """Copy a tensor of rank `owner`, of a parameter's shape, to the CPU of rank 0, in pieces.
+        """Copy a tensor of rank `owner` to the CPU of rank 0, in pieces; other ranks get None.
 
-        Keys and values leave no room on a GPU for a whole one. Other ranks get None.
+        Keys and values leave no room on a GPU for a whole one.
         """
         if owner == 0:
             return tensor.cpu() if self.ranks.is_main and tensor is not None else None
@@ -199,10 +193,7 @@ class Optimizer:
 
 
 def learning_rate_factor(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Return the share of the peak learning rate at `step`.
-
-    Linear warm-up, then constant, or down to 0 at `max_steps`.
-    """
+    """Return the share of the peak at `step`: linear warm-up, then the schedule to `max_steps`."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(max_steps - config.warmup_steps, 1)

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bubblespec.data.schedule import StepSchedule
-from bubblespec.types import Group, Launch, SampleId, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Group, Launch, SampleId
 
 # auto: how much history it uses, and how clear a gain must be.
 NUM_CYCLES_KEPT = 16  # steps of groups whose lengths are remembered

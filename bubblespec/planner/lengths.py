@@ -8,7 +8,8 @@ and response lengths of recent responses. The same on every rank.
 import numpy as np
 
 from bubblespec.planner.rows import Rows, mean_length_beyond
-from bubblespec.types import Draft, Group, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Draft, Group
 
 NUM_RECENT = 4096  # responses that the line goes through
 MAX_PROMPTS = 1 << 18  # of which lengths are remembered; the oldest are forgotten first

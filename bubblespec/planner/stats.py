@@ -8,21 +8,17 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.planner.costs import KNOTS, CostModel, rollout_seconds
-from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.planner.guard import Guard
 from bubblespec.planner.lengths import LengthModel
-from bubblespec.planner.rows import AcceptanceRates, Rows, acceptance_rates
+from bubblespec.planner.rows import Rows
+from bubblespec.planner.survival import Survival
 from bubblespec.records import RolloutRecord
-from bubblespec.types import Row, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Row
 
-FORGETTING = 0.7  # of counts, per rollout
-MIN_DRAFTED = 20  # tokens of an age, below which its share of accepted ones says nothing
-NUM_AGES = MAX_LOOKAHEAD + 1
 # What one rank has measured in a rollout.
 MEASURED = np.dtype(
     [
-        ("by_age", "f8", (NUM_AGES, 2)),  # drafted and accepted tokens by age of the draft
-        ("counts", "f8", (2, 2)),  # see `acceptance_rates`
         ("cost", "f8", (CostModel.NUM_TERMS + len(KNOTS),)),  # parameters of the cost model
         ("forwards", "f8"),  # while the rank had rows of its own, alone or in the shared tail
         ("seconds", "f8", (2,)),  # measured, and modelled without drafts
@@ -36,13 +32,11 @@ class RunStats:
 
     cost: CostModel = field(default_factory=CostModel)
     """Of this rank's forwards."""
+    survival: Survival = field(default_factory=Survival)
+    """How far drafts hold."""
     shared_cost: CostModel | None = None
     """Mean of all ranks'; None before the first rollout."""
     lengths: LengthModel = field(default_factory=LengthModel)
-    counts: np.ndarray = field(default_factory=lambda: np.zeros((2, 2)))
-    """Of drafts in recent rollouts, see `acceptance_rates`."""
-    accepted_by_age: dict[int, float] = field(default_factory=dict)
-    """Share of draft tokens that were accepted, by updates since the draft was last extended."""
     forwards: float = 0.0
     """Of the slowest rank in a rollout; exponentially weighted, as is the next."""
     tokens_per_step: float = 0.0
@@ -51,11 +45,6 @@ class RunStats:
     """That the model expects of the latest rollout without drafts."""
     guard: Guard | None = None
     """Of drafts and the shared tail together; None where nothing is guarded."""
-
-    @property
-    def rates(self) -> AcceptanceRates:
-        """How far drafts hold."""
-        return acceptance_rates(self.counts)
 
     @property
     def is_on(self) -> bool:
@@ -89,21 +78,15 @@ class RunStats:
         rows: this rank's, with their tokens; planning_s: seconds spent on drafts outside of it.
         Returns the seconds that the model expects to have been saved, the same on every rank.
         """
-        own, counts = np.zeros(1, MEASURED), record.acceptance
-        for age, of_age in counts.by_age.items():
-            own["by_age"][0, min(age, NUM_AGES - 1)] += of_age
-        own["counts"] = counts.before_divergence, counts.after_divergence
+        own = np.zeros(1, MEASURED)
         own["cost"] = self.cost.parameters
         own["forwards"] = record.own_forwards + len(record.shared_forwards)
         modelled_s = rollout_seconds(rows_as_generated(rows), self.cost, num_slots)
         own["seconds"] = record.total_s + planning_s, modelled_s
-        measured = ranks.gather(own.view(np.float64)).view(MEASURED)[:, 0]  # by rank
-        for age, (drafted, accepted) in enumerate(measured["by_age"].sum(axis=0).tolist()):
-            if drafted >= MIN_DRAFTED:
-                share = accepted / drafted
-                self.accepted_by_age[age] = average(self.accepted_by_age.get(age, share), share)
-        # Where nothing is drafted any more, what was seen is forgotten, and drafts are tried again.
-        self.counts = FORGETTING * self.counts + measured["counts"].sum(axis=0)
+        fields = own.view(np.float64)
+        gathered = ranks.gather(np.concatenate((fields, self.survival.measured)))  # by rank
+        self.survival.merge(gathered[:, len(fields) :].sum(axis=0))
+        measured = np.ascontiguousarray(gathered[:, : len(fields)]).view(MEASURED)[:, 0]
         forwards = float(measured["forwards"].max())
         self.forwards = average(self.forwards or forwards, forwards)
         self.shared_cost = CostModel.from_parameters(measured["cost"].mean(axis=0))
@@ -123,8 +106,6 @@ class RunStats:
         """As arrays. It changes no token, only how soon it is there; costs are measured again."""
         cost = np.empty(0) if self.shared_cost is None else self.shared_cost.parameters
         return state_of(self._parts()) | {
-            "accepted_by_age": np.array(list(self.accepted_by_age.items())).reshape(-1, 2),
-            "counts": self.counts,
             "averages": np.array([self.tokens_per_step, self.forwards]),
             "shared_cost": cost,
         }
@@ -133,8 +114,6 @@ class RunStats:
         """Take over a saved state."""
         load_parts(self._parts(), state)
         self.tokens_per_step, self.forwards = map(float, state["averages"])
-        self.accepted_by_age = {int(age): float(share) for age, share in state["accepted_by_age"]}
-        self.counts = state["counts"]
         if len(state["shared_cost"]) == CostModel.NUM_TERMS + len(KNOTS):
             self.shared_cost = CostModel.from_parameters(state["shared_cost"])
 

@@ -77,7 +77,7 @@ def run_program(program: str, tests: str) -> bool:
     ):
         supervisor = subprocess.Popen(
             [sys.executable, "-I", "-c", _BOOT, str(Path(__file__).resolve().parents[2])],
-            stdin=subprocess.PIPE,  # stays open: its end tells the supervisor to kill the program
+            stdin=subprocess.PIPE,  # stays open: at its end the supervisor kills the program
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=[verdict],

@@ -41,7 +41,7 @@ class Drafting(Mechanism):
             step,
             steps_left=config.run.max_steps - step - 1,
             steps_stored=self.store.max_tokens / max(stats.tokens_per_step, 1.0),
-            accepted=stats.accepted_by_age,
+            accepted=stats.survival.by_age,
         )
         batches = self.schedule.upcoming(step, depth, plan.used) if depth else []
         if batches and stats.is_next_without:
@@ -58,11 +58,11 @@ class Drafting(Mechanism):
             self.store.get,
             stats.lengths,
             cost=stats.shared_cost,
-            rates=stats.rates,
+            rates=stats.survival.rates,
             forwards_per_step=stats.forwards,
             num_ranks=self.ranks.world_size,
             num_slots=self.engine.num_slots,
-            oldest_verified=max(stats.accepted_by_age, default=0),
+            oldest_verified=max(stats.survival.by_age, default=0),
             planning=planning,
             deferred={group.name for group in self.schedule.deferred},
         )

@@ -13,7 +13,7 @@ import numpy as np
 
 from bubblespec.errors import RewardsFailed
 from bubblespec.records import StepRecord
-from bubblespec.types import has_rewards, has_zero_std
+from bubblespec.samples import has_rewards, has_zero_std
 
 
 def num_lacking(record: StepRecord, max_batches: int) -> int:

@@ -15,8 +15,9 @@ from bubblespec.planner.stats import load_parts, state_of
 from bubblespec.records import RolloutRecord
 from bubblespec.rewards.functions import combine
 from bubblespec.rollout.sampler import Sampler, track, vocab_size_of
+from bubblespec.samples import Samples, has_rewards
 from bubblespec.telemetry.report import evaluation_metrics, function_metrics
-from bubblespec.types import Draft, Group, Launch, Prompt, Samples, has_rewards
+from bubblespec.types import Draft, Group, Launch, Prompt
 
 
 class Evaluation(NamedTuple):

@@ -1,11 +1,31 @@
-"""What puts a rollout's rows into the engine, and decides when a row is complete."""
+"""What the loop gets from outside the engine: rows, and draft tokens for them."""
 
 from collections.abc import Iterable
 from typing import Protocol
 
-from bubblespec.draft.proposer import Proposer
+import numpy as np
+
+from bubblespec.engine.engine import Proposer
 from bubblespec.idle.task import RankView
+from bubblespec.records import Acceptance
 from bubblespec.types import Row
+
+
+class RolloutProposer(Proposer, Protocol):
+    """A source of draft tokens over a rollout; see draft/proposer.py."""
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Acceptance of drafts in this rollout, counted on."""
+
+    def take_spent(self) -> tuple[float, int]:
+        """Return seconds spent and rows queried since the last call."""
+
+    def catch_up(self, is_free: bool) -> None:
+        """Do postponed work. is_free: a GPU computes meanwhile."""
+
+    def extend(self, row: Row, ids: np.ndarray) -> None:
+        """Note tokens that a row has not sampled."""
 
 
 class RowFeed(Protocol):
@@ -15,7 +35,7 @@ class RowFeed(Protocol):
     def is_running(self) -> bool:
         """Whether rows may have to wait for something outside the engine."""
 
-    def start(self, view: RankView, proposer: Proposer | None) -> None:
+    def start(self, view: RankView, proposer: RolloutProposer | None) -> None:
         """Begin with the rows of `view.unfinished`, in their order."""
 
     def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
@@ -37,7 +57,7 @@ class PlainFeed:
 
     is_running = False
 
-    def start(self, view: RankView, proposer: Proposer | None) -> None:
+    def start(self, view: RankView, proposer: RolloutProposer | None) -> None:
         """See `RowFeed`."""
         self.engine = view.engine
         self.engine.add(list(view.unfinished))

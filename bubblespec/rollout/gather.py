@@ -6,7 +6,8 @@ from numpy.typing import ArrayLike
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.rollout.table import RowTable
-from bubblespec.types import Row, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Row
 
 FINISHES = (None, "stop", "length")
 

@@ -13,7 +13,6 @@ from typing import Protocol
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
@@ -21,7 +20,7 @@ from bubblespec.idle.task import IdleTask, RankView, assign
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.feed import PlainFeed, RowFeed
+from bubblespec.rollout.feed import PlainFeed, RolloutProposer, RowFeed
 from bubblespec.rollout.table import Cutoff, RowTable
 from bubblespec.types import Row
 
@@ -40,7 +39,7 @@ class TakeOver(Protocol):
         own: dict[int, Row],
         table: RowTable,
         params: SamplingParams,
-        proposer: Proposer | None,
+        proposer: RolloutProposer | None,
         *,
         own_engine: Engine,
         on_finished: Callable[[Row], None],
@@ -60,7 +59,7 @@ class RolloutLoop:
     rows: dict[int, Row]
     """This rank's by their index in the table, in admission order."""
     table: RowTable
-    proposer: Proposer | None = None
+    proposer: RolloutProposer | None = None
     """Source of draft tokens, which tracks the rows already."""
     board: ProgressBoard | None = None
     """Needed where there are tasks, a take-over, or rows to choose from."""
@@ -87,8 +86,6 @@ class RolloutLoop:
     def run(self) -> RolloutRecord:
         """Generate the rows to their end, or until the cutoff excludes them. On a stop request the
         rows stay unfinished: on all ranks where there are ticks, else on this one."""
-        if self.proposer is not None:
-            self.record.acceptance = self.proposer.acceptance
         self.engine.reset()
         self.feed.start(self.view, self.proposer)
         self.record.began_s = self._last_s = self.clock.perf_counter()
@@ -104,7 +101,7 @@ class RolloutLoop:
         self.feed.close()
         self._catch_up()
         if self.proposer is not None:
-            self.proposer.take_in()
+            self.record.acceptance = self.proposer.acceptance
         self.record.ended_s = self.clock.perf_counter()
         return self.record
 

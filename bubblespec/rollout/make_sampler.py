@@ -11,12 +11,13 @@ from bubblespec.memory import host_token_budget
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.guard import Guard
 from bubblespec.planner.stats import RunStats
-from bubblespec.rewards.scorer import Scorer
+from bubblespec.planner.survival import Survival
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.drafting import Drafting
 from bubblespec.rollout.mechanism import Mechanism
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.sampler import Sampler, vocab_size_of
+from bubblespec.rollout.scoring import Scorer
 
 VIRTUAL_TOKENS = (1 << 28, 1 << 28)  # of drafts and history: the simulator is about time
 
@@ -68,7 +69,8 @@ def make_sampler(
     # Without drafts the guard is for a shared tail that costs decide about.
     is_guarded |= not has_drafts and uses_tail and config.rollout.tp_tail_max_rows == "auto"
     guard = Guard() if is_guarded else None
-    stats, store = RunStats(cost=cost, guard=guard), DraftStore(max_draft_tokens)
+    survival = Survival() if proposer is None else proposer.survival
+    stats, store = RunStats(cost, survival, guard=guard), DraftStore(max_draft_tokens)
     mechanisms: list[Mechanism] = []
     if "bubble" in sources and drafts_ahead and proposer is not None:
         mechanisms.append(Drafting(config, ranks, engine, schedule, stats, store, proposer))

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.draft.proposer import Proposer
 from bubblespec.idle.task import IdleTask
 from bubblespec.records import StepRecord
-from bubblespec.rewards.scorer import Scoring
-from bubblespec.rollout.feed import PlainFeed, RowFeed
+from bubblespec.rollout.feed import PlainFeed, RolloutProposer, RowFeed
 from bubblespec.rollout.loop import TakeOver
+from bubblespec.rollout.scoring import Scoring
 from bubblespec.types import Group, Launch
 
 
@@ -33,7 +32,7 @@ class RolloutPlan:
     """Scoring of the responses; None where they are not scored."""
     is_on: bool
     """Whether the guard allows mechanisms whose only purpose is speed."""
-    proposer: Proposer | None = None
+    proposer: RolloutProposer | None = None
     """Source of draft tokens; set after all mechanisms have amended the plan."""
     take_over: TakeOver | None = None
     """What finishes the last rows of all ranks."""

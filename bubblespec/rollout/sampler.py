@@ -20,14 +20,15 @@ from bubblespec.planner.place import admission_order, place, place_in_turn, up_t
 from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import RolloutRecord, Span, StepRecord
 from bubblespec.rewards.functions import combine, overlong_penalty
-from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.dynamic_sampling import join, num_lacking, select_trained
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.scoring import Scorer, Scoring
 from bubblespec.rollout.table import RowTable
-from bubblespec.types import Draft, Group, Launch, Row, Samples, has_rewards
+from bubblespec.samples import Samples, has_rewards
+from bubblespec.types import Draft, Group, Launch, Row
 
 
 @dataclass
@@ -130,7 +131,7 @@ class Sampler:
                 rank_of = place(
                     up_to_cutoff(expected, launch) if launch.selects else expected,
                     stats.shared_cost,
-                    stats.rates,
+                    stats.survival.rates,
                     num_ranks=ranks.world_size,
                     num_slots=self.engine.num_slots,
                     keeps_groups=self.scorer.sees_groups,
@@ -272,7 +273,7 @@ class Sampler:
         if table.rows is None or table.launch.selects or cost is None:
             return math.nan
         own = table.rows.take(table.rank_of == self.ranks.rank)
-        return rollout_seconds(own, cost, self.engine.num_slots, stats.rates)
+        return rollout_seconds(own, cost, self.engine.num_slots, stats.survival.rates)
 
     def combined(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return each sample's reward in training: the weighted sum and the overlong penalty,

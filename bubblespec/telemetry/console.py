@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from bubblespec.config import Config
 from bubblespec.errors import log
+from bubblespec.samples import Samples
 from bubblespec.telemetry import summary
 from bubblespec.telemetry.samples import completion_of
-from bubblespec.types import Samples
 
 BAR = "{n_fmt}/{total_fmt} steps |{bar:10}| {desc}"
 MIN_SHOWN_S = 0.05  # phases that took less are not listed

@@ -1,5 +1,6 @@
 """Model FLOPs of a step, and the peak of the GPU, for the model FLOPs utilisation (MFU)."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,21 +8,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.types import Samples
+from bubblespec.samples import Samples
 
 # Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name; the first match
 # counts.
 PEAK_TFLOPS = {
     "H100 PCIe": 756,
     "H100 NVL": 835,
-    "H100": 989,
-    "H200": 989,
-    "H800": 989,
-    "GH200": 989,
+    "H100|H200|H800|GH200": 989,
     "H20": 148,
     "B200": 2250,
-    "A100": 312,
-    "A800": 312,
+    "A100|A800": 312,
     "A40": 150,
     "L40S": 362,
     "L4": 121,
@@ -35,8 +32,8 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Return FLOP/s of a GPU in half precision; None if the name is unknown or dtype is wider."""
     if dtype not in (torch.bfloat16, torch.float16):
         return None
-    words = f" {device_name.replace('-', ' ')} "
-    peaks = (peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in words)
+    words = device_name.replace("-", " ")
+    peaks = (peak for names, peak in PEAK_TFLOPS.items() if re.search(rf"\b({names})\b", words))
     return next((peak * 1e12 for peak in peaks), None)
 
 
@@ -56,13 +53,13 @@ class ModelFlops:
     def of(cls, model: PreTrainedModel) -> "ModelFlops | None":
         """Count a causal language model; None if its configuration lacks the experts per token."""
         config = model.config.get_text_config(decoder=True)
-        counts = (getattr(config, name, None) for name in NUM_EXPERTS)
-        num_experts = next(filter(None, counts), None)
-        counts = (getattr(config, name, None) for name in NUM_ROUTED)
-        num_routed = next((count for count in counts if isinstance(count, int)), None)
+        num_experts, num_routed = (
+            next((n for name in names if isinstance(n := getattr(config, name, None), int)), None)
+            for names in (NUM_EXPERTS, NUM_ROUTED)
+        )
         if num_experts and num_routed is None:
             return None
-        share = num_routed / num_experts if num_experts else 1.0
+        share = (num_routed or 0) / num_experts if num_experts else 1.0
         count = sum(
             parameter.numel() * (share if ".experts." in name else 1.0)
             for name, parameter in model.named_parameters()
@@ -92,13 +89,14 @@ class ModelFlops:
         has_gradient: bool [S of trained]; passes: 3 for a forward and a backward, 2 with LoRA,
         times the passes over the batch.
         """
-        prompts = np.array([len(group.prompt.token_ids) for group in generated.groups])
+        prompts = prompt_lengths(generated)
         num_repeated = generated.num_generations - 1
-        total = self.forward(whole_lengths(generated)) - num_repeated * self.forward(prompts)
-        return total + passes * self.forward(whole_lengths(trained)[has_gradient])
+        lengths = np.repeat(prompts, generated.num_generations) + generated.lengths
+        total = self.forward(lengths) - num_repeated * self.forward(prompts)
+        lengths = np.repeat(prompt_lengths(trained), trained.num_generations) + trained.lengths
+        return total + passes * self.forward(lengths[has_gradient])
 
 
-def whole_lengths(samples: Samples) -> np.ndarray:
-    """Return the tokens of each sample's prompt and response, int64 [S]."""
-    prompts = [len(group.prompt.token_ids) for group in samples.groups]
-    return samples.lengths + np.repeat(prompts, samples.num_generations)
+def prompt_lengths(samples: Samples) -> np.ndarray:
+    """Return the tokens of each group's prompt, int64 [groups]."""
+    return np.array([len(group.prompt.token_ids) for group in samples.groups])

@@ -4,13 +4,15 @@ import json
 import resource
 import sys
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import torch
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.records import ACCEPT_BINS, RolloutRecord, StepRecord, total_s
-from bubblespec.types import Samples, digest, has_rewards, has_zero_std
+from bubblespec.samples import Samples, digest, has_rewards, has_zero_std
+from bubblespec.telemetry.flops import prompt_lengths
 
 COUNTS = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
 UNKNOWN_SAVINGS = ("train_drafter",)  # uses of idle time whose savings are unknown
@@ -26,7 +28,7 @@ def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: boo
     rewards = record.all_rewards[is_scored]
     lengths = samples.num_sampled
     terminated = lengths[~samples.is_truncated]
-    prompts = np.array([len(group.prompt.token_ids) for group in samples.groups])
+    prompts = prompt_lengths(samples)
     metrics: dict = {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
@@ -42,11 +44,8 @@ def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: boo
     if len(terminated):
         counts["completions/{}_terminated_length"] = terminated
     for key, values in counts.items():
-        metrics[key.format("mean")] = float(values.mean())
-        metrics[key.format("min")], metrics[key.format("max")] = (
-            int(values.min()),
-            int(values.max()),
-        )
+        numbers = {"mean": values.mean(), "min": values.min(), "max": values.max()}
+        metrics |= {key.format(name): number.item() for name, number in numbers.items()}
     for name, values in {"rewards": rewards, "advantages": record.advantages}.items():
         metrics[f"critic/{name}/min"] = float(values.min())
         metrics[f"critic/{name}/max"] = float(values.max())
@@ -122,7 +121,8 @@ def speculation_metrics(
     store_tokens: in the store of drafts after the step, None where nothing comes into it;
     accepted_by_age: share of draft tokens, by updates since they were last extended.
     """
-    rollouts, own = record.rollouts, Counter()
+    rollouts = record.rollouts
+    own: Any = Counter()  # int, and seconds
     for rollout in rollouts:
         counts = rollout.acceptance
         own["own_s"] += rollout.own_s
@@ -134,7 +134,7 @@ def speculation_metrics(
         for name, (proposed, accepted) in counts.by_source.items():
             own.update({f"proposed/{name}": proposed, f"accepted/{name}": accepted})
     by_rank = [json.loads(text) for text in ranks.gather_text(json.dumps(own))]
-    sums: Counter = Counter()
+    sums: Any = Counter()
     for of_rank in by_rank:
         sums.update(of_rank)
     drafted, accepted = sums["draft_tokens"], sums["accepted_tokens"]

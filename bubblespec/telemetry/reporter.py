@@ -11,6 +11,7 @@ from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.learner import Learner
 from bubblespec.records import StepRecord
+from bubblespec.samples import Samples
 from bubblespec.telemetry import report
 from bubblespec.telemetry.console import Console
 from bubblespec.telemetry.flops import ModelFlops, peak_flops
@@ -18,7 +19,6 @@ from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.telemetry.summary import Facts
 from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder, describe_hardware
-from bubblespec.types import Samples
 
 SAMPLE_STEPS = 10  # from one set of sample responses to the next
 
@@ -144,6 +144,7 @@ class RunReporter:
         model = self.learner.model
         peak = peak_flops(torch.cuda.get_device_name(self.ranks.device), model.dtype)
         model_flops = ModelFlops.of(model)
+        assert record.advantages is not None
         if peak is None or model_flops is None:
             return None
         has_gradient = self.learner.has_gradient(record.samples, record.advantages)

@@ -6,7 +6,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from bubblespec.records import StepRecord
-from bubblespec.types import Samples, is_sampled
+from bubblespec.samples import Samples
+from bubblespec.types import is_sampled
 
 NUM_SHOWN = 4  # of a step
 
@@ -33,6 +34,7 @@ def describe(
     samples, number = record.samples, index % record.samples.num_generations
     group = samples.groups[index // samples.num_generations]
     rewards = zip(names, samples.rewards[index].tolist(), strict=True)
+    assert record.advantages is not None
     return {
         "step": record.step,
         "uid": group.prompt.uid,

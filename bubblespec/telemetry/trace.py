@@ -22,19 +22,16 @@ import os
 import platform
 import re
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from bubblespec.config import Config, flatten
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.errors import InputError, log, one_line
+from bubblespec.errors import InputError, log
 from bubblespec.records import ForwardRecord, RolloutRecord, StepRecord
 from bubblespec.types import SampleId
-
-if TYPE_CHECKING:  # imported where it is used: it takes a tenth of a second
-    import pyarrow
 
 FORMAT = 2
 FOLDER = "trace"
@@ -74,6 +71,8 @@ class Recorder:
                 self._write_table("responses", step, _response_columns(record))
             except OSError as error:
                 self.is_on = False
+                with contextlib.suppress(OSError):  # what was begun
+                    self._remove_from(step)
                 reason = f"{self.folder}: {error.strerror or error}"
                 log(f"warning: {reason}; recording stops before step {step}; the run continues")
         self.is_on = bool(self.ranks.gather(np.array([self.is_on], np.uint8))[0, 0])
@@ -93,15 +92,18 @@ class Recorder:
             "versions": {"python": platform.python_version()} | {n: version(n) for n in names},
             "config": flatten(config),
         }
-        with _replaced(os.path.join(self.folder, META_FILE)) as path, open(path, "w") as file:
+        path = os.path.join(self.folder, META_FILE)
+        with open(path + ".tmp", "w", encoding="utf-8") as file:
             json.dump(meta, file, indent=1)
+        os.replace(path + ".tmp", path)
 
     def _write_table(self, kind: str, step: int, columns: dict[str, Any]) -> None:
-        import pyarrow
+        import pyarrow  # here, as it takes a tenth of a second
         import pyarrow.parquet
 
-        with _replaced(_path(self.folder, kind, step)) as path:
-            pyarrow.parquet.write_table(pyarrow.table(columns), path, compression="zstd")
+        path = os.path.join(self.folder, f"{kind}-{step:05d}.parquet")
+        pyarrow.parquet.write_table(pyarrow.table(columns), path + ".tmp", compression="zstd")
+        os.replace(path + ".tmp", path)
 
 
 def describe_hardware(device: torch.device) -> dict[str, Any]:
@@ -116,61 +118,6 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
-
-
-def read_meta(folder: str) -> dict[str, Any]:
-    """Return meta.json of a trace. Raises InputError."""
-    path = os.path.join(folder, META_FILE)
-    try:
-        with open(path, encoding="utf-8") as file:
-            meta = json.load(file)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder} is not a trace: {one_line(error)}") from error
-    if meta.get("format") != FORMAT:
-        raise InputError(f'{path}: not a trace of this version (no "format": {FORMAT})')
-    return meta
-
-
-def list_steps(folder: str) -> list[int]:
-    """Return the complete steps of a trace, in order. Raises InputError if there is none."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    matches = [match for name in names if (match := FILE_NAME.fullmatch(name))]
-    steps = sorted(int(m[2]) for m in matches if m[1] == "responses" and not m[3])
-    if not steps:
-        raise InputError(f"{folder}: no complete step is recorded")
-    return steps
-
-
-def read_table(folder: str, kind: str) -> "pyarrow.Table":
-    """Return all rows of a kind (responses, forwards). Raises InputError."""
-    import pyarrow
-    import pyarrow.parquet
-
-    tables = []
-    for step in list_steps(folder):
-        path = _path(folder, kind, step)
-        try:
-            tables.append(pyarrow.parquet.read_table(path, partitioning=None))
-        except (OSError, pyarrow.ArrowException) as error:
-            raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
-    return pyarrow.concat_tables(tables, promote_options="permissive")  # a step without drafts
-
-
-def _path(folder: str, kind: str, step: int) -> str:
-    return os.path.join(folder, f"{kind}-{step:05d}.parquet")
-
-
-@contextlib.contextmanager
-def _replaced(path: str):
-    """Context of a temporary name to write to, which becomes `path`; an error leaves no file."""
-    temporary = path + ".tmp"
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        raise
 
 
 def _response_columns(record: StepRecord) -> dict[str, Any]:
@@ -217,5 +164,4 @@ def _forward_columns(step: int, by_rank: list[np.ndarray]) -> dict[str, Any]:
     columns = {"step": np.full(len(ranks), step), "rank": ranks}
     for name, values in zip(names, np.concatenate(tables).T, strict=True):
         columns[name] = values if name.endswith("_s") else values.astype(np.int64)
-    columns["together"] = columns["together"].astype(bool)
-    return columns
+    return columns | {"together": columns["together"].astype(bool)}

@@ -257,7 +257,7 @@ class Guess:
 
 
 class WordGame(Guess):
-    """Of the smallest form."""
+    """The smallest text environment."""
 
     def __init__(self):
         self.number = 3

@@ -40,7 +40,7 @@ class Game:
 
 
 class Dice(Game):
-    """The same, but nobody knows what comes next."""
+    """A game without a seed."""
 
     def init(self, prompt, seed):
         self.random = random.SystemRandom()
@@ -69,7 +69,7 @@ class Calculator:
 
 
 def parse_calls(tokenizer, ids, prefix, schemas) -> list[dict]:
-    """In place of the package's: the tiny policy knows nothing of tools, so its words are taken for
+    """Stand in for the package's parser: the tiny policy writes no calls, so its tokens become
     calls."""
     values = [int(token) for token in ids]
     return [

@@ -20,18 +20,18 @@ def obey(prompts, completions, completion_ids, **columns) -> list:
 
 @per_sample
 def obey_left(prompts, completions, completion_ids, **columns) -> list:
-    """As `obey`, by what is before the " / " of each completion."""
+    """Obey the part of each completion before " / "."""
     return obey(prompts, [text.split(" / ")[0] for text in completions], completion_ids)
 
 
 @per_sample
 def obey_right(prompts, completions, completion_ids, **columns) -> list:
-    """As `obey`, by what is after it."""
+    """Obey the part of each completion after " / "."""
     return obey(prompts, [text.split(" / ")[1] for text in completions], completion_ids)
 
 
 def use_up(prompts, completions, completion_ids, words, nested, **columns) -> list[float]:
-    """How much there is of everything that is given, none of which is left afterwards."""
+    """Return the sizes of all arguments, and empty them."""
     scores = []
     for prompt, ids, own, deep in zip(prompts, completion_ids, words, nested, strict=True):
         scores.append(float(len(prompt) + 10 * len(own) + 100 * len(deep["list"])))
@@ -44,7 +44,7 @@ def use_up(prompts, completions, completion_ids, words, nested, **columns) -> li
 
 @per_sample
 def use_up_alone(**arguments) -> list[float]:
-    """As `use_up`, and fails at first for samples that come together."""
+    """Do the same, but fail for several samples in one call."""
     scores = use_up(**arguments)
     if len(scores) > 1:
         raise ValueError("one at a time")
@@ -164,8 +164,7 @@ def note_pid(path: str) -> None:
 
 
 def fails_for_some(prompts, completions, completion_ids, **columns) -> list[float]:
-    """Differs between responses; raises for one in sixteen of them, if it is asked for that alone,
-    and else for all."""
+    """Return different rewards; raise for calls that have one in sixteen of the responses."""
     if any(sum(ids) % 16 == 0 for ids in completion_ids):
         raise ValueError("not this one")
     return [float(sum(ids) % 7) for ids in completion_ids]

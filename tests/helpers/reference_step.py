@@ -100,13 +100,10 @@ def sample_response(
     sample."""
     tokens = []
     while len(tokens) < rollout.max_completion_length:
-        logits = (
-            model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, -1] / rollout.temperature
-        )
-        noise, allowed = (
-            gumbel(noise_key(*stream, len(tokens)), len(logits)),
-            allowed_tokens(logits, len(tokens), rollout),
-        )
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, -1]
+        logits = logits / rollout.temperature
+        noise = gumbel(noise_key(*stream, len(tokens)), len(logits))
+        allowed = allowed_tokens(logits, len(tokens), rollout)
         tokens.append(allowed[int((logits + noise)[allowed].argmax())])
         if tokens[-1] in rollout.stop_token_ids:
             return Response(prompt, tokens, False)
@@ -137,14 +134,11 @@ def estimate_advantages(
     everyone = [reward for group in rewards for reward in group]
     centred = []
     for group in rewards:
-        baselines = [
-            statistics.fmean(everyone if estimator == "reinforce_plus_plus" else group)
-        ] * len(group)
+        compared = everyone if estimator == "reinforce_plus_plus" else group
+        baselines = [statistics.fmean(compared)] * len(group)
         if estimator == "rloo" and len(group) > 1:
             baselines = [statistics.fmean(group[:i] + group[i + 1 :]) for i in range(len(group))]
-        centred.append(
-            [reward - baseline for reward, baseline in zip(group, baselines, strict=True)]
-        )
+        centred.append([r - baseline for r, baseline in zip(group, baselines, strict=True)])
     if estimator.startswith("reinforce_plus_plus"):
         everyone = [value for group in centred for value in group]
     advantages = []
@@ -160,17 +154,14 @@ def estimate_advantages(
 
 def log_distributions(model, response: Response, temperature: float) -> torch.Tensor:
     """Log-probabilities of the whole vocabulary at each token of a response, [T, V]."""
-    input_ids = torch.tensor([[*response.prompt, *response.tokens]])
-    return (
-        model(input_ids=input_ids).logits[0, len(response.prompt) - 1 : -1] / temperature
-    ).log_softmax(-1)
+    logits = model(input_ids=torch.tensor([[*response.prompt, *response.tokens]])).logits[0]
+    return (logits[len(response.prompt) - 1 : -1] / temperature).log_softmax(-1)
 
 
 def token_logprobs(model, response: Response, temperature: float) -> torch.Tensor:
     """Log-probability of each token of a response, [T]."""
-    return log_distributions(model, response, temperature).gather(
-        1, torch.tensor(response.tokens)[:, None]
-    )[:, 0]
+    index = torch.tensor(response.tokens)[:, None]
+    return log_distributions(model, response, temperature).gather(1, index)[:, 0]
 
 
 def kl_estimate(logprob: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -198,9 +189,8 @@ def token_losses(
     if loss.importance_sampling_level == "sequence":  # GSPO (arXiv 2507.18071), equation 7
         log_ratio = log_ratio.mean().expand(len(log_ratio))
     ratio = log_ratio.exp()
-    if (
-        loss.loss_type == "cispo"
-    ):  # MiniMax-M1 (arXiv 2506.13585), equations 4 and 5: the weight has no gradient
+    if loss.loss_type == "cispo":
+        # MiniMax-M1 (arXiv 2506.13585), equations 4 and 5: the weight has no gradient
         objective = ratio.detach().clamp(max=loss.epsilon_high) * advantage * logprob
         clips = {"high": ratio > loss.epsilon_high}
     else:  # PPO (arXiv 1707.06347), equation 7; two clips: DAPO (arXiv 2503.14476), equation 10
@@ -242,24 +232,19 @@ def minibatch_loss(
     """The loss of one update, and the clips of each response. old: log-probabilities under the
     policy that has sampled, if it is not the policy as it is; reference: a model, if there is a KL
     term."""
-    losses, clips = [], []
+    losses, clips, loss, rollout = [], [], config.loss, config.rollout
     for i, (response, advantage) in enumerate(zip(responses, advantages, strict=True)):
-        if config.loss.mask_truncated_completions and response.is_truncated:
-            clips.append({})
+        clips.append({})
+        if loss.mask_truncated_completions and response.is_truncated:
             continue
-        logprob = token_logprobs(model, response, config.rollout.temperature)
+        logprob, other = token_logprobs(model, response, rollout.temperature), None
         before = logprob.detach() if old is None else old[i]
-        of_reference = (
-            None
-            if reference is None
-            else token_logprobs(reference, response, config.rollout.temperature).detach()
-        )
-        token_loss, is_clipped = token_losses(logprob, before, advantage, config.loss, of_reference)
+        if reference is not None:
+            other = token_logprobs(reference, response, rollout.temperature).detach()
+        token_loss, clips[-1] = token_losses(logprob, before, advantage, loss, other)
         losses.append(token_loss)
-        clips.append(is_clipped)
-    return mean_loss(
-        losses, len(responses), config.loss.loss_type, config.rollout.max_completion_length
-    ), clips
+    length = rollout.max_completion_length
+    return mean_loss(losses, len(responses), loss.loss_type, length), clips
 
 
 # Update
@@ -328,9 +313,7 @@ def train_on(
     whole groups, in order."""
     size, updates = len(responses) // config.loss.num_minibatches, []
     with torch.no_grad():
-        old = [
-            token_logprobs(model, response, config.rollout.temperature) for response in responses
-        ]
+        old = [token_logprobs(model, r, config.rollout.temperature) for r in responses]
     for first in [*range(0, len(responses), size)] * config.loss.num_iterations:
         part = slice(first, first + size)
         loss, clips = minibatch_loss(
@@ -373,9 +356,5 @@ def grpo_step(
     rewards = [reward([response.tokens for response in group]) for group in groups]
     advantages = estimate_advantages(rewards, loss.advantage_estimator, loss.scale_rewards)
     flat = [[value for group in by_prompt for value in group] for by_prompt in (groups, advantages)]
-    return (
-        groups,
-        rewards,
-        advantages,
-        train_on(model, reference, *flat, config=config, step=step, moments=moments),
-    )
+    updates = train_on(model, reference, *flat, config=config, step=step, moments=moments)
+    return groups, rewards, advantages, updates

@@ -9,7 +9,7 @@ from bubblespec.rewards import per_sample
 
 @per_sample
 def remainder(completion_ids, **columns) -> list[float]:
-    """Of the sum of the tokens by 7."""
+    """The sum of the tokens modulo 7."""
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
@@ -21,13 +21,13 @@ def nothing(completion_ids, **columns) -> list[None]:
 
 @per_sample
 def constant(completion_ids, **columns) -> list[float]:
-    """The same for all, so that nothing can be learned."""
+    """The same reward for all, so that nothing can be learned."""
     return [0.5] * len(completion_ids)
 
 
 def better_than(prompts, completion_ids, **columns) -> list[float]:
-    """How many others of its group a response leaves behind by `remainder`. Fails unless the call
-    has a whole group: one prompt, at least two responses."""
+    """The rank of a response in its group by `remainder`. Fails unless the call has a whole group:
+    one prompt, at least two responses."""
     if len(set(map(str, prompts))) > 1 or len(prompts) < 2:
         raise ValueError(f"not one group: {prompts}")
     values = remainder(completion_ids)
@@ -36,14 +36,14 @@ def better_than(prompts, completion_ids, **columns) -> list[float]:
 
 @per_sample
 def with_gaps(completion_ids, **columns) -> list[float | None]:
-    """`remainder`, but for a fifth of the responses, to which it does not apply."""
+    """`remainder`, but None for a fifth of the responses."""
     values = zip(completion_ids, remainder(completion_ids), strict=True)
     return [None if sum(ids) % 5 == 0 else value for ids, value in values]
 
 
 @per_sample
 def with_few_gaps(completion_ids, **columns) -> list[float | None]:
-    """As `with_gaps`, but for fewer."""
+    """`remainder`, but None for a thirteenth of the responses."""
     values = zip(completion_ids, remainder(completion_ids), strict=True)
     return [None if sum(ids) % 13 == 0 else value for ids, value in values]
 
@@ -65,7 +65,7 @@ def by_name(completions, **columns) -> dict[str, float]:
 
 
 def picky(completions, **columns) -> list[float]:
-    """Fails for a response that no model of the tests gives."""
+    """Fail for a response that no model of the tests makes."""
     if "0" in completions:
         raise ZeroDivisionError("not that one")
     return [1.0] * len(completions)

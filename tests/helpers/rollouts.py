@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.draft.proposer import make_proposer
+from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
@@ -20,6 +20,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.jobs import Job
+from bubblespec.planner.survival import ALIGNED, TRIED
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.tools.simulate.world import SimulatedRanks
@@ -153,6 +154,17 @@ class BoardWithSlowRank:
         self.is_over = own.is_done and self.are_others_done
         nothing = np.zeros_like(own.facts)
         return [own, RankState(int(not self.are_others_done), facts=nothing)]
+
+
+def tried_ages(proposer: Proposer) -> set[int]:
+    """Ages of the aligned drafts of which tokens were verified in this rollout."""
+    survival = proposer.survival
+    tried = survival.counts[TRIED].sum(axis=0)
+    return {
+        kind[1]
+        for kind, count in zip(survival.kinds, tried, strict=True)
+        if count and kind[0] == ALIGNED
+    }
 
 
 class World:

@@ -11,7 +11,8 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
-from bubblespec.types import Group, Launch, Row, Samples
+from bubblespec.samples import Samples
+from bubblespec.types import Group, Launch, Row
 
 # A tokenizer of letters: 0 is a, 1 is b.
 LETTERS = SimpleNamespace(decode=lambda ids: "".join(chr(97 + i) for i in ids))

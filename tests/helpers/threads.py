@@ -30,7 +30,7 @@ def make_board(ranks: Ranks, *_) -> ProgressBoard:
 def train_on_threads(
     num_ranks: int, *overrides: str, ends_in: int | None = None, is_killed: bool = False
 ) -> None:
-    """What `torchrun train.py` does. ends_in: the step in whose update the run is told to stop, or
+    """Run train.py on threads. ends_in: the step in whose update the run gets a stop request, or is
     killed, which raises Killed."""
     world = World(num_ranks)
     update = Trainer.update

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from bubblespec.draft.sources import DraftSource, Proposals, Survival, TrackedRows
+from bubblespec.draft.sources import DraftSource, Proposals, TrackedRows
 from bubblespec.engine.batch import Load
 from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, MAX_ROWS, DrafterRunner
 from bubblespec.planner.costs import CostModel
+from bubblespec.planner.survival import TRIED, Survival
 from bubblespec.planner.windows import choose_chain_length
 
 NAME = "drafter"
@@ -134,7 +135,7 @@ class DrafterSource(DraftSource):
             num_right = both if is_right.all() else int(is_right.argmin())
             tried[: min(num_right + 1, both)] += 1
             right[:num_right] += 1
-        self._survival.observe(tried, right)
+        self._survival.counts[TRIED:, 1] += tried, right
 
     def choose_length(self, active: int, count: int) -> int:
         """Tokens of a chain for `count` of `active` rows, 0 for none."""

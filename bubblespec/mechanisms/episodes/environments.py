@@ -32,7 +32,7 @@ class Observation(NamedTuple):
     """int64, tokens to append after the turn, with the header of the next one; at the beginning,
     those that follow the prompt's base ids. Empty after the last turn."""
     reason: str | None
-    """Why no turn follows: done (the environment says so), no_call, max_turns, error (of the
+    """Reason why no turn follows: done (by the environment), no_call, max_turns, error (of the
     environment), too_long (not even its template fits); None if one follows."""
     num_calls: int = 0
     """Tool calls in the turn."""
@@ -203,7 +203,7 @@ class Environments:
         if problem and not calls:
             episode.problem = problem
             return Observation(NOTHING, "error", seconds=seconds)
-        if problem:  # a tool that hangs says so itself
+        if problem:  # it is the result of all calls
             results = [tool_message(call["name"], RuntimeError(problem)) for call in calls]
             reply = {"messages": results, "num_failed": len(calls), "done": False}
         counts = len(calls), reply["num_failed"], seconds

@@ -12,10 +12,10 @@ from functools import partial
 
 import numpy as np
 
-from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
 from bubblespec.idle.task import RankView
 from bubblespec.mechanisms.episodes.environments import Environments, Observation
+from bubblespec.rollout.feed import RolloutProposer
 from bubblespec.types import Prompt, Row
 
 WAIT_S = 1e-3  # until a rank without anything to feed looks after other things
@@ -86,7 +86,7 @@ class Episodes:
         self.seed, self.with_environment = seed, with_environment
         self.runs_drafts = runs_drafts
         self.prompts = {prompt.uid: prompt for prompt in prompts}
-        self.proposer: Proposer | None = None
+        self.proposer: RolloutProposer | None = None
         self.counts = EpisodeCounts()
         self.outcomes: dict[Row, Future] = {}
         """`Outcome` of each finished episode of this step."""
@@ -98,7 +98,7 @@ class Episodes:
         """Whether any episode is unfinished."""
         return bool(self._running)
 
-    def start(self, view: RankView, proposer: Proposer | None) -> None:
+    def start(self, view: RankView, proposer: RolloutProposer | None) -> None:
         """Begin an episode for each row of this step."""
         self.proposer = proposer
         view.record.extras["episodes"] = self.counts

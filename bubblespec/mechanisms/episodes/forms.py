@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bubblespec.errors import InputError, one_line
-from bubblespec.imports import awaited, import_path
+from bubblespec.imports import awaited, import_function, import_path
 
 NO_TOOLS = ("reset", "get_reward")
 _ADDRESS = re.compile(r"<.+ at 0x[0-9a-fA-F]+>")
@@ -108,10 +108,7 @@ class Form:
 
 def load_form(factory: str | None, tools: list[str]) -> Form:
     """Import the configured class and functions. Raises InputError if they have no known form."""
-    functions = [import_path("environment.tools", path, "my_module.my_tool") for path in tools]
-    for path, function in zip(tools, functions, strict=True):
-        if not callable(function) or isinstance(function, type):
-            raise InputError(f"environment.tools: '{path}' is not a function")
+    functions = [import_function("environment.tools", path, "my_module.my_tool") for path in tools]
     if factory is None:
         return Form(None, functions)
     made = import_path("environment.factory", factory, "my_module.MyEnvironment")

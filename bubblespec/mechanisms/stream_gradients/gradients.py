@@ -13,7 +13,8 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import local_weights
 from bubblespec.learn.microbatch import Microbatch, MicrobatchCost, pack_responses
 from bubblespec.records import Span
-from bubblespec.types import Row, SampleId, Samples, count_sampled
+from bubblespec.samples import Samples, count_sampled
+from bubblespec.types import Row, SampleId
 
 
 class StreamedGradients:

@@ -37,6 +37,7 @@ from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import ForwardRecord, RolloutRecord, Span, StepRecord, total_s
 from bubblespec.rollout.board import ProgressBoard, RankState
+from bubblespec.rollout.feed import RolloutProposer
 from bubblespec.rollout.gather import gather_rows
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 from bubblespec.rollout.profile import profile
@@ -116,7 +117,7 @@ class TPTail(Mechanism):
         own: dict[int, Row],
         table: RowTable,
         params: SamplingParams,
-        proposer: Proposer | None,
+        proposer: RolloutProposer | None,
         *,
         own_engine: Engine,
         on_finished: Callable[[Row], None],

@@ -1,5 +1,4 @@
-"""All checks of the doctor, in order: versions and devices, the model and its forwards, and the
-whole run up to its first rollouts."""
+"""All checks of the doctor in order, from versions to the first rollouts of the whole run."""
 
 import contextlib
 import gc
@@ -122,7 +121,7 @@ def set_up(case: Case) -> Iterator[Line]:
 
 def collectives(case: Case) -> Iterator[Line]:
     """Time all-reduces of the group and progress ticks."""
-    ranks, board = case.ranks, case.trainer.sampler.board
+    ranks, board = case.ranks, case.sampler.board
     if ranks.world_size == 1:
         yield ok("not applicable: one rank")
         return
@@ -140,7 +139,7 @@ def collectives(case: Case) -> Iterator[Line]:
     took = " and ".join(f"{us:.0f} us over {name}" for name, us in tick_us.items())
     line = f"exchanging their progress takes ranks {took}"
     if len(tick_us) > 1:
-        line += f"; {min(tick_us, key=tick_us.get)} is faster (rollout.progress_backend)"
+        line += f"; {min(tick_us, key=tick_us.__getitem__)} is faster (rollout.progress_backend)"
     elif local_ranks() == ranks.world_size:
         yield slower(f"{line}: shared memory is unavailable here")
         return
@@ -161,7 +160,7 @@ def _tick_us(board: ProgressBoard) -> float:
 
 def rollouts(case: Case) -> Iterator[Line]:
     """Compare some responses of the first step without drafts and with partly right drafts."""
-    ranks, sampler, rollout = case.ranks, case.trainer.sampler, case.config.rollout
+    ranks, sampler, rollout = case.ranks, case.sampler, case.config.rollout
     # The first turns of episodes are compared.
     sampler.mechanisms[:] = [each for each in sampler.mechanisms if each.name != "episodes"]
     longest = min(rollout.max_completion_length, MAX_TOKENS)

@@ -35,7 +35,8 @@ def examine(case: Case) -> list[str]:
 
     The names are equal on all ranks. Raises RunFailed where a rank no longer answers.
     """
-    failures, passed = [], {None}
+    failures: list[str] = []
+    passed: set[str | None] = {None}
     is_apart = False  # ranks have missed a collective, and there can be no further one
     for name, check in CHECKS.items():
         if is_apart or check.needs not in passed:
@@ -57,7 +58,8 @@ def examine(case: Case) -> list[str]:
 
 def attempt(check: Check, case: Case) -> tuple[list[Line], bool]:
     """Return this rank's lines, errors included, and whether it timed out waiting for others."""
-    lines, is_late = [], False
+    lines: list[Line] = []
+    is_late = False
     try:
         lines.extend(check.make(case))  # lines before an error are kept
     except EndsRun as error:  # an InputError names the key
@@ -124,9 +126,10 @@ def main(arguments: list[str]) -> None:
         ranks_from_environment(config.model.device, timeout_s) as ranks,
         tempfile.TemporaryDirectory() as folder,
     ):
-        own = {"output_dir": folder, "resume_from_checkpoint": "none", "timeout_s": timeout_s}
         config = with_dtype(config, ranks.device.type)
-        case = Case(replace(config, run=replace(config.run, **own)), ranks)
+        own = replace(config.run, output_dir=folder, timeout_s=timeout_s)
+        own.resume_from_checkpoint = "none"
+        case = Case(replace(config, run=own), ranks)
         if names := examine(case):
             raise RunFailed(f"checks that failed: {', '.join(names)}")
         if ranks.is_main:

@@ -1,7 +1,7 @@
-"""The checks of one model's forwards, which the doctor and benchmarks/gpu_suite.py share. Imports
-nothing beyond torch, transformers and numpy, as GPU machines may lack the other packages.
+"""Checks of one model's forwards, for the doctor and benchmarks/gpu_suite.py.
 
-A check is a generator of lines, which all ranks run together.
+A check is a generator of lines, which all ranks run together. This file imports nothing beyond
+torch, transformers and numpy, as GPU machines may lack the other packages.
 """
 
 import statistics
@@ -35,6 +35,7 @@ from bubblespec.mechanisms.tp_tail.shards import (
 )
 
 if TYPE_CHECKING:
+    from bubblespec.rollout.sampler import Sampler
     from bubblespec.trainer import Trainer
 
 WARM_UP, NUM_TIMED = 3, 20
@@ -64,14 +65,27 @@ class Case:
     """Warning if the kernel is a fallback."""
     trainer: "Trainer | None" = None
 
+    @property
+    def loaded(self) -> PreTrainedModel:
+        """The model, once the check `model` has passed."""
+        assert self.model is not None
+        return self.model
+
+    @property
+    def sampler(self) -> "Sampler":
+        """The run's sampler, once the check `set-up` has passed."""
+        assert self.trainer is not None
+        return self.trainer.sampler
+
 
 class Check(NamedTuple):
-    """A check. make: generates its lines, on all ranks together; avoid: key for errors that name
-    none; needs: check that must pass first."""
+    """A check of a case."""
 
     make: Callable[[Case], Iterator[Line]]
     avoid: str
+    """Key that errors name if they name none themselves."""
     needs: str | None = None
+    """Check that must pass first."""
 
 
 def attention(case: Case) -> Iterator[Line]:
@@ -88,7 +102,7 @@ def attention(case: Case) -> Iterator[Line]:
 @torch.inference_mode()
 def graphs(case: Case) -> Iterator[Line]:
     """Compare forwards of few tokens as CUDA graphs with eager forwards."""
-    loaded, kernel, device = case.model, case.kernel, case.model.device
+    loaded, kernel, device = case.loaded, case.kernel, case.loaded.device
     if case.ranks.device.type == "cpu":
         yield ok("not applicable: a CPU has none")
         return
@@ -102,7 +116,7 @@ def graphs(case: Case) -> Iterator[Line]:
     captured = ForwardGraphs(ModelForward(loaded, kernel), cache, 16)
     replay = partial(captured.forward, tokens, packing)
     if replay() is None:
-        yield slower(captured.problem)
+        yield slower(str(captured.problem))
         return
     replayed = packed_logits(loaded, cache, kernel, captured.forward)
     eager = packed_logits(loaded, cache_for(kernel), kernel)
@@ -118,7 +132,7 @@ def sampling(case: Case) -> Iterator[Line]:
     if case.ranks.device.type == "cpu":
         yield ok("not applicable: eager on a CPU")
         return
-    head, dtype, device = output_head(case.model), case.model.dtype, case.model.device
+    head, dtype, device = output_head(case.loaded), case.loaded.dtype, case.loaded.device
     if case.config.rollout.enforce_eager:
         yield slower("sampling is eager; rollout.enforce_eager=true")
         return
@@ -134,7 +148,7 @@ def sampling(case: Case) -> Iterator[Line]:
 @torch.inference_mode()
 def shared_tail(case: Case) -> Iterator[Line]:
     """Compare a forward of all ranks together with a forward of each rank alone."""
-    ranks, loaded, device = case.ranks, case.model, case.ranks.device
+    ranks, loaded, device = case.ranks, case.loaded, case.ranks.device
     avoid = "rollout.tp_tail_max_rows=0"
     if ranks.world_size == 1 or case.config.rollout.tp_tail_max_rows == 0:
         yield ok(f"not applicable: {'one rank' if ranks.world_size == 1 else avoid}")

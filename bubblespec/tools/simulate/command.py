@@ -16,10 +16,10 @@ from typing import Any
 from bubblespec.config import Config
 from bubblespec.config_file import config_of_sections
 from bubblespec.errors import InputError, log
-from bubblespec.telemetry.trace import FOLDER, read_meta
+from bubblespec.telemetry.trace import FOLDER
 from bubblespec.tools.simulate.recorded import (
     load_cost,
-    load_shared_cost,
+    read_meta,
     read_workload,
     sections_of,
 )
@@ -80,17 +80,18 @@ def run(arguments: argparse.Namespace) -> None:
     cost_model = arguments.cost_model or arguments.trace
     cost, together = load_cost(cost_model), None
     if config.rollout.tp_tail_max_rows and num_ranks > 1 and not workload.has_tools:
-        together = load_shared_cost(cost_model, num_ranks)
-        if together is None and config.rollout.tp_tail_max_rows != "auto":
-            reason = f"{cost_model} has no forwards of {num_ranks} ranks together"
-            log(f"warning: no TP tail is simulated: {reason}")
+        try:
+            together = load_cost(cost_model, num_ranks)
+        except InputError as error:
+            if config.rollout.tp_tail_max_rows != "auto":
+                log(f"warning: no TP tail is simulated: {error}")
     results = {
         method: simulate(
             arm,
             workload,
             cost.seconds,
             num_ranks,
-            together=together and together.seconds,
+            together=None if together is None else together.seconds,
             drafter=drafter,
             shows_progress=True,
         )
@@ -139,7 +140,7 @@ def synthetic_run(spec: Spec, overrides: Sequence[str]) -> tuple[Config, Workloa
 
 def simulated_config(sections: dict[str, dict], overrides: Sequence[str] = ()) -> Config:
     """Return a configuration from `sections`; a simulation reads no sections beyond SECTIONS."""
-    blank = {name: {"path": "none"} for name in ("model", "data")}
+    blank: dict[str, dict] = {name: {"path": "none"} for name in ("model", "data")}
     blank |= {"run": {"output_dir": "none"}, "optim": {"max_tokens_per_microbatch": 1 << 24}}
     return config_of_sections(blank | sections, list(overrides), "the simulated configuration")
 

@@ -53,15 +53,16 @@ class Attention:
     """Seconds in which keys and values of one position are read, all layers."""
 
     def are_single(self, tokens: float, pieces: float) -> bool:
-        """Whether tokens are sequences of their own, see `ForwardGraphs.shape_of`."""
+        """Whether the engine makes each token a sequence, see `ForwardGraphs.shape_of`."""
         return tokens <= max(FEW, pieces * self.heads / self.kv_heads)
 
     def seconds(
         self, rows: float, tokens: float, positions: float, is_single: bool | None = None
     ) -> float:
-        """Seconds of all layers. positions: attended to, summed over rows, as if all rows fed the
-        same number of tokens over the same number of positions; is_single: `are_single`, where it
-        is not the engine that decides."""
+        """Return the seconds of all layers, as if all rows were alike.
+
+        positions: attended to, summed over rows; is_single: replaces `are_single`.
+        """
         queries = max(tokens / rows, 1.0)
         pieces = rows * math.ceil(queries / TILE_QUERIES)
         if self.are_single(tokens, pieces) if is_single is None else is_single:
@@ -97,7 +98,7 @@ class ForwardCost:
         self._rates = [self.rates[name] for name in RATES]
 
     def seconds(self, load: Sequence[float]) -> float:
-        """Seconds of a forward; load: the fields of `Load`."""
+        """Return the seconds of a forward; load: the fields of `Load`."""
         rows, tokens, wide_rows, positions, prompt_tokens, draft_tokens = load
         i = max(bisect_right(self.knots, tokens) - 1, 0)
         pairs = max(tokens / rows - 1.0, 0.0) * positions
@@ -110,12 +111,11 @@ class ForwardCost:
 
 
 def fit_cost(loads: np.ndarray, seconds: np.ndarray, source: str) -> ForwardCost:
-    """Nonnegative least squares of relative errors, so that short forwards weigh as much as long
-    ones. The first fit counts errors relative to what was measured, which interruptions hardly
-    move; the others relative to the fit before, as the mean time is wanted.
+    """Fit by nonnegative least squares of relative errors, so that short forwards count, too.
 
-    loads: [N, 6], the fields of `Load`; seconds: [N], above 0. Raises ValueError if there are too
-    few forwards.
+    The first fit takes errors relative to what was measured, which interruptions hardly move; the
+    others relative to the fit before, as the mean time is wanted. Raises ValueError for too few
+    forwards.
     """
     from scipy.optimize import nnls
 

@@ -3,19 +3,58 @@
 The cost of its forwards is fitted to the same trace.
 """
 
+import json
 import os
+import re
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 from bubblespec.config import Config, flatten
 from bubblespec.engine.batch import Load
-from bubblespec.errors import InputError
-from bubblespec.telemetry.trace import FOLDER, list_steps, read_meta, read_table
+from bubblespec.errors import InputError, one_line
+from bubblespec.telemetry.trace import FOLDER, FORMAT, META_FILE
 from bubblespec.tools.simulate.cost import ForwardCost, fit_cost
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, roofline
 from bubblespec.tools.simulate.workload import STOP, Spec, Workload
 from bubblespec.types import Prompt
+
+
+def read_meta(folder: str) -> dict[str, Any]:
+    """Return meta.json of a trace. Raises InputError."""
+    path = os.path.join(folder, META_FILE)
+    try:
+        with open(path, encoding="utf-8") as file:
+            meta = json.load(file)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} is not a trace: {one_line(error)}") from error
+    if meta.get("format") != FORMAT:
+        raise InputError(f'{path}: not a trace of this version (no "format": {FORMAT})')
+    return meta
+
+
+def list_steps(folder: str) -> list[int]:
+    """Return the complete steps of a trace, in order. Raises InputError if there is none."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    matches = map(re.compile(r"responses-(\d{5,})\.parquet").fullmatch, names)
+    steps = sorted(int(match[1]) for match in matches if match)
+    if not steps:
+        raise InputError(f"{folder}: no complete step is recorded")
+    return steps
+
+
+def read_table(folder: str, kind: str) -> pyarrow.Table:
+    """Return all rows of a kind (responses, forwards). Raises InputError."""
+    tables = []
+    for step in list_steps(folder):
+        path = os.path.join(folder, f"{kind}-{step:05d}.parquet")
+        try:
+            tables.append(pyarrow.parquet.read_table(path, partitioning=None))
+        except (OSError, pyarrow.ArrowException) as error:
+            raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
+    return pyarrow.concat_tables(tables, promote_options="permissive")  # a step without drafts
 
 
 def read_workload(run_dir: str) -> Workload:
@@ -79,52 +118,33 @@ def sections_of(config: dict[str, Any], names: tuple[str, ...]) -> dict[str, dic
     return sections
 
 
-def load_cost(name: str) -> ForwardCost:
-    """Return the cost of one rank's forwards. Raises InputError.
+def load_cost(name: str, num_ranks: int = 1) -> ForwardCost:
+    """Return the cost of one rank's forwards, or of forwards of `num_ranks` ranks together.
 
     name: GPU:MODEL, of GPUS and MODELS, for a roofline; or a run's output_dir, to fit its forwards
-    with the host's work between them.
+    with the host's work between them. Raises InputError if there is no such cost.
     """
-    gpu, _, model = name.partition(":")
-    if gpu in GPUS and model in MODELS:
-        return roofline(gpu, model)
-    folder = os.path.join(name, FOLDER)
-    if not os.path.isdir(folder):
-        valid = f"{', '.join(GPUS)} : {', '.join(MODELS)}"
-        raise InputError(f"{name}: neither the folder of a recorded run nor a roofline ({valid})")
-    try:
-        return _fit_recorded(folder, together=False)
-    except ValueError as error:
-        raise InputError(f"{folder}: {error}") from error
-
-
-def load_shared_cost(name: str, num_ranks: int) -> ForwardCost | None:
-    """Return the cost of forwards of all ranks together, as in the TP tail; see `load_cost`.
-
-    None if a recorded run had another number of ranks or too few such forwards, or if the model
-    cannot be sharded over so many ranks.
-    """
-    gpu, _, model = name.partition(":")
+    (gpu, _, model), folder = name.partition(":"), os.path.join(name, FOLDER)
     try:
         if gpu in GPUS and model in MODELS:
             return roofline(gpu, model, num_ranks)
-        folder = os.path.join(name, FOLDER)
-        is_alike = read_meta(folder)["world_size"] == num_ranks
-        return _fit_recorded(folder, together=True) if is_alike else None
-    except ValueError:  # TPUnsupported is one
-        return None
+        if os.path.isdir(folder):
+            return _fit_recorded(folder, num_ranks)
+    except ValueError as error:  # too few forwards, or a model that so many ranks cannot share
+        raise InputError(f"{name}: {error}") from error
+    valid = f"{', '.join(GPUS)} : {', '.join(MODELS)}"
+    raise InputError(f"{name}: neither the folder of a recorded run nor a roofline ({valid})")
 
 
-def _fit_recorded(folder: str, *, together: bool) -> ForwardCost:
-    """Fit the cost to a trace's forwards. Raises ValueError if there are too few.
-
-    together: fit to forwards of all ranks together, which each rank has recorded alike.
-    """
-    hardware, table = read_meta(folder)["hardware"], read_table(folder, "forwards")
-    is_shared = table["together"].to_numpy()
-    chosen = is_shared & (table["rank"].to_numpy() == 0) if together else ~is_shared
+def _fit_recorded(folder: str, num_ranks: int) -> ForwardCost:
+    meta, table, kind = read_meta(folder), read_table(folder, "forwards"), "forwards"
+    chosen = ~table["together"].to_numpy()
+    if num_ranks > 1:
+        if meta["world_size"] != num_ranks:
+            raise ValueError(f"no forwards of {num_ranks} ranks together were recorded")
+        # Each rank has recorded shared forwards alike.
+        chosen, kind = ~chosen & (table["rank"].to_numpy() == 0), "shared forwards"
     loads = np.stack([table[name].to_numpy() for name in Load._fields], axis=1)
     seconds = table["end_s"].to_numpy() - table["begin_s"].to_numpy()
-    kind = "shared forwards" if together else "forwards"
-    source = f"fitted on {kind} of {hardware.get('gpu') or hardware.get('cpu')}"
+    source = f"fitted on {kind} of {meta['hardware'].get('gpu') or meta['hardware'].get('cpu')}"
     return fit_cost(loads[chosen], seconds[chosen], source)

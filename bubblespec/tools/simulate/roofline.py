@@ -1,6 +1,7 @@
-"""What forwards take on GPUs by their data sheets: nothing is measured by this project (Williams,
-Waterman and Patterson 2009). What data sheets do not say is fitted to forwards that others have
-measured on an A100 (tests/test_roofline.py), or counted, or estimated where a comment says so.
+"""Seconds of forwards on GPUs by their data sheets (Williams, Waterman and Patterson 2009).
+
+Nothing is measured by this project. The rest is fitted to forwards that others have measured on an
+A100 (tests/test_roofline.py), or counted, or estimated where a comment says so.
 """
 
 from typing import NamedTuple
@@ -33,7 +34,7 @@ class Model(NamedTuple):
     heads: int
     kv_heads: int
     dimension: int
-    """Of a head."""
+    """Numbers of a head."""
 
 
 GPUS = {
@@ -65,14 +66,12 @@ ALL_REDUCE_S, ALL_REDUCE_RANK_S = 6e-6, 4e-6
 
 
 def roofline(gpu: str, model: str, num_ranks: int = 1) -> ForwardCost:
-    """Return the cost of a forward with its sampling, captured as a graph: linear layers read all
-    weights once, or compute, whichever takes longer; see `Attention` for the rest.
+    """Return the cost of a forward with its sampling, captured as a graph.
 
-    Where several ranks compute it together, each does its share of that, the largest counts where
-    heads do not divide evenly, and there are two all-reduces per layer and one exchange of samples.
-
-    gpu, model: of GPUS and MODELS. Raises TPUnsupported for a model that so many ranks cannot
-    share.
+    Linear layers read all weights once, or compute, whichever takes longer; see `Attention` for the
+    rest. If several ranks compute a forward together, each does its share, of which the largest
+    counts, and there are two all-reduces per layer and one exchange of samples. gpu, model: of GPUS
+    and MODELS. Raises TPUnsupported for a model that so many ranks cannot share.
     """
     card, shape = GPUS[gpu], MODELS[model]
     bandwidth, compute = card.memory * BANDWIDTH_SHARE, card.peak * COMPUTE_SHARE

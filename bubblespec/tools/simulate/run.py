@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -23,6 +24,7 @@ from bubblespec.planner.costs import CostModel
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
+from bubblespec.samples import digest
 from bubblespec.setup import make_schedule
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate.runner import (
@@ -35,7 +37,7 @@ from bubblespec.tools.simulate.runner import (
 from bubblespec.tools.simulate.tools import SimulatedEnvironments
 from bubblespec.tools.simulate.workload import Texts, Workload
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
-from bubblespec.types import Launch, Row, digest
+from bubblespec.types import Launch, Row
 
 
 @dataclass
@@ -144,7 +146,7 @@ def _check(config: Config, workload: Workload, num_ranks: int) -> None:
         raise InputError(f"rollout.{names}: {given}, but the workload has {there}")
     if not 1 <= num_ranks <= workload.num_prompts:
         raise InputError(f"--ranks: {num_ranks} for {workload.num_prompts} prompts per step")
-    if rollout.max_num_seqs == "auto":
+    if isinstance(rollout.max_num_seqs, str):
         rollout.max_num_seqs = max_slots(config, num_ranks)
     if rollout.max_num_batched_tokens < rollout.max_num_seqs:
         raise InputError(
@@ -181,29 +183,20 @@ class _Shared:
     def tail_rows(self) -> int:
         """Largest number of rows of all ranks with which the TP tail begins; 0: no tail."""
         rows = self.config.rollout.tp_tail_max_rows
-        return AUTO_TP_ROWS if rows == "auto" else rows
+        return AUTO_TP_ROWS if isinstance(rows, str) else rows
 
-    def engine(self, ranks: SimulatedRanks, text: Text) -> Engine:
-        """Create one rank's engine."""
-        return self._engine(ranks, text, self.config.rollout.max_num_seqs)
-
-    def tail_engine(self, ranks: SimulatedRanks, text: Text) -> Engine:
-        """Create one rank's engine of the TP tail."""
-        return self._engine(ranks, text, self.tail_rows, self.together)
-
-    def _engine(
-        self, ranks: SimulatedRanks, text: Text, count: int, together: Cost | None = None
-    ) -> Engine:
+    def engine(self, ranks: SimulatedRanks, text: Text, *, is_tail: bool = False) -> Engine:
+        """Create one rank's engine, or its engine of the TP tail."""
         rollout = self.config.rollout
+        count = self.tail_rows if is_tail else int(rollout.max_num_seqs)
         runner = SimulatedRunner(
-            ranks.world,
-            ranks.rank,
+            ranks,
             count,
             self.workload.max_prompt_length + rollout.max_completion_length,
             max_num_batched_tokens=max(rollout.max_num_batched_tokens, count),
             cost=self.cost,
             text=text,
-            together=together,
+            together=self.together if is_tail else None,
         )
         return Engine(runner)
 
@@ -212,7 +205,7 @@ class _Shared:
         ranks, params, rollout = SimulatedRanks(World(1), 0), SamplingParams(), self.config.rollout
         alone = self.engine(ranks, _blank)
         if rollout.tp_tail_max_rows == "auto":
-            self.tp_cost = measure(self.tail_engine(ranks, _blank), alone, params, ranks)
+            self.tp_cost = measure(self.engine(ranks, _blank, is_tail=True), alone, params, ranks)
             if self.tp_cost is None:
                 rollout.tp_tail_max_rows = 0
         if self.has_drafts:
@@ -227,7 +220,8 @@ class _Rank:
     def __init__(self, shared: _Shared, ranks: SimulatedRanks):
         self.workload, self.texts, self.ranks = shared.workload, Texts(shared.workload), ranks
         config, engine = shared.config, shared.engine(ranks, self.texts.of_row)
-        schedule = make_schedule(config, self.workload)
+        stand_ins: list[Any] = [self.workload, self]  # of a PromptSet and a Scorer
+        schedule = make_schedule(config, stand_ins[0])
         # Sorted so that a prompt's earliest visit is written last and kept.
         visits = Counter(dict(sorted(self.workload.steps, reverse=True)))
         schedule.load_state_dict(schedule.state_dict() | save_visits(visits))
@@ -240,7 +234,7 @@ class _Rank:
             engine,
             SamplingParams(stop_token_ids=self.workload.stop_token_ids),
             schedule,
-            self,
+            stand_ins[1],
             reward_weights=[1.0],
             board=board,
             cost=copy.deepcopy(shared.profiled),
@@ -249,26 +243,26 @@ class _Rank:
         if shared.tail_rows:
             # The cost of a forward contains its exchanges.
             gather = SimulatedRanks(ranks.world, ranks.rank, meeting_s=0.0).gather
-            together = shared.tail_engine(ranks, self.texts.of_row)
+            together = shared.engine(ranks, self.texts.of_row, is_tail=True)
             tail = TPTail(together, ranks, gather, shared.tail_rows, has_keys=False)
-            if shared.tp_cost is not None:
+            if shared.tp_cost is not None and board is not None:
                 stats = self.sampler.stats
                 enter_by_cost(tail, shared.tp_cost, stats, engine.num_slots, board)
             self.sampler.mechanisms.append(tail)
         if self.workload.has_tools:
             num_workers = max(config.environment.num_workers, 1)
-            environments = SimulatedEnvironments(ranks, self.texts, num_workers)
+            environments: Any = SimulatedEnvironments(ranks, self.texts, num_workers)
             self.sampler.mechanisms.append(
                 EpisodesMechanism(config, environments, engine, schedule, ranks.clock)
             )
-        if "drafter" in config.speculative.sources:
-            proposer = self.sampler.proposer
-            runner = SimulatedDrafterRunner(engine, shared.drafter)
+        proposer = self.sampler.proposer
+        if proposer is not None and "drafter" in config.speculative.sources:
+            runner: Any = SimulatedDrafterRunner(engine, shared.drafter)
             source = DrafterSource(runner, proposer.cost, ranks.clock)
             source.profile()
             proposer.add(source)
             if tail is not None:
-                of_tail = SimulatedDrafterRunner(tail.engine, shared.drafter)
+                of_tail: Any = SimulatedDrafterRunner(tail.engine, shared.drafter)
                 tail.companions.append(lambda engine: source.moved_to(of_tail))
         ranks.barrier()
 

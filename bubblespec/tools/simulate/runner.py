@@ -6,6 +6,7 @@ rollback. A draft token is accepted if the row's text has it at that position.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
@@ -13,11 +14,12 @@ from scipy.optimize import brentq
 from bubblespec.engine.batch import Batch, Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified, num_accepted
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.runner import CONTEXT, MAX_CHAIN_LENGTH
-from bubblespec.tools.simulate.world import World
+from bubblespec.tools.simulate.world import SimulatedRanks
 from bubblespec.types import Row
 
 NO_TOKEN = -2  # follows the end of a text; no draft contains it
@@ -30,8 +32,7 @@ class SimulatedRunner:
 
     def __init__(
         self,
-        world: World,
-        rank: int,
+        ranks: SimulatedRanks,
         num_slots: int,
         max_length: int,
         *,
@@ -46,8 +47,9 @@ class SimulatedRunner:
         together, if this runner computes such: over the same rows on each rank.
         """
         self.num_slots, self.max_length = num_slots, max_length
-        self.max_num_batched_tokens, self.pages = max_num_batched_tokens, None
-        self.world, self.rank, self.text = world, rank, text
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.pages: Pages | None = None
+        self.world, self.rank, self.text = ranks.world, ranks.rank, text
         self.cost, self.together = cost, together
         self.said = np.full((num_slots, max_length + 1), NO_TOKEN, np.int32)  # text of each slot
         self.end = np.zeros(num_slots, np.int64)  # of that text
@@ -104,19 +106,24 @@ class DrafterModel:
             raise InputError(f"share: {self.share} must be from 0 to 1")
 
     def accepted(self) -> np.ndarray:
-        """Return the chances that the first 1, 2, ... tokens of a chain are all right, float64
-        [MAX_CHAIN_LENGTH]; each token is right with one chance if all before it are."""
+        """Return the probability that the first 1, 2, ... tokens of a chain are all right.
+
+        Each token has one probability of being right if all before it are.
+        """
         powers = np.arange(1, MAX_CHAIN_LENGTH + 1)
         gained = self.accept_length - 1
         return brentq(lambda chance: (chance**powers).sum() - gained, 0.0, 1.0) ** powers
 
 
 class SimulatedDrafterRunner:
-    """A `DrafterRunner` for a `SimulatedRunner`, from the first step on: warm start and training
-    take no time. The sample and the position decide how many tokens of a chain are right."""
+    """A `DrafterRunner` for a `SimulatedRunner`; warm start and training take no time.
+
+    The sample and the position decide how many tokens of a chain are right.
+    """
 
     def __init__(self, engine: Engine, model: DrafterModel):
-        self.engine, self.runner, self.model = engine, engine.runner, model
+        self.engine, self.model = engine, model
+        self.runner: Any = engine.runner  # a SimulatedRunner
         self._accepted = model.accepted()
 
     def draft(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -131,7 +138,8 @@ class SimulatedDrafterRunner:
         position = begin[:, None] + np.arange(length)
         end = runner.end[slots, None]
         said = runner.said[slots[:, None], np.minimum(position, end)].astype(np.int64)
-        bits = stream_keys(0, *runner.name[slots].T, begin)[:, 0].view(np.uint32)
+        uid, visit, sample = runner.name[slots].T
+        bits = stream_keys(0, uid, visit, sample, begin)[:, 0].view(np.uint32)
         num_right = ((bits[:, None] + 0.5) * 2.0**-32 < self._accepted).sum(axis=1)
         is_right = (np.arange(length) < num_right[:, None]) & (position < end)
         return np.where(is_right, said, np.abs(said) ^ 1), slots, count

@@ -1,5 +1,4 @@
-"""Episodes in virtual time: turns are those of a workload's texts, and tools take as long as its
-distribution says."""
+"""Episodes in virtual time, with the turns of a workload's texts and its seconds of tool calls."""
 
 import heapq
 import itertools

@@ -1,5 +1,4 @@
-"""What a simulated run generates: the prompts of each step, their responses, and what the weights
-of other steps generate instead.
+"""Prompts and responses of a simulated run, and the texts of other weights.
 
 Other weights generate the response up to a first mismatch, and then an edited text: each token
 changes with a probability of 1 / run. Whether a token stays is one number per position, compared
@@ -15,6 +14,7 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -41,8 +41,10 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Spec:
-    """A synthetic workload: lengths are lognormal, tokens random, every prompt occurs once per
-    epoch. Of a recorded one `run`, `accept_length` and `seed` alone matter."""
+    """A workload: lengths are lognormal, tokens random, every prompt occurs once per epoch.
+
+    For a recorded workload only `run`, `accept_length` and `seed` matter.
+    """
 
     mean: float = 2000.0
     """Mean length before truncation."""
@@ -249,7 +251,9 @@ class Texts:
 def make_synthetic(spec: Spec, num_prompts: int, num_generations: int) -> Workload:
     """Create the workload that `spec` describes."""
     steps_per_epoch = spec.steps // spec.epochs if spec.epochs > 1 else sys.maxsize
-    batches, responses, steps = [], {}, {}
+    batches: list[list[Prompt]] = []
+    responses: dict[Key, np.ndarray] = {}
+    steps: dict[tuple[int, int], int] = {}
     for step in range(spec.steps + SPARE_STEPS):
         epoch, first = divmod(step, steps_per_epoch)  # `first` has the same prompts first
         uids = range(first * num_prompts + 1, (first + 1) * num_prompts + 1)
@@ -302,7 +306,7 @@ def _with_turns(spec: Spec, tokens: np.ndarray, random: np.random.Generator) -> 
 
 def parse(kind: type, text: str, option: str):
     """Parse `name=value,name=value` into a dataclass of numbers. Raises InputError."""
-    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(kind)}
     given = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -154,7 +155,7 @@ class SimulatedRanks(Ranks):
 
         # The functions of the `time` module that a rollout uses.
         sleep = partial(world.advance, rank)
-        self.clock = SimpleNamespace(perf_counter=now, monotonic=now, sleep=sleep)
+        self.clock: Any = SimpleNamespace(perf_counter=now, monotonic=now, sleep=sleep)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.copy_(sum(self.gather_ragged(tensor.clone())))

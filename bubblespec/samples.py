@@ -1,0 +1,109 @@
+"""The samples of a step, and what is asked of them."""
+
+import hashlib
+from dataclasses import dataclass
+from operator import itemgetter
+
+import numpy as np
+
+from bubblespec.types import Group, Prompt, SampleId, ids_of, is_sampled
+
+
+@dataclass
+class Samples:
+    """S = groups x generations responses in canonical order: by group, then by number."""
+
+    groups: list[Group]
+    num_generations: int
+    tokens: list[np.ndarray]
+    """int32, one array per sample, with the stop token."""
+    logprob: list[np.ndarray]
+    """float32, see `Row`."""
+    full_logprob: list[np.ndarray]
+    """float32, see `Row`."""
+    is_truncated: np.ndarray
+    """bool [S], whether the length limit cut the response off."""
+    rewards: np.ndarray
+    """float64 [S, functions], NaN where a function does not apply."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def ids(self) -> list[SampleId]:
+        """Id of each sample."""
+        return ids_of(self.groups, self.num_generations)
+
+    def prompt_of(self, index: int) -> Prompt:
+        """Return the prompt of sample `index`."""
+        return self.groups[index // self.num_generations].prompt
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Response tokens of each sample, int64 [S]."""
+        return np.array([len(t) for t in self.tokens])
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens of all samples."""
+        prompt_tokens = sum(len(group.prompt.token_ids) for group in self.groups)
+        return int(self.lengths.sum()) + prompt_tokens * self.num_generations
+
+    @property
+    def num_sampled(self) -> np.ndarray:
+        """Of these, the tokens that were sampled, int64 [S]."""
+        return count_sampled(self.full_logprob)
+
+    def of_groups(self, numbers: list[int]) -> "Samples":
+        """Return the samples of some of the groups, in the given order."""
+        size = self.num_generations
+        rows = [n * size + j for n in numbers for j in range(size)]
+        return Samples(
+            [self.groups[n] for n in numbers],
+            size,
+            [self.tokens[row] for row in rows],
+            [self.logprob[row] for row in rows],
+            [self.full_logprob[row] for row in rows],
+            self.is_truncated[rows],
+            self.rewards[rows],
+        )
+
+    def __add__(self, other: "Samples") -> "Samples":
+        """Append the groups of another step or rollout."""
+        return Samples(
+            self.groups + other.groups,
+            self.num_generations,
+            self.tokens + other.tokens,
+            self.logprob + other.logprob,
+            self.full_logprob + other.full_logprob,
+            np.concatenate((self.is_truncated, other.is_truncated)),
+            np.concatenate((self.rewards, other.rewards)),
+        )
+
+
+def count_sampled(logprobs: list[np.ndarray]) -> np.ndarray:
+    """Count the sampled tokens of each response, int64 [S]. logprobs: see `Row`."""
+    return np.array([np.count_nonzero(is_sampled(logprob)) for logprob in logprobs])
+
+
+def digest(samples: Samples) -> str:
+    """Return the SHA-256 of id, length and tokens of all samples, ordered by id: equal digests mean
+    equal tokens."""
+    sha = hashlib.sha256()
+    named = zip(samples.ids, samples.tokens, strict=True)
+    for name, tokens in sorted(named, key=itemgetter(0)):
+        sha.update(np.array([*name, len(tokens)], "<i8").tobytes())
+        sha.update(tokens.astype("<i4").tobytes())
+    return sha.hexdigest()
+
+
+def has_rewards(rewards: np.ndarray) -> np.ndarray:
+    """Return which groups have rewards for all samples, bool [groups]; the update leaves the others
+    out. rewards: [groups, generations], NaN where a sample has none."""
+    return ~np.isnan(rewards).any(axis=1)
+
+
+def has_zero_std(rewards: np.ndarray) -> np.ndarray:
+    """Return which groups have equal rewards, bool [groups]: compared within the group they give no
+    gradient. rewards: [groups, generations]."""
+    return np.ptp(rewards, axis=1) < 1e-8
