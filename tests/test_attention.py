@@ -147,8 +147,9 @@ def raises(*arguments, **options):
         (lambda query, *rest, **options: 0 * query, "flash_attn logits differ from sdpa's by "),
     ],
 )
-def test_a_kernel_that_does_not_work(make_model, monkeypatch, kernels_on_cpu, broken, why):
-    """`auto` goes on with the next one and says why; a key that names it ends the run."""
+def test_broken_kernel_falls_back_with_reason(make_model, monkeypatch, kernels_on_cpu, broken, why):
+    """`auto` tries the next kernel and names the reason; a key that names the kernel is an
+    error."""
     model = make_model("mistral-window")
     parts = model, prepare_model(model, 64)
     assert choose_kernel("auto", *parts) == ("flash_attn", None)
@@ -163,14 +164,14 @@ def test_a_kernel_that_does_not_work(make_model, monkeypatch, kernels_on_cpu, br
     assert kernel == "sdpa" and "; varlen fails: ImportError" in line and "\n" not in line
 
 
-def test_a_kernel_that_does_not_work_on_another_rank(make_model, kernels_on_cpu):
+def test_kernel_broken_on_another_rank_falls_back(make_model, kernels_on_cpu):
     model, of_ranks = make_model("llama"), iter([["", "fails: OSError: no"], ["", ""]])
     found = choose_kernel("auto", model, prepare_model(model, 64), lambda own: next(of_ranks))
     why = "flash_attn fails: OSError: no (model.attention=varlen tries nothing else)"
     assert found == ("varlen", f"attention is varlen: {why}")
 
 
-def test_a_run_says_which_kernel_it_falls_back_to(monkeypatch, tmp_path, capsys):
+def test_run_warns_of_kernel_fallback(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("bubblespec.setup.choose_kernel", lambda *parts: ("sdpa", "a line"))
     config = load_config("configs/tiny_cpu.yaml", [*SHORT, f"run.output_dir={tmp_path}"])
     trainer = build(config, Ranks(torch.device("cpu")))

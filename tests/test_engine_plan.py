@@ -107,7 +107,7 @@ class FixedDrafts:
         ]
 
 
-def test_batches_and_their_results_by_hand():
+def test_batches_equal_those_worked_out_by_hand():
     """Two rows of one prompt and a third that waits; then a draft that is half right; then a row
     that ends and is replaced."""
     ids = [SampleId(uid, 2, sample) for uid, sample in ((1, 0), (1, 1), (5, 0))]
@@ -176,7 +176,7 @@ def check_pages(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_rows_get_their_texts_however_they_are_scheduled(seed):
+def test_random_schedules_generate_the_given_texts(seed):
     """Slots, budgets, drafts, drops and resets at random, with slots of full length or with few or
     many pages. What is attended to is checked in every forward."""
     rng = np.random.default_rng(seed)
@@ -226,7 +226,7 @@ def test_rows_get_their_texts_however_they_are_scheduled(seed):
     )
 
 
-def test_the_youngest_row_gives_way_when_pages_run_out():
+def test_youngest_row_is_preempted_when_pages_run_out():
     """Two rows of a prompt of six tokens, of which one page is shared; six pages of four positions.
     The older one goes on to its end, and the other is fed again with its tokens."""
     ids = [SampleId(1, 0, sample) for sample in range(2)]
@@ -251,7 +251,7 @@ def test_the_youngest_row_gives_way_when_pages_run_out():
     assert engine.runner.calls[-1] == again and pages.num_free == 6
 
 
-def test_drafts_get_no_page_that_a_row_needs():
+def test_drafts_leave_the_pages_that_rows_need():
     """Five pages: two rows of one page each draft to the end of one more. Then both need a third,
     and there is one."""
     ids = [SampleId(uid, 0, 0) for uid in range(2)]
@@ -266,7 +266,7 @@ def test_drafts_get_no_page_that_a_row_needs():
     assert len(engine.rows) == 1 and engine.runner.batch.num_draft.tolist() == [8]
 
 
-def test_too_small_forwards_and_too_few_pages_are_refused():
+def test_too_few_tokens_or_pages_are_refused():
     with pytest.raises(ValueError, match="max_num_batched_tokens = 3 is below num_slots = 4"):
         Engine(TextRunner(4, 10, 3, {}))
     with pytest.raises(ValueError, match="4 pages of 4 positions are too few for a row of 20"):

@@ -67,7 +67,7 @@ def test_disturbances_leave_tokens_and_weights_unchanged(
     assert sum(lengths) > 1.1 * STEPS
 
 
-def test_a_first_difference_is_a_near_tie_or_a_violation():
+def test_first_difference_is_near_tie_or_violation():
     """Logits made so that tokens 3 and 8 lead after temperature and noise, by a gap that is
     known."""
     key, params = torch.tensor([[5, 6, 7, 8]], dtype=torch.int32), SamplingParams(temperature=0.7)
@@ -83,7 +83,7 @@ def test_a_first_difference_is_a_near_tie_or_a_violation():
     assert judge((perturbed - noise) * 0.7, key, 0, params, {3, 8})[0] == VIOLATION
 
 
-def test_a_token_at_the_edge_of_the_nucleus_may_be_in_or_out():
+def test_token_at_edge_of_nucleus_may_be_in_or_out():
     """Of two tokens the less probable one has the better noise, and wins by far if it is in the
     nucleus at all."""
     key = torch.tensor([[5, 6, 7, 8]], dtype=torch.int32)

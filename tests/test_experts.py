@@ -81,7 +81,7 @@ def test_gradient_equals_the_plain_computation(name, dtype, tolerance):
     assert metrics["loss"] == pytest.approx(wanted_loss, rel=tolerance, abs=tolerance)
 
 
-def test_a_policy_with_experts_is_trained(tmp_path):
+def test_policy_with_experts_is_trained(tmp_path):
     """Set up and two steps, with speculation, gradient checkpointing and a reference model."""
     policy = tmp_path / "policy"
     config = config_of(*CONFIGS["qwen3_moe"])

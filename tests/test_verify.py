@@ -27,9 +27,8 @@ PARAMS = {
 
 
 def random_table(seed: int, size: int = V) -> torch.Tensor:
-    return torch.randn(
-        size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, size, generator=generator, dtype=torch.float64)
 
 
 POLICY = random_table(9)
@@ -71,8 +70,8 @@ DRAFTERS = {
     "same weights": sampled_from(POLICY),
     "older weights": sampled_from(OLDER),
     "least likely": least_likely,
+    "random": uniform,
 }
-DRAFTERS["random"] = uniform
 
 
 def by_clock(draft, num_passes):
@@ -204,7 +203,7 @@ def test_output_law(setting, drafter):
 
 
 @pytest.mark.parametrize("setting", PARAMS)
-def test_coupled_tokens_are_those_of_plain_sampling(setting):
+def test_coupled_tokens_equal_plain_sampling(setting):
     """One by one, whatever the drafts; and drafts by the same weights and noise are never
     refused."""
     params = PARAMS[setting]
@@ -221,7 +220,7 @@ def test_coupled_tokens_are_those_of_plain_sampling(setting):
         assert share == 1.0 if name == "same weights" else share < 1.0
 
 
-def test_without_drafts_it_is_plain_sampling():
+def test_verification_without_drafts_equals_sampling():
     logits, keys = random_table(5, 50), keys_of(1, 50)[0]
     num_generated, empty = torch.arange(50), np.empty(0, np.int64)
     params = SamplingParams(temperature=0.9, top_p=0.9, stop_token_ids=(3,), min_length=10)
@@ -327,7 +326,7 @@ def assert_same(got, wanted) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_ragged_batch_is_its_rows_one_by_one(dtype):
+def test_ragged_batch_equals_rows_one_by_one(dtype):
     logits, draft, counts, keys, num_generated, params = random_ragged(60, 20, dtype)
     batch = verified(logits, draft, counts, keys, num_generated, params)
     assert set(np.unique(batch.accepted)) >= {0, 1, 2} and (batch.accepted <= counts).all()

@@ -1,5 +1,7 @@
-"""Keys and values of all rows, in one contiguous slot per row or in pages. The caller tracks
-lengths; lowering one rolls the row back."""
+"""Keys and values of all rows, in one contiguous slot per row or in pages.
+
+The caller tracks lengths; lowering a length rolls the row back.
+"""
 
 import numpy as np
 import torch
@@ -14,8 +16,8 @@ class KVCache:
     Spare slots or pages belong to no row: padding of fixed-size forwards writes there.
 
     A layer's tensors are made at its first write, in the shape and type of its keys and values:
-    model configurations name those in too many ways. They start as zeros, because masked positions
-    are multiplied by zero and must be finite.
+    model configurations name both in too many ways. The tensors start as zeros, because masked
+    positions are multiplied by zero and must be finite.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class KVCache:
         self._version = -1  # of the pages, as `_table` has them
 
     def places(self, slot: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Where positions lie in the flattened cache. All int64 [N]."""
+        """Return the places of positions in the flattened cache. All int64 [N]."""
         if self.pages is None:
             return slot * self.slot_length + position
         page, offset = np.divmod(position, self.page_size)
@@ -41,29 +43,34 @@ class KVCache:
     def write(
         self, layer: int, place: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store N new entries; returns all keys and values of the layer. place: int64 [N], see
-        `places`; key, value: [N, heads, dimension]."""
+        """Store N new entries; return all keys and values of the layer.
+
+        place: int64 [N], see `places`; key, value: [N, heads, dimension].
+        """
         if layer not in self.keys:
             pages = self.num_pages + (self.num_spare if self.pages is None else 1)
             shape = pages, self.page_size
             made = [new.new_zeros(*shape, *new.shape[1:]) for new in (key, value)]
-            # Both or none: where memory runs out in between, a later write may find some.
+            # Both or none: if memory runs out in between, a later write may succeed.
             self.keys[layer], self.values[layer] = made
         self.keys[layer].flatten(0, 1)[place] = key
         self.values[layer].flatten(0, 1)[place] = value
         return self.keys[layer], self.values[layer]
 
     def read(self, cached: torch.Tensor, slots: slice, length: int) -> torch.Tensor:
-        """The first `length` positions of adjacent slots, of a layer's keys or values: [R, length,
-        heads, dimension]. Pages are gathered, which kernels with a block table need not do."""
+        """Return the first `length` positions of adjacent slots: [R, length, heads, dimension].
+
+        cached: a layer's keys or values. Pages are gathered; kernels with a block table read them
+        in place.
+        """
         if self.pages is None:
             return cached[slots, :length]
-        table = self.block_table(cached.device)[slots, : self.pages.needed(length)]
-        return cached[table.long()].flatten(1, 2)[:, :length]
+        table = self.block_table(cached.device)
+        assert table is not None
+        return cached[table[slots, : self.pages.needed(length)].long()].flatten(1, 2)[:, :length]
 
     def block_table(self, device: torch.device) -> torch.Tensor | None:
-        """The pages of each slot, int32 [num_slots + 1, pages of a slot], at an address that stays
-        until `clear`; see `Pages.table`. None without pages."""
+        """Return `Pages.table` on the device, at one address until `clear`; None without pages."""
         if self.pages is None:
             return None
         table = torch.from_numpy(self.pages.table)
@@ -75,7 +82,7 @@ class KVCache:
         return self._table
 
     def move(self, source: int, target: int, length: int) -> None:
-        """The row in slot `source`, of `length` positions, continues in slot `target`."""
+        """Move the row in slot `source`, of `length` positions, to slot `target`."""
         if self.pages is None:
             self.copy(source, target, length)
         else:
@@ -83,21 +90,23 @@ class KVCache:
 
     @torch.inference_mode()  # the tensors are made in inference mode, and may only be written in it
     def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
-        """The first `length` positions of slots `source` are those of slots `target` too, int64 [n]
-        each; no slot is in both."""
+        """Let slots `target` begin with the first `length` positions of slots `source`.
+
+        All int64 [n]; no slot is in both.
+        """
         if self.pages is not None:
             slots = zip(source.tolist(), target.tolist(), length.tolist(), strict=True)
             source, target, length = np.array([self.pages.share(*of) for of in slots]).T
         source, target, length = (of[length > 0] for of in (source, target, length))
         if not len(length):
             return
-        # All rows at once, as a GPU takes as long for one. What is beyond a row's length is
-        # overwritten before it is read.
+        # All rows at once: a GPU takes as long for one. Positions beyond a row's length are
+        # overwritten before they are read.
         device, longest = next(iter(self.keys.values())).device, int(length.max())
-        source, target = torch.from_numpy(np.array((source, target))).to(device, non_blocking=True)
+        pages = torch.from_numpy(np.array((source, target))).to(device, non_blocking=True)
         for tensor in (*self.keys.values(), *self.values.values()):
             part = tensor[:, :longest]
-            part.index_copy_(0, target, part.index_select(0, source))
+            part.index_copy_(0, pages[1], part.index_select(0, pages[0]))
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -106,11 +115,11 @@ class KVCache:
             tensor[target, :length] = tensor[source, :length]
 
     def clear(self) -> None:
-        """Give the memory back. The next write makes the tensors again, as zeros."""
+        """Free the memory; the next write makes the tensors again, as zeros."""
         self.keys.clear()
         self.values.clear()
         self._table = None
 
     def num_bytes(self) -> int:
-        """Bytes of the tensors that exist; 0 before the first forward."""
+        """Return the bytes of the tensors that exist; 0 before the first forward."""
         return sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))

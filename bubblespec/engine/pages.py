@@ -1,79 +1,85 @@
-"""Pages of the K/V cache: which of them hold which positions of which row (PagedAttention, Kwon et
-al. 2023, arXiv 2309.06180).
+"""Pages of the K/V cache, and the positions of rows that each holds (PagedAttention, Kwon et al.
+2023, arXiv 2309.06180).
 
 A row takes pages as it grows, so the memory that it holds depends on what it has generated, not on
-its limit. Rows with the same prompt share the pages that it fills: nothing is written to them
-again, and they are free once none of the rows has them. The page that a prompt fills in part is
-copied.
+its limit. Rows with the same prompt share the pages that the prompt fills; a page is free at
+a reference count of 0. The page that a prompt fills in part is copied.
 """
+
+from typing import TypeVar
 
 import numpy as np
 
+Lengths = TypeVar("Lengths", int, np.ndarray)
+
 
 class Pages:
-    """Block tables of slots, and the free pages. All on the host."""
+    """Block tables of slots, and the free pages, on the host."""
 
     def __init__(self, num_slots: int, slot_length: int, num_pages: int, page_size: int):
-        """page_size: positions of a page, a divisor of slot_length. Raises ValueError if the pages
-        are too few for one row."""
+        """Raises ValueError if the pages are too few for one row.
+
+        page_size: positions of a page, a divisor of slot_length.
+        """
         if num_pages * page_size < slot_length:
             raise ValueError(
                 f"{num_pages} pages of {page_size} positions are too few for a row of {slot_length}"
             )
         self.num_pages, self.page_size, self.slot_length = num_pages, page_size, slot_length
-        # The pages of each slot, in order. Behind them, and in a last row for the padding of
-        # forwards, there is a spare page of no row, whose number is num_pages.
+        # Pages of each slot, in order, int32 [num_slots + 1, pages of a slot]. Behind them, and in
+        # a last row for the padding of forwards, there is a spare page, whose number is num_pages.
         shape = (num_slots + 1, slot_length // page_size)
         self.table = np.full(shape, num_pages, np.int32)
         self.held = np.zeros(num_slots, np.int64)  # pages of each slot
         self.version = 0  # changes with the table
-        self._num_rows = np.zeros(num_pages, np.int64)  # that have each page
+        self._num_rows = np.zeros(num_pages, np.int64)  # reference count of each page
         self._free = list(range(num_pages - 1, -1, -1))
 
     @classmethod
     def for_rows(
         cls, num_slots: int, max_length: int, page_size: int, num_pages: int | None = None
     ) -> "Pages":
-        """Create the pages of slots for rows of max_length tokens; by default as many as full rows
-        in all slots take."""
+        """Create pages for rows of max_length tokens, by default enough for full rows in all
+        slots."""
         per_row = -(-max_length // page_size)
         count = num_slots * per_row if num_pages is None else num_pages
         return cls(num_slots, per_row * page_size, count, page_size)
 
     @property
     def num_free(self) -> int:
-        """Pages of no row."""
+        """Number of pages without a row."""
         return len(self._free)
 
-    def needed(self, lengths: np.ndarray | int) -> np.ndarray | int:
-        """Pages for this many positions."""
+    def needed(self, lengths: Lengths) -> Lengths:
+        """Return the number of pages for this many positions."""
         return -(-lengths // self.page_size)
 
     def lacking(self, lengths: np.ndarray) -> int:
-        """Pages that the first slots have to take to hold this many positions each, int64 [R]."""
+        """Return how many pages the first slots lack for this many positions each, int64 [R]."""
         return int(np.maximum(self.needed(lengths) - self.held[: len(lengths)], 0).sum())
 
     def room(self, lengths: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Positions behind the first `lengths` of some of the slots, int64 [slots]: in the pages
-        that they need for those, and in an equal share of what all slots leave free."""
+        """Return the positions that some slots have behind their first `lengths`, int64 [slots].
+
+        These are in the pages that the slots need anyway, and in an equal share of the free pages.
+        """
         free = max(self.num_free - self.lacking(lengths), 0) // len(slots)
         pages = np.maximum(self.needed(lengths), self.held[: len(lengths)])[slots] + free
         return pages * self.page_size - lengths[slots]
 
     def grow(self, lengths: np.ndarray) -> None:
-        """Reserve pages for this many positions of the first slots, int64 [R]; those that they have
-        stay."""
+        """Reserve pages for this many positions of the first slots, int64 [R]."""
         needed = self.needed(lengths)
         for slot in np.flatnonzero(needed > self.held[: len(lengths)]).tolist():
             self._take(slot, int(needed[slot]) - int(self.held[slot]))
 
     def trim(self, lengths: np.ndarray) -> None:
-        """Keep no more than the pages of this many positions of the first slots, int64 [R]."""
+        """Free all pages behind this many positions of the first slots, int64 [R]."""
         for slot, length in enumerate(lengths.tolist()):
             self.truncate(slot, length)
 
     def truncate(self, slot: int, length: int = 0) -> None:
-        """Keep the pages of the slot's first `length` positions."""
+        """Free the slot's pages behind its first `length` positions."""
         keep, held = int(self.needed(length)), int(self.held[slot])
         if keep >= held:
             return
@@ -85,16 +91,18 @@ class Pages:
         self.version += 1
 
     def move(self, source: int, target: int) -> None:
-        """Slot `target` gets the pages of slot `source`, which has none then."""
+        """Move the pages of slot `source` to slot `target`."""
         self.truncate(target)
         self.table[target], self.held[target] = self.table[source], self.held[source]
         self.table[source], self.held[source] = self.num_pages, 0
         self.version += 1
 
     def share(self, source: int, target: int, length: int) -> tuple[int, int, int]:
-        """Slot `target` gets the pages that the first `length` positions of slot `source` fill, and
-        a page of its own for the rest. What is to be copied: page, its copy, and positions of
-        it."""
+        """Let slot `target` begin with the first `length` positions of slot `source`.
+
+        It shares the pages that these fill, and gets a page of its own for the rest. Returns what
+        is to be copied: page, its copy, and number of positions.
+        """
         self.truncate(target)
         whole, rest = divmod(length, self.page_size)
         self.table[target, :whole] = self.table[source, :whole]
@@ -107,7 +115,7 @@ class Pages:
         return self.num_pages, self.num_pages, 0
 
     def clear(self) -> None:
-        """No slot has pages."""
+        """Free all pages."""
         for slot in np.flatnonzero(self.held).tolist():
             self.truncate(slot)
 

@@ -1,5 +1,5 @@
-"""From logits to tokens: Gumbel-max with keyed noise, so a token is a pure function of its logits
-and its noise key; and exact verification of draft tokens with the same noise.
+"""From logits to tokens: Gumbel-max with keyed noise, and exact verification of draft tokens with
+the same noise. A token is a pure function of its logits and its noise key.
 
 argmax_v(log p_v + g_v) with standard Gumbel g is an exact sample of p (Gumbel 1954; Maddison et al.
 2014, "A* sampling").
@@ -51,9 +51,11 @@ class SamplingParams:
 
 
 class Verified(NamedTuple):
-    """Result of a verification, on the host. With `first` a row's first position, token[first :
-    first + accepted] are its accepted draft tokens, and token[first + accepted] comes next. Entries
-    after a rejected token are invalid."""
+    """Result of a verification, on the host.
+
+    With `first` a row's first position, token[first : first + accepted] are its accepted draft
+    tokens, and token[first + accepted] comes next. Entries behind that are invalid.
+    """
 
     accepted: np.ndarray
     """int64 [R], leading draft tokens accepted."""
@@ -66,11 +68,12 @@ class Verified(NamedTuple):
 def best_and_sum(
     logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor, is_greedy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All that sampling reads of whole rows of logits [T, V]: the largest with noise, float [T],
-    its index, int64 [T], and the logarithm of the sum of exponentials without noise, float [T].
+    """Reduce rows of logits [T, V] to all that sampling needs.
 
-    keys: int32 [T, 4]; ids: int32 [V], see `gumbel`; is_greedy: without noise. 28 passes over the
-    logits, or two or three of a compiled kernel (compiled.py).
+    Returns the largest logit with noise, float [T], its index, int64 [T], and the logarithm of the
+    sum of exponentials without noise, float [T]. keys: int32 [T, 4]; ids: int32 [V], see `gumbel`;
+    is_greedy: without noise. 28 passes over the logits, or two or three of a compiled kernel
+    (compiled.py).
     """
     logits = widened(logits)
     best, index = (logits if is_greedy else add_gumbel(logits, keys, ids)).max(-1)
@@ -84,7 +87,7 @@ def sample(
     params: SamplingParams,
     reduce: Callable = best_and_sum,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One token for each of T positions.
+    """Sample one token for each of T positions.
 
     logits: [T, V]; keys: int32 [T, 4], noise streams; num_generated: int64 [T], response tokens
     before this one; reduce: `best_and_sum`, or the same compiled. Returns token int64 [T], and
@@ -101,20 +104,37 @@ def sample(
 
 
 def reduce_chunks(
-    logits: torch.Tensor, keys, num_generated, params: SamplingParams, ids, reduce: Callable
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    num_generated: torch.Tensor,
+    params: SamplingParams,
+    ids: torch.Tensor,
+    reduce: Callable,
 ) -> tuple[torch.Tensor, ...]:
-    """Of T positions, [T] each: the largest logit with noise, its index int64, its logit without,
-    and the logarithms of the sums of exponentials, of all logits and of those allowed. In chunks of
-    MAX_LOGITS_AT_ONCE."""
+    """Reduce T positions in chunks of MAX_LOGITS_AT_ONCE to five columns, [T] each.
+
+    These are the largest logit with noise, its index int64, the logit there without noise, and the
+    logarithms of the sums of exponentials of all logits and of the allowed ones.
+    """
     rows = max(1, MAX_LOGITS_AT_ONCE[logits.device.type] // logits.shape[1])
     chunks = zip(*(t.split(rows) for t in (logits, keys, num_generated)), strict=True)
-    parts = [_reduce_chunk(*chunk, params, ids, reduce) for chunk in chunks]
+    parts = [
+        _reduce_chunk(own, own_keys, lengths, params, ids, reduce)
+        for own, own_keys, lengths in chunks
+    ]
     if len(parts) == 1:
         return parts[0]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def _reduce_chunk(logits, keys, num_generated, params: SamplingParams, ids, reduce: Callable):
+def _reduce_chunk(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    num_generated: torch.Tensor,
+    params: SamplingParams,
+    ids: torch.Tensor,
+    reduce: Callable,
+) -> tuple[torch.Tensor, ...]:
     logits, allowed = scale_and_restrict(logits, num_generated, params)
     if params.temperature == 0.0:
         best, index, allowed_sum = best_and_sum(allowed, keys, ids, is_greedy=True)
@@ -126,15 +146,14 @@ def _reduce_chunk(logits, keys, num_generated, params: SamplingParams, ids, redu
 
 
 def widened(logits: torch.Tensor) -> torch.Tensor:
-    """At least in float32."""
+    """Return logits in float64 as they are, others in float32."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def scale_and_restrict(
-    logits: torch.Tensor, num_generated, params: SamplingParams
+    logits: torch.Tensor, num_generated: torch.Tensor, params: SamplingParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [T, V] divided by the temperature, and these with barred tokens at -inf (`restrict`).
-    Both are the logits as given, where nothing is to be done."""
+    """Return logits [T, V] divided by the temperature, and the same with barred tokens at -inf."""
     if params.temperature not in (0.0, 1.0):
         logits = widened(logits) / params.temperature
     if params.truncates:
@@ -142,10 +161,14 @@ def scale_and_restrict(
     return logits, restrict(logits, num_generated, params)
 
 
-def restrict(logits: torch.Tensor, num_generated, params: SamplingParams) -> torch.Tensor:
-    """Logits [T, V] (already divided by the temperature) with barred tokens at -inf: stop tokens
-    too early, then all but the top_k, then all outside the nucleus (the smallest set of best tokens
-    with probability at least top_p)."""
+def restrict(
+    logits: torch.Tensor, num_generated: torch.Tensor, params: SamplingParams
+) -> torch.Tensor:
+    """Return logits [T, V], divided by the temperature before, with barred tokens at -inf.
+
+    Barred are early stop tokens, then all but the top_k, then all outside the nucleus (the smallest
+    set of best tokens with probability at least top_p).
+    """
     if params.stop_token_ids and params.min_length > 0:
         too_early = num_generated < params.min_length
         stop = to_device(np.array(params.stop_token_ids), logits.device)
@@ -168,11 +191,9 @@ def verify(
 ) -> Verified:
     """Verify the drafts of R rows; a row without a draft gets a token.
 
-    sampled: what `sample` gives, [T] each, rows one after the other, each with n + 1 positions: in
-    place of its draft tokens, and after them; draft: int64 [S] and counts: int64 [R], n of each
-    row, both on the host. The host waits for the device once.
-
-    Length limits and stop tokens are left to `num_gained`.
+    sampled: result of `sample`, [T] each, n + 1 positions of one row after the other: in place of
+    its draft tokens, and after them; draft: int64 [S]; counts: int64 [R], n of each row. The host
+    waits for the device once. `num_gained` applies length limits and stop tokens.
     """
     assert len(sampled[0]) == len(counts) + len(draft) and len(draft) == counts.sum()
     token, *logprobs = to_host(*sampled)
@@ -181,13 +202,15 @@ def verify(
 
 
 def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Draft tokens of each row before its first wrong one, int64 [R]. token: int64 [T], what the
-    row samples in place of each draft token and after the last; draft: int64 [S]; counts: int64
-    [R], draft tokens of each row."""
+    """Return the draft tokens of each row before its first wrong one, int64 [R].
+
+    token: int64 [T], sampled in place of each draft token and after the last; draft: int64 [S];
+    counts: int64 [R], draft tokens of each row.
+    """
     if len(draft) == 0:
         return np.zeros(len(counts), np.int64)
     ends = (counts + 1).cumsum()
-    is_wrong = np.ones(len(token), bool)  # as the position after a row's draft is taken to be
+    is_wrong = np.ones(len(token), bool)  # the position after a row's draft counts as wrong
     is_drafted = is_wrong.copy()
     is_drafted[ends - 1] = False
     is_wrong[is_drafted] = token[is_drafted] != draft
@@ -198,16 +221,19 @@ def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np
 def num_gained(
     token: np.ndarray, accepted: np.ndarray, counts: np.ndarray, stops: tuple, *, limit: np.ndarray
 ) -> np.ndarray:
-    """Tokens each row gains by a verification, int64 [R]: the accepted and the next, cut after one
-    of the tokens in `stops` and at `limit`. token: int64 [T]; accepted, counts: int64 [R]; limit:
-    int64 [R], tokens that a row may still get, at least 1."""
+    """Return the tokens that each row gains by a verification, int64 [R].
+
+    These are the accepted ones and the next, cut after a token in `stops` and at `limit`. token:
+    int64 [T]; accepted, counts: int64 [R]; limit: int64 [R], tokens that a row may still get, at
+    least 1.
+    """
     stop_at = np.where(is_stop(token, stops), ragged(counts + 1)[1], len(token))
     first_stop = np.minimum.reduceat(stop_at, np.cumsum(counts + 1) - (counts + 1))
     return np.minimum(np.minimum(accepted, first_stop) + 1, limit)
 
 
 def is_stop(token: np.ndarray, stop_token_ids: tuple[int, ...]) -> np.ndarray:
-    """bool [T]; np.isin takes ten times as long for a few stop tokens."""
+    """Whether tokens are stop tokens, bool [T]; for a few, np.isin takes ten times as long."""
     is_any = np.zeros(len(token), bool)
     for stop in stop_token_ids:
         is_any |= token == stop
