@@ -39,8 +39,7 @@ class Pages:
     def for_rows(
         cls, num_slots: int, max_length: int, page_size: int, num_pages: int | None = None
     ) -> "Pages":
-        """Create pages for rows of max_length tokens, by default enough for full rows in all
-        slots."""
+        """Create pages for rows of max_length tokens; by default enough for full slots."""
         per_row = -(-max_length // page_size)
         count = num_slots * per_row if num_pages is None else num_pages
         return cls(num_slots, per_row * page_size, count, page_size)
