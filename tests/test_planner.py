@@ -1,4 +1,4 @@
-"""Decisions about time: placement, what to draft, and the tensor-parallel tail; as properties."""
+"""Decisions about time: placement, what to draft, and the TP tail; as properties."""
 
 import itertools
 from dataclasses import replace
@@ -175,7 +175,7 @@ def test_lookahead():
     assert sum(depths) == 2, "they are tried again now and then"
 
 
-# The tensor-parallel tail
+# The TP tail
 
 ALONE = cost_of((1.0, 0.0, 1e-12, 0.0, 0.0))
 

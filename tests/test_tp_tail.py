@@ -306,7 +306,7 @@ def test_model_that_cannot_be_cut_is_named_once(capfd):
     assert set_up_tail(8, 0.1, "gpt2") == [None, None]
     said = capfd.readouterr().err.strip().splitlines()
     assert said == [
-        "warning: no tensor-parallel tail: GPT2LMHeadModel has no tensor-parallel plan "
+        "warning: no TP tail: GPT2LMHeadModel has no tensor-parallel plan "
         "(base_model_tp_plan of its configuration) "
         "(rollout.tp_tail_max_rows=0 tries nothing else)"
     ]

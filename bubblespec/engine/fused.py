@@ -2,13 +2,12 @@
 keys together.
 
 transformers writes both as single tensor operations: 8 kernels for a norm and 10 for a rotary
-embedding, each of which takes about 2.5 us in a CUDA graph whatever its size. What replaces them
-generates and trains alike. Its results differ from transformers' in the last bit, as they are
-rounded once instead of several times; so CPUs, float32 and float64 keep transformers' own, and so
-does a batch-invariant model.
+embedding, each of which takes about 2.5 us in a CUDA graph whatever its size. The replacements
+generate and train alike. They round once instead of several times, so results differ in the last
+bit: CPUs, float32 and float64 keep transformers' own functions, and so do batch-invariant models.
 
-A replacement is compared with the original on random input, which stays where they differ: in norms
-that multiply by 1 + weight, and in partial or interleaved rotary embeddings.
+A replacement is compared with the original on random input. The original stays where the two
+differ: in norms that multiply by 1 + weight, and in partial or interleaved rotary embeddings.
 
 Shape legend: N packed tokens, H query heads, K key/value heads, D head dimension.
 """
@@ -16,6 +15,7 @@ Shape legend: N packed tokens, H query heads, K key/value heads, D head dimensio
 import functools
 import sys
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch.func import functional_call
@@ -26,13 +26,13 @@ MAX_DIFFERENCE = 1e-5  # in float32, where values are around 1
 
 
 class FusedRMSNorm(torch.nn.Module):
-    """`y = x / sqrt(mean(x^2) + epsilon) * weight`; `fuse` turns norms into such."""
+    """`y = x / sqrt(mean(x^2) + epsilon) * weight`; the class that `fuse` gives to norms."""
 
     weight: torch.nn.Parameter
     variance_epsilon: float
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: [..., width of the norm]."""
+        """Normalize hidden_states [..., width of the norm]."""
         weight = self.weight
         return torch.nn.functional.rms_norm(
             hidden_states, weight.shape, weight, self.variance_epsilon
@@ -40,8 +40,10 @@ class FusedRMSNorm(torch.nn.Module):
 
 
 def fuse(model: torch.nn.Module) -> None:
-    """Replace the norms of a model in half precision on a GPU, and the rotary embedding of its
-    modeling files, where the replacement computes the same."""
+    """Replace norms and rotary embeddings of a model in half precision on a GPU.
+
+    A rotary embedding is a function of a modeling file. What computes something else stays.
+    """
     if model.device.type not in DEVICES or model.dtype not in HALF:
         return
     is_same: dict[type, bool] = {}
@@ -62,17 +64,20 @@ def fuse(model: torch.nn.Module) -> None:
 def is_norm(module: torch.nn.Module) -> bool:
     """Whether a module looks like an RMSNorm of transformers."""
     has_weight = [name for name, _ in module.named_parameters()] == ["weight"]
-    return has_weight and module.weight.ndim == 1 and hasattr(module, "variance_epsilon")
+    return (
+        has_weight and next(module.parameters()).ndim == 1 and hasattr(module, "variance_epsilon")
+    )
 
 
 @torch.no_grad()
 def computes_rms_norm(norm: torch.nn.Module) -> bool:
-    """Whether its own forward gives what `FusedRMSNorm` gives, in float32 with random weights."""
+    """Whether a norm equals `FusedRMSNorm`, in float32 with random weights."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(len(norm.weight), generator=generator)
+    weight = torch.randn(len(next(norm.parameters())), generator=generator)
     x = torch.randn(5, len(weight), generator=generator)
     x[0] *= 1e-3  # where epsilon counts
-    fused = torch.nn.functional.rms_norm(x, weight.shape, weight, norm.variance_epsilon)
+    epsilon = float(cast(float, norm.variance_epsilon))
+    fused = torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon)
     return gives(lambda: functional_call(norm, {"weight": weight}, (x,)), fused)
 
 
@@ -113,8 +118,10 @@ def rotate_together(
 
 
 def fused_rotary(own: Callable) -> Callable:
-    """`rotate_together` for what it is there for, and the original for all else: another model of
-    the same file may be on a CPU or in float32."""
+    """Return a function that rotates together in half precision on a GPU, else calls the original.
+
+    Another model of the same file may be on a CPU or in float32.
+    """
 
     @functools.wraps(own)
     def rotary(query, key, *args, **kwargs):
@@ -125,5 +132,5 @@ def fused_rotary(own: Callable) -> Callable:
             return rotate_together(query, key, *args)
         return own(query, key, *args, **kwargs)
 
-    rotary.original = own
+    setattr(rotary, "original", own)  # noqa: B010  a function's attribute, seen by `fuse`
     return rotary

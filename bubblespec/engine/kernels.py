@@ -31,10 +31,10 @@ def choose_kernel(
     head_sizes: frozenset[tuple[int, int]],
     gather_text: Callable[[str], list[str]] = lambda text: [text],
 ) -> tuple[str, str | None]:
-    """The kernel, and for `auto` a line if it is not the first one available. Raises ValueError if
-    a requested one cannot be used. The same on all ranks, which call it together.
+    """Choose the kernel, on all ranks together; for `auto` with a line if it is not the first one.
 
-    head_sizes: see `prepare_model`; gather_text: see `Ranks`.
+    Raises ValueError if a requested kernel cannot be used. head_sizes: see `prepare_model`;
+    gather_text: see `Ranks`.
     """
     is_auto, problems = requested == "auto", []
     for kernel in kernels_for(model.device) if is_auto else [requested]:
@@ -56,7 +56,7 @@ def choose_kernel(
 def problem_of(
     kernel: str, device: torch.device, dtype: torch.dtype, head_sizes: frozenset[tuple[int, int]]
 ) -> str | None:
-    """Why a CUDA kernel cannot be used, after its name; None where it can."""
+    """Return why a CUDA kernel cannot be used, to follow its name; None where it can."""
     unfit = sorted((key, value) for key, value in head_sizes if key != value or key > MAX_HEAD_SIZE)
     if device.type != "cuda":
         return f"runs on CUDA only; set sdpa on {device.type}"
@@ -73,7 +73,7 @@ def problem_of(
 
 
 def kernels_for(device: torch.device) -> list[str]:
-    """What `auto` tries, the best first."""
+    """Return the kernels that `auto` tries, the best first."""
     if device.type != "cuda":
         return ["sdpa"]
     has_package = importlib.util.find_spec("flash_attn") is not None
@@ -81,7 +81,7 @@ def kernels_for(device: torch.device) -> list[str]:
 
 
 def difference_of(kernel: str, model: PreTrainedModel) -> str | None:
-    """How a kernel fails or differs from SDPA; None if only by rounding."""
+    """Describe how a kernel fails or differs from SDPA; None if only by rounding."""
     try:
         prompts = [LONG, *PROMPTS[1:]]
         logits = (
@@ -96,7 +96,7 @@ def difference_of(kernel: str, model: PreTrainedModel) -> str | None:
 
 
 def cache_for(kernel: str, num_spare: int = 0) -> KVCache:
-    """Of a few rows of PAGE positions, in pages where a run has them."""
+    """Create the cache of a few rows of PAGE positions, in pages where a run has pages."""
     rows = len(PROMPTS)
     pages = Pages(rows, PAGE, rows, PAGE) if reads_pages(kernel) else None
     return KVCache(rows, PAGE, num_spare, pages)
@@ -110,9 +110,10 @@ def packed_logits(
     forward: Callable | None = None,
     prompts: Sequence[int] = PROMPTS,
 ) -> torch.Tensor:
-    """Logits [N, V] of rows: of their prompts, of some tokens after these and one more, and of the
-    prompts as sequences of training. forward: of `ForwardGraphs` over this cache, for all but the
-    last. prompts: tokens of each."""
+    """Return logits [N, V] of prompts, of tokens after them, and of the prompts in training.
+
+    forward: of `ForwardGraphs` over this cache, for all but the last; prompts: tokens of each.
+    """
     device, hidden, start = model.device, [], np.zeros(len(prompts), np.int64)
     for count in map(np.array, (prompts, MORE, ONE)):
         packing, tokens = pack_rows(cache, start, count, device), random_tokens(model, count.sum())

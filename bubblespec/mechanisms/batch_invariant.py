@@ -1,11 +1,11 @@
 """Forwards in which a row's logits are bit-identical whatever the other rows are, in float32 and
 bfloat16 too (`model.batch_invariant`).
 
-A product's kernel, and with it the order of its sums, is chosen by the number of rows. So products
-have a fixed number of rows on a CPU, and at least 64 on a GPU, where cuBLAS has no workspace to
-split sums in; means over features are added up in an order that their number alone decides; and
-each query is attended by itself on a CPU, and in one piece on a GPU (`num_splits`).
-`first_difference` finds what this does not cover: it compares one row among different other rows.
+The number of rows decides a product's kernel, and so the order of its sums. So products have a
+fixed number of rows on a CPU, and at least 64 on a GPU, where cuBLAS has no workspace to split sums
+in. Means over features are added up in an order that the number of features alone decides. Each
+query is attended by itself on a CPU, and in one piece on a GPU (`num_splits`). `first_difference`
+finds other causes: it compares one row among different other rows.
 
 Shape legend: N packed tokens, R rows, P positions compared, V vocabulary, L attended positions, H
 query heads, K key/value heads, G = H / K, D head dimension.
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from bubblespec.engine.attention import varlen
 from bubblespec.engine.forward import ModelForward
+from bubblespec.engine.graphs import PaddedPacking
 from bubblespec.engine.noise import add_gumbel
 from bubblespec.engine.packing import CachePacking, Packing, pack_rows, to_device
 from bubblespec.engine.runner import ModelRunner
@@ -38,7 +39,7 @@ NUM_SLOTS, SLOT_LENGTH = 257, 384  # for graphs of as many tokens
 
 
 class InvariantLinear(torch.nn.Linear):
-    """Generates by products of a fixed number of rows; `make_invariant` turns layers into such."""
+    """A layer that generates by products of a fixed number of rows, see `make_invariant`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_inference_mode_enabled():
@@ -53,8 +54,10 @@ class InvariantLinear(torch.nn.Linear):
 
 
 class FixedMeans(TorchFunctionMode):
-    """While it is on, means over features are sums of halves: on a GPU torch's own order depends on
-    the number of rows."""
+    """Context in which means over features are sums of halves.
+
+    On a GPU torch's own order depends on the number of rows.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -65,7 +68,7 @@ class FixedMeans(TorchFunctionMode):
 
 
 def fixed_mean(x: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, which stays with size 1."""
+    """Compute the mean over the last dimension, which stays with size 1."""
     size = x.shape[-1]
     width = 1 << (size - 1).bit_length()
     total = pad(x, (0, width - size))
@@ -76,13 +79,13 @@ def fixed_mean(x: torch.Tensor) -> torch.Tensor:
 
 
 def fix_libraries() -> None:
-    """Set what cuBLAS reads once, before its first product."""
+    """Set the variables that cuBLAS reads once, before its first product."""
     for name, value in CUBLAS.items():
         os.environ[name] = value
 
 
 def make_invariant(model: torch.nn.Module) -> None:
-    """The model's linear layers, its output head among them; parameters stay as they are."""
+    """Make a model's linear layers invariant, its output head too; parameters stay unchanged."""
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             module.__class__ = InvariantLinear
@@ -91,7 +94,7 @@ def make_invariant(model: torch.nn.Module) -> None:
 def fixed_best_and_sum(
     logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`sampling.best_and_sum`, with the sum of a softmax, which adds up each row by itself."""
+    """Compute `sampling.best_and_sum` with a softmax, which adds up each row by itself."""
     logits = widened(logits)
     best, index = add_gumbel(logits, keys, ids).max(-1)
     logprob = logits.log_softmax(-1).gather(-1, index[:, None])
@@ -99,8 +102,7 @@ def fixed_best_and_sum(
 
 
 class InvariantForward(ModelForward):
-    """The forward of a model that `make_invariant` was given. Training and a drafter need not be
-    invariant."""
+    """The forward of a model after `make_invariant`; training need not be invariant."""
 
     def __init__(self, model: torch.nn.Module, kernel: str = "sdpa", enforce_eager: bool = False):
         super().__init__(model, kernel, enforce_eager=enforce_eager)
@@ -110,17 +112,19 @@ class InvariantForward(ModelForward):
 
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
         """See `Forward`."""
-        packing = packing if self.kernel == "flash_attn" else AlonePacking(packing, self.kernel)
+        if self.kernel != "flash_attn":
+            assert isinstance(packing, CachePacking | PaddedPacking)
+            packing = AlonePacking(packing, self.kernel)
         is_cuda = tokens.device.type == "cuda"
         with FixedMeans() if is_cuda else contextlib.nullcontext():
             return super().hidden(tokens, packing)
 
 
 class AlonePacking:
-    """Packed tokens that are attended without regard to each other's rows."""
+    """Packed tokens, each attended regardless of the other rows."""
 
-    def __init__(self, packing: Packing, kernel: str):
-        """packing: of new tokens of rows in the cache; kernel: "sdpa" or "varlen"."""
+    def __init__(self, packing: CachePacking | PaddedPacking, kernel: str):
+        """kernel: "sdpa" or "varlen"."""
         self.packing, self.kernel, self.position = packing, kernel, packing.position
 
     def attend(self, layer: int, query, key, value, *, scaling, window) -> torch.Tensor:
@@ -128,6 +132,7 @@ class AlonePacking:
         packing = self.packing
         key, value = packing.cache.write(layer, packing.place, key, value)
         if self.kernel == "sdpa":
+            assert isinstance(packing, CachePacking)
             return attend_alone(packing, query, key, value, scaling=scaling, window=window)
         if packing.cache.pages is None:
             key, value = key.flatten(0, 1), value.flatten(0, 1)
@@ -138,8 +143,10 @@ class AlonePacking:
 def attend_alone(
     packing: CachePacking, query, cached_key, cached_value, *, scaling, window
 ) -> torch.Tensor:
-    """Compute the attention of query [N, H, D] over the cache: each query has keys up to the next
-    multiple of WIDTH, whatever is computed with it."""
+    """Compute the attention of query [N, H, D] over the cache.
+
+    Each query has keys up to the next multiple of WIDTH, whatever is computed with it.
+    """
     slots, positions = packing.index
     heads, out = cached_key.shape[2], torch.empty_like(query)
     for block in np.unique(positions // WIDTH):
@@ -163,8 +170,10 @@ def attend_alone(
 
 @torch.inference_mode()
 def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
-    """Where logits of one row depend on what is fed with it; None if nowhere. runner: a
-    `ModelRunner` of NUM_SLOTS slots of SLOT_LENGTH positions; vocab_size: tokens to feed."""
+    """Describe where logits of one row depend on other rows; None if nowhere.
+
+    runner: of NUM_SLOTS slots of SLOT_LENGTH positions; vocab_size: tokens to feed.
+    """
     random = np.random.default_rng(0)
     tokens = random.integers(0, vocab_size, (1 + max(NUM_OTHERS), LENGTH))
     wanted = None
@@ -187,15 +196,16 @@ def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
 
 
 def _logits(runner: ModelRunner, tokens: np.ndarray, widths: list[int]) -> torch.Tensor:
-    """Of the last COMPARED tokens of the first row, which is fed in the middle of the others,
-    [COMPARED, V]. tokens: [R, LENGTH]; widths: of the forwards after the first one, none to feed
-    all in one."""
+    """Return logits [COMPARED, V] of the last tokens of the first row, fed amid the rest.
+
+    tokens: [R, LENGTH]; widths: tokens of the row in each forward after the first.
+    """
     own = len(tokens) // 2
     tokens = np.roll(tokens, own, axis=0)
     start = np.zeros(len(tokens), np.int64)
     logits = []
     for width in (LENGTH - sum(widths), *widths):
-        count = np.minimum(1 + np.arange(len(tokens)) % 4, width)  # of others
+        count = np.minimum(1 + np.arange(len(tokens)) % 4, width)  # of other rows
         count[own] = width
         packing = pack_rows(runner.cache, start.copy(), count, runner.device)
         fed = np.concatenate([t[a : a + n] for t, a, n in zip(tokens, start, count, strict=True)])

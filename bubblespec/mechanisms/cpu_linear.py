@@ -3,15 +3,15 @@
 torch hands `linear` to MKL, with the weight as it is stored, [out, in]. On AMD's processors oneDNN
 is more than twice as fast, and on all of them the few rows of a decoding forward are multiplied
 faster by a copy of the weight in oneDNN's own order of memory. Two to four rows are fastest where
-MKL computes the transposed product, `weight @ x.T`, with other code than for `x @ weight.T`. How
-long a product takes has steps in its number of rows, and four may take less time than three. So
-generation may use each of them and may add rows of zeros, and training may use oneDNN. What pays is
+MKL computes the transposed product, `weight @ x.T`, with other code than for `x @ weight.T`. The
+time of a product has steps in its number of rows, and four rows may take less time than three. So
+generation may use each kernel and may add rows of zeros, and training may use oneDNN. The choice is
 measured at the start of a run, for each shape of layer and number of rows. In float32 the kernel
 affects rounding, so all ranks must use the same one, and a resumed run keeps its choice
 (`setup.choose_linear`).
 
-Copies are renewed when the weight has changed, which its version counter says: generation always
-uses the current weights. Parameters, their names and their memory stay as they are.
+Copies are renewed when the weight's version counter has changed: generation always uses the current
+weights. Parameters, their names and their memory stay unchanged.
 
 Shape legend: K features in, M features out.
 """
@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, product
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from torch.nn.functional import linear, pad
 # Rows of a product at which generation is measured; another number counts as the next of these.
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 48, 128)
 MAX_PADDED = 24  # rows up to which those between are padded to one of ROWS
-MIN_TRAINING_ROWS = 128  # training forwards of fewer rows are torch's
+MIN_TRAINING_ROWS = 128  # smaller training forwards use torch
 
 BUDGET_S = 2.0  # for all measurements; only two rounds of a slow machine may take longer
 MAX_ROUNDS = 10
@@ -55,19 +55,18 @@ class Call(NamedTuple):
     """How a product of generation is computed."""
 
     kernel: str = TORCH
-    """By torch, by torch with both factors exchanged, or by oneDNN with a packed copy of the
-    weight."""
+    """Product by torch, by torch with both factors exchanged, or by oneDNN with a packed weight."""
     pad_to: int = 0
-    """Rows, of which those that lack are zeros; 0: as many as there are."""
+    """Rows to pad to with zeros; 0: no padding."""
 
 
 class Plan(NamedTuple):
-    """What layers of one shape use."""
+    """Kernels of the layers of one shape."""
 
     calls: tuple[Call, ...] = ()
-    """In generation, for each of ROWS; none for torch's products."""
+    """Calls in generation for each of ROWS; none for torch's products."""
     trains: bool = False
-    """In training, oneDNN."""
+    """Whether training uses oneDNN."""
 
     @property
     def packs(self) -> bool:
@@ -75,14 +74,16 @@ class Plan(NamedTuple):
         return any(call.kernel == PACKED for call in self.calls)
 
     def by_rows(self) -> tuple[Call, ...]:
-        """The call for 0, 1, 2, ... rows, up to the last of ROWS."""
+        """Return the calls for 0, 1, 2, ... rows, up to the last of ROWS."""
         counts = range(ROWS[-1] + 1)
         return tuple(_as_measured(self.calls, count) if self.calls else Call() for count in counts)
 
 
 def _as_measured(calls: tuple[Call, ...], count: int) -> Call:
-    """The call for the next of ROWS; of MKL with exactly so many rows, where these are few: it may
-    take a third longer for 13 to 15 rows than for 16."""
+    """Return the call for the next of ROWS; with MKL, few rows are padded to exactly that number.
+
+    MKL may take a third longer for 13 to 15 rows than for 16.
+    """
     number = bisect_left(ROWS, count)
     is_between = 0 < count < ROWS[number] <= MAX_PADDED
     if not is_between or calls[number].pad_to or calls[number].kernel == PACKED:
@@ -101,14 +102,20 @@ def has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor:
-    """`linear` by oneDNN, without autograd. x: [..., K]; weight: [M, K], of any strides, or
-    packed."""
+def onednn_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute `linear` by oneDNN, without autograd.
+
+    x: [..., K]; weight: [M, K], of any strides, or packed.
+    """
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
-def transposed_linear(x: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor:
-    """`linear` as (weight @ x.T).T, without autograd. x: [..., K]; weight: [M, K]."""
+def transposed_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute `linear` as (weight @ x.T).T, without autograd. x: [..., K]; weight: [M, K]."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()  # otherwise x.T has no fast product
     out = torch.mm(weight, rows.t()).t().contiguous()
     if bias is not None:
@@ -120,7 +127,7 @@ PRODUCTS = {TORCH: linear, TRANSPOSED: transposed_linear, PACKED: onednn_linear}
 
 
 class OneDNNLinear(torch.autograd.Function):
-    """`linear` whose three products are oneDNN's: `apply(x, weight, bias)`."""
+    """`linear` with oneDNN's products, `apply(x, weight, bias)`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -148,18 +155,17 @@ def part_of(weight: torch.Tensor, part: slice, is_rowwise: bool) -> torch.Tensor
 
 
 class FastLinear(torch.nn.Linear):
-    """A linear layer with a plan; `use_plans` turns layers of a model into such."""
+    """A linear layer with a plan; the class that `use_plans` gives to layers."""
 
     plan: Plan
     calls: tuple[Call, ...]
-    """By the number of rows, see `Plan.by_rows`."""
+    """Calls by number of rows, see `Plan.by_rows`."""
     copies: dict[tuple | None, tuple[int, torch.Tensor]]
-    """Packed copies of the weight (at None) and of parts of it, each with the version of the weight
-    that it is of."""
+    """Packed copies of the weight (at None) and of its parts, each with the weight's version."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Not through Module.__getattr__: at a few rows every microsecond counts.
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        weight, bias = cast(torch.Tensor, self._parameters["weight"]), self._parameters["bias"]
         if is_inference_mode_enabled():
             kernel, pad_to = self.calls[min(x.numel() // self.in_features, ROWS[-1])]
             weight = self.packed() if kernel == PACKED else weight
@@ -180,24 +186,24 @@ class FastLinear(torch.nn.Linear):
         return _product(x, part_of(self.weight, part, is_rowwise), bias, kernel, pad_to)
 
     def packed(self, part: slice | None = None, is_rowwise: bool = False) -> torch.Tensor:
-        """A packed copy of the weight, or of the part of it that a tensor-parallel rank uses;
-        renewed where the weight has changed."""
+        """Return a packed copy of the weight or of a rank's part, renewed if the weight changed."""
         name = part and (part.start, part.stop, is_rowwise)
-        weight = self._parameters["weight"]
-        version, copy = self.copies.get(name, (-1, None))
-        if version != weight._version:
+        weight = cast(torch.Tensor, self._parameters["weight"])
+        if name not in self.copies or self.copies[name][0] != weight._version:
             with torch.inference_mode():
                 copy = pack(weight if part is None else part_of(weight, part, is_rowwise))
             self.copies[name] = weight._version, copy
-        return copy
+        return self.copies[name][1]
 
     def __getstate__(self) -> dict:
-        """Without the copies, which are made where they are needed."""
+        """Leave out the copies, which are made again when needed."""
         return {**self.__dict__, "copies": {}}
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias, kernel: str, pad_to: int):
-    """x: [..., K]; weight: [M, K], or packed."""
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel: str, pad_to: int
+) -> torch.Tensor:
+    """Compute a call. x: [..., K]; weight: [M, K], or packed."""
     compute = PRODUCTS[kernel]
     if not pad_to:
         return compute(x, weight, bias)
@@ -207,17 +213,17 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias, kernel: str, pad_to: i
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """The weight [M, K] in oneDNN's order of memory."""
+    """Return the weight [M, K] in oneDNN's order of memory."""
     return torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous())
 
 
 def shape_of(module: torch.nn.Linear) -> str:
-    """The name of a layer's shape, features in by features out."""
+    """Return the name of a layer's shape, features in by features out."""
     return f"{module.in_features}x{module.out_features}"
 
 
 def read_plans(choice: dict | None) -> dict[str, Plan]:
-    """Plans by shape, from a choice as checkpoints keep it; none without one."""
+    """Return plans by shape from a choice in the format of checkpoints; none without a choice."""
     saved = {} if choice is None else choice["plans"]
     return {
         shape: Plan(tuple(Call(*call) for call in calls), trains)
@@ -226,26 +232,25 @@ def read_plans(choice: dict | None) -> dict[str, Plan]:
 
 
 def use_plans(model: torch.nn.Module, plans: dict[str, Plan]) -> None:
-    """Give the linear layers of a model, its output head among them, the plans of their shapes; a
-    layer of another class than torch's stays as it is. Copies are made now."""
+    """Give torch's linear layers of a model, its output head too, the plans of their shapes."""
     for shape, layers in layers_by_shape(model).items():
         plan = plans.get(shape, Plan())
         for module in layers if plan != Plan() else ():
-            module.__class__, module.plan, module.copies = FastLinear, plan, {}
-            module.calls = plan.by_rows()
+            module.__class__ = FastLinear
+            fast = cast(FastLinear, module)
+            fast.plan, fast.copies, fast.calls = plan, {}, plan.by_rows()
     refresh_copies(model)
 
 
 def refresh_copies(model: torch.nn.Module) -> None:
-    """After an update of the weights: make their copies now, not in the next forward, whose time
-    would be taken for the cost of its rows."""
+    """Renew the copies after an update, so that the next forward's time is the cost of its rows."""
     for module in model.modules():
         if isinstance(module, FastLinear) and module.plan.packs:
             module.packed()
 
 
 def layers_by_shape(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
-    """The linear layers of torch's own class."""
+    """Return the linear layers of torch's own class by their shape."""
     layers: dict[str, list[torch.nn.Linear]] = {}
     for module in model.modules():
         if type(module) is torch.nn.Linear:
@@ -254,13 +259,12 @@ def layers_by_shape(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
 
 
 def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_counter) -> np.ndarray:
-    """Seconds of a call by each of KERNELS, float64 [shapes, kernels, timings], in the order of
-    `layers_by_shape`: of generation with each of ROWS, then of training, infinite where the kernel
-    has none.
+    """Measure seconds of a call by each of KERNELS, float64 [shapes, kernels, timings].
 
-    The minimum of a few rounds, as other work on the machine only adds to it. A round goes through
-    layers of all shapes, as a forward does, so that weights come from where they come from in a
-    forward.
+    Shapes are in the order of `layers_by_shape`; timings are of generation with each of ROWS, then
+    of training, infinite where the kernel cannot train. Each is the minimum of a few rounds, as
+    other work on the machine only adds to it. A round goes through layers of all shapes, so that
+    weights come from the same memory as in a forward.
     """
     layers = layers_by_shape(model).values()
     shapes = [[_first_rows(layer, MAX_IN_LAYER) for layer in of] for of in layers]
@@ -301,8 +305,9 @@ def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_count
 def _seconds_of_calls(
     calls: list[list[Callable[[], object]]], clock: Callable[[], float], budget_s: float
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of the calls of each shape, in the first round and in the best one, float64 [calls] twice."""
-    end, rounds = clock() + budget_s, []
+    """Return seconds of each shape's calls in the first and in the best round, float64 [calls]."""
+    rounds: list[np.ndarray] = []
+    end = clock() + budget_s
     while len(rounds) < 2 or (len(rounds) < MAX_ROUNDS and clock() < end):
         times = [clock()]
         for call in chain.from_iterable(calls):
@@ -314,17 +319,17 @@ def _seconds_of_calls(
 
 
 def _first_rows(layer: torch.nn.Linear, limit: int) -> torch.Tensor:
-    """Of its weight, with at most `limit` elements."""
+    """Return the first rows of a layer's weight, with at most `limit` elements."""
     return layer.weight.detach()[: limit // layer.in_features or 1]
 
 
 def _random(*shape: int) -> torch.Tensor:
-    """The run's own generator stays as it is."""
+    """Return random numbers without the run's own generator."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def _training_call(product: Callable, weight: torch.Tensor) -> Callable[[], object]:
-    """Forward and backward of a layer."""
+    """Return a call of a layer's forward and backward."""
     weight = weight.clone().requires_grad_()
     x = _random(TRAINING_ROWS, weight.shape[1]).requires_grad_()
     grad = _random(TRAINING_ROWS, len(weight))
@@ -332,8 +337,10 @@ def _training_call(product: Callable, weight: torch.Tensor) -> Callable[[], obje
 
 
 def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
-    """The plan of each shape, a pure function of what `measure` returns. What a product uses is the
-    simplest of KERNELS, and of each with rows of zeros, that no other one beats."""
+    """Return the plan of each shape, a pure function of what `measure` returns.
+
+    A product uses the simplest of KERNELS, without or with rows of zeros, that no other one beats.
+    """
     plans = {}
     for shape, of_shape in zip(shapes, seconds, strict=True):
         generation, (torch_s, *_, onednn_s) = of_shape[:, :-1], of_shape[:, -1]
@@ -344,7 +351,7 @@ def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
 
 
 def _choose_call(seconds: np.ndarray, number: int) -> Call:
-    """For ROWS[number]. seconds: float64 [kernels, ROWS]."""
+    """Return the call for ROWS[number]. seconds: float64 [kernels, ROWS]."""
     options = {Call(kernel): of[number] for kernel, of in zip(KERNELS, seconds, strict=True)}
     for kernel, padded in product(range(len(KERNELS)), range(number + 1, len(ROWS))):
         options[Call(KERNELS[kernel], ROWS[padded])] = seconds[kernel, padded] + PADDING_S
@@ -353,5 +360,5 @@ def _choose_call(seconds: np.ndarray, number: int) -> Call:
 
 
 def _beats(other_s: float, simple_s: float) -> bool:
-    """Whether it is faster by more than noise."""
+    """Whether the other time is shorter by more than noise."""
     return simple_s >= max(MARGIN * other_s, other_s + MIN_SAVED_S)

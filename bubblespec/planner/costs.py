@@ -1,5 +1,5 @@
 """What forwards cost, fitted to those of the run; and how long a rollout takes by that: the only
-estimate of its kind, which placement, drafting, the shared tail and the guard all use."""
+estimate of its kind, which placement, drafting, the TP tail and the guard all use."""
 
 import numpy as np
 

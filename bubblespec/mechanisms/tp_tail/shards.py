@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -41,21 +41,19 @@ CHECKED = 12  # tokens
 
 
 class TPUnsupported(ValueError):
-    """This model cannot be computed by this many ranks together; the message says why."""
+    """The reason why so many ranks cannot compute a model together."""
 
 
-def no_shared_tail(error: TPUnsupported) -> str:
-    """The line for a run whose ranks compute no forwards together."""
-    instead = "no tensor-parallel tail"
-    return fallback(instead, error, "rollout.tp_tail_max_rows=0")
+def no_tp_tail(error: TPUnsupported) -> str:
+    """Return the line for a run whose ranks compute no forwards together."""
+    return fallback("no TP tail", error, "rollout.tp_tail_max_rows=0")
 
 
 class TPGroup:
-    """The ranks of a run, and the collectives of their common forwards: all ranks call the same in
-    the same order."""
+    """The ranks of a run, and the collectives of their forwards, which all ranks call alike."""
 
     def __init__(self, ranks: Ranks):
-        """All ranks call it together."""
+        """Open the collectives, on all ranks together."""
         self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.world_size
         self.gather_text = ranks.gather_text
         are_processes = dist.is_initialized() and ranks.device.type == "cpu"
@@ -65,8 +63,10 @@ class TPGroup:
         """Whether sums may be part of a CUDA graph. Gloo's go through the host."""
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place. On a GPU the host does not wait for it: a rank that is missing
-        is found at the next gather, which comes after it in the stream."""
+        """Sum over ranks, in place.
+
+        On a GPU the host does not wait: the next gather, later in the stream, finds a missing rank.
+        """
         if tensor.device.type == "cuda":
             dist.all_reduce(tensor)
         elif self._shared is not None and tensor.dtype in (torch.float32, torch.float64):
@@ -76,7 +76,7 @@ class TPGroup:
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Equally shaped tensors of all ranks: [P, ...]. The host waits for it."""
+        """Gather equally shaped tensors of all ranks, [P, ...]; the host waits."""
         if tensor.device.type == "cpu":
             return torch.from_numpy(self.gather_array(tensor.numpy()))
         everyone = tensor.new_empty(self.size, *tensor.shape)
@@ -85,13 +85,12 @@ class TPGroup:
         return everyone
 
     def gather_array(self, array: np.ndarray) -> np.ndarray:
-        """Equally shaped arrays of all ranks: [P, ...]."""
+        """Gather equally shaped arrays of all ranks, [P, ...]."""
         return (self._shared or self.ranks).gather(array)
 
 
 class ShardSpec(NamedTuple):
-    """A linear layer of which this rank computes a part: of its outputs, or of its inputs where it
-    is rowwise."""
+    """This rank's part of a linear layer: of its outputs, or of its inputs where it is rowwise."""
 
     module: torch.nn.Module
     is_rowwise: bool
@@ -100,6 +99,8 @@ class ShardSpec(NamedTuple):
 
 class ShardedForward(ModelForward):
     """This rank's part of a model's forward."""
+
+    model: PreTrainedModel
 
     def __init__(
         self,
@@ -117,15 +118,15 @@ class ShardedForward(ModelForward):
         self.is_eager |= is_eager
         self.tp, self.rank = tp, tp.rank
         self.specs, self.key_heads = plan_shards(model, tp.rank, tp.size)
-        """This rank's key/value heads of each attention that is sharded, by its layer."""
+        """This rank's parts, and its key/value heads of each sharded attention by layer."""
         self.num_key_heads = count_heads(model)[1]
         self._is_alone = False
         self._zeros: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the model's layers compute this rank's parts. Parameters stay as they
-        are."""
+        """Context in which the model's layers compute this rank's parts, from the same
+        parameters."""
         changed: list[torch.nn.Module] = []
 
         def change(module: torch.nn.Module, forward: Callable) -> None:
@@ -134,7 +135,7 @@ class ShardedForward(ModelForward):
 
         try:
             for module, is_rowwise, part in self.specs:
-                base = getattr(module, "base_layer", module)  # of a layer with a LoRA adapter
+                base: Any = getattr(module, "base_layer", module)  # of a layer with a LoRA adapter
                 side = "lora_A" if is_rowwise else "lora_B"
                 for layer in (base, *getattr(module, side, {}).values()):
                     change(layer, partial(partial_linear, layer, part, is_rowwise))
@@ -154,7 +155,7 @@ class ShardedForward(ModelForward):
         """Return this rank's logits [T, v] of hidden states [T, hidden]."""
         head = output_head(self.model)
         part = shard_of(head.num_tokens, self.tp.rank, self.tp.size)
-        return head.finish(partial_linear(head.linear, part, False, hidden))
+        return head.finish(partial_linear(cast(torch.nn.Linear, head.linear), part, False, hidden))
 
     def sample(
         self,
@@ -176,7 +177,7 @@ class ShardedForward(ModelForward):
     @contextlib.contextmanager
     def rehearsal(self, num_tokens: Sequence[int]) -> Iterator[None]:
         """See `Forward`."""
-        widths = {spec.module.out_features for spec in self.specs if spec.is_rowwise}
+        widths = {cast(int, of.module.out_features) for of in self.specs if of.is_rowwise}
         sizes = {count * width for count in num_tokens for width in widths}
         longest = self.weight().new_zeros(max(sizes))
         self._zeros = [longest[:size] for size in sorted(sizes, reverse=True)]
@@ -191,8 +192,10 @@ class ShardedForward(ModelForward):
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compare what shards give with what the whole model gives, on all ranks together. Raises
-        TPUnsupported on all of them where that differs."""
+        """Compare the forward in shards with that of the whole model, on all ranks together.
+
+        Raises TPUnsupported on all ranks where they differ.
+        """
         model, name, kernel = self.model, type(self.model).__name__, self.kernel
         tokens, count = random_tokens(model, CHECKED), np.array([CHECKED])
 
@@ -200,7 +203,7 @@ class ShardedForward(ModelForward):
             return pack_rows(cache_for(kernel), 0 * count, count, model.device)
 
         problem = None
-        try:  # without sums nobody waits for a rank that fails alone
+        try:  # without sums, so that no rank waits for one that fails alone
             with self._alone():
                 self.hidden(tokens, packing())
         except Exception as error:  # the model's own code runs here
@@ -236,9 +239,11 @@ class ShardedForward(ModelForward):
 def partial_linear(
     layer: torch.nn.Linear, part: slice, is_rowwise: bool, x: torch.Tensor
 ) -> torch.Tensor:
-    """Compute a part of a linear layer's outputs, or, if it is rowwise, its product with a part of
-    the inputs, without the bias. x: [..., in], or [..., the part of in]. A layer with products of
-    its own has a method `partial`."""
+    """Compute a part of a linear layer's outputs, or of its sums over inputs if it is rowwise.
+
+    Rowwise sums are without the bias. x: [..., in], or [..., the part of in]. A layer with products
+    of its own has a method `partial`.
+    """
     bias = None if is_rowwise or layer.bias is None else layer.bias[part]
     own = getattr(layer, "partial", None)
     if own is not None:
@@ -248,15 +253,17 @@ def partial_linear(
 
 
 def shard_of(count: int, rank: int, size: int) -> slice:
-    """One rank's share of `count` things; the shares of any two ranks differ by at most 1."""
+    """Return one rank's share of `count` items; shares differ by at most 1."""
     return slice(count * rank // size, count * (rank + 1) // size)
 
 
 def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tuple[slice, slice]:
-    """One rank's query heads, and the key/value heads that they look at: whole groups of the query
-    heads that look at one key/value head, where there are as many as ranks. Else several ranks
-    share a group: each has some of its query heads, and all have its key/value head. Raises
-    TPUnsupported if some rank would have none."""
+    """Return one rank's query heads, and the key/value heads that they read.
+
+    A group is the query heads that read one key/value head. Ranks have whole groups; where ranks
+    are more than groups, several ranks share a group's query heads, and all have its key/value
+    head. Raises TPUnsupported if some rank would have no head.
+    """
     fold = num_heads // num_key_heads
     if num_key_heads >= size:
         key = shard_of(num_key_heads, rank, size)
@@ -264,7 +271,7 @@ def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tup
     groups = [other * num_key_heads // size for other in range(size)]
     group = groups[rank]
     members = [other for other in range(size) if groups[other] == group]
-    if fold < -(-size // num_key_heads):  # of the largest group: all ranks say the same
+    if fold < -(-size // num_key_heads):  # by the largest group, so that all ranks raise
         raise TPUnsupported(
             f"{num_heads} query heads and {num_key_heads} key/value heads are too few for "
             f"{size} ranks"
@@ -274,7 +281,7 @@ def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tup
 
 
 def count_heads(model: PreTrainedModel) -> tuple[int, int]:
-    """Query heads, and key/value heads; 0 where the configuration does not say."""
+    """Return the numbers of query heads and key/value heads; 0 if not configured."""
     config = model.config.get_text_config(decoder=True)
     num_heads = getattr(config, "num_attention_heads", 0)
     return num_heads, getattr(config, "num_key_value_heads", None) or num_heads
@@ -283,8 +290,10 @@ def count_heads(model: PreTrainedModel) -> tuple[int, int]:
 def plan_shards(
     model: PreTrainedModel, rank: int, size: int
 ) -> tuple[list[ShardSpec], dict[int, slice]]:
-    """This rank's part of every layer that is sharded, and of each such attention, by number of its
-    layer, its key/value heads. Raises TPUnsupported."""
+    """Return this rank's parts of sharded layers, and its key/value heads by number of layer.
+
+    Raises TPUnsupported.
+    """
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     plan = getattr(config, "base_model_tp_plan", None) or {}
     num_heads, num_key_heads = count_heads(model)
@@ -325,20 +334,19 @@ def plan_shards(
 
 def sample_shards(
     logits: torch.Tensor,
-    keys,
-    num_generated,
+    keys: torch.Tensor,
+    num_generated: torch.Tensor,
     params: SamplingParams,
     reduce: Callable = sampling.best_and_sum,
     *,
-    vocab_size,
+    vocab_size: int,
     tp: TPGroup,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`sampling.sample` from shards of the vocabulary: logits are this rank's, [T, v]. Returns the
-    same, bit-identical on all ranks however they round: each computes it from what all have
-    exchanged.
+    """Sample as `sampling.sample` does, from this rank's logits [T, v].
 
     For each position the ranks exchange their best token, the largest perturbed logit, and sums of
-    exponentials. top_k and top_p need all logits, which are then exchanged.
+    exponentials; top_k and top_p need all logits. Each rank computes the result from what all have
+    exchanged, so it is bit-identical on all ranks.
     """
     if 0 < params.top_k < vocab_size or params.top_p < 1.0:
         return sampling.sample(_whole(logits, vocab_size, tp), keys, num_generated, params)
@@ -359,7 +367,7 @@ def sample_shards(
 
 
 def _whole(logits: torch.Tensor, vocab_size: int, tp: TPGroup) -> torch.Tensor:
-    """The logits of all ranks, [T, V]."""
+    """Gather the logits of all ranks, [T, V]."""
     widths = [len(range(vocab_size)[shard_of(vocab_size, r, tp.size)]) for r in range(tp.size)]
     shards = tp.gather(pad(sampling.widened(logits), (0, max(widths) - logits.shape[1])))
     return torch.cat([s[:, :width] for s, width in zip(shards, widths, strict=True)], dim=1)
