@@ -8,7 +8,7 @@ from scipy import stats
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.sampling import MAX_LOGITS_AT_ONCE, SamplingParams, restrict, sample
+from bubblespec.engine.sampling import SamplingParams, restrict, sample
 
 V = 40
 
@@ -67,13 +67,3 @@ def test_nucleus_ends_where_its_probability_is_reached():
     for top_p, kept in ((0.5, 2), (0.500001, 3), (0.25, 1), (0.75, 3)):
         found = restrict(logits, torch.zeros(1, dtype=torch.int64), SamplingParams(top_p=top_p))
         assert found.isfinite()[0].tolist() == [i < kept for i in range(4)], top_p
-
-
-def test_chunks_do_not_change_samples(monkeypatch):
-    logits = some_logits(4, rows=100)
-    zero = np.zeros(100, np.int64)
-    keys = torch.from_numpy(stream_keys(0, zero, zero, zero, np.arange(100)))
-    arguments = (logits, keys, torch.zeros(100, dtype=torch.int64), SamplingParams(top_p=0.9))
-    whole = sample(*arguments)
-    monkeypatch.setitem(MAX_LOGITS_AT_ONCE, "cpu", 3 * V)
-    assert all(torch.equal(a, b) for a, b in zip(whole, sample(*arguments), strict=True))
