@@ -328,7 +328,7 @@ def read_state(folder: str) -> dict:
     """Return the content of trainer_state.json. Raises InputError.
 
     step: updates done; evaluated: updates before the last evaluation, or -1; progress: sums over
-    the run so far, by name; linear: see `setup.choose_linear`; format; world_size; config: flat.
+    the run so far, by name; linear: see `choose_linear`; format; world_size; config: flat.
     """
     path = os.path.join(folder, STATE_FILE)
     with refuse_what_does_not_fit(folder), open(path, encoding="utf-8") as file:

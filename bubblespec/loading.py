@@ -39,16 +39,15 @@ TASKS_SEED, HELD_OUT_SEED = 1, 501  # of problems made from data.tasks
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """With the configured chat template, or its own. Raises InputError."""
+    """Load the tokenizer, with the configured chat template or its own. Raises InputError."""
     tokenizer = from_pretrained(AutoTokenizer, config, config.model.path)
     if path := config.model.chat_template_path:
         try:
             with open(path, encoding="utf-8") as file:
                 tokenizer.chat_template = file.read()
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"model.chat_template_path: cannot read {path}: {one_line(error)}"
-            ) from error
+            problem = f"cannot read {path}: {one_line(error)}"
+            raise InputError(f"model.chat_template_path: {problem}") from error
     return tokenizer
 
 
@@ -131,9 +130,8 @@ def check_vocabulary(
 ) -> tuple[int, list[str]]:
     """Return the size of the policy's vocabulary, and lines to print if the model has other ids.
 
-    The vocabulary ends with the last token of the tokenizer or among the stop tokens. All of these
-    must have an embedding; further embeddings are usual padding, which is never sampled. Raises
-    InputError.
+    The vocabulary ends with the last token of the tokenizer or among the stop tokens, which must
+    have an embedding; further embeddings are padding, never sampled. Raises InputError.
     """
     size = model.get_input_embeddings().num_embeddings
     known = set(tokenizer.get_vocab().values())
@@ -146,16 +144,12 @@ def check_vocabulary(
     known.update(token for token in stop_tokens(config, model, tokenizer) if token < size)
     num_tokens = max(known) + 1
     lines = []
-    if num_tokens < size:
-        lines.append(
-            f"{size - num_tokens} of the model's {size} token ids exceed the tokenizer's last "
-            "token; they are never sampled"
-        )
-    if len(known) < num_tokens:
-        lines.append(
-            f"warning: the tokenizer has no token for {num_tokens - len(known)} ids below its last "
-            "one; these ids can be sampled and trained on like others"
-        )
+    if excess := size - num_tokens:
+        problem = "token ids exceed the tokenizer's last token; they are never sampled"
+        lines.append(f"{excess} of the model's {size} {problem}")
+    if lacking := num_tokens - len(known):
+        problem = "below its last one; these ids can be sampled and trained on like others"
+        lines.append(f"warning: the tokenizer has no token for {lacking} ids {problem}")
     return num_tokens, lines
 
 
@@ -188,35 +182,34 @@ def load_prompts(
     """Return training prompts and held-out prompts. Raises InputError.
 
     A training prompt that is also held out is left out of training, whether or not this run
-    evaluates: batches do not depend on that.
-
-    tokenize: from a prompt to the ids that its group shares, by default all of its ids;
-    saved_held_out: fingerprints of the held-out rows of a run that resumes, which stay the same if
-    rows have been appended.
+    evaluates: batches do not depend on that. tokenize: from a prompt to the ids that its group
+    shares, by default all of its ids; saved_held_out: fingerprints of the held-out rows of a run
+    that resumes, which stay the same if rows have been appended.
     """
     data, count, longest = config.data, config.eval.num_prompts, config.rollout.max_prompt_length
-    options = {"system_prompt": data.system_prompt, "as_chat": data.as_chat}
     tokenize = tokenize or make_tokenize(tokenizer)
 
-    def prompts_of(rows, key: str) -> PromptSet:
-        return build_prompt_set(rows, tokenize, longest, key=key, **options)
+    def build(rows: list[dict], key: str) -> PromptSet:
+        form = {"system_prompt": data.system_prompt, "as_chat": data.as_chat}
+        return build_prompt_set(rows, tokenize, longest, key=key, **form)
+
+    def load(path: str, name: str | None, split: str, key: str) -> PromptSet:
+        return build(load_rows(path, name, split, key=key, columns=data.columns, warn=warn), key)
 
     held_out, key, columns = [], "eval.num_prompts", set()
     if data.tasks:
         tasks = [vars(task) for task in data.tasks]
-        train = prompts_of(reasoning_gym_rows(tasks, data.size, TASKS_SEED), "data.tasks")
+        train = build(reasoning_gym_rows(tasks, data.size, TASKS_SEED), "data.tasks")
         if count:
             rows = reasoning_gym_rows(tasks, count, HELD_OUT_SEED)
-            held_out = prompts_of(rows, "data.tasks").prompts
+            held_out = build(rows, "data.tasks").prompts
     else:
-        how = {"columns": data.columns, "warn": warn}
-        train = prompts_of(load_rows(data.path, data.name, data.split, **how), "data.path")
+        train = load(data.path, data.name, data.split, "data.path")
         if count and (data.eval_path or data.eval_split):
             key = "data.eval_path" if data.eval_path else "data.eval_split"
             name = None if data.eval_path and os.path.exists(data.eval_path) else data.name
             path, split = data.eval_path or data.path, data.eval_split or data.split
-            rows = load_rows(path, name, split, key=key, **how)
-            held_out = prompts_of(rows, key).prompts[:count]
+            held_out = load(path, name, split, key).prompts[:count]
         elif count:
             if len(train) < 2:
                 dropped = f"({train.num_dropped} more exceed rollout.max_prompt_length)"
@@ -226,16 +219,15 @@ def load_prompts(
         if train.prompts and held_out:
             columns = train.prompts[0].columns.keys() & held_out[0].columns.keys()
     if count and not held_out:
-        reason = f"no held-out prompt has at most {longest} tokens"
-        raise InputError(f"rollout.max_prompt_length: {reason}")
+        problem = f"no held-out prompt has at most {longest} tokens"
+        raise InputError(f"rollout.max_prompt_length: {problem}")
     if len(held_out) < count:
         has = "half of data.path" if key == "eval.num_prompts" else f"all of {key}"
         has = "the short enough ones of data.tasks" if data.tasks else has
         warn(f"warning: eval.num_prompts: {count}, but only {len(held_out)} are held out, {has}")
     remaining = leave_out(train, held_out, columns)
     if train.prompts and not remaining.prompts:
-        reason = "every training prompt is held out, so none is left to train on"
-        raise InputError(f"{key}: {reason}")
+        raise InputError(f"{key}: every training prompt is held out, so none is left to train on")
     return remaining, held_out
 
 

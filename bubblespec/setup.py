@@ -55,18 +55,15 @@ from bubblespec.loading import (
 )
 from bubblespec.mechanisms import cpu_linear as linear
 from bubblespec.mechanisms.batch_invariant import (
-    NUM_SLOTS,
-    SLOT_LENGTH,
     InvariantForward,
-    first_difference,
+    check_invariance,
     fix_libraries,
-    make_invariant,
 )
 from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
 from bubblespec.mechanisms.drafter.memory import add_drafter
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
+from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
 from bubblespec.mechanisms.episodes.forms import load_form
-from bubblespec.mechanisms.episodes.mechanism import EpisodesMechanism
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching
@@ -80,7 +77,6 @@ from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry.console import Console
 from bubblespec.telemetry.reporter import RunReporter
-from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer
 
 
@@ -134,7 +130,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
     with console.phase("timing linear layers"):
-        kernels = choose_linear(config, ranks, model, state.get("linear"))
+        kernels = linear.choose_linear(config, ranks, model, state.get("linear"))
     if kernels is not None:
         plans = linear.read_plans(kernels)
         linear.use_plans(model, plans)
@@ -299,26 +295,6 @@ def prepare(
         raise InputError(str(error) if names_key else f"model.path: {error}") from error
 
 
-def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> None:
-    """Make the model's products batch-invariant, and compare. Raises ValueError with what
-    differs."""
-    make_invariant(model)
-    forward = InvariantForward(model, kernel, enforce_eager=config.rollout.enforce_eager)
-    runner = ModelRunner(
-        model,
-        NUM_SLOTS,
-        SLOT_LENGTH,
-        config.run.seed,
-        forward=forward,
-        max_num_batched_tokens=SLOT_LENGTH,
-    )
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    difference = first_difference(runner, vocab_size)
-    runner.release()
-    if difference is not None:
-        raise ValueError(f"model.batch_invariant: {difference}")
-
-
 def make_reference(
     config: Config, model: PreTrainedModel, checkpoint: str | None, ranks: Ranks
 ) -> PreTrainedModel | None:
@@ -356,28 +332,6 @@ def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine
         pages=Pages.for_rows(num_slots, length, PAGE, num_pages) if reads_pages(kernel) else None,
     )
     return Engine(runner), max_tp_rows
-
-
-def choose_linear(
-    config: Config, ranks: Ranks, model: PreTrainedModel, saved: dict | None
-) -> dict | None:
-    """Choose the kernels of linear layers, the same on all ranks; None where there is no choice.
-
-    Returns what checkpoints keep: {"hardware": ..., "options": linear.OPTIONS, "plans": by shape}.
-    saved: the checkpoint's choice, kept on the same processor, as other kernels round differently.
-    """
-    is_fixed = config.model.cpu_linear == "torch" or config.model.batch_invariant
-    if is_fixed or not linear.can_choose(model):
-        return None
-    hardware = describe_hardware(ranks.device)
-    options = linear.OPTIONS
-    kept = {} if saved is None else {key: saved.get(key) for key in ("hardware", "options")}
-    is_kept = kept == {"hardware": hardware, "options": options}
-    if ranks.gather(np.array([is_kept], np.uint8)).all():
-        return saved
-    seconds = np.exp(np.log(ranks.gather(linear.measure(model))).mean(axis=0))
-    shapes = list(linear.layers_by_shape(model))
-    return {"hardware": hardware, "options": options, "plans": linear.choose(shapes, seconds)}
 
 
 def make_schedule(config: Config, prompts: PromptSet) -> StepSchedule:

@@ -65,7 +65,7 @@ class Trainer:
     checkpoint: str | None
     """Folder that the run resumes."""
     linear: dict | None
-    """Kernels of linear layers, see `setup.choose_linear`."""
+    """Kernels of linear layers, see `cpu_linear.choose_linear`."""
     lock: IO | None
     """Lock of output_dir, on rank 0."""
     num_updates: int

@@ -113,7 +113,7 @@ def test_dependence_on_other_rows_is_named(make_model, few):
 def test_run_with_differing_logits_is_refused(make_model, monkeypatch):
     overrides = ["model.batch_invariant=true", "rollout.max_completion_length=64"]
     config = load_config(CONFIG, overrides)
-    monkeypatch.setattr("bubblespec.setup.first_difference", lambda *parts: "1% of logits")
+    monkeypatch.setattr(batch_invariant, "first_difference", lambda *parts: "1% of logits")
     monkeypatch.setattr("os.environ", {})
     with pytest.raises(InputError, match=r"^model\.batch_invariant: 1% of logits$"):
         prepare(config, make_model("llama", torch.float64), Ranks(torch.device("cpu")))

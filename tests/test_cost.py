@@ -33,7 +33,7 @@ def seconds_of(cost: ForwardCost, loads: np.ndarray) -> np.ndarray:
         ForwardCost([1], [1e-4], 1e-3, dict.fromkeys(RATES, 0.0) | {"wide_rows": 2e-4}),
     ],
 )
-def test_known_costs_are_recovered_through_noise_and_interruptions(truth):
+def test_fit_recovers_costs_despite_noise_and_interruptions(truth):
     loads, unseen = random_loads(600), random_loads(200, seed=1)
     rng = np.random.default_rng(2)
     seconds = seconds_of(truth, loads) * rng.normal(1.0, 0.03, len(loads))

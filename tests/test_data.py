@@ -14,8 +14,8 @@ from bubblespec.data.prompts import (
     reasoning_gym_rows,
 )
 from bubblespec.errors import InputError
-from bubblespec.types import Prompt
 from tests.helpers.checks import refusal
+from tests.helpers.rows import numbered_prompts
 
 
 def words(text) -> list[int]:
@@ -154,17 +154,13 @@ def test_last_assistant_message_is_continued(template):
 # Batches
 
 
-def numbered(count: int) -> PromptSet:
-    return PromptSet([Prompt(i, f"prompt {i}", (i,), {}) for i in range(count)], 0)
-
-
 def uids(prompts: PromptSet, seed: int, step: int, size: int) -> list[int]:
     return [p.uid for p in prompts.batch(seed, step, size)]
 
 
 @pytest.mark.parametrize("count, size", [(23, 5), (20, 5), (5, 5), (9, 1)])
 def test_every_epoch_covers_distinct_prompts(count, size):
-    prompts, per_epoch = numbered(count), count // size
+    prompts, per_epoch = numbered_prompts(count), count // size
     for epoch in range(4):
         steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
         seen = [uid for step in steps for uid in uids(prompts, 3, step, size)]
@@ -172,7 +168,7 @@ def test_every_epoch_covers_distinct_prompts(count, size):
 
 
 def test_all_64_bits_of_seed_count():
-    prompts = numbered(40)
+    prompts = numbered_prompts(40)
     seeds = (2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1, 0)
     batches = [tuple(uids(prompts, seed, 5, 40)) for seed in seeds]
     extra = [tuple(p.uid for p in prompts.extra(seed, 5, 40, set())) for seed in seeds]
@@ -225,7 +221,7 @@ def test_wrong_task_or_parameter_error_names_task(task, part):
 
 
 def test_extra_prompts_are_unused_and_a_function_of_step():
-    prompts = numbered(30)
+    prompts = numbered_prompts(30)
     used = {p.uid for p in prompts.batch(0, 5, 8)}
     first = [p.uid for p in prompts.extra(0, 5, 6, used)]
     assert len(set(first)) == 6 and not used & set(first)

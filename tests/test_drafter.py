@@ -117,14 +117,14 @@ def short_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("name, max_rows", [*((name, 32) for name in NAMES), ("llama", 4)])
-def test_chains_are_those_of_the_row_alone(monkeypatch, short_memory, name, max_rows):
+def test_chains_of_a_batch_equal_chains_of_each_row(monkeypatch, short_memory, name, max_rows):
     """Rows finish, move, share prompts, have drafts rejected, are dropped and come again; with more
     than MAX_ROWS of them nothing is kept for a while."""
     monkeypatch.setattr(drafter_module, "MAX_ROWS", max_rows)
     check_chains(name, 64 if max_rows == 32 else 16, "sdpa")
 
 
-def test_chains_by_graphs_are_the_same(monkeypatch, short_memory):
+def test_chains_by_graphs_equal_eager_chains(monkeypatch, short_memory):
     """All forwards of the drafter and of the policy are graphs, which share their memory."""
     monkeypatch.setattr(drafter_module, "MAX_GRAPH_TOKENS", 40)
     captures = stand_in(monkeypatch)
@@ -157,7 +157,7 @@ def check_chains(name: str, max_num_batched_tokens: int, kernel: str) -> Drafter
     return runner
 
 
-def test_disabled_it_keeps_nothing():
+def test_disabled_drafter_keeps_nothing():
     runner = make_engine(make_policy("llama"), 2)
     engine, rows = runner.engine, make_rows(2, 1)
     engine.run(rows, PARAMS)
@@ -170,7 +170,7 @@ def test_disabled_it_keeps_nothing():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
-def test_a_drafter_with_spoilt_weights_still_drafts_its_tokens(value):
+def test_spoilt_weights_still_draft_known_tokens(value):
     policy = make_policy("llama")
     drafter = make_drafter(policy)
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_a_drafter_with_spoilt_weights_still_drafts_its_tokens(value):
         assert len(slots) == 2 and set(chains.ravel().tolist()) <= set(drafter.ids.tolist())
 
 
-def test_the_head_follows_the_weights_and_is_fit_for_training_after_a_chain():
+def test_head_follows_weights_and_trains_after_a_chain():
     policy = make_policy("llama")
     drafter = make_drafter(policy)
     state = torch.randn(3, 64, dtype=torch.float64, requires_grad=True)
@@ -200,7 +200,7 @@ def test_the_head_follows_the_weights_and_is_fit_for_training_after_a_chain():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_layer_begins_as_the_policys_last_one_with_full_attention(name):
+def test_layer_begins_as_last_full_attention_layer(name):
     policy = make_policy(name)
     drafter = Drafter(policy, np.arange(12, VOCAB))
     kinds = getattr(policy.config, "layer_types", None) or ["full_attention"]

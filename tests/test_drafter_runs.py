@@ -86,9 +86,7 @@ def test_chains_change_nothing(plain, drafted, capfd):
     assert TRAINED not in capfd.readouterr().err
 
 
-def test_slices_train_the_drafter_alone_and_evaluations_keep_nothing_for_it(
-    monkeypatch, tmp_path, plain
-):
+def test_slices_and_evaluations_change_no_token(monkeypatch, tmp_path, plain):
     """Slices beside rows, right after a chain has used the policy's head, and after evaluations,
     which copy no hidden states."""
     patch = partial(monkeypatch.setattr, raising=False)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bubblespec.draft.sources import TrackedRows
+from bubblespec.mechanisms.drafter import mechanism
 from bubblespec.mechanisms.drafter import source as drafter_source
 from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, MAX_ROWS
 from bubblespec.mechanisms.drafter.source import DrafterSource
@@ -13,6 +14,14 @@ from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.windows import choose_chain_length
 from bubblespec.types import Row, SampleId
 from tests.helpers.clocks import Clock
+
+
+def test_complete_run_has_no_drafter_to_move(monkeypatch):
+    """An evaluation of a run that is complete may still enter the TP tail."""
+    monkeypatch.setattr(mechanism, "read_drafter", lambda *args, **options: None)
+    drafter = mechanism.DrafterMechanism(None, None, SimpleNamespace(is_main=True), None, None, id)
+    with drafter.moved_to(engine=None):
+        assert drafter.training is None
 
 
 def made_cost(*coefficients: float) -> CostModel:
@@ -72,7 +81,7 @@ def tracked(source: DrafterSource) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seconds, drafts_on", [(1e-4, True), (0.1, False)])
-def test_what_chains_take_is_learned_however_long(seconds, drafts_on):
+def test_chain_cost_is_learned(seconds, drafts_on):
     """Before the first chain, and as chains are made."""
     source = make_source(3, seconds, made_cost(0.01, 0, 1e-5, 0, 0))
     source.profile()
@@ -105,7 +114,7 @@ def test_acceptance_is_counted_by_position_and_fades():
     assert source.acceptance_rates() == pytest.approx(prior, rel=0.1)
 
 
-def test_nothing_is_drafted_for_many_rows_and_nothing_learned_from_rows_that_are_gone():
+def test_many_rows_and_replaced_rows_get_no_chains():
     source = make_source(MAX_ROWS + 1, 1e-6, made_cost(0.01, 0, 1e-9, 0, 0))
     rows = tracked(source)
     assert not source.propose(rows, np.full(len(rows), 9)).count.any()

@@ -40,9 +40,7 @@ def llama():
 
 
 @pytest.mark.parametrize("piece", [256, 7])
-def test_examples_are_pieces_of_responses_behind_the_end_of_what_comes_before(
-    monkeypatch, llama, piece
-):
+def test_examples_are_pieces_of_responses_with_context(monkeypatch, llama, piece):
     """Each token of a response is in one piece."""
     monkeypatch.setattr(drafter_training, "PIECE", piece)
     sizes = [(70, 20), (3, 70), (5, 7), (5, 8), (90, 2)]
@@ -60,7 +58,7 @@ def test_examples_are_pieces_of_responses_behind_the_end_of_what_comes_before(
     assert next(examples, None) is None
 
 
-def test_a_step_replaces_a_share_of_the_examples_and_nothing_while_disabled(monkeypatch, llama):
+def test_step_replaces_a_share_of_examples(monkeypatch, llama):
     monkeypatch.setattr(drafter_training, "BUFFER_TOKENS", 120)
     training = make_training(make_drafter(llama))
     batch, hidden = make_batch(llama, [(5, 14)] * 12)
@@ -96,7 +94,7 @@ def starts_of(example: Example) -> range:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_unrolled_pass_is_a_token_of_the_chains_from_all_positions(name):
+def test_unrolled_pass_equals_chains_from_all_positions(name):
     policy = make_policy(name)
     drafter = make_drafter(policy)
     training, examples = make_training(drafter), make_examples(policy, SIZES)
@@ -117,7 +115,7 @@ def test_an_unrolled_pass_is_a_token_of_the_chains_from_all_positions(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_the_gradient_is_that_of_the_loss_as_written_down(name):
+def test_gradient_equals_reference_loss(name):
     policy = make_policy(name)
     drafter = make_drafter(policy)
     training, examples = make_training(drafter), make_examples(policy, SIZES)
@@ -148,7 +146,7 @@ def test_the_gradient_is_that_of_the_loss_as_written_down(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_training_lowers_the_loss_and_leaves_the_policy_as_it_is(dtype):
+def test_training_lowers_loss_and_keeps_policy(dtype):
     policy = make_policy("qwen2", dtype)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     drafter = Drafter(policy, np.arange(12, VOCAB))
@@ -163,7 +161,7 @@ def test_training_lowers_the_loss_and_leaves_the_policy_as_it_is(dtype):
     assert all(param.grad is None for param in policy.parameters())
 
 
-def test_slices_are_examples_that_fit_and_some_make_an_update(llama):
+def test_slices_fit_their_limit_and_make_updates(llama):
     training = make_training(make_drafter(llama), Clock())
     assert training.slice_tokens() == 0 and training.run_slice(1.0) == 0.0
     for example in make_examples(llama, [(2, 4), (2, 30)] * 6):
@@ -196,7 +194,7 @@ class TwoRanks:
 
 
 @pytest.mark.parametrize("own, other", [(3, 1), (0, 2), (4, 0), (0, 0)])
-def test_drafters_are_merged_by_the_updates_that_ranks_have_made(llama, own, other):
+def test_merge_weights_ranks_by_updates(llama, own, other):
     training = make_training(make_drafter(llama))
     before = torch.cat([p.detach().flatten() for p in training.params])
     torch.manual_seed(7)

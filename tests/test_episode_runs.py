@@ -190,12 +190,12 @@ def test_responses_contain_the_real_observations(shapes, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "options, problem",
     [
-        (["rollout.tp_tail_max_rows=4"], "rollout.tp_tail_max_rows: 4, but an episode"),
-        (["run.trace=true"], "run.trace: traces for the simulator"),
+        (["rollout.tp_tail_max_rows=4"], "rollout.tp_tail_max_rows: 4, but episodes cannot move"),
+        (["run.trace=true"], "run.trace: traces have no turns"),
         (["environment.max_observation_length=72"], "must be below rollout.max_completion_length"),
         (["reward.weights=[1,1]"], "2 weights"),
         ([f"environment.factory={games.CALCULATOR}"], "tools need chat prompts"),
-        (["environment.factory=tests.helpers.environments.Silent"], "must score the responses"),
+        (["environment.factory=tests.helpers.environments.Silent"], "must score responses"),
     ],
 )
 def test_impossible_combination_is_refused(shapes, tmp_path, options, problem):

@@ -107,7 +107,7 @@ def run(project, output: str, ranks: int, *overrides: str) -> list[dict]:
     return steps_of(project / output)
 
 
-def test_the_changes_train_and_leave_tokens_exact(project):
+def test_extended_project_trains_with_exact_tokens(project):
     plain = run(project, "plain", 0, "speculative.method=none")
     method = "speculative.method=bubble+my_sources.Bigrams"
     changed = run(project, "changed", 2, method, ALWAYS_DRAFT, "loop_finder.min_ratio=8")

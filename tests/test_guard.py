@@ -24,7 +24,7 @@ def play(speedup: float, *, seed: int, noise: float = 0.2, bias: float = 1.0, co
 
 @pytest.mark.parametrize("bias", [0.8, 1.0, 1.25])
 @pytest.mark.parametrize("noise, share", [(0.1, 0.0), (0.2, 0.05)])
-def test_a_mechanism_that_pays_stays_on_whatever_the_model_gets_wrong(bias, noise, share):
+def test_faster_mechanism_stays_on_despite_model_bias(bias, noise, share):
     """It is left out of single rollouts alone; with rollouts that differ by a fifth by chance, a
     few of 200 runs leave it out for a while."""
     runs = [play(1.3, seed=seed, bias=bias, noise=noise) for seed in range(200)]
@@ -32,31 +32,31 @@ def test_a_mechanism_that_pays_stays_on_whatever_the_model_gets_wrong(bias, nois
     assert np.mean([seconds for *_, seconds in runs]) < 1 / 1.3 + 0.03
 
 
-def test_a_mechanism_that_costs_is_left_out_of_many_rollouts():
+def test_slower_mechanism_pauses_for_many_rollouts():
     runs = [play(0.86, seed=seed, noise=0.1) for seed in range(100)]
     assert np.mean([settings.count(False) > 6 for _, settings, _ in runs]) > 0.9
     assert np.mean([seconds for *_, seconds in runs]) < 1.1, "it costs 0.16 if it is always on"
 
 
-def test_one_that_is_clearly_faster_is_left_out_of_few_rollouts():
+def test_clearly_faster_mechanism_has_few_controls():
     without = [play(2.0, seed=seed, noise=0.1)[1].count(False) for seed in range(20)]
     assert max(without) <= 3
 
 
-def test_what_was_slower_is_tried_again_after_a_pause():
+def test_paused_mechanism_is_tried_again():
     _, settings, _ = play(0.5, seed=0, noise=0.01, count=100)
     first = settings.index(False, 4)
     assert True in settings[first + FIRST_PAUSE :], "what it saves may have changed"
 
 
-def test_rollouts_without_a_measured_time_change_nothing():
+def test_rollout_without_seconds_changes_nothing():
     guard = Guard()
     guard.observe(0.0, 1.0)
     guard.observe(1.0, 0.0)
     assert str(guard.state_dict()) == str(Guard().state_dict())
 
 
-def test_a_saved_guard_goes_on_as_it_was():
+def test_saved_guard_continues_alike():
     guard, _, _ = play(0.8, seed=3, count=25)
     again = Guard()
     again.load_state_dict(guard.state_dict())
@@ -66,7 +66,7 @@ def test_a_saved_guard_goes_on_as_it_was():
             each.observe(1.2, 1.0)
 
 
-def test_without_a_guard_nothing_is_left_out():
+def test_stats_without_guard_are_always_on():
     stats = RunStats(cost=fixed_cost(), guard=Guard())
     for _ in range(FIRST_CONTROL):
         stats.guard.observe(1.0, 1.0)

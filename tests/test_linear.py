@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bubblespec import setup as set_up_module
 from bubblespec.checkpoint import list_checkpoints, read_state
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
@@ -28,6 +27,7 @@ from bubblespec.mechanisms.cpu_linear import (
     Plan,
     can_choose,
     choose,
+    choose_linear,
     has_onednn,
     layers_by_shape,
     measure,
@@ -36,7 +36,7 @@ from bubblespec.mechanisms.cpu_linear import (
     use_plans,
 )
 from bubblespec.mechanisms.tp_tail.shards import partial_linear
-from bubblespec.setup import build, choose_linear
+from bubblespec.setup import build
 from tests.helpers.runs import SHORT, same_weights, weights
 from train import train
 
@@ -361,7 +361,7 @@ def test_resumed_run_keeps_the_choice(monkeypatch, tmp_path):
     assert any(isinstance(module, FastLinear) for module in continued.learner.model.modules())
     assert same_weights(weights(tmp_path / "parts", 2), weights(tmp_path / "whole", 2))
 
-    monkeypatch.setattr(set_up_module, "describe_hardware", lambda device: {"cpu": "another"})
+    monkeypatch.setattr(linear_module, "describe_hardware", lambda device: {"cpu": "another"})
     resume = f"run.resume_from_checkpoint={os.path.abspath(folder)}"
     config, saved = config_of(tmp_path / "parts", resume), read_state(folder)["linear"]
     chosen = choose_linear(config, Ranks(torch.device("cpu")), whole.learner.model, saved)

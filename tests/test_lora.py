@@ -162,12 +162,9 @@ def test_adapter_is_off_only_within_context(make_model):
         assert all(p.requires_grad for p in base.parameters())
 
 
-def test_adapter_wider_than_model_is_refused(make_model):
+def test_adapter_that_cannot_be_added_is_refused(make_model, monkeypatch):
     message = refusal(add_adapter, make_model(), ModelConfig(path="", lora_r=65), 0)
     assert message.startswith("model.lora_r: 65 must be at most 64, the model's hidden size")
-
-
-def test_missing_peft_error_names_requirements_file(make_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     message = refusal(add_adapter, make_model(), lora_config(), 0)
     assert message.startswith("model.lora_r: LoRA needs peft ")

@@ -95,7 +95,7 @@ def estimate(proposer: Proposer, kind: tuple) -> float:
     return float(survival.estimates[survival.kinds.index(kind)])
 
 
-def test_the_draft_first_and_matches_after_its_first_mismatch():
+def test_matches_follow_the_draft_behind_its_mismatch():
     """The second of four forwards meets a replaced token; what then comes is found around it in the
     same draft."""
     proposer = make()
@@ -117,14 +117,14 @@ def test_the_draft_first_and_matches_after_its_first_mismatch():
         ([10, 12], range(10, 40), [[], []]),
     ],
 )
-def test_a_draft_is_followed_up_to_the_first_other_token(tokens, truth, wanted):
+def test_draft_is_followed_up_to_its_mismatch(tokens, truth, wanted):
     proposer, own = make("bubble"), row(tokens=tokens)
     proposer.track(own, draft(range(10, 40)), STEP)
     assert [forward(proposer, [own], [truth])[0] for _ in range(2)] == wanted
 
 
 @pytest.mark.parametrize("asked_before", [True, False])
-def test_a_row_that_is_tracked_again_has_said_it_once(asked_before):
+def test_row_tracked_again_does_not_match_itself(asked_before):
     """As where a draft was interrupted, or a row comes back from another rank: its last words do
     not occur before."""
     proposer, own = make("suffix"), row(tokens=range(10, 40))
@@ -227,7 +227,7 @@ def test_a_pause_follows_proposals_that_do_not_pay_and_ends():
     assert found == [False] * 14 + [True] * 3, "14 are left of 16 forwards"
 
 
-def test_what_was_found_is_used_whatever_it_took():
+def test_found_drafts_are_used_whatever_the_query_took():
     """But it is not looked for again at once; and the time of a source that weighs it is no
     reason."""
     proposer, own = make("bubble", always=False, costs=cost()), row()
@@ -250,7 +250,7 @@ def test_what_was_found_is_used_whatever_it_took():
     assert proposer._overhead_s < 1e-3 and proposer.take_spent()[0] >= 9 * seconds
 
 
-def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
+def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
     """Those it came with, and those it has gained before anybody asked and since; a draft of a late
     sibling comes in too."""
     texts, drafts, names, indexed = {}, [], [], []
@@ -293,7 +293,7 @@ def test_tokens_of_a_continued_row_are_indexed_once_and_in_order(monkeypatch):
     assert drafts == [0, 2] and indexed == [0, 1, 2]
 
 
-def test_a_row_is_aligned_while_its_tokens_are_the_beginning_of_its_draft():
+def test_row_is_aligned_while_its_tokens_begin_its_draft():
     """Rows that gain tokens together, some at a time, most of them as their drafts say."""
     rng, tracked, texts, drafts = np.random.default_rng(0), TrackedRows(), [], []
     for number in range(40):
@@ -353,7 +353,7 @@ class Guesses(DraftSource):
             self.gained[self.tracked.rows[number].id] += gained.tolist()
 
 
-def test_a_source_is_asked_for_rows_that_none_before_it_serves():
+def test_source_is_queried_for_unserved_rows_alone():
     """Three rows: one with a draft that goes wrong in the second forward, one with a guess alone,
     and one with neither."""
     drafted, guessed, bare = row(0), row(1), row(2)
@@ -382,7 +382,7 @@ def test_a_source_is_asked_for_rows_that_none_before_it_serves():
 
 
 @pytest.mark.parametrize("guess", [[7, 7, 7], [10, 11, 7]])
-def test_a_wrong_guess_of_another_source_says_nothing_of_the_draft(guess):
+def test_wrong_guess_of_another_source_keeps_alignment(guess):
     """A source takes a row's own draft's place for one forward, and is refused."""
     one = row()
     guesses = Guesses({one.id: guess})
@@ -397,7 +397,7 @@ def test_a_wrong_guess_of_another_source_says_nothing_of_the_draft(guess):
     assert forward(proposer, [one], [range(10, 40)]) == [wanted], "it goes on in its draft"
 
 
-def test_a_source_that_was_given_up_is_tried_again():
+def test_given_up_source_is_tried_again():
     """It guesses wrong for many rows in the first rollout, and right from the second on."""
     rows, guesses = [row(number) for number in range(100)], Guesses({})
     proposer = Proposer([guesses], cost(), clock=Clock())
@@ -420,7 +420,7 @@ def test_a_source_that_was_given_up_is_tried_again():
     assert unused.acceptance.by_source == {"guess": [0, 0]}, "in the metrics all the same"
 
 
-def test_a_disabled_source_is_not_asked_nor_told():
+def test_disabled_source_gets_no_query_and_no_tokens():
     one = row()
     guesses = Guesses({one.id: [1, 2, 9, 7, 7, 7]})
     guesses.is_enabled, guesses.chance = False, 1.0

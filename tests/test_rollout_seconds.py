@@ -65,7 +65,9 @@ def play(forwards: np.ndarray, context: float, cost: CostModel, num_slots: int) 
     "count, num_slots, relative_spread, generated",
     [(1, 4, 0.5, 0), (16, 16, 0.5, 0), (16, 16, 0.5, 60), (32, 8, 0.6, 0), (40, 8, 0.02, 0)],
 )
-def test_rollout_seconds_are_those_of_rollouts(terms, count, num_slots, relative_spread, generated):
+def test_rollout_seconds_equal_direct_simulation(
+    terms, count, num_slots, relative_spread, generated
+):
     rows = random_rows(0, count, relative_spread, generated=generated)
     rows = rows.take(np.argsort(-rows.expected))
     cost, rng = cost_of(terms), np.random.default_rng(1)
@@ -90,7 +92,7 @@ def test_seconds_of_known_lengths_are_exact_up_to_the_grid():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_acceptance_is_that_of_drafts_verified_token_by_token(seed):
+def test_acceptance_equals_direct_simulation(seed):
     rng = np.random.default_rng(seed)
     chance = rng.uniform(0.98, 0.9999)
     rates = acceptance_rates(1e7 * np.array([[1.0, chance], [1.0, 0.4]]))
@@ -111,7 +113,7 @@ def test_acceptance_is_that_of_drafts_verified_token_by_token(seed):
     np.testing.assert_allclose(forwards, needed.mean(axis=0), rtol=0.03, atol=0.6)
 
 
-def test_nothing_measured_means_drafts_that_mostly_hold():
+def test_drafts_mostly_hold_before_measurements():
     rates = acceptance_rates(NO_COUNTS)
     assert rates.reaches(np.array([100.0]))[0] > 0.95
     assert NONE_HOLD.accepted(np.array([100.0]))[0] < 0.1
@@ -120,7 +122,7 @@ def test_nothing_measured_means_drafts_that_mostly_hold():
 # Lengths
 
 
-def test_lengths_come_from_the_best_that_is_known():
+def test_lengths_come_from_the_best_evidence():
     """A finished draft, then the prompt's own responses of earlier epochs, then siblings' drafts,
     then a line through all."""
     model = observed({1: [10, 30], 2: [40, 40], 3: [90, 110]})
@@ -152,7 +154,7 @@ def test_the_latest_epoch_counts():
     assert model.predict(groups_of([1]), 1, [None]).expected == [70]
 
 
-def test_the_mean_beyond_is_that_of_those_that_go_on():
+def test_mean_beyond_equals_mean_of_unfinished():
     rng = np.random.default_rng(0)
     mean, spread = np.full(200_000, 50.0), np.full(200_000, 20.0)
     lengths = draw_lengths(make_rows(mean, spread), rng)
@@ -164,7 +166,7 @@ def test_the_mean_beyond_is_that_of_those_that_go_on():
     assert (mean_length_beyond(*many, so_far) > so_far).all(), "far beyond all that was seen"
 
 
-def test_a_saved_length_model_goes_on_alike():
+def test_saved_length_model_continues_alike():
     model, again = observed({1: [10, 30], 2: [40, 40]}), LengthModel()
     again.load_state_dict(model.state_dict())
     for of in (model, again):
@@ -218,7 +220,7 @@ def test_steps_in_the_tokens_are_followed():
         assert error < limit and error < np.abs(line / wanted - 1).mean()
 
 
-def test_what_is_known_of_other_forwards_stays():
+def test_costs_of_rare_forwards_are_kept():
     """Five tokens take as long as two, which no line says; and then the run feeds two alone."""
     model, seconds = CostModel(), {1: 0.05, 2: 0.06, 5: 0.06, 8: 0.12}
     for _ in range(100):
@@ -245,7 +247,7 @@ def test_costs_are_never_negative_and_round_trip():
     np.testing.assert_array_equal(again.seconds(*loads), model.seconds(*loads))
 
 
-def test_the_profile_holds_what_the_run_does_not_vary():
+def test_profile_anchors_terms_without_variation():
     """All forwards of the run feed one token to each of eight rows."""
     model, wanted = CostModel(), cost_of(CPU)
     for load in [(1, 1, 0, 8), (8, 8, 0, 64), (8, 128, 8, 64), (1, 16, 1, 8), (8, 8, 0, 4000)]:

@@ -36,7 +36,7 @@ def test_limit_counts_growth_only():
     assert len(store) == 0 and store.num_tokens == 0
 
 
-def test_deferred_samples_displace_the_latest_drafts_of_coming_steps():
+def test_deferred_samples_displace_latest_coming_drafts():
     store = DraftStore(max_tokens=9)
     for number in range(3):
         store.put(sample(number), draft(1, 2, 3))

@@ -144,7 +144,7 @@ def edited(rng: np.random.Generator, text: np.ndarray, rate: float, alphabet: in
 
 
 @pytest.mark.parametrize("alphabet", [2, 4, 12])
-def test_equals_brute_force(alphabet):
+def test_proposal_equals_brute_force(alphabet):
     rng = np.random.default_rng(alphabet)
     sources = set()
     for _ in range(60):
@@ -226,7 +226,7 @@ def test_resynchronises_with_the_own_draft(response, lengths):
     assert proposals == lengths
 
 
-def test_a_draft_that_keeps_failing_gives_way():
+def test_failing_draft_yields_to_sibling():
     index = build(
         [
             ("draft", 0, np.arange(100, 160)),
@@ -286,7 +286,7 @@ def test_rows_together_equal_rows_one_by_one():
     assert {0, 2, 8} <= set(lengths)
 
 
-def test_history_gives_the_oldest_first_and_drops_it_first():
+def test_history_returns_and_drops_oldest_first():
     history = History(max_tokens=10)
     history.add(1, ints(1, 1, 1, 1), 1.0)
     history.add(2, ints(2, 2, 2), 0.5)

@@ -16,15 +16,11 @@ from bubblespec.mechanisms.tail_batching import TailBatching, best_num_launched,
 from bubblespec.rewards.scorer import Scoring
 from bubblespec.samples import Samples
 from bubblespec.setup import build
-from bubblespec.types import Launch, Prompt, ids_of
-from tests.helpers.rows import samples_of
+from bubblespec.types import Launch, ids_of
+from tests.helpers.rows import numbered_prompts, samples_of
 from tests.helpers.runs import SHORT
 
 SEED = 5
-
-
-def make_prompts(count: int) -> PromptSet:
-    return PromptSet([Prompt(1000 + number, "", (number,), {}) for number in range(count)], 0)
 
 
 def length_of(name, scale: int = 6) -> int:
@@ -57,14 +53,14 @@ def play(planner, step: int) -> tuple[Launch, Samples, dict]:
 
 
 def make_planner(size: int = 23, ratio: float | str = 1.5) -> TailBatching:
-    return TailBatching(make_prompts(size), SEED, 4, 3, over_sampling_ratio=ratio)
+    return TailBatching(numbered_prompts(size), SEED, 4, 3, over_sampling_ratio=ratio)
 
 
 @pytest.mark.parametrize("size, ratio", [(23, 1.5), (5, 2.0), (40, 1.0), (12, "auto")])
 def test_every_group_of_data_order_is_trained_on_once(size, ratio):
     """Over many epochs: what was trained on and what is queued are the first groups of plain order,
     under the same names. Metrics are those of a list of all that was launched."""
-    planner, plain = make_planner(size, ratio), StepSchedule(make_prompts(size), SEED, 4, 3)
+    planner, plain = make_planner(size, ratio), StepSchedule(numbered_prompts(size), SEED, 4, 3)
     trained, was_deferred, longs, lengths, waiting = [], [], 0, [], {}
     for step in range(80):
         queue = [group.name for group in planner.deferred]
@@ -226,7 +222,7 @@ def test_deferred_groups_without_rows_are_dropped():
     play(planner, 0)
     state, waiting = planner.state_dict(), [group.prompt.uid for group in planner.deferred]
     assert len(waiting) == 2
-    left = [prompt for prompt in make_prompts(23).prompts if prompt.uid != waiting[0]]
+    left = [prompt for prompt in numbered_prompts(23).prompts if prompt.uid != waiting[0]]
     continued = TailBatching(PromptSet(left, 0), SEED, 4, 3, over_sampling_ratio=1.5)
     continued.load_state_dict(state)
     assert [group.prompt.uid for group in continued.deferred] == waiting[1:]

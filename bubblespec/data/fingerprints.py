@@ -73,17 +73,13 @@ def check_continued(
         problem = "model.path, model.chat_template_path: the chat template differs from that"
     elif not np.array_equal(saved[HELD_OUT], state[HELD_OUT]):
         problem = "data: held-out rows, their tokens or order differ from those"
-    else:
-        count = len(saved[ROWS])
-        rows = state[ROWS][:count]
-        if len(rows) < count:
-            problem = f"data: {len(rows)} training rows, fewer than the {count}"
-        elif differing := np.count_nonzero(rows != saved[ROWS]):
-            first = int(np.argmax(rows != saved[ROWS]))
-            problem = f"data: {differing} of {count} training rows, their tokens or order differ "
-            problem += f"(first: row {first}) from those"
+    elif (added := len(state[ROWS]) - len(saved[ROWS])) < 0:
+        problem = f"data: {len(state[ROWS])} training rows, fewer than the {len(saved[ROWS])}"
+    elif len(differing := np.flatnonzero(state[ROWS][: len(saved[ROWS])] != saved[ROWS])):
+        problem = f"data: {len(differing)} of {len(saved[ROWS])} training rows, their tokens or "
+        problem += f"order differ (first: row {differing[0]}) from those"
     if problem is None:
-        if added := len(state[ROWS]) - count:
+        if added:
             warn(f"data: {added} training rows appended since {folder} are in use from now on")
     elif is_allowed:
         warn(f"warning: {problem} in {folder}")

@@ -70,7 +70,7 @@ class SharedCollectives:
     """
 
     def __init__(self, ranks: Ranks, mapped: np.ndarray):
-        """Join the collectives of all ranks. mapped: `num_bytes` bytes of `map_shared`."""
+        """Join the collectives of all ranks, in memory of `map_shared`."""
         self._ranks, size = ranks, ranks.world_size
         flags = mapped[: size * CACHE_LINE].view(np.int64).reshape(size, -1)
         self._reached, self._pids = flags[:, 0], flags[:, 1]
@@ -78,11 +78,6 @@ class SharedCollectives:
         self._count = 0
         self._pids[ranks.rank] = os.getpid()
         ranks.barrier()
-
-    @staticmethod
-    def num_bytes(size: int) -> int:
-        """Bytes of memory for this many ranks."""
-        return size * (CACHE_LINE + 2 * PLACE_BYTES)
 
     def post(self, own: np.ndarray) -> None:
         """Begin an exchange with this rank's array, of one size on all ranks, <= PLACE_BYTES."""
@@ -151,5 +146,5 @@ def open_collectives(ranks: Ranks) -> SharedCollectives | None:
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return None
-    mapped = map_shared(ranks, SharedCollectives.num_bytes(ranks.world_size))
+    mapped = map_shared(ranks, ranks.world_size * (CACHE_LINE + 2 * PLACE_BYTES))
     return None if mapped is None else SharedCollectives(ranks, mapped)

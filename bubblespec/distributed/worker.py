@@ -37,13 +37,11 @@ serve(int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
 
 
 class WorkerFailure(Exception):
-    """Why a worker must be replaced."""
+    """A worker's process has ended, or its reply is malformed, so that it must be replaced."""
 
-    def __init__(self, message: str, is_timeout: bool):
-        super().__init__(message)
-        self.is_timeout = is_timeout
-        """Whether the time limit has passed; otherwise the process has ended, or its reply is
-        malformed."""
+
+class WorkerTimeout(WorkerFailure):
+    """A worker has not replied within its time limit."""
 
 
 class Worker:
@@ -66,8 +64,8 @@ class Worker:
         self._arguments, self._key = (module, json.dumps(argument)), key
         self._connection: Connection
         self._lock = threading.Lock()  # of supervisor and is_closed
-        self._thread = threading.Thread(target=self._run_jobs, name=f"worker {key}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run_jobs, name=f"worker {key}", daemon=True)
+        self.thread.start()
 
     def start(self) -> None:
         """Start a process if there is none, and wait until it is ready.
@@ -133,10 +131,6 @@ class Worker:
             self.is_closed = True
             self._kill()
 
-    def join(self) -> None:
-        """Wait until the thread has ended, after `close`."""
-        self._thread.join(timeout=30)
-
     def _run_jobs(self) -> None:
         with contextlib.suppress(InputError, OSError):  # the first job tries again
             self.start()
@@ -157,8 +151,8 @@ class Worker:
                 if self._connection.poll(min(remaining_s, 1.0)):
                     return json.loads(self._connection.recv_bytes(2 * MAX_REPLY_BYTES))
         except (OSError, EOFError, ValueError) as error:
-            raise WorkerFailure(f"its process {self._how_it_ended()}", False) from error
-        raise WorkerFailure(f"no answer within {limit_s:.6g} s", True)
+            raise WorkerFailure(f"its process {self._how_it_ended()}") from error
+        raise WorkerTimeout(f"no answer within {limit_s:.6g} s")
 
     def _how_it_ended(self) -> str:
         assert self.supervisor is not None
@@ -178,7 +172,7 @@ def close_workers(workers: Sequence[Worker]) -> None:
     for worker in workers:  # which may share their queue
         worker.jobs.put(None)
     for worker in workers:
-        worker.join()
+        worker.thread.join(timeout=30)
 
 
 def serve(descriptor: int, parent: int, module: str, argument: str) -> None:

@@ -1,1 +1,1 @@
-"""Where draft tokens come from, and what came of them. It changes time, never a token."""
+"""Sources of draft tokens, and their outcome. They change time, never a token."""

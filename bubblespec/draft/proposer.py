@@ -1,14 +1,15 @@
-"""What each row proposes in a forward: the first source that knows something, in a window that
+"""Draft tokens of each row in a forward: those of the first source that has any, in a window that
 pays.
 
 Implements the engine's `Proposer`; sources are in sources.py, windows in planner/windows.py. Rows
-have numbers here, and -1 stands for those that are not tracked.
+have numbers here; -1 stands for a row that is not tracked.
 
 Shape legend: R rows, K kinds of proposals.
 """
 
 import time
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,15 +31,15 @@ from bubblespec.planner.windows import WINDOWS, choose_windows
 from bubblespec.records import Acceptance
 from bubblespec.types import Draft, Row
 
-PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6}  # of survival, by source
-PRIOR = 0.5  # of another source
-LOOK_SHARE = 0.01  # of the time, for looking where nothing was found that pays
+PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6}  # survival by source
+PRIOR = 0.5  # survival of another source
+LOOK_SHARE = 0.01  # maximum share of time spent on queries that do not pay
 MAX_PAUSE = 16  # forwards
-ALWAYS_WINDOW = 6  # draft tokens that are verified whatever that costs
+ALWAYS_WINDOW = 6  # draft tokens that are verified whatever the cost
 
 
 class Proposer:
-    """Proposals for the rows that it knows (`track`), of one rank over a run."""
+    """Draft tokens for the rows that it tracks, on one rank over a run."""
 
     def __init__(
         self,
@@ -46,38 +47,38 @@ class Proposer:
         cost: CostModel,
         *,
         always: bool = False,
-        clock=time,
+        clock: Any = time,
     ):
-        """sources: in order of trust; always: propose up to ALWAYS_WINDOW tokens whatever they
-        cost, instead of planning; clock: see `Ranks`."""
+        """Create a proposer. sources: in order of trust; always: propose up to ALWAYS_WINDOW tokens
+        whatever the cost, instead of planning; clock: see `Ranks`."""
         self.cost, self.always, self.clock = cost, always, clock
         self.survival = Survival()
         self.sources: list[DraftSource] = []
-        self._kinds: list[np.ndarray] = []  # of each source, their numbers in `survival`
+        self._kinds: list[np.ndarray] = []  # numbers in `survival` of each source's kinds
         for source in sources:
             self.add(source)
-        self._pause = 0  # forwards to go without looking for proposals
-        # Of looking for them, exponentially weighted; without sources that weigh their own time.
+        self._pause = 0  # forwards to go without a query
+        # Seconds of a query, exponentially weighted; without sources that weigh their own time.
         self._overhead_s = 0.0
         self._start()
 
     def add(self, source: DraftSource) -> None:
-        """A source, trusted less than those before; between rollouts."""
+        """Add a source that is trusted less than all others. Only between rollouts."""
         priors = [PRIORS.get(name, PRIOR) for name, *_ in source.kinds]
         self.sources.append(source)
         self._kinds.append(self.survival.add(source.kinds, priors))
 
     @property
     def enabled_sources(self) -> list[DraftSource]:
-        """The sources that may have something to propose."""
+        """Sources that may propose something."""
         return [source for source in self.sources if source.is_enabled]
 
     def begin(self) -> None:
-        """A new rollout: forget rows, reset the counts, and keep the estimates."""
+        """Begin a rollout: forget rows, reset the counts, and keep the estimates."""
         self._start()
         for source in self.sources:
             source.begin(self.tracked)
-        # The last rollout's end, beyond its drafts, says nothing about this one's beginning.
+        # The end of a rollout, beyond its drafts, says nothing about the next one's beginning.
         self._pause = 0
         self.survival.begin()
 
@@ -85,20 +86,20 @@ class Proposer:
         self._acceptance = Acceptance()
         names = [name for name, *_ in self.survival.kinds]
         self._is_own = np.array([name == SOURCE_NAMES[OWN] for name in names], bool)
-        self._spent_s, self._num_looked_up = 0.0, 0
-        self._caught_up_s = 0.0  # spent on `catch_up` since proposals were last looked for
+        self._spent_s, self._num_queried = 0.0, 0
+        self._caught_up_s = 0.0  # spent on `catch_up` since the last query
         self.tracked = TrackedRows()
         self._numbers: dict[int, int] = {}  # by id() of the row
-        # The rows of the last forward, in most cases those of this one; their numbers; tokens of
-        # their prompts.
+        # Rows of the last forward, their numbers, and tokens of their prompts. Most forwards have
+        # the rows of the forward before.
         self._last: tuple[list[Row], np.ndarray, int] = ([], np.empty(0, np.int64), 0)
-        # Of forwards without drafts: rows, what they have gained, and how much each. Taken in when
-        # next needed, as each taking in costs as much as the look-up of proposals.
+        # Forwards without drafts: rows, tokens gained, and how many by each. They are read together
+        # when next needed, as reading one costs as much as a query.
         self._unread: list[tuple[list[Row], np.ndarray, np.ndarray]] = []
 
     @property
     def acceptance(self) -> Acceptance:
-        """What came of the drafts of this rollout."""
+        """Outcome of the drafts of this rollout."""
         self._read()
         counts = self._acceptance
         counts.by_source = self.survival.by_source()
@@ -107,8 +108,8 @@ class Proposer:
         return counts
 
     def track(self, row: Row, draft: Draft | None, version: int, is_counted: bool = True) -> None:
-        """Propose for a row from now on. version: updates of the current weights; is_counted: it is
-        of this step."""
+        """Propose for a row from now on. version: updates of the current weights; is_counted:
+        whether the row is of this step."""
         self._read()
         age = 0 if draft is None else min(version - draft.version, MAX_AGE)
         number = self._numbers[id(row)] = self.tracked.add(row, draft, age, is_counted)
@@ -117,7 +118,7 @@ class Proposer:
             source.track(number)
 
     def extend(self, row: Row, ids: np.ndarray) -> None:
-        """An observation has come behind a row's tokens."""
+        """Append an observation to a row's tokens."""
         self._read()
         if (number := self._numbers.get(id(row))) is None:
             return
@@ -127,27 +128,28 @@ class Proposer:
             source.observe(*gained)
 
     def take_spent(self) -> tuple[float, int]:
-        """Seconds spent here since the last call, and rows for which proposals were looked for."""
-        spent = self._spent_s, self._num_looked_up
-        self._spent_s, self._num_looked_up = 0.0, 0
+        """Return seconds spent here and rows queried since the last call."""
+        spent = self._spent_s, self._num_queried
+        self._spent_s, self._num_queried = 0.0, 0
         return spent
 
     def propose(
         self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As the engine's `Proposer` has it: the windows of all rows together are planned. Nothing
-        for rows that are not tracked."""
+        """See the engine's `Proposer`. The windows of all rows are planned together; rows that are
+        not tracked get none."""
         if self._pause:
             self._pause -= 1
             return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
         started = self.clock.perf_counter()
         self._read()
-        self._num_looked_up += len(rows)
+        self._num_queried += len(rows)
         numbers, prompt_tokens = self._known(rows)
         limits = np.minimum(room, ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget))
         asked = ((limits > 0) & (numbers >= 0)).nonzero()[0]
-        # Of each row's proposal: where it lies in which text, how long it is.
-        texts, weighed_s = [], 0.0
+        # Each row's proposal: its text, where it begins there, its length and its kind.
+        texts: list[np.ndarray] = []
+        weighed_s = 0.0
         text, begin, count, kind = np.zeros((4, len(rows)), np.int64)
         chances = self.survival.estimates
         for source, kinds in zip(self.sources, self._kinds, strict=True):
@@ -175,8 +177,14 @@ class Proposer:
         self.tracked.kind[numbers[asked]] = kind[asked]
         if not self.always:
             kv_tokens = int(lengths.sum()) + prompt_tokens
-            options = {"budget": budget, "overhead_s": self._overhead_s}
-            count, pays = choose_windows(chances[kind], count, self.cost, kv_tokens, **options)
+            count, pays = choose_windows(
+                chances[kind],
+                count,
+                self.cost,
+                kv_tokens,
+                budget=budget,
+                overhead_s=self._overhead_s,
+            )
             if not pays:
                 forward_s = float(self.cost.seconds(len(rows), len(rows), 0, kv_tokens))
                 self._pause = int(min(self._overhead_s / (LOOK_SHARE * forward_s), MAX_PAUSE))
@@ -202,24 +210,27 @@ class Proposer:
         num_draft: np.ndarray,
         num_accepted: np.ndarray,
     ) -> None:
-        """As the engine's `Proposer` has it: learn from what was accepted, and take in the new
-        tokens."""
+        """See the engine's `Proposer`: learn from the outcome, and pass the new tokens on."""
         if not num_draft.any():
             self._unread.append((rows, tokens, num_gained))
             return
         started = self.clock.perf_counter()
         self._read()
         numbers = self._known(rows)[0]
-        columns = (num_gained, np.ones_like(numbers), num_draft, num_accepted)
+        num_forwards = np.ones_like(numbers)
         if len(numbers) and numbers.min() < 0:
             is_known = numbers >= 0
             tokens = tokens[is_known.repeat(num_gained)]
-            numbers, *columns = (of[is_known] for of in (numbers, *columns))
-        self._take_in(numbers, tokens, *columns)
+            columns = (numbers, num_gained, num_forwards, num_draft, num_accepted)
+            numbers, num_gained, num_forwards, num_draft, num_accepted = (
+                column[is_known] for column in columns
+            )
+        self._take_in(numbers, tokens, num_gained, num_forwards, num_draft, num_accepted)
         self._spent_s += self.clock.perf_counter() - started
 
     def catch_up(self, is_free: bool) -> None:
-        """Do what can wait, between two calls of the engine. is_free: a GPU computes meanwhile."""
+        """Do work that can wait, between two calls of the engine. is_free: whether a GPU computes
+        meanwhile."""
         started = self.clock.perf_counter()
         for source in self.enabled_sources:
             source.catch_up()
@@ -229,17 +240,16 @@ class Proposer:
             self._caught_up_s += seconds
 
     def _read(self) -> None:
-        """What rows have gained without drafts."""
+        """Take in the tokens of forwards without drafts."""
         if not self._unread:
             return
-        rows, tokens, counts = zip(*self._unread, strict=True)
+        entries = np.concatenate([self._known(rows)[0] for rows, _, _ in self._unread])
+        tokens, counts = (np.concatenate([x[i] for x in self._unread]) for i in (1, 2))
         self._unread.clear()
-        entries = np.concatenate([self._known(of)[0] for of in rows])
-        counts, tokens = np.concatenate(counts), np.concatenate(tokens)
-        # Row by row, and of each in the order of the forwards.
-        of_token = entries.repeat(counts)
-        order = of_token.argsort(kind="stable")
-        order = order[of_token[order].searchsorted(0) :]
+        # Row by row, and within a row in the order of the forwards.
+        owners = entries.repeat(counts)
+        order = owners.argsort(kind="stable")
+        order = order[owners[order].searchsorted(0) :]
         entries, counts = entries[entries >= 0], counts[entries >= 0]
         num_forwards = np.bincount(entries)
         numbers = num_forwards.nonzero()[0]
@@ -248,7 +258,7 @@ class Proposer:
         self._take_in(numbers, tokens[order], gained, num_forwards[numbers], none, none)
 
     def _known(self, rows: list[Row]) -> tuple[np.ndarray, int]:
-        """The numbers of rows, int64 [R], and the tokens of their prompts."""
+        """Return the numbers of rows, int64 [R], and the number of tokens of their prompts."""
         if rows != self._last[0]:
             numbers = np.array([self._numbers.get(id(row), -1) for row in rows], np.int64)
             self._last = rows, numbers, sum(len(row.prompt) for row in rows)
@@ -263,8 +273,9 @@ class Proposer:
         num_draft: np.ndarray,
         num_accepted: np.ndarray,
     ) -> None:
-        """What different rows have gained, row after row, in this many forwards, and what came of
-        their drafts; int64 [R] except the tokens."""
+        """Take in the tokens of different rows, row after row, and the outcome of their drafts.
+
+        num_gained, num_forwards, num_draft, num_accepted: int64 [R], by row."""
         tracked = self.tracked
         has_left = tracked.num_gained[numbers] < tracked.draft_length[numbers]
         has_left &= ~tracked.is_aligned[numbers]
@@ -294,12 +305,13 @@ def make_proposer(
     *,
     has_drafts: bool,
     always: bool = False,
-    clock=time,
+    clock: Any = time,
     vocab_size: int | None = None,
 ) -> Proposer:
-    """With the sources that `speculative.method` names, in order of trust: own drafts, where
-    samples have any, suffix matches, and the user's own. vocab_size: of the policy, None in virtual
-    time. Raises InputError."""
+    """Create a proposer with the sources that `speculative.method` names, in order of trust.
+
+    names: of sources; has_drafts: whether samples have drafts of their own; vocab_size: number of
+    the policy's tokens, None in virtual time. Raises InputError."""
     sources: list[DraftSource] = []
     if has_drafts:
         sources.append(OwnDrafts())

@@ -1,11 +1,10 @@
-"""Draft sources: what tokens may come next in rows.
+"""Draft sources: tokens that may come next in rows.
 
-`OwnDrafts` proposes the draft that a sample has, up to the first difference from its response.
-`SuffixMatches` looks for the end of a row in that draft and in other texts, before a difference
-and after it. Users may have sources of their own. A source decides about time only: the engine
-accepts just what a row would have sampled.
+`OwnDrafts` proposes a sample's own draft up to the first mismatch. `SuffixMatches` looks for the
+last tokens of a row in that draft and in other texts. Users may have sources of their own. A source
+changes time alone: the engine accepts just the tokens that a row would have sampled.
 
-All that happens in every forward is done for all rows together, by array.
+Work in a forward is done for all rows together, by array.
 
 Shape legend: R rows, K kinds of proposals.
 """
@@ -32,31 +31,31 @@ from bubblespec.planner.survival import ALIGNED
 from bubblespec.records import SOURCES
 from bubblespec.types import Draft, Row, SampleId
 
-MAX_AGE = 8  # drafts of so many updates or more are judged alike
-MATCH_EDGES = np.array((2, 4, 8))  # matches that reach the same of these lengths are judged alike
+MAX_AGE = 8  # updates; older drafts are of one kind
+MATCH_EDGES = np.array((2, 4, 8))  # tokens; matches between two of these lengths are of one kind
 
 
 class TrackedRows:
-    """The rows of a rollout that proposals are made for, by number. What changes in a forward is in
+    """The rows of a rollout that get proposals, by number. Values that change in a forward are
     columns, by number too."""
 
     def __init__(self):
         self.rows: list[Row] = []
-        self.tokens = np.zeros(1 << 10, np.int32)  # of their drafts, one after the other
+        self.tokens = np.zeros(1 << 10, np.int32)  # all drafts, one after the other
         self.num_tokens = 0
-        # int64 columns. Where its draft begins in `tokens`; its length, 0 for none; updates of the
-        # weights since it was last extended; tokens that the row is known to have; kind of its
-        # latest proposal; what `SuffixMatches` knows it as.
+        # int64 columns: begin of the row's draft in `tokens`; length of the draft, 0 for none;
+        # updates since the draft was extended; tokens gained; kind of the latest proposal; number
+        # in the index of `SuffixMatches`.
         columns = np.zeros((6, 16), np.int64)
         self.draft_begin, self.draft_length, self.age, self.num_gained, self.kind, self.text = (
             columns
         )
-        # bool columns. It is of this step, and counts in `Acceptance`; it has followed its draft
-        # from the start.
+        # bool columns: whether the row is of this step, and so counts in `Acceptance`; whether it
+        # has followed its draft from the start.
         self.is_counted, self.is_aligned = np.zeros((2, 16), bool)
 
     def add(self, row: Row, draft: Draft | None, age: int, is_counted: bool) -> int:
-        """A row with its sample's draft, where drafts are used; returns its number."""
+        """Add a row, with its draft if there is one. Return its number."""
         number, begin = len(self.rows), self.num_tokens
         self.rows.append(row)
         if number == len(self.kind):
@@ -75,12 +74,12 @@ class TrackedRows:
         return number
 
     def draft(self, number: int) -> np.ndarray:
-        """A row's draft, int32; empty for none."""
+        """Return a row's draft, int32; empty for none."""
         begin = self.draft_begin[number]
         return self.tokens[begin : begin + self.draft_length[number]]
 
     def extend(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Different rows have gained tokens, int [sum of counts]. numbers, counts: int64 [R]."""
+        """Append tokens, int [sum of counts], to different rows. numbers, counts: int64 [R]."""
         begin = self.num_gained[numbers]
         end = begin + counts
         self.num_gained[numbers] = end
@@ -97,59 +96,58 @@ class Proposals(NamedTuple):
     """Tokens that may come next in R rows."""
 
     tokens: np.ndarray
-    """int, in which those of all rows lie."""
+    """int, the proposals of all rows."""
     begin: np.ndarray
-    """int64 [R], where those of each row begin."""
-    count: np.ndarray
-    """int64 [R], how many they are; 0 for no proposal."""
+    """int64 [R], begin of each row's proposal in `tokens`."""
+    count: np.ndarray  # type: ignore[assignment]  # tuple.count is not used
+    """int64 [R], tokens of each row's proposal; 0 for none."""
     kind: np.ndarray
-    """int64 [R], number in the source's `kinds`."""
+    """int64 [R], numbers in the source's `kinds`."""
 
 
 class DraftSource:
-    """One place where draft tokens come from; by default it knows nothing.
+    """A source of draft tokens; by default it proposes nothing.
 
-    It is asked for the rows that no source before it has a proposal for, and for those whose
+    It is queried for rows without a proposal from the sources before it, and for rows whose
     proposal is accepted less often than `chance`."""
 
     kinds: Sequence[tuple] = ()
-    """Proposals of one kind are taken to be accepted alike: (name of the source, length of the
-    match, age, ...)."""
+    """Kinds of proposals, (name of the source, length of the match, age, ...). Acceptance is
+    measured by kind."""
     is_enabled = True
-    """If false, the source is not asked and does not see new tokens."""
+    """Whether the source is queried and gets new tokens."""
     chance = 0.0
-    """Expected acceptance rate below which it replaces another source's proposal."""
+    """Acceptance rate below which the source replaces another source's proposal."""
     weighs_its_time = False
-    """It proposes only what pays for the time that this takes."""
+    """Whether the source itself proposes only where that pays for its time."""
     path: str | None = None
-    """Dotted path of the user's own source, whose proposals are checked."""
+    """Dotted path of a user's source, whose proposals are checked."""
     vocab_size: int | None = None
-    """Tokens of the policy, of which proposals must be, where they are checked."""
+    """Number of the policy's tokens, for that check."""
 
     def begin(self, tracked: TrackedRows) -> None:
-        """A new rollout, whose rows will be in `tracked`: forget all others."""
+        """Begin a rollout, whose rows will be in `tracked`: forget all others."""
         self.tracked = tracked
 
     def track(self, number: int) -> None:
-        """Proposals for a row will be asked for from now on; it may have tokens already, and may
-        have been tracked before, with fewer, or after an observation that was not real with more,
-        and by another number."""
+        """Propose for a row from now on. The row may have tokens already. It may have been tracked
+        before, by another number and with other tokens."""
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
-        """What may come next in rows, of which there is at least one. limits: maximum number of
-        tokens for each, at least 1; int64 [R] both."""
+        """Return what may come next in rows, at least one. limits: maximum number of tokens of
+        each, at least 1. numbers, limits: int64 [R]."""
         return Proposals(numbers, *np.zeros((3, len(numbers)), np.int64))
 
     def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Different rows have gained tokens, int [sum of counts], row after row. numbers, counts:
-        int64 [R]."""
+        """Learn the new tokens of different rows, int [sum of counts], row after row. numbers,
+        counts: int64 [R]."""
 
     def catch_up(self) -> None:
-        """Do what can wait, while a GPU computes."""
+        """Do work that can wait, while a GPU computes."""
 
 
 def load_source(path: str, vocab_size: int | None) -> DraftSource:
-    """The user's own source, a subclass of DraftSource that is made without arguments. Raises
+    """Create a user's source, a subclass of DraftSource made without arguments. Raises
     InputError."""
     key = "speculative.method"
     made = import_path(key, path, "my_module.MySource")
@@ -174,8 +172,8 @@ def load_source(path: str, vocab_size: int | None) -> DraftSource:
 
 
 def check_proposals(source: DraftSource, found: Proposals, limits: np.ndarray) -> None:
-    """Raises InputError for proposals of the user's own source that cannot be fed. limits: int64
-    [R], see `DraftSource.propose`."""
+    """Raise InputError for proposals of a user's source that cannot be fed. limits: int64 [R], see
+    `DraftSource.propose`."""
 
     def require(holds: bool, what: str) -> None:
         if not holds:
@@ -200,13 +198,13 @@ def check_proposals(source: DraftSource, found: Proposals, limits: np.ndarray) -
 
 
 class OwnDrafts(DraftSource):
-    """The sample's own draft, as long as the row follows it; made with the same noise, so almost
-    always right."""
+    """The sample's own draft, as long as the row follows it. It was made with the same noise, so it
+    is almost always right."""
 
     kinds = tuple((ALIGNED, age) for age in range(MAX_AGE + 1))
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
-        """What comes next in the drafts."""
+        """Return the next tokens of the drafts."""
         tracked = self.tracked
         if not tracked.is_aligned[numbers].any():
             return super().propose(numbers, limits)
@@ -217,8 +215,8 @@ class OwnDrafts(DraftSource):
 
 
 class SuffixMatches(DraftSource):
-    """What followed the row's last tokens elsewhere: in its draft, its group, its prompt, or
-    responses of earlier epochs. A group's texts are indexed when one of its rows first asks."""
+    """Continuations of the row's last tokens elsewhere: in its draft, its group, its prompt, or
+    responses of earlier epochs. A group's texts are indexed at the first query for it."""
 
     kinds = tuple((name, n) for name in SOURCE_NAMES for n in range(len(MATCH_EDGES) + 1))
 
@@ -234,7 +232,7 @@ class SuffixMatches(DraftSource):
         self._waiting: dict[int, list[int]] = {}  # rows of groups that are not indexed yet
 
     def track(self, number: int) -> None:
-        """Its draft and tokens are matched against from now on."""
+        """Match against the row's draft and tokens from now on."""
         row, index = self.tracked.rows[number], self.index
         if (group := self._groups.get(row.id[:2])) is None:
             group = self._groups[row.id[:2]] = len(self._groups)
@@ -251,7 +249,7 @@ class SuffixMatches(DraftSource):
         index.extend(np.array([text]), tokens, np.array([len(tokens)]))
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
-        """What follows the longest match."""
+        """Return what follows the longest matches."""
         rows, index = self.tracked.text[numbers], self.index
         for group in index.unindexed_groups(rows) if self._waiting else ():
             self._index_group(group)
@@ -261,17 +259,17 @@ class SuffixMatches(DraftSource):
         return Proposals(index.text, found.begin, found.count, kind)
 
     def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Indexed by `catch_up`, or when rows next ask and many wait."""
+        """Append the tokens; `catch_up` indexes them, or a query if many wait."""
         self.index.extend(self.tracked.text[numbers], tokens, counts)
 
     def catch_up(self) -> None:
-        """Index what rows have gained."""
+        """Index the tokens that rows have gained."""
         self.index.index_waiting(MIN_INDEXED)
 
     def _index_group(self, group: int) -> None:
         members = self._waiting.pop(group)
         first = self.tracked.rows[members[0]]
-        # Preferred by reward, then recency: the most trusted are the last to come in.
+        # By reward, then recency: later texts are trusted more.
         earlier = sorted(self.history.get(first.id.uid), key=lambda pair: pair[1])
         texts = [*(tokens for tokens, _ in earlier), np.array(first.prompt, np.int32)]
         kinds = [HISTORY] * len(earlier) + [SELF]
@@ -281,7 +279,7 @@ class SuffixMatches(DraftSource):
             self._add(number)
 
     def _add(self, number: int) -> None:
-        """A member of an indexed group."""
+        """Add a member of an indexed group."""
         text = int(self.tracked.text[number])
         if len(draft := self.tracked.draft(number)):
             self.index.add_draft(text, draft)

@@ -1,9 +1,8 @@
-"""Texts kept for later use. Drafts: samples of coming steps, generated early with the noise that
-their own step will use. History: responses of earlier epochs (RhymeRL, arXiv 2508.18588), for
-suffix matches.
+"""Texts kept for later use: drafts, which are samples of coming steps generated early with their
+own noise, and responses of earlier epochs for suffix matches (RhymeRL, arXiv 2508.18588).
 
 Only token ids are kept: 4 bytes per token, no keys and values, no probabilities. All ranks hold the
-same, since they put the same exchanged drafts into the store in the same order.
+same texts, since they put the same exchanged drafts into the store in the same order.
 """
 
 from collections import deque
@@ -19,11 +18,11 @@ HEADER = 6  # uid, visit, sample, number of tokens, is_finished + 2 * is_deferre
 
 
 class DraftStore:
-    """Drafts by sample, of at most `max_tokens` together.
+    """Drafts by sample, at most `max_tokens` in all.
 
-    A draft of a coming step for which there is no room is refused. One of a deferred sample is what
-    has been generated of it, and is never lost: it displaces drafts of coming steps, those put
-    last first, as the most urgent ones are drafted first."""
+    A draft of a coming step is refused where there is no room. The draft of a deferred sample holds
+    its tokens so far and is never lost: it displaces drafts of coming steps, the latest first, as
+    the most urgent ones are drafted first."""
 
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
@@ -35,12 +34,12 @@ class DraftStore:
         return len(self._drafts)
 
     def get(self, sample: SampleId) -> Draft | None:
-        """The draft of a sample, if there is one."""
+        """Return the draft of a sample, if there is one."""
         return self._drafts.get(sample)
 
     def put(self, sample: SampleId, draft: Draft, *, is_deferred: bool = False) -> bool:
-        """Take a draft in place of an earlier one of its sample; False, and no change, if there is
-        no room for it. is_deferred: the sample is, from now on."""
+        """Store a draft in place of the sample's earlier one. Return whether there was room;
+        without room nothing changes. is_deferred: whether the sample is deferred from now on."""
         is_deferred |= sample in self._deferred
         old = self._drafts.get(sample)
         growth = len(draft.tokens) - (len(old.tokens) if old else 0)
@@ -58,19 +57,19 @@ class DraftStore:
         return True
 
     def drop(self, ids: Iterable[SampleId]) -> None:
-        """Forget the drafts of these samples, where there are any."""
+        """Drop the drafts of these samples, if any."""
         for sample in ids:
             if sample in self._drafts:
                 self.num_tokens -= len(self._drafts.pop(sample).tokens)
                 self._deferred.discard(sample)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """All drafts, as they go from rank to rank: a header and tokens, see `_pack`."""
+        """Return all drafts in the format of an exchange, see `_pack`."""
         header, tokens = _pack(self._drafts, self._deferred)
         return {"header": header, "tokens": tokens}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Take over a saved state."""
+        """Restore a saved state."""
         self._drafts, self._deferred, self.num_tokens = {}, set(), 0
         for sample, draft, is_deferred in _unpack(state["header"], state["tokens"]):
             self.put(sample, draft, is_deferred=is_deferred)
@@ -79,10 +78,10 @@ class DraftStore:
 def exchange(
     store: DraftStore, own: dict[SampleId, Draft], ranks: Ranks, *, are_deferred: bool = False
 ) -> None:
-    """Put every rank's new drafts into every rank's store: the first of each rank, the second of
-    each, and so on. own: in the order in which they will be needed."""
+    """Put every rank's new drafts into every rank's store, round-robin. own: this rank's drafts,
+    the most urgent first."""
     header, tokens = _pack(own, own if are_deferred else ())
-    # In one piece: at small models a collective takes longer than the numbers in it.
+    # One collective: with small models its latency counts most.
     gathered = ranks.gather_ragged(np.concatenate(([len(header)], header, tokens)))
     parts = (np.split(of_rank, (1, 1 + of_rank[0])) for of_rank in gathered)
     drafts = (_unpack(headers, packed.astype(np.int32)) for _, headers, packed in parts)
@@ -94,7 +93,7 @@ def exchange(
 def _pack(
     drafts: dict[SampleId, Draft], deferred: Container[SampleId]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Headers int64 [drafts * HEADER] and tokens int32, one draft after the other."""
+    """Return headers, int64 [drafts * HEADER], and tokens, int32, one draft after the other."""
     header = [
         (*sample, len(draft.tokens), draft.is_finished + 2 * (sample in deferred), draft.version)
         for sample, draft in drafts.items()
@@ -104,7 +103,7 @@ def _pack(
 
 
 def _unpack(header: np.ndarray, tokens: np.ndarray) -> Iterator[tuple[SampleId, Draft, bool]]:
-    """(sample, draft, whether it is deferred) of each."""
+    """Yield (sample, draft, whether the sample is deferred)."""
     fields = header.reshape(-1, HEADER)
     parts = np.split(tokens, np.cumsum(fields[:, 3])[:-1])
     for (*sample, _, flags, version), part in zip(
@@ -114,8 +113,7 @@ def _unpack(header: np.ndarray, tokens: np.ndarray) -> Iterator[tuple[SampleId, 
 
 
 class History:
-    """Responses of earlier epochs by prompt uid, at most max_tokens in all; the oldest are dropped
-    first."""
+    """Responses of earlier epochs by prompt uid, at most max_tokens in all; the oldest go first."""
 
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
@@ -124,8 +122,7 @@ class History:
         self.order: deque[int] = deque()  # uid of every entry, oldest first
 
     def add(self, uid: int, tokens: np.ndarray, reward: float) -> None:
-        """Store a copy of a response, int [L]. An empty one, or one that exceeds the bound by
-        itself, is not stored."""
+        """Store a copy of a response, int [L], unless it is empty or alone exceeds the bound."""
         if not 0 < len(tokens) <= self.max_tokens:
             return
         self.entries.setdefault(uid, deque()).append((np.array(tokens, np.int32), float(reward)))
@@ -138,12 +135,12 @@ class History:
                 del self.entries[oldest]
 
     def get(self, uid: int) -> list[tuple[np.ndarray, float]]:
-        """(int32 tokens [L], reward) of a prompt, oldest first."""
+        """Return (int32 tokens [L], reward) of a prompt's responses, oldest first."""
         return list(self.entries.get(uid, ()))
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """N responses of T tokens in all, oldest first: uid, length int64 [N], reward float64 [N],
-        tokens int32 [T]."""
+        """Return N responses of T tokens in all, oldest first: uid, length int64 [N], reward
+        float64 [N], tokens int32 [T]."""
         parts = {uid: iter(entries) for uid, entries in self.entries.items()}
         entries = [next(parts[uid]) for uid in self.order]
         return {
@@ -154,7 +151,7 @@ class History:
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Take over a saved state. Under a smaller bound its oldest responses are dropped."""
+        """Restore a saved state. Under a smaller bound its oldest responses are dropped."""
         self.entries.clear()
         self.order.clear()
         self.num_tokens = 0

@@ -10,11 +10,11 @@ other samples of its group (their drafts, and their tokens so far), its own earl
 prompt, and responses of earlier epochs. The longest match wins and trust breaks ties; a match in
 the own draft near its expected place counts for more, see `OWN_BONUS`.
 
-All texts of a rollout lie in one array, each behind padding that stands for the prompt. All texts
-of a group follow the same prompt, so two responses that agree from their first token on match in
-full length, at their beginning as well. Every operation is one over all rows that need it.
+All texts of a rollout lie in one array, each behind padding that stands for the prompt. So two
+responses of a group that agree from their first token on match in full length. Each operation is
+one for all rows.
 
-Cost: a proposal looks up a fixed number of n-grams, however long the texts are, and none where the
+Cost: a query looks up a fixed number of n-grams, however long the texts are, and none where the
 last proposal was accepted and its match has full length.
 
 An "end" is the position in the array where a match ends and its continuation begins.
@@ -36,88 +36,87 @@ OWN, SIBLING, SELF, HISTORY = range(4)
 SOURCE_NAMES = SOURCES[1:]
 
 PAD = -1  # never a token
-PROMPT_PAD = -2  # in front of the prompt, whose beginning is not the place where responses begin
+PROMPT_PAD = -2  # before the prompt: responses do not begin where the prompt begins
 PROMPT_OWNER, HISTORY_OWNER = -1, -2  # never a sample
 MIN_MATCH = 2  # tokens; shortest match outside the own draft
 MAX_MATCH = 8  # longer matches count as equal
-# Sizes of the indexed n-grams, largest first: of all ends that share the row's last n tokens, for
-# the largest such n, the most recent is taken. These yield as much as all sizes from 8 down to 2.
+# Sizes of the indexed n-grams, largest first. A query takes the most recent end for the largest n
+# that has any. These two sizes yield as much as all sizes from 8 down to 2.
 ORDERS = (6, MIN_MATCH)
-# A match near its expected place in the own draft is more likely right than its length says: it
-# counts this many tokens longer, and one less for every consecutive proposal of which nothing was
-# accepted, so that a diverged draft loses its bonus. Measured on outdated drafts of two policies:
+# A match near its expected place in the own draft is more likely right than its length says. It
+# counts this many tokens longer, and one less for each consecutive proposal without an accepted
+# token, so that a diverged draft loses its bonus. Measured on outdated drafts of two policies:
 # tokens per forward stay within 4% of the best fixed bonus, which is 6 on running sums and 0 on
-# free text, where the wrong one costs 4 to 21%.
+# free text; the wrong fixed bonus costs 4 to 21%.
 OWN_BONUS = 6
-# (n, distance): how far from its expected place the last n tokens are searched in the own draft,
-# largest n first; 0 tokens stand for the expected place itself. One token is enough to detect that
-# one was inserted or deleted. A wider search finds repetitions of the same words and measured
-# worse; matches further away are found like those in siblings, without the bonus.
+# (n, distance): maximum distance from the expected place at which the own draft is searched for the
+# last n tokens, largest n first; n = 0 stands for the expected place itself. One token is enough to
+# detect an insertion or deletion. A wider search finds repeated words and measured worse; the
+# search of siblings finds matches further away, without the bonus.
 OWN_RADIUS = ((2, 4), (1, 1), (0, 0))
-# Live tokens are indexed this far behind their end: the most recent end of an n-gram hides older
-# ones, which is a loss as long as hardly any tokens follow it.
+# Live tokens are indexed with this lag: the most recent end of an n-gram hides older ones, which is
+# a loss while hardly any tokens follow it.
 LIVE_LAG = 8
-# Live tokens that are indexed together, of each row where drafts are trusted: while a GPU computes,
-# and at the latest.
+# Live tokens indexed at once, per row where drafts are trusted: at least while a GPU computes, and
+# at most in a query.
 MIN_INDEXED, MAX_WAITING = 16, 24
-# The candidates of that search, best first: distance (0, 1, -1, 2, ...) and tokens.
+# Candidates of the search in the own draft, best first: distance (0, 1, -1, 2, ...) and tokens.
 CANDIDATES = [
     (distance, n)
     for n, radius in OWN_RADIUS
     for distance in sorted(range(radius, -radius - 1, -1), key=abs)
 ]
 DISTANCE, NEEDED = np.array(CANDIDATES).T
-# Of the eight last tokens, which of them differ, as the bits of a byte: how many agree at the end.
+# Length of the common suffix by a byte whose bits say which of the last eight tokens differ.
 COMMON = np.array([MAX_MATCH, *((bits & -bits).bit_length() - 1 for bits in range(1, 256))])
-NO_MATCH = -(1 << 20)  # less than any match, whatever it counts longer
-LAST = -np.arange(1, max(ORDERS) + 1)  # the tokens of an n-gram, from its last on
+NO_MATCH = -(1 << 20)  # less than any match with its bonus
+LAST = -np.arange(1, max(ORDERS) + 1)  # offsets of an n-gram's tokens, last one first
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, as in Knuth's hashing
-WEIGHTS = np.cumprod(np.full(len(LAST) + 1, MIX))  # of the group, and of an n-gram's tokens
+WEIGHTS = np.cumprod(np.full(len(LAST) + 1, MIX))  # for the group and the tokens of an n-gram
 NOTHING = np.empty(0, np.int32)
 NOT_YET = np.iinfo(np.int64).max // 2  # an end that no text has
 LIVE, DRAFT, CURSOR, OFFSET, SOURCE, ASKED_AT, BONUS, SHIFT = range(8)  # columns, see SuffixIndex
 
 
 class Proposed(NamedTuple):
-    """What may follow R rows."""
+    """Tokens that may follow R rows."""
 
     begin: np.ndarray
-    """int64 [R], where the tokens lie in `SuffixIndex.text`."""
-    count: np.ndarray
-    """int64 [R], how many."""
+    """int64 [R], begin of the tokens in `SuffixIndex.text`."""
+    count: np.ndarray  # type: ignore[assignment]  # tuple.count is not used
+    """int64 [R], number of tokens."""
     match: np.ndarray
-    """int64 [R], last tokens, up to MAX_MATCH, in which row and source agree. Below MIN_MATCH for
-    OWN alone; 0 means that the draft continues at its expected place, as it does after one replaced
-    token."""
+    """int64 [R], length of the common suffix of row and source, up to MAX_MATCH. Below MIN_MATCH
+    for OWN alone; 0: the draft continues at its expected place, as after one replaced token."""
     source: np.ndarray
     """int64 [R], OWN to HISTORY."""
 
 
 class NgramTable:
-    """The two most recent ends of each n-gram of a group, of different owners: at most one is in
-    the asking row's own text. A hash table with linear probing."""
+    """The two most recent ends of each n-gram of a group, with different owners: at most one is in
+    the querying row's own text. A hash table with linear probing."""
 
     def __init__(self):
         self._clear(1 << 12)
 
     def _clear(self, capacity: int) -> None:
-        self.keys = np.zeros(capacity, np.uint64)  # of n-grams, 0 where there is none
+        self.keys = np.zeros(capacity, np.uint64)  # hashes of n-grams; 0: free
         self.latest, self.second = np.zeros((2, capacity), np.int64)  # ends, 0 for none
         self.num_added = 0
 
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The most recent ends of n-grams, int64 [keys] each; 0 for none."""
+        """Return the most recent ends and the second ones, int64 [keys] each; 0 for none."""
         slots = self._slots(keys, adds=False)
         return self.latest[slots], self.second[slots]
 
     def add(self, keys: np.ndarray, ends: np.ndarray, owner_of: Callable) -> None:
-        """Ends of n-grams, the most recent last. owner_of: gives the owners of ends."""
+        """Add ends of n-grams, the most recent last. owner_of: returns the owners of ends."""
         if 2 * (self.num_added + len(keys)) > len(self.keys):
             self._grow(len(keys))
         self.num_added += len(keys)
         slots = self._slots(keys, adds=True)
         before = self.latest[slots]
-        self.latest[slots] = ends  # of equal slots the last end stays
+        self.latest[slots] = ends  # the last end of equal slots stays
         owner = owner_of(self.latest[slots])
         is_others = (before > 0) & (owner_of(before) != owner)
         self.second[slots[is_others]] = before[is_others]
@@ -133,10 +132,10 @@ class NgramTable:
         self.num_added = len(used)
 
     def _slots(self, keys: np.ndarray, adds: bool) -> np.ndarray:
-        """Where the keys are, int64 [keys]; for one that is not there, a free slot."""
+        """Return the slots of keys, int64 [keys]; a free slot for a missing key."""
         mask = len(self.keys) - 1
         slots = (keys >> np.uint64(20)).astype(np.int64) & mask
-        left = np.arange(len(keys))  # indices of keys that are not settled
+        left = np.arange(len(keys))  # indices of unsettled keys
         while len(left):
             here, wanted = slots[left], keys[left]
             if adds:
@@ -149,31 +148,30 @@ class NgramTable:
 
 
 class SuffixIndex:
-    """All that can propose tokens for the rows of a rollout. Texts, rows and groups have numbers;
-    rows match within their group alone."""
+    """Texts, rows and groups of a rollout, all by number. Rows match within their group alone."""
 
     def __init__(self):
         self.text, self.text_at = np.zeros((2, 1 << 12), np.int32)  # tokens; number of their text
         self._before = sliding_window_view(self.text, MAX_MATCH)
         self.num_positions = 0
         self.num_texts = self.num_rows = 0
-        # By text: where it begins, with its padding, and ends; sample or owner; source; group.
+        # By text: begin, padding included; end; sample or owner; source; group.
         self.begin, self.end, self.owner, self.kind, self.group = np.zeros((5, 16), np.int64)
-        # By row, in columns: its text; its draft; of its last proposal the text, its end there
-        # minus that of the row's text, which move on together, the source, and the end of the
-        # row's text then; what a match in the draft counts longer than it is; and the expected end
-        # there minus that of the row's text. Text 0 is empty, and stands for none.
+        # By row, in columns: LIVE, the row's text; DRAFT, the draft's text. Of the last proposal:
+        # CURSOR, its text; OFFSET, its end there minus the end of the row's text, as both move on
+        # together; SOURCE; ASKED_AT, the end of the row's text then. BONUS, see OWN_BONUS; SHIFT,
+        # the expected end in the draft minus the end of the row's text. Text 0 is empty: none.
         self.rows = np.zeros((16, 8), np.int64)
         self.indexed = np.zeros(16, np.int64)  # the next end to index
         self.table = NgramTable()
-        self._num_waiting = 0.0  # live tokens since they were last indexed
+        self._num_waiting = 0.0  # live tokens to index
         self._add_text(NOTHING, -1, HISTORY_OWNER, HISTORY, 0)
         self.end[0] = 0  # no end is before it
 
     def add_texts(
         self, texts: Sequence[np.ndarray], group: int, owners: Sequence[int], kinds: Sequence[int]
     ) -> list[int]:
-        """Texts that do not grow, int [L] each, the most trusted last; returns their numbers."""
+        """Add texts that do not grow, int [L] each, the most trusted last; return numbers."""
         numbers = [
             self._add_text(tokens, group, owner, kind, len(tokens))
             for tokens, owner, kind in zip(texts, owners, kinds, strict=True)
@@ -183,8 +181,8 @@ class SuffixIndex:
         return numbers
 
     def add_row(self, group: int, sample: int, max_tokens: int) -> int:
-        """A row of up to `max_tokens` tokens; returns its number. Its tokens are not indexed before
-        `start_indexing`."""
+        """Add a row of up to `max_tokens` tokens, not indexed before `start_indexing`. Return its
+        number."""
         row = self.num_rows
         self.num_rows += 1
         if row == len(self.rows):
@@ -195,24 +193,24 @@ class SuffixIndex:
         return row
 
     def start_indexing(self, row: int) -> None:
-        """Others match in a row's tokens from now on, too."""
+        """Let other rows match in a row's tokens from now on."""
         if self.indexed[row] == NOT_YET:
             self.indexed[row] = self.begin[self.rows[row, LIVE]] + MAX_MATCH
             self._num_waiting += self.num_tokens(row)
 
     def num_tokens(self, row: int) -> int:
-        """Tokens that a row has so far."""
+        """Return the number of tokens that a row has so far."""
         live = self.rows[row, LIVE]
         return int(self.end[live] - self.begin[live]) - MAX_MATCH
 
     def unindexed_groups(self, rows: np.ndarray) -> set[int]:
-        """The groups of those of the rows, int64 [R], whose tokens are not indexed yet."""
+        """Return the groups of the rows, int64 [R], without those that are indexed."""
         lacking = rows[self.indexed[rows] == NOT_YET]
         return set(self.group[self.rows[lacking, LIVE]].tolist())
 
     def add_draft(self, row: int, tokens: np.ndarray) -> None:
-        """Give a row a draft, int [L], aligned with its response, in place of any it had. Its
-        siblings match into it too."""
+        """Set the draft of a row, int [L], aligned with its response. Its siblings match there
+        too."""
         live = self.rows[row, LIVE]
         group, sample = int(self.group[live]), int(self.owner[live])
         (draft,) = self.add_texts([tokens], group, [sample], [OWN])
@@ -227,18 +225,18 @@ class SuffixIndex:
         self.text[spans(end, counts)] = tokens
         self.end[live] = end + counts
         is_indexed = self.indexed[rows] != NOT_YET
-        # What a row says whose draft is trusted is in the draft already, but for little.
+        # Most tokens of a row with a trusted draft are in the draft already.
         weight = np.where(self.rows[rows, BONUS] > 0, 1 / max(len(rows), 1), 1.0)
         self._num_waiting += counts @ (weight * is_indexed)
 
     def index_waiting(self, count: int) -> None:
-        """Index what rows have gained, if at least `count` tokens wait for it."""
+        """Index new tokens of rows, if at least `count` wait."""
         if self._num_waiting >= count:
             self.index_live()
 
     def index_live(self) -> None:
-        """Index what rows have gained, but for n-grams that their drafts have at the same place:
-        these are indexed already, and more follows them there."""
+        """Index new tokens of rows, without n-grams that the row's draft has at the same place:
+        these are indexed already, and more tokens follow them there."""
         self._num_waiting = 0.0
         begin = self.indexed[: self.num_rows]
         live, draft = self.rows[: self.num_rows, [LIVE, DRAFT]].T
@@ -247,7 +245,7 @@ class SuffixIndex:
         grown = (stop > begin).nonzero()[0]
         which, offset = ragged((stop - begin)[grown] + n - 1)
         row = grown[which]
-        last = begin[row] + offset - n  # tokens that end n-grams, and those before the first
+        last = begin[row] + offset - n  # last tokens of n-grams, and the tokens before the first
         there = last + (self.begin[draft] - self.begin[live])[row]
         is_other = there >= self.end[draft][row] - 1
         is_other |= self.text.take(there, mode="clip") != self.text[last]
@@ -258,19 +256,19 @@ class SuffixIndex:
         self.indexed[: self.num_rows] = stop
 
     def propose(self, rows: np.ndarray, limits: np.ndarray) -> Proposed:
-        """What may follow rows, at most `limits` tokens; int64 [R] both."""
+        """Return what may follow rows, at most `limits` tokens each. rows, limits: int64 [R]."""
         self.index_waiting(MAX_WAITING)
         state = self.rows[rows]
         live, draft, cursor, offset, source, asked_at, bonus, shift = state.T
         end = self.end[live]
         context = self._before[end - MAX_MATCH]
-        # The continued match is the first candidate and so wins ties. If it has full length,
-        # nothing can beat it and nothing is searched.
+        # The continued match is the first candidate, so it wins ties. No search can beat full
+        # length.
         at = end + offset
         is_open = at < self.end[cursor]
         is_own = is_open & (source == OWN)
         common = self._common(np.minimum(at, self.num_positions), context)
-        # What was accepted is followed by one more token.
+        # A forward adds one token to the accepted ones.
         gained = end - asked_at
         is_right = (common > 0) | (gained > 1)
         np.copyto(bonus, np.where(is_right, OWN_BONUS, bonus - (gained == 1)), where=is_own)
@@ -278,8 +276,7 @@ class SuffixIndex:
         best = np.where(is_open & (common >= MIN_MATCH), common, NO_MATCH)
         score = best + bonus * is_own
         if len(few := (score < MAX_MATCH).nonzero()[0]):
-            # A continued match of two tokens in the own draft is what the search would find, at
-            # distance 0.
+            # The search would find a continued match of two tokens in the own draft at distance 0.
             needs = (draft > 0) & ((best < OWN_RADIUS[0][0]) | ~is_own)
             if len(own := few[needs[few]]):
                 place = self._search_own(draft[own], context[own], (end + shift)[own])
@@ -313,8 +310,8 @@ class SuffixIndex:
     def _search_own(
         self, draft: np.ndarray, context: np.ndarray, expected: np.ndarray
     ) -> np.ndarray:
-        """End in the own draft, near the expected one, that continues `context`; else the expected
-        one; -1 past the draft. int64 [R]."""
+        """Return the end in the own draft near the expected end that continues `context`, else the
+        expected end; -1 past the draft. int64 [R]."""
         first, last = self.begin[draft] + MAX_MATCH, self.end[draft] - 1
         place = expected[:, None] + DISTANCE
         is_there = (place >= first[:, None]) & (place <= last[:, None])
@@ -327,16 +324,16 @@ class SuffixIndex:
     def _search_group(
         self, group: np.ndarray, context: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The two most recent ends in a row's group of its last n tokens, for the largest n with
-        any; int64 [R] each, 0 for none."""
+        """Return the two most recent ends in each row's group of its last n tokens, for the largest
+        n with any; int64 [R] each, 0 for none."""
         found = self.table.find(_hash(group, context[:, LAST]))
         latest, second = (ends.reshape(len(ORDERS), len(group)) for ends in found)
         chosen = (latest > 0).argmax(axis=0), np.arange(len(group))
         return latest[chosen], second[chosen]
 
     def _common(self, ends: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Length of the common suffix of the texts before `ends` and a row's last MAX_MATCH tokens,
-        int64 [R]. context: [R, MAX_MATCH]."""
+        """Return the length of the common suffix of the texts before `ends` and the rows' last
+        MAX_MATCH tokens, int64 [R]. context: [R, MAX_MATCH]."""
         differs = self._before[ends - MAX_MATCH] != context
         return COMMON[np.packbits(differs, axis=1)[:, 0]]
 
@@ -353,11 +350,11 @@ class SuffixIndex:
     def _add_text(
         self, tokens: np.ndarray, group: int, owner: int, kind: int, capacity: int
     ) -> int:
-        """A text with room for `capacity` tokens; returns its number."""
+        """Add a text with room for `capacity` tokens. Return its number."""
         number, begin = self.num_texts, self.num_positions
         end = begin + MAX_MATCH + len(tokens)
         self.num_texts += 1
-        # A position behind the text belongs to it too: that of its last end.
+        # The position behind the text belongs to it too: it is the last end.
         self.num_positions = begin + MAX_MATCH + capacity + 1
         if number == len(self.begin):
             for name in ("begin", "end", "owner", "kind", "group"):
@@ -374,8 +371,8 @@ class SuffixIndex:
 
 
 def _hash(group: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Keys of the last n tokens of a group's texts, for each n of ORDERS in turn, uint64 [ORDERS *
-    P], never 0. Two that are equal by chance cost a proposal, never a token.
+    """Return keys of the last n tokens of a group's texts, for each n of ORDERS in turn, uint64
+    [ORDERS * P], never 0. A collision costs a proposal, never a token.
 
     group: int64 [P]; tokens: int32 [P, max(ORDERS)], the last one first."""
     weighted = tokens.astype(np.uint64) * WEIGHTS[1:]

@@ -1,5 +1,4 @@
-"""Attention over packed tokens: one function registered with transformers, for all models that use
-its attention interface.
+"""Attention over packed tokens: one function for all models with transformers' interface.
 
 `bubblespec_attention` receives the packing as an extra keyword of the model's forward. SDPA is the
 reference on every device; `varlen` (torch) and `flash_attn` (the package) are CUDA kernels for the
@@ -8,6 +7,9 @@ same contract; kernels.py chooses.
 Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended positions, H query
 heads, K key/value heads, G = H / K, D head dimension.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.attention import current_flash_attention_impl
@@ -20,7 +22,7 @@ from bubblespec.engine.packing import PAGE, CachePacking, SequencePacking, Varle
 NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
 # Whether torch's function reads a cache in pages, in one split where that is asked for. Torch 2.12
 # has the arguments too, but its FlashAttention-2 refuses `num_splits`.
-HAS_PAGES = torch.__version__ >= (2, 13)
+HAS_PAGES = torch.__version__ >= (2, 13)  # type: ignore[operator]  # a TorchVersion compares
 _IGNORED = {"position_ids", "cache_position", "use_cache", "is_causal", "dropout"}
 _IGNORED |= {"output_attentions", "output_hidden_states"}
 
@@ -34,8 +36,9 @@ def bubblespec_attention(
     module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing=None,
     kernel: str = "sdpa", **kwargs,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """query: [1, H, N, D]; key, value: [1, K, N, D]; packing: see packing.py, or one with
-    a method `attend` of its own. Returns [1, N, H, D], contiguous: models take a view of it."""
+    """Return [1, N, H, D], contiguous, of query [1, H, N, D] and key and value [1, K, N, D].
+
+    packing: see packing.py, or an object with a method `attend`."""
     unknown = {name for name, given in kwargs.items() if given is not None and name not in _IGNORED}
     if unknown or attention_mask is not None:
         own = f"the attention arguments {sorted(unknown)}" if unknown else "an attention mask"
@@ -128,30 +131,31 @@ def _has_one_query(v: Varlen, window: int | None) -> bool:
 
 def varlen(v: Varlen, query, key, value, *, scaling, window, alone=False) -> torch.Tensor:
     """torch's variable-length kernel. alone: a row's result does not depend on the other rows."""
-    tensors = query.contiguous(), key.contiguous(), value.contiguous(), v.cu_q, v.cu_k
+    tensors: tuple = query.contiguous(), key.contiguous(), value.contiguous(), v.cu_q, v.cu_k
     back, right = -1 if window is None else window - 1, 0
     has_groups = query.shape[1] != key.shape[-2]
     # Keys of one row are split over the GPU where few rows decode, which their number decides.
     # Unless heads are folded, splits leave rows unwritten (pytorch issue 194167).
-    num_splits = 1
+    num_splits: int | None = 1
     if _has_one_query(v, window) and not alone:
         right, num_splits = -1, None if has_groups else 1
     if not HAS_PAGES:  # the operator below it knows `seqused_k`, and splits folded heads only
-        options = {"window_size_left": back, "window_size_right": right, "seqused_k": v.used}
+        given = {"window_size_left": back, "window_size_right": right, "seqused_k": v.used}
         rest = (v.max_q, v.max_k, 0.0, back < 0 and right == 0, False)
-        return torch.ops.aten._flash_attention_forward(*tensors, *rest, scale=scaling, **options)[0]
-    options = {"enable_gqa": has_groups, "seqused_k": v.used, "window_size": (back, right)}
+        return torch.ops.aten._flash_attention_forward(*tensors, *rest, scale=scaling, **given)[0]
+    options: dict = {"enable_gqa": has_groups, "seqused_k": v.used, "window_size": (back, right)}
     if v.used is not None:
         options["num_splits"] = num_splits
     if v.block_table is not None:
         cu_k, options["block_table"] = v.paged
         # FlashAttention-2 needs both, FlashAttention-3 refuses both.
         tensors = (*tensors[:4], None if current_flash_attention_impl() == "FA3" else cu_k)
-    return varlen_attn(*tensors, v.max_q, v.max_k, scale=scaling, **options)
+    attend: Callable[..., Any] = varlen_attn
+    return attend(*tensors, v.max_q, v.max_k, scale=scaling, **options)
 
 
 def _flash(v: Varlen, query, key, value, *, scaling, window) -> torch.Tensor:
-    """The flash_attn package has no `seqused_k`; its paged form expresses the same."""
+    """Call the flash_attn package: it has no `seqused_k`, its paged form expresses the same."""
     from flash_attn import flash_attn_varlen_func
 
     has_bound = not _has_one_query(v, window)

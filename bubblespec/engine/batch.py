@@ -57,19 +57,16 @@ class Runner(Protocol):
     pages: Pages | None  # of keys and values; None where each slot has room for a whole row
 
     def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
-        """Feed the batch, and verify its drafts. The call that this returns waits for the end;
-        until then a GPU computes while the host does something else."""
+        """Feed the batch and return the call that waits for its end and verifies its drafts."""
 
     def place(self, slot: int, row: Row) -> None:
-        """A row, with its tokens so far in it, comes into a slot."""
+        """Note that a row, with its tokens so far in it, comes into a slot."""
 
     def move(self, source: int, target: int, length: int) -> None:
-        """The row in slot `source` continues in slot `target`; its first `length` positions have
-        keys and values."""
+        """Move the first `length` positions of a row to slot `target`, where the row continues."""
 
     def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
-        """The first `length` positions of the rows in slots `source` and `target` are the same,
-        int64 [n] each; only `source` has keys and values of them. No slot is in both."""
+        """Give slots `target` the first `length` positions of slots `source`, int64 [n] each."""
 
     def release(self) -> None:
         """Give the memory of keys and values back until the next forward. No slot has a row."""

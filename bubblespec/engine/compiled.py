@@ -1,5 +1,4 @@
-"""What sampling reads of whole rows of logits, compiled: two or three passes over them instead of
-28.
+"""What sampling reads of whole rows of logits, compiled: three passes over them instead of 28.
 
 A compiler may order the steps of a formula differently, and then a near tie would have another
 winner. So before its first use the compiled function is compared with the eager one: it is used
@@ -22,7 +21,10 @@ from bubblespec.errors import fallback, log, one_line
 
 # The compiler's own functions and its flushing of small numbers differ from those of single
 # operations in the last bit. Older versions of torch do not have all of these.
-OPTIONS = {"eager_numerics.use_pytorch_libdevice": True, "eager_numerics.disable_ftz": True}
+OPTIONS: dict[str, str | int | bool | Callable] = {
+    "eager_numerics.use_pytorch_libdevice": True,
+    "eager_numerics.disable_ftz": True,
+}
 # By default every rank starts up to 32 processes that import torch, for a single kernel.
 OPTIONS["compile_threads"] = 1
 MAX_COMPARED = 1 << 24  # logits at once
@@ -39,8 +41,7 @@ def reduction_for(device: torch.device, enforce_eager: bool) -> Callable:
 def compiled_best_and_sum(
     logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`best_and_sum`, compiled where that works and gives the same. The first call with logits of a
-    kind takes seconds."""
+    """Compute `best_and_sum`, compiled if possible; the first call of a kind takes seconds."""
     logits = logits.contiguous()  # as those that were compared; a part of wider ones is not
     return compile_reduction(logits.shape[1], logits.dtype, logits.device)[0](logits, keys, ids)
 
@@ -49,9 +50,10 @@ def compiled_best_and_sum(
 def compile_reduction(
     vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable, str | None]:
-    """`best_and_sum` compiled for logits [T, vocab_size] of any T; or the eager function, and one
-    line that says why, which is also printed. Takes seconds, at the first call with these
-    arguments."""
+    """Compile `best_and_sum` for logits [T, vocab_size] of any T.
+
+    Returns the eager function and a line with the reason, which is also printed, where that fails.
+    Takes seconds, at the first call with these arguments."""
     try:
         if device.type == "cuda" and importlib.util.find_spec("triton") is None:
             raise ImportError("the package triton is not installed")
@@ -67,8 +69,7 @@ def compile_reduction(
 
 
 def compile_for_any_length(function: Callable) -> Callable:
-    """`function` of (logits, keys, ids), compiled whole for one and for any other number T of
-    positions."""
+    """Compile `function` of (logits, keys, ids) whole, for one and for any other number T."""
     known = torch._inductor.list_options()
     options = {name: value for name, value in OPTIONS.items() if name in known}
     compiled = torch.compile(function, fullgraph=True, options=options)
@@ -85,8 +86,7 @@ def compile_for_any_length(function: Callable) -> Callable:
 def first_difference(
     reduce: Callable, vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """How `reduce` differs from `best_and_sum` at one and at many positions; None if it does
-    not."""
+    """Return how `reduce` differs from `best_and_sum` at one and many positions, or None."""
     for count in (min(MAX_COMPARED // vocab_size + 2, MAX_POSITIONS), 1):
         given = compared(count, vocab_size, dtype, device)
         (best, index, total), wanted = reduce(*given), best_and_sum(*given)
@@ -101,8 +101,9 @@ def first_difference(
 def compared(
     count: int, vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Arguments of `best_and_sum` for T = count positions. Position t allows about 2**-(t % 20) of
-    the tokens, so that not only the largest noise is compared."""
+    """Return arguments of `best_and_sum` for T = count positions.
+
+    Position t allows about 2**-(t % 20) of the tokens: not only the largest noise is compared."""
     position = np.arange(count)
     nothing = np.zeros_like(position)
     seeds = (stream_keys(seed, position, nothing, nothing, nothing) for seed in range(3))

@@ -1,5 +1,4 @@
-"""What a model makes of its output head's product, found without reading names: `find_head` hands
-the model's own forward a product of its choice, and sees what logits become of it.
+"""What a model makes of its output head's product, found by handing its forward a product.
 
 Shape legend: N positions, V rows of the weight, T tokens checked.
 """
@@ -13,9 +12,10 @@ SMALL, LARGE = 2.0**-40, 2.0**60  # products that no cap changes, and that every
 ROUNDING = 1e-5  # some models compute logits in float32, whatever their type
 
 
-def own_forward(model: PreTrainedModel, part: PreTrainedModel, tokens: torch.Tensor):
-    """Return the output of the model's own forward of tokens [T], or of its base model's. part:
-    which of the two. Raises ValueError if it fails."""
+def own_forward(model: PreTrainedModel, part: torch.nn.Module, tokens: torch.Tensor):
+    """Return the output of the own forward of `part`, the model or its base, on tokens [T].
+
+    Raises ValueError if it fails."""
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         return part(input_ids=tokens[None], use_cache=False)
@@ -27,9 +27,10 @@ def own_forward(model: PreTrainedModel, part: PreTrainedModel, tokens: torch.Ten
 def find_head(
     model: PreTrainedModel, tokens: torch.Tensor, num_tokens: int | None = None
 ) -> OutputHead:
-    """Find out what the model makes of its head's product. tokens: [T] to run its own forward on;
-    num_tokens: None for all V. Raises ValueError for what is no `OutputHead`."""
-    linear, products, calls = model.get_output_embeddings(), [], []
+    """Find out what the model makes of its head's product, for its first num_tokens of V columns.
+
+    tokens: [T] to run its own forward on. Raises ValueError for what is no `OutputHead`."""
+    linear, products, calls = model.get_output_embeddings(), list[torch.Tensor](), []
 
     def replace(module, args, output: torch.Tensor) -> torch.Tensor:
         calls.append(output)

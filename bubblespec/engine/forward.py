@@ -9,10 +9,11 @@ Shape legend: N packed tokens, T positions sampled, V vocabulary.
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from bubblespec.engine.batch import Batch
 from bubblespec.engine.model import forward_hidden
@@ -24,10 +25,9 @@ Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `sampling.sampl
 
 
 class GraphMemory:
-    """Memory of CUDA graphs. Forwards share it that are never in use at the same time: what one
-    returns is valid until the next replay of any of them."""
+    """Memory of CUDA graphs, shared by forwards: results are valid until the next replay of any."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.pools: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by `ForwardGraphs`
 
     @property
@@ -37,8 +37,9 @@ class GraphMemory:
 
 
 class Forward(Protocol):
-    """What a `ModelRunner` computes with. The last five members serve its CUDA graphs; on ranks
-    that compute together, all of them call these alike."""
+    """What a `ModelRunner` computes with.
+
+    The last five members serve its CUDA graphs; ranks that compute together call these alike."""
 
     kernel: str
     """Name of the attention kernel, see attention.py."""
@@ -55,8 +56,7 @@ class Forward(Protocol):
         """Return the last hidden states [N, hidden] of packed tokens int64 [N]."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of hidden states [T, hidden]; of this rank's share of the vocabulary
-        where ranks compute together."""
+        """Return logits of hidden states [T, hidden], of this rank's share of the vocabulary."""
 
     def sample(
         self,
@@ -114,9 +114,7 @@ class ModelForward:
         memory: GraphMemory | None = None,
         reduce: Callable = best_and_sum,
     ):
-        """enforce_eager: without CUDA graphs; memory: of other forwards' graphs; reduce: what
-        sampling reads of whole rows of logits, see `best_and_sum` (compiled.py has a faster
-        one)."""
+        """memory: of other forwards' graphs; reduce: see `best_and_sum` and compiled.py."""
         self.model, self.kernel, self.reduce = model, kernel, reduce
         self.memory = memory or GraphMemory()
         self.is_eager = enforce_eager or not can_capture(self.weight().device, kernel)
@@ -124,11 +122,11 @@ class ModelForward:
 
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
         """See `Forward`."""
-        return forward_hidden(self.model, tokens, packing, self.kernel)
+        return forward_hidden(cast(PreTrainedModel, self.model), tokens, packing, self.kernel)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Forward`."""
-        return output_head(self.model)(hidden)
+        return output_head(cast(PreTrainedModel, self.model))(hidden)
 
     def sample(
         self,
@@ -157,14 +155,13 @@ class ModelForward:
 
 
 def can_capture(device: torch.device, kernel: str) -> bool:
-    """Whether a forward with this attention kernel can be a CUDA graph. With SDPA it cannot: the
-    shapes of its calls depend on the rows' lengths."""
+    """Whether a forward can be a CUDA graph: the shapes of SDPA's calls depend on lengths."""
     return device.type == "cuda" and kernel != "sdpa"
 
 
 def heads_per_key(model: torch.nn.Module) -> int:
     """Return how many query heads read keys together; 1 where a sliding window forbids that."""
-    config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
+    config: Any = next((m.config for m in model.modules() if hasattr(m, "config")), None)
     config = config and config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", 1)
     if getattr(config, "sliding_window", None):

@@ -1,13 +1,13 @@
-"""Fewer kernels per layer on a GPU: RMSNorm as one operation and rotary embeddings of queries and
-keys together.
+"""Fewer kernels per layer on a GPU: RMSNorm, and rotary embeddings of queries and keys together.
 
 transformers writes both as single tensor operations: 8 kernels for a norm and 10 for a rotary
-embedding, each of which takes about 2.5 us in a CUDA graph whatever its size. The replacements
-generate and train alike. They round once instead of several times, so results differ in the last
-bit: CPUs, float32 and float64 keep transformers' own functions, and so do batch-invariant models.
+embedding, each of which takes about 2.5 us in a CUDA graph whatever its size. The replacement
+generates and trains alike. Its results differ from transformers' in the last bit, as they are
+rounded once instead of several times; so CPUs, float32 and float64 keep transformers' own, and so
+does a batch-invariant model.
 
-A replacement is compared with the original on random input. The original stays where the two
-differ: in norms that multiply by 1 + weight, and in partial or interleaved rotary embeddings.
+A replacement is compared with the original on random input, which stays where they differ: in norms
+that multiply by 1 + weight, and in partial or interleaved rotary embeddings.
 
 Shape legend: N packed tokens, H query heads, K key/value heads, D head dimension.
 """
@@ -19,6 +19,7 @@ from typing import cast
 
 import torch
 from torch.func import functional_call
+from transformers import PreTrainedModel
 
 DEVICES, HALF = ("cuda",), (torch.bfloat16, torch.float16)
 ROTARY = "apply_rotary_pos_emb"  # the name in each of transformers' modeling files
@@ -26,24 +27,21 @@ MAX_DIFFERENCE = 1e-5  # in float32, where values are around 1
 
 
 class FusedRMSNorm(torch.nn.Module):
-    """`y = x / sqrt(mean(x^2) + epsilon) * weight`; the class that `fuse` gives to norms."""
+    """`y = x / sqrt(mean(x^2) + epsilon) * weight`."""
 
     weight: torch.nn.Parameter
     variance_epsilon: float
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalize hidden_states [..., width of the norm]."""
+        """Normalize hidden states [..., width of the norm]."""
         weight = self.weight
         return torch.nn.functional.rms_norm(
             hidden_states, weight.shape, weight, self.variance_epsilon
         )
 
 
-def fuse(model: torch.nn.Module) -> None:
-    """Replace norms and rotary embeddings of a model in half precision on a GPU.
-
-    A rotary embedding is a function of a modeling file. What computes something else stays.
-    """
+def fuse(model: PreTrainedModel) -> None:
+    """Replace norms and rotary embedding of a half-precision model on a GPU by equal ones."""
     if model.device.type not in DEVICES or model.dtype not in HALF:
         return
     is_same: dict[type, bool] = {}
@@ -63,21 +61,19 @@ def fuse(model: torch.nn.Module) -> None:
 
 def is_norm(module: torch.nn.Module) -> bool:
     """Whether a module looks like an RMSNorm of transformers."""
-    has_weight = [name for name, _ in module.named_parameters()] == ["weight"]
-    return (
-        has_weight and next(module.parameters()).ndim == 1 and hasattr(module, "variance_epsilon")
-    )
+    shapes = [(name, weight.ndim) for name, weight in module.named_parameters()]
+    return shapes == [("weight", 1)] and hasattr(module, "variance_epsilon")
 
 
 @torch.no_grad()
-def computes_rms_norm(norm: torch.nn.Module) -> bool:
-    """Whether a norm equals `FusedRMSNorm`, in float32 with random weights."""
+def computes_rms_norm(module: torch.nn.Module) -> bool:
+    """Whether a norm computes what `FusedRMSNorm` computes, in float32 with random weights."""
+    norm = cast(FusedRMSNorm, module)
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(len(next(norm.parameters())), generator=generator)
+    weight = torch.randn(len(norm.weight), generator=generator)
     x = torch.randn(5, len(weight), generator=generator)
     x[0] *= 1e-3  # where epsilon counts
-    epsilon = float(cast(float, norm.variance_epsilon))
-    fused = torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon)
+    fused = torch.nn.functional.rms_norm(x, weight.shape, weight, norm.variance_epsilon)
     return gives(lambda: functional_call(norm, {"weight": weight}, (x,)), fused)
 
 
@@ -106,8 +102,7 @@ def gives(call: Callable, *wanted: torch.Tensor) -> bool:
 def rotate_together(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate query [1, H, N, D] and key [1, K, N, D] as one tensor; cos, sin: [1, N, D]. Returns
-    views of one result."""
+    """Rotate query [1, H, N, D] and key [1, K, N, D] as one tensor; cos, sin: [1, N, D]."""
     heads = query.shape[1], key.shape[1]
     both = torch.cat((query.transpose(1, 2), key.transpose(1, 2)), dim=2)
     left, right = both.chunk(2, dim=-1)
@@ -118,10 +113,7 @@ def rotate_together(
 
 
 def fused_rotary(own: Callable) -> Callable:
-    """Return a function that rotates together in half precision on a GPU, else calls the original.
-
-    Another model of the same file may be on a CPU or in float32.
-    """
+    """Return a function that calls `rotate_together` where it applies, else the original."""
 
     @functools.wraps(own)
     def rotary(query, key, *args, **kwargs):
@@ -132,5 +124,5 @@ def fused_rotary(own: Callable) -> Callable:
             return rotate_together(query, key, *args)
         return own(query, key, *args, **kwargs)
 
-    setattr(rotary, "original", own)  # noqa: B010  a function's attribute, seen by `fuse`
+    vars(rotary)["original"] = own
     return rotary

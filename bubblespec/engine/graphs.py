@@ -1,5 +1,4 @@
-"""CUDA graphs of the packed forward: a forward of few tokens as one launch, instead of hundreds
-whose launching from Python takes longer than the GPU needs to run them.
+"""CUDA graphs of the packed forward: a forward of few tokens as one launch instead of hundreds.
 
 A graph replays the same kernels on the same addresses. So a forward is padded to a fixed number of
 tokens, and what changes between forwards (token ids, places in the cache, lengths) is copied into
@@ -34,7 +33,7 @@ Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that 
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,8 +69,7 @@ class Shape(NamedTuple):
 
 
 class PaddedPacking(NamedTuple):
-    """The part of a `CachePacking` that attention reads, with everything that changes between
-    forwards on the device."""
+    """The part of a `CachePacking` that attention reads, on the device."""
 
     cache: KVCache
     place: torch.Tensor
@@ -86,15 +84,14 @@ class _Graph(NamedTuple):
 
 
 class ForwardGraphs:
-    """CUDA graphs of one forward over one cache, which must have a spare slot. Where ranks compute
-    together, all of them call `forward` with the same packing, in the same order, and `clear`
-    alike."""
+    """CUDA graphs of one forward over one cache, which must have a spare slot.
+
+    Ranks that compute together call `forward`, with the same packing, and `clear` alike."""
 
     def __init__(
         self, forward: Forward, cache: KVCache, max_num_batched_tokens: int, state_size: int = 0
     ):
-        """state_size: width of a second input of `forward.hidden`, a vector for each token; 0:
-        none."""
+        """state_size: width of a second input of `forward.hidden`, one vector a token, or 0."""
         self.of, self.cache, self.state_size = forward, cache, state_size
         self.states: torch.Tensor | None = None
         """Second input at a fixed address, [B of the largest, state_size]."""
@@ -113,10 +110,10 @@ class ForwardGraphs:
         packing: CachePacking,
         states: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Last hidden states [B, hidden] of packed tokens int64 [N], on the host or on the device.
-        They are valid until the next forward of these graphs or of those that share their memory;
-        those of the N tokens come first, the others are invalid. None if there is no graph for the
-        forward. states: [N, state_size], where the model is a drafter."""
+        """Return the last hidden states [B, hidden] of packed tokens int64 [N], first those of N.
+
+        They are valid until the next forward of graphs that share their memory. None if no graph
+        fits. tokens: on the host or the device; states: [N, state_size], the second input."""
         shape = self.shape_of(packing)
         if shape is None or self.problem:
             return None
@@ -125,21 +122,22 @@ class ForwardGraphs:
             self._capture()
             if self.problem:
                 return None
-        graph, is_on_host = self._graphs[shape], isinstance(tokens, np.ndarray)
-        known = tokens if is_on_host else np.zeros(len(tokens), np.int64)
+        graph = self._graphs[shape]
+        known = tokens if isinstance(tokens, np.ndarray) else np.zeros(len(tokens), np.int64)
         padded = torch.from_numpy(pad(known, packing, shape))
         graph.inputs.copy_(padded, non_blocking=True)
-        if not is_on_host:
+        if isinstance(tokens, torch.Tensor):
             graph.inputs[0, : len(tokens)] = tokens
-        if states is not None:
+        if states is not None and self.states is not None:
             self.states[: len(states)] = states
         graph.replay()
         self.num_replays += 1
         return graph.hidden
 
     def shape_of(self, packing: CachePacking) -> Shape | None:
-        """The smallest shape that fits the forward, of single tokens where that launches no more
-        blocks: one for each token and key/value head, or for each piece of a row and query head."""
+        """Return the smallest shape that fits, of single tokens where that launches no more blocks.
+
+        A block serves one token and key/value head, or one piece of a row and query head."""
         tokens, pieces = packing.index.shape[1], int((-(-packing.count // NARROW)).sum())
         is_single = packing.count.max() == 1
         fold = self.of.heads_per_key
@@ -159,8 +157,7 @@ class ForwardGraphs:
         return None
 
     def clear(self) -> None:
-        """Give graphs and their memory back; the next forward captures them again, also where
-        memory has run out before."""
+        """Give graphs and their memory back; the next forward captures them again."""
         self._graphs.clear()
         self.of.memory.pools.pop(self, None)
         self.states = None
@@ -168,16 +165,16 @@ class ForwardGraphs:
             self.problem = None
 
     def _capture(self) -> None:
-        """Graphs of all shapes, or of none; on all ranks, or on none."""
+        """Capture graphs of all shapes, or of none; on all ranks, or on none."""
         inputs: dict[Shape, torch.Tensor] = {}
         if self._on_all(lambda: self._rehearse(inputs)):
             self.of.connect()
             self._on_all(lambda: self._record(inputs))
 
     def _on_all(self, stage: Callable[[], None]) -> bool:
-        """Whether a stage, in which nothing is exchanged, has been completed by all ranks. If not,
-        no rank has graphs. Where memory runs out, what the allocator keeps unused is given back for
-        a second attempt."""
+        """Whether all ranks have completed a stage that exchanges nothing; else all give up.
+
+        Where memory runs out, the allocator's unused memory is given back for a second attempt."""
 
         def with_free_memory() -> None:
             self._graphs.clear()
@@ -200,8 +197,7 @@ class ForwardGraphs:
         return False
 
     def _rehearse(self, inputs: dict[Shape, torch.Tensor]) -> None:
-        """Run each forward once, without sums over ranks. Fills in what the graphs read, by
-        shape."""
+        """Run each forward once, without sums over ranks; fills in the graphs' inputs."""
         weight = self.of.weight()
         if self.state_size:
             self.states = weight.new_zeros(self.shapes[0].tokens, self.state_size)
@@ -234,8 +230,7 @@ class ForwardGraphs:
 
 
 def attempt(stage: Callable[[], None]) -> str | None:
-    """Run a stage. Returns one line about the error that it raises, or None. The error itself is
-    gone by then, and so are the tensors of the functions that it has left."""
+    """Run a stage and return one line about its error, or None; the error's tensors are freed."""
     try:
         stage()
     except Exception as error:  # the model's own code runs here, and drivers
@@ -250,8 +245,7 @@ def graph_shapes(
     min_tokens: int = 1,
     fold: int = 1,
 ) -> list[Shape]:
-    """Largest first. Padding, up to a whole graph of it, must fit the spare slot. fold: see
-    `heads_per_key`."""
+    """Return sizes of graphs, largest first; padding must fit the spare slot."""
 
     def sizes(buckets: tuple[int, ...], needed: int) -> list[int]:
         largest = next((b for b in buckets if b >= max(needed, min_tokens)), buckets[-1])
@@ -273,11 +267,11 @@ def graph_shapes(
 
 
 def pad(tokens: np.ndarray, packing: CachePacking, shape: Shape) -> np.ndarray:
-    """What a graph of B tokens and S <= B sequences reads, int64 [6, B + 1]: token ids, places in
-    the flattened cache and positions (B each); where the sequences' new tokens begin, and where
-    their keys begin in the flattened cache or, with pages, their slots (S + 1 each); how many keys
-    they have (S).
+    """Return what a graph of B tokens and S <= B sequences reads, int64 [6, B + 1].
 
+    Token ids, places in the flattened cache and positions (B each); where the sequences' new tokens
+    begin, and their keys in the flattened cache or, with pages, their slots (S + 1 each); how many
+    keys they have (S).
     Sequences are pieces of the rows that feed something, then of the padding, of up to max_q tokens
     each, then empty ones.
     """
@@ -307,9 +301,9 @@ def pad(tokens: np.ndarray, packing: CachePacking, shape: Shape) -> np.ndarray:
 
 
 def rehearse(run: Callable[[], torch.Tensor]) -> None:
-    """Run what is to be recorded: libraries set themselves up at their first call, which must not
-    be. CUDA only. Raises RuntimeError if `run` waits for the GPU, which no graph can: found here,
-    it does less harm than in the middle of a capture."""
+    """Run what is to be recorded, as libraries set themselves up at their first call. CUDA only.
+
+    Raises RuntimeError if `run` waits for the GPU: here that does less harm than in a capture."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -319,11 +313,11 @@ def rehearse(run: Callable[[], torch.Tensor]) -> None:
 
 
 def capture(
-    run: Callable[[], torch.Tensor], pool: tuple | None
+    run: Callable[[], torch.Tensor], pool: Any
 ) -> tuple[Callable[[], None], torch.Tensor, tuple]:
-    """Record `run` without running it. Returns a call that runs it, what it returns, and the pool
-    with its memory. CUDA only. pool: of an earlier capture, to share its memory; so what that one
-    returned is valid until this is replayed, and vice versa."""
+    """Record `run`; return a call that replays it, its result, and the pool with its memory.
+
+    CUDA only. pool: of an earlier capture, to share its memory; see `GraphMemory`."""
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog asks for events meanwhile, in a thread of its own.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

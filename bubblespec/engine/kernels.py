@@ -20,7 +20,7 @@ from bubblespec.engine.pages import Pages
 from bubblespec.errors import fallback, first_problem, one_line
 
 HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
-MAX_HEAD_SIZE = 256  # of the CUDA kernels
+MAX_HEAD_SIZE = 256  # in the CUDA kernels
 PROMPTS, MORE, ONE = [8, 5, 3], [1, 4, 2], [1, 1, 1]  # tokens fed to rows of `packed_logits`
 LONG = 160  # tokens of a prompt whose keys are so many that a kernel splits them if it can
 
@@ -31,10 +31,10 @@ def choose_kernel(
     head_sizes: frozenset[tuple[int, int]],
     gather_text: Callable[[str], list[str]] = lambda text: [text],
 ) -> tuple[str, str | None]:
-    """Choose the kernel, on all ranks together; for `auto` with a line if it is not the first one.
+    """Choose the kernel, the same on all ranks; with a line if `auto` falls back.
 
-    Raises ValueError if a requested kernel cannot be used. head_sizes: see `prepare_model`;
-    gather_text: see `Ranks`.
+    All ranks call this together. Raises ValueError if a requested kernel cannot be used.
+    head_sizes: see `prepare_model`; gather_text: see `Ranks`.
     """
     is_auto, problems = requested == "auto", []
     for kernel in kernels_for(model.device) if is_auto else [requested]:
@@ -56,7 +56,7 @@ def choose_kernel(
 def problem_of(
     kernel: str, device: torch.device, dtype: torch.dtype, head_sizes: frozenset[tuple[int, int]]
 ) -> str | None:
-    """Return why a CUDA kernel cannot be used, to follow its name; None where it can."""
+    """Return why a CUDA kernel cannot be used, after its name; None where it can."""
     unfit = sorted((key, value) for key, value in head_sizes if key != value or key > MAX_HEAD_SIZE)
     if device.type != "cuda":
         return f"runs on CUDA only; set sdpa on {device.type}"
@@ -81,7 +81,7 @@ def kernels_for(device: torch.device) -> list[str]:
 
 
 def difference_of(kernel: str, model: PreTrainedModel) -> str | None:
-    """Describe how a kernel fails or differs from SDPA; None if only by rounding."""
+    """Return how a kernel fails or differs from SDPA; None if only by rounding."""
     try:
         prompts = [LONG, *PROMPTS[1:]]
         logits = (
@@ -96,7 +96,7 @@ def difference_of(kernel: str, model: PreTrainedModel) -> str | None:
 
 
 def cache_for(kernel: str, num_spare: int = 0) -> KVCache:
-    """Create the cache of a few rows of PAGE positions, in pages where a run has pages."""
+    """Create a cache of a few rows of PAGE positions, in pages where a run has them."""
     rows = len(PROMPTS)
     pages = Pages(rows, PAGE, rows, PAGE) if reads_pages(kernel) else None
     return KVCache(rows, PAGE, num_spare, pages)
@@ -110,10 +110,9 @@ def packed_logits(
     forward: Callable | None = None,
     prompts: Sequence[int] = PROMPTS,
 ) -> torch.Tensor:
-    """Return logits [N, V] of prompts, of tokens after them, and of the prompts in training.
+    """Compute logits [N, V] of prompts, some tokens after them, one more, and training sequences.
 
-    forward: of `ForwardGraphs` over this cache, for all but the last; prompts: tokens of each.
-    """
+    forward: of `ForwardGraphs` over this cache, except for training; prompts: their lengths."""
     device, hidden, start = model.device, [], np.zeros(len(prompts), np.int64)
     for count in map(np.array, (prompts, MORE, ONE)):
         packing, tokens = pack_rows(cache, start, count, device), random_tokens(model, count.sum())

@@ -1,7 +1,8 @@
 """Keys and values of all rows, in one contiguous slot per row or in pages.
 
-The caller tracks lengths; lowering a length rolls the row back.
-"""
+The caller tracks lengths; lowering one rolls the row back."""
+
+from typing import cast
 
 import numpy as np
 import torch
@@ -10,14 +11,15 @@ from bubblespec.engine.pages import Pages
 
 
 class KVCache:
-    """`keys[layer]` and `values[layer]`: [num_pages + spare ones, page_size, key/value heads, head
-    dimension]. Without `pages`, a page is a slot.
+    """`keys[layer]` and `values[layer]`: [pages and spare ones, page_size, heads, dimension].
+
+    Without `pages`, a page is a slot.
 
     Spare slots or pages belong to no row: padding of fixed-size forwards writes there.
 
     A layer's tensors are made at its first write, in the shape and type of its keys and values:
-    model configurations name both in too many ways. The tensors start as zeros, because masked
-    positions are multiplied by zero and must be finite.
+    names of these in configurations vary. They start as zeros, because masked positions
+    are multiplied by zero and must be finite.
     """
 
     def __init__(
@@ -31,10 +33,10 @@ class KVCache:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self._table: torch.Tensor | None = None
-        self._version = -1  # of the pages, as `_table` has them
+        self._version = -1  # version of the pages in `_table`
 
     def places(self, slot: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Return the places of positions in the flattened cache. All int64 [N]."""
+        """Return places of positions in the flattened cache; all int64 [N]."""
         if self.pages is None:
             return slot * self.slot_length + position
         page, offset = np.divmod(position, self.page_size)
@@ -43,34 +45,28 @@ class KVCache:
     def write(
         self, layer: int, place: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store N new entries; return all keys and values of the layer.
-
-        place: int64 [N], see `places`; key, value: [N, heads, dimension].
-        """
+        """Store keys and values [N, heads, dimension] at `places`; return all of the layer."""
         if layer not in self.keys:
             pages = self.num_pages + (self.num_spare if self.pages is None else 1)
             shape = pages, self.page_size
             made = [new.new_zeros(*shape, *new.shape[1:]) for new in (key, value)]
-            # Both or none: if memory runs out in between, a later write may succeed.
+            # Both or none, should memory run out in between.
             self.keys[layer], self.values[layer] = made
         self.keys[layer].flatten(0, 1)[place] = key
         self.values[layer].flatten(0, 1)[place] = value
         return self.keys[layer], self.values[layer]
 
     def read(self, cached: torch.Tensor, slots: slice, length: int) -> torch.Tensor:
-        """Return the first `length` positions of adjacent slots: [R, length, heads, dimension].
-
-        cached: a layer's keys or values. Pages are gathered; kernels with a block table read them
-        in place.
-        """
+        """Read first positions of adjacent slots, [R, length, heads, dimension]; gather pages."""
         if self.pages is None:
             return cached[slots, :length]
-        table = self.block_table(cached.device)
-        assert table is not None
-        return cached[table[slots, : self.pages.needed(length)].long()].flatten(1, 2)[:, :length]
+        table = cast(torch.Tensor, self.block_table(cached.device))[
+            slots, : self.pages.needed(length)
+        ]
+        return cached[table.long()].flatten(1, 2)[:, :length]
 
     def block_table(self, device: torch.device) -> torch.Tensor | None:
-        """Return `Pages.table` on the device, at one address until `clear`; None without pages."""
+        """Return `Pages.table` at an address that stays until `clear`; None without pages."""
         if self.pages is None:
             return None
         table = torch.from_numpy(self.pages.table)
@@ -82,7 +78,7 @@ class KVCache:
         return self._table
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Move the row in slot `source`, of `length` positions, to slot `target`."""
+        """Continue the row in slot `source`, of `length` positions, in slot `target`."""
         if self.pages is None:
             self.copy(source, target, length)
         else:
@@ -90,23 +86,20 @@ class KVCache:
 
     @torch.inference_mode()  # the tensors are made in inference mode, and may only be written in it
     def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
-        """Let slots `target` begin with the first `length` positions of slots `source`.
-
-        All int64 [n]; no slot is in both.
-        """
+        """Give slots `target` the first positions of other slots `source`, int64 [n] each."""
         if self.pages is not None:
             slots = zip(source.tolist(), target.tolist(), length.tolist(), strict=True)
             source, target, length = np.array([self.pages.share(*of) for of in slots]).T
         source, target, length = (of[length > 0] for of in (source, target, length))
         if not len(length):
             return
-        # All rows at once: a GPU takes as long for one. Positions beyond a row's length are
+        # All rows at once, as a GPU takes as long for one. Positions beyond a row's length are
         # overwritten before they are read.
         device, longest = next(iter(self.keys.values())).device, int(length.max())
-        pages = torch.from_numpy(np.array((source, target))).to(device, non_blocking=True)
+        read, write = torch.from_numpy(np.array((source, target))).to(device, non_blocking=True)
         for tensor in (*self.keys.values(), *self.values.values()):
             part = tensor[:, :longest]
-            part.index_copy_(0, pages[1], part.index_select(0, pages[0]))
+            part.index_copy_(0, write, part.index_select(0, read))
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -121,5 +114,5 @@ class KVCache:
         self._table = None
 
     def num_bytes(self) -> int:
-        """Return the bytes of the tensors that exist; 0 before the first forward."""
+        """Bytes of the tensors that exist; 0 before the first forward."""
         return sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))

@@ -6,6 +6,7 @@ model's own on random tokens.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from bubblespec.engine.packing import pack_rows, pack_sequences
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 DENSE_TOLERANCE = TOLERANCE | {torch.float64: 1e-9}
 RECORDER = "bubblespec_recorder"
+SLOW_WARNING = "warn_if_padding_and_no_attention_mask"
 CHECKED = 12  # positions compared in each check
 # Tokens: beyond the usual windows, up to 8,192, and no more than seconds on a GPU.
 MAX_CHECK_LENGTH = 8300
@@ -40,9 +42,7 @@ KNOWN = {"full_attention", "sliding_attention", "moe", "mlp"} | RECURRENT | BESI
 
 
 def relative_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the largest absolute difference divided by the largest absolute value wanted; see
-    TOLERANCE. Without a lower bound of the latter, small logits may differ no more than large
-    ones."""
+    """Return the largest absolute difference divided by the largest absolute value wanted."""
     scale = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
     return ((got - wanted).abs().max() / scale).item()
 
@@ -50,12 +50,12 @@ def relative_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
 def prepare_model(
     model: PreTrainedModel, max_length: int, num_tokens: int | None = None, fuses: bool = True
 ) -> frozenset[tuple[int, int]]:
-    """Switch the model to the packed attention and to evaluation mode, find its `output_head`, and
-    check that it still gives the model's own logits.
+    """Switch the model to the packed attention and check that it gives the model's own logits.
 
-    max_length: longest prompt plus response, in tokens; num_tokens: size of the policy's
-    vocabulary, the first rows of the model's, by default all; fuses: see fused.py. Returns the
-    sizes of its key and value heads, each pair that occurs. Raises UnsupportedModel.
+    Sets evaluation mode for good, and finds the `output_head`. max_length: longest prompt plus
+    response, in tokens; num_tokens: size of the policy's vocabulary, the first rows of the model's,
+    by default all; fuses: see fused.py. Returns the sizes of its key and value heads, each pair
+    that occurs. Raises UnsupportedModel.
     """
     _check_configuration(model, max_length)
     # For good: the probability ratio compares two forwards of the same weights, so nothing in them
@@ -65,14 +65,15 @@ def prepare_model(
         # transformers' default, a grouped product, has no float64.
         model.set_experts_implementation("eager")
     for module in model.modules():
-        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+        if hasattr(module, SLOW_WARNING):
             # It reads token ids back from the device in every forward.
-            module.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
+            setattr(module, SLOW_WARNING, lambda *args, **kwargs: None)
     if fuses:
         fuse(model)
     try:
         with torch.no_grad():
-            model.to_logits = find_head(model, random_tokens(model, CHECKED), num_tokens)
+            head: Any = find_head(model, random_tokens(model, CHECKED), num_tokens)
+            model.to_logits = head
             head_sizes = _compare(model, CHECKED)
             _check_masks(model, max_length)
             longer = _longer_check(model, max_length)
@@ -88,7 +89,7 @@ def prepare_model(
 
 
 def _decoder(model: PreTrainedModel) -> PreTrainedConfig:
-    """The configuration of the decoder alone, where a model has other parts too."""
+    """Return the configuration of the decoder alone, where a model has other parts too."""
     return model.config.get_text_config(decoder=True)
 
 
@@ -126,7 +127,7 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
         )
     rope = getattr(decoder, "rope_parameters", None) or {}
     for parameters in (rope, *(v for v in rope.values() if isinstance(v, dict))):
-        original = parameters.get("original_max_position_embeddings") or limit
+        original: Any = parameters.get("original_max_position_embeddings") or limit
         if parameters.get("rope_type") in ("dynamic", "longrope") and max_length > original:
             raise UnsupportedModel(
                 f"{type(model).__name__}: its {parameters['rope_type']} rotary scaling changes "
@@ -136,28 +137,25 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
 
 
 def _windows(model: PreTrainedModel) -> list[int | None]:
-    """The sliding window of each layer by the configuration, read as transformers' own cache reads
-    it."""
-    layers = DynamicCache(config=model.config).layers
+    """Return the sliding window of each layer, read as transformers' own cache reads it."""
+    layers: list[Any] = DynamicCache(config=model.config).layers
     return [layer.sliding_window if layer.is_sliding else None for layer in layers]
 
 
 def _longer_check(model: PreTrainedModel, max_length: int) -> int | None:
-    """Length of a second check, beyond the windows and limits of rotary scaling within max_length;
-    None if there are none."""
-    rope = getattr(_decoder(model), "rope_parameters", None) or {}
+    """Return the length of a second check, beyond windows and limits of rotary scaling, or None."""
+    rope: dict[str, Any] = getattr(_decoder(model), "rope_parameters", None) or {}
     lengths = [window for window in _windows(model) if window is not None]
     if rope.get("llama_4_scaling_beta"):
-        lengths.append(rope.get("original_max_position_embeddings"))
+        lengths.append(rope["original_max_position_embeddings"])
     limit = min(max_length, MAX_CHECK_LENGTH - CHECKED + 1)
-    reached = [n for n in lengths if n is not None and n < limit]
+    reached = [n for n in lengths if n < limit]
     length = min(max(reached, default=0) + CHECKED, max_length)
     return length if length > CHECKED else None
 
 
 def _check_masks(model: PreTrainedModel, max_length: int) -> None:
-    """The packed attention derives a layer's mask from its window alone, so mask and window must
-    agree up to max_length."""
+    """Check that masks follow from windows alone up to max_length, as the attention assumes."""
     device, windows = model.device, _windows(model)
     position = torch.arange(max_length, device=device)
     some = torch.linspace(0, max_length - 1, 16, device=device).long()[:, None]
@@ -192,17 +190,17 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
 
 
 def record_masks(
-    model: torch.nn.Module, tokens: torch.Tensor
+    model: PreTrainedModel, tokens: torch.Tensor
 ) -> list[tuple[int, int | None, Callable | None]]:
-    """What each attention call in the model's own forward of tokens [T] is given: index of the
-    layer, sliding window, and mask as transformers defines it, a function of the row, the head and
-    the positions of query and key; None if it is causal, or made by the model itself. The model
-    keeps the recording attention."""
+    """Return what each attention call of the model's own forward is given: layer, window, mask.
+
+    The mask is transformers' function of row, head and the positions of query and key; None if it
+    is causal, or made by the model itself. The model keeps the recording attention."""
     made, seen = [], []
 
-    def make_mask(*args, mask_function, **kwargs) -> torch.Tensor:
-        kwargs["allow_is_causal_skip"] = False
-        made.append((sdpa_mask(*args, mask_function=mask_function, **kwargs), mask_function))
+    def make_mask(*args, mask_function, **kwargs) -> Any:
+        kwargs |= {"allow_is_causal_skip": False, "mask_function": mask_function}
+        made.append((sdpa_mask(*args, **kwargs), mask_function))
         return made[-1][0]
 
     def attend(module, query, key, value, attention_mask, sliding_window=None, **kwargs) -> tuple:
@@ -218,7 +216,7 @@ def record_masks(
 
 
 def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
-    """Token ids [length] to check a model on, the same at every call."""
+    """Return token ids [length] to check a model on, the same at every call."""
     tokens = torch.randint(
         _decoder(model).vocab_size, (length,), generator=torch.Generator().manual_seed(0)
     )
@@ -226,7 +224,7 @@ def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
 
 
 def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """The model's own logits at the last positions, [CHECKED, num_tokens]."""
+    """Return the model's own logits at the last positions, [CHECKED, num_tokens]."""
     if len(tokens) == CHECKED:
         logits = own_forward(model, model, tokens).logits[0, :, : output_head(model).num_tokens]
     else:  # without the logits of all positions, which may be many gigabytes
@@ -240,8 +238,9 @@ def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Ten
 
 
 def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
-    """The model's own logits against a packed training forward and cached ones: two ragged rows in
-    two chunks, and one row alone. Returns the sizes of key and value heads."""
+    """Compare the model's own logits with a packed training forward and with cached ones.
+
+    The latter are two ragged rows in two chunks, and one row. Returns sizes of key/value heads."""
     tokens = random_tokens(model, length)
     reference = _reference_logits(model, tokens)
     model.set_attn_implementation(attention.NAME)

@@ -1,5 +1,4 @@
-"""Counter-based Gumbel noise: the same numbers on every device, and for any batch, rank or
-schedule.
+"""Counter-based Gumbel noise: the same numbers on every device, for any batch or rank.
 
 Two layers. Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns
 the 128-bit counter (prompt uid, visit, sample, position) into a 128-bit stream key. Philox is a
@@ -24,20 +23,16 @@ _LAST_SHIFT = 14
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Compute ten rounds of Philox4x32: uint32 [N, 4].
-
-    counter: uint32 [N, 4]; key: two 32-bit words.
-    """
+    """Compute ten rounds of Philox4x32, uint32 [N, 4], of counters uint32 [N, 4]."""
     low_bits, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     words = counter.T.astype(np.uint64)
-    even: np.ndarray = words[0::2]
-    odd: np.ndarray = words[1::2]
+    even, odd = words[0::2], words[1::2]
     multiplier = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
     for i in range(10):
         product = even * multiplier
-        bumped = key[0] + i * 0x9E3779B9, key[1] + i * 0xBB67AE85
-        round_key = np.array([[word & 0xFFFFFFFF] for word in bumped], np.uint64)
-        even = (product >> shift)[::-1] ^ odd ^ round_key
+        round_key = key[0] + i * 0x9E3779B9, key[1] + i * 0xBB67AE85
+        key_words = np.array([[word & 0xFFFFFFFF] for word in round_key], np.uint64)
+        even = (product >> shift)[::-1] ^ odd ^ key_words
         odd = (product & low_bits)[::-1]
     return np.stack((even, odd), axis=1).reshape(4, -1).T.astype(np.uint32)
 
@@ -45,11 +40,11 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 def stream_keys(
     seed: int, uid: np.ndarray, visit: np.ndarray, sample: np.ndarray, position: np.ndarray
 ) -> np.ndarray:
-    """Return 128-bit keys of N noise streams, int32 [N, 4].
+    """Compute the 128-bit keys of N noise streams, int32 [N, 4].
 
-    All arguments int64 [N]; position counts response tokens from 0. The counter's fields are
-    disjoint bits (uid 64, visit 32, sample 12, position 20), so no two streams of a run share a
-    key.
+    uid: int64 [N], prompts. visit, sample, position: int64 [N]; position counts response tokens
+    from 0. The counter's fields are disjoint bits (uid 64, visit 32, sample 12, position 20), so no
+    two streams of a run share a key.
     """
     counter = np.empty((len(uid), 4), dtype=np.uint32)
     uid = uid.astype(np.uint64)
@@ -61,10 +56,10 @@ def stream_keys(
 
 
 def random_bits(keys: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
-    """Return 31 random bits per stream and token, int32 [N, V], each in [0, 2**31).
+    """Compute 31 random bits per stream and token, int32 [N, V].
 
-    keys: int32 [N, 4]; tokens: ids int32 [V], or V for all from 0. Integer arithmetic modulo 2**32
-    only: bit-identical on every device.
+    keys: int32 [N, 4]; tokens: ids int32 [V], or V for all from 0.
+    Integer arithmetic modulo 2**32 only: bit-identical on every device.
     """
     if isinstance(tokens, int):
         tokens = torch.arange(tokens, dtype=torch.int32, device=keys.device)
@@ -78,21 +73,21 @@ def random_bits(keys: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
 def gumbel(
     keys: torch.Tensor, tokens: int | torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return standard Gumbel noise, dtype [N, V], for int32 keys [N, 4]; see `random_bits`."""
+    """Compute standard Gumbel noise [N, V]; keys, tokens: see `random_bits`."""
     return _log_exponential(keys, tokens, dtype).neg_()
 
 
 def add_gumbel(
     logits: torch.Tensor, keys: torch.Tensor, tokens: int | torch.Tensor
 ) -> torch.Tensor:
-    """Return logits [N, V] plus Gumbel noise, in their dtype; keys, tokens: see `gumbel`."""
+    """Add Gumbel noise to logits [N, V], in their dtype; keys, tokens: see `random_bits`."""
     return logits - _log_exponential(keys, tokens, logits.dtype)
 
 
 def _log_exponential(
     keys: torch.Tensor, tokens: int | torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return logarithms of standard exponential noise: Gumbel noise with the other sign.
+    """Compute logarithms of standard exponential noise, Gumbel noise with the other sign.
 
     With u uniform in (0, 1), and so 1 - u too, -log(-log(1 - u)) has the Gumbel distribution
     exp(-exp(-g)). Written with log1p it keeps full relative precision for small u, which is where

@@ -1,5 +1,4 @@
-"""The output head: from hidden states to logits, the same for sampling, training, drafter and
-shards.
+"""The output head, from hidden states to logits, for sampling, training, drafter and shards.
 
 Between the product with the head's weight and the logits, models multiply by a constant (Cohere,
 Granite) and cap by a tanh (Gemma): cap * tanh(factor * product / cap). The names of these constants
@@ -14,6 +13,7 @@ Shape legend: N positions, V rows of the weight.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -48,4 +48,4 @@ class OutputHead:
 
 def output_head(model: PreTrainedModel) -> OutputHead:
     """Return the head that `prepare_model` has found."""
-    return model.to_logits
+    return cast(OutputHead, model.to_logits)

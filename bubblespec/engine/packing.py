@@ -1,4 +1,4 @@
-"""Packed forwards: tokens of many rows in one [1, N] input, and the indices that attention uses.
+"""Packed forwards: tokens of many rows in one [1, N] input, with indices for attention.
 
 Two layouts. `CachePacking` feeds new tokens of rows whose past lies in the K/V cache (prefill,
 decode and verification are all this). `SequencePacking` is a training micro-batch: whole sequences
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.pages import Lengths
 from bubblespec.engine.ragged import ragged
 
 # Rows of adjacent slots are padded to the longest of them and attended in one call, as long as the
@@ -32,29 +31,25 @@ PAGE = 256  # positions; the flash_attn package requires multiples of it
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to a GPU without waiting for its queued work; on a CPU share its memory.
+    """Copy to a GPU without waiting for its queued work; on a CPU share the array's memory.
 
-    After a copy the array may be changed at once: the call has read memory that is not pinned.
-    """
+    After a copy the array may be changed at once: the call has read memory that is not pinned."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def to_host(*vectors: torch.Tensor) -> tuple[np.ndarray, ...]:
-    """Copy vectors of one length to the host.
-
-    A GPU sends them in one copy, as float64, in which token ids are exact.
-    """
+    """Return vectors of one length; from a GPU in one copy, as float64, exact for token ids."""
     if vectors[0].device.type == "cpu":
         return tuple(vector.numpy() for vector in vectors)
     return tuple(torch.stack([vector.double() for vector in vectors]).cpu().numpy())
 
 
 class Packing(Protocol):
-    """Rows and positions of the packed tokens of a forward."""
+    """Where the packed tokens of a forward belong."""
 
     @property
     def position(self) -> torch.Tensor:
-        """int64 [N], positions of the tokens in their rows."""
+        """Positions of the tokens in their rows, int64 [N]."""
 
 
 class AttentionGroup(NamedTuple):
@@ -68,10 +63,10 @@ class AttentionGroup(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """The padded order of queries: each row of a group has Q of them."""
+    """The padded order of queries, in which each row of a group has Q of them."""
 
     tokens: torch.Tensor  # int64 [places], the packed token at each place
-    position: torch.Tensor  # int64 [places], the last position that it sees
+    position: torch.Tensor  # int64 [places], the last one that it sees
     places: torch.Tensor  # int64 [N], of the packed tokens
 
 
@@ -85,7 +80,7 @@ class CachePacking:
     index: np.ndarray  # int64 [2, N], slot and position of each token
     device: torch.device  # of the forward; the three arrays are on the host
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.ends = self.start + self.count  # int64 [R], positions of each slot after the forward
         self._masks: dict = {}
 
@@ -96,7 +91,7 @@ class CachePacking:
 
     @property
     def place(self) -> torch.Tensor:
-        """Places in the flattened cache that keys and values are written to, int64 [N]."""
+        """Places of keys and values, int64 [N]."""
         return self._index[0]
 
     @property
@@ -107,8 +102,9 @@ class CachePacking:
     @cached_property
     def groups(self) -> list[AttentionGroup]:
         """All rows with new tokens, in slot order."""
-        groups, num_places = [], 0
-        for low, high in _cut_groups(self.count, self.ends):
+        groups: list[AttentionGroup] = []
+        num_places = 0
+        for low, high in _cheapest_cuts(self.count, self.ends):
             queries, length = int(self.count[low:high].max()), int(self.ends[low:high].max())
             if queries:
                 places = slice(num_places, num_places + (high - low) * queries)
@@ -120,11 +116,9 @@ class CachePacking:
 
     @cached_property
     def padding(self) -> Padding | None:
-        """The padded order; None if nothing is padded.
+        """Padding by a row's last token, None if nothing is padded.
 
-        A row is padded with its last token, which sees the same positions. A row without tokens is
-        padded with another row's token, which sees the row's last position, or position 0.
-        """
+        A row without tokens is padded by another row's."""
         num_tokens = self.index.shape[1]
         if self.groups[-1].places.stop == num_tokens:
             return None
@@ -142,24 +136,21 @@ class CachePacking:
     def mask(
         self, group: AttentionGroup, heads_per_kv: int, window: int | None, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """Return the additive mask [R, 1, G * Q, L]; None if every query sees every position.
+        """Return the additive mask [R, 1, G * Q, L] of all layers; None if queries see everything.
 
-        Query q sees position k if q - window < k <= q. All layers share the mask.
-        """
+        Query q sees position k if q - window < k <= q."""
         key = (group.first_slot, heads_per_kv, window)
         if key not in self._masks:
             self._masks[key] = self._make_mask(group, heads_per_kv, window, dtype)
         return self._masks[key]
 
-    def _make_mask(
-        self, group: AttentionGroup, heads_per_kv: int, window: int | None, dtype: torch.dtype
-    ) -> torch.Tensor | None:
+    def _make_mask(self, group, heads_per_kv, window, dtype) -> torch.Tensor | None:
         first, rows, queries, length, places = group
         reaches_back = window is None or window >= length
         if queries == 1 and reaches_back and (self.ends[first : first + rows] == length).all():
             return None
-        # Whether q sees k depends on k - q alone: each mask is a piece of one vector, in which
-        # k = q is at L - 1.
+        # Whether q sees k depends on k - q alone: each query's mask is a piece of one vector, with
+        # k = q at L - 1.
         vector = torch.full((2 * length - 1,), float("-inf"), dtype=dtype, device=self.device)
         vector[max(length - (window or length), 0) : length] = 0.0
         position = self.position if self.padding is None else self.padding.position
@@ -169,44 +160,43 @@ class CachePacking:
 
     @cached_property
     def varlen(self) -> "Varlen":
-        """Sequences of the slots with new tokens."""
+        """The slots with new tokens."""
         fed = self.count.nonzero()[0]
         cu_q = np.append(0, self.count[fed].cumsum())
         cu_k = np.append(fed, fed[-1] + 1) * self.cache.slot_length
-        arrays = (array.astype(np.int32) for array in (cu_q, cu_k, self.ends[fed]))
-        begin, keys, used = (to_device(array, self.device) for array in arrays)
+        offsets_q, offsets_k, used = (
+            to_device(array.astype(np.int32), self.device) for array in (cu_q, cu_k, self.ends[fed])
+        )
         max_q, max_k = int(self.count.max()), int(self.ends[fed].max())
         table = self.cache.block_table(self.device)
         if table is not None and len(fed) == len(self.count):
             table = table[: len(fed)]
         elif table is not None:
             table = table.index_select(0, to_device(fed, self.device))
-        return Varlen(begin, keys, used, max_q, max_k, self.cache.slot_length, table)
+        return Varlen(offsets_q, offsets_k, used, max_q, max_k, self.cache.slot_length, table)
 
 
 @dataclass
 class Varlen:
-    """S sequences of new tokens and their keys, as variable-length kernels take them."""
+    """S sequences of new tokens and their keys in the flattened cache, for variable lengths."""
 
     cu_q: torch.Tensor  # int32 [S + 1], offset of each sequence's new tokens
     cu_k: torch.Tensor  # int32 [S + 1], offset of its keys in the flattened cache
     used: torch.Tensor | None
-    """Number of its keys, the last of them those of its new tokens, int32 [S]; None where keys are
-    those of whole sequences."""
+    """Number of its keys, the new tokens' at the end, int32 [S]; None for whole sequences."""
     max_q: int  # bounds on the new tokens of a sequence, and on its keys
     max_k: int
     slot_length: int
     block_table: torch.Tensor | None = None
-    """Pages of each sequence, int32 [S, pages of a slot]; then `cu_k` is unused."""
+    """Pages of each sequence, int32 [S, pages of a slot]; `cu_k` has no meaning then."""
 
     @cached_property
     def paged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cumulative numbers of keys int32 [S + 1], and pages, int32 [S, pages of a slot].
+        """Cumulative numbers of keys, int32 [S + 1], and pages, int32 [S, pages of a slot].
 
         Without a block table PAGE must divide the slot length, and a sequence of more than one key
-        must begin with a page.
-        """
-        assert self.used is not None
+        must begin a page."""
+        assert self.used is not None, "whole sequences are in no cache"
         lengths = torch.nn.functional.pad(self.used.cumsum(0, dtype=torch.int32), (1, 0))
         if self.block_table is not None:
             return lengths, self.block_table
@@ -214,8 +204,8 @@ class Varlen:
         return lengths, self.cu_k[:-1, None] // PAGE + pages
 
 
-def _cut_groups(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
-    """Return [begin, end) of groups of rows whose padding costs no more than MAX_PADDING.
+def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
+    """Cut rows into groups, [begin, end), whose padding costs no more than MAX_PADDING.
 
     count, length: int64 [R], new tokens and attended positions of each row.
     """
@@ -233,17 +223,14 @@ def _cut_groups(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
     return [*cuts, (begin, len(count))]
 
 
-def _row_cost(queries: Lengths, length: Lengths) -> Lengths:
+def _row_cost(queries, length):
     return (queries + 10) * (length + 80)
 
 
 def pack_rows(
     cache: KVCache, start: np.ndarray, count: np.ndarray, device: torch.device
 ) -> CachePacking:
-    """Reserve pages and create the packing of rows without an engine.
-
-    start, count: int64 [R], cached positions and new tokens of slots 0..R-1.
-    """
+    """Pack rows without an engine, and reserve their pages; start, count: see `CachePacking`."""
     if cache.pages is not None:
         cache.pages.grow(start + count)
     slot, offset = ragged(count)
@@ -259,12 +246,11 @@ class SequencePacking:
 
     @cached_property
     def groups(self) -> tuple[list[tuple[int, int, torch.Tensor, torch.Tensor]], torch.Tensor]:
-        """Groups of sequences of similar length: padding at most doubles a group's work.
+        """Groups of sequences padded to similar lengths, at most doubling the work.
 
-        Each group is (number of sequences, padded length, index [sequences * padded length] of
-        packed tokens with the last one repeated as padding, index [M] of the real tokens in the
-        padded ones). Behind the groups is the order [N] that puts their real tokens, one group
-        after the other, back into packed order.
+        Each group is (number of sequences, padded length, index [sequences * padded length] of the
+        packed tokens with the last one repeated as padding, index [M] of the real tokens in that
+        index). The order [N] puts the real tokens, group after group, back into packed order.
         """
         device = self.position.device
         lengths = np.asarray(self.lengths)
@@ -285,13 +271,13 @@ class SequencePacking:
 
     @cached_property
     def varlen(self) -> Varlen:
-        """The same sequences for variable-length kernels; keys are those of the tokens."""
+        """The same sequences for variable-length kernels, their keys being those of the tokens."""
         cumulative = np.append(0, np.cumsum(self.lengths)).astype(np.int32)
         offsets, longest = to_device(cumulative, self.position.device), max(self.lengths)
         return Varlen(offsets, offsets, None, longest, longest, longest)
 
 
 def pack_sequences(lengths: Sequence[int], device: torch.device) -> SequencePacking:
-    """Create the packing of whole sequences of these lengths, each with positions from 0."""
+    """Pack whole sequences of these lengths, each with positions from 0."""
     position = ragged(np.asarray(lengths))[1]
     return SequencePacking(list(lengths), to_device(position, device))

@@ -1,33 +1,31 @@
-"""Pages of the K/V cache, and the positions of rows that each holds (PagedAttention, Kwon et al.
-2023, arXiv 2309.06180).
+"""Pages of the K/V cache, and their rows (PagedAttention, Kwon et al. 2023, arXiv 2309.06180).
 
-A row takes pages as it grows, so the memory that it holds depends on what it has generated, not on
-its limit. Rows with the same prompt share the pages that the prompt fills; a page is free at
-a reference count of 0. The page that a prompt fills in part is copied.
+A row takes pages as it grows, so its memory depends on its length, not on its limit. Rows with the
+same prompt share the pages that the prompt fills: these are never written again, and are free once
+no row has them. The page that a prompt fills in part is copied.
 """
 
 from typing import TypeVar
 
 import numpy as np
 
-Lengths = TypeVar("Lengths", int, np.ndarray)
+Lengths = TypeVar("Lengths", np.ndarray, int)
 
 
 class Pages:
-    """Block tables of slots, and the free pages, on the host."""
+    """Block tables of slots, and the free pages. All on the host."""
 
     def __init__(self, num_slots: int, slot_length: int, num_pages: int, page_size: int):
-        """Raises ValueError if the pages are too few for one row.
+        """page_size: positions of a page, a divisor of slot_length.
 
-        page_size: positions of a page, a divisor of slot_length.
-        """
+        Raises ValueError if the pages are too few for one row."""
         if num_pages * page_size < slot_length:
             raise ValueError(
                 f"{num_pages} pages of {page_size} positions are too few for a row of {slot_length}"
             )
         self.num_pages, self.page_size, self.slot_length = num_pages, page_size, slot_length
-        # Pages of each slot, in order, int32 [num_slots + 1, pages of a slot]. Behind them, and in
-        # a last row for the padding of forwards, there is a spare page, whose number is num_pages.
+        # The pages of each slot, in order. Behind them, and in a last row for the padding of
+        # forwards, there is a spare page of no row, whose number is num_pages.
         shape = (num_slots + 1, slot_length // page_size)
         self.table = np.full(shape, num_pages, np.int32)
         self.held = np.zeros(num_slots, np.int64)  # pages of each slot
@@ -39,29 +37,28 @@ class Pages:
     def for_rows(
         cls, num_slots: int, max_length: int, page_size: int, num_pages: int | None = None
     ) -> "Pages":
-        """Create pages for rows of max_length tokens; by default enough for full slots."""
+        """Create pages for rows of max_length tokens; by default enough for all slots."""
         per_row = -(-max_length // page_size)
         count = num_slots * per_row if num_pages is None else num_pages
         return cls(num_slots, per_row * page_size, count, page_size)
 
     @property
     def num_free(self) -> int:
-        """Number of pages without a row."""
+        """Pages of no row."""
         return len(self._free)
 
     def needed(self, lengths: Lengths) -> Lengths:
-        """Return the number of pages for this many positions."""
+        """Return the pages for this many positions."""
         return -(-lengths // self.page_size)
 
     def lacking(self, lengths: np.ndarray) -> int:
-        """Return how many pages the first slots lack for this many positions each, int64 [R]."""
+        """Return the pages that first slots lack for this many positions each, int64 [R]."""
         return int(np.maximum(self.needed(lengths) - self.held[: len(lengths)], 0).sum())
 
     def room(self, lengths: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Return the positions that some slots have behind their first `lengths`, int64 [slots].
+        """Return the positions behind `lengths` for some slots, int64 [slots].
 
-        These are in the pages that the slots need anyway, and in an equal share of the free pages.
-        """
+        These are in the pages that a slot has or needs, and in its share of free pages."""
         free = max(self.num_free - self.lacking(lengths), 0) // len(slots)
         pages = np.maximum(self.needed(lengths), self.held[: len(lengths)])[slots] + free
         return pages * self.page_size - lengths[slots]
@@ -73,12 +70,12 @@ class Pages:
             self._take(slot, int(needed[slot]) - int(self.held[slot]))
 
     def trim(self, lengths: np.ndarray) -> None:
-        """Free all pages behind this many positions of the first slots, int64 [R]."""
+        """Keep no more than the pages of this many positions of the first slots, int64 [R]."""
         for slot, length in enumerate(lengths.tolist()):
             self.truncate(slot, length)
 
     def truncate(self, slot: int, length: int = 0) -> None:
-        """Free the slot's pages behind its first `length` positions."""
+        """Keep the pages of the slot's first `length` positions."""
         keep, held = int(self.needed(length)), int(self.held[slot])
         if keep >= held:
             return
@@ -97,11 +94,9 @@ class Pages:
         self.version += 1
 
     def share(self, source: int, target: int, length: int) -> tuple[int, int, int]:
-        """Let slot `target` begin with the first `length` positions of slot `source`.
+        """Share the pages that the first positions of slot `source` fill; return the copy to make.
 
-        It shares the pages that these fill, and gets a page of its own for the rest. Returns what
-        is to be copied: page, its copy, and number of positions.
-        """
+        The rest gets a new page: returns the page, its copy, and the positions in it."""
         self.truncate(target)
         whole, rest = divmod(length, self.page_size)
         self.table[target, :whole] = self.table[source, :whole]
@@ -114,7 +109,7 @@ class Pages:
         return self.num_pages, self.num_pages, 0
 
     def clear(self) -> None:
-        """Free all pages."""
+        """Free the pages of all slots."""
         for slot in np.flatnonzero(self.held).tolist():
             self.truncate(slot)
 

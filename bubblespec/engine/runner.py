@@ -1,5 +1,4 @@
-"""Forwards of the batches that the engine has planned: keys and values, CUDA graphs, noise and
-verification.
+"""Forwards of the batches that the engine has planned: cache, CUDA graphs, noise, verification.
 
 Shape legend: R active rows, N tokens in a forward, M rows that sample in it, T positions sampled, T
 = M + draft tokens.
@@ -41,10 +40,9 @@ class ModelRunner:
         max_num_batched_tokens: int = 2048,
         pages: Pages | None = None,
     ):
-        """max_length: prompt plus response in tokens; forward: of this model, by default
-        `ModelForward`; max_num_batched_tokens: of one forward, at least num_slots; pages: of keys
-        and values, by default as many as full rows in all slots take where the attention kernel
-        reads pages, and a page for each slot where it does not."""
+        """Lengths in tokens; max_num_batched_tokens: of one forward, at least num_slots.
+
+        pages: by default as many as full rows in all slots take, where the kernel reads pages."""
         self.model, self.device, self.seed = model, model.device, seed
         self.num_slots, self.max_length = num_slots, max_length
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -104,9 +102,9 @@ class ModelRunner:
             self.follower.note(batch, hidden)
         if len(batch.slots) == 0:
             return self._wait
-        sampled = batch.num_draft + 1
-        row, offset = ragged(sampled)
-        packed = (np.cumsum(batch.count)[batch.slots] - sampled)[row] + offset
+        num_sampled = batch.num_draft + 1
+        row, offset = ragged(num_sampled)
+        packed = (np.cumsum(batch.count)[batch.slots] - num_sampled)[row] + offset
         hidden = hidden[to_device(packed, self.device)]
         position = batch.generated[row] + offset
         keys = self.noise_keys(batch.slots[row], position)
@@ -123,22 +121,21 @@ class ModelRunner:
         return Verified(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((2, 0)))
 
     def hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
-        """Hidden states of the packed tokens, [N or more, hidden]; with a graph valid until the
-        next forward."""
+        """Return hidden states [N or more, hidden] of tokens [N], valid until the next forward."""
         hidden = None if self.graphs is None else self.graphs.forward(tokens, packing)
         if hidden is None:
             hidden = self.forward.hidden(to_device(tokens, self.device), packing)
         return hidden
 
     def noise_keys(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
-        """Keys of the noise of response positions, int32 [T, 4]. slots, position: int64 [T], rows
-        one after the other."""
+        """Return the noise keys of T response positions of slots, int32 [T, 4], row after row."""
         self._make_keys(slots, position + 1)
         return to_device(self._stream_key[slots, position], self.device)
 
     def _make_keys(self, slots: np.ndarray, needed: np.ndarray) -> None:
-        """Work out the keys of the first `needed` positions, int64 [slots]; a slot may occur
-        several times. KEYS_AHEAD more than needed, as one at a time costs as much as many."""
+        """Compute the keys of the first `needed` positions of slots, which may occur repeatedly.
+
+        KEYS_AHEAD more than needed, as one at a time costs as much as many."""
         needed = np.minimum(needed, self.max_length)
         if (needed <= self._keyed[slots]).all():
             return
@@ -149,5 +146,6 @@ class ModelRunner:
         row, offset = ragged(end - self._keyed[lacking])
         slot = lacking[row]
         new = self._keyed[slot] + offset
-        self._stream_key[slot, new] = stream_keys(self.seed, *self._noise_key[slot].T, new)
+        uid, visit, sample = self._noise_key[slot].T
+        self._stream_key[slot, new] = stream_keys(self.seed, uid, visit, sample, new)
         self._keyed[lacking] = end

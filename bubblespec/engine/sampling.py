@@ -1,8 +1,7 @@
-"""From logits to tokens: Gumbel-max with keyed noise, and exact verification of draft tokens with
-the same noise. A token is a pure function of its logits and its noise key.
+"""From logits to tokens: Gumbel-max with keyed noise, and exact verification of drafts.
 
 argmax_v(log p_v + g_v) with standard Gumbel g is an exact sample of p (Gumbel 1954; Maddison et al.
-2014, "A* sampling").
+2014, "A* sampling"). So a token is a pure function of its logits and its noise key.
 
 A draft token x is accepted while it is the token y that the row samples there, with the noise that
 sampling without drafts would use. So the draft cannot change y at all: every token has exactly the
@@ -53,14 +52,13 @@ class SamplingParams:
 class Verified(NamedTuple):
     """Result of a verification, on the host.
 
-    With `first` a row's first position, token[first : first + accepted] are its accepted draft
-    tokens, and token[first + accepted] comes next. Entries behind that are invalid.
-    """
+    From a row's first position on, `token` has its `accepted` draft tokens and the next token.
+    Entries after a rejected token are invalid."""
 
     accepted: np.ndarray
-    """int64 [R], leading draft tokens accepted."""
+    """Leading draft tokens accepted, int64 [R]."""
     token: np.ndarray
-    """int64 [T]."""
+    """Sampled tokens, int64 [T]."""
     logprobs: np.ndarray
     """Both log-probabilities of `sample`, float [2, T]."""
 
@@ -68,12 +66,11 @@ class Verified(NamedTuple):
 def best_and_sum(
     logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor, is_greedy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Reduce rows of logits [T, V] to all that sampling needs.
+    """Compute what sampling reads of whole rows of logits [T, V].
 
-    Returns the largest logit with noise, float [T], its index, int64 [T], and the logarithm of the
-    sum of exponentials without noise, float [T]. keys: int32 [T, 4]; ids: int32 [V], see `gumbel`;
-    is_greedy: without noise. 28 passes over the logits, or two or three of a compiled kernel
-    (compiled.py).
+    Returns the largest with noise, float [T], its index, int64 [T], and the logarithm of the sum of
+    exponentials without noise, float [T]. keys: int32 [T, 4]; ids: int32 [V], see `gumbel`;
+    is_greedy: without noise. 28 passes over the logits, or two or three compiled (compiled.py).
     """
     logits = widened(logits)
     best, index = (logits if is_greedy else add_gumbel(logits, keys, ids)).max(-1)
@@ -104,37 +101,21 @@ def sample(
 
 
 def reduce_chunks(
-    logits: torch.Tensor,
-    keys: torch.Tensor,
-    num_generated: torch.Tensor,
-    params: SamplingParams,
-    ids: torch.Tensor,
-    reduce: Callable,
+    logits: torch.Tensor, keys, num_generated, params: SamplingParams, ids, reduce: Callable
 ) -> tuple[torch.Tensor, ...]:
-    """Reduce T positions in chunks of MAX_LOGITS_AT_ONCE to five columns, [T] each.
+    """Compute what sampling reads of T positions, [T] each, in chunks of MAX_LOGITS_AT_ONCE.
 
-    These are the largest logit with noise, its index int64, the logit there without noise, and the
-    logarithms of the sums of exponentials of all logits and of the allowed ones.
-    """
+    Returns the largest logit with noise, its index, its logit without noise, and the logarithms of
+    the sums of exponentials, of all logits and of allowed ones."""
     rows = max(1, MAX_LOGITS_AT_ONCE[logits.device.type] // logits.shape[1])
     chunks = zip(*(t.split(rows) for t in (logits, keys, num_generated)), strict=True)
-    parts = [
-        _reduce_chunk(own, own_keys, lengths, params, ids, reduce)
-        for own, own_keys, lengths in chunks
-    ]
+    parts = [_reduce_chunk(one, key, num, params, ids, reduce) for one, key, num in chunks]
     if len(parts) == 1:
         return parts[0]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def _reduce_chunk(
-    logits: torch.Tensor,
-    keys: torch.Tensor,
-    num_generated: torch.Tensor,
-    params: SamplingParams,
-    ids: torch.Tensor,
-    reduce: Callable,
-) -> tuple[torch.Tensor, ...]:
+def _reduce_chunk(logits, keys, num_generated, params: SamplingParams, ids, reduce: Callable):
     logits, allowed = scale_and_restrict(logits, num_generated, params)
     if params.temperature == 0.0:
         best, index, allowed_sum = best_and_sum(allowed, keys, ids, is_greedy=True)
@@ -146,14 +127,16 @@ def _reduce_chunk(
 
 
 def widened(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits in float64 as they are, others in float32."""
+    """Convert logits to at least float32."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def scale_and_restrict(
-    logits: torch.Tensor, num_generated: torch.Tensor, params: SamplingParams
+    logits: torch.Tensor, num_generated, params: SamplingParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits [T, V] divided by the temperature, and the same with barred tokens at -inf."""
+    """Return logits [T, V] divided by the temperature, and the same with barred tokens at -inf.
+
+    Both are the given logits where nothing changes."""
     if params.temperature not in (0.0, 1.0):
         logits = widened(logits) / params.temperature
     if params.truncates:
@@ -161,14 +144,11 @@ def scale_and_restrict(
     return logits, restrict(logits, num_generated, params)
 
 
-def restrict(
-    logits: torch.Tensor, num_generated: torch.Tensor, params: SamplingParams
-) -> torch.Tensor:
-    """Return logits [T, V], divided by the temperature before, with barred tokens at -inf.
+def restrict(logits: torch.Tensor, num_generated, params: SamplingParams) -> torch.Tensor:
+    """Set barred tokens of logits [T, V], divided by the temperature, to -inf.
 
     Barred are early stop tokens, then all but the top_k, then all outside the nucleus (the smallest
-    set of best tokens with probability at least top_p).
-    """
+    set of best tokens with probability at least top_p)."""
     if params.stop_token_ids and params.min_length > 0:
         too_early = num_generated < params.min_length
         stop = to_device(np.array(params.stop_token_ids), logits.device)
@@ -191,9 +171,11 @@ def verify(
 ) -> Verified:
     """Verify the drafts of R rows; a row without a draft gets a token.
 
-    sampled: result of `sample`, [T] each, n + 1 positions of one row after the other: in place of
-    its draft tokens, and after them; draft: int64 [S]; counts: int64 [R], n of each row. The host
-    waits for the device once. `num_gained` applies length limits and stop tokens.
+    sampled: from `sample`, [T] each, row after row, each with n + 1 positions: in place of its
+    draft tokens, and after them; draft: int64 [S] and counts: int64 [R], n of each
+    row, both on the host. The host waits for the device once.
+
+    Length limits and stop tokens are left to `num_gained`.
     """
     assert len(sampled[0]) == len(counts) + len(draft) and len(draft) == counts.sum()
     token, *logprobs = to_host(*sampled)
@@ -202,15 +184,14 @@ def verify(
 
 
 def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the draft tokens of each row before its first wrong one, int64 [R].
+    """Count each row's draft tokens before the first wrong one, int64 [R].
 
     token: int64 [T], sampled in place of each draft token and after the last; draft: int64 [S];
-    counts: int64 [R], draft tokens of each row.
-    """
+    counts: int64 [R], draft tokens of each row."""
     if len(draft) == 0:
         return np.zeros(len(counts), np.int64)
     ends = (counts + 1).cumsum()
-    is_wrong = np.ones(len(token), bool)  # the position after a row's draft counts as wrong
+    is_wrong = np.ones(len(token), bool)  # True after each row's draft
     is_drafted = is_wrong.copy()
     is_drafted[ends - 1] = False
     is_wrong[is_drafted] = token[is_drafted] != draft
@@ -221,19 +202,16 @@ def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np
 def num_gained(
     token: np.ndarray, accepted: np.ndarray, counts: np.ndarray, stops: tuple, *, limit: np.ndarray
 ) -> np.ndarray:
-    """Return the tokens that each row gains by a verification, int64 [R].
+    """Count the tokens that rows gain by a verification, accepted and next ones, int64 [R].
 
-    These are the accepted ones and the next, cut after a token in `stops` and at `limit`. token:
-    int64 [T]; accepted, counts: int64 [R]; limit: int64 [R], tokens that a row may still get, at
-    least 1.
-    """
+    Rows are cut after a token in `stops`, and at `limit`, int64 [R], at least 1."""
     stop_at = np.where(is_stop(token, stops), ragged(counts + 1)[1], len(token))
     first_stop = np.minimum.reduceat(stop_at, np.cumsum(counts + 1) - (counts + 1))
     return np.minimum(np.minimum(accepted, first_stop) + 1, limit)
 
 
 def is_stop(token: np.ndarray, stop_token_ids: tuple[int, ...]) -> np.ndarray:
-    """Whether tokens are stop tokens, bool [T]; for a few, np.isin takes ten times as long."""
+    """Whether tokens are stop tokens, bool [T]; np.isin takes ten times as long for a few."""
     is_any = np.zeros(len(token), bool)
     for stop in stop_token_ids:
         is_any |= token == stop

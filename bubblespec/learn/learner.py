@@ -153,9 +153,8 @@ class Learner:
 
         Return the step's training metrics, equal on all ranks except `timing_s/sync` (this rank's
         seconds in gradient reductions), and a "sync" span for each reduction. An update whose loss,
-        gradient or samples' log-probabilities are not finite is skipped, on all ranks alike;
-        `skipped_updates` counts them. Raises RunFailed after more than MAX_SKIPPED_STEPS
-        consecutive steps with such an update.
+        gradient or samples' log-probabilities are not finite is skipped, on all ranks alike. Raises
+        RunFailed after more than MAX_SKIPPED_STEPS consecutive steps with such an update.
         """
         has_gradient = self.has_gradient(samples, advantages)
         # NaN marks a token of an environment. Without environments, it shows a failed generation.
@@ -194,7 +193,13 @@ class Learner:
             num_skipped += not (is_finite and math.isfinite(grad_norm))
         for renew in self.after_update:
             renew()
-        self._count_skipped(num_skipped, step)
+        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if num_skipped else 0
+        if self.num_skipped_in_a_row > MAX_SKIPPED_STEPS:
+            raise RunFailed(
+                f"loss or gradient was not finite in {self.num_skipped_in_a_row} steps in a row, "
+                f"the last of them step {step}; these updates were skipped. Check "
+                "optim.learning_rate, the rewards and model.dtype"
+            )
         metrics = self.training_metrics(totals)
         self.warn_of_mismatch(metrics, step)
         metrics |= {
@@ -265,15 +270,6 @@ class Learner:
     ) -> torch.Tensor:
         temperature = self.config.rollout.temperature
         return response_logprobs(model, batch, temperature, self.kernel, on_hidden)
-
-    def _count_skipped(self, num_skipped: int, step: int) -> None:
-        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if num_skipped else 0
-        if self.num_skipped_in_a_row > MAX_SKIPPED_STEPS:
-            raise RunFailed(
-                f"loss or gradient was not finite in {self.num_skipped_in_a_row} steps in a row, "
-                f"the last of them step {step}; these updates were skipped. Check "
-                "optim.learning_rate, the rewards and model.dtype"
-            )
 
     def training_metrics(self, totals: list[dict[str, float]]) -> dict[str, float]:
         """Return the metrics of a step from the `MEASURED` of each of its updates.

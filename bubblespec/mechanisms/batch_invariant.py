@@ -1,11 +1,10 @@
-"""Forwards in which a row's logits are bit-identical whatever the other rows are, in float32 and
-bfloat16 too (`model.batch_invariant`).
+"""Forwards whose logits of a row do not depend on other rows, in any type, to the last bit.
 
-The number of rows decides a product's kernel, and so the order of its sums. So products have a
-fixed number of rows on a CPU, and at least 64 on a GPU, where cuBLAS has no workspace to split sums
-in. Means over features are added up in an order that the number of features alone decides. Each
-query is attended by itself on a CPU, and in one piece on a GPU (`num_splits`). `first_difference`
-finds other causes: it compares one row among different other rows.
+`model.batch_invariant`: libraries choose a product's kernel, and with it the order of its sums, by
+the number of rows. So products have a fixed number of rows on a CPU, and at least 64 on a GPU,
+where cuBLAS has no workspace to split sums in; means over features are added up in an order that
+depends on their number alone; and each query is attended by itself on a CPU, and in one piece on a
+GPU (`num_splits`). `first_difference` compares one row among different other rows.
 
 Shape legend: N packed tokens, R rows, P positions compared, V vocabulary, L attended positions, H
 query heads, K key/value heads, G = H / K, D head dimension.
@@ -13,16 +12,18 @@ query heads, K key/value heads, G = H / K, D head dimension.
 
 import contextlib
 import os
+from typing import cast
 
 import numpy as np
 import torch
 from torch import is_inference_mode_enabled
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
+from bubblespec.config import Config
 from bubblespec.engine.attention import varlen
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.graphs import PaddedPacking
 from bubblespec.engine.noise import add_gumbel
 from bubblespec.engine.packing import CachePacking, Packing, pack_rows, to_device
 from bubblespec.engine.runner import ModelRunner
@@ -39,7 +40,7 @@ NUM_SLOTS, SLOT_LENGTH = 257, 384  # for graphs of as many tokens
 
 
 class InvariantLinear(torch.nn.Linear):
-    """A layer that generates by products of a fixed number of rows, see `make_invariant`."""
+    """A linear layer that generates by products of a fixed number of rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_inference_mode_enabled():
@@ -54,10 +55,7 @@ class InvariantLinear(torch.nn.Linear):
 
 
 class FixedMeans(TorchFunctionMode):
-    """Context in which means over features are sums of halves.
-
-    On a GPU torch's own order depends on the number of rows.
-    """
+    """Mode in which means over features are sums of halves, in an order independent of rows."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -68,7 +66,7 @@ class FixedMeans(TorchFunctionMode):
 
 
 def fixed_mean(x: torch.Tensor) -> torch.Tensor:
-    """Compute the mean over the last dimension, which stays with size 1."""
+    """Compute means over the last dimension, which stays with size 1."""
     size = x.shape[-1]
     width = 1 << (size - 1).bit_length()
     total = pad(x, (0, width - size))
@@ -79,13 +77,13 @@ def fixed_mean(x: torch.Tensor) -> torch.Tensor:
 
 
 def fix_libraries() -> None:
-    """Set the variables that cuBLAS reads once, before its first product."""
+    """Set what cuBLAS reads once, before its first product."""
     for name, value in CUBLAS.items():
         os.environ[name] = value
 
 
 def make_invariant(model: torch.nn.Module) -> None:
-    """Make a model's linear layers invariant, its output head too; parameters stay unchanged."""
+    """Make linear layers invariant, output head included; parameters stay."""
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             module.__class__ = InvariantLinear
@@ -94,7 +92,7 @@ def make_invariant(model: torch.nn.Module) -> None:
 def fixed_best_and_sum(
     logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `sampling.best_and_sum` with a softmax, which adds up each row by itself."""
+    """Compute `sampling.best_and_sum` with a softmax's sum, which adds up each row by itself."""
     logits = widened(logits)
     best, index = add_gumbel(logits, keys, ids).max(-1)
     logprob = logits.log_softmax(-1).gather(-1, index[:, None])
@@ -102,7 +100,7 @@ def fixed_best_and_sum(
 
 
 class InvariantForward(ModelForward):
-    """The forward of a model after `make_invariant`; training need not be invariant."""
+    """The forward of an invariant model. Training and a drafter need not be invariant."""
 
     def __init__(self, model: torch.nn.Module, kernel: str = "sdpa", enforce_eager: bool = False):
         super().__init__(model, kernel, enforce_eager=enforce_eager)
@@ -113,17 +111,16 @@ class InvariantForward(ModelForward):
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
         """See `Forward`."""
         if self.kernel != "flash_attn":
-            assert isinstance(packing, CachePacking | PaddedPacking)
-            packing = AlonePacking(packing, self.kernel)
+            packing = AlonePacking(cast(CachePacking, packing), self.kernel)
         is_cuda = tokens.device.type == "cuda"
         with FixedMeans() if is_cuda else contextlib.nullcontext():
             return super().hidden(tokens, packing)
 
 
 class AlonePacking:
-    """Packed tokens, each attended regardless of the other rows."""
+    """Packed tokens that are attended without regard to each other's rows."""
 
-    def __init__(self, packing: CachePacking | PaddedPacking, kernel: str):
+    def __init__(self, packing: CachePacking, kernel: str):
         """kernel: "sdpa" or "varlen"."""
         self.packing, self.kernel, self.position = packing, kernel, packing.position
 
@@ -132,21 +129,17 @@ class AlonePacking:
         packing = self.packing
         key, value = packing.cache.write(layer, packing.place, key, value)
         if self.kernel == "sdpa":
-            assert isinstance(packing, CachePacking)
             return attend_alone(packing, query, key, value, scaling=scaling, window=window)
         if packing.cache.pages is None:
             key, value = key.flatten(0, 1), value.flatten(0, 1)
-        how = {"scaling": scaling, "window": window, "alone": True}
-        return varlen(packing.varlen, query, key, value, **how)
+        rows = packing.varlen
+        return varlen(rows, query, key, value, scaling=scaling, window=window, alone=True)
 
 
 def attend_alone(
     packing: CachePacking, query, cached_key, cached_value, *, scaling, window
 ) -> torch.Tensor:
-    """Compute the attention of query [N, H, D] over the cache.
-
-    Each query has keys up to the next multiple of WIDTH, whatever is computed with it.
-    """
+    """Compute the attention of query [N, H, D] over keys up to the next multiple of WIDTH."""
     slots, positions = packing.index
     heads, out = cached_key.shape[2], torch.empty_like(query)
     for block in np.unique(positions // WIDTH):
@@ -170,10 +163,9 @@ def attend_alone(
 
 @torch.inference_mode()
 def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
-    """Describe where logits of one row depend on other rows; None if nowhere.
+    """Describe where logits of a row depend on other rows; None if nowhere.
 
-    runner: of NUM_SLOTS slots of SLOT_LENGTH positions; vocab_size: tokens to feed.
-    """
+    runner: of NUM_SLOTS slots of SLOT_LENGTH positions; vocab_size: tokens to feed."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, vocab_size, (1 + max(NUM_OTHERS), LENGTH))
     wanted = None
@@ -196,16 +188,15 @@ def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
 
 
 def _logits(runner: ModelRunner, tokens: np.ndarray, widths: list[int]) -> torch.Tensor:
-    """Return logits [COMPARED, V] of the last tokens of the first row, fed amid the rest.
+    """Compute the first row's last logits, [COMPARED, V], fed in the middle of other rows.
 
-    tokens: [R, LENGTH]; widths: tokens of the row in each forward after the first.
-    """
+    tokens: [R, LENGTH]; widths: of the forwards after the first."""
     own = len(tokens) // 2
     tokens = np.roll(tokens, own, axis=0)
     start = np.zeros(len(tokens), np.int64)
     logits = []
     for width in (LENGTH - sum(widths), *widths):
-        count = np.minimum(1 + np.arange(len(tokens)) % 4, width)  # of other rows
+        count = np.minimum(1 + np.arange(len(tokens)) % 4, width)  # of others
         count[own] = width
         packing = pack_rows(runner.cache, start.copy(), count, runner.device)
         fed = np.concatenate([t[a : a + n] for t, a, n in zip(tokens, start, count, strict=True)])
@@ -216,3 +207,23 @@ def _logits(runner: ModelRunner, tokens: np.ndarray, widths: list[int]) -> torch
         logits.append(runner.forward.logits(hidden[to_device(sampled, runner.device)])[of_own])
         start += count
     return torch.cat(logits)[-COMPARED:]
+
+
+def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> None:
+    """Make the model's products batch-invariant, and compare. Raises ValueError with what
+    differs."""
+    make_invariant(model)
+    forward = InvariantForward(model, kernel, enforce_eager=config.rollout.enforce_eager)
+    runner = ModelRunner(
+        model,
+        NUM_SLOTS,
+        SLOT_LENGTH,
+        config.run.seed,
+        forward=forward,
+        max_num_batched_tokens=SLOT_LENGTH,
+    )
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    difference = first_difference(runner, vocab_size)
+    runner.release()
+    if difference is not None:
+        raise ValueError(f"model.batch_invariant: {difference}")

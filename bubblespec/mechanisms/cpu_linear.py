@@ -3,15 +3,15 @@
 torch hands `linear` to MKL, with the weight as it is stored, [out, in]. On AMD's processors oneDNN
 is more than twice as fast, and on all of them the few rows of a decoding forward are multiplied
 faster by a copy of the weight in oneDNN's own order of memory. Two to four rows are fastest where
-MKL computes the transposed product, `weight @ x.T`, with other code than for `x @ weight.T`. The
-time of a product has steps in its number of rows, and four rows may take less time than three. So
-generation may use each kernel and may add rows of zeros, and training may use oneDNN. The choice is
+MKL computes the transposed product, `weight @ x.T`, with other code than for `x @ weight.T`. How
+long a product takes has steps in its number of rows, and four may take less time than three. So
+generation may use each of them and may add rows of zeros, and training may use oneDNN. What pays is
 measured at the start of a run, for each shape of layer and number of rows. In float32 the kernel
 affects rounding, so all ranks must use the same one, and a resumed run keeps its choice
-(`setup.choose_linear`).
+(`choose_linear`).
 
-Copies are renewed when the weight's version counter has changed: generation always uses the current
-weights. Parameters, their names and their memory stay unchanged.
+Copies are renewed when the weight has changed, which its version counter says: generation always
+uses the current weights. Parameters, their names and their memory stay as they are.
 
 Shape legend: K features in, M features out.
 """
@@ -28,21 +28,26 @@ import torch
 from torch import is_inference_mode_enabled
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
+from transformers import PreTrainedModel
+
+from bubblespec.config import Config
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.telemetry.trace import describe_hardware
 
 # Rows of a product at which generation is measured; another number counts as the next of these.
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 48, 128)
 MAX_PADDED = 24  # rows up to which those between are padded to one of ROWS
-MIN_TRAINING_ROWS = 128  # smaller training forwards use torch
+MIN_TRAINING_ROWS = 128  # training forwards of fewer rows are torch's
 
 BUDGET_S = 2.0  # for all measurements; only two rounds of a slow machine may take longer
 MAX_ROUNDS = 10
 MARGIN = 1.1  # a kernel must be faster by this factor,
 MIN_SAVED_S = 2e-6  # and by so much in a call: less is lost in noise
 PADDING_S = 5e-6  # that rows of zeros take to be made
-# Of the measured weights, float32: more than the caches of a core hold, shared ones included.
+# Elements of the measured weights, float32: more than the caches of a core hold, shared ones too.
 # Weights that come from a cache say nothing about those that come from memory.
 MAX_ELEMENTS = 1 << 25
-MAX_IN_LAYER = 1 << 23  # of one of them: of larger ones (output heads) the first rows
+MAX_IN_LAYER = 1 << 23  # of one weight; of larger ones (output heads) the first rows
 TRAINING_ROWS = 256  # of the measured products of training
 MAX_TRAINED = 1 << 21  # elements, of all measured weights of a shape
 
@@ -55,16 +60,16 @@ class Call(NamedTuple):
     """How a product of generation is computed."""
 
     kernel: str = TORCH
-    """Product by torch, by torch with both factors exchanged, or by oneDNN with a packed weight."""
+    """torch, torch with both factors exchanged, or oneDNN with a packed copy of the weight."""
     pad_to: int = 0
-    """Rows to pad to with zeros; 0: no padding."""
+    """Pad to this many rows with zeros; 0: no padding."""
 
 
 class Plan(NamedTuple):
-    """Kernels of the layers of one shape."""
+    """Kernels of layers of one shape."""
 
     calls: tuple[Call, ...] = ()
-    """Calls in generation for each of ROWS; none for torch's products."""
+    """Calls in generation, for each of ROWS; none for torch's products."""
     trains: bool = False
     """Whether training uses oneDNN."""
 
@@ -80,10 +85,9 @@ class Plan(NamedTuple):
 
 
 def _as_measured(calls: tuple[Call, ...], count: int) -> Call:
-    """Return the call for the next of ROWS; with MKL, few rows are padded to exactly that number.
+    """Return the call for the next of ROWS.
 
-    MKL may take a third longer for 13 to 15 rows than for 16.
-    """
+    MKL pads few rows to that number: 13 to 15 rows may take a third longer than 16."""
     number = bisect_left(ROWS, count)
     is_between = 0 < count < ROWS[number] <= MAX_PADDED
     if not is_between or calls[number].pad_to or calls[number].kernel == PACKED:
@@ -92,7 +96,7 @@ def _as_measured(calls: tuple[Call, ...], count: int) -> Call:
 
 
 def can_choose(model: torch.nn.Module) -> bool:
-    """Whether there is a choice: in float32 on a CPU, and with oneDNN in torch."""
+    """Whether there is a choice: in float32 on a CPU, with oneDNN in torch."""
     weight = next(model.parameters())
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and has_onednn()
 
@@ -102,19 +106,12 @@ def has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def onednn_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Compute `linear` by oneDNN, without autograd.
-
-    x: [..., K]; weight: [M, K], of any strides, or packed.
-    """
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor:
+    """Compute `linear` by oneDNN, without autograd; weight: [M, K], of any strides, or packed."""
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
-def transposed_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def transposed_linear(x: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor:
     """Compute `linear` as (weight @ x.T).T, without autograd. x: [..., K]; weight: [M, K]."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()  # otherwise x.T has no fast product
     out = torch.mm(weight, rows.t()).t().contiguous()
@@ -127,7 +124,7 @@ PRODUCTS = {TORCH: linear, TRANSPOSED: transposed_linear, PACKED: onednn_linear}
 
 
 class OneDNNLinear(torch.autograd.Function):
-    """`linear` with oneDNN's products, `apply(x, weight, bias)`."""
+    """`linear` whose three products are oneDNN's: `apply(x, weight, bias)`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -155,7 +152,7 @@ def part_of(weight: torch.Tensor, part: slice, is_rowwise: bool) -> torch.Tensor
 
 
 class FastLinear(torch.nn.Linear):
-    """A linear layer with a plan; the class that `use_plans` gives to layers."""
+    """A linear layer with a plan, into which `use_plans` turns a model's layers."""
 
     plan: Plan
     calls: tuple[Call, ...]
@@ -186,7 +183,7 @@ class FastLinear(torch.nn.Linear):
         return _product(x, part_of(self.weight, part, is_rowwise), bias, kernel, pad_to)
 
     def packed(self, part: slice | None = None, is_rowwise: bool = False) -> torch.Tensor:
-        """Return a packed copy of the weight or of a rank's part, renewed if the weight changed."""
+        """Return a current packed copy of the weight, or of a tensor-parallel rank's part."""
         name = part and (part.start, part.stop, is_rowwise)
         weight = cast(torch.Tensor, self._parameters["weight"])
         if name not in self.copies or self.copies[name][0] != weight._version:
@@ -196,14 +193,12 @@ class FastLinear(torch.nn.Linear):
         return self.copies[name][1]
 
     def __getstate__(self) -> dict:
-        """Leave out the copies, which are made again when needed."""
+        """Return the state without copies, which are made on demand."""
         return {**self.__dict__, "copies": {}}
 
 
-def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel: str, pad_to: int
-) -> torch.Tensor:
-    """Compute a call. x: [..., K]; weight: [M, K], or packed."""
+def _product(x: torch.Tensor, weight: torch.Tensor, bias, kernel: str, pad_to: int):
+    """Multiply x [..., K] by a weight [M, K], or its packed copy."""
     compute = PRODUCTS[kernel]
     if not pad_to:
         return compute(x, weight, bias)
@@ -213,17 +208,17 @@ def _product(
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight [M, K] in oneDNN's order of memory."""
+    """Copy a weight [M, K] into oneDNN's order of memory."""
     return torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous())
 
 
 def shape_of(module: torch.nn.Linear) -> str:
-    """Return the name of a layer's shape, features in by features out."""
+    """Name a layer's shape, features in by features out."""
     return f"{module.in_features}x{module.out_features}"
 
 
 def read_plans(choice: dict | None) -> dict[str, Plan]:
-    """Return plans by shape from a choice in the format of checkpoints; none without a choice."""
+    """Return plans by shape from a checkpoint's choice; none without one."""
     saved = {} if choice is None else choice["plans"]
     return {
         shape: Plan(tuple(Call(*call) for call in calls), trains)
@@ -232,25 +227,25 @@ def read_plans(choice: dict | None) -> dict[str, Plan]:
 
 
 def use_plans(model: torch.nn.Module, plans: dict[str, Plan]) -> None:
-    """Give torch's linear layers of a model, its output head too, the plans of their shapes."""
+    """Give torch's linear layers, output head included, their plans, and make their copies."""
     for shape, layers in layers_by_shape(model).items():
         plan = plans.get(shape, Plan())
         for module in layers if plan != Plan() else ():
             module.__class__ = FastLinear
             fast = cast(FastLinear, module)
-            fast.plan, fast.copies, fast.calls = plan, {}, plan.by_rows()
+            fast.plan, fast.calls, fast.copies = plan, plan.by_rows(), {}
     refresh_copies(model)
 
 
 def refresh_copies(model: torch.nn.Module) -> None:
-    """Renew the copies after an update, so that the next forward's time is the cost of its rows."""
+    """Renew copies after an update, so that the next forward's measured time excludes them."""
     for module in model.modules():
         if isinstance(module, FastLinear) and module.plan.packs:
             module.packed()
 
 
 def layers_by_shape(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
-    """Return the linear layers of torch's own class by their shape."""
+    """Return the linear layers of torch's own class."""
     layers: dict[str, list[torch.nn.Linear]] = {}
     for module in model.modules():
         if type(module) is torch.nn.Linear:
@@ -259,12 +254,12 @@ def layers_by_shape(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
 
 
 def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_counter) -> np.ndarray:
-    """Measure seconds of a call by each of KERNELS, float64 [shapes, kernels, timings].
+    """Measure calls by each of KERNELS in seconds, float64 [shapes, kernels, timings].
 
     Shapes are in the order of `layers_by_shape`; timings are of generation with each of ROWS, then
-    of training, infinite where the kernel cannot train. Each is the minimum of a few rounds, as
-    other work on the machine only adds to it. A round goes through layers of all shapes, so that
-    weights come from the same memory as in a forward.
+    of training, infinite for a kernel without it. Each is the minimum of a few rounds, as other
+    work on the machine only adds time. A round goes through layers of all shapes, as a forward
+    does, so that weights come from the same level of memory.
     """
     layers = layers_by_shape(model).values()
     shapes = [[_first_rows(layer, MAX_IN_LAYER) for layer in of] for of in layers]
@@ -295,8 +290,8 @@ def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_count
             seconds = _seconds_of_calls(calls, clock, BUDGET_S / table[0].size)
         for shape, (first, best) in enumerate(seconds):
             table[shape, number, column] = best.mean()
-            # oneDNN compiles code for each number of rows that it has not met yet. Few rows come
-            # again and again; how many a long chunk or a micro-batch has is new nearly every time.
+            # oneDNN compiles code for each new number of rows. Small numbers recur; that of a long
+            # chunk or a micro-batch is new nearly every time.
             if kernel == PACKED and column >= len(ROWS) - 1:
                 table[shape, number, column] += (first - best).sum() / len(shapes[shape])
     return table
@@ -305,9 +300,9 @@ def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_count
 def _seconds_of_calls(
     calls: list[list[Callable[[], object]]], clock: Callable[[], float], budget_s: float
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return seconds of each shape's calls in the first and in the best round, float64 [calls]."""
-    rounds: list[np.ndarray] = []
+    """Time the calls of each shape, in the first and in the best round, float64 [calls] each."""
     end = clock() + budget_s
+    rounds: list[np.ndarray] = []
     while len(rounds) < 2 or (len(rounds) < MAX_ROUNDS and clock() < end):
         times = [clock()]
         for call in chain.from_iterable(calls):
@@ -319,17 +314,17 @@ def _seconds_of_calls(
 
 
 def _first_rows(layer: torch.nn.Linear, limit: int) -> torch.Tensor:
-    """Return the first rows of a layer's weight, with at most `limit` elements."""
+    """Return first rows of a layer's weight, at most `limit` elements."""
     return layer.weight.detach()[: limit // layer.in_features or 1]
 
 
 def _random(*shape: int) -> torch.Tensor:
-    """Return random numbers without the run's own generator."""
+    """Draw normal numbers by a generator apart from the run's."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def _training_call(product: Callable, weight: torch.Tensor) -> Callable[[], object]:
-    """Return a call of a layer's forward and backward."""
+    """Return a call that computes forward and backward of a layer."""
     weight = weight.clone().requires_grad_()
     x = _random(TRAINING_ROWS, weight.shape[1]).requires_grad_()
     grad = _random(TRAINING_ROWS, len(weight))
@@ -337,10 +332,9 @@ def _training_call(product: Callable, weight: torch.Tensor) -> Callable[[], obje
 
 
 def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
-    """Return the plan of each shape, a pure function of what `measure` returns.
+    """Choose the plan of each shape, a pure function of the result of `measure`.
 
-    A product uses the simplest of KERNELS, without or with rows of zeros, that no other one beats.
-    """
+    A product uses the simplest kernel, with or without padding, that no other beats."""
     plans = {}
     for shape, of_shape in zip(shapes, seconds, strict=True):
         generation, (torch_s, *_, onednn_s) = of_shape[:, :-1], of_shape[:, -1]
@@ -351,7 +345,7 @@ def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
 
 
 def _choose_call(seconds: np.ndarray, number: int) -> Call:
-    """Return the call for ROWS[number]. seconds: float64 [kernels, ROWS]."""
+    """Choose the call for ROWS[number]. seconds: float64 [kernels, ROWS]."""
     options = {Call(kernel): of[number] for kernel, of in zip(KERNELS, seconds, strict=True)}
     for kernel, padded in product(range(len(KERNELS)), range(number + 1, len(ROWS))):
         options[Call(KERNELS[kernel], ROWS[padded])] = seconds[kernel, padded] + PADDING_S
@@ -360,5 +354,26 @@ def _choose_call(seconds: np.ndarray, number: int) -> Call:
 
 
 def _beats(other_s: float, simple_s: float) -> bool:
-    """Whether the other time is shorter by more than noise."""
+    """Whether the other kernel is faster by more than noise."""
     return simple_s >= max(MARGIN * other_s, other_s + MIN_SAVED_S)
+
+
+def choose_linear(
+    config: Config, ranks: Ranks, model: PreTrainedModel, saved: dict | None
+) -> dict | None:
+    """Choose the kernels of linear layers, the same on all ranks; None where there is no choice.
+
+    Returns what checkpoints keep: {"hardware": ..., "options": OPTIONS, "plans": by shape}.
+    saved: the checkpoint's choice, kept on the same processor, as other kernels round differently.
+    """
+    is_fixed = config.model.cpu_linear == "torch" or config.model.batch_invariant
+    if is_fixed or not can_choose(model):
+        return None
+    hardware = describe_hardware(ranks.device)
+    kept = {} if saved is None else {key: saved.get(key) for key in ("hardware", "options")}
+    is_kept = kept == {"hardware": hardware, "options": OPTIONS}
+    if ranks.gather(np.array([is_kept], np.uint8)).all():
+        return saved
+    seconds = np.exp(np.log(ranks.gather(measure(model))).mean(axis=0))
+    shapes = list(layers_by_shape(model))
+    return {"hardware": hardware, "options": OPTIONS, "plans": choose(shapes, seconds)}

@@ -3,10 +3,9 @@
 The idea is RollPacker's (arXiv 2509.21009, section 4), here without bias. A short round launches
 more groups than a step trains on, and defers all but the shortest. Once enough groups for a step
 are deferred, a long round trains on exactly these, oldest first. RollPacker draws a deferred prompt
-again, which favours short answers: it stays slow only if it is slow twice. Here a deferred group
-keeps its name, and so the noise of its samples: the same samples are finished later, under the then
-current weights, with their tokens so far as drafts. Every sample of the data order is trained on
-exactly once; only the order changes, short responses before long ones.
+again, which favours short answers. Here a deferred group keeps its name, and so the noise of its
+samples: the same samples are finished later, under the then current weights, with their tokens so
+far as drafts. Every sample of the data order is trained on exactly once; only the order changes.
 """
 
 import math
@@ -181,8 +180,8 @@ def best_num_launched(longest: np.ndarray, num_prompts: int, num_generations: in
 
     It has the fewest expected sequential tokens for each trained group, long rounds included; it is
     num_prompts where no number is clearly better than deferring nothing. longest: int64 [groups],
-    the longest response of each of some recent groups. Cycles are simulated with groups drawn from
-    these by fixed random numbers, so the answer is a function of the arguments.
+    longest responses of recent groups, from which fixed random numbers draw simulated cycles: the
+    answer is a function of the arguments.
     """
     largest = scaled(num_prompts, MAX_OVER_SAMPLING)
     key = np.array([num_prompts, num_generations], np.uint64)

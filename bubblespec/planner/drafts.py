@@ -1,9 +1,9 @@
-"""Which responses of coming steps to draft first, and which are worth slowing down own rows for.
+"""The order in which responses of coming steps are drafted, and which drafts are worth slowing down
+a rank's own rows.
 
-A draft saves nothing by itself. The first tokens of a response share their forwards with the whole
-batch, and a forward is saved only if no row needs it: so the longest responses are worth drafting
-together or not at all, and only if their drafts hold. The expected seconds of the coming rollout
-with the longest 0, 1, 2, ... responses drafted say how many.
+A draft saves nothing by itself: a forward is saved only if no row needs it. So the longest
+responses are worth drafting together or not at all, and only if their drafts hold. Their number is
+the best of 0, 1, 2, ... by the expected seconds of the coming rollout.
 """
 
 from collections.abc import Callable, Collection
@@ -19,37 +19,36 @@ from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows, forwa
 from bubblespec.types import Draft, Group, SampleId
 
 MAX_LOOKAHEAD = 8
-RETRY_STEPS = 8  # where even the freshest drafts are refused, one step in so many drafts again
-MIN_ACCEPTED_SHARE = 0.2  # drafts so old that less of them is accepted are not worth making
-# Co-scheduled drafts must save this many times what they cost: both are estimates, and the best of
-# many counts is taken.
+RETRY_STEPS = 8  # interval of drafting steps where even the freshest drafts are refused
+MIN_ACCEPTED_SHARE = 0.2  # older drafts, of which less is accepted, are not made
+# Co-scheduled drafts must save this many times their cost: both are estimates, and the best of many
+# counts is taken.
 MIN_RETURN = 1.25
 
 
 class DraftValue(NamedTuple):
-    """What finished drafts of S responses are worth."""
+    """Value of finished drafts of S responses."""
 
     pays: np.ndarray
-    """bool [S], worth drafting alongside own rows."""
+    """bool [S], whether the draft is worth co-scheduling."""
     saves_s: np.ndarray
-    """float64 [S], of the step's rollout."""
+    """float64 [S], seconds saved in the step's rollout."""
     costs_s: np.ndarray
-    """float64 [S], of the rank that makes what is missing."""
+    """float64 [S], seconds of the rank that completes the draft."""
 
 
 def draft_value(
     coming: Rows, cost: CostModel, rates: AcceptanceRates, *, num_ranks: int, num_slots: int
 ) -> DraftValue:
-    """The value of drafting the rows of a coming step to their ends.
+    """Return the value of drafting the rows of a coming step to their ends.
 
-    Their rollout is expected to take `ends_s[k]` seconds with the longest k of them drafted; the
-    best k maximises what is saved minus what the drafts cost.
+    The best number of drafts maximises the seconds saved in the rollout minus those of drafting.
     """
     _, row_s, token_s, _, kv_s = cost.coefficients.tolist()
     missing = np.maximum(coming.expected - coming.drafted, 0.0)
     is_open = missing > 0.0
     decode_s = row_s + token_s + kv_s * (coming.prompt_tokens + coming.expected / 2)
-    fed = coming.prompt_tokens + coming.drafted  # a draft that goes on is prefilled again
+    fed = coming.prompt_tokens + coming.drafted  # an unfinished draft is prefilled again
     costs_s = np.where(is_open, missing * decode_s + token_s * fed, 0.0)
     order = np.argsort(-np.where(is_open, coming.expected, -1.0), kind="stable")
     num_open = int(is_open.sum())
@@ -58,7 +57,7 @@ def draft_value(
     best = int((seconds + MIN_RETURN * spent_s)[: num_open + 1].argmin())
     pays, saves_s = np.zeros(len(coming), bool), np.zeros(len(coming))
     pays[order[:best]] = True
-    # Beyond the best number drafts are for idle ranks; what they save is shared among them.
+    # Further drafts are for idle ranks; each gets an equal share of their joint saving.
     for chosen, saved_s in (
         (order[:best], seconds[0] - seconds[best]),
         (order[best:num_open], seconds[best] - seconds[num_open]),
@@ -70,12 +69,12 @@ def draft_value(
 def _seconds_by_count(
     rows: Rows, cost: CostModel, rates: AcceptanceRates, num_ranks: int, num_slots: int
 ) -> np.ndarray:
-    """Expected seconds of the slowest rank with the first k rows drafted, float64 [S + 1]; rows are
-    dealt to ranks in turn, longest first."""
+    """Return expected seconds of the slowest rank with the first k rows drafted, float64 [S + 1].
+    Rows are dealt to ranks round-robin, longest first."""
     points, width = time_points(rows, num_slots)
     whole = replace(rows, spread=0.0 * rows.spread, drafted=rows.expected)
     drafted, undrafted = (forwards_survival(of, rates, points) for of in (whole, rows))
-    # From where a draft does not hold any more, the row is as uncertain as it was without one.
+    # Behind a mismatch the row is as uncertain as without a draft.
     right = rates.accepted(rows.expected)[:, None]
     verified = np.minimum(TYPICAL_WINDOW * points, points + (1.0 - 1.0 / TYPICAL_WINDOW) * right)
     holds = right / np.maximum(rows.expected, 1.0)[:, None]
@@ -97,8 +96,8 @@ def _seconds_by_count(
 
 
 def _first_and_rest(first: np.ndarray, rest: np.ndarray) -> np.ndarray:
-    """Sums of the first k rows of `first` and all but the first k of `rest`, for k from 0 to the
-    number of rows: float64 [rows + 1, ...]."""
+    """Return sums of the first k rows of `first` and all but the first k of `rest`, for k from 0 to
+    the number of rows: float64 [rows + 1, ...]."""
     nothing = np.zeros((1, *first.shape[1:]))
     before = np.concatenate((nothing, np.cumsum(first, axis=0)))
     behind = np.concatenate((np.cumsum(rest[::-1], axis=0)[::-1], nothing))
@@ -120,15 +119,14 @@ def plan_drafts(
     planning: str = "by_cost",
     deferred: Collection[tuple[int, int]] = (),
 ) -> list[Job]:
-    """What is left to draft: first what is worth co-scheduling, then deferred groups, then the
-    rest, each by increasing slack. Slack is the forwards that the rollouts until a response's step
-    will have, minus the tokens that it is expected to need. So a long response is begun many steps
-    before its own, and of equally long ones the nearest comes first.
+    """Return the drafts to make: co-scheduled ones first, then deferred groups, then the rest, each
+    by increasing slack. Slack is the number of forwards until a response's step minus its expected
+    tokens. So a long response is begun many steps before its own, and the nearer of equally long
+    ones comes first.
 
     batches: groups of the coming steps, nearest first; cost: None where nothing is known yet;
-    oldest_verified: age in updates up to which drafts have been verified: one update beyond it is
-    tried alongside own rows, and no more; deferred: names of groups; planning: see
-    `SpeculativeConfig`.
+    oldest_verified: maximum age in updates of verified drafts, beyond which only one update is
+    co-scheduled; deferred: names of groups; planning: see `SpeculativeConfig`.
     """
     planned: list[tuple[tuple, Job]] = []
     for ahead, groups in enumerate(batches):
@@ -149,7 +147,7 @@ def plan_drafts(
             prompt = groups[row // num_generations].prompt.token_ids
             seconds = (float(value.saves_s[row]), float(value.costs_s[row]))
             job = Job(ids[row], *seconds, bool(value.pays[row]), prompt=prompt)
-            is_deferred = job.key[:2] in deferred
+            is_deferred = ids[row][:2] in deferred
             planned.append(((not job.co_scheduled, not is_deferred, float(slack[row])), job))
     return [job for _, job in sorted(planned, key=lambda entry: entry[0])]
 
@@ -157,11 +155,11 @@ def plan_drafts(
 def choose_lookahead(
     step: int, *, steps_left: int, steps_stored: float, accepted: dict[int, float]
 ) -> int:
-    """How many steps to draft ahead of `step`: as deep as drafts can be stored and are still
-    accepted.
+    """Return how many steps to draft ahead of `step`: as many as can be stored, while drafts are
+    still accepted.
 
-    steps_stored: number of steps whose responses fit into the store; accepted: share of draft
-    tokens, by age in updates.
+    steps_stored: number of steps whose responses fit into the store; accepted: share of accepted
+    draft tokens, by age in updates.
     """
     too_old = [age - 1 for age, share in accepted.items() if share < MIN_ACCEPTED_SHARE and age > 0]
     depth = min(MAX_LOOKAHEAD, int(steps_stored), steps_left, *too_old)

@@ -1,8 +1,8 @@
-"""How long responses get: learned from all that were generated, whatever the drafts are.
+"""Lengths of responses, predicted from all that were generated. The same on every rank.
 
-The best evidence is a finished draft, then finished drafts of siblings, then the prompt's responses
-in earlier epochs (RhymeRL, arXiv 2508.18588), and otherwise a straight line fitted to the prompt
-and response lengths of recent responses. The same on every rank.
+The best evidence is a finished draft, then the prompt's responses in earlier epochs (RhymeRL, arXiv
+2508.18588), then finished drafts of siblings, and otherwise a straight line fitted to the prompt
+and response lengths of recent responses.
 """
 
 import numpy as np
@@ -11,14 +11,14 @@ from bubblespec.planner.rows import Rows, mean_length_beyond
 from bubblespec.samples import Samples
 from bubblespec.types import Draft, Group
 
-NUM_RECENT = 4096  # responses that the line goes through
-MAX_PROMPTS = 1 << 18  # of which lengths are remembered; the oldest are forgotten first
-MIN_SPREAD = 1.0  # tokens, of a length that is not known
-SIBLING_SPREAD = 0.7  # of the line's spread, where siblings are known
+NUM_RECENT = 4096  # responses that the line is fitted to
+MAX_PROMPTS = 1 << 18  # prompts whose lengths are kept; the oldest go first
+MIN_SPREAD = 1.0  # tokens; lower bound of an unknown length's spread
+SIBLING_SPREAD = 0.7  # share of the line's spread; lower bound where siblings are known
 
 
 class LengthModel:
-    """Mean and spread of the length of responses."""
+    """Mean and spread of the lengths of responses."""
 
     def __init__(self):
         self._recent = np.empty((0, 2), np.int64)  # tokens of prompt and response, latest last
@@ -44,10 +44,8 @@ class LengthModel:
     def predict(
         self, groups: list[Group], num_generations: int, drafts: list[Draft | None]
     ) -> Rows:
-        """The rows of these groups before they begin, by group and number.
-
-        drafts: of each row, or None.
-        """
+        """Return the rows of these groups before they begin, by group and number. drafts: by row,
+        None for no draft."""
         prompt_tokens = np.array([len(group.prompt.token_ids) for group in groups], np.int64)
         offset, slope, line_spread = self._fit_line()
         means = np.maximum(offset + slope * prompt_tokens, 1.0)
@@ -78,7 +76,7 @@ class LengthModel:
         )
 
     def _fit_line(self) -> tuple[float, float, float]:
-        """Offset and slope by least squares, and the spread around it."""
+        """Return offset and slope by least squares, and the spread around the line."""
         if not len(self._recent):
             return 1.0, 0.0, 1.0
         x, y = self._recent.T.astype(np.float64)
@@ -87,13 +85,13 @@ class LengthModel:
         return offset, slope, float((y - offset - slope * x).std())
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Recent lengths int64 [N, 2]; uids int64 [P], and float64 [P, 2] of each."""
+        """Return recent lengths, int64 [N, 2]; uids, int64 [P], with lengths, float64 [P, 2]."""
         of_prompt = np.array(list(self._of_prompt.values()), np.float64).reshape(-1, 2)
         uids = np.array(list(self._of_prompt), np.int64)
         return {"recent": self._recent, "uids": uids, "of_prompt": of_prompt}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Take over a saved state."""
+        """Restore a saved state."""
         self._recent = state["recent"]
         pairs = map(tuple, state["of_prompt"].tolist())
         self._of_prompt = dict(zip(state["uids"].tolist(), pairs, strict=True))

@@ -1,11 +1,11 @@
-"""Which rank generates which row, decided before a rollout so that the slowest rank ends soon: the
-longest rows first, each to the rank that is expected to end first with it; and whether the last
-rows are done sooner if all ranks decode them together.
+"""Placement of rows on ranks before a rollout, so that the slowest rank ends soon: longest rows
+first, each to the rank that is expected to end first with it. And the decision whether all ranks
+decode the last rows together.
 
-In a forward of all ranks together each reads a share of the weights, and there are collectives in
-every layer; the rows of all ranks are in it. How long such forwards take is measured at the start
-of the run, as a cost model of its own. The idle time that the first ranks to finish give up for it
-is not counted: by the time that few rows are left, its jobs have been assigned.
+In a forward of all ranks together each rank reads a share of the weights, every layer has
+collectives, and the rows of all ranks take part. A cost model of its own, measured at the start of
+the run, predicts its seconds. Lost idle time is not counted: by the time that few rows are left,
+its jobs have been assigned.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from bubblespec.planner.costs import CostModel, prefill_seconds, rollout_seconds
 from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows
 from bubblespec.types import Launch
 
-MIN_TAIL_GAIN = 0.05  # of what is left of the rollout; less is within the error of a cost model
+MIN_TAIL_GAIN = 0.05  # share of the rollout's rest; less is within the error of a cost model
 
 
 def place(
@@ -28,9 +28,9 @@ def place(
     num_slots: int,
     keeps_groups: bool = False,
 ) -> np.ndarray:
-    """The rank of each row, int64 [S]; groups in turn where that is expected to end sooner. Expects
-    ranks to admit their rows longest first. No rank is without rows if there are enough of them.
-    keeps_groups: a group is not divided among ranks."""
+    """Return the rank of each row, int64 [S]; groups round-robin where that is expected to end
+    sooner. Ranks admit their rows longest first. No rank is without rows if there are enough.
+    keeps_groups: whether each group stays on one rank."""
     in_turn = rows.group % num_ranks
     unit = rows.group if keeps_groups else np.arange(len(rows))
     balanced = _longest_to_first(rows, unit, cost, num_ranks, num_slots)
@@ -47,9 +47,9 @@ def place(
 def _longest_to_first(
     rows: Rows, unit: np.ndarray, cost: CostModel, num_ranks: int, num_slots: int
 ) -> np.ndarray:
-    """Longest first, each unit of rows to the rank whose time ends up smallest, int64 [S]. A rank's
-    time is that of the forwards of its longest row, or of as many as its slots need for all rows,
-    with what each row adds to them; a prompt is fed once per rank. unit: int64 [S], of each row."""
+    """Place units of rows, longest first, each on the rank whose time ends up smallest, int64 [S].
+    A rank's time is that of the forwards of its longest row, or of as many as its slots need for
+    all rows, plus the cost of each row; a prompt is fed once per rank. unit: int64 [S], by row."""
     forward_s, row_s, token_s, _, kv_s = cost.coefficients.tolist()
     forwards = expected_forwards(rows)
     context = rows.prompt_tokens + rows.expected / 2
@@ -62,7 +62,7 @@ def _longest_to_first(
     for row in longest_first(rows).tolist():
         if rank_of[row] >= 0:
             continue
-        own = np.flatnonzero(unit == unit[row])  # of which this row is the longest
+        own = np.flatnonzero(unit == unit[row])  # this row is the longest of them
         group, needs = rows.group[row], forwards[own].sum()
         added_s = row_seconds[own].sum() + np.where(has_group[group], 0.0, prefill_s[row])
         needed = np.maximum(longest, forwards[row])
@@ -79,13 +79,13 @@ def _longest_to_first(
 
 
 def place_in_turn(num_groups: int, num_generations: int, num_ranks: int) -> np.ndarray:
-    """The rank of each row, int64 [groups x generations]: groups in turn."""
+    """Return the rank of each row, int64 [groups x generations]: groups round-robin."""
     return np.repeat(np.arange(num_groups) % num_ranks, num_generations)
 
 
 def up_to_cutoff(rows: Rows, launch: Launch) -> Rows:
-    """What rows are expected to need until the rollout is over, where not all are trained on: none
-    gets longer than the last that is."""
+    """Cut rows at the expected end of a rollout that does not train on all of them: the length of
+    the longest row that is trained on."""
     longest = rows.expected.reshape(len(launch.groups), -1).max(axis=1)
     limit = np.sort(longest)[launch.num_trained - 1]
     expected, drafted = np.minimum(rows.expected, limit), np.minimum(rows.drafted, limit)
@@ -93,10 +93,12 @@ def up_to_cutoff(rows: Rows, launch: Launch) -> Rows:
 
 
 def admission_order(rows: Rows, own: np.ndarray, launch: Launch) -> list[int]:
-    """The order in which a rank should admit its rows: longest first, so that they do not wait for
-    slots. Where not all are trained on: first the rows of groups that are expected to be among the
-    shortest; then one row of each other group, which has to outlast them for its group to be out;
-    then the rest, most of which need not be started. own: int64, indices of the rank's rows.
+    """Return the order in which a rank admits its rows: longest first, so that they do not wait for
+    slots.
+
+    Where the launch selects groups: first the rows of groups that are expected to be the shortest;
+    then one row of each other group, which excludes its group by outlasting them; then the rest,
+    most of which need not be started. own: int64, indices of the rank's rows.
     """
     ordered = own[longest_first(rows.take(own))]
     if launch.selects:
@@ -110,13 +112,12 @@ def admission_order(rows: Rows, own: np.ndarray, launch: Launch) -> list[int]:
 
 
 def longest_first(rows: Rows) -> np.ndarray:
-    """The order in which ranks should admit rows, int64 [S]: by expected forwards, the rows of a
-    prompt together."""
+    """Return rows by expected forwards, most first, the rows of a prompt together, int64 [S]."""
     return np.lexsort((rows.group, -expected_forwards(rows)))
 
 
 def expected_forwards(rows: Rows) -> np.ndarray:
-    """Forwards that each row needs if its draft holds, float64 [S]."""
+    """Return the forwards that each row needs if its draft holds, float64 [S]."""
     return np.maximum(rows.expected - rows.drafted, 0.0) + rows.drafted / TYPICAL_WINDOW
 
 
@@ -129,16 +130,16 @@ def use_tp_tail(
     num_slots: int,
     overhead_s: float,
 ) -> bool:
-    """Whether all ranks together end the rollout sooner by more than MIN_TAIL_GAIN of what is left
-    of it, and by more than overhead_s. The same on every rank.
+    """Whether all ranks together end the rollout sooner, by more than MIN_TAIL_GAIN of its rest and
+    by more than overhead_s. The same on every rank.
 
-    rows: the unfinished ones of all ranks; rank_of: int64 [S]; cost, tp_cost: of forwards of one
-    rank, and of all together; num_slots: of one rank; overhead_s: from the decision to the first
-    forward. Drafts shorten both ways by the same factor, and are not looked at.
+    rows: unfinished rows of all ranks; rank_of: int64 [S]; cost, tp_cost: of forwards of one rank,
+    and of all together; num_slots: of one rank; overhead_s: from the decision to the first forward.
+    Drafts shorten both ways by the same factor and are ignored.
     """
 
     def decoding_s(some: Rows, cost: CostModel, num_slots: int) -> float:
-        """Their prompts and tokens are in a cache."""
+        """Return expected seconds of rows whose prompts and tokens are cached."""
         return rollout_seconds(some, cost, num_slots) - prefill_seconds(some, cost)
 
     ranks = np.unique(rank_of)

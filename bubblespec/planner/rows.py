@@ -1,9 +1,9 @@
-"""What is known of the rows of a rollout, and how many forwards they are expected to need.
+"""Predictions of a rollout's rows, and of the forwards that they need.
 
-A length is uncertain: it is taken to be log-logistic with a given mean and spread, which has the
-heavy tail of response lengths and a survival function in closed form. A draft that was made with
-the row's own noise holds up to its first mismatch; the chance of a mismatch is measured
-(`AcceptanceRates`), so the number of forwards that a drafted row needs has a distribution too.
+A length is uncertain: it is log-logistic with a given mean and spread, which has the heavy tail of
+response lengths and a survival function in closed form. A draft with the row's own noise holds up
+to its first mismatch. The chance of a mismatch is measured (`AcceptanceRates`), so the number of
+forwards of a drafted row has a distribution too.
 
 Shape legend: S rows, T points in time, counted in forwards.
 """
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-TYPICAL_WINDOW = 8.0  # draft tokens by which a row is verified in one forward
-MIN_RELATIVE_SPREAD = 0.02  # below it a length counts as known
+TYPICAL_WINDOW = 8.0  # draft tokens that a row verifies in one forward
+MIN_RELATIVE_SPREAD = 0.02  # a length of less spread counts as known
 NUM_POINTS = 64
-# Believed before acceptance has been measured: [tried, accepted] before the first mismatch, and
-# [gained, given by the draft] after it.
+# Counts before acceptance has been measured: [tried, accepted] before the first mismatch, and
+# [gained, given by the draft] behind it.
 PRIOR_COUNTS = np.array([[100.0, 99.99], [100.0, 10.0]])
 
 
@@ -25,25 +25,26 @@ class AcceptanceRates(NamedTuple):
     """How far drafts hold."""
 
     hazard: float
-    """-log of the chance that the next draft token is accepted, before a mismatch."""
+    """Hazard before a mismatch: -log of the chance that the next draft token is accepted."""
     after: float
-    """Share of the tokens after the first mismatch that the draft still gives."""
+    """Share of the tokens behind the first mismatch that the draft still gives."""
 
     def reaches(self, position: np.ndarray) -> np.ndarray:
-        """Chance that a draft holds for this many tokens, float64 like `position`."""
+        """Return the chance that a draft holds for this many tokens, float64 like `position`."""
         return np.exp(-self.hazard * position)
 
     def accepted(self, drafted: np.ndarray) -> np.ndarray:
-        """Expected tokens before the first mismatch of drafts of `drafted` tokens, float64 [S]."""
+        """Return expected tokens before the first mismatch of drafts of `drafted` tokens, float64
+        [S]."""
         hazard = max(self.hazard, 1e-9)
         return -np.expm1(-hazard * drafted) / hazard
 
 
 def acceptance_rates(counts: np.ndarray) -> AcceptanceRates:
-    """Rates from counts, drawn towards the priors where little has been measured.
+    """Compute rates from counts, drawn towards the priors where little has been measured.
 
     counts: float64 [2, 2], [tried, accepted] before the first mismatch, and [gained, given by the
-    draft] after it; see `Acceptance`.
+    draft] behind it; see `Survival`.
     """
     (tried, accepted), (gained, given) = counts + PRIOR_COUNTS
     chance = min(max(accepted / tried, 1e-6), 1.0 - 1e-9)
@@ -57,11 +58,11 @@ class Rows:
     prompt_tokens: np.ndarray
     """int64 [S]."""
     group: np.ndarray
-    """int64 [S], rows with the same number have the same prompt."""
+    """int64 [S], number of the prompt."""
     expected: np.ndarray
-    """float64 [S], mean of the response's length."""
+    """float64 [S], mean length of the response."""
     spread: np.ndarray
-    """float64 [S], its standard deviation."""
+    """float64 [S], standard deviation of that length."""
     drafted: np.ndarray
     """float64 [S], tokens of the row's draft; 0 without one."""
     generated: np.ndarray
@@ -71,12 +72,12 @@ class Rows:
         return len(self.expected)
 
     def take(self, chosen: np.ndarray) -> "Rows":
-        """Some of the rows, in the order given. chosen: indices or a mask."""
+        """Return some of the rows, in the order given. chosen: indices or a mask."""
         return Rows(**{name: column[chosen] for name, column in vars(self).items()})
 
 
 def length_survival(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Chance that lengths are above `tokens`; all of one shape, or broadcast to one."""
+    """Return the chance that lengths are above `tokens`; arguments broadcast."""
     mean = np.maximum(mean, 1.0)
     variance = np.log1p(np.maximum(spread / mean, MIN_RELATIVE_SPREAD) ** 2)
     log_median, shape = np.log(mean) - variance / 2, np.pi / np.sqrt(3.0 * variance)
@@ -85,7 +86,7 @@ def length_survival(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray) ->
 
 
 def mean_length_beyond(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Expected length of responses that have `tokens` and go on, float64 [S]."""
+    """Return the expected length of unfinished responses with `tokens`, float64 [S]."""
     reach = np.maximum(mean + 6.0 * spread, 3.0 * tokens + 8.0) - tokens
     steps = (np.arange(NUM_POINTS) + 0.5) / NUM_POINTS
     beyond = tokens[:, None] + reach[:, None] * steps
@@ -95,16 +96,16 @@ def mean_length_beyond(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray)
 
 
 def forwards_horizon(rows: Rows) -> float:
-    """Forwards after which almost no row is unfinished."""
+    """Return the forwards after which almost no row is unfinished."""
     known = np.maximum(rows.generated, 0)
     longest = np.maximum(rows.expected + 4.0 * rows.spread, 1.5 * known) - known
     return float(np.maximum(longest, 1.0).max(initial=1.0))
 
 
 def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) -> np.ndarray:
-    """Chance that each row is unfinished after this many more forwards, float64 [S, T].
+    """Return the chance that each row is unfinished after this many more forwards, float64 [S, T].
 
-    points: float64 [T] or [S, T], forwards. A row whose length is known ends exactly then.
+    points: float64 [T] or [S, T], forwards. A row of known length ends exactly there.
     """
     points = np.broadcast_to(points, (len(rows), points.shape[-1]))
     known = np.maximum(rows.generated, rows.drafted)[:, None]
@@ -128,8 +129,8 @@ def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) ->
 def _whole_draft_survival(
     drafted: np.ndarray, rates: AcceptanceRates, points: np.ndarray
 ) -> np.ndarray:
-    """The same for rows whose draft is finished, float64 [S, T]: after a mismatch at token u they
-    need u / TYPICAL_WINDOW + (1 - after) (drafted - u) forwards."""
+    """Return `forwards_survival` of rows with a finished draft, float64 [S, T]: with a mismatch at
+    token u they need u / TYPICAL_WINDOW + (1 - after) (drafted - u) forwards."""
     slowest = (1.0 - rates.after) * drafted[:, None]
     slope = (1.0 - rates.after) - 1.0 / TYPICAL_WINDOW
     fastest = drafted[:, None] / TYPICAL_WINDOW

@@ -1,6 +1,6 @@
-"""Statistics that a run keeps from step to step, from which the next one is predicted: costs,
-lengths, how far drafts hold, and the guard. The same on every rank, as it is learned from what
-ranks have exchanged: one gather after each rollout."""
+"""Statistics of a run that predict its next step: costs, lengths, survival of drafts, the guard.
+All but this rank's own cost are the same on every rank, learned from one gather after each rollout.
+"""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from bubblespec.records import RolloutRecord
 from bubblespec.samples import Samples
 from bubblespec.types import Row
 
-# What one rank has measured in a rollout.
+# Measurements of one rank in a rollout, besides survival.
 MEASURED = np.dtype(
     [
         ("cost", "f8", (CostModel.NUM_TERMS + len(KNOTS),)),  # parameters of the cost model
@@ -28,23 +28,23 @@ MEASURED = np.dtype(
 
 @dataclass
 class RunStats:
-    """Made once per run, on every rank."""
+    """Statistics of one run, on every rank."""
 
     cost: CostModel = field(default_factory=CostModel)
-    """Of this rank's forwards."""
+    """Cost of this rank's forwards."""
     survival: Survival = field(default_factory=Survival)
     """How far drafts hold."""
     shared_cost: CostModel | None = None
-    """Mean of all ranks'; None before the first rollout."""
+    """Mean cost of all ranks; None before the first rollout."""
     lengths: LengthModel = field(default_factory=LengthModel)
     forwards: float = 0.0
-    """Of the slowest rank in a rollout; exponentially weighted, as is the next."""
+    """Forwards of the slowest rank in a rollout, exponentially weighted."""
     tokens_per_step: float = 0.0
-    """Of responses, over all ranks."""
+    """Response tokens of all ranks in a step, exponentially weighted."""
     modelled_s: float = 0.0
-    """That the model expects of the latest rollout without drafts."""
+    """Seconds that the model predicts for the latest rollout without drafts."""
     guard: Guard | None = None
-    """Of drafts and the TP tail together; None where nothing is guarded."""
+    """Guard of drafts and the TP tail together; None where nothing is guarded."""
 
     @property
     def is_on(self) -> bool:
@@ -53,16 +53,16 @@ class RunStats:
 
     @property
     def is_paused(self) -> bool:
-        """Whether these were slower and are left out for some rollouts."""
+        """Whether drafts and the TP tail were slower and pause for some rollouts."""
         return self.guard is not None and self.guard.is_paused
 
     @property
     def is_next_without(self) -> bool:
-        """Whether the rollout after the next one is made without them, to compare with."""
+        """Whether the rollout after the next one is made without drafts, for comparison."""
         return self.guard is not None and self.guard.is_next_without
 
     def metrics(self) -> dict[str, int]:
-        """What the guard has decided for the next rollout."""
+        """Return the guard's decision for the next rollout."""
         return {} if self.guard is None else {"guard/is_on": int(self.guard.setting)}
 
     def observe_rollout(
@@ -73,10 +73,11 @@ class RunStats:
         num_slots: int,
         planning_s: float,
     ) -> float:
-        """A rollout is over, on all ranks together.
+        """Learn a rollout, on all ranks together. Return the seconds that it has saved by the cost
+        model, the same on every rank.
 
-        rows: this rank's, with their tokens; planning_s: seconds spent on drafts outside of it.
-        Returns the seconds that the model expects to have been saved, the same on every rank.
+        rows: this rank's, with their tokens; planning_s: seconds spent on drafts outside of the
+        rollout.
         """
         own = np.zeros(1, MEASURED)
         own["cost"] = self.cost.parameters
@@ -97,13 +98,13 @@ class RunStats:
         return modelled_s - measured_s
 
     def observe_samples(self, samples: Samples) -> None:
-        """Learn lengths from what a step has generated."""
+        """Learn lengths from the samples of a step."""
         self.lengths.observe(samples)
         tokens = float(samples.lengths.sum())
         self.tokens_per_step = average(self.tokens_per_step or tokens, tokens)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """As arrays. It changes no token, only how soon it is there; costs are measured again."""
+        """Return the state as arrays. It changes no token; costs are measured again."""
         cost = np.empty(0) if self.shared_cost is None else self.shared_cost.parameters
         return state_of(self._parts()) | {
             "averages": np.array([self.tokens_per_step, self.forwards]),
@@ -111,7 +112,7 @@ class RunStats:
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Take over a saved state."""
+        """Restore a saved state."""
         load_parts(self._parts(), state)
         self.tokens_per_step, self.forwards = map(float, state["averages"])
         if len(state["shared_cost"]) == CostModel.NUM_TERMS + len(KNOTS):
@@ -123,7 +124,7 @@ class RunStats:
 
 
 def rows_as_generated(rows: list[Row]) -> Rows:
-    """The rows of one rank after a rollout, as rows without drafts before it."""
+    """Return the rows of one rank after a rollout, as rows without drafts before it."""
     groups = {name: number for number, name in enumerate(dict.fromkeys(r.id[:2] for r in rows))}
     nothing = np.zeros(len(rows))
     return Rows(
@@ -137,7 +138,7 @@ def rows_as_generated(rows: list[Row]) -> Rows:
 
 
 def state_of(parts: dict) -> dict[str, np.ndarray]:
-    """The states of several parts, by their names, in one."""
+    """Return the states of several parts in one, keys prefixed by the part's name."""
     return {
         f"{name}.{key}": array
         for name, part in parts.items()
@@ -146,7 +147,7 @@ def state_of(parts: dict) -> dict[str, np.ndarray]:
 
 
 def load_parts(parts: dict, state: dict[str, np.ndarray]) -> None:
-    """Take over what `state_of` has saved; parts that it lacks stay as they are."""
+    """Restore what `state_of` has saved; parts that it lacks stay as they are."""
     for name, part in parts.items():
         prefix = f"{name}."
         saved = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
@@ -155,5 +156,5 @@ def load_parts(parts: dict, state: dict[str, np.ndarray]) -> None:
 
 
 def average(old: float, new: float) -> float:
-    """Exponentially weighted."""
+    """Return the exponentially weighted average."""
     return 0.7 * old + 0.3 * new

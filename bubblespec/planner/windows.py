@@ -1,32 +1,30 @@
-"""How many draft tokens each row feeds in a forward, and how many the drafter drafts before it.
+"""Windows: the number of draft tokens that each row feeds in a forward; and the length of chains.
 
 A forward takes T seconds, and a draft token is accepted only if all tokens before it were. With
-survival s, the probability that one more token of a draft is right, the i-th token of a window adds
-s**i accepted tokens and the cost of feeding one more token (Leviathan et al. 2023, arXiv
-2211.17192, equation 1). Windows are filled greedily, best segment first, up to the point where
-accepted tokens per second, (rows + sum of s**i) / T, are highest. If no draft token pays, all
-windows are empty and the forward decodes one token per row.
-
-A cost model is anything with `seconds(rows, tokens, wide_rows, kv_tokens)`, vectorised, and
-`coefficients`; see `CostModel`.
+survival s, the chance that one more token of a draft is right, the i-th token of a window adds s**i
+accepted tokens and the cost of feeding one more token (Leviathan et al. 2023, arXiv 2211.17192,
+equation 1). Windows are filled greedily, best segment first, up to the point where accepted tokens
+per second, (rows + sum of s**i) / T, are highest. If no draft token pays, all windows are empty and
+the forward decodes one token per row.
 """
 
 import numpy as np
 
+from bubblespec.planner.costs import CostModel
 from bubblespec.records import ACCEPT_BINS
 
 WINDOWS = np.array(ACCEPT_BINS)
-SIZES = np.diff(WINDOWS, prepend=0)  # of segments, each from one window to the next
+SIZES = np.diff(WINDOWS, prepend=0)  # tokens of segments, each from one window to the next
 MIN_GAIN = 1.05  # in tokens per second: estimates are noisy, and the best of many is taken
-# Rows whose survivals are about alike are planned together, as rows of one of these levels: evenly
-# spaced log odds, so that neighbours differ by a twelfth in the chance of a wrong token.
+# Rows of similar survival are planned together, as rows of one of these levels: evenly spaced log
+# odds, so that neighbours differ by a twelfth in the chance of a wrong token.
 LEVELS = 1 / (1 + np.exp(-np.linspace(-3.0, 7.0, 128)))
 BETWEEN = (LEVELS[1:] + LEVELS[:-1]) / 2
 
 
 def _rank_segments() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Segments of the windows of all levels, best first; before them an empty one of each level:
-    level and number in WINDOWS, int64, and accepted tokens that a row gains by one, float64."""
+    """Return the segments of all levels, best first, after an empty one of each level: level and
+    number in WINDOWS, int64, and the accepted tokens that a row gains by a segment, float64."""
     s = LEVELS[:, None]
     gain = np.diff(s * (1 - s**WINDOWS) / (1 - s), axis=1, prepend=0.0)  # of sums of s**i
     density = gain / np.maximum(SIZES, 1)
@@ -41,28 +39,27 @@ LEVEL, NUMBER, GAIN = _rank_segments()
 def choose_windows(
     survival: np.ndarray,
     available: np.ndarray,
-    cost,
+    cost: CostModel,
     kv_tokens: int,
     *,
     budget: int,
     overhead_s: float = 0.0,
 ) -> tuple[np.ndarray, bool]:
-    """Draft tokens of each of R decoding rows, int64 [R], and whether looking for them pays. Once
-    they have been found, what that took no longer counts.
+    """Return the draft tokens of each of R decoding rows, int64 [R], and whether queries pay.
 
     survival: float64 [R]; available: int64 [R], tokens proposed for each row; kv_tokens: attended
-    to by all rows together; budget: maximum of draft tokens of all rows; overhead_s: seconds that
-    finding the proposals took.
+    to by all rows together; budget: maximum number of draft tokens in all; overhead_s: seconds of
+    the query, which are spent already and so do not matter for the windows.
     """
     rows, num_windows = len(survival), len(WINDOWS)
     if not available.any():
         return np.zeros(rows, np.int64), False
     level = BETWEEN.searchsorted(survival)
-    # A segment of which a row has some tokens counts as whole.
+    # A segment counts as whole for a row that has some tokens of it.
     most = WINDOWS.searchsorted(available)
     counts = np.bincount(level * num_windows + most, minlength=len(LEVEL))
     counts = counts.reshape(-1, num_windows)[:, ::-1].cumsum(axis=1)[:, ::-1]
-    num_rows = counts[LEVEL, NUMBER]  # that have a segment
+    num_rows = counts[LEVEL, NUMBER]  # rows with a segment
     some = num_rows.nonzero()[0]
     has, number = num_rows[some], NUMBER[some]
     size = SIZES[number]
@@ -78,7 +75,7 @@ def choose_windows(
     if rate[best] < MIN_GAIN * rate[0]:
         return np.zeros(rows, np.int64), False
     pays = gained[best] / (seconds[best] + overhead_s) >= MIN_GAIN * rate[0]
-    # All rows of a level get a segment, but for the last one, which the first of them get.
+    # All rows of a level get a segment; the first rows alone get the last one.
     reached = np.zeros(len(LEVELS), np.int64)
     reached[LEVEL[some[: best + 1]]] = WINDOWS[number[: best + 1]]
     windows = np.minimum(reached[level], available)
@@ -89,14 +86,19 @@ def choose_windows(
 
 
 def choose_chain_length(
-    acceptance_rates: np.ndarray, cost, drafter_cost, active: int, count: int, kv_tokens: int
+    acceptance_rates: np.ndarray,
+    cost: CostModel,
+    drafter_cost: CostModel,
+    active: int,
+    count: int,
+    kv_tokens: int,
 ) -> int:
-    """Tokens that the drafter drafts for each of `count` of `active` rows: the number, 0 included,
-    that gives the most tokens per second.
+    """Return the length of chains for `count` of `active` rows, 0 included, that gives the most
+    tokens per second.
 
-    acceptance_rates: float64 [n], probability that the first 1, 2, ..., n tokens of a chain are all
-    accepted; drafter_cost: of chains, where rows are forwards of the drafter and tokens those it is
-    fed; kv_tokens: attended to by all active rows.
+    acceptance_rates: float64 [n], chance that the first 1, 2, ..., n tokens of a chain are all
+    accepted; drafter_cost: cost of chains, with the drafter's forwards as rows; kv_tokens: attended
+    to by all active rows.
     """
     lengths = np.arange(len(acceptance_rates) + 1)
     gained = active + count * np.concatenate(([0.0], np.cumsum(acceptance_rates)))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 
-from bubblespec.distributed.worker import Worker, WorkerFailure, close_workers
+from bubblespec.distributed.worker import Worker, WorkerFailure, WorkerTimeout, close_workers
 from bubblespec.errors import InputError, one_line
 from bubblespec.rewards.functions import (
     Answer,
@@ -104,7 +104,7 @@ class RewardWorkers:
         except (WorkerFailure, ValueError, TypeError) as error:
             ended_s = time.monotonic()
             worker.end()
-            kind = "timeout" if getattr(error, "is_timeout", False) else "crash"
+            kind = "timeout" if isinstance(error, WorkerTimeout) else "crash"
             failure = RewardFailure(kind, str(error))
             answers = [Answer(failure, (ended_s - begin_s) / num_samples, ended_s)] * num_samples
         future.set_result(answers)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from bubblespec.data.prompts import PromptSet
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
@@ -12,10 +13,15 @@ from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.samples import Samples
-from bubblespec.types import Group, Launch, Row
+from bubblespec.types import Group, Launch, Prompt, Row
 
 # A tokenizer of letters: 0 is a, 1 is b.
 LETTERS = SimpleNamespace(decode=lambda ids: "".join(chr(97 + i) for i in ids))
+
+
+def numbered_prompts(count: int) -> PromptSet:
+    """Prompts of one token, whose uids are numbers from 0."""
+    return PromptSet([Prompt(i, f"prompt {i}", (i,), {}) for i in range(count)], 0)
 
 
 def launch_of(groups: list[Group], num_generations: int) -> Launch:

@@ -12,7 +12,7 @@ from concurrent.futures import wait
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import train
-from bubblespec.learn.microbatch import MicrobatchCost
+from bubblespec.mechanisms.stream_gradients.gradients import MicrobatchCost
 from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
 from bubblespec.rewards.scorer import Scoring
 from bubblespec.rollout.board import ProgressBoard

@@ -1,14 +1,13 @@
-"""Training the drafter (TLT, arXiv 2511.16665): a rank that has nothing better to do learns from
-recent responses, slice by slice."""
+"""Training of the drafter in idle time (TLT, arXiv 2511.16665), slice by slice."""
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.idle.task import NUM_WANTED, SLICE_S, SliceTask
 from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.records import Span
 
-# What a slice saves in later rollouts is not known, so it comes after whatever saves something.
+# The saving of a slice in later rollouts is unknown, so tasks with a known saving come first.
 LITTLE_S = 1e-9
-MAX_SHARE = 0.05  # of the rollout so far that a slice may take: the others wait for its end
+MAX_SHARE = 0.05  # share of the rollout so far that a slice may take, as other ranks may wait
 
 
 class TrainDrafter(SliceTask):
@@ -24,7 +23,7 @@ class TrainDrafter(SliceTask):
         return NUM_WANTED, self._slice_s(), LITTLE_S
 
     def can_begin(self) -> bool:
-        """Where this rank has nothing else to do, and the others would not wait for long."""
+        """Whether this rank is idle, and others would not wait for long."""
         return self.view.is_idle and 0 < self._slice_s() <= self._limit_s()
 
     def do_slice(self) -> Span:
@@ -33,11 +32,11 @@ class TrainDrafter(SliceTask):
         return Span("train drafter", begin_s, begin_s + self.training.run_slice(self._limit_s()))
 
     def finish(self, ranks: Ranks) -> None:
-        """All ranks go on with the mean of what each has learned."""
+        """Continue with the mean of all ranks' drafters."""
         self.training.merge(ranks)
 
     def _slice_s(self) -> float:
-        """Expected seconds of the shortest slice; a little where none has been timed."""
+        """Return predicted seconds of the shortest slice; a little where none has been timed."""
         tokens = self.training.slice_tokens()
         return tokens * self.training.token_s or LITTLE_S * bool(tokens)
 

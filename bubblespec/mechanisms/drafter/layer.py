@@ -11,6 +11,7 @@ Shape legend: N positions, H hidden size, V token ids that the drafter knows.
 
 import copy
 import os
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,33 +36,37 @@ MAX_DIFFERENCE = 0.3
 
 
 class Drafter(torch.nn.Module):
-    """One decoder layer, its norms, and the projection that fuses its two inputs. Embedding and
-    output head are the policy's, as they are at each call."""
+    """One decoder layer, its norms and the projection that fuses its two inputs.
+
+    Embedding and output head are the policy's, as they are at each call."""
+
+    policy: PreTrainedModel
 
     def __init__(self, policy: PreTrainedModel, ids: np.ndarray, seed: int = 0):
-        """ids: int [V], the tokens that it can draft, ascending. The layer starts as a copy of the
-        policy's last one. Raises ValueError if the policy's class cannot have a single layer."""
+        """ids: int [V], the tokens that can be drafted, ascending.
+
+        Raises ValueError if the policy's class cannot have a single layer."""
         super().__init__()
         self.__dict__["policy"] = policy  # not registered: its parameters are not ours
         self.ids = np.asarray(ids, np.int64)
         self.device_ids = to_device(self.ids, policy.device)
-        ends = policy.get_input_embeddings(), policy.get_output_embeddings()
+        ends: list[Any] = [policy.get_input_embeddings(), policy.get_output_embeddings()]
         sizes = [module.weight.shape[1] for module in ends]
-        options = {"device": policy.device, "dtype": policy.dtype}
+        options: dict[str, Any] = {"device": policy.device, "dtype": policy.dtype}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.body = _one_layer(policy).to(**options)
             self.fuse = torch.nn.Linear(sum(sizes), sizes[1], bias=False, **options)
         self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(size, **options) for size in sizes)
-        self._head: list[torch.Tensor | None] = []
+        self._head: list[Any] = []  # weight and bias of `ids`
         self._head_version = -1
 
     def forward(
         self, hidden: torch.Tensor, tokens: torch.Tensor, packing, kernel: str = "sdpa"
     ) -> torch.Tensor:
-        """Estimates of the policy's next hidden states, [N, H]. hidden: [N, H], the policy's at
-        these positions; tokens: int64 [N], the ones after them; packing: as of a policy's
-        forward."""
+        """Return estimates of the policy's next hidden states, [N, H].
+
+        hidden: [N, H], the policy's; tokens: int64 [N], the ones after these positions."""
         with torch.no_grad():
             embedded = self.policy.get_input_embeddings()(tokens)
         token_norm, hidden_norm = self.norms
@@ -76,9 +81,9 @@ class Drafter(torch.nn.Module):
         return out.last_hidden_state[0]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """The policy's logits of hidden states [N, H], for `ids` alone: [N, V]."""
+        """Return the policy's logits of hidden states [N, H] for `ids` alone, [N, V]."""
         head = output_head(self.policy)
-        linear = head.linear
+        linear: Any = head.linear
         if self._head_version != linear.weight._version:
             # Not an inference tensor, even if first needed while drafting: training uses it too.
             with torch.inference_mode(False), torch.no_grad():
@@ -90,8 +95,9 @@ class Drafter(torch.nn.Module):
 
 
 def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
-    """A decoder of the policy's class with one layer, a copy of the policy's last one with full
-    attention. What lies outside the layers, as the last norm, is copied too."""
+    """Create a decoder of the policy's class whose layer is the policy's last with full attention.
+
+    What lies outside the layers, as the last norm, is copied too."""
     config = policy.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or []
     full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
@@ -141,7 +147,7 @@ def _one_layer_config(config: PreTrainedConfig, number: int) -> PreTrainedConfig
 
 
 def save_drafter(folder: str, drafter: Drafter, num_updates: int) -> None:
-    """Write weights, token ids, updates, and what identifies the policy. Raises OSError."""
+    """Write weights, token ids, updates, and a sample of the policy. Raises OSError."""
     state = drafter.state_dict()
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     tensors["ids"] = torch.from_numpy(drafter.ids)
@@ -154,9 +160,10 @@ def save_drafter(folder: str, drafter: Drafter, num_updates: int) -> None:
 def read_drafter(
     config: Config, model: PreTrainedModel, checkpoint: str | None, warns: bool = False
 ) -> tuple[Drafter, int] | None:
-    """The checkpoint's drafter, else that of drafter.path, and its number of updates; None if there
-    is neither. Raises InputError for a folder without one for this policy. warns: say so where it
-    was trained for another one of the same shapes."""
+    """Return the drafter of the checkpoint, else of drafter.path, and its updates, or None.
+
+    warns: where it was trained for another policy of the same shapes. Raises InputError for a
+    folder without a drafter for this policy."""
     folder, key = config.drafter.path, "drafter.path"
     if checkpoint and os.path.isfile(_file_in(checkpoint)):
         folder, key = checkpoint, "run.resume_from_checkpoint"
@@ -185,12 +192,12 @@ def read_drafter(
 
 
 def _file_in(folder: str) -> str:
-    """The drafter's file in a checkpoint, or in a folder of its own or an older checkpoint."""
+    """Return the drafter's file in a checkpoint, or in a folder of its own."""
     path = os.path.join(folder, DRAFTER_FOLDER, DRAFTER_FILE)
     return path if os.path.isfile(path) else os.path.join(folder, DRAFTER_FILE)
 
 
 def _sample_of(policy: PreTrainedModel) -> torch.Tensor:
-    """Entries of the output head, float32 [SAMPLE] or fewer."""
+    """Return entries of the output head, float32, at most about SAMPLE."""
     weight = policy.get_output_embeddings().weight.detach().flatten()
     return weight[:: max(len(weight) // SAMPLE, 1)][:SAMPLE].float().cpu().clone()

@@ -1,5 +1,4 @@
-"""The learned drafter of a run (TLT, arXiv 2511.16665): read or trained before the first step, then
-drafting in rollouts and trained in their idle time."""
+"""The learned drafter of a run (TLT, arXiv 2511.16665): warm start, drafting, training."""
 
 import contextlib
 import os
@@ -44,9 +43,9 @@ class DrafterMechanism(Mechanism):
         checkpoint: str | None,
         set_kernels: Callable[[torch.nn.Module], None],
     ):
-        """params: of training's samples; checkpoint: folder that the run continues from;
-        set_kernels: chooses kernels for the drafter's linear layers. Raises InputError for a saved
-        drafter that does not fit."""
+        """set_kernels: chooses kernels for the drafter's linear layers.
+
+        Raises InputError for a saved drafter that does not fit."""
         self.config, self.model, self.ranks, self.params = config, model, ranks, params
         self.set_kernels = set_kernels
         self._saved = read_drafter(config, model, checkpoint, warns=ranks.is_main)
@@ -55,8 +54,9 @@ class DrafterMechanism(Mechanism):
         self._moved: dict[int, DrafterRunner] = {}  # by id() of the engine
 
     def start(self, trainer) -> None:
-        """Take the drafter of the checkpoint, else of drafter.path, else train one. Raises
-        StopRequested, and InputError for a policy that cannot have a drafter."""
+        """Take the drafter of the checkpoint, else of drafter.path, else train one.
+
+        Raises StopRequested, and InputError for a policy that cannot have a drafter."""
         config, sampler, step = self.config, trainer.sampler, trainer.num_updates
         if step >= config.run.max_steps:
             return
@@ -66,16 +66,15 @@ class DrafterMechanism(Mechanism):
                 self.ranks.place = "warm start of the drafter"
                 engine, schedule = sampler.engine, sampler.schedule
                 rows = generate(config, self.ranks, engine, self.params, schedule, step)
-            self._begin_drafting(sampler, rows)
+            training = self.training = self._make_training(sampler, rows)
             # The warm start generates the beginnings of episodes alone.
             if "bubble" in config.speculative.sources and not config.environment.is_used:
                 sampler.keep_as_drafts(rows, step, are_deferred=False)
-            sampler.proposer.add(self.training.source)
-            trainer.learner.on_hidden = self.training.take
+            sampler.proposer.add(training.source)
+            trainer.learner.on_hidden = training.take
 
-    def _begin_drafting(self, sampler, rows: list[Row]) -> None:
-        """Create the source and the training. rows: responses to learn from where no drafter was
-        saved."""
+    def _make_training(self, sampler, rows: list[Row]) -> DrafterTraining:
+        """Create the training and its source. rows: to learn from where none was saved."""
         config, ranks, params = self.config, self.ranks, self.params
         if self._saved is None:
             ids = frequent_ids(rows, params.stop_token_ids, VOCAB_SIZE, ranks)
@@ -89,7 +88,7 @@ class DrafterMechanism(Mechanism):
         self.set_kernels(drafter)
         runner = DrafterRunner(drafter, sampler.engine, params)
         source = DrafterSource(runner, sampler.proposer.cost, ranks.clock)
-        self.training = training = DrafterTraining(source, config.run.seed)
+        training = DrafterTraining(source, config.run.seed)
         training.num_updates = num_updates
         if self._saved is None:
             train(training, examples_from(self.model, rows, training.kernel), ranks)
@@ -99,6 +98,7 @@ class DrafterMechanism(Mechanism):
                 log(f"drafter: trained with {training.num_updates} updates on {of}")
         source.enable(True)
         source.profile()
+        return training
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Draft and learn in rollouts of steps, unless the guard leaves drafts out."""
@@ -112,16 +112,19 @@ class DrafterMechanism(Mechanism):
     @contextlib.contextmanager
     def moved_to(self, engine: Engine) -> Iterator[None]:
         """Context in which the source drafts for the rows of another engine."""
-        source = self.training.source
+        if self.training is None:  # the run is complete: nothing is drafted
+            yield
+            return
         runner = self._moved.get(id(engine))
         if runner is None:
             runner = DrafterRunner(self.training.drafter, engine, self.params)
             self._moved[id(engine)] = runner
-        with source.moved_to(runner):
+        with self.training.source.moved_to(runner):
             yield
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
         """Return how far chains hold and how long they are."""
+        assert self.training is not None
         return self.training.metrics(ranks)
 
     def save(self, folder: str) -> None:

@@ -1,6 +1,7 @@
 """Memory of a learned drafter."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,8 +18,8 @@ def add_drafter(needs: Needs, config: Config, model: PreTrainedModel, world_size
     shape = model.config.get_text_config(decoder=True)
     size, layers = model.dtype.itemsize, shape.num_hidden_layers
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    embeddings = model.get_input_embeddings().weight.numel()
-    parameters = (trained - embeddings) / layers + 2 * shape.hidden_size**2
+    embedding: Any = model.get_input_embeddings()
+    parameters = (trained - embedding.weight.numel()) / layers + 2 * shape.hidden_size**2
     # weights, gradients, moments and, for bfloat16, float32 masters
     drafter = parameters * (2 * size + 16 if model.dtype == torch.bfloat16 else 4 * size)
     slot = needs.slot

@@ -13,6 +13,7 @@ chain.
 """
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import add_gumbel
 from bubblespec.engine.packing import PAGE, pack_rows, to_device
 from bubblespec.engine.ragged import ragged
+from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, scale_and_restrict, widened
 from bubblespec.mechanisms.drafter.layer import Drafter
 
@@ -41,18 +43,20 @@ MAX_ROWS = 128  # with more active rows no hidden states are kept and nothing is
 class DrafterForward(ModelForward):
     """The drafter's layer as a forward, whose second input is the policy's hidden states."""
 
-    def hidden(self, tokens: torch.Tensor, packing, hidden: torch.Tensor) -> torch.Tensor:
+    def hidden(  # type: ignore[override]  # it has a second input
+        self, tokens: torch.Tensor, packing, hidden: torch.Tensor
+    ) -> torch.Tensor:
         """See `Drafter.forward`."""
         return self.model(hidden, tokens, packing, self.kernel)
 
 
 class DrafterRunner:
-    """The drafter's part of an engine. While it is enabled it follows the slots of the engine's
-    runner (see `ModelRunner.follower`)."""
+    """The drafter's part of an engine: a `SlotFollower` of its runner while it is enabled."""
 
     def __init__(self, drafter: Drafter, engine: Engine, params: SamplingParams):
-        """params: of the rows."""
-        self.drafter, self.engine, runner = drafter, engine, engine.runner
+        """Create a runner for the rows of an engine. params: of these rows."""
+        self.drafter, self.engine = drafter, engine
+        self.runner = runner = cast(ModelRunner, engine.runner)
         stops = np.flatnonzero(np.isin(drafter.ids, params.stop_token_ids))
         self.params = replace(params, stop_token_ids=tuple(stops.tolist()))  # by index in its ids
         # Rows are in the first slots; in the others nothing is kept.
@@ -66,7 +70,12 @@ class DrafterRunner:
         self.graphs: ForwardGraphs | None = None
         if runner.graphs is not None:
             size = drafter.fuse.out_features
-            self.graphs = ForwardGraphs(self.forward, self.cache, MAX_GRAPH_TOKENS, size)
+            self.graphs = ForwardGraphs(
+                self.forward,  # type: ignore[arg-type]  # it has a second input
+                self.cache,
+                MAX_GRAPH_TOKENS,
+                size,
+            )
         self._hidden: torch.Tensor | None = None  # [slots, NUM_KEPT, H], by position % NUM_KEPT
         # Per slot: hidden states have been kept without a gap for positions in [_first, _end); the
         # drafter's cache begins at position _base (-1: it is empty) and holds _num_cached.
@@ -75,21 +84,20 @@ class DrafterRunner:
         self.forget()
 
     def enable(self, is_on: bool) -> None:
-        """Follow the engine's rows from now on, which must be before they are in slots; or stop,
-        and give the memory back."""
-        runner = self.engine.runner
+        """Follow the engine's rows, before they are in slots; or stop and release the memory."""
+        runner = self.runner
         if not is_on and runner.follower is not None:
             self.release()
         runner.follower = self if is_on else None
 
     def forget(self, slots: int | slice | np.ndarray = slice(None)) -> None:
-        """Other rows are in these slots, or the weights have changed."""
+        """Forget slots whose rows have changed, or all after an update."""
         self._context[:, slots] = 0
         self._base[slots] = -1
 
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
-        """The row in slot `source` continues in slot `target`."""
+        """Move the row in slot `source` to slot `target`."""
         self.forget(target)
         if self._hidden is not None and max(source, target) < self.num_slots:
             self._context[:, target] = self._context[:, source]
@@ -111,7 +119,7 @@ class DrafterRunner:
         self._hidden[target] = self._hidden[source]
 
     def release(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         self.cache.clear()
         if self.graphs is not None:
             self.graphs.clear()
@@ -119,8 +127,9 @@ class DrafterRunner:
         self.forget()
 
     def note(self, batch: Batch, hidden: torch.Tensor) -> None:
-        """Keep the hidden states of what a forward has fed, [N or more, H]. Those of rejected draft
-        tokens are overwritten when their positions are fed again."""
+        """Keep the hidden states [N or more, H] of what a forward has fed.
+
+        Those of rejected draft tokens are overwritten when their positions are fed again."""
         if len(batch.count) > MAX_ROWS:
             self.forget()
             return
@@ -144,14 +153,16 @@ class DrafterRunner:
 
     @torch.inference_mode()
     def draft(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Chains for decoding rows, int64 [M, n], which of `slots` they are for, int64 [M], and how
-        many positions the drafter had to catch up with. slots: int64, ascending; length: n, at most
-        MAX_CHAIN_LENGTH. The host waits for the device once."""
-        engine, runner = self.engine, self.engine.runner
+        """Draft chains, int64 [M, n], for some of the slots, int64 [M] ascending.
+
+        Returns the chains, their slots, and how many positions the drafter had to catch up with.
+        length: n, at most MAX_CHAIN_LENGTH. The host waits for the device once."""
+        engine, runner = self.engine, self.runner
         count = self._to_catch_up(slots)
         slots, count = slots[count > 0], count[count > 0]
         if len(slots) == 0:
             return np.empty((0, length), np.int64), slots, 0
+        assert self._hidden is not None
         row, offset = ragged(count)
         cached = self._num_cached[slots]
         position = (self._base[slots] + cached)[row] + offset
@@ -166,7 +177,8 @@ class DrafterRunner:
         keys = runner.noise_keys(np.repeat(slots, length), position.ravel())
         keys = keys.view(len(slots), length, 4)
         position = to_device(position, runner.device)
-        chain, one = [], np.ones(len(slots), np.int64)
+        chain: list[torch.Tensor] = []
+        one = np.ones(len(slots), np.int64)
         for number in range(length):
             if number:
                 begin = self._num_cached[slots] + number - 1
@@ -176,16 +188,17 @@ class DrafterRunner:
 
     @torch.inference_mode()
     def run_once(self, num_rows: int) -> None:
-        """One forward of the drafter for one more token of `num_rows` empty rows, to be timed."""
+        """Run one forward of the drafter for one token of `num_rows` empty rows, to time it."""
         slots, zeros = np.arange(num_rows), np.zeros(num_rows, np.int64)
         weight = self.drafter.fuse.weight
         hidden, tokens = weight.new_ones(num_rows, len(weight)), to_device(zeros, weight.device)
         state = self._forward(hidden, tokens, slots, zeros, zeros + 1)
-        self._draw(state, self.engine.runner.noise_keys(slots, zeros), tokens).cpu()
+        self._draw(state, self.runner.noise_keys(slots, zeros), tokens).cpu()
 
     def _to_catch_up(self, slots: np.ndarray) -> np.ndarray:
-        """Positions that each row's cache lacks, int64; 0 where hidden states are missing. Rows
-        whose cache cannot be continued start again."""
+        """Return how many positions each row's cache lacks; 0 where hidden states are missing.
+
+        Rows whose cache cannot be continued start again."""
         verified = self.engine.cached[slots]
         kept_from = np.maximum(self._first[slots], self._end[slots] - NUM_KEPT)
         base, cached = self._base[slots], self._num_cached[slots]
@@ -199,8 +212,9 @@ class DrafterRunner:
     def _draw(
         self, states: torch.Tensor, keys: torch.Tensor, num_generated: torch.Tensor
     ) -> torch.Tensor:
-        """The tokens that rows would sample from the drafter's logits, int64 [M]. states: [M, H];
-        keys: int32 [M, 4], of their noise; num_generated: int64 [M], tokens before them."""
+        """Sample tokens, int64 [M], from states [M, H] with the rows' own noise, int32 [M, 4].
+
+        num_generated: int64 [M], tokens before them."""
         logits, ids = SHARPNESS * widened(self.drafter.logits(states)), self.drafter.device_ids
         _, allowed = scale_and_restrict(logits, num_generated, self.params)
         if self.params.temperature > 0.0:
@@ -215,11 +229,10 @@ class DrafterRunner:
         start: np.ndarray,
         count: np.ndarray,
     ) -> torch.Tensor:
-        """The drafter's states of new positions, `count` of each slot, from `start` on in its own
-        cache: [N, H]."""
+        """Return the states [N, H] of `count` new positions of each slot, from `start` on."""
         starts, counts = np.zeros((2, slots[-1] + 1), np.int64)
         starts[slots], counts[slots] = start, count
-        runner = self.engine.runner
+        runner = self.runner
         packing = pack_rows(self.cache, starts, counts, runner.device)
         states = self.graphs.forward(tokens, packing, hidden) if self.graphs is not None else None
         if states is None:

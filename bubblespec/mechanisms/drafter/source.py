@@ -1,5 +1,4 @@
-"""The drafter as a draft source: how long its chains are, by what is accepted and by what they
-cost.
+"""The drafter as a draft source, and the length of its chains by acceptance and cost.
 
 A chain of n tokens adds n draft tokens per row to a forward, and n forwards of the drafter before
 it. Acceptance is measured by position in the chain, and so are the seconds of the drafter's
@@ -22,7 +21,7 @@ from bubblespec.planner.survival import TRIED, Survival
 from bubblespec.planner.windows import choose_chain_length
 
 NAME = "drafter"
-PRIOR = 0.6  # acceptance rate of each token before anything is known: enough to be tried
+PRIOR = 0.6  # acceptance rate of each position before measurements: enough to be tried
 
 
 class DrafterSource(DraftSource):
@@ -32,32 +31,30 @@ class DrafterSource(DraftSource):
     weighs_its_time = True
 
     def __init__(self, runner: DrafterRunner, cost: CostModel, clock=time):
-        """cost: of the policy's forwards."""
+        """Create the source of an engine's rows. cost: of the policy's forwards."""
         self.runner, self.cost, self.clock = runner, cost, clock
         self.is_enabled = True
         self._survival = Survival()
         positions = [(n,) for n in range(MAX_CHAIN_LENGTH)]  # in the chain
         self._positions = self._survival.add(positions, [PRIOR] * MAX_CHAIN_LENGTH)
-        # Of chains: rows stand for the drafter's forwards, tokens for those that it is fed.
+        # Cost of chains: rows stand for the drafter's forwards, tokens for the tokens fed to it.
         self.drafter_cost = CostModel()
         self.chain_lengths = np.zeros(MAX_CHAIN_LENGTH + 1, np.int64)
-        """Forwards by the length chosen, since they were last set to 0."""
+        """Forwards by chosen length, since the last reset."""
         self._proposed: dict[int, np.ndarray] = {}  # by row
 
     def acceptance_rates(self) -> np.ndarray:
-        """Probability that the first 1, 2, ... tokens of a chain are all right, float64
-        [MAX_CHAIN_LENGTH]."""
+        """Return the probability that the first 1, 2, ... tokens of a chain are all right."""
         return np.cumprod(self._survival.estimates[self._positions])
 
     def enable(self, is_on: bool) -> None:
-        """Keep from now on what chains need of the engine's rows; or draft nothing, and release the
-        drafter's hidden states, keys and values. Between rollouts only."""
+        """Follow the engine's rows, or draft nothing and release memory. Between rollouts only."""
         self.is_enabled = is_on
         self.runner.enable(is_on)
 
     @contextlib.contextmanager
     def moved_to(self, runner: DrafterRunner) -> Iterator[None]:
-        """Within it, proposals are for the rows of another engine."""
+        """Context in which proposals are for the rows of another engine."""
         own, self.runner = self.runner, runner
         runner.enable(self.is_enabled)
         try:
@@ -66,8 +63,7 @@ class DrafterSource(DraftSource):
             self.runner = own
 
     def profile(self) -> None:
-        """Time the drafter's forwards of few and many rows, while there are no rows. The first one
-        of each size does not count."""
+        """Time the drafter's forwards of few and many rows, while the engine has none."""
         num_slots = self.runner.engine.num_slots
         for count in sorted({1, min(8, num_slots), min(MAX_ROWS, num_slots)}):
             self.runner.run_once(count)
@@ -78,9 +74,8 @@ class DrafterSource(DraftSource):
         self.runner.engine.reset()
 
     @property
-    def chance(self) -> float:
-        """Acceptance rate of another source's proposal below which a chain gains more, net of the
-        drafter's own time."""
+    def chance(self) -> float:  # type: ignore[override]  # it depends on the engine's rows
+        """Acceptance rate of another source below which a chain gains more, its time included."""
         active = max(len(self.runner.engine.rows), 1)
         length = self.choose_length(active, 1)
         if not length:
@@ -101,9 +96,11 @@ class DrafterSource(DraftSource):
         """See `DraftSource`."""
         nothing, rows = super().propose(numbers, limits), self.tracked.rows
         slot_of = {id(row): slot for slot, row in enumerate(self.runner.engine.rows)}
-        asked = enumerate(numbers.tolist())
-        index_of = {slot_of.get(id(rows[number])): index for index, number in asked}
-        index_of.pop(None, None)
+        index_of = {
+            slot_of[id(rows[number])]: index
+            for index, number in enumerate(numbers.tolist())
+            if id(rows[number]) in slot_of
+        }
         if not index_of or len(slot_of) > MAX_ROWS:
             return nothing
         length = self.choose_length(len(slot_of), len(index_of))
@@ -138,7 +135,7 @@ class DrafterSource(DraftSource):
         self._survival.counts[TRIED:, 1] += tried, right
 
     def choose_length(self, active: int, count: int) -> int:
-        """Tokens of a chain for `count` of `active` rows, 0 for none."""
+        """Return the length of chains for `count` of `active` rows, 0 for none."""
         return choose_chain_length(
             self.acceptance_rates(),
             self.cost,

@@ -41,18 +41,20 @@ AVERAGE = 0.2  # weight of the latest slice in the seconds per token
 
 
 class Example(NamedTuple):
-    """A response to learn from, or a piece of it."""
+    """A response to learn from, or a piece of one."""
 
     context_length: int
-    """Tokens in `tokens` before the piece: of the prompt, or of the response."""
+    """Tokens in `tokens` before the piece, from the prompt or the response."""
     tokens: np.ndarray
-    """int64 [L], with the context, without the response's last one."""
+    """int64 [L], tokens with the context, without the last token of the response."""
     hidden: torch.Tensor
-    """[L, H], the policy's hidden states at them; on the host."""
+    """[L, H], the policy's hidden states at these tokens, on the host."""
 
 
 def examples_of(tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor) -> Iterator[Example]:
-    """The pieces of one response. Observations are learned from too: what the policy would say
+    """Return the pieces of one response.
+
+    Observations are learned from too: what the policy would say
     there is as good a teacher. tokens: int64 [L], prompt and response without its last token;
     hidden: [L, H]."""
     for begin in range(prompt_length, len(tokens) + 1, PIECE):
@@ -64,8 +66,7 @@ def examples_of(tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor) ->
 
 
 class UnrolledPacking:
-    """S sequences, each padded to T positions, one after the other. Each forward with it is the
-    next pass.
+    """S sequences, each padded to T positions, one after the other. Each forward is the next pass.
 
     Pass j computes token j of the chains that began j - 1 positions earlier: a query at position i
     sees the keys of pass 1 up to i - (j - 1), and then one key of each later pass up to its own
@@ -88,8 +89,7 @@ class UnrolledPacking:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        """query: [N, heads, D]; key, value: [N, key/value heads, D], N = S * T. Returns [N, heads,
-        D]. There is one layer, without a window."""
+        """Return [N, heads, D] of query [N, heads, D] and key and value [N, key/value heads, D]."""
         fold = query.shape[1] // key.shape[1]
         query, key, value = (
             t.unflatten(0, self.shape).transpose(1, 2) for t in (query, key, value)
@@ -97,8 +97,7 @@ class UnrolledPacking:
         self._keys.append(key.repeat_interleave(fold, dim=1))
         self._values.append(value.repeat_interleave(fold, dim=1))
         keys, values = torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
-        # Queries at the start of a sequence, whose chain would have begun before it, see their own
-        # key only.
+        # Queries whose chain would have begun before the sequence see their own key only.
         position, passes = torch.arange(self.shape[1], device=query.device), len(self._keys)
         distance = position[:, None] - position
         later = [distance == passes - number for number in range(2, passes + 1)]
@@ -108,15 +107,15 @@ class UnrolledPacking:
 
 
 class DrafterTraining:
-    """The drafter of a run on one rank: its optimizer, and the latest examples."""
+    """Training of a run's drafter on one rank: its optimizer, and the latest examples."""
 
     def __init__(self, source: DrafterSource, seed: int):
         self.source, self.drafter, self.clock = source, source.runner.drafter, source.clock
-        self.kernel = source.runner.engine.runner.forward.kernel
+        self.kernel = source.runner.forward.kernel
         self.random = np.random.default_rng(seed)
         self.examples: deque[Example] = deque()
-        self._room = 0.0  # tokens of examples that the current step may still add
-        self.params = list(self.drafter.parameters())
+        self._room = 0.0  # tokens that the current step may still add
+        self.params: list[torch.Tensor] = list(self.drafter.parameters())
         # In bfloat16 most of a small update would be rounded away.
         dtype = torch.promote_types(self.params[0].dtype, torch.float32)
         self.masters = [p.detach().to(dtype, copy=True) for p in self.params]
@@ -131,7 +130,7 @@ class DrafterTraining:
     # The buffer
 
     def add(self, example: Example) -> None:
-        """Keep it, and drop the oldest ones beyond BUFFER_TOKENS."""
+        """Keep an example, and drop the oldest ones beyond BUFFER_TOKENS."""
         self.examples.append(example)
         size = sum(len(kept.hidden) for kept in self.examples)
         while size > BUFFER_TOKENS:
@@ -139,7 +138,7 @@ class DrafterTraining:
 
     @torch.no_grad()
     def take(self, batch: Microbatch, hidden: torch.Tensor) -> None:
-        """Examples from a micro-batch of the policy's training; see `Learner.on_hidden`."""
+        """Keep examples of a micro-batch of the policy's training; see `Learner.on_hidden`."""
         if not self.source.is_enabled:
             return
         fed = batch.input_ids.split(batch.sequence_lengths)
@@ -155,15 +154,14 @@ class DrafterTraining:
     # Learning
 
     def learn(self, examples: Sequence[Example]) -> None:
-        """Add their gradient; an update follows as soon as it is of EXAMPLES_PER_UPDATE."""
+        """Add the gradient of examples, and update after EXAMPLES_PER_UPDATE of them."""
         (len(examples) / EXAMPLES_PER_UPDATE * self.loss(examples)).backward()
         self._num_added += len(examples)
         if self._num_added >= EXAMPLES_PER_UPDATE:
             self._update()
 
     def loss(self, examples: Sequence[Example]) -> torch.Tensor:
-        """Mean soft cross-entropy of a predicted token, over passes and positions: a scalar with a
-        gradient."""
+        """Return the mean soft cross-entropy of a token over passes and positions, a scalar."""
         hidden, tokens, counts = self._pad(examples)
         temperature = self.source.runner.params.temperature
         with torch.no_grad():
@@ -178,9 +176,10 @@ class DrafterTraining:
     def _passes(
         self, hidden: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, num_passes: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Per pass, the drafter's logits [n, V] and which of the positions that count they are for,
-        bool: chains begin where the first token that they draft is of the response. hidden:
-        [S, T, H]; tokens, counts: of `_pad`."""
+        """Return per pass the logits [n, V] and which of the counted positions they are for, bool.
+
+        Chains begin where the first token that they draft is of the response. hidden: [S, T, H];
+        tokens, counts: of `_pad`."""
         sequences, length, size = hidden.shape
         packing = UnrolledPacking(sequences, length, hidden.device)
         known, started = hidden, counts
@@ -192,9 +191,9 @@ class DrafterTraining:
             started = counts & pad(started, (1, 0))[:, :-1]
 
     def _pad(self, examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """On the device: hidden states [S, T + 1, H]; per position the token after it, int64
-        [S, T], and whether the token after that one, which it predicts, is of the response, bool
-        [S, T]."""
+        """Return padded examples: hidden [S, T + 1, H], next tokens int64 [S, T], counts [S, T].
+
+        A position counts if the token that it predicts, the second after it, is of the response."""
         parts = (
             [x.hidden for x in examples],
             [torch.from_numpy(x.tokens[1:]) for x in examples],
@@ -206,7 +205,7 @@ class DrafterTraining:
 
     @torch.no_grad()
     def _update(self) -> None:
-        """One update with the gradient that has been added up."""
+        """Update with the gradient of all examples since the last update."""
         for master, param in zip(self.masters, self.params, strict=True):
             # The layer's own embedding is not used.
             master.grad = None if param.grad is None else param.grad.to(master.dtype)
@@ -221,12 +220,11 @@ class DrafterTraining:
     # Idle time
 
     def slice_tokens(self) -> int:
-        """Tokens of the shortest slice; 0 where there is nothing to learn."""
+        """Return the tokens of the shortest slice; 0 where there is nothing to learn."""
         return min((len(example.hidden) for example in self.examples), default=0)
 
     def run_slice(self, limit_s: float) -> float:
-        """Learn from one example that is expected to take no longer than `limit_s`, if there is
-        one. Returns the seconds that it took."""
+        """Learn from one example that is expected to fit `limit_s`; return the seconds it took."""
         begin_s = self.clock.perf_counter()
         fitting = [x for x in self.examples if len(x.hidden) * self.token_s <= limit_s]
         if not fitting:
@@ -240,8 +238,9 @@ class DrafterTraining:
 
     @torch.no_grad()
     def merge(self, ranks: Ranks) -> None:
-        """All ranks together: continue with the mean of their drafters, weighted by the updates
-        since the last time. From now on the step's examples are accepted."""
+        """Continue, on all ranks, with the mean of their drafters by updates since the last time.
+
+        From now on the step's examples are accepted."""
         self._room = SHARE_PER_STEP * BUFFER_TOKENS
         made, self._num_unmerged = self._num_unmerged, 0
         if ranks.world_size == 1:
@@ -253,7 +252,7 @@ class DrafterTraining:
             torch._foreach_copy_(self.params, self.masters)
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Of a step. The chain length is the mean over forwards in which there was a choice."""
+        """Return metrics of a step; the chain length is a mean over forwards with a choice."""
         rates = ranks.gather(self.source.acceptance_rates()).mean(axis=0)
         metrics = {f"drafter/accepted_{n + 1}": float(rate) for n, rate in enumerate(rates)}
         metrics["drafter/mean_acceptance_length"] = 1.0 + float(rates.sum())

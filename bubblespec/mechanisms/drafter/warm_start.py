@@ -1,6 +1,6 @@
-"""Warm start of the drafter, before the first step: the policy answers prompts of coming steps, and
-each rank learns from its own responses; now and then all ranks continue with the mean of their
-drafters."""
+"""Warm start of the drafter: the policy answers prompts of coming steps, and each rank learns.
+
+Now and then all ranks continue with the mean of their drafters."""
 
 import itertools
 from collections.abc import Sequence
@@ -41,8 +41,9 @@ def generate(
     schedule: StepSchedule,
     step: int,
 ) -> list[Row]:
-    """Return this rank's responses to the prompts of coming steps, nearest first: its share of
-    drafter.warm_start tokens, the last responses unfinished. Raises StopRequested."""
+    """Return this rank's share of drafter.warm_start tokens of responses to coming prompts.
+
+    The nearest steps come first; the last responses are unfinished. Raises StopRequested."""
     depth = min(MAX_STEPS, config.run.max_steps - step - 1)
     rollout, rows = config.rollout, []
     for groups in [schedule.launch(step).groups, *schedule.upcoming(step, depth)]:
@@ -57,6 +58,7 @@ def generate(
     with _progress("tokens of responses to learn from", wanted, ranks) as bar:
         while num_tokens < wanted and not engine.is_idle and not ranks.must_stop:
             load = engine.step(params)[1]
+            assert load is not None
             num_tokens += load.tokens - load.prompt_tokens
             bar.update(load.tokens - load.prompt_tokens)
     engine.collect()
@@ -68,8 +70,7 @@ def generate(
 def frequent_ids(
     rows: Sequence[Row], stop_token_ids: Sequence[int], count: int, ranks: Ranks
 ) -> np.ndarray:
-    """Return the `count` most frequent tokens of all ranks' responses, stop tokens included, int64
-    ascending."""
+    """Return the `count` most frequent tokens of all ranks, with stop tokens, int64 ascending."""
     tokens = np.concatenate([np.array(stop_token_ids, np.int64), *(row.tokens for row in rows)])
     ids, counts = np.unique(np.concatenate(ranks.gather_ragged(tokens)), return_counts=True)
     return np.sort(ids[np.argsort(-counts, kind="stable")[:count]])
@@ -78,7 +79,7 @@ def frequent_ids(
 @torch.no_grad()
 def examples_from(model: PreTrainedModel, rows: Sequence[Row], kernel: str) -> list[Example]:
     """Compute the policy's hidden states of these responses, and return examples with them."""
-    examples = []
+    examples: list[Example] = []
     for row in rows:
         tokens = np.concatenate((row.prompt, row.tokens[:-1]))
         packing = pack_sequences([len(tokens)], model.device)
@@ -88,8 +89,9 @@ def examples_from(model: PreTrainedModel, rows: Sequence[Row], kernel: str) -> l
 
 
 def train(training: DrafterTraining, examples: list[Example], ranks: Ranks) -> None:
-    """Train for EPOCHS over this rank's examples, at a rate that falls to FINAL_RATE, and keep the
-    latest of them. Raises StopRequested."""
+    """Train for EPOCHS at a rate that falls to FINAL_RATE, and keep the latest examples.
+
+    Raises StopRequested."""
     by_length = sorted(examples, key=lambda example: len(example.hidden))  # to pad little
     begins = np.arange(0, len(examples), EXAMPLES_PER_UPDATE)
     order = np.concatenate([training.random.permutation(begins) for _ in range(EPOCHS)])

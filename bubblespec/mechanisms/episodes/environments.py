@@ -2,16 +2,19 @@
 
 import base64
 import itertools
+import pickle
 import threading
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from bubblespec.config import EnvironmentConfig
 from bubblespec.distributed.worker import close_workers
+from bubblespec.errors import InputError
 from bubblespec.mechanisms.episodes.forms import Chat, load_form, tool_message
 from bubblespec.mechanisms.episodes.tokens import (
     begin_ids,
@@ -19,7 +22,13 @@ from bubblespec.mechanisms.episodes.tokens import (
     observation_ids,
     parse_calls,
 )
-from bubblespec.mechanisms.episodes.workers import AnyWorker, EnvironmentWorker, Episode, InProcess
+from bubblespec.mechanisms.episodes.workers import (
+    AnyWorker,
+    Deliver,
+    EnvironmentWorker,
+    Episode,
+    InProcess,
+)
 from bubblespec.types import Prompt
 
 NOTHING = np.empty(0, np.int64)
@@ -103,7 +112,8 @@ class Environments:
         self._load[worker] += 1
         episode = Episode(next(self._numbers), name, prompt, worker, list(prompt.token_ids))
         self._running[name] = episode
-        self._submit(episode, "begin", prompt.text, prompt.columns, seed)
+        deliver = partial(self._arrive, episode)
+        self._submit(episode, deliver, "begin", prompt.text, prompt.columns, seed)
 
     def act(self, name: Hashable, ids: Sequence[int] | np.ndarray) -> None:
         """Submit a whole turn of the model, with its stop token. An observation comes later."""
@@ -112,15 +122,12 @@ class Environments:
         if self.form.is_text:
             action = self._tokenizer.decode(ids, skip_special_tokens=True)
         else:
-            action = parse_calls(self._tokenizer, ids, episode.ids, self.schemas)
-            episode.calls = action
+            action = episode.calls = parse_calls(self._tokenizer, ids, episode.ids, self.schemas)
         episode.ids += ids
-        if not self.form.is_text and not action:
-            self._arrive(episode, Observation(NOTHING, "no_call"))
-        elif not self.form.is_text and self._is_last_turn(episode):
-            self._arrive(episode, Observation(NOTHING, "max_turns"))
+        if self.form.is_text or (action and not self._is_last_turn(episode)):
+            self._submit(episode, partial(self._arrive, episode), "act", action)
         else:
-            self._submit(episode, "act", action)
+            self._arrive(episode, Observation(NOTHING, "max_turns" if action else "no_call"))
 
     def poll(self) -> list[tuple[Hashable, Observation]]:
         """Return the observations that have come since the last call; never wait.
@@ -161,8 +168,7 @@ class Environments:
             packed = base64.b64decode(reply.get("environment") or "") or None
             future.set_result(Outcome(None if problem else reply.get("reward"), packed, problem))
 
-        arguments = (with_reward, with_environment)
-        episode.worker.submit(episode, "end", arguments, self._config.timeout_s, deliver)
+        self._submit(episode, deliver, "end", with_reward, with_environment)
         return future
 
     def close(self) -> None:
@@ -177,11 +183,17 @@ class Environments:
         self._load |= dict.fromkeys(workers, 0)
         return workers
 
-    def _submit(self, episode: Episode, method: str, *arguments) -> None:
-        limit_s = self._config.timeout_s * max(1, len(episode.calls))
-        episode.worker.submit(
-            episode, method, arguments, limit_s, lambda reply: self._arrive(episode, reply)
-        )
+    def _submit(self, episode: Episode, deliver: Deliver, method: str, *arguments) -> None:
+        try:
+            request = pickle.dumps((method, episode.number, arguments))
+        except Exception as error:  # objects with code of their own
+            raise InputError(
+                f"environment: a prompt's columns cannot be sent to a worker: {error!r:.200}"
+            ) from error
+        limit_s = self._config.timeout_s
+        if method == "act":
+            limit_s *= max(1, len(episode.calls))
+        episode.worker.submit(episode, request, limit_s, deliver, is_end=method == "end")
 
     def _arrive(self, episode: Episode, reply: Observation | dict | Exception) -> None:
         with self._has_arrived:

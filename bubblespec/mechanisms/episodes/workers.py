@@ -7,14 +7,13 @@ comes: the same requests must get the same replies.
 
 import hashlib
 import json
-import pickle
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from subprocess import Popen
 
-from bubblespec.distributed.worker import MAX_REPLY_BYTES, Worker, WorkerFailure
-from bubblespec.errors import InputError, RunFailed
+from bubblespec.distributed.worker import MAX_REPLY_BYTES, Worker, WorkerFailure, WorkerTimeout
+from bubblespec.errors import RunFailed
 from bubblespec.mechanisms.episodes.forms import Form, Host, load_form
 from bubblespec.types import Prompt
 
@@ -54,11 +53,10 @@ class InProcess:
         self.num_differing = 0
 
     def submit(
-        self, episode: Episode, method: str, arguments: tuple, limit_s: float, deliver: Deliver
+        self, episode: Episode, request: bytes, limit_s: float, deliver: Deliver, *, is_end: bool
     ) -> None:
         """See `EnvironmentWorker`."""
-        reply = bounded(self._host.answer(_request(episode, method, arguments)))
-        deliver(json.loads(json.dumps(reply)))
+        deliver(json.loads(json.dumps(bounded(self._host.answer(request)))))
 
 
 class EnvironmentWorker(Worker):
@@ -70,26 +68,23 @@ class EnvironmentWorker(Worker):
         super().__init__(__name__, {"factory": factory, "tools": tools}, "environment")
 
     def submit(
-        self, episode: Episode, method: str, arguments: tuple, limit_s: float, deliver: Deliver
+        self, episode: Episode, request: bytes, limit_s: float, deliver: Deliver, *, is_end: bool
     ) -> None:
-        """Queue a call of a method of `Host`, with a time limit from when its turn comes.
+        """Queue a request to `Host`, with a time limit from when its turn comes.
 
-        deliver: called with the reply, in another thread. Raises InputError if the arguments cannot
-        be sent."""
-        request = _request(episode, method, arguments)
-        self.jobs.put(lambda _: self._answer(episode, method, request, limit_s, deliver))
+        deliver: called with the reply, in another thread; is_end: whether it ends the episode."""
 
-    def _answer(
-        self, episode: Episode, method: str, request: bytes, limit_s: float, deliver: Deliver
-    ) -> None:
-        is_held = episode.home is not None and episode.home is self.supervisor
-        if episode.is_abandoned and not (method == "end" and is_held):
-            deliver({"failure": "it was not needed", "seconds": 0.0})
-            return
-        try:
-            deliver(self._ask_twice(episode, request, limit_s))
-        except Exception as error:  # OSError: no process can be started
-            deliver(error)
+        def answer(_: Worker) -> None:
+            is_held = episode.home is not None and episode.home is self.supervisor
+            if episode.is_abandoned and not (is_end and is_held):
+                deliver({"failure": "it was not needed", "seconds": 0.0})
+                return
+            try:
+                deliver(self._ask_twice(episode, request, limit_s))
+            except Exception as error:  # OSError: no process can be started
+                deliver(error)
+
+        self.jobs.put(answer)
 
     def _ask_twice(self, episode: Episode, request: bytes, limit_s: float) -> dict:
         """Return the reply, to the second request if the worker dies at the first.
@@ -105,7 +100,7 @@ class EnvironmentWorker(Worker):
                 episode.history.append((request, limit_s, digest(reply)))
                 return reply
             except WorkerFailure as failure:
-                if failure.is_timeout or is_last or self.is_closed:
+                if isinstance(failure, WorkerTimeout) or is_last or self.is_closed:
                     return {"failure": str(failure), "seconds": time.monotonic() - begin_s}
         raise AssertionError
 
@@ -124,15 +119,6 @@ class EnvironmentWorker(Worker):
 
 
 AnyWorker = InProcess | EnvironmentWorker
-
-
-def _request(episode: Episode, method: str, arguments: tuple) -> bytes:
-    try:
-        return pickle.dumps((method, episode.number, arguments))
-    except Exception as error:  # objects with code of their own
-        raise InputError(
-            f"environment: a prompt's columns cannot be sent to a worker: {error!r:.200}"
-        ) from error
 
 
 def digest(reply: dict) -> bytes:

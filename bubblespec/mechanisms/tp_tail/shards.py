@@ -1,5 +1,4 @@
-"""Tensor parallelism: one forward computed by all ranks together, each with a shard of the weights
-that it holds anyway.
+"""Tensor parallelism: one forward computed by all ranks, each with a shard of its weights.
 
 Every rank has the whole model, so a shard is a view of its parameters: nothing is copied or moved.
 The configuration's `base_model_tp_plan` names the linear layers that are sharded. A "colwise" layer
@@ -17,18 +16,23 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn import Linear
 from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from bubblespec.distributed.ranks import Ranks, all_gather
 from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.engine import sampling
-from bubblespec.engine.forward import GraphMemory, ModelForward, Sampled
+from bubblespec.engine.forward import (
+    GraphMemory,
+    ModelForward,
+    Sampled,
+)
 from bubblespec.engine.kernels import cache_for
 from bubblespec.engine.model_checks import TOLERANCE, random_tokens, relative_difference
 from bubblespec.engine.output_head import output_head
@@ -41,19 +45,20 @@ CHECKED = 12  # tokens
 
 
 class TPUnsupported(ValueError):
-    """The reason why so many ranks cannot compute a model together."""
+    """This model cannot be computed by this many ranks together; the message says why."""
 
 
 def no_tp_tail(error: TPUnsupported) -> str:
     """Return the line for a run whose ranks compute no forwards together."""
-    return fallback("no TP tail", error, "rollout.tp_tail_max_rows=0")
+    instead = "no TP tail"
+    return fallback(instead, error, "rollout.tp_tail_max_rows=0")
 
 
 class TPGroup:
-    """The ranks of a run, and the collectives of their forwards, which all ranks call alike."""
+    """Collectives of common forwards: all ranks call the same methods in the same order."""
 
     def __init__(self, ranks: Ranks):
-        """Open the collectives, on all ranks together."""
+        """Set up shared memory; all ranks call this together."""
         self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.world_size
         self.gather_text = ranks.gather_text
         are_processes = dist.is_initialized() and ranks.device.type == "cpu"
@@ -65,8 +70,7 @@ class TPGroup:
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place.
 
-        On a GPU the host does not wait: the next gather, later in the stream, finds a missing rank.
-        """
+        On a GPU the host does not wait; the next gather in the stream finds a missing rank."""
         if tensor.device.type == "cuda":
             dist.all_reduce(tensor)
         elif self._shared is not None and tensor.dtype in (torch.float32, torch.float64):
@@ -90,9 +94,9 @@ class TPGroup:
 
 
 class ShardSpec(NamedTuple):
-    """This rank's part of a linear layer: of its outputs, or of its inputs where it is rowwise."""
+    """A linear layer and this rank's part of its outputs, or, if rowwise, of its inputs."""
 
-    module: torch.nn.Module
+    module: torch.nn.Linear
     is_rowwise: bool
     part: slice
 
@@ -112,39 +116,39 @@ class ShardedForward(ModelForward):
         memory: GraphMemory | None = None,
         reduce: Callable = sampling.best_and_sum,
     ):
-        """See `ModelForward`. Raises TPUnsupported, on all ranks or on none."""
+        """Plan the shards, see `ModelForward`; raise TPUnsupported on all ranks or on none."""
         is_eager = enforce_eager or not tp.can_capture
         super().__init__(model, kernel, enforce_eager=enforce_eager, memory=memory, reduce=reduce)
         self.is_eager |= is_eager
         self.tp, self.rank = tp, tp.rank
         self.specs, self.key_heads = plan_shards(model, tp.rank, tp.size)
-        """This rank's parts, and its key/value heads of each sharded attention by layer."""
+        """Key/value heads of this rank in each sharded attention, by layer."""
         self.num_key_heads = count_heads(model)[1]
         self._is_alone = False
         self._zeros: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the model's layers compute this rank's parts, from the same
-        parameters."""
+        """Context in which layers compute this rank's parts, with unchanged parameters."""
         changed: list[torch.nn.Module] = []
 
         def change(module: torch.nn.Module, forward: Callable) -> None:
-            module.forward = forward  # hides that of its class
+            vars(module)["forward"] = forward  # hides that of its class
             changed.append(module)
 
         try:
             for module, is_rowwise, part in self.specs:
-                base: Any = getattr(module, "base_layer", module)  # of a layer with a LoRA adapter
+                # A layer with a LoRA adapter has a base layer.
+                base = cast(Linear, getattr(module, "base_layer", module))
                 side = "lora_A" if is_rowwise else "lora_B"
-                for layer in (base, *getattr(module, side, {}).values()):
+                for layer in [base, *cast(dict[str, Linear], getattr(module, side, {})).values()]:
                     change(layer, partial(partial_linear, layer, part, is_rowwise))
                 if is_rowwise:
                     change(module, partial(self._summed, module.forward, base.bias))
             yield
         finally:
-            for module in changed:
-                vars(module).pop("forward", None)
+            for patched in changed:
+                vars(patched).pop("forward", None)
 
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
         """See `Forward`."""
@@ -155,7 +159,8 @@ class ShardedForward(ModelForward):
         """Return this rank's logits [T, v] of hidden states [T, hidden]."""
         head = output_head(self.model)
         part = shard_of(head.num_tokens, self.tp.rank, self.tp.size)
-        return head.finish(partial_linear(cast(torch.nn.Linear, head.linear), part, False, hidden))
+        linear_head = cast(Linear, head.linear)
+        return head.finish(partial_linear(linear_head, part, False, hidden))
 
     def sample(
         self,
@@ -177,7 +182,7 @@ class ShardedForward(ModelForward):
     @contextlib.contextmanager
     def rehearsal(self, num_tokens: Sequence[int]) -> Iterator[None]:
         """See `Forward`."""
-        widths = {cast(int, of.module.out_features) for of in self.specs if of.is_rowwise}
+        widths = {spec.module.out_features for spec in self.specs if spec.is_rowwise}
         sizes = {count * width for count in num_tokens for width in widths}
         longest = self.weight().new_zeros(max(sizes))
         self._zeros = [longest[:size] for size in sorted(sizes, reverse=True)]
@@ -192,10 +197,7 @@ class ShardedForward(ModelForward):
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compare the forward in shards with that of the whole model, on all ranks together.
-
-        Raises TPUnsupported on all ranks where they differ.
-        """
+        """Compare shards with the whole model; if they differ, raise TPUnsupported on all ranks."""
         model, name, kernel = self.model, type(self.model).__name__, self.kernel
         tokens, count = random_tokens(model, CHECKED), np.array([CHECKED])
 
@@ -203,7 +205,7 @@ class ShardedForward(ModelForward):
             return pack_rows(cache_for(kernel), 0 * count, count, model.device)
 
         problem = None
-        try:  # without sums, so that no rank waits for one that fails alone
+        try:  # without sums nobody waits for a rank that fails alone
             with self._alone():
                 self.hidden(tokens, packing())
         except Exception as error:  # the model's own code runs here
@@ -239,11 +241,9 @@ class ShardedForward(ModelForward):
 def partial_linear(
     layer: torch.nn.Linear, part: slice, is_rowwise: bool, x: torch.Tensor
 ) -> torch.Tensor:
-    """Compute a part of a linear layer's outputs, or of its sums over inputs if it is rowwise.
+    """Compute a part of a linear layer's outputs, or, if rowwise, of its sums without the bias.
 
-    Rowwise sums are without the bias. x: [..., in], or [..., the part of in]. A layer with products
-    of its own has a method `partial`.
-    """
+    x: [..., in], or [..., the part of in]. A layer with other products has a method `partial`."""
     bias = None if is_rowwise or layer.bias is None else layer.bias[part]
     own = getattr(layer, "partial", None)
     if own is not None:
@@ -253,17 +253,16 @@ def partial_linear(
 
 
 def shard_of(count: int, rank: int, size: int) -> slice:
-    """Return one rank's share of `count` items; shares differ by at most 1."""
+    """Return one rank's share of a count; shares differ by at most 1."""
     return slice(count * rank // size, count * (rank + 1) // size)
 
 
 def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tuple[slice, slice]:
     """Return one rank's query heads, and the key/value heads that they read.
 
-    A group is the query heads that read one key/value head. Ranks have whole groups; where ranks
-    are more than groups, several ranks share a group's query heads, and all have its key/value
-    head. Raises TPUnsupported if some rank would have no head.
-    """
+    With at least as many key/value heads as ranks, a rank has whole groups of query heads. Else
+    ranks share a group: each has some query heads, and all have its key/value head. Raises
+    TPUnsupported if some rank would have none."""
     fold = num_heads // num_key_heads
     if num_key_heads >= size:
         key = shard_of(num_key_heads, rank, size)
@@ -271,7 +270,7 @@ def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tup
     groups = [other * num_key_heads // size for other in range(size)]
     group = groups[rank]
     members = [other for other in range(size) if groups[other] == group]
-    if fold < -(-size // num_key_heads):  # by the largest group, so that all ranks raise
+    if fold < -(-size // num_key_heads):  # of the largest group, so that all ranks agree
         raise TPUnsupported(
             f"{num_heads} query heads and {num_key_heads} key/value heads are too few for "
             f"{size} ranks"
@@ -281,7 +280,7 @@ def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tup
 
 
 def count_heads(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the numbers of query heads and key/value heads; 0 if not configured."""
+    """Count query heads and key/value heads; 0 if the configuration has no number."""
     config = model.config.get_text_config(decoder=True)
     num_heads = getattr(config, "num_attention_heads", 0)
     return num_heads, getattr(config, "num_key_value_heads", None) or num_heads
@@ -290,10 +289,9 @@ def count_heads(model: PreTrainedModel) -> tuple[int, int]:
 def plan_shards(
     model: PreTrainedModel, rank: int, size: int
 ) -> tuple[list[ShardSpec], dict[int, slice]]:
-    """Return this rank's parts of sharded layers, and its key/value heads by number of layer.
+    """Return this rank's part of each sharded layer, and its key/value heads by attention layer.
 
-    Raises TPUnsupported.
-    """
+    Raises TPUnsupported."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     plan = getattr(config, "base_model_tp_plan", None) or {}
     num_heads, num_key_heads = count_heads(model)
@@ -334,19 +332,19 @@ def plan_shards(
 
 def sample_shards(
     logits: torch.Tensor,
-    keys: torch.Tensor,
-    num_generated: torch.Tensor,
+    keys,
+    num_generated,
     params: SamplingParams,
     reduce: Callable = sampling.best_and_sum,
     *,
-    vocab_size: int,
+    vocab_size,
     tp: TPGroup,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sample as `sampling.sample` does, from this rank's logits [T, v].
 
     For each position the ranks exchange their best token, the largest perturbed logit, and sums of
-    exponentials; top_k and top_p need all logits. Each rank computes the result from what all have
-    exchanged, so it is bit-identical on all ranks.
+    exponentials; with top_k or top_p all logits. Each rank computes its result from the exchanged
+    values only, so results are bit-identical however ranks round.
     """
     if 0 < params.top_k < vocab_size or params.top_p < 1.0:
         return sampling.sample(_whole(logits, vocab_size, tp), keys, num_generated, params)

@@ -1,18 +1,18 @@
-"""The TP (tensor-parallel) tail: when few rows are left on all ranks, all ranks decode them
-together, each with a shard of the weights.
+"""The TP (tensor-parallel) tail: all ranks decode the last rows together, in shards.
 
-The ranks enter the tail at a tick, by a decision on data that all have. Each gets the tokens of all
-unfinished rows, and the keys and values of its heads; an engine that is the same on every rank
-continues. Its forwards are in lockstep: the ranks exchange whatever could differ between them, and
-each computes the tokens from what all have exchanged. The rank that owns a row proposes its drafts.
-Every few forwards the ranks check for a stop request. After the last row each rank has the results
-of its own rows, and the rollout ends with the next tick.
+All ranks decide to enter the tail at a tick, by shared data. All ranks get the tokens of all
+unfinished rows, and the keys and values of the heads that they read, and continue in an engine
+that is the same on every rank. Its forwards are in lockstep: ranks exchange whatever could differ,
+and compute the same tokens from the exchanged values. The owner of a row proposes its drafts, and
+every few forwards ranks exchange whether to stop. When the last row is done, each rank has its own
+rows' results, and the rollout ends with the next tick.
 """
 
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
@@ -44,12 +44,12 @@ from bubblespec.rollout.table import RowTable
 from bubblespec.types import Row, SampleId
 
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward
-STOP_INTERVAL = 8  # forwards between two checks for a stop request
+STOP_INTERVAL = 8  # forwards between two checks for a stop request on any rank
 MAX_DRAFT_TOKENS = 64  # of a row
 # Latest tokens of a row that are fed again for companions, which may need their hidden states.
 FED_AGAIN = 16
 ROWS = "tp_tail_rows"  # in a rollout's extras: rows of this rank that were unfinished on entry
-NUM_TIMED = 3  # forwards at the start, after those that do not count
+NUM_TIMED = 3  # forwards that count, the last of those at the start
 
 
 class TPTail(Mechanism):
@@ -67,22 +67,22 @@ class TPTail(Mechanism):
         is_worth_it: Callable[[RowTable], bool] | None = None,
         has_keys: bool = True,
     ):
-        """gather: `Ranks.gather` for the exchanges between two forwards; max_rows: largest number
-        of rows of all ranks with which the tail is entered, at most the engine's slots;
-        is_worth_it: pure function of data that all ranks have, None to enter with max_rows in any
-        case; has_keys: whether there are keys and values, as there are not in virtual time."""
+        """gather: see `OwnersPropose`; max_rows: rows of all ranks on entry, at most the slots.
+
+        is_worth_it: a pure function of shared data, None to enter always; has_keys: whether runners
+        are `ModelRunner`s, which they are not in virtual time."""
         self.engine, self.ranks, self.gather, self.max_rows = engine, ranks, gather, max_rows
         self.is_worth_it, self.has_keys = is_worth_it, has_keys
         self.companions: list[Callable[[Engine], AbstractContextManager]] = []
-        """Contexts in which draft sources follow rows to another engine."""
+        """Contexts in which draft sources follow the rows to another engine."""
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
-        """Take over at the end of the rollout, unless costs decide and the guard forbids it."""
+        """Take over at the end of the rollout; the guard may forbid a tail entered by cost."""
         if self.is_worth_it is None or plan.is_on:
             plan.take_over = self
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
-        """Return the rows, forwards and seconds of the tail; nothing in steps without it."""
+        """Return the rows, forwards and seconds of shared decoding; nothing in steps without."""
         shared = [rollout for rollout in record.rollouts if rollout.shared]
         if not shared:
             return {}
@@ -97,20 +97,17 @@ class TPTail(Mechanism):
 
     @property
     def tokens_fed_again(self) -> int:
-        """Tokens of each row that are fed again in the tail."""
+        """Tokens of each row that are fed again on entry."""
         return FED_AGAIN if self.companions else 0
 
     def is_due(self, table: RowTable, states: list[RankState]) -> bool:
-        """Whether all ranks enter the tail at this tick.
-
-        Never where some rows are not trained on: the rollout may end before they do.
-        """
+        """Whether all ranks enter the tail at this tick; never if the launch selects groups."""
         if table.launch.selects or any(state.must_stop for state in states):
             return False
         return self.is_near(table) and (self.is_worth_it is None or self.is_worth_it(table))
 
     def is_near(self, table: RowTable) -> bool:
-        """Whether rows are left, at most max_rows."""
+        """Whether rows are left, and few enough."""
         return bool(0 < (table.synced >= 0).sum() <= self.max_rows)
 
     def run(
@@ -124,12 +121,11 @@ class TPTail(Mechanism):
         on_finished: Callable[[Row], None],
         record: RolloutRecord,
     ) -> None:
-        """Generate the unfinished rows of all ranks to their end, on all ranks together.
+        """Generate the unfinished rows of all ranks to their end, all ranks together.
 
-        On a stop request of any rank all leave, and rows keep their tokens so far. own: this rank's
-        rows by index; proposer: given on all ranks or on none; own_engine: this rank's, which its
-        rows leave; on_finished: called with each own row; record: gets the forwards.
-        """
+        On a stop request on any rank all leave, and rows keep their tokens so far. own: this
+        rank's rows, by index, which leave own_engine; proposer: on all ranks or on none;
+        on_finished: called with each own row."""
         ranks, engine, clock = self.ranks, self.engine, self.ranks.clock
         began_s = clock.perf_counter()
         own_engine.collect()
@@ -153,47 +149,49 @@ class TPTail(Mechanism):
                 step_s, own_rows = clock.perf_counter(), len(unfinished)
                 finished, load = engine.step(params, drafts)
                 end_s = clock.perf_counter()
+                assert load is not None, "the engine is not idle"
                 propose_s, looked_up = (0.0, 0) if proposer is None else proposer.take_spent()
-                assert load is not None, "rows of episodes are paused, and enter no tail"
-                engine_s = end_s - step_s - propose_s
-                record.shared_forwards.append(
-                    ForwardRecord(last_s, end_s, engine_s, propose_s, *load, own_rows, 0, looked_up)
-                )
+                seconds = (last_s, end_s, end_s - step_s - propose_s, propose_s)
+                forward = ForwardRecord._make((*seconds, *load, own_rows, 0, looked_up))
+                record.shared_forwards.append(forward)
                 last_s = end_s
                 for row in finished:
                     if row in unfinished:
                         unfinished.remove(row)
                         on_finished(row)
         engine.collect()
-        engine.reset()  # memory and graphs stay: capturing may take as long as the tail saves
+        engine.reset()  # memory and graphs stay: capturing may take as long as what is gained
         record.shared.append(Span("shared", began_s, clock.perf_counter()))
 
     def _insert(self, rows: list[Row], own: set[Row], own_engine: Engine) -> None:
-        """Insert the rows of all ranks into the engine, with the keys and values of their ranks."""
-        slots = {row: slot for slot, row in enumerate(own_engine.rows) if row in own}
+        """Insert the rows of all ranks, with the keys and values that their ranks have."""
+        engine, place = self.engine, enumerate(own_engine.rows)
+        slots = {row: slot for slot, row in place if row in own}
         slot = np.array([slots.get(row, -1) for row in rows])
         latest = own_engine.length[slot] - 1 - self.tokens_fed_again
         kept = np.where(slot >= 0, np.minimum(own_engine.cached[slot], latest).clip(0), 0)
-        runners = own_engine.runner, self.engine.runner
-        can = not self.has_keys or can_transfer_kv(*runners)
+        source, target = (cast(ModelRunner, of.runner) for of in (own_engine, engine))
+        can = not self.has_keys or can_transfer_kv(source, target)
         of_ranks = self.gather(np.append(kept, can))
         counts = of_ranks[:, :-1].max(axis=0) * of_ranks[:, -1].all()
-        self.engine.reset()  # the weights have changed since the last time
-        self.engine.insert(rows, counts)
+        engine.reset()  # the weights have changed since the last time
+        engine.insert(rows, counts)
         if self.has_keys and counts.any():
             rank_of = of_ranks[:, :-1].argmax(axis=0)
-            transfer_kv(*runners, slot, counts, rank_of)
+            transfer_kv(source, target, slot, counts, rank_of)
 
 
 class OwnersPropose:
-    """The `Proposer` of all ranks' engine: each rank proposes for its rows, all get all drafts."""
+    """The engine's `Proposer` where all ranks have all rows: owners propose, all get all drafts."""
 
     def __init__(self, proposer: Proposer, own_rows: set[Row], gather: Callable):
-        """gather: see `Ranks`."""
+        """gather: `Ranks.gather`, between two forwards."""
         self.proposer, self.own_rows, self.gather = proposer, own_rows, gather
 
-    def propose(self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int):
-        """See `Proposer`; the exchanged array has one size on all ranks."""
+    def propose(
+        self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `Proposer`; drafts are exchanged in one size on all ranks."""
         own, drafts = self._own(rows), np.full((len(rows), MAX_DRAFT_TOKENS), -1)
         if len(own):
             room = np.minimum(room, MAX_DRAFT_TOKENS)
@@ -206,7 +204,7 @@ class OwnersPropose:
         return drafts[drafts >= 0], (drafts >= 0).sum(axis=1)
 
     def observe(self, rows: list[Row], tokens, num_gained, num_draft, num_accepted) -> None:
-        """Observe the own rows, see `Proposer`."""
+        """See `Proposer`; own rows only."""
         own = self._own(rows)
         if len(own):
             tokens = tokens[np.isin(ragged(num_gained)[0], own)]
@@ -227,18 +225,16 @@ def make_tp_tail(
     *,
     max_rows: int,
 ) -> TPTail | None:
-    """Create the tail, on all ranks together; None for no tail.
+    """Create the tail; None with one rank, by its key, or where the model cannot be sharded.
 
-    That is with one rank, if configured, if the model cannot be sharded, or, with auto, if the tail
-    is measured not to pay. max_rows: of `choose_slots`.
-    """
+    With auto also None where measured forwards show no gain. All ranks must call this together.
+    max_rows: of `choose_slots`."""
     wanted = config.rollout.tp_tail_max_rows
     is_wanted = max_rows > 0 and not config.model.batch_invariant  # sums over ranks round
     is_wanted &= not config.environment.is_used  # an episode stays where its environment is
     if ranks.world_size == 1 or not is_wanted or board is None:
         return None
-    alone = engine.runner
-    assert isinstance(alone, ModelRunner)
+    alone = cast(ModelRunner, engine.runner)
     ranks.place = "set-up of the TP tail"
     try:
         tp = TPGroup(ranks)
@@ -277,10 +273,9 @@ def make_tp_tail(
 def enter_by_cost(
     tail: TPTail, tp_cost: CostModel, stats: RunStats, num_slots: int, board: ProgressBoard
 ) -> None:
-    """Let the tail be entered where it is predicted to pay.
+    """Enter the tail where costs and predicted lengths of rows promise a gain.
 
-    tp_cost: of forwards of all ranks together; num_slots: of one rank.
-    """
+    tp_cost: of forwards of all ranks together; num_slots: of one rank."""
     entering_s = OVERHEAD_TICKS * board.interval_s
 
     def is_worth_it(table: RowTable) -> bool:
@@ -288,14 +283,8 @@ def enter_by_cost(
             return False
         indices, rows = table.unfinished()
         fed_s = tail.tokens_fed_again * len(rows) * float(tp_cost.coefficients[2])
-        return use_tp_tail(
-            rows,
-            table.rank_of[indices],
-            stats.shared_cost,
-            tp_cost,
-            num_slots=num_slots,
-            overhead_s=entering_s + fed_s,
-        )
+        owners, overhead_s, cost = table.rank_of[indices], entering_s + fed_s, stats.shared_cost
+        return use_tp_tail(rows, owners, cost, tp_cost, num_slots=num_slots, overhead_s=overhead_s)
 
     tail.is_worth_it = is_worth_it
 
@@ -303,11 +292,8 @@ def enter_by_cost(
 def measure(
     together: Engine, alone: Engine, params: SamplingParams, ranks: Ranks
 ) -> CostModel | None:
-    """Measure the cost of forwards of all ranks together, the same on all ranks.
-
-    Returns None where a forward of one row takes no less time together than alone.
-    """
-    params = replace(params, stop_token_ids=())  # rows must not end
+    """Measure forwards of all ranks together; None where one row is no faster than alone."""
+    params = replace(params, stop_token_ids=())  # no stop tokens
     seconds = [_seconds_of_a_forward(engine, params, ranks) for engine in (alone, together)]
     alone_s, together_s = ranks.gather(np.array(seconds)).max(axis=0).tolist()
     if together_s >= (1 - MIN_TAIL_GAIN) * alone_s:
@@ -318,7 +304,7 @@ def measure(
 
 
 def _seconds_of_a_forward(engine: Engine, params: SamplingParams, ranks: Ranks) -> float:
-    """Measure a forward of one row until its result is on the host."""
+    """Measure a forward of one row, up to its result on the host."""
     engine.reset()
     engine.add([Row(SampleId(0, 0, 0), (1, 1), min(2 * NUM_TIMED, engine.max_length - 2))])
     seconds = []

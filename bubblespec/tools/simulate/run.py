@@ -16,7 +16,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.source import DrafterSource
-from bubblespec.mechanisms.episodes.mechanism import EpisodesMechanism
+from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
 from bubblespec.mechanisms.tail_batching import MAX_OVER_SAMPLING, scaled
 from bubblespec.mechanisms.tp_tail.tail import TPTail, enter_by_cost, measure
 from bubblespec.memory import AUTO_TP_ROWS, max_slots
@@ -191,8 +191,8 @@ class _Shared:
         count = self.tail_rows if is_tail else int(rollout.max_num_seqs)
         runner = SimulatedRunner(
             ranks,
-            count,
-            self.workload.max_prompt_length + rollout.max_completion_length,
+            num_slots=count,
+            max_length=self.workload.max_prompt_length + rollout.max_completion_length,
             max_num_batched_tokens=max(rollout.max_num_batched_tokens, count),
             cost=self.cost,
             text=text,

@@ -27,34 +27,32 @@ Text = Callable[[Row], np.ndarray]
 Cost = Callable[[Load], float]
 
 
+@dataclass(eq=False)
 class SimulatedRunner:
     """A `Runner` of one rank; slots hold the texts of their rows instead of keys and values."""
 
-    def __init__(
-        self,
-        ranks: SimulatedRanks,
-        num_slots: int,
-        max_length: int,
-        *,
-        max_num_batched_tokens: int,
-        cost: Cost,
-        text: Text,
-        together: Cost | None = None,
-    ):
-        """text(row): the row's tokens to its end, int [L], beginning with those so far.
+    ranks: SimulatedRanks
+    num_slots: int
+    max_length: int
+    max_num_batched_tokens: int
+    cost: Cost
+    """Seconds of a forward, by its load."""
+    text: Text
+    """A row's tokens to its end, int [L], beginning with those so far."""
+    together: Cost | None = None
+    """Seconds of a forward of all ranks together, over the same rows, if forwards are shared."""
+    pages: Pages | None = None
 
-        cost(load): seconds of a forward; together(load): seconds of a forward of all ranks
-        together, if this runner computes such: over the same rows on each rank.
-        """
-        self.num_slots, self.max_length = num_slots, max_length
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.pages: Pages | None = None
-        self.world, self.rank, self.text = ranks.world, ranks.rank, text
-        self.cost, self.together = cost, together
-        self.said = np.full((num_slots, max_length + 1), NO_TOKEN, np.int32)  # text of each slot
-        self.end = np.zeros(num_slots, np.int64)  # of that text
-        self.name = np.zeros((num_slots, 3), np.int64)  # of its sample
-        self.drafter_knows = np.zeros(num_slots, np.int64)  # positions, where there is a drafter
+    def __post_init__(self):
+        # The text of each slot, its end and its sample's name.
+        self.said = np.full((self.num_slots, self.max_length + 1), NO_TOKEN, np.int32)
+        self.end = np.zeros(self.num_slots, np.int64)
+        self.name = np.zeros((self.num_slots, 3), np.int64)
+        self.drafter_knows = np.zeros(self.num_slots, np.int64)  # positions, if there is a drafter
+
+    def advance(self, seconds: float) -> None:
+        """Advance the rank's clock."""
+        self.ranks.world.advance(self.ranks.rank, seconds)
 
     def place(self, slot: int, row: Row) -> None:
         """Store the row's text in the slot."""
@@ -78,9 +76,9 @@ class SimulatedRunner:
     def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
         """Advance the clock and verify drafts against the texts; log-probabilities are 0."""
         if self.together is None:
-            self.world.advance(self.rank, self.cost(batch.load))
+            self.advance(self.cost(batch.load))
         else:  # all ranks continue when the last one is done
-            self.world.meet(self.rank, None, self.together(batch.load))
+            self.ranks.world.meet(self.ranks.rank, None, self.together(batch.load))
         row, offset = ragged(batch.num_draft + 1)
         slot = batch.slots[row]
         position = np.minimum(batch.generated[row] + offset, self.end[slot])
@@ -153,4 +151,4 @@ class SimulatedDrafterRunner:
 
     def _advance(self, rows: int, tokens: int, positions: int) -> None:
         seconds = self.runner.cost(Load(rows, tokens, 0, positions, 0, 0))
-        self.runner.world.advance(self.runner.rank, self.model.share * seconds)
+        self.runner.advance(self.model.share * seconds)
