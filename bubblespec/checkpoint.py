@@ -135,7 +135,7 @@ def _commit(temporary: str, final: str) -> None:
 
 
 def find_damage(folder: str) -> str | None:
-    """Return what is wrong with a checkpoint, or None if all files match their checksums."""
+    """Return the damage of a checkpoint, or None if all files match their checksums."""
     try:
         with open(os.path.join(folder, SUMS_FILE), encoding="utf-8") as file:
             lines = [line.rstrip("\n").split("  ", 1) for line in file]
@@ -249,8 +249,7 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
 
 
 def _newest_whole(folders: list[str]) -> str | None:
-    """Return the last undamaged folder, None without any; warn of each damaged one. Raises
-    InputError if all are damaged."""
+    """Return the last undamaged folder; warn of damaged ones, raise InputError if all are."""
     for folder in reversed(folders):
         damage = find_damage(folder)
         if damage is None:
@@ -263,8 +262,7 @@ def _newest_whole(folders: list[str]) -> str | None:
 
 
 def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
-    """Return the differences that change rounding alone. Raises InputError for others that
-    matter."""
+    """Return differences that change rounding alone; raise InputError for relevant others."""
     current, classes, rounding = flatten(config), resume_classes(config), []
     for key in sorted(saved.keys() | current.keys()):
         if key not in current:
@@ -296,8 +294,7 @@ def _is_the_same_data(here: str | None, there: str | None) -> bool:
 
 @contextlib.contextmanager
 def refuse_what_does_not_fit(folder: str) -> Iterator[None]:
-    """Context of reading a checkpoint: raises InputError for files that are torn, of another model,
-    or no checkpoint's."""
+    """Context of reading a checkpoint: raises InputError for torn or foreign files."""
     try:
         yield
     except UNREADABLE as error:

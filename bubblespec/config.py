@@ -308,8 +308,7 @@ class DrafterConfig:
 
 @dataclass
 class TailBatchingConfig:
-    """Which prompts form a step: short rounds that defer their slowest prompts, and long rounds of
-    deferred prompts."""
+    """Short rounds that defer their slowest prompts, and long rounds of deferred prompts."""
 
     enabled: bool = False
     """Train in short and long rounds instead of the data's order; the responses are the same."""

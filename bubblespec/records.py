@@ -1,5 +1,4 @@
-"""What has happened: forwards and their loads, spans of time, acceptance of drafts, uses of idle
-time, rollouts, steps.
+"""Records of forwards, spans of time, acceptance of drafts, idle time, rollouts and steps.
 
 Plain data, measured and counted on one rank, for metrics, timelines and the planner.
 """
@@ -33,15 +32,14 @@ class ForwardRecord(NamedTuple):
     """One forward of a rollout on one rank: its load, its rows and its time."""
 
     begin_s: float
-    """End of the preceding forward or wait, by the rank's clock: includes the host's work in
-    between."""
+    """End of the preceding forward or wait: the host's work in between is included."""
     end_s: float
     engine_s: float
     """Seconds in the engine, less propose_s."""
     propose_s: float
-    """Seconds spent on proposals: queries, and learning from the outcome."""
+    """Seconds spent on proposals: queries and updates."""
     rows: int
-    """Rows and the next five: see `Load` in engine/batch.py."""
+    """Rows; for this and the next five see `Load` in engine/batch.py."""
     tokens: int
     wide_rows: int
     positions: int
@@ -56,8 +54,7 @@ class ForwardRecord(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Kind in timelines: draft (co-scheduled), alongside rows of this step, draft (idle),
-        prefill, verify or decode."""
+        """Kind in timelines; co-scheduled drafts are alongside rows of this step."""
         if self.ahead_rows:
             return "draft (co-scheduled)" if self.own_rows else "draft (idle)"
         return "prefill" if self.prompt_tokens else "verify" if self.draft_tokens else "decode"
@@ -100,8 +97,7 @@ class IdleUse:
     expected_s: float = 0.0
     """Predicted seconds saved by the jobs assigned to this rank."""
     saved_s: float = 0.0
-    """Estimated seconds that the use as a whole has saved in this rollout's step; the same on every
-    rank."""
+    """Estimated seconds saved in this rollout's step by this use of all ranks."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The samples of a step, and what is asked of them."""
+"""The samples of a step, and their digest, lengths and rewards."""
 
 import hashlib
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ class Samples:
     groups: list[Group]
     num_generations: int
     tokens: list[np.ndarray]
-    """int32, one array per sample, with the stop token."""
+    """Response tokens with the stop token, int32, one array per sample."""
     logprob: list[np.ndarray]
     """float32, see `Row`."""
     full_logprob: list[np.ndarray]
     """float32, see `Row`."""
     is_truncated: np.ndarray
-    """bool [S], whether the length limit cut the response off."""
+    """Whether the length limit cut the response off, bool [S]."""
     rewards: np.ndarray
     """float64 [S, functions], NaN where a function does not apply."""
 
@@ -51,7 +51,7 @@ class Samples:
 
     @property
     def num_sampled(self) -> np.ndarray:
-        """Of these, the tokens that were sampled, int64 [S]."""
+        """Sampled tokens of each response, int64 [S]."""
         return count_sampled(self.full_logprob)
 
     def of_groups(self, numbers: list[int]) -> "Samples":
@@ -87,8 +87,7 @@ def count_sampled(logprobs: list[np.ndarray]) -> np.ndarray:
 
 
 def digest(samples: Samples) -> str:
-    """Return the SHA-256 of id, length and tokens of all samples, ordered by id: equal digests mean
-    equal tokens."""
+    """Return the SHA-256 of id, length and tokens of all samples, ordered by id."""
     sha = hashlib.sha256()
     named = zip(samples.ids, samples.tokens, strict=True)
     for name, tokens in sorted(named, key=itemgetter(0)):
@@ -98,12 +97,14 @@ def digest(samples: Samples) -> str:
 
 
 def has_rewards(rewards: np.ndarray) -> np.ndarray:
-    """Return which groups have rewards for all samples, bool [groups]; the update leaves the others
-    out. rewards: [groups, generations], NaN where a sample has none."""
+    """Return which groups have rewards for all samples, bool [groups]; only these are trained on.
+
+    rewards: [groups, generations], NaN where a sample has none."""
     return ~np.isnan(rewards).any(axis=1)
 
 
 def has_zero_std(rewards: np.ndarray) -> np.ndarray:
-    """Return which groups have equal rewards, bool [groups]: compared within the group they give no
-    gradient. rewards: [groups, generations]."""
+    """Return which groups have equal rewards, and so no gradient, bool [groups].
+
+    rewards: [groups, generations]."""
     return np.ptp(rewards, axis=1) < 1e-8

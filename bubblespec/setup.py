@@ -1,5 +1,6 @@
-"""Set-up of a run: load and check model, data, rewards and engine, and resume from a checkpoint if
-there is one. The only file that knows both the core and the mechanisms."""
+"""Set-up of a run: model, data, rewards, engine and mechanisms, from a checkpoint if there is one.
+
+The only file that imports both the core and the mechanisms."""
 
 import atexit
 import copy
@@ -81,8 +82,9 @@ from bubblespec.trainer import Trainer
 
 
 def build(config: Config, ranks: Ranks) -> Trainer:
-    """Build a run, on all ranks together, from its configuration and newest checkpoint. Raises
-    InputError for bad input."""
+    """Build a run on all ranks together, from its configuration and newest checkpoint.
+
+    Raises InputError for bad input."""
     config = with_dtype(config, ranks.device.type)
     console = Console(config, ranks.is_main)
     torch.manual_seed(config.run.seed)
@@ -253,8 +255,9 @@ def add_mechanisms(
 
 
 def load_own(config: Config, ranks: Ranks) -> list[Callable[[dict], object]]:
-    """Import the user's loss, advantages and draft sources, to find mistakes early. Return the hook
-    of run.log_to, on rank 0. Raises InputError."""
+    """Import the user's functions, to find mistakes early; return the hook of run.log_to on rank 0.
+
+    Raises InputError."""
     loss, log_to = config.loss, config.run.log_to
     hooks: list[Callable[[dict], object]] = []
     if "." in loss.advantage_estimator:
@@ -274,8 +277,9 @@ def load_own(config: Config, ranks: Ranks) -> list[Callable[[dict], object]]:
 def prepare(
     config: Config, model: PreTrainedModel, ranks: Ranks, num_tokens: int | None = None
 ) -> tuple[str, str | None]:
-    """Prepare the model for packed forwards; return the result of `choose_kernel`. num_tokens: see
-    `prepare_model`. Raises InputError for a model that the engine cannot serve."""
+    """Prepare the model for packed forwards; return the result of `choose_kernel`.
+
+    num_tokens: see `prepare_model`. Raises InputError for a model that the engine cannot serve."""
     attention = config.model.attention
     if config.model.batch_invariant:
         fix_libraries()
@@ -298,8 +302,7 @@ def prepare(
 def make_reference(
     config: Config, model: PreTrainedModel, checkpoint: str | None, ranks: Ranks
 ) -> PreTrainedModel | None:
-    """Return the initial policy for the KL term, if there is one; with LoRA the model itself, whose
-    adapter is turned off."""
+    """Return the initial policy for the KL term, if any; with LoRA the adapter is off."""
     if config.loss.kl_coef == 0:
         return None
     if config.model.lora_r:

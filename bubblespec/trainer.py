@@ -1,5 +1,4 @@
-"""A run: its parts, its progress, and what happens between two steps of its loop (train.py).
-setup.py makes the parts."""
+"""A run: its parts, made by setup.py, its progress, and the verbs of its loop (train.py)."""
 
 import contextlib
 import gc
@@ -81,7 +80,7 @@ class Trainer:
     opened_s: float = 0.0
     """Time at which this start's loop began."""
     has_warned_of_missing: bool = False
-    """Whether groups without rewards have been warned of."""
+    """Whether there was a warning of groups without rewards."""
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -128,8 +127,7 @@ class Trainer:
         return record
 
     def warn_of_missing(self, groups: list[Group], rewards: np.ndarray, when: str) -> None:
-        """Warn, once per run, of groups that are left out for want of a reward. rewards: float64
-        [groups, generations]."""
+        """Warn, once per run, of groups without rewards. rewards: float64 [groups, generations]."""
         missing = np.flatnonzero(~has_rewards(rewards)).tolist()
         if not missing or self.has_warned_of_missing:
             return
@@ -144,8 +142,9 @@ class Trainer:
             )
 
     def update(self, record: StepRecord, advantages: np.ndarray) -> dict[str, float]:
-        """Apply all updates of a step, also after a stop request; see `Learner.update`. advantages:
-        float64 [S]. Raises RunFailed after too many steps without an update."""
+        """Apply all updates of a step, also after a stop request; see `Learner.update`.
+
+        Raises RunFailed after too many steps without an update."""
         self.ranks.place = f"training of step {record.step}"
         if "." in self.config.loss.advantage_estimator:  # a user's own may differ between ranks
             advantages = self.ranks.gather(advantages)[0]

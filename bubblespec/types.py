@@ -10,8 +10,9 @@ import numpy as np
 
 
 class SampleId(NamedTuple):
-    """Id of a response and, with the run's seed, the key of its noise. Under equal weights a
-    response is the same wherever and whenever it is generated."""
+    """Id of a response and, with the run's seed, the key of its noise.
+
+    Under equal weights equal ids have equal responses, on any rank and at any time."""
 
     uid: int
     """Prompt id (63 bits), stable across runs on the same data."""

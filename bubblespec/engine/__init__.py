@@ -1,5 +1,4 @@
-"""The generation engine: one packed ragged forward, a slot K/V cache and counter-based sampling
-noise.
+"""The generation engine: one packed ragged forward, a K/V cache and counter-based noise.
 
-It knows nothing of ranks, steps or rewards.
+It has no notion of ranks, steps or rewards.
 """

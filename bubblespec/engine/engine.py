@@ -1,5 +1,4 @@
-"""Continuous-batching generation as a stepper: add rows, run one packed forward at a time, drop
-rows, stop at any point.
+"""Continuous-batching generation as a stepper: add rows, run one forward, drop rows, stop.
 
 A row's tokens depend on the weights, its prompt and its noise key alone: not on the other rows, the
 order of admission, the chunk size, the number of slots or the drafts.
@@ -59,7 +58,7 @@ class Engine(Slots):
     """Rows in slots, and the forwards that generate their tokens."""
 
     def __init__(self, runner: Runner):
-        """Raises ValueError if a token of each slot does not fit into one forward."""
+        """Raise ValueError if a token of each slot does not fit into one forward."""
         super().__init__(runner)
         self.max_num_batched_tokens = runner.max_num_batched_tokens
         if self.max_num_batched_tokens < self.num_slots:

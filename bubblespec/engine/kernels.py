@@ -19,7 +19,7 @@ from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.pages import Pages
 from bubblespec.errors import fallback, first_problem, one_line
 
-HALF = (torch.bfloat16, torch.float16)  # what the CUDA kernels compute in
+HALF = (torch.bfloat16, torch.float16)  # types of the CUDA kernels
 MAX_HEAD_SIZE = 256  # in the CUDA kernels
 PROMPTS, MORE, ONE = [8, 5, 3], [1, 4, 2], [1, 1, 1]  # tokens fed to rows of `packed_logits`
 LONG = 160  # tokens of a prompt whose keys are so many that a kernel splits them if it can

@@ -37,12 +37,11 @@ def forward_hidden(
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute each layer in the backward pass instead of storing its activations. Raises
-    UnsupportedModel.
+    """Recompute each layer in the backward pass instead of storing its activations.
 
-    The model stays in evaluation mode: transformers' own switch takes effect in training mode only,
-    where dropout and router noise would make the trained function differ from the one that
-    generated.
+    Raises UnsupportedModel. The model stays in evaluation mode: transformers' own switch takes
+    effect in training mode only, where dropout and router noise would make the trained function
+    differ from the one that generated.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:

@@ -1,10 +1,9 @@
-"""Drafting ahead (BubbleSpec, arXiv 2605.08862): samples of coming steps, generated early with the
-noise that their own step will use.
+"""Drafting ahead (BubbleSpec, arXiv 2605.08862): samples of coming steps, generated early.
 
-On a rank that waits, drafts fill the free slots. On a rank that still decodes, co-scheduled drafts
-join the forwards of its own rows, and at most double their cost. Drafts are taken from the global
-batches of coming steps, whichever rank will generate these. At the last tick drafts stop, and later
-idle time continues them.
+Drafts use the noise of their own step. On a rank that waits, drafts fill the free slots. On a rank
+that still decodes, co-scheduled drafts join the forwards of its own rows, and at most double their
+cost. Drafts are of the global batches of coming steps, whichever rank will generate these. At the
+last tick drafts stop, and later idle time continues them.
 """
 
 from collections import deque
@@ -41,8 +40,9 @@ class DraftAhead(IdleTask):
         max_new_tokens: int,
         max_slowdown: float = MAX_SLOWDOWN,
     ):
-        """plans: everything to draft, most urgent first, the same on every rank; version: updates
-        of the current weights; max_slowdown: of forwards, by co-scheduled drafts."""
+        """plans: drafts to make, most urgent first, the same on every rank; version: of weights.
+
+        max_slowdown: factor on the time of forwards with co-scheduled drafts."""
         self.store, self.proposer, self.cost = store, proposer, cost
         self.version, self.max_new_tokens = version, max_new_tokens
         self.max_slowdown = max_slowdown

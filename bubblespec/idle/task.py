@@ -22,7 +22,7 @@ NUM_WANTED = 2  # slices assigned to a rank at a time: the next tick is some mil
 
 @dataclass
 class RankView:
-    """What a task sees of its own rank in a rollout."""
+    """A task's view of its own rank in a rollout."""
 
     rank: int
     engine: Engine
@@ -61,17 +61,16 @@ class IdleTask:
         self.view = view
 
     def publish(self) -> np.ndarray:
-        """Return what the next tick carries from this rank: float64, as long on all ranks."""
+        """Return this rank's numbers for the next tick, float64, as long on all ranks."""
         return NOTHING
 
     def receive(self, published: list[np.ndarray]) -> None:
-        """Use what all ranks have published in a completed tick, by rank."""
+        """Use the numbers of all ranks in a completed tick, by rank."""
 
     def jobs(self) -> Iterable[Job]:
         """Return all unassigned jobs, most urgent first, co-scheduled ones before others.
 
-        Called after every tick. The same on every rank: a function of what ranks have received and
-        share.
+        Called after every tick. The same on every rank: a pure function of received numbers.
         """
         return ()
 
@@ -83,7 +82,7 @@ class IdleTask:
         """Note that a job is assigned to a rank. Called on all ranks."""
 
     def run_slice(self) -> bool:
-        """Put rows into the engine, or do a slice of work that is too short to keep others waiting.
+        """Put rows into the engine, or do a slice of work too short to keep other ranks waiting.
 
         Called between two forwards; return whether another slice is due. No collectives here.
         """
@@ -108,8 +107,9 @@ class SliceTask(IdleTask):
     """What ranks have published in the last tick."""
 
     def next_slices(self) -> tuple[int, float, float]:
-        """Return how many slices this rank could do, the predicted seconds of one, and the seconds
-        that one saves all ranks together. Called where `can_begin`."""
+        """Return the number of slices, the predicted seconds of one, and its saving on all ranks.
+
+        Called where `can_begin`."""
         raise NotImplementedError
 
     def can_begin(self) -> bool:
@@ -129,8 +129,9 @@ class SliceTask(IdleTask):
         self._by_rank = published
 
     def jobs(self) -> Iterable[Job]:
-        """Return each rank's own slices, whose savings all ranks share. They are co-scheduled, as a
-        rank with rows publishes slices only while all of its rows wait."""
+        """Return each rank's own slices, whose savings all ranks share.
+
+        Slices are co-scheduled: a rank with rows publishes them only while all its rows wait."""
         return [
             Job((rank, number), saved_s / len(self._by_rank), slice_s, True, rank)
             for rank, (count, slice_s, saved_s) in enumerate(self._by_rank)
@@ -164,7 +165,7 @@ def assign(
 
     A rank with rows of its own gets co-scheduled jobs only, those that save most first. An idle
     rank gets jobs of one task: the one whose first job saves most per second. A pure function of
-    what all ranks know, so no job is assigned twice without further agreement.
+    shared data, so no job is assigned twice without further agreement.
 
     jobs: by task, most urgent first, co-scheduled ones before others; capacities: by rank and task;
     has_rows: by rank.

@@ -210,8 +210,7 @@ def _logits(runner: ModelRunner, tokens: np.ndarray, widths: list[int]) -> torch
 
 
 def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> None:
-    """Make the model's products batch-invariant, and compare. Raises ValueError with what
-    differs."""
+    """Make a model batch-invariant, and compare; raise ValueError with the differences."""
     make_invariant(model)
     forward = InvariantForward(model, kernel, enforce_eager=config.rollout.enforce_eager)
     runner = ModelRunner(

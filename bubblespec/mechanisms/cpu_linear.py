@@ -10,7 +10,7 @@ measured at the start of a run, for each shape of layer and number of rows. In f
 affects rounding, so all ranks must use the same one, and a resumed run keeps its choice
 (`choose_linear`).
 
-Copies are renewed when the weight has changed, which its version counter says: generation always
+Copies are renewed when the weight's version counter has changed, so that generation always
 uses the current weights. Parameters, their names and their memory stay as they are.
 
 Shape legend: K features in, M features out.
@@ -45,7 +45,7 @@ MARGIN = 1.1  # a kernel must be faster by this factor,
 MIN_SAVED_S = 2e-6  # and by so much in a call: less is lost in noise
 PADDING_S = 5e-6  # that rows of zeros take to be made
 # Elements of the measured weights, float32: more than the caches of a core hold, shared ones too.
-# Weights that come from a cache say nothing about those that come from memory.
+# Times of weights in a cache do not hold for weights in memory.
 MAX_ELEMENTS = 1 << 25
 MAX_IN_LAYER = 1 << 23  # of one weight; of larger ones (output heads) the first rows
 TRAINING_ROWS = 256  # of the measured products of training

@@ -49,7 +49,7 @@ class RankState(NamedTuple):
     must_stop: bool = False
     """Whether the rank has a stop request."""
     facts: np.ndarray = NO_FACTS
-    """float64, of the same length on all ranks: whatever else decisions need."""
+    """Further numbers for decisions, float64, of the same length on all ranks."""
 
     @property
     def is_done(self) -> bool:
@@ -79,8 +79,7 @@ class Transport:
         self._clock = clock
 
     def post(self, numbers: np.ndarray, name: str) -> None:
-        """Start a tick with this rank's numbers, float64 [n], n equal on all ranks. name: for
-        messages."""
+        """Start a tick with this rank's numbers, float64 [n], n equal on all ranks."""
         self._numbers = [numbers]
 
     def is_complete(self) -> bool:
@@ -172,8 +171,9 @@ class SharedTicks(Transport):
 
 
 def one_cta(timeout: timedelta) -> object | None:
-    """Return options of an NCCL communicator whose kernels run in one thread block and leave the
-    other multiprocessors to forwards; None where this torch lacks them."""
+    """Return options of an NCCL communicator with kernels of one thread block; None in old torch.
+
+    The other multiprocessors are left to forwards."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     options = None if nccl is None else nccl.Options()
     if options is None or not hasattr(getattr(options, "config", None), "max_ctas"):
@@ -220,8 +220,9 @@ class ProgressBoard:
         transport: Transport | str = "auto",
         interval_s: float = INTERVAL_S,
     ):
-        """timeout_s: seconds without a complete tick after which the job ends; transport: or the
-        name of a backend; interval_s: least seconds between two ticks of a rank that has work."""
+        """timeout_s: seconds without a complete tick before the job ends; transport: or a backend.
+
+        interval_s: least seconds between two ticks of a rank that has work."""
         self.ranks, self.timeout_s, self.interval_s = ranks, timeout_s, interval_s
         self._tick_s = 0.0  # moving average of the seconds that a busy rank needs to post a tick
         self._clock = ranks.clock
@@ -232,8 +233,9 @@ class ProgressBoard:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a rollout, whose ticks count from 0. Raises RuntimeError while a tick of the last
-        rollout is in flight."""
+        """Begin a rollout, with ticks counted from 0.
+
+        Raises RuntimeError while a tick of the last rollout is in flight."""
         if self._in_flight:
             raise RuntimeError("a rollout must run to its last tick before the next one begins")
         self.num_ticks = 0
@@ -243,7 +245,7 @@ class ProgressBoard:
         self.go_on()
 
     def go_on(self) -> None:
-        """Restart the time-out, after the ranks have done something else together."""
+        """Restart the time-out, after other common work of the ranks."""
         self._deadline = self._clock.monotonic() + self.timeout_s
 
     @property
@@ -253,13 +255,12 @@ class ProgressBoard:
         return bool(self.last_states) and all(state.is_done for state in others)
 
     def poll(self, state: Callable[[], RankState], is_done: bool = False) -> list[RankState] | None:
-        """Return the states of all ranks in a tick that has just completed, once per tick; else
-        None. Does not block.
+        """Return the states of a tick that has just completed, once per tick, else None.
 
-        Call it between forwards until it returns None: `while (states := board.poll(state)) is not
-        None: act(states)`. If no tick is in flight, post one with `state()`, which includes the
-        effects of the tick before: after the interval, or at once if this rank is done. After the
-        last tick nothing is posted. Raises RankTimeout.
+        This never blocks. Call it between forwards until it returns None: `while (states :=
+        board.poll(state)) is not None: act(states)`. If no tick is in flight, post one with
+        `state()`, which includes the effects of the tick before: after the interval, or at once if
+        this rank is done. After the last tick nothing is posted. Raises RankTimeout.
         """
         if self.is_over:
             return None
@@ -296,8 +297,7 @@ class ProgressBoard:
         return now_s < self._last_tick_s + interval_s
 
     def wait(self, state: Callable[[], RankState]) -> list[RankState] | None:
-        """Sleep until a tick completes, and return its states; None after the last tick. For a rank
-        that is done and has nothing else to do."""
+        """Sleep until a tick completes, and return its states; None after the last tick."""
         while not self.is_over:
             if (states := self.poll(state, is_done=True)) is not None:
                 return states

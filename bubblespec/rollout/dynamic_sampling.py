@@ -17,8 +17,9 @@ from bubblespec.samples import has_rewards, has_zero_std
 
 
 def num_lacking(record: StepRecord, max_batches: int) -> int:
-    """Return how many further groups the step generates: enough to fill the gap at the rate so far,
-    at most a whole batch. 0 once enough rewards differ, or after `max_batches`."""
+    """Return how many further groups the step generates, enough for the gap at the rate so far.
+
+    At most a whole batch; 0 once enough rewards differ, or after `max_batches`."""
     rewards, wanted = record.all_rewards, record.batch_sizes[0]
     is_useful = has_rewards(rewards) & ~has_zero_std(rewards)
     missing = wanted - int(is_useful.sum())

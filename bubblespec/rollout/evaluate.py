@@ -1,4 +1,4 @@
-"""Evaluations: responses to held-out prompts, and what they are worth."""
+"""Evaluations: responses to held-out prompts, and their rewards."""
 
 import math
 from dataclasses import replace
@@ -33,8 +33,8 @@ class Evaluator:
     """Generates and scores held-out samples, on a sampler's engine.
 
     Every evaluation draws the same noise (`EVALUATION` in engine/noise.py), so curves are paired,
-    and the responses of one evaluation are drafts of the next. What is learned of drafts here is
-    kept apart from training: prompts may be of another kind, and the temperature another one.
+    and the responses of one evaluation are drafts of the next. Statistics of drafts
+    are kept apart from training, as prompts and temperature may be of another kind.
     """
 
     def __init__(self, sampler: Sampler, proposer: Proposer | None):
@@ -79,7 +79,8 @@ class Evaluator:
     def generate(
         self, groups: list[Group], num_generations: int, params: SamplingParams, version: int
     ) -> tuple[Samples, RolloutRecord]:
-        """Generate and score samples of held-out prompts. The guard learns nothing from them.
+        """Generate and score samples of held-out prompts; the guard learns nothing.
+
         version: updates of the weights. Raises StopRequested."""
         sampler, launch = self.sampler, Launch(groups, len(groups), num_generations)
         table, rows, scoring = sampler.begin(launch, None, self.store)
@@ -131,8 +132,9 @@ def make_evaluator(sampler: Sampler) -> Evaluator:
 
 
 def expected_best(rewards: np.ndarray, k: int) -> np.ndarray:
-    """Return the expected maximum of k of the n rewards of each row, drawn without replacement: the
-    sum over i of r_(i) C(i-1, k-1) / C(n, k). rewards: float64 [..., n]."""
+    """Return the expected maximum of k of n rewards [..., n], drawn without replacement.
+
+    This is the sum over i of r_(i) C(i-1, k-1) / C(n, k)."""
     n = rewards.shape[-1]
     weights = np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
     return np.sort(rewards) @ weights

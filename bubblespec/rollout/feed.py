@@ -1,4 +1,4 @@
-"""What the loop gets from outside the engine: rows, and draft tokens for them."""
+"""Sources outside the engine of rows, and of draft tokens for them."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -39,14 +39,13 @@ class RowFeed(Protocol):
         """Begin with the rows of `view.unfinished`, in their order."""
 
     def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
-        """Return the rows whose response is complete. finished: rows that the engine has just
-        returned."""
+        """Return complete rows. finished: rows that the engine has just returned."""
 
     def drop(self, row: Row) -> None:
         """Take an unfinished row out of the rollout; the row keeps its tokens."""
 
     def wait(self) -> None:
-        """Wait a moment for what rows wait for. Called while `is_running`."""
+        """Wait a moment for whatever blocks rows. Called while `is_running`."""
 
     def close(self) -> None:
         """End the rollout."""

@@ -1,5 +1,4 @@
-"""Gathering rows of all ranks on every rank: unfinished rows, to be finished together, or the rows
-that are trained on, as samples in an order that depends on no rank and no clock."""
+"""Gathering rows of all ranks on every rank: unfinished rows, or samples in canonical order."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -36,8 +35,9 @@ def gather_rows(own: dict[int, Row], table: RowTable, ranks: Ranks) -> dict[int,
 def gather_samples(
     own: dict[int, Row], rewards: np.ndarray, table: RowTable, ranks: Ranks
 ) -> Samples:
-    """Return all samples that are trained on, on every rank, after the rollout. own: this rank's
-    share, by ascending index; rewards: float64 [rows, functions], of this share."""
+    """Return all samples that are trained on, on every rank, after the rollout.
+
+    own: this rank's, by ascending index; rewards: float64 [rows, functions], of the same."""
     trained, launch = table.trained(), table.launch
     by_index = gather_rows(own, table, ranks)
     rows = [by_index[index] for index in trained.tolist()]

@@ -1,9 +1,9 @@
 """The rollout loop: forwards, the ticks between them, and idle time given to tasks.
 
-A rank generates its rows of a step. At every tick the ranks exchange how long their rows are and
-how much idle work they could take on. All ranks draw the same conclusions: they abort rows that
-this step is not going to train on, and assign the jobs of idle tasks. All ranks leave at the same
-tick; unfinished idle jobs end there. A rollout without tasks is the same loop without ticks.
+A rank generates its rows of a step. At every tick the ranks exchange the lengths of their rows and
+their capacity for idle work. All ranks draw the same conclusions: they abort rows that this
+step is not going to train on, and assign the jobs of idle tasks. All ranks leave at the same tick;
+unfinished idle jobs end there. A rollout without tasks is the same loop without ticks.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ class TakeOver(Protocol):
     """Finishes the unfinished rows of all ranks in place of the loop; on all ranks or on none."""
 
     def is_near(self, table: RowTable) -> bool:
-        """Whether it may be due soon, so that ticks have to stay frequent."""
+        """Whether the take-over may be due soon, so that ticks have to stay frequent."""
 
     def is_due(self, table: RowTable, states: list[RankState]) -> bool:
-        """Whether all ranks enter it at this tick: a pure function of what all ranks know."""
+        """Whether the take-over begins at this tick: a pure function of shared data."""
 
     def run(
         self,
@@ -45,8 +45,9 @@ class TakeOver(Protocol):
         on_finished: Callable[[Row], None],
         record: RolloutRecord,
     ) -> None:
-        """Generate the unfinished rows of all ranks to their end. own: this rank's, by index in the
-        table; own_engine: the engine that they leave; on_finished: called with each of them."""
+        """Generate the unfinished rows of all ranks to their end.
+
+        own: this rank's, by index, which leave own_engine; on_finished: called with each."""
 
 
 @dataclass
@@ -57,7 +58,7 @@ class RolloutLoop:
     ranks: Ranks
     params: SamplingParams
     rows: dict[int, Row]
-    """This rank's by their index in the table, in admission order."""
+    """Rows of this rank by their index in the table, in admission order."""
     table: RowTable
     proposer: RolloutProposer | None = None
     """Source of draft tokens, which tracks the rows already."""
@@ -67,8 +68,7 @@ class RolloutLoop:
     cost: CostModel | None = None
     """Learns from every forward."""
     on_finished: Callable[[Row], None] | None = None
-    """Called with each row of this rank that is trained on, once that is certain and its response
-    complete."""
+    """Called with each complete row of this rank that is certain to be trained on."""
     take_over: TakeOver | None = None
     feed: RowFeed = field(default_factory=PlainFeed)
 
@@ -84,8 +84,9 @@ class RolloutLoop:
         self._last_s = 0.0  # when the last forward, wait or slice ended
 
     def run(self) -> RolloutRecord:
-        """Generate the rows to their end, or until the cutoff excludes them. On a stop request the
-        rows stay unfinished: on all ranks where there are ticks, else on this one."""
+        """Generate rows to their end, or until the cutoff excludes them.
+
+        On a stop request rows stay unfinished: on all ranks with ticks, else on this one."""
         self.engine.reset()
         self.feed.start(self.view, self.proposer)
         self.record.began_s = self._last_s = self.clock.perf_counter()
@@ -173,8 +174,9 @@ class RolloutLoop:
             self._submit(index)
 
     def _abort(self, rows: list[Row]) -> None:
-        """Take rows out of the engine; they keep their tokens. Rows in the queue go first, so that
-        none of them takes a free slot, and then from the last slot down."""
+        """Take rows out of the engine; their tokens stay.
+
+        Queued rows go first, so that none takes a free slot, then from the last slot down."""
         slots = {row: slot for slot, row in enumerate(self.engine.rows)}
         for row in sorted(rows, key=lambda row: slots.get(row, len(slots)), reverse=True):
             self.feed.drop(row)

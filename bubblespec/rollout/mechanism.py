@@ -1,9 +1,8 @@
-"""The interface of mechanisms. A mechanism can be switched off without changing what is trained
-on.
+"""The interface of mechanisms, which can be switched off without changing what is trained on.
 
-It lives in one folder of bubblespec/mechanisms/ and subclasses `Mechanism`. Before each rollout the
-sampler makes a `RolloutPlan`, each mechanism amends the plan, and the loop carries it out. setup.py
-alone knows which mechanisms there are.
+A mechanism lives in one folder of bubblespec/mechanisms/ and subclasses `Mechanism`. Before each
+rollout the sampler makes a `RolloutPlan`, each mechanism amends the plan, and the loop carries it
+out. Of the core only setup.py imports mechanisms.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ class RolloutPlan:
     proposer: RolloutProposer | None = None
     """Source of draft tokens; set after all mechanisms have amended the plan."""
     take_over: TakeOver | None = None
-    """What finishes the last rows of all ranks."""
+    """Common decoding of the last rows of all ranks."""
     feed: RowFeed = field(default_factory=PlainFeed)
     tasks: list[IdleTask] = field(default_factory=list)
     """Uses of idle time, the same on all ranks."""

@@ -51,7 +51,7 @@ def profile(engine: Engine, params: SamplingParams, cost: CostModel, *, clock) -
         drafts = _MeaninglessDrafts(window)
         rows = [Row(SampleId(0, 0, n), (1,) * size, length - size) for n in range(count)]
         engine.add(rows)
-        engine.step(params, drafts)  # admits what there are pages for
+        engine.step(params, drafts)  # admits rows while pages last
         while (engine.lengths <= size).any():
             engine.step(params, drafts)
         for _ in range(NUM_FORWARDS if num_tokens <= FEW_TOKENS else 1):

@@ -1,5 +1,4 @@
-"""A step's samples: place its groups on ranks, generate, wait for the slowest rank, score, gather,
-and learn from what was measured."""
+"""A step's samples: place its groups on ranks, generate, score, gather, and learn from timings."""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from bubblespec.types import Draft, Group, Launch, Row
 
 @dataclass
 class Sampler:
-    """What generates the samples of steps; see `make_sampler`."""
+    """Generator of the samples of steps; see `make_sampler`."""
 
     config: Config
     ranks: Ranks
@@ -49,17 +48,18 @@ class Sampler:
     history: History
     """Responses of earlier epochs."""
     proposer: Proposer | None = None
-    """Source of draft tokens; None where nothing is drafted or deferred."""
+    """Source of draft tokens; None without drafts and deferred samples."""
     board: ProgressBoard | None = None
     """None where no rollout needs ticks."""
     mechanisms: list[Mechanism] = field(default_factory=list)
-    """They amend the plan of each rollout, in this order."""
+    """Mechanisms of the run, in the order in which they amend the plan of each rollout."""
     planning_s: float = 0.0
     """Seconds spent on drafts outside of rollouts since the last rollout."""
 
     def sample(self, step: int) -> StepRecord:
-        """Return the samples of `step` in canonical order, the same on every rank. Raises
-        StopRequested, which abandons the step."""
+        """Return the samples of `step` in canonical order, the same on every rank.
+
+        Raises StopRequested, which abandons the step."""
         rollout, launch = self.config.rollout, self.schedule.launch(step)
         used, max_batches = launch.groups, rollout.dynamic_sampling_max_batches
         record = self._sample_groups(launch, step, used)
@@ -119,8 +119,9 @@ class Sampler:
     def begin(
         self, launch: Launch, step: int | None, store: DraftStore
     ) -> tuple[RowTable, dict[int, Row], Scoring]:
-        """Return the row table, this rank's rows in admission order, and the scoring. step: None in
-        an evaluation; store: the rows' drafts."""
+        """Return the row table, this rank's rows in admission order, and the scoring.
+
+        step: None in an evaluation; store: the rows' drafts."""
         ranks, stats = self.ranks, self.stats
         rank_of = place_in_turn(len(launch.groups), launch.num_generations, ranks.world_size)
         expected = None
@@ -225,8 +226,9 @@ class Sampler:
         rows: dict[int, Row],
         step: int,
     ) -> Span:
-        """Exchange what a rollout has measured and drafted, on all ranks together; tokens of
-        deferred samples become drafts. Return when that happened."""
+        """Exchange a rollout's timings and drafts on all ranks; return the spans of this.
+
+        Tokens of deferred samples become drafts."""
         begin_s = self.ranks.clock.perf_counter()
         if self.needs_timings:
             rollout.saved_s = self.stats.observe_rollout(
@@ -244,8 +246,9 @@ class Sampler:
         return span
 
     def keep_as_drafts(self, rows: Sequence[Row], step: int, are_deferred: bool = True) -> None:
-        """Put the tokens of rows that a later step continues into the stores of all ranks. A longer
-        draft that begins with these tokens stays."""
+        """Put tokens of rows that a later step continues into the stores of all ranks.
+
+        A longer draft that begins with these tokens stays."""
         drafts = {}
         for row in rows:
             old, length = self.store.get(row.id), len(row.tokens)
@@ -258,8 +261,7 @@ class Sampler:
         exchange(self.store, drafts, self.ranks, are_deferred=are_deferred)
 
     def observe_samples(self, samples: Samples, rewards: np.ndarray) -> None:
-        """Learn lengths and keep histories for the prompts' next epoch, the same on every rank.
-        rewards: float64 [S]."""
+        """Learn lengths and keep histories of prompts, the same on every rank. rewards: [S]."""
         self.store.drop(samples.ids)
         self.stats.observe_samples(samples)
         if "suffix" in self.config.speculative.sources:
@@ -276,8 +278,9 @@ class Sampler:
         return rollout_seconds(own, cost, self.engine.num_slots, stats.survival.rates)
 
     def combined(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return each sample's reward in training: the weighted sum and the overlong penalty,
-        float64 [S], NaN without a reward. rewards, lengths: see `Samples`."""
+        """Return the weighted sum of rewards with the overlong penalty, float64 [S], NaN without.
+
+        rewards, lengths: see `Samples`."""
         return combine(rewards, self.reward_weights) + self.overlong(lengths)
 
     def overlong(self, lengths: np.ndarray) -> np.ndarray:

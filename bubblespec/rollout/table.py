@@ -1,5 +1,4 @@
-"""The row table: the length of every row of a rollout, on all ranks, and which rows this step
-trains on.
+"""The row table: the length of each row of a rollout, on all ranks, and whether it is trained on.
 
 Rows have the index of their sample in the launch: by group, then by number. Lengths of other ranks'
 rows are as old as the last tick. Lengths only grow, so a conclusion from lower bounds stays true,
@@ -22,23 +21,21 @@ NO_LIMIT = 1 << 62
 
 
 class Cutoff(NamedTuple):
-    """Which samples are certain to be trained on in this step, and which certain not to be."""
+    """Conclusions on which samples this step trains on."""
 
     is_in: np.ndarray
-    """bool [S]."""
+    """Samples certain to be trained on, bool [S]."""
     is_out: np.ndarray
-    """bool [S]."""
+    """Samples certain not to be trained on, bool [S]."""
     limit: int
-    """Length of an unfinished row from which on its group is out; NO_LIMIT while too few groups are
-    done."""
+    """Length of unfinished rows from which on a group is out; NO_LIMIT with too few groups done."""
 
 
 class RowTable:
-    """The rows of one rollout, as one rank knows them."""
+    """The rows of one rollout, from one rank's view."""
 
     def __init__(self, launch: Launch, rank_of: np.ndarray, rank: int, rows: Rows | None = None):
-        """rank_of: int64 [S], the rank that generates each sample; rows: predicted lengths, where
-        lengths are known."""
+        """rank_of: int64 [S], the rank of each sample; rows: predicted lengths, where known."""
         self.launch, self.rank_of, self.rank, self.rows = launch, rank_of, rank, rows
         self.generated = np.zeros(len(rank_of), np.int64)
         self.is_finished = np.zeros(len(rank_of), bool)
@@ -61,8 +58,9 @@ class RowTable:
         self.generated[index], self.is_finished[index] = generated, is_finished
 
     def local_state(self) -> np.ndarray:
-        """Return what this rank publishes in a tick, float64 [S]: twice the length, plus 1 once it
-        is final; 0 for rows of other ranks."""
+        """Return this rank's numbers for a tick, float64 [S]: 0 for rows of other ranks.
+
+        Own rows have twice their length, plus 1 once the length is final."""
         own = self.rank_of == self.rank
         return np.where(own, 2.0 * self.generated + self.is_finished, 0.0)
 
@@ -76,6 +74,7 @@ class RowTable:
 
     def unfinished(self) -> tuple[np.ndarray, Rows]:
         """Return the indices of rows unfinished at the last tick, int64 [N], and their predictions.
+
         Only where lengths were predicted."""
         indices = np.flatnonzero(self.synced >= 0)
         generated = self.synced[indices]
@@ -84,8 +83,7 @@ class RowTable:
         return indices, replace(rows, generated=generated, drafted=0.0 * generated)
 
     def cutoff(self) -> Cutoff:
-        """Return what is certain by now. Once every row is finished or out, all that are not out
-        are in."""
+        """Return the conclusions so far; in the end all samples are in or out."""
         launch = self.launch
         finished = self.is_finished.reshape(len(launch.groups), launch.num_generations)
         # An unfinished row gets at least one more token.

@@ -45,7 +45,7 @@ CHECKED = 12  # tokens
 
 
 class TPUnsupported(ValueError):
-    """This model cannot be computed by this many ranks together; the message says why."""
+    """This model cannot be computed by this many ranks together; the message has the reason."""
 
 
 def no_tp_tail(error: TPUnsupported) -> str:

@@ -160,7 +160,7 @@ class TPTail(Mechanism):
                         unfinished.remove(row)
                         on_finished(row)
         engine.collect()
-        engine.reset()  # memory and graphs stay: capturing may take as long as what is gained
+        engine.reset()  # memory and graphs stay: capturing may take as long as the tail saves
         record.shared.append(Span("shared", began_s, clock.perf_counter()))
 
     def _insert(self, rows: list[Row], own: set[Row], own_engine: Engine) -> None:
