@@ -171,9 +171,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = build(config, ranks)
         if not trainer.sampler.needs_timings:
-            raise InputError(
-                "speculative.method: none, and no tensor-parallel tail; nothing to compare"
-            )
+            raise InputError("speculative.method: none, and no TP tail; nothing to compare")
         if arguments.useless_drafts:
             make_drafts_useless(trainer)
         plain = plain_engine(trainer)

@@ -89,12 +89,7 @@ def make_model():
     """make_model(name, dtype) -> a small random causal LM, the same at every call."""
 
     import torch
-    import transformers
 
-    from tests.helpers.models import small_config
+    from tests.helpers.models import random_model, small_config
 
-    def make(name="llama", dtype=torch.float64) -> transformers.PreTrainedModel:
-        torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(small_config(name)).to(dtype).eval()
-
-    return make
+    return lambda name="llama", dtype=torch.float64: random_model(small_config(name), dtype)

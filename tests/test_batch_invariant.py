@@ -64,7 +64,7 @@ class Guesses:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
-def test_rows_are_the_same_to_the_bit(make_model, few, name, dtype):
+def test_rows_in_any_company_are_bit_identical(make_model, few, name, dtype):
     """Tokens and log-probabilities, with slots for all rows and for two, small chunks, drafts."""
     model, found = invariant(make_model, dtype, name), []
     for slots, options, proposer in (
@@ -80,7 +80,7 @@ def test_rows_are_the_same_to_the_bit(make_model, few, name, dtype):
 
 
 @pytest.mark.parametrize("page_size", [None, 5])
-def test_the_forward_is_the_models_own(make_model, page_size):
+def test_forward_equals_the_models_own(make_model, page_size):
     """Within rounding, with a window and in pages too; training goes through the plain product."""
     for name in ("llama", "mistral-window"):
         model = make_model(name, torch.float64)
@@ -100,7 +100,7 @@ def test_the_forward_is_the_models_own(make_model, page_size):
         assert torch.equal(x.grad, layer.weight.sum(0).expand(3, -1))
 
 
-def test_what_depends_on_others_is_named(make_model, few):
+def test_dependence_on_other_rows_is_named(make_model, few):
     model = make_model("llama", torch.float64)
     prepare_model(model, 128)
     head = model.get_output_embeddings()
@@ -110,7 +110,7 @@ def test_what_depends_on_others_is_named(make_model, few):
     assert found.startswith("100% of a row's logits in ") and " others differ from those" in found
 
 
-def test_a_run_is_refused_with_what_differs(make_model, monkeypatch):
+def test_run_with_differing_logits_is_refused(make_model, monkeypatch):
     overrides = ["model.batch_invariant=true", "rollout.max_completion_length=64"]
     config = load_config(CONFIG, overrides)
     monkeypatch.setattr(batch_invariant, "first_difference", lambda *parts: "1% of logits")
@@ -120,7 +120,7 @@ def test_a_run_is_refused_with_what_differs(make_model, monkeypatch):
     assert batch_invariant.os.environ == batch_invariant.CUBLAS
 
 
-def test_no_sums_over_ranks():
+def test_batch_invariance_with_tp_tail_is_refused():
     overrides = ["model.batch_invariant=true", "rollout.tp_tail_max_rows=4"]
     with pytest.raises(InputError, match=r"tp_tail_max_rows: 4 must be 0 with model\.batch_invar"):
         load_config(CONFIG, overrides)
@@ -136,7 +136,7 @@ def test_means_in_a_fixed_order(size):
     assert torch.equal(fixed_mean(x), halves / size)
 
 
-def test_norms_take_their_means_from_it(monkeypatch):
+def test_norms_use_fixed_means(monkeypatch):
     calls = []
 
     def counted(x):
@@ -151,13 +151,13 @@ def test_norms_take_their_means_from_it(monkeypatch):
     assert calls == [(3, 32)]
 
 
-def test_sums_of_a_softmax():
+def test_fixed_sums_equal_plain_ones():
     given = compared(100, 300, torch.float32, torch.device("cpu"))
     got, wanted = fixed_best_and_sum(*given), best_and_sum(*given)
     assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
     torch.testing.assert_close(got[2], wanted[2], rtol=1e-5, atol=1e-5)
 
 
-def test_no_graph_of_fewer_tokens():
+def test_graphs_have_at_least_min_rows():
     sizes = {shape.tokens for shape in graph_shapes(20, 9, 4096, batch_invariant.MIN_ROWS)}
     assert sizes == {64} and graph_shapes(2048, 9, 4096, 64)[-1].tokens == 64

@@ -20,7 +20,7 @@ def nothing_is_kept():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_what_is_compared_covers_all_of_the_noise(dtype):
+def test_compared_input_covers_all_noise(dtype):
     """From one token that is allowed to all of them; the reduction against whole tensors."""
     logits, keys, ids = compared(300, 500, dtype, CPU)
     num_allowed = logits.isfinite().sum(-1)
@@ -52,7 +52,7 @@ def wrong(what: str):
 
 
 @pytest.mark.parametrize("what", ["nothing", "value", "winner", "sum"])
-def test_the_last_bit_of_a_winner_decides(what):
+def test_wrong_reduction_is_found_by_the_last_bit(what):
     found = first_difference(wrong(what), 200, torch.float32, CPU)
     expected = {
         "nothing": None,
@@ -63,7 +63,7 @@ def test_the_last_bit_of_a_winner_decides(what):
 
 
 @pytest.mark.parametrize("failure", ["compiler", "difference"])
-def test_eager_with_one_line_where_it_cannot_be_compiled(monkeypatch, capsys, failure):
+def test_reduction_that_does_not_compile_is_eager(monkeypatch, capsys, failure):
     def compile_(function, **options):
         if failure == "compiler":
             raise RuntimeError("no such\ncompiler")
@@ -156,7 +156,7 @@ def test_compiled_winners_on_the_gpu(dtype):
     assert problem is None
 
 
-def test_logits_that_are_columns_of_wider_ones_are_compacted(monkeypatch):
+def test_strided_logits_are_compacted(monkeypatch):
     """As those that were compared are."""
     given, logits = [], torch.randn(3, 12)[:, :10]
     monkeypatch.setattr(

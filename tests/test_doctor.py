@@ -124,15 +124,15 @@ def test_rank_failing_alone_stops_collective_checks(tmp_path):
         "        raise RuntimeError('out of memory')\n"
         "    case.ranks.barrier()\n"
         "    yield forwards.ok('together')\n"
-        "check = checks.CHECKS['shared tail']\n"
-        "checks.CHECKS['shared tail'] = check._replace(make=broken)\n"
+        "check = checks.CHECKS['TP tail']\n"
+        "checks.CHECKS['TP tail'] = check._replace(make=broken)\n"
         "sys.exit(main())\n"
     )
     done = launch(2, [str(script), *COMMAND[2:], *SHORT, "run.timeout_s=8"])
     assert done.returncode == 1
     lines = parsed(done.stdout)
-    waited, raised = [text for name, _, text in lines if name == "shared tail"]
-    assert waited.startswith("rank 1 missing in the check of shared tail")
+    waited, raised = [text for name, _, text in lines if name == "TP tail"]
+    assert waited.startswith("rank 1 missing in the check of TP tail")
     assert raised == "rank 1: RuntimeError: out of memory; rollout.tp_tail_max_rows=0"
     apart = [name for name, _, text in lines if text == "not made, as ranks are out of step"]
     assert apart == ["set-up", "collectives", "rollouts"]

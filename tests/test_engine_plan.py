@@ -1,5 +1,4 @@
-"""The engine with a runner that has texts for a model: what a forward feeds, and what every slot
-then has."""
+"""The engine with a runner that has texts in place of a model: batches, slots and pages."""
 
 from collections.abc import Callable
 
@@ -18,8 +17,8 @@ PARAMS = SamplingParams(stop_token_ids=(STOP,))
 
 
 class TextRunner:
-    """Each row says its text. In place of keys and values a slot has the tokens that they were
-    computed from, -1 for none; with pages, they lie in these."""
+    """Each row generates its text. In place of keys and values a slot or page holds the tokens that
+    they were computed from, -1 for none."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class TextRunner:
             known = [*self.rows[slot].prompt, *self.texts[self.rows[slot].id]]
             seen = self.cache[self.place_of(slot, np.arange(start))]
             assert seen.tolist() == known[:start], "attends to its own tokens"
-        accepted, said = [], []
+        accepted, sampled_tokens = [], []
         drafts = np.split(batch.draft, np.cumsum(batch.num_draft))[:-1]
         sampled = zip(batch.slots.tolist(), batch.generated.tolist(), drafts, strict=True)
         for slot, generated, draft in sampled:
@@ -87,9 +86,11 @@ class TextRunner:
             text = padded[generated : generated + len(draft) + 1]
             is_right = [*(a == b for a, b in zip(draft.tolist(), text, strict=False)), False]
             accepted.append(is_right.index(False))
-            said += text
-        logprobs = np.stack((-np.array(said), np.array(said))).astype(float)
-        return lambda: Verified(np.array(accepted, np.int64), np.array(said, np.int64), logprobs)
+            sampled_tokens += text
+        logprobs = np.stack((-np.array(sampled_tokens), np.array(sampled_tokens))).astype(float)
+        return lambda: Verified(
+            np.array(accepted, np.int64), np.array(sampled_tokens, np.int64), logprobs
+        )
 
 
 class FixedDrafts:
@@ -107,9 +108,9 @@ class FixedDrafts:
         ]
 
 
-def test_batches_and_their_results_by_hand():
-    """Two rows of one prompt and a third that waits; then a draft that is half right; then a row
-    that ends and is replaced."""
+def test_batches_equal_those_worked_out_by_hand():
+    """Two rows of one prompt and a third in the queue; a draft that is half right; a row that ends
+    and is replaced."""
     ids = [SampleId(uid, 2, sample) for uid, sample in ((1, 0), (1, 1), (5, 0))]
     runner = TextRunner(2, 10, 4, {ids[0]: [4, 3, 2, STOP], ids[1]: [6, 7, 6], ids[2]: [8]})
     engine = Engine(runner)
@@ -157,8 +158,8 @@ def test_batches_and_their_results_by_hand():
 
 
 def check_pages(engine: Engine) -> None:
-    """Each row has the pages of its positions; each page is free, or counted for its rows, which
-    begin alike up to its end."""
+    """Check that each row has the pages of its positions, and that each page is free, or counted
+    for its rows, which begin alike up to its end."""
     pages, active, holders = engine.pages, len(engine.rows), {}
     for slot in range(engine.num_slots):
         held = pages.held[slot]
@@ -176,9 +177,9 @@ def check_pages(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_rows_get_their_texts_however_they_are_scheduled(seed):
+def test_random_schedules_generate_the_given_texts(seed):
     """Slots, budgets, drafts, drops and resets at random, with slots of full length or with few or
-    many pages. What is attended to is checked in every forward."""
+    many pages. The runner checks in every forward that rows attend to their own tokens."""
     rng = np.random.default_rng(seed)
     prompts = [tuple(rng.integers(20, 90, rng.integers(1, 12)).tolist()) for _ in range(5)]
     ids = [SampleId(u, 0, sample) for u in range(len(prompts)) for sample in range(4)]
@@ -226,9 +227,9 @@ def test_rows_get_their_texts_however_they_are_scheduled(seed):
     )
 
 
-def test_the_youngest_row_gives_way_when_pages_run_out():
-    """Two rows of a prompt of six tokens, of which one page is shared; six pages of four positions.
-    The older one goes on to its end, and the other is fed again with its tokens."""
+def test_youngest_row_is_preempted_when_pages_run_out():
+    """Two rows of a prompt of six tokens, which share one of six pages of four positions. The older
+    row continues to its end; the younger one is fed again with its tokens."""
     ids = [SampleId(1, 0, sample) for sample in range(2)]
     texts = {i: [*range(10, 25), STOP] for i in ids}
     pages = Pages(2, 24, 6, 4)
@@ -251,9 +252,9 @@ def test_the_youngest_row_gives_way_when_pages_run_out():
     assert engine.runner.calls[-1] == again and pages.num_free == 6
 
 
-def test_drafts_get_no_page_that_a_row_needs():
-    """Five pages: two rows of one page each draft to the end of one more. Then both need a third,
-    and there is one."""
+def test_drafts_leave_the_pages_that_rows_need():
+    """Five pages: two rows with one page each draft to the end of one more. Then both need a third,
+    and one is left."""
     ids = [SampleId(uid, 0, 0) for uid in range(2)]
     texts = {i: [*range(10, 25), STOP] for i in ids}
     pages = Pages(2, 20, 5, 4)
@@ -266,7 +267,7 @@ def test_drafts_get_no_page_that_a_row_needs():
     assert len(engine.rows) == 1 and engine.runner.batch.num_draft.tolist() == [8]
 
 
-def test_too_small_forwards_and_too_few_pages_are_refused():
+def test_too_few_tokens_or_pages_are_refused():
     with pytest.raises(ValueError, match="max_num_batched_tokens = 3 is below num_slots = 4"):
         Engine(TextRunner(4, 10, 3, {}))
     with pytest.raises(ValueError, match="4 pages of 4 positions are too few for a row of 20"):

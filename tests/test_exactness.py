@@ -1,5 +1,5 @@
-"""Rows preempted and drafts spoilt at random: the same tokens and weights. And what near_ties.py
-calls a near tie."""
+"""Rows preempted and drafts spoilt at random: the same tokens and weights. And the near ties of
+near_ties.py."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ OPTIONS = [
 
 
 def run(folder, *overrides: str, preempt: float = 0.0, corrupt: float = 0.0) -> dict[str, int]:
-    """What has been disturbed in a run in this process."""
+    """Run in this process; return the counts of disturbances."""
     options = [*OPTIONS, *overrides, f"run.output_dir={folder}"]
     trainer = build(load_config("configs/tiny_cpu_bulk.yaml", options), Ranks(torch.device("cpu")))
     disturbance = Disturbance(trainer, preempt, corrupt)
@@ -49,10 +49,7 @@ def reference(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "preempt, corrupt, overrides",
-    [
-        (0.3, 0.0, ("rollout.max_num_seqs=14", "rollout.max_num_batched_tokens=60")),
-        (0.0, 0.5, ()),
-    ],
+    [(0.3, 0.0, ("rollout.max_num_seqs=14", "rollout.max_num_batched_tokens=60")), (0.0, 0.5, ())],
     ids=["preempted", "corrupted"],
 )
 def test_disturbances_leave_tokens_and_weights_unchanged(
@@ -70,35 +67,32 @@ def test_disturbances_leave_tokens_and_weights_unchanged(
     assert sum(lengths) > 1.1 * STEPS
 
 
-def test_a_first_difference_is_a_near_tie_or_a_violation():
-    """Logits made so that tokens 3 and 8 lead after temperature and noise, by a gap that is
-    known."""
+def test_first_difference_is_near_tie_or_violation():
+    """Logits in which tokens 3 and 8 lead after temperature and noise, by a known gap."""
     key, params = torch.tensor([[5, 6, 7, 8]], dtype=torch.int32), SamplingParams(temperature=0.7)
     noise = gumbel(key, 20, torch.float64)[0]
-    perturbed = torch.zeros(20, dtype=torch.float64)
-    perturbed[3], perturbed[8] = 5.0, 5.0 - 4e-4
-    logits = (perturbed - noise) * 0.7
-    kind, gap = judge(logits, key, 0, params, {3, 8})
-    assert kind == NOISE and gap == pytest.approx(4e-4)
-    assert judge(logits, key, 0, params, {3, 9})[0] == VIOLATION
-    assert judge(logits, key, 0, params, {3})[0] == VIOLATION
-    perturbed[8] = 4.99
-    assert judge((perturbed - noise) * 0.7, key, 0, params, {3, 8})[0] == VIOLATION
+    for gap, tokens, wanted in (
+        (4e-4, {3, 8}, NOISE),
+        (4e-4, {3, 9}, VIOLATION),
+        (4e-4, {3}, VIOLATION),
+        (1e-2, {3, 8}, VIOLATION),
+    ):
+        perturbed = torch.zeros(20, dtype=torch.float64)
+        perturbed[3], perturbed[8] = 5.0, 5.0 - gap
+        kind, found = judge((perturbed - noise) * 0.7, key, 0, params, tokens)
+        assert kind == wanted and (kind == VIOLATION or found == pytest.approx(gap))
 
 
-def test_a_token_at_the_edge_of_the_nucleus_may_be_in_or_out():
-    """Of two tokens the less probable one has the better noise, and wins by far if it is in the
-    nucleus at all."""
+def test_token_at_edge_of_nucleus_may_be_in_or_out():
+    """Of two tokens the less probable one has the better noise, and wins by far in the nucleus."""
     key = torch.tensor([[5, 6, 7, 8]], dtype=torch.int32)
-    noise = gumbel(key, 20, torch.float64)[0]
-    second, winner = noise.argsort()[[0, -1]].tolist()
+    second, winner = gumbel(key, 20, torch.float64)[0].argsort()[[0, -1]].tolist()
     probability = torch.full((20,), 1e-9, dtype=torch.float64)
     probability[second], probability[winner] = 0.55, 0.45
     logits, before = probability.log(), float((probability / probability.sum())[second])
-    for distance in (5e-5, -5e-5):
-        kind, gap = judge(logits, key, 0, SamplingParams(top_p=before + distance), {winner, second})
-        assert kind == NUCLEUS and gap == pytest.approx(5e-5, rel=1e-3)
-    assert (
-        judge(logits, key, 0, SamplingParams(top_p=before + 2e-3), {winner, second})[0] == VIOLATION
-    )
+    for distance, wanted in ((5e-5, NUCLEUS), (-5e-5, NUCLEUS), (2e-3, VIOLATION)):
+        params = SamplingParams(top_p=before + distance)
+        kind, gap = judge(logits, key, 0, params, {winner, second})
+        assert kind == wanted
+        assert kind == VIOLATION or gap == pytest.approx(5e-5, rel=1e-3)
     assert judge(logits, key, 0, SamplingParams(), {winner, second})[0] == VIOLATION

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from test_update import gradient, make_config, make_samples, oracle
 
@@ -14,38 +13,20 @@ from bubblespec import memory
 from bubblespec.config_file import load_config
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.tools.memory import meta_model
-from tests.helpers.models import GQA
+from tests.helpers.models import GQA, config_of, random_model
 from tests.helpers.runs import read, train_here, weights
 
 TINY = "configs/tiny_policy"
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-HEADS = {
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-}
+DEEPSEEK = {"num_key_value_heads": 4, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+DEEPSEEK |= {"v_head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": None, "n_routed_experts": 8}
+DEEPSEEK |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+DEEPSEEK |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 CONFIGS = {
-    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
-        **GQA, **EXPERTS, shared_expert_intermediate_size=32
-    ),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**GQA, **EXPERTS, head_dim=16),
-    "mixtral": lambda: transformers.MixtralConfig(
-        **GQA, num_local_experts=8, num_experts_per_tok=2
-    ),
-    "deepseek_v2": lambda: transformers.DeepseekV2Config(
-        **GQA | HEADS,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=16,
-        q_lora_rank=None,
-        n_group=1,
-        topk_group=1,
-    ),
+    "qwen2_moe": ("Qwen2Moe", {**GQA, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3_moe": ("Qwen3Moe", {**GQA, **EXPERTS, "head_dim": 16}),
+    "mixtral": ("Mixtral", {**GQA, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "deepseek_v2": ("DeepseekV2", GQA | DEEPSEEK),
 }
 # layers, heads, key and value; the others: 2 layers, 2 heads, twice 16
 SLOT = {"deepseek_v2": 2 * 4 * (16 + 16)}
@@ -53,10 +34,9 @@ UNUSED = 7
 
 
 def make(name: str, dtype: torch.dtype):
-    """A small random model; no token goes to the last expert, whose logit is always between two
+    """Create a model whose last expert gets no token: its logit is always between those of two
     pairs of others."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    model = random_model(config_of(*CONFIGS[name]), torch.float32)
     with torch.no_grad():
         for parameter_name, router in model.named_parameters():
             if parameter_name.endswith("mlp.gate.weight"):
@@ -68,7 +48,7 @@ def make(name: str, dtype: torch.dtype):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_memory_of_weights_and_slots(name):
     config = load_config("configs/tiny_cpu.yaml", ["run.output_dir=x"])
-    shapes = meta_model(CONFIGS[name](), torch.bfloat16)
+    shapes = meta_model(config_of(*CONFIGS[name]), torch.bfloat16)
     needs = memory.estimate(config, shapes, 1)
     assert needs.weights == sum(p.numel() for p in shapes.parameters()) * 2
     assert needs.slot == (160 + 400) * SLOT.get(name, 2 * 2 * 32) * 2
@@ -101,13 +81,12 @@ def test_gradient_equals_the_plain_computation(name, dtype, tolerance):
     assert metrics["loss"] == pytest.approx(wanted_loss, rel=tolerance, abs=tolerance)
 
 
-def test_a_policy_with_experts_is_trained(tmp_path):
+def test_policy_with_experts_is_trained(tmp_path):
     """Set up and two steps, with speculation, gradient checkpointing and a reference model."""
     policy = tmp_path / "policy"
-    config = CONFIGS["qwen3_moe"]()
+    config = config_of(*CONFIGS["qwen3_moe"])
     config.vocab_size, config.max_position_embeddings = 312, 1024
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(policy)
+    random_model(config, torch.float32).save_pretrained(policy)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(os.path.join(TINY, name), policy)
     options = [

@@ -1,4 +1,4 @@
-"""What runs on a GPU, on CUDA tensors that are not there (helpers/fake_cuda.py)."""
+"""Code for a GPU, on CUDA tensors without values (helpers/fake_cuda.py)."""
 
 import contextlib
 import inspect
@@ -46,7 +46,7 @@ def cuda(monkeypatch):
         yield fake
 
 
-def test_mistakes_are_seen(cuda):
+def test_mistakes_on_fake_tensors_are_seen(cuda):
     """The stand-in itself: each of these costs a program on a GPU an error or a wait."""
     values, index = torch.zeros(5, device=DEVICE), torch.arange(2)
     for mistake in (
@@ -83,31 +83,20 @@ def test_mistakes_are_seen(cuda):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
-def test_whole_sequences(cuda, name, kernel):
-    """A training forward and its backward."""
-    model = make_fake(name)
+def test_forwards_neither_wait_nor_widen(cuda, name, kernel):
+    """A training forward and its backward; prompts, single tokens and drafts over the cache."""
+    model, cache, start = make_fake(name), KVCache(4, 2 * PAGE), np.zeros(3, np.int64)
     tokens = torch.zeros(60, dtype=torch.int64, device=DEVICE)
     cuda.clear()
     hidden = forward_hidden(model, tokens, pack_sequences([10, 3, 40, 7], DEVICE), kernel)
     assert is_on_gpu(hidden, torch.bfloat16) and hidden.shape == (60, 64)
     hidden.sum().backward()
     assert all(is_on_gpu(p.grad, torch.bfloat16) for p in model.base_model.parameters())
-    assert cuda.products == {torch.bfloat16} and cuda.waits == [] and cuda.largest_double == 0
     assert cuda.calls["torch_attn::_varlen_attn"] == (kernel == "varlen")
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
-def test_rows_with_a_past(cuda, name, kernel):
-    """Prompts, single tokens, and tokens with drafts behind them, in forwards of three rows."""
-    model, cache = make_fake(name), KVCache(4, 2 * PAGE)
-    start = np.zeros(3, np.int64)
-    cuda.clear()
     for count in ([9, 40, 3], [1, 1, 1], [5, 1, 0], [0, 0, 1]):
         packing = pack_rows(cache, start.copy(), np.array(count), DEVICE)
         with torch.inference_mode():
-            tokens = torch.zeros(sum(count), dtype=torch.int64, device=DEVICE)
-            hidden = forward_hidden(model, tokens, packing, kernel)
+            hidden = forward_hidden(model, tokens[: sum(count)], packing, kernel)
         assert is_on_gpu(hidden, torch.bfloat16) and hidden.shape == (sum(count), 64)
         start += count
     cache.copy(0, 3, 8)
@@ -187,8 +176,8 @@ def make_engine(cuda, monkeypatch, kernel: str, **options) -> Engine:
 def run_engine(
     cuda, engine: Engine, drafts: Drafts | None, rows: list[Row] | None = None
 ) -> set[int]:
-    """All rows to their end; one wait a forward, also where nothing is sampled, and none before it
-    is finished. How many copies to the device there were."""
+    """Generate rows to their end; check that each forward waits once, at its end. Return
+    the numbers of copies to the device."""
     rows = rows or make_rows(make_prompts(4), 2, 7)
     engine.add(rows)
     uploads, finished = set(), []
@@ -212,7 +201,7 @@ def run_engine(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("drafts", [None, Drafts()])
-def test_a_step_of_the_engine_waits_once(cuda, monkeypatch, kernel, drafts):
+def test_engine_step_waits_once(cuda, monkeypatch, kernel, drafts):
     """From the admission of rows to their end, with shared prompts and drafts, plainly launched."""
     engine = make_engine(cuda, monkeypatch, kernel, enforce_eager=True)
     uploads = run_engine(cuda, engine, drafts)
@@ -225,7 +214,7 @@ def test_a_step_of_the_engine_waits_once(cuda, monkeypatch, kernel, drafts):
         assert is_on_gpu(tensor, torch.bfloat16)
 
 
-def test_rows_that_give_way_for_want_of_pages(cuda, monkeypatch):
+def test_engine_step_with_preemption_waits_once(cuda, monkeypatch):
     """As many pages as one row may need, which three have when they begin."""
     monkeypatch.setattr(fake_cuda, "PAGE_DIVISOR", 2)
     options = {"length": 24, "page_size": 2, "num_pages": 12, "enforce_eager": True}
@@ -260,7 +249,7 @@ class Together:
 
 @pytest.mark.parametrize("tp", [None, Together()], ids=["alone", "shards"])
 @pytest.mark.parametrize("kernel", KERNELS[1:])
-def test_graphs_take_all_from_their_one_input(cuda, monkeypatch, kernel, tp):
+def test_graphs_read_one_input_tensor(cuda, monkeypatch, kernel, tp):
     """In what is captured nothing waits and nothing comes from the host; each forward then writes
     one tensor. The same of a forward that two ranks compute together."""
     captured, sums = [], [] if tp is None else tp.sums
@@ -302,27 +291,21 @@ EXTRAS = {
     "dapo": {"loss_type": "dapo"},
     "cispo": {"loss_type": "cispo"},
     "gspo, updates": {"importance_sampling_level": "sequence", "num_minibatches": 2},
+    "kl, checkpoints": {"kl_coef": 0.1},
 }
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
-def test_an_update_waits_at_its_end(cuda, extra):
-    """For the backward pass before the gradients are summed, for sums, and for the norm."""
-    check_update(cuda, EXTRAS[extra], "varlen")
-
-
-def test_an_update_in_small_pieces(cuda, monkeypatch):
-    """Layers are computed again in the backward pass, and logits exist for 25 positions at once."""
-    monkeypatch.setattr("bubblespec.learn.learner.MAX_LOGITS", 25 * VOCAB)
-    check_update(cuda, {"kl_coef": 0.1}, "sdpa", has_checkpoints=True)
-
-
-def check_update(cuda, extra: dict, kernel: str, has_checkpoints: bool = False) -> None:
+@pytest.mark.parametrize("name", EXTRAS)
+def test_update_waits_only_at_the_end(cuda, monkeypatch, name):
+    """For the backward pass before the gradients are summed, for sums, and for the norm; also with
+    gradient checkpointing and logits of 25 positions at once."""
+    extra, kernel = EXTRAS[name], "varlen"
     model, config = make_fake(), make_config(100, **extra)
     reference = make_fake().requires_grad_(False) if "kl_coef" in extra else None
     config.optim.max_grad_norm = 1.0
-    if has_checkpoints:
-        config.model.gradient_checkpointing = True
+    if name == "kl, checkpoints":
+        monkeypatch.setattr("bubblespec.learn.learner.MAX_LOGITS", 25 * VOCAB)
+        config.model.gradient_checkpointing, kernel = True, "sdpa"
         enable_gradient_checkpointing(model)
     optimizer, ranks = Optimizer(model, config.optim, 10, Ranks(DEVICE)), Ranks(DEVICE)
     cuda.answer = lambda tensor: np.full(tuple(tensor.shape), 5.0)
@@ -344,7 +327,7 @@ def check_update(cuda, extra: dict, kernel: str, has_checkpoints: bool = False) 
         assert all(is_on_gpu(tensor, torch.float32) for tensor in (master, *moments))
 
 
-def test_a_checkpoint_goes_to_the_host_and_back(cuda):
+def test_optimizer_state_survives_the_host(cuda):
     """Moments and masters are read once each, and are float32 on the device again."""
     model, config, states = make_fake(), make_config(), []
     cuda.answer = lambda tensor: np.ones(tuple(tensor.shape))
@@ -368,7 +351,7 @@ def test_a_checkpoint_goes_to_the_host_and_back(cuda):
         assert all(is_on_gpu(tensor, torch.float32) for tensor in (master, *moments))
 
 
-def test_a_model_is_checked_on_the_device(cuda, monkeypatch):
+def test_model_is_checked_on_the_device(cuda, monkeypatch):
     """What it reads back are verdicts, once at the start."""
     monkeypatch.setattr(fused, "gives", lambda call, *wanted: True)  # on the host: no fake numbers
     rotary = fused.ROTARY  # is put back afterwards

@@ -48,7 +48,7 @@ def fused_norm(size: int, dtype: torch.dtype) -> FusedRMSNorm:
     return norm
 
 
-def test_norm_is_that_of_the_formula():
+def test_norm_equals_the_formula():
     """And so is its gradient, by differences."""
     norm = fused_norm(8, torch.float64)
     torch.nn.init.normal_(norm.weight)
@@ -58,7 +58,7 @@ def test_norm_is_that_of_the_formula():
     assert torch.autograd.gradcheck(norm, (x,))
 
 
-def test_rotary_is_that_of_transformers():
+def test_rotary_equals_transformers():
     shapes = (1, 6, 7, 16), (1, 2, 7, 16), (1, 7, 16), (1, 7, 16)
     given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     found, wanted = rotate_together(*given), llama.apply_rotary_pos_emb(*given)
@@ -72,7 +72,7 @@ def test_rotary_is_that_of_transformers():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_fused_model_gives_the_logits_of_its_own(make_model, monkeypatch, restored, name):
+def test_fused_model_equals_plain_logits(make_model, monkeypatch, restored, name):
     """In float64 on a CPU, up to the float32 in which transformers' norms compute."""
     monkeypatch.setattr(fused, "DEVICES", ("cpu",))
     monkeypatch.setattr(fused, "HALF", (torch.float64,))
@@ -115,7 +115,7 @@ class Lookalike(qwen2.Qwen2RMSNorm):
         return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
 
 
-def test_other_functions_stay(make_model):
+def test_other_functions_are_not_replaced(make_model):
     assert computes_rms_norm(llama.LlamaRMSNorm(8)) and computes_rms_norm(qwen3.Qwen3RMSNorm(8))
     assert not computes_rms_norm(Lookalike(8))
     gemma = GemmaRMSNorm(8)
@@ -130,7 +130,7 @@ def test_other_functions_stay(make_model):
     assert {type(module) for module in model.modules()} == kinds, "on a CPU nothing changes"
 
 
-def test_partial_rotary_goes_to_the_original():
+def test_partial_rotary_uses_the_original():
     """Phi-3's rotates a part of each head where `cos` is shorter."""
     shapes = (1, 6, 7, 16), (1, 2, 7, 16), (1, 7, 8), (1, 7, 8)
     given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
@@ -168,7 +168,7 @@ def count_operations(name: str, num_layers: int) -> int:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_layer_has_few_operations(monkeypatch, restored, name):
+def test_fused_layer_has_few_operations(monkeypatch, restored, name):
     """40 with transformers' norms and rotary embedding, and 56 for Qwen3."""
     with FakeCuda(), torch.no_grad():
         monkeypatch.setattr(fused, "gives", lambda call, *wanted: False)

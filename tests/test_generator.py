@@ -5,122 +5,95 @@ import math
 import numpy as np
 import pytest
 import torch
-import transformers
-from transformers import GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from bubblespec.config import RolloutConfig
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
-from tests.helpers.models import ARCHITECTURES, VOCAB, small_config
+from tests.helpers.models import VOCAB, random_model, small_config
 from tests.helpers.reference_step import gumbel, log_distributions, noise_key, sample_response
 
 PLAIN = SamplingParams()
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_greedy_equals_generate(make_model, name):
-    reference, model = make_model(name), make_model(name)
-    prompts = make_prompts(5)
-    config = GenerationConfig(
-        max_new_tokens=15, do_sample=False, eos_token_id=list(STOP), pad_token_id=0
-    )
-    wanted = [
-        reference.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist()
-        for p in prompts
-    ]
-    assert len({tuple(w) for w in wanted}) > 3, "the oracle must not be one constant continuation"
-    prepare_model(model, 100)
-    engine = make_engine(model, 4, max_num_batched_tokens=16)
-    greedy = SamplingParams(temperature=0.0, stop_token_ids=STOP)
-    rows = engine.run(make_rows(prompts, 1, 15), greedy)
-    assert [row.tokens.tolist() for row in rows] == wanted
+PARAMS = SamplingParams(temperature=0.9, top_p=0.97, stop_token_ids=STOP, min_length=2)
 
 
 @pytest.fixture(scope="module")
 def baseline():
     """Sampled rows of one schedule, which every other schedule must reproduce."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(small_config("llama"))
-    model = model.to(torch.float64).eval()
+    model = random_model(small_config("llama"))
     prepare_model(model, 100)
     prompts = make_prompts(5, 25)
-    params = SamplingParams(temperature=0.9, top_p=0.97, stop_token_ids=STOP, min_length=2)
-    rows = make_engine(model, 64, seed=5).run(make_rows(prompts, 3), params)
-    return model, prompts, params, as_dict(rows)
+    engine = make_engine(model, 64, seed=5)
+    rows = engine.run(make_rows(prompts, 3), PARAMS)
+    assert {len(row.tokens) for row in rows} != {30} and engine.is_idle
+    return model, prompts, rows, engine.num_forwards
 
 
 @pytest.fixture
-def model(make_model):
-    model = make_model()
-    prepare_model(model, 100)
-    return model
+def model(baseline):
+    return baseline[0]
+
+
+ALL = {"num_slots": 64}
+FEW = {"num_slots": 5, "max_num_batched_tokens": 12}
+ONE = {"num_slots": 1, "max_num_batched_tokens": 1}
 
 
 @pytest.mark.parametrize(
-    "num_slots, max_num_batched_tokens, order",
-    [(1, 1, "given"), (3, 7, "given"), (5, 64, "reversed"), (8, 2048, "shuffled")],
+    "corrupted, order, options",
+    [
+        (None, "given", ONE),
+        (None, "given", {"num_slots": 3, "max_num_batched_tokens": 7}),
+        (None, "reversed", {"num_slots": 5, "max_num_batched_tokens": 64}),
+        (None, "shuffled", {"num_slots": 8}),
+        *((share, "given", sizes) for share in (0.0, 0.3, 1.0) for sizes in (ALL, FEW)),
+        (0.3, "given", ONE),
+    ],
 )
-def test_schedule_leaves_tokens_unchanged(baseline, num_slots, max_num_batched_tokens, order):
-    model, prompts, params, wanted = baseline
+def test_tokens_with_any_schedule_and_drafts_are_equal(baseline, corrupted, order, options):
+    model, prompts, wanted, num_forwards = baseline
+    drafter = None if corrupted is None else Drafter(as_dict(wanted), corrupted)
     rows = make_rows(prompts, 3)
-    if order == "reversed":
-        rows.reverse()
+    given = rows[::-1] if order == "reversed" else list(rows)
     if order == "shuffled":
-        np.random.default_rng(1).shuffle(rows)
-    engine = make_engine(model, num_slots, seed=5, max_num_batched_tokens=max_num_batched_tokens)
-    assert as_dict(engine.run(rows, params)) == wanted
-    assert {len(tokens) for tokens, _ in wanted.values()} != {30} and engine.is_idle
-
-
-@pytest.mark.parametrize(
-    "corrupted, num_slots, max_num_batched_tokens",
-    [*((share, *size) for share in (0.0, 0.3, 1.0) for size in ((64, 2048), (5, 12))), (0.3, 1, 1)],
-)
-def test_drafts_leave_tokens_unchanged(baseline, corrupted, num_slots, max_num_batched_tokens):
-    model, prompts, params, wanted = baseline
-    drafter = Drafter(wanted, corrupted)
-    engine = make_engine(model, num_slots, seed=5, max_num_batched_tokens=max_num_batched_tokens)
-    rows = make_rows(prompts, 3)
-    assert as_dict(engine.run(rows, params, drafter)) == wanted
-    assert drafter.num_gained == sum(len(tokens) for tokens, _ in wanted.values())
-    if max_num_batched_tokens > 1:
-        assert drafter.num_draft > 50
-        share = drafter.num_accepted / drafter.num_draft
-        assert share < 0.1 if corrupted == 1.0 else share > 0.3
-    if num_slots == 64 and corrupted == 0.0:
-        plain = make_engine(model, num_slots, seed=5)
-        again = plain.run(make_rows(prompts, 3), params)
-        assert engine.num_forwards < 0.6 * plain.num_forwards
-        for a, b in zip(rows, again, strict=True):
-            np.testing.assert_allclose(a.logprob, b.logprob, atol=1e-6)
-            np.testing.assert_allclose(a.full_logprob, b.full_logprob, atol=1e-6)
+        np.random.default_rng(1).shuffle(given)
+    engine = make_engine(model, seed=5, **options)
+    engine.run(given, PARAMS, drafter)
+    assert as_dict(rows) == as_dict(wanted) and engine.is_idle
+    for row, of in zip(rows, wanted, strict=True):
+        np.testing.assert_allclose(row.logprob, of.logprob, atol=1e-6)
+        np.testing.assert_allclose(row.full_logprob, of.full_logprob, atol=1e-6)
+    if drafter is not None:
+        assert drafter.num_gained == sum(len(row.tokens) for row in wanted)
+        if options is not ONE:
+            share = drafter.num_accepted / drafter.num_draft
+            assert drafter.num_draft > 50
+            assert share < 0.1 if corrupted == 1.0 else share > 0.3
+    if options is ALL and corrupted == 0.0:
+        assert engine.num_forwards < 0.6 * num_forwards
 
 
 @pytest.mark.parametrize("num_pages", [None, 40, 11])
-def test_pages_leave_tokens_unchanged(baseline, num_pages):
-    """With as many as rows may need, with fewer than they come to need, and with those of one
-    row."""
-    model, prompts, params, wanted = baseline
+def test_tokens_with_pages_are_equal(baseline, num_pages):
+    """As many pages as rows may need, fewer than they come to need, and those of one row."""
+    model, prompts, wanted, _ = baseline
     engine = make_engine(model, 8, seed=5, max_length=55, page_size=5, num_pages=num_pages)
     placed = 0
-    for drafter in (None, Drafter(wanted, 0.3)):
+    for drafter in (None, Drafter(as_dict(wanted), 0.3)):
         rows = make_rows(prompts, 3)
         engine.reset()
-        assert as_dict(engine.run(rows, params, drafter)) == wanted
-        placed += len(rows)
-        (again,) = engine.run(make_rows(prompts[:1], 1), params)
+        assert as_dict(engine.run(rows, PARAMS, drafter)) == as_dict(wanted)
+        (again,) = engine.run(make_rows(prompts[:1], 1), PARAMS)
         np.testing.assert_allclose(again.logprob, rows[0].logprob, atol=1e-6)
-        placed += 1
+        placed += len(rows) + 1
     assert engine.pages.num_free == engine.pages.num_pages
-    assert (engine.num_admitted > placed) == (num_pages is not None), "rows gave way"
+    assert (engine.num_admitted > placed) == (num_pages is not None), "rows were preempted"
 
 
 @pytest.mark.parametrize("is_drafted", [False, True])
-def test_a_stop_token_at_the_limit_is_a_stop(model, is_drafted):
-    """Where the last token that fits is a stop token, the response has ended by itself: nothing was
-    cut off."""
+def test_stop_token_at_the_limit_finishes_with_stop(model, is_drafted):
     (free,) = make_engine(model, 1).run(make_rows([(1, 2, 3)], 1, 20), PLAIN)
     tokens = free.tokens.tolist()
     length = next(n for n in range(12, 2, -1) if tokens[n - 1] not in tokens[: n - 1])
@@ -139,11 +112,7 @@ def test_a_stop_token_at_the_limit_is_a_stop(model, is_drafted):
 
 
 @pytest.mark.parametrize("num_slots, max_num_batched_tokens", [(6, 12), (3, 3), (5, 64)])
-def test_a_forward_keeps_to_its_budget_and_its_rows_limits(
-    model, num_slots, max_num_batched_tokens
-):
-    """Drafts that are far too long: the proposer is told what has room, and of what exceeds it
-    nothing is fed."""
+def test_drafts_beyond_budget_or_limits_are_cut(model, num_slots, max_num_batched_tokens):
     engine = make_engine(model, num_slots, max_num_batched_tokens=max_num_batched_tokens)
     told = []
 
@@ -172,9 +141,8 @@ def test_a_forward_keeps_to_its_budget_and_its_rows_limits(
     assert any(budget < room for budget, room in told) == (max_num_batched_tokens < 64)
 
 
-def test_a_limit_on_prefills_slows_prompts_only(model):
-    """The caller's limit changes the number of forwards, not the tokens; the least there is lets
-    prompts get on."""
+def test_limit_on_prefills_slows_prompts_only(model):
+    """Even a limit of 0 lets prompts make progress."""
     engine = make_engine(model, 2)
     results, forwards = [], []
     for limit in (None, 4, 0):
@@ -189,7 +157,7 @@ def test_a_limit_on_prefills_slows_prompts_only(model):
     assert forwards[1] >= forwards[0] + 8 and forwards[2] >= forwards[0] + 38
 
 
-def test_rows_that_do_not_fit_are_refused(model):
+def test_row_that_does_not_fit_is_refused(model):
     engine = make_engine(model, 2, max_length=20)
     with pytest.raises(ValueError, match="do not fit max_length = 20"):
         engine.add(make_rows([tuple(range(10))], 1, 11))
@@ -201,7 +169,7 @@ def test_rows_that_do_not_fit_are_refused(model):
     assert len(engine.queue) == 2, "what just fits is taken, and of what does not fit nothing"
 
 
-def test_tokens_and_recorded_logprobs_are_those_of_the_plain_computation(make_model, model):
+def test_tokens_and_logprobs_equal_plain_computation(make_model, model):
     """Oracle: reference_step.py, whose log-probabilities are truncated by transformers' own
     warpers."""
     reference = make_model()
@@ -225,9 +193,8 @@ def test_tokens_and_recorded_logprobs_are_those_of_the_plain_computation(make_mo
     assert finishes == {"stop", "length"}
 
 
-def test_float32_first_differences_are_near_ties(make_model):
-    """In float32 another batch shape may round differently; a row may then only leave the other at
-    a near tie."""
+def test_first_differences_in_float32_are_near_ties(make_model):
+    """In float32 another batch shape may round differently."""
     model, exact = make_model(dtype=torch.float32), make_model()
     prepare_model(model, 100)
     results = []

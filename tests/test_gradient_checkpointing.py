@@ -1,51 +1,32 @@
-"""Recomputing layers changes neither log-probabilities nor gradients, in models whose training mode
-is another function."""
+"""Gradient checkpointing changes neither log-probabilities nor gradients, in models that are random
+in training mode."""
 
 import copy
 
 import pytest
 import torch
-import transformers
 from test_update import gradient, make_config, make_samples
 
 from bubblespec.engine.model import UnsupportedModel, enable_gradient_checkpointing, forward_hidden
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.packing import pack_sequences
-from tests.helpers.models import GQA, SMALL, VOCAB
+from tests.helpers.models import GPT2, GQA, SMALL, config_of, random_model
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-# What would show: probabilities of 0.5, and factors between 0.5 and 1.5.
+HALF = dict.fromkeys(("attention_dropout", "dropout", "layerdrop", "router_jitter_noise"), 0.5)
+HALF |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.5)
+OPT = SMALL | {"intermediate_size": None, "ffn_dim": 96, "word_embed_proj_dim": 64}
+# Randomness that would show: probabilities of 0.5, and factors between 0.5 and 1.5.
 RANDOM_IN_TRAINING = {
-    "opt": lambda: transformers.OPTConfig(
-        **SMALL | {"intermediate_size": None},
-        ffn_dim=96,
-        word_embed_proj_dim=64,
-        dropout=0.5,
-        attention_dropout=0.5,
-        layerdrop=0.5,
-    ),
-    "mixtral": lambda: transformers.MixtralConfig(
-        **GQA, **EXPERTS, router_jitter_noise=0.5, attention_dropout=0.5
-    ),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        attn_pdrop=0.5,
-        resid_pdrop=0.5,
-        embd_pdrop=0.5,
-        initializer_range=0.2,
-    ),
+    "opt": ("OPT", OPT | HALF),
+    "mixtral": ("Mixtral", GQA | EXPERTS | HALF),
+    "gpt2": ("GPT2", GPT2 | HALF),
 }
 
 
 def compute(name: str, has_checkpoints: bool, dtype: torch.dtype):
-    """Gradient and metrics of one step, and how often a norm of the layers has run."""
-    torch.manual_seed(0)
-    model = (
-        transformers.AutoModelForCausalLM.from_config(RANDOM_IN_TRAINING[name]()).to(dtype).eval()
-    )
+    """Return gradient and metrics of one step, and the number of calls of the layers' norms."""
+    model = random_model(config_of(*RANDOM_IN_TRAINING[name]), dtype)
     prepare_model(model, 64)
     if has_checkpoints:
         enable_gradient_checkpointing(model)
@@ -70,7 +51,7 @@ def compute(name: str, has_checkpoints: bool, dtype: torch.dtype):
     "name, dtype",
     [*((name, torch.float64) for name in RANDOM_IN_TRAINING), ("mixtral", torch.bfloat16)],
 )
-def test_nothing_random_comes_back(name, dtype):
+def test_checkpoints_leave_gradients_unchanged(name, dtype):
     (plain, plain_metrics, calls), (got, metrics, more_calls) = (
         compute(name, has_checkpoints, dtype) for has_checkpoints in (False, True)
     )
@@ -79,16 +60,16 @@ def test_nothing_random_comes_back(name, dtype):
     assert more_calls == 2 * calls > 0
 
 
-def test_a_forward_without_gradients_is_not_checkpointed(make_model, monkeypatch):
+def test_forward_without_gradients_is_not_checkpointed(make_model, monkeypatch):
     model = make_model()
     prepare_model(model, 64)
     enable_gradient_checkpointing(model)
-    monkeypatch.setattr("bubblespec.engine.model_checks.checkpoint", None)
+    monkeypatch.setattr("bubblespec.engine.model.checkpoint", None)
     with torch.no_grad():
         forward_hidden(model, torch.arange(5), pack_sequences([5], torch.device("cpu")))
 
 
-def test_a_copy_has_layers_of_its_own(make_model):
+def test_copy_has_layers_of_its_own(make_model):
     """The reference of a KL term is a copy of the model."""
     model, tokens = make_model(), torch.arange(5)[None]
     enable_gradient_checkpointing(model)
@@ -100,7 +81,7 @@ def test_a_copy_has_layers_of_its_own(make_model):
     assert torch.equal(reference(tokens).logits, wanted) and not model(tokens).logits.any()
 
 
-def test_a_model_without_layers_to_checkpoint_is_refused():
+def test_checkpoints_of_model_without_layers_are_refused():
     with pytest.raises(
         UnsupportedModel, match=r"^model.gradient_checkpointing: Linear has no layers"
     ):

@@ -12,10 +12,11 @@ from bubblespec.config import OptimConfig
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import attention
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.graphs import FEW, NARROW, ForwardGraphs, Shape, graph_shapes, pad
+from bubblespec.engine.graphs import FEW, NARROW, ForwardGraphs, pad
 from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.packing import PAGE, pack_rows
+from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.optimizer import Optimizer
@@ -30,6 +31,7 @@ from tests.helpers.generation import (
 )
 from tests.helpers.graphs import (
     ALONE,
+    POOL,
     Captures,
     assert_equal,
     eager,
@@ -101,7 +103,7 @@ def test_padded_forwards_equal_plain_ones(make_model, device, name):
 
 
 def in_pages(num_slots: int, slot_length: int, page_size: int) -> KVCache:
-    """A cache whose rows have taken all pages in turn, so that none lies in one piece."""
+    """Create a cache whose rows have taken all pages in turn, so that none lies in one piece."""
     width = slot_length // page_size
     pages = Pages(num_slots, slot_length, num_slots * width, page_size)
     for number in range(1, width + 1):
@@ -109,51 +111,41 @@ def in_pages(num_slots: int, slot_length: int, page_size: int) -> KVCache:
     return KVCache(num_slots, slot_length, num_spare=1, pages=pages)
 
 
-@pytest.mark.parametrize("kernel", ["varlen", "flash_attn", "sdpa"])
-def test_a_cache_in_pages(make_model, on_cpu, kernel):
-    """Rows whose pages lie in no order, against rows in slots; graphs, and the plain forward."""
+@pytest.mark.parametrize(
+    "kernel, length, page_size",
+    [*((k, LENGTH, 26) for k in ("varlen", "flash_attn", "sdpa")), ("flash_attn", PAGE, None)],
+)
+def test_forwards_over_pages_equal_those_over_slots(make_model, on_cpu, kernel, length, page_size):
+    """Rows whose pages lie in no order; graphs, and the plain forward. The flash_attn package reads
+    even slots by page tables."""
     model = prepared(make_model, "mistral-window")
-    sequences = np.random.default_rng(0).integers(1, VOCAB, (5, LENGTH))
-    plain, own, padded = KVCache(5, LENGTH), in_pages(5, LENGTH, 26), in_pages(5, LENGTH, 26)
+    sequences = np.random.default_rng(0).integers(1, VOCAB, (5, length))
+    plain, start = KVCache(5, length), np.zeros(5, np.int64)
+    own, padded = (
+        KVCache(5, length, num_spare=1) if page_size is None else in_pages(5, length, page_size)
+        for _ in range(2)
+    )
     captured = ForwardGraphs(forward_of(model, kernel), padded, 80)
-    start = np.zeros(5, np.int64)
     with torch.inference_mode():
-        for count in MIXES:
+        for count in MIXES if page_size else ([1, 0, 2, 0, 0], [1, 1, 1, 0, 0], [0, 2, 1, 0, 1]):
             args = (sequences, start, count)
             wanted = feed(model, plain, *args, eager(model))
             assert_equal(feed(model, own, *args, eager(model, kernel)), wanted)
             if kernel != "sdpa":
                 assert_equal(feed(model, padded, *args, captured.forward)[: len(wanted)], wanted)
+                assert captured.num_replays > 0
             start += count
-            for cache in (own, padded):  # the row in slot 4 has other pages from now on
+            for cache in (own, padded) if page_size else ():  # the row in slot 4 gets other pages
                 held = cache.pages.table[4].astype(int)
                 cache.pages.table[4] = swapped = held[::-1].copy()
                 cache.pages.version += 1
                 for tensor in (*cache.keys.values(), *cache.values.values()):
                     tensor[swapped] = tensor[held]
-    assert captured.num_replays == (0 if kernel == "sdpa" else len(MIXES))
-
-
-def test_keys_in_pages(make_model, on_cpu):
-    """The flash_attn package reads the cache by page tables."""
-    model = prepared(make_model, "mistral-window")
-    sequences = np.random.default_rng(0).integers(1, VOCAB, (3, 2 * PAGE))
-    plain, padded = KVCache(3, 2 * PAGE), KVCache(3, 2 * PAGE, num_spare=1)
-    captured = ForwardGraphs(forward_of(model, "flash_attn"), padded, 4)
-    start = np.zeros(3, np.int64)
-    with torch.inference_mode():
-        for count in ([1, 0, 2], [1, 1, 1], [0, 2, 1], [0, 0, 1]):
-            args = (sequences, start, count)
-            wanted = feed(model, plain, *args, eager(model))
-            assert_equal(feed(model, padded, *args, captured.forward)[: len(wanted)], wanted)
-            assert_equal(feed(model, plain, *args, eager(model, "flash_attn")), wanted)
-            start += count
-    assert captured.num_replays == 4
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "qwen2"])
-def test_torch_before_2_13_calls_the_operator(make_model, on_cpu, monkeypatch, name):
-    """2.11 does not know `num_splits`; 2.12 knows it and refuses it."""
+def test_attention_of_older_torch_equals_sdpa(make_model, on_cpu, monkeypatch, name):
+    """torch 2.11 has no `num_splits`; 2.12 has it and refuses it: the operator is called."""
     folded = []
 
     def refuse(*args, **kwargs):
@@ -197,8 +189,7 @@ def bound_of(kernel: str) -> tuple[int, int]:
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_decoding_folds_query_heads(make_model, on_cpu, monkeypatch, kernel, is_captured):
     """FlashAttention-2 reads keys once for all query heads if no row feeds more than one token and
-    no bound is given. Rows that feed nothing are left out; batch-invariant forwards keep the bound,
-    and one split."""
+    no bound is given. Batch-invariant forwards keep the bound, and one split."""
     model, cache = prepared(make_model, "qwen2"), in_pages(3, 2 * PAGE, PAGE)
     sequences, calls = np.random.default_rng(0).integers(1, VOCAB, (3, PAGE)), []
 
@@ -234,23 +225,12 @@ def test_decoding_folds_query_heads(make_model, on_cpu, monkeypatch, kernel, is_
     assert bounds[1] == none and wide == {bound_of(kernel)}
 
 
-def test_shapes():
-    shapes = graph_shapes(2048, 1024, 4096)
-    assert shapes == sorted(shapes, reverse=True) and shapes[-1] == Shape(1, 1, 1)
-    assert len(shapes) <= 42 and len(graph_shapes(2048, 128, 4096)) <= 32
-    assert shapes[0] == Shape(1024, 1024, 1)
-    assert [s[1:] for s in shapes if s.tokens == 256] == [(256, NARROW), (256, 1), (64, NARROW)]
-    sizes = [s.tokens for s in graph_shapes(20, 3, 4096)]
-    assert sizes == [32, 16, 8, 4, 4, 2, 2, 1], "larger forwards do not come"
-    assert graph_shapes(2048, 128, 100)[0] == Shape(96, 96, 1), "padding must fit the spare slot"
-
-
 @pytest.mark.parametrize("fold", [1, 7])
 @pytest.mark.parametrize("num_slots, largest", [(1024, 1024), (128, 1024), (7, 700), (300, 300)])
 def test_graphs_launch_few_blocks(num_slots, largest, fold):
-    """Each forward of up to 512 sequences has a graph, and attention launches at most four times
-    the blocks that the rows need, or 64 for each head. Single tokens need one block for each
-    key/value head."""
+    """Each forward of up to 512 sequences has one of at most 42 graphs. Attention launches at most
+    four times the blocks that the rows need, or 64 for each head; single tokens need one block for
+    each key/value head."""
     rng, length = np.random.default_rng(num_slots), 4096
     cache = KVCache(num_slots, length)
     config = SimpleNamespace(num_attention_heads=4 * fold, num_key_value_heads=4)
@@ -258,7 +238,7 @@ def test_graphs_launch_few_blocks(num_slots, largest, fold):
     model = torch.nn.Linear(1, 1)
     model.config = config
     graphs = ForwardGraphs(forward_of(model, "varlen"), cache, largest)
-    assert graphs.of.heads_per_key == fold
+    assert graphs.of.heads_per_key == fold and len(graphs.shapes) <= 42
     for case in range(2000):
         rows = int(rng.integers(1, num_slots + 1))
         count = rng.choice(([1], [0, 1], [1, 2, 4], [1] * 50 + [300], [1, 16])[case % 5], rows)
@@ -281,9 +261,9 @@ def test_graphs_launch_few_blocks(num_slots, largest, fold):
         assert ((np.diff(cu_q) > 0) <= (used > 0)).all(), "a token without keys"
 
 
-def test_generated_tokens_are_the_same_and_captured_once_until_a_release(make_model, on_cpu):
-    """Prompts in chunks, decoding, verification of drafts of which a third is wrong, and rows that
-    end, are refilled and give way for want of pages."""
+def test_tokens_with_graphs_are_equal_and_captured_once(make_model, on_cpu):
+    """Prompts in chunks, drafts of which a third is wrong, rows that are preempted for want of
+    pages; graphs are captured again after a release."""
     model, prompts = prepared(make_model, "mistral-window"), make_prompts(5, 20)
 
     def run(engine: Engine, proposer=None) -> dict:
@@ -296,7 +276,7 @@ def test_generated_tokens_are_the_same_and_captured_once_until_a_release(make_mo
     assert on_cpu.sizes == [], "nothing before the first forward"
     assert run(engine) == wanted
     sizes = [16, 8, 8, 4, 4, 2, 2, 1]
-    assert on_cpu.sizes == sizes and on_cpu.pools == [None] + [("the pool",)] * 7
+    assert on_cpu.sizes == sizes and on_cpu.pools == [None] + [POOL] * 7
     engine.reset()
     assert run(engine, Drafter(wanted, 0.3)) == wanted and on_cpu.sizes == sizes
     assert engine.runner.graphs.num_replays == engine.num_forwards > 10
@@ -305,7 +285,7 @@ def test_generated_tokens_are_the_same_and_captured_once_until_a_release(make_mo
     assert run(engine, Drafter(wanted, 0.3)) == wanted
     assert on_cpu.sizes == 2 * sizes and on_cpu.pools[8] is None
     assert engine.runner.graphs.num_replays == engine.num_forwards
-    assert engine.num_admitted > 3 * 10, "some rows gave way"
+    assert engine.num_admitted > 3 * 10, "some rows were preempted"
 
 
 def test_forwards_too_large_for_a_graph_are_plain(make_model, on_cpu):
@@ -315,58 +295,68 @@ def test_forwards_too_large_for_a_graph_are_plain(make_model, on_cpu):
         engine = make_engine(model, 8, max_length=20, page_size=20, kernel=kernel)
         found.append(as_dict(engine.run(make_rows(make_prompts(8, 11), 1, 9), SamplingParams())))
     assert found[0] == found[1] and max(on_cpu.sizes) == 16
-    assert 0 < engine.runner.graphs.num_replays < engine.num_forwards, (
-        "the prompts together have more than 16 tokens"
-    )
+    assert 0 < engine.runner.graphs.num_replays < engine.num_forwards, "prompts exceed 16 tokens"
 
 
 @pytest.mark.parametrize("options", [{"enforce_eager": True, "kernel": "varlen"}, {}])
-def test_no_graphs(make_model, on_cpu, options):
+def test_engine_without_graphs_spares_no_slot(make_model, on_cpu, options):
     engine = make_engine(prepared(make_model), 6, **options)
     assert engine.run(make_rows(make_prompts(2), 1, 3), PARAMS) and engine.runner.graphs is None
-    assert on_cpu.sizes == [] and engine.runner.cache.num_spare == 0, "no slot is spared either"
+    assert on_cpu.sizes == [] and engine.runner.cache.num_spare == 0
 
 
-def test_a_model_that_reads_from_the_gpu_goes_on_without_graphs(make_model, on_cpu, capsys):
-    model, prompts, read = prepared(make_model), make_prompts(3), []
-    wanted = as_dict(make_engine(model, 6).run(make_rows(prompts, 2, 5), PARAMS))
+WARNING = "warning: forwards are eager, not CUDA graphs: "
+
+
+def run_thrice(make_model, capsys, model=None) -> tuple[list[int], str]:
+    """Run an engine with graphs three times, with a release in between; check its tokens. Returns
+    the replays after each run, and what has been printed."""
+    plain, prompts = prepared(make_model), make_prompts(3)
+    wanted = as_dict(make_engine(plain, 6).run(make_rows(prompts, 2, 5), PARAMS))
+    engine = make_engine(model or plain, 6, kernel="varlen", max_num_batched_tokens=16)
+    graphs, replays = engine.runner.graphs, []
+    for _ in range(3):
+        assert as_dict(engine.run(make_rows(prompts, 2, 5), PARAMS)) == wanted
+        replays.append(graphs.num_replays)
+        assert (graphs.problem is None) == bool(graphs.num_replays)
+        assert len(graphs._graphs) == (0 if graphs.problem else len(graphs.shapes))
+        engine.release()
+    assert replays[2] in (0, *(engine.num_forwards * runs // 3 for runs in (1, 3)))
+    return replays, capsys.readouterr().err
+
+
+def test_model_that_reads_from_the_gpu_is_eager(make_model, on_cpu, capsys):
+    model, read = prepared(make_model), []
     model.base_model.register_forward_pre_hook(
         lambda *call: read.append(model.lm_head.weight.sum().item())
     )
-    engine = make_engine(model, 6, kernel="varlen", max_num_batched_tokens=16)
-    assert as_dict(engine.run(make_rows(prompts, 2, 5), PARAMS)) == wanted
-    assert engine.runner.graphs.num_replays == 0 and read
-    engine.release()
-    assert as_dict(engine.run(make_rows(prompts, 2, 5), PARAMS)) == wanted
-    assert engine.runner.graphs.num_replays == 0, "a release changes nothing about the model"
-    (said,) = capsys.readouterr().err.strip().splitlines()
-    assert (
-        said.startswith("warning: forwards are eager, not CUDA graphs: ")
-        and "synchronizing" in said
-    )
+    replays, printed = run_thrice(make_model, capsys, model)
+    assert replays == [0, 0, 0] and read, "a release changes nothing about the model"
+    (line,) = printed.splitlines()
+    assert line.startswith(WARNING) and "synchronizing" in line
 
 
 @pytest.fixture
 def emptied(monkeypatch) -> list[bool]:
-    """One entry for each time that the allocator gives back what it keeps unused."""
+    """One entry for each time that the allocator gives back unused memory."""
     times: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: times.append(True))
     return times
 
 
 @pytest.mark.parametrize("stage", ["rehearse", "capture"])
-def test_a_second_attempt_when_memory_runs_out_once(
+def test_graphs_are_tried_again_when_memory_runs_out(
     make_model, on_cpu, monkeypatch, capsys, emptied, stage
 ):
-    model, prompts = prepared(make_model), make_prompts(3)
-    wanted = as_dict(make_engine(model, 6).run(make_rows(prompts, 2, 5), PARAMS))
-    calls = fail_at(monkeypatch, stage, [2])
-    engine = make_engine(model, 6, kernel="varlen", max_num_batched_tokens=16)
-    assert as_dict(engine.run(make_rows(prompts, 2, 5), PARAMS)) == wanted
-    assert engine.runner.graphs.num_replays == engine.num_forwards > 3
-    captured = engine.runner.graphs
-    assert len(calls) == 3 + len(captured.shapes) and len(captured._graphs) == len(captured.shapes)
-    assert emptied == [True] and capsys.readouterr().err == ""
+    """The second attempt does not capture into the pool of the first one's graphs, which are
+    destroyed."""
+    fail_at(monkeypatch, stage, [2])
+    replays, printed = run_thrice(make_model, capsys)
+    assert replays[0] > 3 and emptied == [True] and printed == ""
+    num_lost = 2 if stage == "capture" else 0
+    num_shapes = (len(on_cpu.pools) - num_lost) // 3
+    pools = [None] + [POOL] * (num_shapes - 1)
+    assert on_cpu.pools == pools[:num_lost] + 3 * pools
 
 
 def test_graphs_come_back_at_a_release_after_memory_ran_out(
@@ -374,20 +364,11 @@ def test_graphs_come_back_at_a_release_after_memory_ran_out(
 ):
     """Both attempts of two rollouts fail: these are eager, with one warning. The third has
     graphs."""
-    model, prompts = prepared(make_model), make_prompts(3)
-    wanted = as_dict(make_engine(model, 6).run(make_rows(prompts, 2, 5), PARAMS))
     fail_at(monkeypatch, "rehearse", [0, 3, 4, 5])
-    engine = make_engine(model, 6, kernel="varlen", max_num_batched_tokens=16)
-    graphs, replays = engine.runner.graphs, []
-    for _ in range(3):
-        assert as_dict(engine.run(make_rows(prompts, 2, 5), PARAMS)) == wanted
-        replays.append(graphs.num_replays)
-        assert (graphs.problem is None) == bool(graphs.num_replays) == bool(graphs._graphs)
-        engine.release()
-    assert replays[:2] == [0, 0] and replays[2] == engine.num_forwards // 3 > 3
-    assert len(emptied) == 2
-    (said,) = capsys.readouterr().err.strip().splitlines()
-    assert said.startswith("warning: forwards are eager") and "Tried to allocate 2 GiB" in said
+    replays, printed = run_thrice(make_model, capsys)
+    assert replays[:2] == [0, 0] and replays[2] > 3 and len(emptied) == 2
+    (line,) = printed.splitlines()
+    assert line.startswith(WARNING) and "Tried to allocate 2 GiB" in line
 
 
 def test_keys_without_values_are_not_kept(on_cpu):
@@ -402,8 +383,8 @@ def test_keys_without_values_are_not_kept(on_cpu):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_an_update_leaves_the_weights_where_they_are(make_model, dtype):
-    """Both ways that the optimizer has, with and without master weights."""
+def test_update_leaves_weights_in_place(make_model, dtype):
+    """With and without master weights."""
     model = make_model("qwen2", dtype)
     optimizer = Optimizer(model, OptimConfig(learning_rate=0.1), 3, Ranks(torch.device("cpu")))
     memory = [p.data_ptr() for p in model.parameters()]
@@ -433,12 +414,13 @@ def test_replays_see_weights_changed_in_place(make_model, device):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("kernel", ["varlen", "flash_attn"])
-def test_graphs_on_the_gpu(make_model, kernel):
-    """Every bucket against the plain forward of the same kernel, with windows in it; then again
-    after a release."""
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_graphs_on_gpu_equal_plain_forwards(make_model, name, kernel):
+    """Every bucket against SDPA, as a graph and launched, and again after a release; then whole
+    sequences."""
     if kernel == "flash_attn":
         pytest.importorskip("flash_attn")
-    model = make_model("llama", torch.bfloat16).cuda()
+    model = make_model(name, torch.bfloat16).cuda()
     prepare_model(model, 512)
     sequences = np.random.default_rng(3).integers(1, VOCAB, (40, 512))
     plain, engine = KVCache(40, 512), Engine(make_runner(model, 40, 500, seed=0, kernel=kernel))
@@ -461,5 +443,12 @@ def test_graphs_on_the_gpu(make_model, kernel):
             held = torch.cuda.memory_allocated()
             engine.release()
             assert torch.cuda.memory_allocated() < held - runner.cache.num_slots * 512 * 100
+        lengths = [30, 7, 100]
+        whole = torch.from_numpy(np.concatenate([sequences[0, :n] for n in lengths])).cuda()
+        found = (
+            forward_hidden(model, whole, pack_sequences(lengths, whole.device), of)
+            for of in (kernel, "sdpa")
+        )
+        assert_equal(*found)
     assert engine.run(make_rows(make_prompts(5), 3), SamplingParams())
     assert runner.graphs.num_replays > 20

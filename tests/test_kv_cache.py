@@ -40,7 +40,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("has_pages", [False, True])
-def test_shared_positions_are_those_of_their_source(has_pages):
+def test_shared_positions_equal_the_source(has_pages):
     cache = filled(12, has_pages)
     target = np.array([10, 3, 7, 5])
     source = np.array([0, 1, 2, 0])

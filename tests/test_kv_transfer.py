@@ -33,7 +33,7 @@ def fill(runner: ModelRunner, shapes: list[tuple[int, int]], seed: int) -> None:
 @pytest.mark.parametrize("name", ["llama", "uneven, tied", "one key/value head"])
 @pytest.mark.parametrize("page_size", [None, 5])
 @pytest.mark.parametrize("piece_bytes", [1 << 26, 3000, 1])
-def test_every_rank_gets_its_heads_of_all_rows(monkeypatch, name, page_size, piece_bytes):
+def test_each_rank_gets_own_heads_of_all_rows(monkeypatch, name, page_size, piece_bytes):
     monkeypatch.setattr(kv_transfer, "PIECE_BYTES", piece_bytes)
     model = build(name)
     config = model.config

@@ -1,5 +1,5 @@
-"""The kernels of linear layers on a CPU against products in float64, the choice between them, and a
-run that goes on with it."""
+"""Kernels of linear layers on a CPU against products in float64, the choice between kernels, and a
+resumed run that keeps the choice."""
 
 import copy
 import json
@@ -94,12 +94,7 @@ def test_generation(kernel, pad_to, rows, has_bias):
 @pytest.mark.parametrize("is_rowwise", [False, True])
 @pytest.mark.parametrize(
     "calls",
-    [
-        (),
-        ALL_PACKED,
-        (Call(TRANSPOSED),) * len(ROWS),
-        (Call(TRANSPOSED, 6),) * 5 + ALL_PACKED[5:],
-    ],
+    [(), ALL_PACKED, (Call(TRANSPOSED),) * len(ROWS), (Call(TRANSPOSED, 6),) * 5 + ALL_PACKED[5:]],
 )
 def test_shards_add_up_to_the_whole_layer(calls, is_rowwise):
     """Of uneven size; after an update they are those of the new weight."""
@@ -134,8 +129,7 @@ def test_training(rows, has_bias):
             assert_rounds_like_a_product(bias.grad[None], torch.ones(1, rows), grad[0])
 
 
-def test_gradients_that_nobody_wants_are_not_computed():
-    """A frozen layer under an adapter, and the first layer of a model."""
+def test_unneeded_gradients_are_not_computed():
     x, weight = random(130, K), random(M, K)
     OneDNNLinear.apply(x.requires_grad_(), weight, None).sum().backward()
     assert x.grad is not None and weight.grad is None
@@ -190,7 +184,7 @@ def test_generation_uses_the_current_weights(make_model):
     assert all(map(torch.equal, before, products()))
 
 
-def test_a_models_parameters_stay_as_they_are(make_model, tmp_path):
+def test_parameters_with_plans_stay_unchanged(make_model, tmp_path):
     model, plain = make_model("qwen2", torch.float32), make_model("qwen2", torch.float32)
     memory = {name: p.data_ptr() for name, p in model.named_parameters()}
     use_plans(model, dict.fromkeys(layers_by_shape(model), ONEDNN))
@@ -211,7 +205,7 @@ class Other(torch.nn.Linear):
     """A layer whose class may compute something else."""
 
 
-def test_layers_without_a_plan_stay_as_they_are():
+def test_layers_without_plan_stay_unchanged():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4), Other(8, 4))
     use_plans(model, {"8x8": Plan(), "8x4": ONEDNN})
     assert [type(layer) for layer in model] == [torch.nn.Linear, FastLinear, Other]
@@ -249,16 +243,11 @@ def calls_of(**one: Call) -> tuple[Call, ...]:
         ),
         (times_of(packed=0.8, packed_0=4.0), Plan((Call(PACKED, 2), *ALL_PACKED[1:]))),
         (times_of(torch_1=1.5, packed=2.0), Plan(calls_of(at_1=Call(TORCH, 3)))),
-        (times_of(torch_1=1.5, packed_1=0.92), Plan(calls_of(at_1=Call(PACKED)))),
         (times_of(torch_0=0.7, packed=0.8), Plan((Call(), *ALL_PACKED[1:]))),
         (1e-3 * times_of(packed=0.5), Plan()),  # too little to be seen
         (
             times_of(transposed_1=0.7),
             Plan(calls_of(at_0=Call(TRANSPOSED, 2), at_1=Call(TRANSPOSED))),
-        ),
-        (
-            times_of(packed_3=0.8, transposed_3=0.85, torch_4=0.7),
-            Plan(calls_of(**{f"at_{n}": Call(TORCH, 6) for n in range(4)})),
         ),
         (
             times_of(transposed_3=0.8, packed_3=0.75, torch_2=0.7),
@@ -337,7 +326,7 @@ def test_ranks_decide_together(monkeypatch, make_model):
     assert set(chosen[0]["plans"].values()) == {ONEDNN}
 
 
-def test_switched_off(monkeypatch, tmp_path):
+def test_choice_can_be_switched_off(monkeypatch, tmp_path):
     """By the key; and no other type or device has a choice."""
     monkeypatch.setattr(linear_module, "measure", None)
     trainer = build(config_of(tmp_path, "model.cpu_linear=torch"), Ranks(torch.device("cpu")))
@@ -349,9 +338,9 @@ def test_switched_off(monkeypatch, tmp_path):
         assert not can_choose(torch.nn.Linear(4, 4, device="meta", dtype=dtype))
 
 
-def test_a_continued_run_keeps_the_choice(monkeypatch, tmp_path):
-    """Whatever would be measured now, so that its weights are those of the run that was not
-    interrupted, to the bit; but on another processor it chooses anew."""
+def test_resumed_run_keeps_the_choice(monkeypatch, tmp_path):
+    """Weights are bit-identical to those of the uninterrupted run, whatever would be measured now.
+    On another processor the run chooses anew."""
 
     def run(folder, seconds, *overrides: str):
         monkeypatch.setattr(linear_module, "measure", faked(seconds))

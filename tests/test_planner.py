@@ -1,4 +1,4 @@
-"""Decisions about time, as properties: placement, drafts, the tensor-parallel tail, windows."""
+"""Decisions about time, as properties: placement, drafts, the TP tail, windows."""
 
 import itertools
 from dataclasses import replace
@@ -173,7 +173,7 @@ def test_lookahead_follows_store_end_and_acceptance():
     assert sum(depths) == 2, "they are tried again now and then"
 
 
-# The tensor-parallel tail
+# The TP tail
 
 ALONE = cost_of((1.0, 0.0, 1e-12, 0.0, 0.0))
 

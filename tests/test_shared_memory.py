@@ -51,7 +51,7 @@ def test_sums_and_gathers_equal_plain_computation(tmp_path, num_ranks):
 
 def with_missing(ranks: Ranks, fate: str) -> str:
     collectives, own = open_collectives(ranks), np.ones(5)
-    ranks.place, ranks.timeout_s = "the shared tail", 2.0 if fate == "hangs" else 100.0
+    ranks.place, ranks.timeout_s = "the TP tail", 2.0 if fate == "hangs" else 100.0
     try:
         for number in range(10):
             if ranks.rank == 1 and number == 7:
@@ -67,7 +67,7 @@ def with_missing(ranks: Ranks, fate: str) -> str:
 def test_missing_rank_is_named_by_collective(tmp_path, capfd, fate):
     line, _, same = run_ranks(tmp_path, with_missing, 3, fate, missing=1)
     reason = "the process of rank 1 has ended" if fate == "dies" else "no answer for 2 s"
-    assert line == same and line.startswith(f"rank 1 missing in the shared tail ({reason})"), line
+    assert line == same and line.startswith(f"rank 1 missing in the TP tail ({reason})"), line
     assert capfd.readouterr().err.count(f"error: {line}\n") == 1
 
 

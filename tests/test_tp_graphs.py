@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_tensor_parallel import LONGEST, build
+from test_tensor_parallel import LONGEST, build, plain_rows, rows
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from bubblespec.distributed.ranks import Ranks
@@ -19,7 +19,6 @@ from bubblespec.engine import graphs
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import heads_per_key
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.mechanisms.tp_tail.shards import TPGroup
 from bubblespec.types import Row, SampleId
@@ -65,11 +64,6 @@ def captures(monkeypatch) -> dict[int, Captures]:
     return by_rank
 
 
-def rows() -> list[Row]:
-    prompts = [tuple(range(1, 4 + 3 * n)) for n in range(4)]
-    return [Row(SampleId(n // 2, 1, n), prompts[n // 2], 24) for n in range(8)]
-
-
 def captured(model, num_slots: int) -> list[int]:
     """Tokens of the graphs, as captured."""
     fold = heads_per_key(model)
@@ -81,14 +75,10 @@ def tokens_of(rows: list[Row]) -> list[tuple[list[int], str]]:
     return [(row.tokens.tolist(), row.finish) for row in rows]
 
 
-def plain_rows(model) -> list[Row]:
-    return Engine(ModelRunner(model, 8, LONGEST, 3)).run(rows(), PARAMS)
-
-
 @pytest.mark.parametrize(
     "name, size", [("uneven, tied", 2), ("biases everywhere", 2), ("mistral-window", 4)]
 )
-def test_rows_are_those_of_plain_generation(captures, name, size):
+def test_rows_of_replayed_shards_equal_plain_ones(captures, name, size):
     """Prompts in chunks, drafts right and wrong, rows that end. Every forward is a replay, with two
     sums over ranks a layer."""
     model = build(name)
@@ -117,7 +107,7 @@ def test_rows_are_those_of_plain_generation(captures, name, size):
     assert [captures[rank].sizes for rank in range(size)] == [captured(model, 4)] * size
 
 
-def test_they_share_the_memory_of_the_engines_graphs_and_come_again_after_a_release(captures):
+def test_graphs_share_memory_and_return_after_release(captures):
     """What one replay has returned is spoilt by the next, of whichever graph; nobody reads it
     then."""
     model = build("llama")
@@ -251,7 +241,7 @@ def test_ranks_as_processes(tmp_path, device, num_ranks, kernel):
 
 
 @pytest.mark.parametrize("options, can", [({"enforce_eager": True}, True), ({}, False)])
-def test_no_graphs_where_they_are_not_wanted_or_sums_cannot_be_in_them(captures, options, can):
+def test_no_graphs_if_eager_or_sums_are_not_capturable(captures, options, can):
     model = build("llama")
 
     def of_rank(tp):

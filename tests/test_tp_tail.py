@@ -1,11 +1,8 @@
-"""The tensor-parallel tail within a rollout, in virtual time: entered with rows of all lengths,
-with drafts and stops; responses are those of generation without it, and the loop ends as it does
-without it."""
+"""The TP tail within a rollout, in virtual time, with rows of all lengths, drafts and stops: the
+responses and the end of the loop are those without the tail."""
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from bubblespec.config import Config
 from bubblespec.draft.proposer import Proposer, make_proposer
@@ -30,7 +27,7 @@ from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, Worl
 from bubblespec.types import Draft
 from tests.helpers.clocks import forward_seconds
 from tests.helpers.generation import make_runner
-from tests.helpers.models import VOCAB, small_config
+from tests.helpers.models import VOCAB, random_model, small_config
 from tests.helpers.rollouts import (
     FOUR_PROMPTS,
     LIMIT,
@@ -61,9 +58,9 @@ class TimedRunner(DrafterRunner):
 def play(
     num_ranks, max_rows, *, drafts=None, has_drafter=False, stop_at=None, page_size=None
 ) -> list[dict]:
-    """A rollout; what each rank has made of it. drafts: tokens by sample; has_drafter: every
-    forward of decoding rows verifies chains; stop_at: the forward of the tail in which rank 1 is
-    told to stop; page_size: of keys and values."""
+    """Run a rollout; return results by rank. drafts: tokens by sample; has_drafter: every forward
+    of decoding rows verifies chains; stop_at: forward of the tail in which rank 1 gets a stop
+    request."""
     world, results = World(num_ranks), {}
 
     def work(rank: int) -> None:
@@ -140,90 +137,80 @@ def num_shared(result: dict) -> int:
 
 
 def check(ranks: list[dict]) -> None:
-    """All rows are there, as plain generation makes them, and each has been told of on its rank."""
+    """Check that all rows are those of plain generation, each reported once on its rank."""
     check_plain([list(result["rows"].values()) for result in ranks])
     for result in ranks:
         assert sorted(map(id, result["told"])) == sorted(id(row) for row in result["rows"].values())
 
 
-@pytest.mark.parametrize("num_ranks, max_rows", [(2, 1), (3, 12), (4, 7)])
-def test_the_responses_are_those_of_plain_generation(num_ranks, max_rows):
-    ranks = play(num_ranks, max_rows)
+@pytest.mark.parametrize(
+    "num_ranks, max_rows, page_size, can_move",
+    [
+        *((n, m, None, True) for n, m in ((2, 1), (3, 12), (4, 7))),
+        (3, 7, 5, True),
+        (3, 7, None, False),
+    ],
+)
+def test_responses_equal_those_without_tail(monkeypatch, num_ranks, max_rows, page_size, can_move):
+    """Keys and values move to the tail, from pages to pages too; where one rank cannot move them,
+    tokens of all rows are fed again."""
+    if not can_move:
+        cannot = iter([False])
+        monkeypatch.setattr(tp_tail, "can_transfer_kv", lambda *runners: next(cannot, True))
+    ranks = play(num_ranks, max_rows, page_size=page_size)
     check(ranks)
     entered = [result["entered"] for result in ranks]
-    assert {len(times) for times in entered} == {1}, "all ranks enter it together, and once"
+    assert {len(times) for times in entered} == {1}, "all ranks enter the tail together, and once"
     lengths = [length for (rows,) in entered for length in rows.values()]
     assert 0 < len(lengths) <= max_rows and (max_rows == 12 or max(lengths) > 0)
     assert len({num_shared(result) for result in ranks}) == 1
     assert [result["record"].extras[ROWS] for result in ranks] == [len(rows) for (rows,) in entered]
     for result in ranks:
         first = result["record"].shared_forwards[0]
-        if max_rows < 12:  # they all have decoded, so what they have said is not fed again
+        if not can_move:
+            assert first.tokens > 2 * first.rows and first.prompt_tokens > 0
+        elif max_rows < 12:  # all rows have decoded
             assert first.rows == first.tokens == len(lengths)
         (span,) = result["record"].shared
         assert span in result["record"].spans and span.end_s > span.begin_s
         assert result["board"].is_over and not was_told_to_stop(result)
 
 
-def test_keys_and_values_move_from_pages_to_pages():
-    ranks = play(3, 7, page_size=5)
-    check(ranks)
-    first = ranks[0]["record"].shared_forwards[0]
-    assert 1 < first.rows == first.tokens
-
-
-def test_rows_whose_keys_and_values_cannot_move_are_fed_again(monkeypatch):
-    """If one rank says so, all do."""
-    cannot = iter([False])
-    monkeypatch.setattr(tp_tail, "can_transfer_kv", lambda *runners: next(cannot, True))
-    ranks = play(3, 7)
-    check(ranks)
-    first = ranks[0]["record"].shared_forwards[0]
-    assert first.tokens > 2 * first.rows and first.prompt_tokens > 0
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_with_drafts_of_the_ranks_that_own_the_rows(num_ranks):
-    """Drafts that are right up to some token: in the tail as well most of them is accepted, in far
-    fewer forwards."""
+def test_drafts_of_owners_shorten_the_tail(num_ranks):
+    """Stored drafts that are right up to some token; and chains of a learned drafter, drafted for
+    own rows in every forward after those that feed tokens again."""
     wanted = {row.id: row.tokens.astype(np.int32).copy() for row in plain_rows()}
     for number, tokens in enumerate(wanted.values()):
         tokens[24 + number :] += 1
-    plainly, drafted = play(num_ranks, 12), play(num_ranks, 12, drafts=wanted)
-    check(drafted)
-    assert num_shared(drafted[0]) < 0.8 * num_shared(plainly[0])
-    counts = [result["record"].acceptance for result in drafted if result["rows"]]
-    assert all(count.accepted_tokens > 0 for count in counts)
+    plainly = num_shared(play(num_ranks, 12)[0])
+    drafted = play(num_ranks, 12, drafts=wanted)
+    chained = play(num_ranks, 12, has_drafter=True)
+    assert num_shared(drafted[0]) < 0.8 * plainly and num_shared(chained[0]) < plainly
+    for ranks in (drafted, chained):
+        check(ranks)
+        counts = [result["record"].acceptance for result in ranks if result["rows"]]
+        assert all(count.accepted_tokens > 0 for count in counts)
+    counts = [result["record"].acceptance for result in drafted]
     gained = sum(count.gained_tokens for count in counts)
     assert gained == sum(len(tokens) for tokens in wanted.values()), "each row counts once"
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_with_chains_of_a_learned_drafter(num_ranks):
-    """Each rank drafts for its own rows, in every forward after those that feed prompts and tokens
-    again."""
-    plainly, drafted = play(num_ranks, 12), play(num_ranks, 12, has_drafter=True)
-    check(drafted)
-    for result in drafted:
-        assert (result["chains"][0] > 3) == bool(result["rows"])
-        assert result["record"].acceptance.accepted_tokens > 0 or not result["rows"]
-    assert num_shared(drafted[0]) < num_shared(plainly[0])
+    assert all((result["chains"][0] > 3) == bool(result["rows"]) for result in chained)
 
 
 @pytest.mark.parametrize("stop_at", [0, 5])
-def test_all_leave_it_when_one_is_told_to_stop(stop_at):
+def test_all_ranks_leave_the_tail_on_a_stop_request(stop_at):
     ranks = play(3, 12, stop_at=stop_at)
     wanted, _ = plain(new_model(), 0, FOUR_PROMPTS, 3)
     for result in ranks:
         assert result["board"].is_over and was_told_to_stop(result)
-        assert len(result["entered"]) == 1, "nobody enters it again"
+        assert len(result["entered"]) == 1, "no rank enters the tail again"
         assert num_shared(result) <= stop_at + STOP_INTERVAL
         for row in result["rows"].values():
             assert len(row.tokens) > 0
             assert row.tokens.tolist() == wanted[row.id][0][: len(row.tokens)]
 
 
-def test_when_it_is_due():
+def test_tail_is_due_with_few_rows_that_are_all_trained_on():
     launch = launch_of(groups_of(0, FOUR_PROMPTS), 3)
     table, states = RowTable(launch, place_in_turn(4, 3, 2), 0), [RankState(2), RankState(0)]
     tail = TPTail(Engine(ModelRunner(new_model(), 4, MAX_LENGTH, SEED)), None, None, 3)
@@ -246,17 +233,14 @@ def test_when_it_is_due():
 
 
 def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
-    """What `make_tp_tail` gives two ranks whose shared forwards take `slowdown` times those of
-    one rank, and what it says."""
+    """Make the tail of two ranks whose shared forwards take `slowdown` times those of one rank."""
     world, found = World(2, meeting_s=1e-6), [None, None]
     config = Config()
     config.rollout.tp_tail_max_rows, config.rollout.max_completion_length = rows, LIMIT
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(world, rank)
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(small_config(name))
-        model = model.to(torch.float64).eval()
+        model = random_model(small_config(name))
         prepare_model(model, MAX_LENGTH)
         engine = Engine(ModelRunner(model, 4, MAX_LENGTH, SEED))
         pass_time(engine, ranks)
@@ -288,7 +272,7 @@ FORWARDS = np.array([5e-3, 1e-4, 5e-5, 1e-4, 1e-7, *np.zeros(len(KNOTS))])  # as
     "rows, slowdown, is_there",
     [("auto", 0.3, True), ("auto", 1.0, False), (8, 30.0, True), (0, 0.1, False)],
 )
-def test_auto_goes_by_what_forwards_take(rows, slowdown, is_there):
+def test_auto_decides_by_measured_forwards(rows, slowdown, is_there):
     tails = set_up_tail(rows, slowdown)
     assert [tail is not None for tail in tails] == [is_there] * 2
     if is_there:
@@ -301,7 +285,7 @@ def test_auto_goes_by_what_forwards_take(rows, slowdown, is_there):
         assert tails[0].engine.runner.cache.num_bytes() == 0
 
 
-def test_with_auto_it_is_entered_where_it_is_expected_to_pay():
+def test_auto_enters_the_tail_where_it_pays():
     """Two rows, each of which needs 30 tokens more, one on each rank: 30 forwards alone, 30 at a
     third of the time together."""
     tail, _ = set_up_tail("auto", 0.3)
@@ -315,14 +299,14 @@ def test_with_auto_it_is_entered_where_it_is_expected_to_pay():
     table.synced[[0, 3]] = 34  # the last token: not worth two ticks
     assert not tail.is_due(table, states)
     table.synced[[0, 3]], table.rows = 5, None
-    assert not tail.is_due(table, states), "nobody knows"
+    assert not tail.is_due(table, states), "lengths are unknown"
 
 
-def test_a_model_that_cannot_be_cut_is_named_once_where_it_was_asked_for(capfd):
+def test_model_that_cannot_be_cut_is_named_once(capfd):
     assert set_up_tail(8, 0.1, "gpt2") == [None, None]
     said = capfd.readouterr().err.strip().splitlines()
     assert said == [
-        "warning: no tensor-parallel tail: GPT2LMHeadModel has no tensor-parallel plan "
+        "warning: no TP tail: GPT2LMHeadModel has no tensor-parallel plan "
         "(base_model_tp_plan of its configuration) "
         "(rollout.tp_tail_max_rows=0 tries nothing else)"
     ]

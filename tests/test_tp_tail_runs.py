@@ -1,5 +1,5 @@
-"""Whole runs with the shared tail on two ranks in virtual time: what is recorded of its forwards,
-and evaluations, one of which is stopped in the middle of it."""
+"""Whole runs with the TP tail on two ranks in virtual time: records of its forwards, and
+evaluations, one of which is stopped in the middle of the tail."""
 
 from types import SimpleNamespace
 
@@ -42,8 +42,8 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder of a run without it, that of one with it, and what it was called with. In the tail
-    of the second evaluation rank 1 is told to stop, and the run is continued."""
+    """Return the folders of a run without and one with the tail, and the calls of the tail. In that
+    of the second evaluation rank 1 gets a stop request, and the run is continued."""
     plain, shared = (tmp_path_factory.mktemp(name) for name in ("plain", "shared"))
     train_on_threads(2, *OPTIONS, "rollout.tp_tail_max_rows=0", f"run.output_dir={plain}")
     calls, run = [], TPTail.run
@@ -78,7 +78,7 @@ def table_of(folder) -> list[dict]:
     return read_table(str(folder / "trace"), "forwards").to_pylist()
 
 
-def test_tokens_of_steps_and_evaluations_are_those_without_it(runs):
+def test_digests_with_tail_are_those_without(runs):
     assert digests(runs.shared) == digests(runs.plain)
     found = [
         [line["eval/digest"] for line in read(folder) if "eval/digest" in line]
@@ -89,7 +89,7 @@ def test_tokens_of_steps_and_evaluations_are_those_without_it(runs):
     assert sum(call.forwards > 0 for call in evaluated) >= 4, "on both ranks"
 
 
-def test_its_forwards_are_recorded_and_no_others_are_counted_with_them(runs):
+def test_forwards_of_the_tail_are_recorded(runs):
     table, lines = table_of(runs.shared), [line for line in read(runs.shared) if "reward" in line]
     trained = [call for call in runs.calls if not call.is_evaluation]
     of_ranks = [[call for call in trained if call.rank == rank] for rank in range(2)]
@@ -118,7 +118,7 @@ def test_its_forwards_are_recorded_and_no_others_are_counted_with_them(runs):
         assert line["rollout/forwards"] == max(own)
 
 
-def test_its_forwards_have_a_cost_of_their_own(runs):
+def test_forwards_of_the_tail_have_another_cost(runs):
     folder = str(runs.shared)
     cost, shared_cost = load_cost(folder), load_cost(folder, 2)
     for load in (Load(4, 4, 0, 200, 0, 0), Load(8, 8, 0, 500, 0, 0)):
@@ -130,7 +130,7 @@ def test_its_forwards_have_a_cost_of_their_own(runs):
     assert "no forwards of 3 ranks together" in refusal(load_cost, folder, 3)
 
 
-def test_the_run_is_simulated_with_it(runs):
+def test_run_with_tail_is_simulated(runs):
     folder = str(runs.shared)
     config = simulated_config(sections_of(read_meta(f"{folder}/trace")["config"], SECTIONS))
     costs = load_cost(folder).seconds, load_cost(folder, 2).seconds

@@ -1,4 +1,4 @@
-"""Rows with turns in the engine: stop tokens pause them, observations come in between. Oracle: a
+"""Rows with turns in the engine: stop tokens pause rows, observations come in between. Oracle: each
 row computed alone, token by token, by whole forwards of the model."""
 
 import math
@@ -6,13 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
-from tests.helpers.models import VOCAB, small_config
+from tests.helpers.models import VOCAB, random_model, small_config
 from tests.helpers.reference_step import gumbel, noise_key
 
 STOPS = (*STOP, *range(20, 36))  # so that turns are short
@@ -21,8 +20,7 @@ SEED, LIMIT = 5, 30
 
 
 def observation(row: Row, turn: int) -> np.ndarray | None:
-    """What comes after a turn of a row, counted from 1; None where the row is over. One is empty,
-    and one too long for the row."""
+    """Return the tokens after a row's turn (from 1): empty, too long, or None where it is over."""
     random = np.random.default_rng((*row.id, turn))
     if turn > 2 and row.id.sample:
         return None
@@ -30,8 +28,8 @@ def observation(row: Row, turn: int) -> np.ndarray | None:
     return random.integers(1, VOCAB, lengths[random.integers(len(lengths) - (turn < 2))])
 
 
-def alone(model, row: Row) -> tuple[list[int], str]:
-    """The row as the plain computation gives it, with its log-probabilities."""
+def alone(model, row: Row) -> tuple[list[int], str, list[float]]:
+    """Compute a row alone: tokens, finish, log-probabilities."""
     tokens, logprobs, turn = [], [], 0
     while len(tokens) < LIMIT:
         with torch.no_grad():
@@ -53,9 +51,7 @@ def alone(model, row: Row) -> tuple[list[int], str]:
 
 @pytest.fixture(scope="module")
 def baseline():
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(small_config("llama"))
-    model = model.to(torch.float64).eval()
+    model = random_model(small_config("llama"))
     prompts = make_prompts(4, 25)
     rows = make_rows(prompts, 3, LIMIT)
     wanted = {(row.id.uid, row.id.sample): alone(model, row) for row in rows}
@@ -66,14 +62,14 @@ def baseline():
 
 
 def play(engine, rows: list[Row], proposer=None, *, max_prefill_tokens=None) -> None:
-    """Rows to their end; observations come after a while and in any order."""
+    """Generate rows to their end; observations come after a while and in any order."""
     random = np.random.default_rng(0)
     turns, waiting = dict.fromkeys(rows, 0), []
     engine.add(rows)
     while waiting or not engine.is_idle:
         is_waiting = engine.is_waiting
         finished, load = engine.step(PARAMS, proposer, max_prefill_tokens)
-        # Where pages are few, what could be fed may give way instead.
+        # Where pages are few, a row that could be fed may be preempted instead.
         assert (load is None) == is_waiting or engine.pages is not None
         waiting += [row for row in finished if row.finish == "stop"]
         for row in [row for row in waiting if load is None or random.random() < 0.3]:
@@ -85,41 +81,37 @@ def play(engine, rows: list[Row], proposer=None, *, max_prefill_tokens=None) -> 
                 engine.resume(row, ids)
 
 
-def check(rows: list[Row], wanted: dict) -> None:
-    assert as_dict(rows) == {name: tuple(of_row[:2]) for name, of_row in wanted.items()}
-    for row in rows:
-        logprobs = wanted[row.id.uid, row.id.sample][2]
-        np.testing.assert_allclose(row.logprob, logprobs, atol=1e-5)
-        np.testing.assert_allclose(row.full_logprob, logprobs, atol=1e-5)
+PAGES = {"num_slots": 8, "max_length": 55, "page_size": 5}
 
 
-@pytest.mark.parametrize("corrupted", [None, 0.0, 0.3])
-@pytest.mark.parametrize("num_slots, max_num_batched_tokens", [(1, 1), (3, 7), (64, 2048)])
-def test_rows_with_turns_are_those_computed_alone(
-    baseline, num_slots, max_num_batched_tokens, corrupted
-):
+@pytest.mark.parametrize(
+    "corrupted, options",
+    [
+        *(
+            (share, {"num_slots": slots, "max_num_batched_tokens": budget})
+            for slots, budget in ((1, 1), (3, 7), (64, 2048))
+            for share in (None, 0.0, 0.3)
+        ),
+        *((None, {**PAGES, "num_pages": count}) for count in (None, 40, 11)),
+    ],
+)
+def test_rows_with_turns_equal_rows_computed_alone(baseline, corrupted, options):
+    """Any slots and budget, with drafts; where pages are few, paused rows are preempted."""
     model, prompts, wanted = baseline
-    engine = make_engine(model, num_slots, seed=SEED, max_num_batched_tokens=max_num_batched_tokens)
+    engine = make_engine(model, seed=SEED, **options)
     drafter = None
     if corrupted is not None:
         drafter = Drafter({name: of_row[:1] for name, of_row in wanted.items()}, corrupted)
     rows = make_rows(prompts, 3, LIMIT)
     for row in rows:
         row.has_turns = True
-    play(engine, rows, drafter)
-    check(rows, wanted)
-    if corrupted == 0.0 and max_num_batched_tokens > 1:
-        assert drafter.num_accepted > 30
-
-
-@pytest.mark.parametrize("num_pages", [None, 40, 11])
-def test_paused_rows_give_way_where_pages_are_few(baseline, num_pages):
-    model, prompts, wanted = baseline
-    options = {"max_length": 55, "page_size": 5, "num_pages": num_pages}
-    engine = make_engine(model, 8, seed=SEED, **options)
-    rows = make_rows(prompts, 3, LIMIT)
+    play(engine, rows, drafter, max_prefill_tokens=4 if engine.pages else None)
+    assert as_dict(rows) == {name: of_row[:2] for name, of_row in wanted.items()}
     for row in rows:
-        row.has_turns = True
-    play(engine, rows, max_prefill_tokens=4)
-    check(rows, wanted)
-    assert engine.pages.num_free == engine.pages.num_pages
+        logprobs = wanted[row.id.uid, row.id.sample][2]
+        np.testing.assert_allclose(row.logprob, logprobs, atol=1e-5)
+        np.testing.assert_allclose(row.full_logprob, logprobs, atol=1e-5)
+    if corrupted == 0.0 and options["num_slots"] > 1:
+        assert drafter.num_accepted > 30
+    if engine.pages is not None:
+        assert engine.pages.num_free == engine.pages.num_pages

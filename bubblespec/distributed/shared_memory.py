@@ -1,6 +1,6 @@
 """Collectives of small arrays in memory that the ranks of one machine share.
 
-The tensor-parallel tail waits for them; ticks of rollouts are polled. An all-reduce of gloo takes
+The TP tail waits for them; ticks of rollouts are polled. An all-reduce of gloo takes
 hundreds of microseconds through sockets and threads. Here a rank writes its numbers, sets a flag,
 waits for the flags of the others and reads: a few microseconds for the sums of a layer of a small
 model. Sums are in the order of ranks, so they are bit-identical.

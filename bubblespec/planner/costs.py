@@ -1,5 +1,5 @@
 """The cost of a forward, fitted to the forwards of the run, and the seconds of a rollout that
-follow from it. Placement, drafting, the shared tail and the guard all use these estimates."""
+follow from it. Placement, drafting, the TP tail and the guard all use these estimates."""
 
 import numpy as np
 

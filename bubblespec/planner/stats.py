@@ -20,7 +20,7 @@ from bubblespec.types import Row
 MEASURED = np.dtype(
     [
         ("cost", "f8", (CostModel.NUM_TERMS + len(KNOTS),)),  # parameters of the cost model
-        ("forwards", "f8"),  # while the rank had rows of its own, alone or in the shared tail
+        ("forwards", "f8"),  # while the rank had rows of its own, alone or in the TP tail
         ("seconds", "f8", (2,)),  # measured, and modelled without drafts
     ]
 )
@@ -44,16 +44,16 @@ class RunStats:
     modelled_s: float = 0.0
     """Seconds that the model predicts for the latest rollout without drafts."""
     guard: Guard | None = None
-    """Guard of drafts and the shared tail together; None where nothing is guarded."""
+    """Guard of drafts and the TP tail together; None where nothing is guarded."""
 
     @property
     def is_on(self) -> bool:
-        """Whether the next rollout has drafts and the shared tail."""
+        """Whether the next rollout has drafts and the TP tail."""
         return self.guard is None or self.guard.setting
 
     @property
     def is_paused(self) -> bool:
-        """Whether drafts and the shared tail were slower and pause for some rollouts."""
+        """Whether drafts and the TP tail were slower and pause for some rollouts."""
         return self.guard is not None and self.guard.is_paused
 
     @property

@@ -66,7 +66,7 @@ def make_sampler(
         )
     by_cost = config.speculative.planning == "by_cost"
     is_guarded = bool(sources) and by_cost and not config.tail_batching.enabled
-    # Without drafts the guard is for a shared tail that costs decide about.
+    # Without drafts the guard is for a TP tail that costs decide about.
     is_guarded |= not has_drafts and uses_tail and config.rollout.tp_tail_max_rows == "auto"
     guard = Guard() if is_guarded else None
     survival = Survival() if proposer is None else proposer.survival

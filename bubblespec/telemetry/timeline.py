@@ -23,7 +23,7 @@ STYLES = {
     "prefill": ("prefill", "#08519c"),
     "decode": ("generate", "#5aa5e0"),
     "verify": ("verify drafts", "#1b9e77"),
-    "shared": ("tensor-parallel tail", "#7a9a01"),
+    "shared": ("TP tail", "#7a9a01"),
     "draft (co-scheduled)": ("draft (co-scheduled)", "#f2c230"),
     "draft (idle)": ("draft (idle)", "#e3701a"),
     "gradient": ("stream gradients", "#c9a9e8"),

@@ -13,7 +13,7 @@ last extended, -1 without one.
 
 forwards: a row per forward, by rank, batch and time, with the fields of `ForwardRecord`; times are
 seconds since that rank began that batch's rollout. together marks forwards of all ranks together
-(the shared tail), a row on each rank; older traces lack the column.
+(the TP tail), a row on each rank; older traces lack the column.
 """
 
 import contextlib

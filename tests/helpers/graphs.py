@@ -21,6 +21,7 @@ from bubblespec.engine.packing import pack_rows
 from bubblespec.mechanisms.batch_invariant import InvariantForward
 
 ALONE = "varlen, alone"
+POOL = ("the pool",)
 
 aten = torch.ops.aten
 
@@ -163,7 +164,7 @@ class Captures:
         self.sizes.append(len(hidden))
         self.results.append(hidden)
         self.pools.append(pool)
-        return replay, hidden, ("the pool",)
+        return replay, hidden, POOL
 
 
 def install_flash_attn(monkeypatch, function: Callable) -> None:

@@ -9,53 +9,43 @@ from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 VOCAB = 97
+NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+WIDE = {"initializer_range": 0.2}  # wide enough that greedy continuations are not constant
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 512}
+SMALL = {"vocab_size": VOCAB, **SIZES, **NO_ENDS, **WIDE}
+GQA = {**SMALL, "num_key_value_heads": 2}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+GPT2 |= NO_ENDS | WIDE
 
-
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,  # wide enough that greedy continuations are not constant
+ARCHITECTURES = {
+    "llama": ("Llama", GQA),
+    "qwen2": ("Qwen2", GQA),
+    "qwen3": ("Qwen3", {**GQA, "head_dim": 16}),
+    "mistral": ("Mistral", {**GQA, "sliding_window": None}),
+    "mistral-window": ("Mistral", {**GQA, "sliding_window": 7}),
+    "phi3": ("Phi3", GQA),
+    "olmo2": ("Olmo2", GQA),
+    "gpt_neox": ("GPTNeoX", SMALL),
+    "gpt2": ("GPT2", GPT2),
 }
 
 
-GQA = {**SMALL, "num_key_value_heads": 2}
-
-
-# Of `small_config`.
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "olmo2"]
-ARCHITECTURES += ["gpt_neox", "gpt2"]
+def config_of(kind: str, base: dict = GQA, **options) -> transformers.PretrainedConfig:
+    """Create a configuration of transformers' class of this kind."""
+    return getattr(transformers, f"{kind}Config")(**base | options)
 
 
 def small_config(name: str) -> transformers.PretrainedConfig:
-    configs = {
-        "llama": lambda: transformers.LlamaConfig(**GQA),
-        "qwen2": lambda: transformers.Qwen2Config(**GQA),
-        "qwen3": lambda: transformers.Qwen3Config(**GQA, head_dim=16),
-        "mistral": lambda: transformers.MistralConfig(**GQA, sliding_window=None),
-        "mistral-window": lambda: transformers.MistralConfig(**GQA, sliding_window=7),
-        "phi3": lambda: transformers.Phi3Config(**GQA),
-        "olmo2": lambda: transformers.Olmo2Config(**GQA),
-        "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL),
-        "gpt2": lambda: transformers.GPT2Config(
-            vocab_size=VOCAB,
-            n_embd=64,
-            n_layer=2,
-            n_head=4,
-            n_positions=512,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-            initializer_range=0.2,
-        ),
-    }
-    return configs[name]()
+    return config_of(*ARCHITECTURES[name])
+
+
+def random_model(
+    config: transformers.PretrainedConfig, dtype: torch.dtype = torch.float64
+) -> transformers.PreTrainedModel:
+    """Create a causal LM, the same at every call."""
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
 def norms_in_full_precision(monkeypatch) -> None:

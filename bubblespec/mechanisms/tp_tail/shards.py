@@ -48,9 +48,9 @@ class TPUnsupported(ValueError):
     """This model cannot be computed by this many ranks together; the message has the reason."""
 
 
-def no_shared_tail(error: TPUnsupported) -> str:
+def no_tp_tail(error: TPUnsupported) -> str:
     """Return the line for a run whose ranks compute no forwards together."""
-    instead = "no tensor-parallel tail"
+    instead = "no TP tail"
     return fallback(instead, error, "rollout.tp_tail_max_rows=0")
 
 

@@ -1,4 +1,4 @@
-"""The tensor-parallel tail: all ranks decode the last rows together, with shards of the weights.
+"""The TP (tensor-parallel) tail: all ranks decode the last rows together, in shards.
 
 All ranks decide to enter the tail at a tick, by shared data. All ranks get the tokens of all
 unfinished rows, and the keys and values of the heads that they read, and continue in an engine
@@ -29,7 +29,7 @@ from bubblespec.mechanisms.tp_tail.shards import (
     ShardedForward,
     TPGroup,
     TPUnsupported,
-    no_shared_tail,
+    no_tp_tail,
 )
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
@@ -235,7 +235,7 @@ def make_tp_tail(
     if ranks.world_size == 1 or not is_wanted or board is None:
         return None
     alone = cast(ModelRunner, engine.runner)
-    ranks.place = "set-up of the tensor-parallel tail"
+    ranks.place = "set-up of the TP tail"
     try:
         tp = TPGroup(ranks)
         forward = ShardedForward(
@@ -257,7 +257,7 @@ def make_tp_tail(
         forward.check()
     except TPUnsupported as error:
         if wanted != "auto" and ranks.is_main:
-            log(f"warning: {no_shared_tail(error)}")
+            log(f"warning: {no_tp_tail(error)}")
         return None
     tail = TPTail(Engine(runner), ranks, tp.gather_array, max_rows)
     if wanted == "auto":

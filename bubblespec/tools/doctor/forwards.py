@@ -30,7 +30,7 @@ from bubblespec.mechanisms.tp_tail.shards import (
     ShardedForward,
     TPGroup,
     TPUnsupported,
-    no_shared_tail,
+    no_tp_tail,
     shard_of,
 )
 
@@ -146,7 +146,7 @@ def sampling(case: Case) -> Iterator[Line]:
 
 
 @torch.inference_mode()
-def shared_tail(case: Case) -> Iterator[Line]:
+def tp_tail(case: Case) -> Iterator[Line]:
     """Compare a forward of all ranks together with a forward of each rank alone."""
     ranks, loaded, device = case.ranks, case.loaded, case.ranks.device
     avoid = "rollout.tp_tail_max_rows=0"
@@ -157,7 +157,7 @@ def shared_tail(case: Case) -> Iterator[Line]:
         shards = ShardedForward(loaded, TPGroup(ranks), case.kernel)
         shards.check()
     except TPUnsupported as error:
-        yield slower(no_shared_tail(error))
+        yield slower(no_tp_tail(error))
         return
     tokens, one, head = random_tokens(loaded, 1), np.ones(1, np.int64), output_head(loaded)
     whole, part = (pack_rows(cache_for(case.kernel), 0 * one, one, device) for _ in range(2))
@@ -199,5 +199,5 @@ FORWARD_CHECKS: dict[str, Check] = {
     "attention": Check(attention, "model.attention=sdpa", "model"),
     "graphs": Check(graphs, "rollout.enforce_eager=true", "model"),
     "sampling": Check(sampling, "rollout.enforce_eager=true", "model"),
-    "shared tail": Check(shared_tail, "rollout.tp_tail_max_rows=0", "model"),
+    "TP tail": Check(tp_tail, "rollout.tp_tail_max_rows=0", "model"),
 }
