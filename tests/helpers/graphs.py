@@ -17,11 +17,14 @@ from torch.utils._pytree import tree_leaves
 from bubblespec.engine import graphs
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.packing import pack_rows
+from bubblespec.engine.pages import Pages
 from bubblespec.mechanisms.batch_invariant import InvariantForward
 
 ALONE = "varlen, alone"
 POOL = ("the pool",)
+LENGTH = 130  # positions of a row
 
 aten = torch.ops.aten
 
@@ -222,3 +225,20 @@ def eager(model, kernel: str = "sdpa") -> Callable:
     return lambda tokens, packing: forward.hidden(
         torch.from_numpy(tokens).to(model.device), packing
     )
+
+
+def prepared(make_model, name: str = "llama", device: torch.device | None = None):
+    """Create a model, in float64 on a CPU, in bfloat16 on a GPU, as its kernels compute."""
+    device = device or torch.device("cpu")
+    model = make_model(name, torch.float64 if device.type == "cpu" else torch.bfloat16).to(device)
+    prepare_model(model, LENGTH)
+    return model
+
+
+def in_pages(num_slots: int, slot_length: int, page_size: int) -> KVCache:
+    """Create a cache whose rows have taken all pages in turn, so that none lies in one piece."""
+    width = slot_length // page_size
+    pages = Pages(num_slots, slot_length, num_slots * width, page_size)
+    for number in range(1, width + 1):
+        pages.grow(np.full(num_slots, number * page_size))
+    return KVCache(num_slots, slot_length, num_spare=1, pages=pages)
