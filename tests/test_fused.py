@@ -49,7 +49,7 @@ def fused_norm(size: int, dtype: torch.dtype) -> FusedRMSNorm:
 
 
 def test_norm_equals_the_formula():
-    """And so is its gradient, by differences."""
+    """Its gradient is checked by differences."""
     norm = fused_norm(8, torch.float64)
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
@@ -146,7 +146,7 @@ class Operations(TorchDispatchMode):
 
 
 def count_operations(name: str, num_layers: int) -> int:
-    """Of a decoding forward with pages."""
+    """Count the operations of a decoding forward with pages."""
     model, cache = make_fake(name, num_layers), KVCache(4, PAGE, 1, Pages(4, PAGE, 4, PAGE))
     fuse(model)
     for start in (0, 1):  # the first makes the cache

@@ -32,7 +32,7 @@ GRAPHS = {"kernel": "varlen", "max_num_batched_tokens": 32}
 
 
 class Recorded:
-    """Of a `TPGroup`: sums can be recorded."""
+    """Mixin of a `TPGroup` whose sums can be recorded."""
 
     can_capture = True
 
@@ -46,7 +46,7 @@ class Recorded:
 
 @pytest.fixture
 def captures(monkeypatch) -> dict[int, Captures]:
-    """Those of each rank."""
+    """Return captures by rank, and "enter", which prepares a rank."""
     by_rank: dict[int, Captures] = {}
     rank = threading.local()
 
@@ -64,7 +64,7 @@ def captures(monkeypatch) -> dict[int, Captures]:
 
 
 def captured(model, num_slots: int) -> list[int]:
-    """Tokens of the graphs, as captured."""
+    """Return the tokens of each graph, in the order of capture."""
     fold = heads_per_key(model)
     sizes = (GRAPHS["max_num_batched_tokens"], num_slots, LONGEST)
     return [shape.tokens for shape in graphs.graph_shapes(*sizes, fold=fold)]
@@ -78,8 +78,8 @@ def tokens_of(rows: list[Row]) -> list[tuple[list[int], str]]:
     "name, size", [("uneven, tied", 2), ("biases everywhere", 2), ("mistral-window", 4)]
 )
 def test_rows_of_replayed_shards_equal_plain_ones(captures, name, size):
-    """Prompts in chunks, drafts right and wrong, rows that end. Every forward is a replay, with two
-    sums over ranks a layer."""
+    """Prompts in chunks, right and wrong drafts. Every forward is a replay, with two sums over
+    ranks in each layer."""
     model = build(name)
     wanted = plain_rows(model)
 
@@ -107,7 +107,7 @@ def test_rows_of_replayed_shards_equal_plain_ones(captures, name, size):
 
 
 def test_graphs_share_memory_and_return_after_release(captures):
-    """A replay overwrites the result of any earlier one; tokens show that no result is read late."""
+    """A replay overwrites earlier results; tokens show that no result is read late."""
     model = build("llama")
     wanted = tokens_of(plain_rows(model))
 
@@ -161,9 +161,9 @@ def test_out_of_memory_on_one_rank_is_agreed_on_by_all(
 
     assert run_together(3, of_rank) == [[wanted] * 2] * 3
     assert len(calls) == times[-1] + 1 + len(captured(model, 8)) * (2 - attempts)
-    said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == attempts
-    assert all("forwards are eager" in s and "Tried to allocate" in s for s in said)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == attempts
+    assert all("forwards are eager" in s and "Tried to allocate" in s for s in lines)
 
 
 def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
