@@ -1,5 +1,4 @@
-"""Draft tokens of each row in a forward: those of the first source that has any, in a window that
-pays.
+"""Draft tokens of each row in a forward: of the first source with any, in a window that pays.
 
 Implements the engine's `Proposer`; sources are in sources.py, windows in planner/windows.py. Rows
 have numbers here; -1 stands for a row that is not tracked.
@@ -49,8 +48,10 @@ class Proposer:
         always: bool = False,
         clock: Any = time,
     ):
-        """Create a proposer. sources: in order of trust; always: propose up to ALWAYS_WINDOW tokens
-        whatever the cost, instead of planning; clock: see `Ranks`."""
+        """Create a proposer.
+
+        sources: in order of trust; always: propose up to ALWAYS_WINDOW tokens whatever the
+        cost, instead of planning; clock: see `Ranks`."""
         self.cost, self.always, self.clock = cost, always, clock
         self.survival = Survival()
         self.sources: list[DraftSource] = []
@@ -108,8 +109,10 @@ class Proposer:
         return counts
 
     def track(self, row: Row, draft: Draft | None, version: int, is_counted: bool = True) -> None:
-        """Propose for a row from now on. version: updates of the current weights; is_counted:
-        whether the row is of this step."""
+        """Propose for a row from now on.
+
+        version: updates of the current weights; is_counted: whether the row is of this
+        step."""
         self._read()
         age = 0 if draft is None else min(version - draft.version, MAX_AGE)
         number = self._numbers[id(row)] = self.tracked.add(row, draft, age, is_counted)
@@ -136,8 +139,9 @@ class Proposer:
     def propose(
         self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """See the engine's `Proposer`. The windows of all rows are planned together; rows that are
-        not tracked get none."""
+        """See the engine's `Proposer`.
+
+        The windows of all rows are planned together; rows that are not tracked get none."""
         if self._pause:
             self._pause -= 1
             return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
@@ -229,8 +233,9 @@ class Proposer:
         self._spent_s += self.clock.perf_counter() - started
 
     def catch_up(self, is_free: bool) -> None:
-        """Do work that can wait, between two calls of the engine. is_free: whether a GPU computes
-        meanwhile."""
+        """Do work that can wait, between two calls of the engine.
+
+        is_free: whether a GPU computes meanwhile."""
         started = self.clock.perf_counter()
         for source in self.enabled_sources:
             source.catch_up()

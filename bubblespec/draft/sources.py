@@ -36,8 +36,9 @@ MATCH_EDGES = np.array((2, 4, 8))  # tokens; matches between two of these length
 
 
 class TrackedRows:
-    """The rows of a rollout that get proposals, by number. Values that change in a forward are
-    columns, by number too."""
+    """The rows of a rollout that get proposals, by number.
+
+    Values that change in a forward are columns, by number too."""
 
     def __init__(self):
         self.rows: list[Row] = []
@@ -130,25 +131,30 @@ class DraftSource:
         self.tracked = tracked
 
     def track(self, number: int) -> None:
-        """Propose for a row from now on. The row may have tokens already. It may have been tracked
-        before, by another number and with other tokens."""
+        """Propose for a row from now on.
+
+        The row may have tokens already. It may have been tracked before, by another number
+        and with other tokens."""
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
-        """Return what may come next in rows, at least one. limits: maximum number of tokens of
-        each, at least 1. numbers, limits: int64 [R]."""
+        """Return what may come next in rows, at least one.
+
+        limits: maximum number of tokens of each, at least 1. numbers, limits: int64 [R]."""
         return Proposals(numbers, *np.zeros((3, len(numbers)), np.int64))
 
     def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Learn the new tokens of different rows, int [sum of counts], row after row. numbers,
-        counts: int64 [R]."""
+        """Learn the new tokens of different rows, int [sum of counts], row after row.
+
+        numbers, counts: int64 [R]."""
 
     def catch_up(self) -> None:
         """Do work that can wait, while a GPU computes."""
 
 
 def load_source(path: str, vocab_size: int | None) -> DraftSource:
-    """Create a user's source, a subclass of DraftSource made without arguments. Raises
-    InputError."""
+    """Create a user's source, a subclass of DraftSource made without arguments.
+
+    Raises InputError."""
     key = "speculative.method"
     made = import_path(key, path, "my_module.MySource")
     if not isinstance(made, type) or not issubclass(made, DraftSource):
@@ -172,8 +178,9 @@ def load_source(path: str, vocab_size: int | None) -> DraftSource:
 
 
 def check_proposals(source: DraftSource, found: Proposals, limits: np.ndarray) -> None:
-    """Raise InputError for proposals of a user's source that cannot be fed. limits: int64 [R], see
-    `DraftSource.propose`."""
+    """Raise InputError for proposals of a user's source that cannot be fed.
+
+    limits: int64 [R], see `DraftSource.propose`."""
 
     def require(holds: bool, what: str) -> None:
         if not holds:
@@ -198,8 +205,9 @@ def check_proposals(source: DraftSource, found: Proposals, limits: np.ndarray) -
 
 
 class OwnDrafts(DraftSource):
-    """The sample's own draft, as long as the row follows it. It was made with the same noise, so it
-    is almost always right."""
+    """The sample's own draft, as long as the row follows it.
+
+    It was made with the same noise, so it is almost always right."""
 
     kinds = tuple((ALIGNED, age) for age in range(MAX_AGE + 1))
 
@@ -215,8 +223,9 @@ class OwnDrafts(DraftSource):
 
 
 class SuffixMatches(DraftSource):
-    """Continuations of the row's last tokens elsewhere: in its draft, its group, its prompt, or
-    responses of earlier epochs. A group's texts are indexed at the first query for it."""
+    """Continuations of a row's last tokens in its draft, group, prompt or earlier responses.
+
+    A group's texts are indexed at the first query for it."""
 
     kinds = tuple((name, n) for name in SOURCE_NAMES for n in range(len(MATCH_EDGES) + 1))
 

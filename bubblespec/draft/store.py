@@ -1,5 +1,7 @@
-"""Texts kept for later use: drafts, which are samples of coming steps generated early with their
-own noise, and responses of earlier epochs for suffix matches (RhymeRL, arXiv 2508.18588).
+"""Texts kept for later use: drafts of coming steps, and responses of earlier epochs.
+
+Drafts are generated early with their samples' own noise; responses serve suffix matches (RhymeRL,
+arXiv 2508.18588).
 
 Only token ids are kept: 4 bytes per token, no keys and values, no probabilities. All ranks hold the
 same texts, since they put the same exchanged drafts into the store in the same order.
@@ -38,8 +40,10 @@ class DraftStore:
         return self._drafts.get(sample)
 
     def put(self, sample: SampleId, draft: Draft, *, is_deferred: bool = False) -> bool:
-        """Store a draft in place of the sample's earlier one. Return whether there was room;
-        without room nothing changes. is_deferred: whether the sample is deferred from now on."""
+        """Store a draft in place of the sample's earlier one.
+
+        Return whether there was room; without room nothing changes. is_deferred: whether
+        the sample is deferred from now on."""
         is_deferred |= sample in self._deferred
         old = self._drafts.get(sample)
         growth = len(draft.tokens) - (len(old.tokens) if old else 0)
@@ -78,8 +82,9 @@ class DraftStore:
 def exchange(
     store: DraftStore, own: dict[SampleId, Draft], ranks: Ranks, *, are_deferred: bool = False
 ) -> None:
-    """Put every rank's new drafts into every rank's store, round-robin. own: this rank's drafts,
-    the most urgent first."""
+    """Put every rank's new drafts into every rank's store, round-robin.
+
+    own: this rank's drafts, the most urgent first."""
     header, tokens = _pack(own, own if are_deferred else ())
     # One collective: with small models its latency counts most.
     gathered = ranks.gather_ragged(np.concatenate(([len(header)], header, tokens)))
@@ -139,8 +144,7 @@ class History:
         return list(self.entries.get(uid, ()))
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return N responses of T tokens in all, oldest first: uid, length int64 [N], reward
-        float64 [N], tokens int32 [T]."""
+        """Return N responses, oldest first: uid, length and reward [N], and tokens int32 [T]."""
         parts = {uid: iter(entries) for uid, entries in self.entries.items()}
         entries = [next(parts[uid]) for uid in self.order]
         return {

@@ -1,5 +1,4 @@
-"""Draft tokens by suffix matching: where the last tokens of a row's response occurred before,
-propose what followed there.
+"""Draft tokens by suffix matching: propose what followed a row's last tokens elsewhere.
 
 After prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) and SuffixDecoding
 (Oliaro et al. 2024, arXiv 2411.04975), over the texts of a group of samples. docs/LOG.md compares
@@ -93,8 +92,9 @@ class Proposed(NamedTuple):
 
 
 class NgramTable:
-    """The two most recent ends of each n-gram of a group, with different owners: at most one is in
-    the querying row's own text. A hash table with linear probing."""
+    """The two latest ends of each n-gram of a group, with different owners.
+
+    At most one of them is in the querying row's own text. A hash table with linear probing."""
 
     def __init__(self):
         self._clear(1 << 12)
@@ -181,8 +181,9 @@ class SuffixIndex:
         return numbers
 
     def add_row(self, group: int, sample: int, max_tokens: int) -> int:
-        """Add a row of up to `max_tokens` tokens, not indexed before `start_indexing`. Return its
-        number."""
+        """Add a row of up to `max_tokens` tokens, not indexed before `start_indexing`.
+
+        Return its number."""
         row = self.num_rows
         self.num_rows += 1
         if row == len(self.rows):
@@ -209,8 +210,9 @@ class SuffixIndex:
         return set(self.group[self.rows[lacking, LIVE]].tolist())
 
     def add_draft(self, row: int, tokens: np.ndarray) -> None:
-        """Set the draft of a row, int [L], aligned with its response. Its siblings match there
-        too."""
+        """Set the draft of a row, int [L], aligned with its response.
+
+        Its siblings match there too."""
         live = self.rows[row, LIVE]
         group, sample = int(self.group[live]), int(self.owner[live])
         (draft,) = self.add_texts([tokens], group, [sample], [OWN])
@@ -235,8 +237,9 @@ class SuffixIndex:
             self.index_live()
 
     def index_live(self) -> None:
-        """Index new tokens of rows, without n-grams that the row's draft has at the same place:
-        these are indexed already, and more tokens follow them there."""
+        """Index new tokens of rows, without n-grams that the row's draft has at the same place.
+
+        These are indexed already, and more tokens follow them there."""
         self._num_waiting = 0.0
         begin = self.indexed[: self.num_rows]
         live, draft = self.rows[: self.num_rows, [LIVE, DRAFT]].T
@@ -310,8 +313,9 @@ class SuffixIndex:
     def _search_own(
         self, draft: np.ndarray, context: np.ndarray, expected: np.ndarray
     ) -> np.ndarray:
-        """Return the end in the own draft near the expected end that continues `context`, else the
-        expected end; -1 past the draft. int64 [R]."""
+        """Return the end in the own draft near the expected that continues `context`, int64 [R].
+
+        Without any it is the expected end; -1 past the draft."""
         first, last = self.begin[draft] + MAX_MATCH, self.end[draft] - 1
         place = expected[:, None] + DISTANCE
         is_there = (place >= first[:, None]) & (place <= last[:, None])
@@ -324,16 +328,18 @@ class SuffixIndex:
     def _search_group(
         self, group: np.ndarray, context: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the two most recent ends in each row's group of its last n tokens, for the largest
-        n with any; int64 [R] each, 0 for none."""
+        """Return the two latest ends of each row's last n tokens in its group, for the largest n.
+
+        int64 [R] each, 0 for none."""
         found = self.table.find(_hash(group, context[:, LAST]))
         latest, second = (ends.reshape(len(ORDERS), len(group)) for ends in found)
         chosen = (latest > 0).argmax(axis=0), np.arange(len(group))
         return latest[chosen], second[chosen]
 
     def _common(self, ends: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Return the length of the common suffix of the texts before `ends` and the rows' last
-        MAX_MATCH tokens, int64 [R]. context: [R, MAX_MATCH]."""
+        """Return the common suffixes' lengths of texts before `ends` and contexts, int64 [R].
+
+        context: [R, MAX_MATCH], the rows' last tokens."""
         differs = self._before[ends - MAX_MATCH] != context
         return COMMON[np.packbits(differs, axis=1)[:, 0]]
 
@@ -371,8 +377,9 @@ class SuffixIndex:
 
 
 def _hash(group: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return keys of the last n tokens of a group's texts, for each n of ORDERS in turn, uint64
-    [ORDERS * P], never 0. A collision costs a proposal, never a token.
+    """Return keys of the last n tokens of texts for each n of ORDERS, uint64 [ORDERS * P], not 0.
+
+    A collision costs a proposal, never a token.
 
     group: int64 [P]; tokens: int32 [P, max(ORDERS)], the last one first."""
     weighted = tokens.astype(np.uint64) * WEIGHTS[1:]

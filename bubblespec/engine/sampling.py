@@ -72,7 +72,7 @@ def best_and_sum(
     exponentials without noise, float [T]. keys: int32 [T, 4]; ids: int32 [V], see `gumbel`;
     is_greedy: without noise. 28 passes over the logits, or two or three compiled (compiled.py).
     """
-    logits = widened(logits)
+    logits = widen(logits)
     best, index = (logits if is_greedy else add_gumbel(logits, keys, ids)).max(-1)
     return best, index, logits.logsumexp(-1)
 
@@ -121,12 +121,12 @@ def _reduce_chunk(logits, keys, num_generated, params: SamplingParams, ids, redu
         best, index, allowed_sum = best_and_sum(allowed, keys, ids, is_greedy=True)
     else:
         best, index, allowed_sum = reduce(allowed, keys, ids)
-    chosen = widened(logits.gather(-1, index[:, None])[:, 0])
+    chosen = widen(logits.gather(-1, index[:, None])[:, 0])
     full_sum = allowed_sum if allowed is logits else logits.logsumexp(-1)
     return best, index, chosen, full_sum, allowed_sum
 
 
-def widened(logits: torch.Tensor) -> torch.Tensor:
+def widen(logits: torch.Tensor) -> torch.Tensor:
     """Convert logits to at least float32."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -138,9 +138,9 @@ def scale_and_restrict(
 
     Both are the given logits where nothing changes."""
     if params.temperature not in (0.0, 1.0):
-        logits = widened(logits) / params.temperature
+        logits = widen(logits) / params.temperature
     if params.truncates:
-        logits = widened(logits)
+        logits = widen(logits)
     return logits, restrict(logits, num_generated, params)
 
 

@@ -27,7 +27,7 @@ from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.noise import add_gumbel
 from bubblespec.engine.packing import CachePacking, Packing, pack_rows, to_device
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import widened
+from bubblespec.engine.sampling import widen
 
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 MIN_ROWS = 64  # of a product on a GPU
@@ -93,7 +93,7 @@ def fixed_best_and_sum(
     logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute `sampling.best_and_sum` with a softmax's sum, which adds up each row by itself."""
-    logits = widened(logits)
+    logits = widen(logits)
     best, index = add_gumbel(logits, keys, ids).max(-1)
     logprob = logits.log_softmax(-1).gather(-1, index[:, None])
     return best, index, (logits.gather(-1, index[:, None]) - logprob)[:, 0]

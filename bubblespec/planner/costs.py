@@ -1,5 +1,6 @@
-"""The cost of a forward, fitted to the forwards of the run, and the seconds of a rollout that
-follow from it. Placement, drafting, the TP tail and the guard all use these estimates."""
+"""The cost of a forward, fitted to the run's forwards, and the seconds of a rollout.
+
+Placement, drafting, the TP tail and the guard all use these estimates."""
 
 import numpy as np
 
@@ -29,8 +30,9 @@ NO_DRAFTS = acceptance_rates(np.zeros((2, 2)))  # for rows without drafts
 
 
 class CostModel:
-    """Seconds of a forward: linear in rows, tokens and key/value positions, plus a constant where
-    any row has several query tokens, times a piecewise linear factor in the tokens.
+    """Seconds of a forward, linear in rows, tokens and positions, times a factor in the tokens.
+
+    A constant is added where any row has several query tokens; the factor is piecewise linear.
 
     T = (a + b rows + c tokens + d [multi_rows > 0] + e kv_tokens) (1 + step(tokens)). d is for a
     mask and padding, once for all rows. a to e are fitted by least squares of relative errors with
@@ -117,8 +119,9 @@ def _equation(load: Load, seconds: float) -> tuple[float, ...]:
 
 
 def _sums_by_knot(forwards: np.ndarray) -> np.ndarray:
-    """Return sums of x / seconds and of weights, float64 [knots, NUM_TERMS + 1]. A forward counts
-    at the two knots around it. forwards: float64 [forwards, NUM_TERMS + 1]."""
+    """Return sums of x / seconds and of weights, float64 [knots, NUM_TERMS + 1].
+
+    A forward counts at the two knots around it. forwards: float64 [forwards, NUM_TERMS + 1]."""
     counted = forwards / np.maximum(forwards[:, -1:], 1e-9)
     counted[:, -1] = 1.0
     place = np.interp(np.log(np.maximum(forwards[:, 2], 1.0)), _LOG_KNOTS, np.arange(len(KNOTS)))
@@ -130,8 +133,10 @@ def _sums_by_knot(forwards: np.ndarray) -> np.ndarray:
 
 
 def _solve(moments: np.ndarray) -> np.ndarray:
-    """Solve the normal equations. Seconds do not shrink with more rows or tokens: a negative
-    coefficient is set to 0, and the others are fitted again."""
+    """Solve the normal equations.
+
+    Seconds do not shrink with more rows or tokens: a negative coefficient is set to 0, and the
+    others are fitted again."""
     matrix, target = moments[:, :-1], moments[:, -1]
     ridge = np.diag(np.maximum(np.diag(matrix), 1e-12)) * 1e-6
     coefficients = np.zeros(len(target))
@@ -146,8 +151,9 @@ def _solve(moments: np.ndarray) -> np.ndarray:
 
 
 def _moments(observed: np.ndarray, forgetting: float) -> np.ndarray:
-    """Return the normal equations of relative errors, float64 [NUM_TERMS, NUM_TERMS + 1]. observed:
-    float64 [forwards, NUM_TERMS + 1], the latest last, which has weight 1."""
+    """Return the normal equations of relative errors, float64 [NUM_TERMS, NUM_TERMS + 1].
+
+    observed: float64 [forwards, NUM_TERMS + 1], the latest last, which has weight 1."""
     x = observed[:, :-1] / np.maximum(observed[:, -1:], 1e-9)
     weighted = x * forgetting ** np.arange(len(x) - 1, -1, -1)[:, None]
     return np.concatenate((weighted.T @ x, weighted.sum(axis=0)[:, None]), axis=1)
@@ -169,9 +175,9 @@ def rollout_seconds(
 
 
 def _admit(survival: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the expected rows in slots, and the chance that no row is left, by point in time,
-    float64 [T]. The longest rows begin at once, each other row once half a slot is expected to be
-    free.
+    """Return the expected rows in slots, and the chance that none is left, by time, float64 [T].
+
+    The longest rows begin at once, each other row once half a slot is expected to be free.
 
     survival: float64 [S, T], chance that each row is unfinished, from its own begin.
     """
@@ -188,8 +194,9 @@ def _admit(survival: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray
 
 
 def time_points(rows: Rows, num_slots: int) -> tuple[np.ndarray, float]:
-    """Return the points in time at which a rollout is evaluated, in forwards, float64 [T], and the
-    forwards between two of them."""
+    """Return the points in time of a rollout's evaluation, in forwards, and the steps between.
+
+    float64 [T] both."""
     left = np.sort(np.maximum(rows.expected - rows.generated, 1.0))[::-1]
     horizon = forwards_horizon(rows) + float(left[num_slots:].sum()) / num_slots
     width = horizon / NUM_POINTS

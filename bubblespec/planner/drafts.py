@@ -1,5 +1,4 @@
-"""The order in which responses of coming steps are drafted, and which drafts are worth slowing down
-a rank's own rows.
+"""Which responses of coming steps are drafted, in which order, and at what price.
 
 A draft saves nothing by itself: a forward is saved only if no row needs it. So the longest
 responses are worth drafting together or not at all, and only if their drafts hold. Their number is
@@ -70,6 +69,7 @@ def _seconds_by_count(
     rows: Rows, cost: CostModel, rates: AcceptanceRates, num_ranks: int, num_slots: int
 ) -> np.ndarray:
     """Return expected seconds of the slowest rank with the first k rows drafted, float64 [S + 1].
+
     Rows are dealt to ranks round-robin, longest first."""
     points, width = time_points(rows, num_slots)
     whole = replace(rows, spread=0.0 * rows.spread, drafted=rows.expected)
@@ -96,8 +96,9 @@ def _seconds_by_count(
 
 
 def _first_and_rest(first: np.ndarray, rest: np.ndarray) -> np.ndarray:
-    """Return sums of the first k rows of `first` and all but the first k of `rest`, for k from 0 to
-    the number of rows: float64 [rows + 1, ...]."""
+    """Return sums of the first k rows of `first` and all but the first k of `rest`, for each k.
+
+    float64 [rows + 1, ...]."""
     nothing = np.zeros((1, *first.shape[1:]))
     before = np.concatenate((nothing, np.cumsum(first, axis=0)))
     behind = np.concatenate((np.cumsum(rest[::-1], axis=0)[::-1], nothing))
@@ -119,10 +120,11 @@ def plan_drafts(
     planning: str = "by_cost",
     deferred: Collection[tuple[int, int]] = (),
 ) -> list[Job]:
-    """Return the drafts to make: co-scheduled ones first, then deferred groups, then the rest, each
-    by increasing slack. Slack is the number of forwards until a response's step minus its expected
-    tokens. So a long response is begun many steps before its own, and the nearer of equally long
-    ones comes first.
+    """Return the drafts to make: co-scheduled, then of deferred groups, then by increasing slack.
+
+    Slack is the number of forwards until a response's step minus its expected tokens. So a long
+    response is begun many steps before its own, and the nearer of equally long ones comes
+    first.
 
     batches: groups of the coming steps, nearest first; cost: None where nothing is known yet;
     oldest_verified: maximum age in updates of verified drafts, beyond which only one update is
@@ -155,8 +157,7 @@ def plan_drafts(
 def choose_lookahead(
     step: int, *, steps_left: int, steps_stored: float, accepted: dict[int, float]
 ) -> int:
-    """Return how many steps to draft ahead of `step`: as many as can be stored, while drafts are
-    still accepted.
+    """Return how many steps to draft ahead of `step`, by room and by acceptance of old drafts.
 
     steps_stored: number of steps whose responses fit into the store; accepted: share of accepted
     draft tokens, by age in updates.

@@ -1,5 +1,6 @@
-"""The guard of a mechanism that may cost time: from time to time a rollout runs without it, and a
-mechanism that turns out to be slower is switched off for a while.
+"""The guard of a mechanism that may cost time: it is switched off where it is slower.
+
+From time to time a rollout runs without the mechanism, to compare.
 
 Both settings give the same tokens. Rollouts differ in length, so the guard compares ratios:
 measured seconds over the cost model's seconds for the same responses without drafts; the model's
@@ -23,8 +24,9 @@ MEMORY = 16  # latest rollouts kept by setting
 
 
 class Guard:
-    """Decides whether the next rollout uses a mechanism. The same on every rank, as its
-    observations are exchanged."""
+    """Decides whether the next rollout uses a mechanism.
+
+    The same on every rank, as its observations are exchanged."""
 
     def __init__(self):
         self._with: list[tuple[float, float]] = []  # measured and modelled seconds by rollout

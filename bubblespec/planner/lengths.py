@@ -44,8 +44,9 @@ class LengthModel:
     def predict(
         self, groups: list[Group], num_generations: int, drafts: list[Draft | None]
     ) -> Rows:
-        """Return the rows of these groups before they begin, by group and number. drafts: by row,
-        None for no draft."""
+        """Return the rows of these groups before they begin, by group and number.
+
+        drafts: by row, None for no draft."""
         prompt_tokens = np.array([len(group.prompt.token_ids) for group in groups], np.int64)
         offset, slope, line_spread = self._fit_line()
         means = np.maximum(offset + slope * prompt_tokens, 1.0)

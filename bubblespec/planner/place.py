@@ -1,6 +1,7 @@
-"""Placement of rows on ranks before a rollout, so that the slowest rank ends soon: longest rows
-first, each to the rank that is expected to end first with it. And the decision whether all ranks
-decode the last rows together.
+"""Placement of rows on ranks before a rollout, so that the slowest rank ends soon.
+
+Longest rows first, each to the rank that is expected to end first with it. And the decision whether
+all ranks decode the last rows together.
 
 In a forward of all ranks together each rank reads a share of the weights, every layer has
 collectives, and the rows of all ranks take part. A cost model of its own, measured at the start of
@@ -28,8 +29,9 @@ def place(
     num_slots: int,
     keeps_groups: bool = False,
 ) -> np.ndarray:
-    """Return the rank of each row, int64 [S]; groups round-robin where that is expected to end
-    sooner. Ranks admit their rows longest first. No rank is without rows if there are enough.
+    """Return the rank of each row, int64 [S], or groups round-robin where that ends sooner.
+
+    Ranks admit their rows longest first. No rank is without rows if there are enough.
     keeps_groups: whether each group stays on one rank."""
     in_turn = rows.group % num_ranks
     unit = rows.group if keeps_groups else np.arange(len(rows))
@@ -48,8 +50,10 @@ def _longest_to_first(
     rows: Rows, unit: np.ndarray, cost: CostModel, num_ranks: int, num_slots: int
 ) -> np.ndarray:
     """Place units of rows, longest first, each on the rank whose time ends up smallest, int64 [S].
-    A rank's time is that of the forwards of its longest row, or of as many as its slots need for
-    all rows, plus the cost of each row; a prompt is fed once per rank. unit: int64 [S], by row."""
+
+    A rank's time is that of the forwards of its longest row, or of as many as its slots need
+    for all rows, plus the cost of each row; a prompt is fed once per rank. unit: int64 [S], by
+    row."""
     forward_s, row_s, token_s, _, kv_s = cost.coefficients.tolist()
     forwards = expected_forwards(rows)
     context = rows.prompt_tokens + rows.expected / 2
@@ -84,8 +88,7 @@ def place_in_turn(num_groups: int, num_generations: int, num_ranks: int) -> np.n
 
 
 def up_to_cutoff(rows: Rows, launch: Launch) -> Rows:
-    """Cut rows at the expected end of a rollout that does not train on all of them: the length of
-    the longest row that is trained on."""
+    """Cut rows at the expected end of a rollout that does not train on all of them."""
     longest = rows.expected.reshape(len(launch.groups), -1).max(axis=1)
     limit = np.sort(longest)[launch.num_trained - 1]
     expected, drafted = np.minimum(rows.expected, limit), np.minimum(rows.drafted, limit)
@@ -93,8 +96,7 @@ def up_to_cutoff(rows: Rows, launch: Launch) -> Rows:
 
 
 def admission_order(rows: Rows, own: np.ndarray, launch: Launch) -> list[int]:
-    """Return the order in which a rank admits its rows: longest first, so that they do not wait for
-    slots.
+    """Return the order in which a rank admits its rows: longest first, so that none waits.
 
     Where the launch selects groups: first the rows of groups that are expected to be the shortest;
     then one row of each other group, which excludes its group by outlasting them; then the rest,
@@ -130,8 +132,9 @@ def use_tp_tail(
     num_slots: int,
     overhead_s: float,
 ) -> bool:
-    """Whether all ranks together end the rollout sooner, by more than MIN_TAIL_GAIN of its rest and
-    by more than overhead_s. The same on every rank.
+    """Whether ranks together end the rollout sooner, by MIN_TAIL_GAIN and overhead_s at least.
+
+    The same on every rank.
 
     rows: unfinished rows of all ranks; rank_of: int64 [S]; cost, tp_cost: of forwards of one rank,
     and of all together; num_slots: of one rank; overhead_s: from the decision to the first forward.

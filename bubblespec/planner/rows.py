@@ -34,8 +34,7 @@ class AcceptanceRates(NamedTuple):
         return np.exp(-self.hazard * position)
 
     def accepted(self, drafted: np.ndarray) -> np.ndarray:
-        """Return expected tokens before the first mismatch of drafts of `drafted` tokens, float64
-        [S]."""
+        """Return expected tokens before the first mismatch of `drafted` ones, float64 [S]."""
         hazard = max(self.hazard, 1e-9)
         return -np.expm1(-hazard * drafted) / hazard
 
@@ -129,8 +128,10 @@ def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) ->
 def _whole_draft_survival(
     drafted: np.ndarray, rates: AcceptanceRates, points: np.ndarray
 ) -> np.ndarray:
-    """Return `forwards_survival` of rows with a finished draft, float64 [S, T]: with a mismatch at
-    token u they need u / TYPICAL_WINDOW + (1 - after) (drafted - u) forwards."""
+    """Return `forwards_survival` of rows with a finished draft, float64 [S, T].
+
+    With a mismatch at token u they need u / TYPICAL_WINDOW + (1 - after) (drafted - u)
+    forwards."""
     slowest = (1.0 - rates.after) * drafted[:, None]
     slope = (1.0 - rates.after) - 1.0 / TYPICAL_WINDOW
     fastest = drafted[:, None] / TYPICAL_WINDOW

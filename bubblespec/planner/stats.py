@@ -1,4 +1,5 @@
 """Statistics of a run that predict its next step: costs, lengths, survival of drafts, the guard.
+
 All but this rank's own cost are the same on every rank, learned from one gather after each rollout.
 """
 
@@ -73,8 +74,9 @@ class RunStats:
         num_slots: int,
         planning_s: float,
     ) -> float:
-        """Learn a rollout, on all ranks together. Return the seconds that it has saved by the cost
-        model, the same on every rank.
+        """Learn a rollout, on all ranks together.
+
+        Return the seconds that it has saved by the cost model, the same on every rank.
 
         rows: this rank's, with their tokens; planning_s: seconds spent on drafts outside of the
         rollout.

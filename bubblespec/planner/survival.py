@@ -1,5 +1,6 @@
-"""How far drafts hold, by kind of proposal: the one statistic of acceptance, from which windows,
-the depth and value of drafting ahead, and metrics are read."""
+"""How far drafts hold, by kind of proposal: the one statistic of acceptance.
+
+Windows, the depth and value of drafting ahead, and metrics are read from it."""
 
 import json
 from collections.abc import Sequence
@@ -41,8 +42,9 @@ class Survival:
         self._is_merged = True
 
     def add(self, kinds: Sequence[tuple], priors: Sequence[float]) -> np.ndarray:
-        """Add kinds with the chance of each while nothing is known of it. Return their numbers,
-        int64."""
+        """Add kinds with the chance of each while nothing is known of it.
+
+        Return their numbers, int64."""
         numbers = self._numbers(kinds)
         self._prior[numbers] = priors
         self._believe()
@@ -89,8 +91,7 @@ class Survival:
         }
 
     def by_source(self) -> dict[str, list[int]]:
-        """Return [proposed, accepted] tokens of this rollout, without rows drafted for coming
-        steps, by the name of each source that has ever been tried."""
+        """Return this rollout's [proposed, accepted] by source, without rows drafted ahead."""
         table: dict[str, list[int]] = {}
         columns = (self.counts[PROPOSED, 1], self.counts[ACCEPTED, 1], self._past[TRIED])
         for (name, *_), *column in zip(self.kinds, *map(np.ndarray.tolist, columns), strict=True):
@@ -108,8 +109,9 @@ class Survival:
         num_accepted: np.ndarray,
         is_counted: np.ndarray,
     ) -> None:
-        """Count the outcome of R verifications, int64 [R] and bool [R]. Tokens behind a first wrong
-        one say nothing."""
+        """Count the outcome of R verifications, int64 [R] and bool [R].
+
+        Tokens behind a first wrong one say nothing."""
         size, index = len(self.kinds), kind + len(self.kinds) * is_counted
         columns = (num_draft, np.minimum(num_accepted + 1, num_draft), num_accepted)
         new = np.array([np.bincount(index, column, 2 * size) for column in columns])

@@ -23,8 +23,10 @@ BETWEEN = (LEVELS[1:] + LEVELS[:-1]) / 2
 
 
 def _rank_segments() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the segments of all levels, best first, after an empty one of each level: level and
-    number in WINDOWS, int64, and the accepted tokens that a row gains by a segment, float64."""
+    """Return the segments of all levels, best first, after an empty one of each level.
+
+    Level and number in WINDOWS, int64, and the accepted tokens that a row gains by a segment,
+    float64."""
     s = LEVELS[:, None]
     gain = np.diff(s * (1 - s**WINDOWS) / (1 - s), axis=1, prepend=0.0)  # of sums of s**i
     density = gain / np.maximum(SIZES, 1)
@@ -93,8 +95,9 @@ def choose_chain_length(
     count: int,
     kv_tokens: int,
 ) -> int:
-    """Return the length of chains for `count` of `active` rows, 0 included, that gives the most
-    tokens per second.
+    """Return the length of chains, 0 included, with most tokens per second for `count` rows.
+
+    The rows are some of the `active` ones.
 
     acceptance_rates: float64 [n], chance that the first 1, 2, ..., n tokens of a chain are all
     accepted; drafter_cost: cost of chains, with the drafter's forwards as rows; kv_tokens: attended

@@ -27,7 +27,7 @@ from bubblespec.engine.noise import add_gumbel
 from bubblespec.engine.packing import PAGE, pack_rows, to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams, scale_and_restrict, widened
+from bubblespec.engine.sampling import SamplingParams, scale_and_restrict, widen
 from bubblespec.mechanisms.drafter.layer import Drafter
 
 NUM_KEPT = 128  # latest positions of a slot whose hidden states are kept
@@ -215,7 +215,7 @@ class DrafterRunner:
         """Sample tokens, int64 [M], from states [M, H] with the rows' own noise, int32 [M, 4].
 
         num_generated: int64 [M], tokens before them."""
-        logits, ids = SHARPNESS * widened(self.drafter.logits(states)), self.drafter.device_ids
+        logits, ids = SHARPNESS * widen(self.drafter.logits(states)), self.drafter.device_ids
         _, allowed = scale_and_restrict(logits, num_generated, self.params)
         if self.params.temperature > 0.0:
             allowed = add_gumbel(allowed, keys, ids.int())

@@ -367,5 +367,5 @@ def sample_shards(
 def _whole(logits: torch.Tensor, vocab_size: int, tp: TPGroup) -> torch.Tensor:
     """Gather the logits of all ranks, [T, V]."""
     widths = [len(range(vocab_size)[shard_of(vocab_size, r, tp.size)]) for r in range(tp.size)]
-    shards = tp.gather(pad(sampling.widened(logits), (0, max(widths) - logits.shape[1])))
+    shards = tp.gather(pad(sampling.widen(logits), (0, max(widths) - logits.shape[1])))
     return torch.cat([s[:, :width] for s, width in zip(shards, widths, strict=True)], dim=1)
