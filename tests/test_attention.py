@@ -1,6 +1,7 @@
 """Attention over ragged rows against one token at a time, and the choice of kernel."""
 
 import importlib.util
+import inspect
 import types
 
 import numpy as np
@@ -9,14 +10,28 @@ import torch
 
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine import kernels
+from bubblespec.engine import attention, kernels
 from bubblespec.engine.attention import bubblespec_attention
+from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kernels import choose_kernel
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.packing import pack_rows
+from bubblespec.engine.packing import PAGE, pack_rows
 from bubblespec.setup import build
-from tests.helpers.graphs import install_flash_attn, stand_in
+from tests.helpers.graphs import (
+    ALONE,
+    LENGTH,
+    assert_equal,
+    eager,
+    feed,
+    forward_of,
+    in_pages,
+    install_flash_attn,
+    prepared,
+    stand_in,
+    varlen_attn,
+)
+from tests.helpers.models import VOCAB
 from tests.helpers.runs import SHORT
 
 
@@ -141,3 +156,85 @@ def test_run_warns_of_kernel_fallback(monkeypatch, tmp_path, capsys):
     trainer.lock.close()
     assert trainer.learner.kernel == "sdpa"
     assert capsys.readouterr().err.splitlines().count("warning: a line") == 1
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2"])
+def test_attention_of_older_torch_equals_sdpa(make_model, kernels_on_cpu, monkeypatch, name):
+    """torch 2.11 has no `num_splits`; 2.12 has it and refuses it: the operator is called."""
+    folded = []
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("num_splits requires FA3")
+
+    def operator(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        return_debug_mask, *, scale, window_size_left, window_size_right, seqused_k,
+    ) -> tuple:  # fmt: skip
+        window = (window_size_left, window_size_right)
+        assert dropout_p == 0.0 and not return_debug_mask and is_causal == (window == (-1, 0))
+        options = {"scale": scale, "window_size": window, "seqused_k": seqused_k}
+        options["enable_gqa"] = query.shape[1] > key.shape[1]
+        folded.append(window == (-1, -1))
+        lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
+        return varlen_attn(query, key, value, *lengths, **options, num_splits=1), None
+
+    schema = torch.ops.aten._flash_attention_forward.default._schema.arguments
+    names = list(inspect.signature(operator).parameters)
+    assert [argument.name for argument in schema][: len(names)] == names
+    monkeypatch.setattr(attention, "HAS_PAGES", False)
+    monkeypatch.setattr(attention, "varlen_attn", refuse)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
+    model, cache, plain = prepared(make_model, name), KVCache(3, LENGTH), KVCache(3, LENGTH)
+    sequences = np.random.default_rng(0).integers(1, VOCAB, (3, LENGTH))
+    with torch.inference_mode():
+        for start, count in (([0, 0, 0], [9, 1, 20]), ([9, 1, 20], [1, 1, 1])):
+            wanted = feed(model, plain, sequences, start, count, eager(model))
+            got = feed(model, cache, sequences, start, count, eager(model, "varlen"))
+            assert_equal(got, wanted)
+    assert not attention.reads_pages("varlen")
+    assert any(folded) == (name == "qwen2"), "a window bounds what is seen"
+
+
+def bound_of(kernel: str) -> tuple[int, int]:
+    """Right bound and splits of sequences of several tokens."""
+    return (0, 0) if kernel == "flash_attn" else (0, 1)
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flash_attn", ALONE])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_decoding_folds_query_heads(make_model, kernels_on_cpu, monkeypatch, kernel, is_captured):
+    """FlashAttention-2 reads keys once for all query heads if no row feeds more than one token and
+    no bound is given. Batch-invariant forwards keep the bound, and one split."""
+    model, cache = prepared(make_model, "qwen2"), in_pages(3, 2 * PAGE, PAGE)
+    sequences, calls = np.random.default_rng(0).integers(1, VOCAB, (3, PAGE)), []
+
+    def note(query, key, *args, **options):
+        calls.append((args[3], options["window_size"][1], options.get("num_splits", 0)))
+        names = {"softmax_scale": "scale"} if kernel == "flash_attn" else {}
+        options = {names.get(name, name): value for name, value in options.items()}
+        if kernel == "flash_attn":
+            assert options.pop("causal") == (options["window_size"][1] == 0)
+            options |= {"enable_gqa": True, "seqused_k": args[2].diff()}
+        return varlen_attn(query, key, *args, **options)
+
+    monkeypatch.setattr(attention, "varlen_attn", note)
+    install_flash_attn(monkeypatch, note)
+    captured = ForwardGraphs(forward_of(model, kernel), cache, 16)
+    run = captured.forward if is_captured else eager(model, kernel)
+    start = np.zeros(3, np.int64)
+    bounds, plain = {}, KVCache(3, 2 * PAGE)
+    with torch.inference_mode():
+        for count in ([5, 3, 4], [1, 1, 1], [1, 0, 1], [2, 0, 1]):
+            wanted = feed(model, plain, sequences, start, count, eager(model))
+            if not is_captured:
+                calls.clear()
+            assert_equal(feed(model, cache, sequences, start, count, run)[: len(wanted)], wanted)
+            start += count
+            bounds |= {max_q: (right, splits) for max_q, right, splits in calls}
+    wide = {shape for max_q, shape in bounds.items() if max_q > 1}
+    assert captured.problem is None and 1 in bounds
+    if is_captured and kernel != ALONE:  # windows and short prompts are single tokens too
+        assert not wide
+        wide = {bound_of(kernel)}
+    none = {"flash_attn": (-1, 0), "varlen": (-1, None)}.get(kernel, (0, 1))
+    assert bounds[1] == none and wide == {bound_of(kernel)}

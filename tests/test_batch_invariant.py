@@ -36,12 +36,12 @@ TYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture
 def few(monkeypatch):
-    """Rows to be compared with."""
+    """Compare with few other rows."""
     monkeypatch.setattr(batch_invariant, "NUM_OTHERS", (0, 2, 20))
 
 
 def invariant(make_model, dtype: torch.dtype, name: str = "llama"):
-    """A model, or a skip where this processor's kernels look at more than the shape."""
+    """Create a model; skip where this processor's kernels depend on more than the shape."""
     model = make_model(name, dtype)
     prepare_model(model, 128)
     make_invariant(model)

@@ -21,7 +21,7 @@ def nothing_is_kept():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_compared_input_covers_all_noise(dtype):
-    """From one token that is allowed to all of them; the reduction against whole tensors."""
+    """Rows allow one to all tokens; the reduction equals that of whole tensors."""
     logits, keys, ids = compared(300, 500, dtype, CPU)
     num_allowed = logits.isfinite().sum(-1)
     assert num_allowed.min() == 1 and num_allowed.max() == 500
@@ -80,8 +80,8 @@ def test_reduction_that_does_not_compile_is_eager(monkeypatch, capsys, failure):
 
 
 def test_one_graph_for_any_number_of_positions(monkeypatch):
-    """As the compiler sees it: whole, and compiled again for a single position alone. What is
-    compiled here are torch's own operations, in the compiler's order."""
+    """The graph is whole, and compiled again for a single position alone. The backend runs torch's
+    own operations, in the compiler's order."""
     graphs = []
 
     def compile_(function, fullgraph, options):
@@ -130,7 +130,7 @@ def test_without_triton_nothing_is_tried_on_cuda(monkeypatch):
 
 @torch.inference_mode()
 def test_nothing_is_eager_around_a_compiled_reduction():
-    """Of plain sampling from bfloat16, in passes over the logits."""
+    """Plain sampling from bfloat16 then needs no pass over the logits."""
 
     def compiled(logits, keys, ids):
         best = torch.zeros(6, device=DEVICE)
@@ -157,7 +157,6 @@ def test_compiled_winners_on_the_gpu(dtype):
 
 
 def test_strided_logits_are_compacted(monkeypatch):
-    """As those that were compared are."""
     given, logits = [], torch.randn(3, 12)[:, :10]
     monkeypatch.setattr(
         compiled, "compile_reduction", lambda *of: (lambda logits, *_: given.append(logits), None)

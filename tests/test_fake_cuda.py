@@ -202,7 +202,7 @@ def run_engine(
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("drafts", [None, Drafts()])
 def test_engine_step_waits_once(cuda, monkeypatch, kernel, drafts):
-    """From the admission of rows to their end, with shared prompts and drafts, plainly launched."""
+    """Rows with shared prompts and drafts, from admission to their end, without graphs."""
     engine = make_engine(cuda, monkeypatch, kernel, enforce_eager=True)
     uploads = run_engine(cuda, engine, drafts)
     assert engine.runner.graphs is None and len(cuda.sampled) < engine.num_forwards
@@ -215,7 +215,7 @@ def test_engine_step_waits_once(cuda, monkeypatch, kernel, drafts):
 
 
 def test_engine_step_with_preemption_waits_once(cuda, monkeypatch):
-    """As many pages as one row may need, which three have when they begin."""
+    """The pages that one row may need suffice for three at their beginning."""
     monkeypatch.setattr(fake_cuda, "PAGE_DIVISOR", 2)
     options = {"length": 24, "page_size": 2, "num_pages": 12, "enforce_eager": True}
     engine, placed = make_engine(cuda, monkeypatch, "varlen", **options), []
@@ -250,8 +250,8 @@ class Together:
 @pytest.mark.parametrize("tp", [None, Together()], ids=["alone", "shards"])
 @pytest.mark.parametrize("kernel", KERNELS[1:])
 def test_graphs_read_one_input_tensor(cuda, monkeypatch, kernel, tp):
-    """In what is captured nothing waits and nothing comes from the host; each forward then writes
-    one tensor. The same of a forward that two ranks compute together."""
+    """A captured forward neither waits nor reads from the host, alone or on two ranks together;
+    each replay then writes one tensor."""
     captured, sums = [], [] if tp is None else tp.sums
     sums.clear()
 
@@ -352,7 +352,7 @@ def test_optimizer_state_survives_the_host(cuda):
 
 
 def test_model_is_checked_on_the_device(cuda, monkeypatch):
-    """What it reads back are verdicts, once at the start."""
+    """The host reads verdicts alone, once at the start."""
     monkeypatch.setattr(fused, "gives", lambda call, *wanted: True)  # on the host: no fake numbers
     rotary = fused.ROTARY  # is put back afterwards
     monkeypatch.setattr(modeling_llama, rotary, getattr(modeling_llama, rotary))
@@ -363,7 +363,7 @@ def test_model_is_checked_on_the_device(cuda, monkeypatch):
 
 
 def test_collectives(cuda, monkeypatch):
-    """Of one rank they are nothing; of two, what goes to the others is on the device."""
+    """One rank exchanges nothing; two ranks send tensors of the device."""
     ranks = Ranks(DEVICE)
     tensor = torch.zeros(3, device=DEVICE)
     assert ranks.sum_(tensor) is tensor and not cuda.waits

@@ -49,7 +49,7 @@ def fused_norm(size: int, dtype: torch.dtype) -> FusedRMSNorm:
 
 
 def test_norm_equals_the_formula():
-    """And so is its gradient, by differences."""
+    """Its gradient is checked by differences."""
     norm = fused_norm(8, torch.float64)
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
@@ -71,41 +71,31 @@ def test_rotary_equals_transformers():
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_fused_model_equals_plain_logits(make_model, monkeypatch, restored, name):
-    """In float64 on a CPU, up to the float32 in which transformers' norms compute."""
+@pytest.mark.parametrize(
+    "name, dtype",
+    [*((n, torch.float64) for n in FILES), *((n, torch.bfloat16) for n in FILES | OTHER_FILES)],
+)
+def test_fused_model_equals_plain_logits(make_model, monkeypatch, restored, name, dtype):
+    """Up to rounding: transformers' norms compute in float32. OLMo's cos and sin are float32 where
+    its queries and keys are bfloat16."""
     monkeypatch.setattr(fused, "DEVICES", ("cpu",))
-    monkeypatch.setattr(fused, "HALF", (torch.float64,))
-    tokens, model = torch.arange(1, 30), make_model(name)
+    monkeypatch.setattr(fused, "HALF", (dtype,))
+    tokens, model, plain = torch.arange(1, 30), make_model(name, dtype), make_model(name)
+    plain.load_state_dict(model.state_dict())
     with torch.no_grad():
-        wanted = model(tokens[None, :20]).logits[0], model(tokens[None, 20:]).logits[0]
-        fuse(model)
-        prepare_model(model, 64, fuses=False)
+        wanted = torch.cat([plain(part[None]).logits[0] for part in tokens.split([20, 9])])
+        prepare_model(model, 64)
         hidden = forward_hidden(model, tokens, pack_sequences([20, 9], tokens.device))
         got = model.get_output_embeddings()(hidden)
-    torch.testing.assert_close(got, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+    assert got.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float64 else 0.05
+    assert (got - wanted).abs().max() < tolerance * wanted.abs().max()
     norms = [module for module in model.modules() if isinstance(module, FusedRMSNorm)]
-    assert len(norms) == NUM_NORMS[name] and hasattr(getattr(FILES[name], ROTARY), "original")
-    before = getattr(FILES[name], ROTARY)
-    fuse(model)
-    assert getattr(FILES[name], ROTARY) is before, "once"
-
-
-@pytest.mark.parametrize("name", FILES | OTHER_FILES)
-def test_half_precision_model_is_served(make_model, monkeypatch, restored, name):
-    """OLMo's cos and sin are float32, while its queries and keys are bfloat16."""
-    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
-    tokens, model = torch.arange(1, 30), make_model(name, torch.bfloat16)
-    packing = pack_sequences([20, 9], tokens.device)
-    wide = make_model(name)
-    wide.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        prepare_model(model, 64)
-        prepare_model(wide, 64)
-        assert any(isinstance(module, FusedRMSNorm) for module in model.modules())
-        hidden, wanted = (forward_hidden(each, tokens, packing) for each in (model, wide))
-    assert hidden.dtype == torch.bfloat16
-    assert ((hidden - wanted).abs().max() / wanted.abs().max()).item() < 0.05
+    assert len(norms) == NUM_NORMS.get(name, len(norms)) > 0
+    if name in FILES:
+        before = getattr(FILES[name], ROTARY)
+        fuse(model)
+        assert hasattr(before, "original") and getattr(FILES[name], ROTARY) is before, "once"
 
 
 class Lookalike(qwen2.Qwen2RMSNorm):
@@ -156,7 +146,7 @@ class Operations(TorchDispatchMode):
 
 
 def count_operations(name: str, num_layers: int) -> int:
-    """Of a decoding forward with pages."""
+    """Count the operations of a decoding forward with pages."""
     model, cache = make_fake(name, num_layers), KVCache(4, PAGE, 1, Pages(4, PAGE, 4, PAGE))
     fuse(model)
     for start in (0, 1):  # the first makes the cache

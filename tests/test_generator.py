@@ -114,7 +114,7 @@ def test_stop_token_at_the_limit_finishes_with_stop(model, is_drafted):
 @pytest.mark.parametrize("num_slots, max_num_batched_tokens", [(6, 12), (3, 3), (5, 64)])
 def test_drafts_beyond_budget_or_limits_are_cut(model, num_slots, max_num_batched_tokens):
     engine = make_engine(model, num_slots, max_num_batched_tokens=max_num_batched_tokens)
-    told = []
+    offered = []
 
     class TooMany:
         def propose(self, rows, lengths, room, budget):
@@ -122,7 +122,7 @@ def test_drafts_beyond_budget_or_limits_are_cut(model, num_slots, max_num_batche
             assert lengths.tolist() == known
             left = [row.max_new_tokens - n - 1 for row, n in zip(rows, known, strict=True)]
             assert room.tolist() == left
-            told.append((budget, sum(left)))
+            offered.append((budget, sum(left)))
             return np.full(50 * len(rows), 7), np.full(len(rows), 50)
 
         def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
@@ -131,14 +131,14 @@ def test_drafts_beyond_budget_or_limits_are_cut(model, num_slots, max_num_batche
     for uid, prompt in enumerate(make_prompts(3, 15)):
         engine.add([Row(SampleId(uid, 3, j), prompt, 4 + 3 * j) for j in range(4)])
     while not engine.is_idle:
-        count = len(told)
+        count = len(offered)
         _, load = engine.step(PLAIN, TooMany())
         assert load.tokens <= max_num_batched_tokens
-        if len(told) > count:
-            budget, room = told[-1]
+        if len(offered) > count:
+            budget, room = offered[-1]
             assert load.tokens - load.draft_tokens + budget == max_num_batched_tokens
             assert load.draft_tokens == min(budget, room)
-    assert any(budget < room for budget, room in told) == (max_num_batched_tokens < 64)
+    assert any(budget < room for budget, room in offered) == (max_num_batched_tokens < 64)
 
 
 def test_limit_on_prefills_slows_prompts_only(model):

@@ -1,7 +1,6 @@
 """Forwards as graphs against the plain forward: on a CPU with the stand-ins of
 `tests/helpers/graphs.py`, with a GPU also on the real thing."""
 
-import inspect
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,14 +9,12 @@ import torch
 
 from bubblespec.config import OptimConfig
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine import attention
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import FEW, NARROW, ForwardGraphs, pad
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
-from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.generation import (
@@ -30,7 +27,7 @@ from tests.helpers.generation import (
     make_runner,
 )
 from tests.helpers.graphs import (
-    ALONE,
+    LENGTH,
     POOL,
     Captures,
     assert_equal,
@@ -38,14 +35,13 @@ from tests.helpers.graphs import (
     fail_at,
     feed,
     forward_of,
-    install_flash_attn,
+    in_pages,
+    prepared,
     stand_in,
     take_pages,
-    varlen_attn,
 )
 from tests.helpers.models import ARCHITECTURES, VOCAB
 
-LENGTH = 130
 # New tokens of five rows in one forward after the other: decoding, prompts, windows, rows that
 # wait, padding of 0 to 31 tokens.
 MIXES = [
@@ -73,14 +69,6 @@ def device(request) -> torch.device:
     return torch.device(request.param)
 
 
-def prepared(make_model, name: str = "llama", device: torch.device | None = None):
-    """In float64 on a CPU, in bfloat16 on a GPU, whose kernels compute in nothing finer."""
-    device = device or torch.device("cpu")
-    model = make_model(name, torch.float64 if device.type == "cpu" else torch.bfloat16).to(device)
-    prepare_model(model, LENGTH)
-    return model
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_padded_forwards_equal_plain_ones(make_model, device, name):
     """Forwards of five rows: hidden states and, in the slots of rows, keys and values."""
@@ -100,15 +88,6 @@ def test_padded_forwards_equal_plain_ones(make_model, device, name):
             assert_equal(padded.keys[layer][:5], plain.keys[layer])
             assert_equal(padded.values[layer][:5], plain.values[layer])
     assert captured.num_replays == len(MIXES) and captured.problem is None
-
-
-def in_pages(num_slots: int, slot_length: int, page_size: int) -> KVCache:
-    """Create a cache whose rows have taken all pages in turn, so that none lies in one piece."""
-    width = slot_length // page_size
-    pages = Pages(num_slots, slot_length, num_slots * width, page_size)
-    for number in range(1, width + 1):
-        pages.grow(np.full(num_slots, number * page_size))
-    return KVCache(num_slots, slot_length, num_spare=1, pages=pages)
 
 
 @pytest.mark.parametrize(
@@ -141,88 +120,6 @@ def test_forwards_over_pages_equal_those_over_slots(make_model, on_cpu, kernel, 
                 cache.pages.version += 1
                 for tensor in (*cache.keys.values(), *cache.values.values()):
                     tensor[swapped] = tensor[held]
-
-
-@pytest.mark.parametrize("name", ["mistral-window", "qwen2"])
-def test_attention_of_older_torch_equals_sdpa(make_model, on_cpu, monkeypatch, name):
-    """torch 2.11 has no `num_splits`; 2.12 has it and refuses it: the operator is called."""
-    folded = []
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("num_splits requires FA3")
-
-    def operator(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-        return_debug_mask, *, scale, window_size_left, window_size_right, seqused_k,
-    ) -> tuple:  # fmt: skip
-        window = (window_size_left, window_size_right)
-        assert dropout_p == 0.0 and not return_debug_mask and is_causal == (window == (-1, 0))
-        options = {"scale": scale, "window_size": window, "seqused_k": seqused_k}
-        options["enable_gqa"] = query.shape[1] > key.shape[1]
-        folded.append(window == (-1, -1))
-        lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
-        return varlen_attn(query, key, value, *lengths, **options, num_splits=1), None
-
-    schema = torch.ops.aten._flash_attention_forward.default._schema.arguments
-    names = list(inspect.signature(operator).parameters)
-    assert [argument.name for argument in schema][: len(names)] == names
-    monkeypatch.setattr(attention, "HAS_PAGES", False)
-    monkeypatch.setattr(attention, "varlen_attn", refuse)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
-    model, cache, plain = prepared(make_model, name), KVCache(3, LENGTH), KVCache(3, LENGTH)
-    sequences = np.random.default_rng(0).integers(1, VOCAB, (3, LENGTH))
-    with torch.inference_mode():
-        for start, count in (([0, 0, 0], [9, 1, 20]), ([9, 1, 20], [1, 1, 1])):
-            wanted = feed(model, plain, sequences, start, count, eager(model))
-            got = feed(model, cache, sequences, start, count, eager(model, "varlen"))
-            assert_equal(got, wanted)
-    assert not attention.reads_pages("varlen")
-    assert any(folded) == (name == "qwen2"), "a window bounds what is seen"
-
-
-def bound_of(kernel: str) -> tuple[int, int]:
-    """Right bound and splits of sequences of several tokens."""
-    return (0, 0) if kernel == "flash_attn" else (0, 1)
-
-
-@pytest.mark.parametrize("kernel", ["varlen", "flash_attn", ALONE])
-@pytest.mark.parametrize("is_captured", [False, True])
-def test_decoding_folds_query_heads(make_model, on_cpu, monkeypatch, kernel, is_captured):
-    """FlashAttention-2 reads keys once for all query heads if no row feeds more than one token and
-    no bound is given. Batch-invariant forwards keep the bound, and one split."""
-    model, cache = prepared(make_model, "qwen2"), in_pages(3, 2 * PAGE, PAGE)
-    sequences, calls = np.random.default_rng(0).integers(1, VOCAB, (3, PAGE)), []
-
-    def note(query, key, *args, **options):
-        calls.append((args[3], options["window_size"][1], options.get("num_splits", 0)))
-        names = {"softmax_scale": "scale"} if kernel == "flash_attn" else {}
-        options = {names.get(name, name): value for name, value in options.items()}
-        if kernel == "flash_attn":
-            assert options.pop("causal") == (options["window_size"][1] == 0)
-            options |= {"enable_gqa": True, "seqused_k": args[2].diff()}
-        return varlen_attn(query, key, *args, **options)
-
-    monkeypatch.setattr(attention, "varlen_attn", note)
-    install_flash_attn(monkeypatch, note)
-    captured = ForwardGraphs(forward_of(model, kernel), cache, 16)
-    run = captured.forward if is_captured else eager(model, kernel)
-    start = np.zeros(3, np.int64)
-    bounds, plain = {}, KVCache(3, 2 * PAGE)
-    with torch.inference_mode():
-        for count in ([5, 3, 4], [1, 1, 1], [1, 0, 1], [2, 0, 1]):
-            wanted = feed(model, plain, sequences, start, count, eager(model))
-            if not is_captured:
-                calls.clear()
-            assert_equal(feed(model, cache, sequences, start, count, run)[: len(wanted)], wanted)
-            start += count
-            bounds |= {max_q: (right, splits) for max_q, right, splits in calls}
-    wide = {shape for max_q, shape in bounds.items() if max_q > 1}
-    assert captured.problem is None and 1 in bounds
-    if is_captured and kernel != ALONE:  # windows and short prompts are single tokens too
-        assert not wide
-        wide = {bound_of(kernel)}
-    none = {"flash_attn": (-1, 0), "varlen": (-1, None)}.get(kernel, (0, 1))
-    assert bounds[1] == none and wide == {bound_of(kernel)}
 
 
 @pytest.mark.parametrize("fold", [1, 7])

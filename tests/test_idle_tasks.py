@@ -17,7 +17,7 @@ from bubblespec.mechanisms.drafter.idle_task import LITTLE_S, MAX_SHARE, TrainDr
 from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.tools.simulate.runner import SimulatedRunner
-from bubblespec.tools.simulate.world import World
+from bubblespec.tools.simulate.world import SimulatedRanks, World
 from bubblespec.types import Draft, Launch, Row, SampleId
 from tests.helpers.clocks import Clock
 from tests.helpers.rollouts import ALONE, PARAMS, fixed_cost, groups_of, rows_of
@@ -81,8 +81,8 @@ def test_assignment_is_round_robin_from_waiting_ranks():
 # Drafting ahead
 
 
-def text_of(row: Row, so_far: np.ndarray) -> np.ndarray:
-    return np.append(so_far, np.ones(row.max_new_tokens, np.int64))
+def text_of(row: Row) -> np.ndarray:
+    return np.append(row.tokens, np.ones(row.max_new_tokens, np.int64))
 
 
 def prefill(engine: Engine) -> None:
@@ -93,7 +93,7 @@ def prefill(engine: Engine) -> None:
 def view_of(own: list[Row] = (), num_slots: int = 8, is_prefilled: bool = True) -> RankView:
     """A rank with these rows of its own in slots."""
     runner = SimulatedRunner(
-        World(1), 0, num_slots, 100, max_num_batched_tokens=64, cost=lambda _: 0.0, text=text_of
+        SimulatedRanks(World(1), 0), num_slots, 100, 64, cost=lambda _: 0.0, text=text_of
     )
     engine, record = Engine(runner), RolloutRecord()
     engine.add(list(own))

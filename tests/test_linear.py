@@ -81,7 +81,7 @@ def assert_rounds_like_a_product(
 @pytest.mark.parametrize("pad_to", [0, 48])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_generation(kernel, pad_to, rows, has_bias):
-    """Also of inputs of any strides, as attention may leave them."""
+    """Inputs may have any strides, as attention leaves them."""
     weight, bias = random(M, K, seed=1), random(M, seed=2) if has_bias else None
     calls = (*[Call(kernel, pad_to)] * (len(ROWS) - 1), Call(kernel))
     layer = layer_of(weight, bias, Plan(calls, trains=True))
@@ -97,7 +97,7 @@ def test_generation(kernel, pad_to, rows, has_bias):
     [(), ALL_PACKED, (Call(TRANSPOSED),) * len(ROWS), (Call(TRANSPOSED, 6),) * 5 + ALL_PACKED[5:]],
 )
 def test_shards_add_up_to_the_whole_layer(calls, is_rowwise):
-    """Of uneven size; after an update they are those of the new weight."""
+    """Shards are of uneven size, and follow an update of the weight."""
     weight, bias, x = random(M, K), random(M), random(1, 5, K, seed=2)
     cuts = slice(0, 40), slice(40, K if is_rowwise else M)
     layers = [layer_of(weight, bias, Plan(calls, trains=True)) for _ in cuts]  # of two ranks
@@ -309,7 +309,7 @@ FAST, PLAIN = times_of(packed=0.5, train=0.5), times_of()
 
 
 def test_ranks_decide_together(monkeypatch, make_model):
-    """By their mean, whatever each of them has measured."""
+    """Ranks choose by the mean of their measurements."""
     model, mine = make_model("llama", torch.float32), iter([FAST, PLAIN])
     everyone = [faked(times)(model) for times in (FAST, times_of(packed=1.5, train=0.6))]
 
@@ -327,7 +327,7 @@ def test_ranks_decide_together(monkeypatch, make_model):
 
 
 def test_choice_can_be_switched_off(monkeypatch, tmp_path):
-    """By the key; and no other type or device has a choice."""
+    """The key switches it off; other types and devices have no choice."""
     monkeypatch.setattr(linear_module, "measure", None)
     trainer = build(config_of(tmp_path, "model.cpu_linear=torch"), Ranks(torch.device("cpu")))
     trainer.lock.close()

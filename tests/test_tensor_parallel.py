@@ -117,8 +117,8 @@ def test_shards_of_adapted_model_equal_the_whole():
 
 
 def test_shards_are_views_of_every_layer():
-    """Of a llama all seven layers of each block: the parts of the ranks make up the whole, and are
-    views of its parameters."""
+    """All seven layers of each Llama block: the parts of the ranks make up the whole, and are views
+    of its parameters."""
     model = build("uneven, tied")
     cuts = [plan_shards(model, rank, 2)[0] for rank in range(2)]
     assert len(cuts[0]) == 7 * model.config.num_hidden_layers
@@ -163,7 +163,7 @@ def test_architectures_without_a_plan_are_refused(make_model, name):
 
 
 def test_wrong_plan_is_found(make_model):
-    """Of two ranks the second takes the first one's inputs."""
+    """The second of two ranks takes the inputs of the first."""
     model = make_model("llama")
     prepare_model(model, LONGEST)
 
@@ -182,12 +182,12 @@ def test_wrong_plan_is_found(make_model):
 
 @pytest.mark.parametrize("failing", [{0, 1}, {1}])
 def test_model_that_fails_in_shards_is_refused(make_model, failing):
-    """By all ranks, also where it fails on one alone, which no other waits for."""
+    """All ranks refuse it, also where it fails on one rank alone, for which no other waits."""
     model = make_model("llama")
     prepare_model(model, LONGEST)
 
     def fail(module, args):
-        raise TypeError("it knows how many\nheads it has")
+        raise TypeError("a hard-coded\nnumber of heads")
 
     def check(tp):
         own = copy.deepcopy(model)
@@ -197,7 +197,7 @@ def test_model_that_fails_in_shards_is_refused(make_model, failing):
             make_runner(own, 2, LONGEST, 0, tp=tp).forward.check()
         return str(error.value).partition(" in shards fails: ")[2]
 
-    assert run_together(2, check) == ["TypeError: it knows how many heads it has"] * 2
+    assert run_together(2, check) == ["TypeError: a hard-coded number of heads"] * 2
 
 
 # Sampling
@@ -251,7 +251,7 @@ def plain_rows(model) -> list[Row]:
     "name, size", [("uneven, tied", 2), ("qwen3", 4), ("uneven, tied", 4), ("capped", 2)]
 )
 def test_rows_of_tp_engine_equal_plain_ones(name, size):
-    """With drafts, right and wrong ones, few slots, and tokens that the rows have already."""
+    """Few slots, right and wrong drafts, and rows that already have tokens."""
     model, params = build(name), SamplingParams(temperature=0.9, stop_token_ids=(5, 11))
     wanted = plain_rows(model)
 

@@ -10,7 +10,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-import transformers
 from test_tensor_parallel import LONGEST, build, plain_rows, rows
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -24,7 +23,7 @@ from bubblespec.mechanisms.tp_tail.shards import TPGroup
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import Drafter, as_dict, make_runner
 from tests.helpers.graphs import Captures, Tape, fail_at, feed, stand_in, take_pages
-from tests.helpers.models import VOCAB, small_config
+from tests.helpers.models import VOCAB, random_model, small_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tp import ThreadTPGroup, run_together
 
@@ -33,7 +32,7 @@ GRAPHS = {"kernel": "varlen", "max_num_batched_tokens": 32}
 
 
 class Recorded:
-    """Of a `TPGroup`: sums can be recorded."""
+    """Mixin of a `TPGroup` whose sums can be recorded."""
 
     can_capture = True
 
@@ -47,7 +46,7 @@ class Recorded:
 
 @pytest.fixture
 def captures(monkeypatch) -> dict[int, Captures]:
-    """Those of each rank."""
+    """Return captures by rank, and "enter", which prepares a rank."""
     by_rank: dict[int, Captures] = {}
     rank = threading.local()
 
@@ -65,7 +64,7 @@ def captures(monkeypatch) -> dict[int, Captures]:
 
 
 def captured(model, num_slots: int) -> list[int]:
-    """Tokens of the graphs, as captured."""
+    """Return the tokens of each graph, in the order of capture."""
     fold = heads_per_key(model)
     sizes = (GRAPHS["max_num_batched_tokens"], num_slots, LONGEST)
     return [shape.tokens for shape in graphs.graph_shapes(*sizes, fold=fold)]
@@ -79,8 +78,8 @@ def tokens_of(rows: list[Row]) -> list[tuple[list[int], str]]:
     "name, size", [("uneven, tied", 2), ("biases everywhere", 2), ("mistral-window", 4)]
 )
 def test_rows_of_replayed_shards_equal_plain_ones(captures, name, size):
-    """Prompts in chunks, drafts right and wrong, rows that end. Every forward is a replay, with two
-    sums over ranks a layer."""
+    """Prompts in chunks, right and wrong drafts. Every forward is a replay, with two sums over
+    ranks in each layer."""
     model = build(name)
     wanted = plain_rows(model)
 
@@ -108,8 +107,7 @@ def test_rows_of_replayed_shards_equal_plain_ones(captures, name, size):
 
 
 def test_graphs_share_memory_and_return_after_release(captures):
-    """What one replay has returned is spoilt by the next, of whichever graph; nobody reads it
-    then."""
+    """A replay overwrites earlier results; tokens show that no result is read late."""
     model = build("llama")
     wanted = tokens_of(plain_rows(model))
 
@@ -139,8 +137,8 @@ def test_graphs_share_memory_and_return_after_release(captures):
 def test_out_of_memory_on_one_rank_is_agreed_on_by_all(
     captures, monkeypatch, capsys, stage, times, attempts
 ):
-    """That rank alone tries again. Where it fails twice, no rank has graphs and none waits for
-    another; forwards go on without, and all have graphs after a release."""
+    """The failing rank alone tries again. Where it fails twice, no rank has graphs until a release,
+    and none waits for another."""
     model = build("llama")
     wanted = tokens_of(plain_rows(model))
     failing = threading.local()
@@ -163,14 +161,14 @@ def test_out_of_memory_on_one_rank_is_agreed_on_by_all(
 
     assert run_together(3, of_rank) == [[wanted] * 2] * 3
     assert len(calls) == times[-1] + 1 + len(captured(model, 8)) * (2 - attempts)
-    said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == attempts
-    assert all("forwards are eager" in s and "Tried to allocate" in s for s in said)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == attempts
+    assert all("forwards are eager" in s and "Tried to allocate" in s for s in lines)
 
 
 def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
-    """Forwards of every size of graph, in shards: largest differences from those of the whole
-    model, launched and replayed."""
+    """Run forwards of every size of graph in shards, launched and replayed; return their largest
+    differences from the whole model's."""
     device, on_gpu = ranks.device, ranks.device.type == "cuda"
     num_rows, max_tokens = (40, 256) if on_gpu else (8, 32)
     with pytest.MonkeyPatch.context() as patch:
@@ -179,9 +177,8 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
             stand_in(patch)
             tp = type("Group", (Recorded, TPGroup), {})(ranks)
             tp.can_capture = True
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(small_config("qwen2"))
-        model = model.to(device, torch.bfloat16 if on_gpu else torch.float64).eval()
+        dtype = torch.bfloat16 if on_gpu else torch.float64
+        model = random_model(small_config("qwen2"), dtype).to(device)
         prepare_model(model, 256)
         whole = make_runner(model, num_rows, 256, 0, kernel=kernel, enforce_eager=True)
         options = {"kernel": kernel, "max_num_batched_tokens": max_tokens}
@@ -189,11 +186,8 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
         replayed = make_runner(model, num_rows, 256, 0, tp=tp, **options)
         ranks.before_end.append(replayed.release)
         sequences = np.random.default_rng(3).integers(1, VOCAB, (num_rows, 256))
-        rng, start, differences = (
-            np.random.default_rng(4),
-            np.zeros(num_rows, np.int64),
-            np.zeros(2),
-        )
+        rng, start = np.random.default_rng(4), np.zeros(num_rows, np.int64)
+        differences = np.zeros(2)
         for runner in (whole, launched, replayed):
             take_pages(runner)
         with torch.inference_mode():

@@ -73,7 +73,7 @@ def play(
         table = RowTable(
             launch_of(groups_of(0, FOUR_PROMPTS), 3), place_in_turn(4, 3, num_ranks), rank
         )
-        rows, told, entered, num_chains = table.make_rows(LIMIT), [], [], []
+        rows, finished, entered, num_chains = table.make_rows(LIMIT), [], [], []
         proposer = None
         if drafts is not None:
             proposer = make_proposer(
@@ -117,9 +117,9 @@ def play(
         tail.run, shared.launch = noted, watched
         board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
         parts = {"proposer": proposer, "board": board, "take_over": tail}
-        loop = RolloutLoop(engine, ranks, PARAMS, rows, table, on_finished=told.append, **parts)
+        loop = RolloutLoop(engine, ranks, PARAMS, rows, table, on_finished=finished.append, **parts)
         record = loop.run()
-        found = {"rows": rows, "told": told, "entered": entered, "record": record}
+        found = {"rows": rows, "finished": finished, "entered": entered, "record": record}
         results[rank] = found | {"board": board, "chains": num_chains}
         assert engine.is_idle and tail.engine.is_idle
         assert source is None or source.runner.engine is engine, "as in the next rollout"
@@ -128,7 +128,7 @@ def play(
     return [results[rank] for rank in range(num_ranks)]
 
 
-def was_told_to_stop(result: dict) -> bool:
+def had_stop_request(result: dict) -> bool:
     return any(state.must_stop for state in result["board"].last_states)
 
 
@@ -140,7 +140,9 @@ def check(ranks: list[dict]) -> None:
     """Check that all rows are those of plain generation, each reported once on its rank."""
     check_plain([list(result["rows"].values()) for result in ranks])
     for result in ranks:
-        assert sorted(map(id, result["told"])) == sorted(id(row) for row in result["rows"].values())
+        assert sorted(map(id, result["finished"])) == sorted(
+            id(row) for row in result["rows"].values()
+        )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_responses_equal_those_without_tail(monkeypatch, num_ranks, max_rows, pa
             assert first.rows == first.tokens == len(lengths)
         (span,) = result["record"].shared
         assert span in result["record"].spans and span.end_s > span.begin_s
-        assert result["board"].is_over and not was_told_to_stop(result)
+        assert result["board"].is_over and not had_stop_request(result)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -202,7 +204,7 @@ def test_all_ranks_leave_the_tail_on_a_stop_request(stop_at):
     ranks = play(3, 12, stop_at=stop_at)
     wanted, _ = plain(new_model(), 0, FOUR_PROMPTS, 3)
     for result in ranks:
-        assert result["board"].is_over and was_told_to_stop(result)
+        assert result["board"].is_over and had_stop_request(result)
         assert len(result["entered"]) == 1, "no rank enters the tail again"
         assert num_shared(result) <= stop_at + STOP_INTERVAL
         for row in result["rows"].values():
@@ -304,8 +306,8 @@ def test_auto_enters_the_tail_where_it_pays():
 
 def test_model_that_cannot_be_cut_is_named_once(capfd):
     assert set_up_tail(8, 0.1, "gpt2") == [None, None]
-    said = capfd.readouterr().err.strip().splitlines()
-    assert said == [
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert lines == [
         "warning: no TP tail: GPT2LMHeadModel has no tensor-parallel plan "
         "(base_model_tp_plan of its configuration) "
         "(rollout.tp_tail_max_rows=0 tries nothing else)"

@@ -1,9 +1,9 @@
-"""CUDA tensors that are not there: shapes, types and devices, but no values, and no card.
+"""CUDA tensors without values and without a GPU: shapes, types and devices alone.
 
-`FakeCuda` lets torch work out what every operation would give. It raises where tensors of two
-devices meet, where a kernel is called with a keyword it does not have, and where a shape depends on
-values; and it notes every point at which the host would have to wait for the GPU. Values that the
-host asks for are made up (`FakeCuda.answer`).
+`FakeCuda` lets torch compute the shape of every result. It raises where tensors of two devices
+meet, where a kernel lacks a given keyword, and where a shape depends on values. It records every
+point at which the host would have to wait for the GPU. `FakeCuda.answer` makes up the values that
+the host reads.
 """
 
 import sys
@@ -33,15 +33,13 @@ ON_THE_WAY_TO_NUMPY |= {aten.resolve_conj.default, aten.resolve_neg.default}
 
 
 class FakeCuda(FakeTensorMode):
-    """While it is on, tensors are fake; those on `DEVICE` are what a program on a GPU would have
-    there.
+    """Context in which tensors are fake, and `DEVICE` is a GPU.
 
-    waits: "file.function" of this project for every time that the host would wait for the GPU:
-    values that it reads, and copies in either direction that do not say non_blocking; uploads: how
-    many copies to the device there were, of either kind. passes: operations that read or write
-    tensors of `large` elements or more, but for single elements. products: types of what matrix
-    products and attention kernels were given; largest_double: elements of the largest float64
-    tensor on the device. answer: what the host gets to see of a tensor, by default zeros.
+    waits: "file.function" of this project for every wait of the host: values read, and copies that
+    are not non_blocking; uploads: number of copies to the device; passes: number of operations on
+    tensors of `large` elements or more, single elements aside; products: types of the arguments of
+    matrix products and attention kernels; largest_double: elements of the largest float64 tensor on
+    the device; answer: values that the host reads of a tensor, by default zeros.
     """
 
     def __init__(self):
@@ -108,8 +106,7 @@ class FakeCuda(FakeTensorMode):
             self.waits.append(place())
 
     def _check(self, function, args, kwargs) -> None:
-        """What a GPU does not do, or does only after the host has waited, although fake tensors
-        can."""
+        """Find what fake tensors can do, but a GPU cannot, or only after the host has waited."""
         name = function.name()
         if name.startswith(INDEXING):
             for index in args[1]:
@@ -135,7 +132,7 @@ PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "linear", "scaled_dot_pr
 
 
 def place() -> str:
-    """The innermost function of this project that is running, "file.function"."""
+    """Return the innermost function of this project that is running, "file.function"."""
     frame = sys._getframe(1)
     while not frame.f_code.co_filename.startswith(SOURCES):
         frame = frame.f_back
@@ -144,11 +141,11 @@ def place() -> str:
     return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
 
 
-PAGE_DIVISOR = 256  # what the kernels ask of a page, in positions
+PAGE_DIVISOR = 256  # positions of a page must be a multiple
 
 
 def check_attention(query, key, value, cu_q, cu_k, used, max_q, max_k, block_table) -> None:
-    """What the kernels for variable lengths ask for."""
+    """Check the requirements of kernels for variable lengths."""
     assert query.dtype == key.dtype == value.dtype == torch.bfloat16
     lengths = [t for t in (cu_q, cu_k, used) if t is not None]
     assert all(is_on_gpu(t, torch.int32) and t.is_contiguous() for t in lengths)
@@ -166,7 +163,7 @@ def flash_attn_varlen_func(
     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False, block_table=None,
 ):  # fmt: skip
-    """The signature of flash_attn 2.8, and what that asks for."""
+    """Stand in for flash_attn 2.8, with its signature and requirements."""
     lengths = (cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
     check_attention(q, k, v, *lengths, block_table)
     assert causal == (window_size[1] == 0) and dropout_p == 0.0

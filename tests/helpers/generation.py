@@ -81,8 +81,7 @@ def as_dict(rows: list[Row]) -> dict:
 
 
 class Drafter:
-    """Proposes `made` of the true continuation, each token replaced at random with probability
-    `corrupted`."""
+    """Proposes true continuations, each token replaced at random with probability `corrupted`."""
 
     def __init__(self, wanted: dict, corrupted: float):
         self.wanted, self.corrupted, self.rng = wanted, corrupted, np.random.default_rng(3)

@@ -1,8 +1,8 @@
 """Stand-ins for CUDA graphs and for the kernels in them, on a CPU.
 
-`Tape` records every tensor operation of a forward and replays those on the same memory, so that
-whatever a forward takes from the host is frozen as it would be in a graph. The kernels are their
-documented meaning, written with tensors alone.
+`Tape` records the tensor operations of a forward and replays them on the same memory, so that
+values from the host are frozen, as in a graph. The kernels do what their documentation says, with
+tensors alone.
 """
 
 import sys
@@ -17,11 +17,14 @@ from torch.utils._pytree import tree_leaves
 from bubblespec.engine import graphs
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.packing import pack_rows
+from bubblespec.engine.pages import Pages
 from bubblespec.mechanisms.batch_invariant import InvariantForward
 
 ALONE = "varlen, alone"
 POOL = ("the pool",)
+LENGTH = 130  # positions of a row
 
 aten = torch.ops.aten
 
@@ -30,9 +33,10 @@ def varlen_attn(
     query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k,
     num_splits=1, block_table=None,
 ) -> torch.Tensor:  # fmt: skip
-    """torch's variable-length attention as documented, causal from the last key backwards. What
-    breaks its rules becomes NaN. With a block table, a sequence's keys are those in its pages, one
-    after the other."""
+    """Compute torch's variable-length attention as documented, causal from the last key backwards.
+
+    A broken rule gives NaN. With a block table, a sequence's keys are those in its pages.
+    """
     if block_table is not None:
         assert block_table.dtype == torch.int32 and len(block_table) == len(cu_q) - 1
         length = block_table.shape[1] * key.shape[1]
@@ -79,7 +83,7 @@ def flash_attn_varlen_func(
     window_size,
     block_table=None,
 ) -> torch.Tensor:
-    """The flash_attn package's, for a cache in pages and for whole sequences."""
+    """Compute the flash_attn package's attention over pages or whole sequences."""
     assert causal == (window_size[1] == 0)
     options = {"scale": softmax_scale, "window_size": window_size, "num_splits": 1}
     options |= {"enable_gqa": query.shape[1] > key.shape[-2], "seqused_k": cu_k.diff()}
@@ -89,7 +93,7 @@ def flash_attn_varlen_func(
 
 
 class NoWaits(TorchDispatchMode):
-    """Raises where the host would have to wait for a GPU."""
+    """Context that raises where the host would have to wait for a GPU."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function in (aten.item.default, aten.is_nonzero.default, aten.nonzero.default):
@@ -103,8 +107,10 @@ def rehearse(run) -> None:
 
 
 def fail_at(monkeypatch, stage: str, times: list[int], applies=lambda: True) -> list[int]:
-    """Let memory run out in these calls, counted from 0, of `graphs.rehearse` or `graphs.capture`
-    (the stage), of those to which it applies. Returns a list of them all."""
+    """Let memory run out in some calls, counted from 0, of `graphs.rehearse` or `graphs.capture`.
+
+    Calls count where `applies()`. Returns a list of all of them.
+    """
     original, calls = getattr(graphs, stage), []
 
     def short_of_memory(*arguments):
@@ -123,7 +129,7 @@ def memory(tensor: torch.Tensor) -> int:
 
 
 class Tape(NoWaits):
-    """Records tensor operations; replays them on the memory that they had."""
+    """Context that records tensor operations; `replay` repeats them on the same memory."""
 
     def __init__(self):
         super().__init__()
@@ -143,8 +149,7 @@ class Tape(NoWaits):
 
 
 class Captures:
-    """Counts captures; graphs share one memory, so a replay spoils what the others have
-    returned."""
+    """Stand-in for `graphs.capture` that counts; a replay overwrites all other graphs' results."""
 
     def __init__(self):
         self.sizes: list[int] = []
@@ -168,13 +173,13 @@ class Captures:
 
 
 def install_flash_attn(monkeypatch, function: Callable) -> None:
-    """`function` is that of the flash_attn package, whether this is installed or not."""
+    """Put `function` in place of the flash_attn package's, installed or not."""
     package = types.SimpleNamespace(flash_attn_varlen_func=function)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
 
 
 def stand_in(monkeypatch) -> Captures:
-    """From now on there are graphs on a CPU."""
+    """Put stand-ins for graphs and kernels in place, on a CPU."""
     captures = Captures()
     monkeypatch.setattr("bubblespec.engine.attention.varlen_attn", varlen_attn)
     install_flash_attn(monkeypatch, flash_attn_varlen_func)
@@ -186,29 +191,27 @@ def stand_in(monkeypatch) -> Captures:
 
 
 def assert_equal(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Up to rounding: the last bits of float64, or what another order of summation makes of
-    bfloat16."""
+    """Compare up to rounding: last bits of float64, another order of summation in bfloat16."""
     tolerance = 1e-9 if got.dtype == torch.float64 else 0.03
     scale = wanted.abs().max().clamp(min=1.0)
     assert ((got - wanted).abs().max() / scale).item() < tolerance
 
 
 def feed(model, cache: KVCache, sequences, start, count, run) -> torch.Tensor:
-    """Hidden states of the next count[r] tokens of all sequences r, by run(tokens, packing)."""
+    """Return hidden states of the next count[r] tokens of sequences r, by run(tokens, packing)."""
     packing = pack_rows(cache, np.array(start), np.array(count), model.device)
     fed = [s[a : a + n] for s, a, n in zip(sequences, start, count, strict=True)]
     return run(np.concatenate(fed), packing)
 
 
 def take_pages(runner) -> None:
-    """For forwards without an engine: all pages that rows may need. `Engine.reset` gives them
-    back."""
+    """Reserve all pages that rows may need, for forwards without an engine."""
     if runner.pages is not None:
         runner.pages.grow(np.full(runner.num_slots, runner.cache.slot_length))
 
 
 def forward_of(model, kernel: str = "sdpa") -> ModelForward:
-    """The forward with a kernel; ALONE: batch-invariant."""
+    """Create the forward with a kernel; ALONE: batch-invariant."""
     if kernel != ALONE:
         return ModelForward(model, kernel)
     forward = InvariantForward(model, "varlen")
@@ -217,8 +220,25 @@ def forward_of(model, kernel: str = "sdpa") -> ModelForward:
 
 
 def eager(model, kernel: str = "sdpa") -> Callable:
-    """The forward without graphs, as `feed` wants it."""
+    """Return the forward without graphs, for `feed`."""
     forward = forward_of(model, kernel)
     return lambda tokens, packing: forward.hidden(
         torch.from_numpy(tokens).to(model.device), packing
     )
+
+
+def prepared(make_model, name: str = "llama", device: torch.device | None = None):
+    """Create a model, in float64 on a CPU, in bfloat16 on a GPU, as its kernels compute."""
+    device = device or torch.device("cpu")
+    model = make_model(name, torch.float64 if device.type == "cpu" else torch.bfloat16).to(device)
+    prepare_model(model, LENGTH)
+    return model
+
+
+def in_pages(num_slots: int, slot_length: int, page_size: int) -> KVCache:
+    """Create a cache whose rows have taken all pages in turn, so that none lies in one piece."""
+    width = slot_length // page_size
+    pages = Pages(num_slots, slot_length, num_slots * width, page_size)
+    for number in range(1, width + 1):
+        pages.grow(np.full(num_slots, number * page_size))
+    return KVCache(num_slots, slot_length, num_spare=1, pages=pages)

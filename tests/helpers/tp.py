@@ -7,7 +7,7 @@ import torch
 
 
 class Meeting:
-    """Where `size` threads bring tensors."""
+    """Meeting point of `size` threads that exchange tensors."""
 
     def __init__(self, size: int):
         self.size, self.brought = size, [None] * size
@@ -15,8 +15,7 @@ class Meeting:
 
 
 class ThreadTPGroup:
-    """A `TPGroup` of one of these threads. Each rank adds up in an order of its own, as rounding
-    may differ between ranks."""
+    """The `TPGroup` of one thread. Each rank adds up in its own order, so that rounding differs."""
 
     can_capture = False
 
@@ -44,7 +43,7 @@ class ThreadTPGroup:
 
 
 def run_together(size: int, work: Callable[[ThreadTPGroup], object]) -> list:
-    """What work(tp) returns on each rank. Raises what the first rank that fails raises."""
+    """Return the results of work(tp) by rank; raise the error of the first rank that fails."""
     meeting, results, errors = Meeting(size), [None] * size, []
 
     def run(rank: int) -> None:
