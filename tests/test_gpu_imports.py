@@ -34,8 +34,8 @@ def test_other_packages_are_not_found():
 
 
 def test_gpu_tests_are_collected_with_few_packages():
-    """Two tests that are not marked gpu run as well, to import the fixtures of all tests."""
-    chosen = "bits_are_identical or pure_function_of_their_key"
+    """A test that is not marked gpu runs as well, to import the fixtures of all tests."""
+    chosen = "bits_are_identical or float32_and_float64_noise_agree"
     options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen)
     got = run_with_few_packages(*options, *gpu_test_files())
     assert "error" not in got.stdout + got.stderr and got.returncode == 0, got.stdout + got.stderr
