@@ -95,7 +95,7 @@ class Launch(NamedTuple):
 
     groups: list[Group]
     num_trained: int
-    """How many groups the step trains on: those that finish first by length. The rest are
+    """Number of groups that the step trains on, in the order of their longest response. Others are
     deferred."""
     num_generations: int
     """Responses per group."""

@@ -8,7 +8,7 @@ from scipy import stats
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.sampling import SamplingParams, restrict, sample
+from bubblespec.engine.sampling import MAX_LOGITS_AT_ONCE, SamplingParams, restrict, sample
 
 V = 40
 
@@ -18,13 +18,13 @@ def some_logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
     return 1.5 * torch.randn(rows, V, generator=generator, dtype=torch.float64)
 
 
-def draw(logits: torch.Tensor, count: int, params: SamplingParams):
+def draw(logits: torch.Tensor, count: int, params: SamplingParams, num_generated: int = 0):
     """Draw samples from one row of logits, each with its own stream."""
     zero = np.zeros(count, np.int64)
     keys = torch.from_numpy(
         stream_keys(3, zero + 17, np.arange(count) // 1000, zero, np.arange(count) % 1000)
     )
-    return sample(logits.expand(count, -1), keys, torch.zeros(count, dtype=torch.int64), params)
+    return sample(logits.expand(count, -1), keys, torch.full((count,), num_generated), params)
 
 
 def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -59,6 +59,36 @@ def test_chi_square_against_softmax(params, dtype):
     np.testing.assert_allclose(logprob.numpy(), np.log(wanted[token.numpy()]), atol=1e-5)
     untruncated = (logits / params.temperature).log_softmax(-1)[0]
     np.testing.assert_allclose(full_logprob.numpy(), untruncated[token].numpy(), atol=1e-5)
+
+
+def test_greedy_token_is_best_and_certain():
+    logits = some_logits(1, rows=5)
+    keys = torch.zeros(5, 4, dtype=torch.int32)
+    params = SamplingParams(temperature=0.0)
+    token, logprob, full_logprob = sample(logits, keys, torch.zeros(5, dtype=torch.int64), params)
+    assert torch.equal(token, logits.argmax(-1)) and not logprob.any()
+    wanted = logits.log_softmax(-1).amax(-1)
+    torch.testing.assert_close(full_logprob, wanted)
+
+
+def test_stop_tokens_are_barred_before_min_length():
+    logits = some_logits(3)
+    logits[0, [4, 9]] = 6.0
+    params = SamplingParams(stop_token_ids=(4, 9), min_length=3)
+    early = draw(logits, 3000, params, num_generated=2)[0]
+    late = draw(logits, 3000, params, num_generated=3)[0]
+    assert not torch.isin(early, torch.tensor([4, 9])).any()
+    assert torch.isin(late, torch.tensor([4, 9])).double().mean() > 0.5
+
+
+def test_chunked_samples_equal_whole_ones(monkeypatch):
+    logits = some_logits(4, rows=100)
+    zero = np.zeros(100, np.int64)
+    keys = torch.from_numpy(stream_keys(0, zero, zero, zero, np.arange(100)))
+    arguments = (logits, keys, torch.zeros(100, dtype=torch.int64), SamplingParams(top_p=0.9))
+    whole = sample(*arguments)
+    monkeypatch.setitem(MAX_LOGITS_AT_ONCE, "cpu", 3 * V)
+    assert all(torch.equal(a, b) for a, b in zip(whole, sample(*arguments), strict=True))
 
 
 def test_nucleus_ends_where_its_probability_is_reached():

@@ -37,7 +37,7 @@ class StepSchedule:
         return Launch(groups, self.num_prompts, self.num_generations)
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
-        """Return the groups of up to `depth` steps after `step`, as far as known, nearest first.
+        """Return the known groups of up to `depth` steps after `step`, nearest first.
 
         Replacements that `step` will still draw are not foreseen. used: all groups that `step` has
         drawn so far, by default those of `launch`.

@@ -205,7 +205,7 @@ class SuffixIndex:
         return int(self.end[live] - self.begin[live]) - MAX_MATCH
 
     def unindexed_groups(self, rows: np.ndarray) -> set[int]:
-        """Return the groups of the rows, int64 [R], without those that are indexed."""
+        """Return the groups of the rows that are not indexed yet. rows: int64 [R]."""
         lacking = rows[self.indexed[rows] == NOT_YET]
         return set(self.group[self.rows[lacking, LIVE]].tolist())
 

@@ -37,9 +37,7 @@ class GraphMemory:
 
 
 class Forward(Protocol):
-    """What a `ModelRunner` computes with.
-
-    The last five members serve its CUDA graphs; ranks that compute together call these alike."""
+    """What a `ModelRunner` computes with; the last four methods and `memory` serve CUDA graphs."""
 
     kernel: str
     """Name of the attention kernel, see attention.py."""

@@ -27,8 +27,7 @@ from bubblespec.engine.model import UnsupportedModel, forward_hidden
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_rows, pack_sequences
 
-# Of the largest logit; 0.1 for less precise types. In float64 models with experts compute their
-# routers in float32, and those without SDPA their softmax.
+# Float64 models with experts compute routers in float32, and without SDPA their softmax.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 DENSE_TOLERANCE = TOLERANCE | {torch.float64: 1e-9}
 RECORDER = "bubblespec_recorder"
@@ -45,6 +44,11 @@ def relative_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return the largest absolute difference divided by the largest absolute value wanted."""
     scale = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
     return ((got - wanted).abs().max() / scale).item()
+
+
+def is_rounding(difference: float, dtype: torch.dtype) -> bool:
+    """Whether a `relative_difference` of two forwards is no more than rounding in this type."""
+    return difference <= TOLERANCE.get(dtype, 0.1)
 
 
 def prepare_model(

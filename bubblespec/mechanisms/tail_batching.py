@@ -78,7 +78,7 @@ class TailBatching(StepSchedule):
         return self._launched
 
     def upcoming(self, step: int, depth: int, used: list[Group] | None = None) -> list[list[Group]]:
-        """See `StepSchedule`. Deferred groups come first; those that `step` defers are unknown."""
+        """See `StepSchedule`. Earlier deferred groups come first; `step` may defer more."""
         if depth == 0:
             return []
         current, is_long = self.launch(step).groups, self.is_long_round

@@ -48,7 +48,7 @@ class Guard:
 
     @property
     def is_next_without(self) -> bool:
-        """Whether the rollout after the next one is made without it, as far as known."""
+        """Whether the guard plans the rollout after the next one without the mechanism."""
         return self.setting and self._until_control < 2 and self.lead < CLEAR
 
     @property

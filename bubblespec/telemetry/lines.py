@@ -78,7 +78,7 @@ def _keep_aside(path: str) -> None:
         return
     kept = next(name for n in itertools.count(1) if not os.path.exists(name := f"{path}.{n}"))
     os.rename(path, kept)
-    log(f"no checkpoint in this folder, so the run starts anew; the earlier file is now {kept}")
+    log(f"no checkpoint in this folder: the run starts at step 1; the earlier file is now {kept}")
 
 
 def _cut(path: str, is_kept: Callable[[dict], bool]) -> list[dict]:

@@ -38,8 +38,8 @@ class Observation(NamedTuple):
     """The environment's answer to a turn, or its beginning."""
 
     ids: np.ndarray
-    """int64, tokens to append after the turn, with the header of the next one; at the beginning,
-    those that follow the prompt's base ids. Empty after the last turn."""
+    """int64, tokens to append after the turn, or after the prompt's base ids at the beginning, with
+    the header of the next turn; empty after the last turn."""
     reason: str | None
     """Reason why no turn follows: done (by the environment), no_call, max_turns, error (of the
     environment), too_long (not even its template fits); None if one follows."""

@@ -34,7 +34,7 @@ from bubblespec.engine.forward import (
     Sampled,
 )
 from bubblespec.engine.kernels import cache_for
-from bubblespec.engine.model_checks import TOLERANCE, random_tokens, relative_difference
+from bubblespec.engine.model_checks import is_rounding, random_tokens, relative_difference
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import CachePacking, Packing, pack_rows
 from bubblespec.engine.sampling import SamplingParams
@@ -216,7 +216,7 @@ class ShardedForward(ModelForward):
         sharded, whole = self.hidden(tokens, packing()), super().hidden(tokens, packing())
         difference = torch.tensor([relative_difference(sharded, whole)]).to(model.device)
         largest = self.tp.gather(difference).max().item()
-        if not largest <= TOLERANCE.get(model.dtype, 0.1):
+        if not is_rounding(largest, model.dtype):
             raise TPUnsupported(
                 f"{name} computed in shards by its base_model_tp_plan differs from the whole "
                 f"model by {largest:.1e}"

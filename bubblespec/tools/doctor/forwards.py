@@ -22,7 +22,7 @@ from bubblespec.engine.forward import ModelForward, can_capture
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kernels import cache_for, packed_logits
 from bubblespec.engine.model import forward_hidden
-from bubblespec.engine.model_checks import TOLERANCE, random_tokens, relative_difference
+from bubblespec.engine.model_checks import is_rounding, random_tokens, relative_difference
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import best_and_sum
@@ -179,8 +179,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor, what: str, avoid: str) -> Lin
     """Compare logits with the tolerance of `prepare_model`; avoid: key that a failure names."""
     difference = relative_difference(got, wanted)
     line = f"logits of {what} differ by {difference:.1e} of their size"
-    is_close = difference <= TOLERANCE.get(wanted.dtype, 0.1)
-    return ok(line) if is_close else failed(f"{line}; {avoid}")
+    return ok(line) if is_rounding(difference, wanted.dtype) else failed(f"{line}; {avoid}")
 
 
 def median_s(action: Callable[[], object], device: torch.device) -> float:
