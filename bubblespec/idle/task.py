@@ -163,7 +163,7 @@ def assign(
 ) -> list[list[tuple[int, Job]]]:
     """Return the jobs that a tick assigns to each rank, by rank, each with the number of its task.
 
-    A rank with rows of its own gets co-scheduled jobs only, by seconds saved. An idle rank gets jobs
+    A rank with rows of its own gets co-scheduled jobs only, by seconds saved. An idle rank gets those
     of the task whose first job saves most per second. A pure function of shared data, so no job is
     assigned twice.
 
