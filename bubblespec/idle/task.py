@@ -163,9 +163,9 @@ def assign(
 ) -> list[list[tuple[int, Job]]]:
     """Return the jobs that a tick assigns to each rank, by rank, each with the number of its task.
 
-    A rank with rows of its own gets co-scheduled jobs only, by seconds saved. An idle rank gets those
-    of the task whose first job saves most per second. A pure function of shared data, so no job is
-    assigned twice.
+    A rank with rows of its own gets co-scheduled jobs only, by seconds saved. An idle rank gets
+    jobs of the task whose first job saves most per second. A pure function of shared data, so no
+    job is assigned twice.
 
     jobs: by task, most urgent first, co-scheduled ones before others; capacities: by rank and task;
     has_rows: by rank.
