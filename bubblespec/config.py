@@ -282,8 +282,9 @@ class SpeculativeConfig:
     """Drafts. Affects time, not tokens."""
 
     method: str = key("bubble+suffix", resume=SAFE)
-    """Sources of drafts, joined by +: bubble (idle time), suffix (matches in earlier text), drafter
-    (a learned layer, see its section), dotted paths of classes (docs/extending.md); or none."""
+    """Sources of drafts, joined by +: bubble (idle time), suffix (matches in earlier text),
+    quantized (a quantised copy of the policy) and drafter (a learned layer), see their sections,
+    dotted paths of classes (docs/extending.md); or none."""
     planning: Literal["by_cost", "always", "idle_only"] = key("by_cost", resume=SAFE)
     """Which drafts are co-scheduled with a rank's own rows, and how many draft tokens are verified.
     by_cost: what measured costs say is faster; always: everything, whatever it costs; idle_only:
@@ -293,6 +294,14 @@ class SpeculativeConfig:
     def sources(self) -> list[str]:
         """The names in `method`, none of them for none."""
         return [] if self.method == "none" else self.method.split("+")
+
+
+@dataclass
+class QuantizedConfig:
+    """The policy's quantised copy, where speculative.method names it. Affects time, not tokens."""
+
+    bits: Literal["auto", "8", "4"] = key("auto", resume=SAFE)
+    """Bits of its weights; auto: what is fastest. A CPU has 8, a GPU both, for bfloat16."""
 
 
 @dataclass
@@ -362,6 +371,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    quantized: QuantizedConfig = field(default_factory=QuantizedConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -65,7 +65,7 @@ ACCEPT_BINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # Source of a proposal: the sample's own draft up to the first difference (aligned), else suffix
 # matches in that draft (own), in another sample's draft or tokens (sibling), in the prompt or the
 # row's tokens (self), in earlier epochs (history); the drafter.
-SOURCES = ("aligned", "own", "sibling", "self", "history", "drafter")
+SOURCES = ("aligned", "own", "sibling", "self", "history", "quantized", "drafter")
 
 
 @dataclass

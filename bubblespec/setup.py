@@ -66,6 +66,7 @@ from bubblespec.mechanisms.episodes.environments import Environments, check_envi
 from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
+from bubblespec.mechanisms.quantized.mechanism import make_quantized
 from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
@@ -246,6 +247,13 @@ def add_mechanisms(
         sampler.mechanisms.append(episodes)
     if config.optim.stream_gradients:
         sampler.mechanisms.append(StreamGradientsMechanism(learner, sampler.combined))
+    if "quantized" in config.speculative.sources and sampler.proposer is not None:
+        prompts = sampler.schedule.prompts.prompts[:8]
+        quantized = make_quantized(config, ranks, engine, params, sampler.stats.cost, prompts)
+        if quantized is not None:
+            sampler.proposer.add(quantized.source)
+            sampler.mechanisms.append(quantized)
+            learner.after_update.append(quantized.note_update)
     if "drafter" in config.speculative.sources:
         set_kernels = partial(linear.use_plans, plans=linear.read_plans(kernels))
         drafter = DrafterMechanism(config, learner.model, ranks, params, checkpoint, set_kernels)

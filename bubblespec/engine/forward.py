@@ -78,7 +78,7 @@ class Forward(Protocol):
         """Exchange something in every size that the forwards of the last rehearsal do."""
 
 
-class SlotFollower(Protocol):
+class SlotFollower:
     """Keeps something of its own for the rows in a runner's slots, see `Runner`."""
 
     def move(self, source: int, target: int) -> None:

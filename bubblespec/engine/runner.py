@@ -61,45 +61,45 @@ class ModelRunner:
         # positions.
         self._stream_key = np.zeros((num_slots, max_length, 4), np.int32)
         self._keyed = np.zeros(num_slots, np.int64)
-        self.follower: SlotFollower | None = None
+        self.followers: list[SlotFollower] = []
 
     def place(self, slot: int, row: Row) -> None:
         """See `Runner`: the slot's noise is that of the row."""
         self._noise_key[slot] = row.id
         # those before are not sampled again, unless the row is rewound
         self._keyed[slot] = 0 if row.has_turns else len(row.tokens)
-        if self.follower is not None:
-            self.follower.forget(slot)
+        for follower in self.followers:
+            follower.forget(slot)
 
     def move(self, source: int, target: int, length: int) -> None:
         """See `Runner`: noise keys and, without pages, keys and values are copied."""
         self.cache.move(source, target, length)
         for array in (self._noise_key, self._stream_key, self._keyed):
             array[target] = array[source]
-        if self.follower is not None:
-            self.follower.move(source, target)
+        for follower in self.followers:
+            follower.move(source, target)
 
     def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
         """See `Runner`: keys and values are copied, or their pages shared."""
         self.cache.share(source, target, length)
-        if self.follower is not None:
-            self.follower.share(source, target, length)
+        for follower in self.followers:
+            follower.share(source, target, length)
 
     def release(self) -> None:
         """See `Runner`."""
         self.cache.clear()
         if self.graphs is not None:  # they know the tensors by their addresses
             self.graphs.clear()
-        if self.follower is not None:
-            self.follower.release()
+        for follower in self.followers:
+            follower.release()
 
     @torch.inference_mode()
     def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
         """See `Runner`. The host waits for the GPU once, in the call that this returns."""
         packing = CachePacking(self.cache, batch.start, batch.count, batch.index, self.device)
         hidden = self.hidden(batch.tokens, packing)
-        if self.follower is not None:
-            self.follower.note(batch, hidden)
+        for follower in self.followers:
+            follower.note(batch, hidden)
         if len(batch.slots) == 0:
             return self._wait
         num_sampled = batch.num_draft + 1

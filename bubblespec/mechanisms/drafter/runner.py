@@ -20,7 +20,7 @@ import torch
 
 from bubblespec.engine.batch import Batch
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.forward import ModelForward
+from bubblespec.engine.forward import ModelForward, SlotFollower
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import add_gumbel
@@ -50,7 +50,7 @@ class DrafterForward(ModelForward):
         return self.model(hidden, tokens, packing, self.kernel)
 
 
-class DrafterRunner:
+class DrafterRunner(SlotFollower):
     """The drafter's part of an engine: a `SlotFollower` of its runner while it is enabled."""
 
     def __init__(self, drafter: Drafter, engine: Engine, params: SamplingParams):
@@ -85,10 +85,13 @@ class DrafterRunner:
 
     def enable(self, is_on: bool) -> None:
         """Follow the engine's rows, before they are in slots; or stop and release the memory."""
-        runner = self.runner
-        if not is_on and runner.follower is not None:
-            self.release()
-        runner.follower = self if is_on else None
+        followers = self.runner.followers
+        if self in followers:
+            followers.remove(self)
+            if not is_on:
+                self.release()
+        if is_on:
+            followers.append(self)
 
     def forget(self, slots: int | slice | np.ndarray = slice(None)) -> None:
         """Forget slots whose rows have changed, or all after an update."""

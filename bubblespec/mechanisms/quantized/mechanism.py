@@ -1,0 +1,148 @@
+"""The quantised copy of a run: made and timed at the start, renewed before rollouts."""
+
+from typing import cast
+
+import numpy as np
+import torch
+
+from bubblespec.config import Config
+from bubblespec.data.prompts import Prompt
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.batch import Load
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.errors import fallback, log
+from bubblespec.idle.task import IdleTask
+from bubblespec.mechanisms.quantized.chains import Leads
+from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
+from bubblespec.mechanisms.quantized.products import products_for
+from bubblespec.mechanisms.quantized.runner import CopyRunner
+from bubblespec.mechanisms.quantized.source import NAME, QuantizedSource
+from bubblespec.planner.costs import CostModel
+from bubblespec.records import StepRecord
+from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+
+RENEWAL_SHARE = 0.02  # of the rollouts' seconds
+OBSERVED_TOKENS = 512  # of prompts, whose inputs to layers are observed
+MIN_SPEEDUP = 1.25  # of the copy's forward over the policy's, with one row; otherwise it never pays
+TIMED_ROWS = (1, 4, 16)
+
+
+class QuantizedMechanism(Mechanism):
+    """The copy, its source of draft tokens and its renewal."""
+
+    name = NAME
+
+    def __init__(self, source: QuantizedSource, clock):
+        self.source, self.clock = source, clock
+        self.copy = source.runner.copy
+        self._credit_s = 0.0  # that renewals may take
+        self._renewal_s = 0.0  # of the latest rollout
+
+    def note_update(self) -> None:
+        """Note that the policy's weights have changed."""
+        self.copy.note_update()
+
+    def begin_rollout(self, plan: RolloutPlan) -> None:
+        """Renew what the share of the last rollouts' seconds allows, if the copy is used."""
+        self.source.is_enabled = plan.is_on
+        if not plan.is_on or plan.step is None:
+            return
+        self._renewal_s = self.copy.renew(self.clock.perf_counter, self._credit_s)
+        self._credit_s -= self._renewal_s
+        plan.tasks.append(Renewal(self))
+
+    def add_credit(self, rollout_s: float) -> None:
+        """Allow a share of a rollout's seconds for renewals, at most one of the whole copy."""
+        self._credit_s = min(self._credit_s, 0.0) + RENEWAL_SHARE * rollout_s
+
+    def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
+        """Return how often tokens of chains are right, how long chains are, and what they take."""
+        source = self.source
+        chosen = ranks.gather(source.chain_lengths).sum(axis=0)
+        seconds = ranks.gather(np.array([source.drafting_s, self._renewal_s])).max(axis=0)
+        rate = ranks.gather(np.array([source.leads.mean])).mean()
+        source.chain_lengths[:], source.drafting_s, self._renewal_s = 0, 0.0, 0.0
+        metrics = {"quantized/acceptance_rate": float(rate)}
+        metrics |= {"timing_s/quantized": float(seconds[0])}
+        metrics |= {"timing_s/quantized_renewal": float(seconds[1])}
+        if chosen.any():
+            lengths = np.arange(len(chosen))
+            metrics["quantized/chain_length"] = float(np.average(lengths, weights=chosen))
+        return metrics
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return how often tokens were right, by their lead."""
+        return self.source.leads.survival.state_dict()
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Restore a saved state."""
+        self.source.leads.survival.load_state_dict(state)
+
+
+class Renewal(IdleTask):
+    """Takes the seconds of a rollout."""
+
+    name = "renew_copy"
+
+    def __init__(self, mechanism: QuantizedMechanism):
+        self.mechanism = mechanism
+
+    def finish(self, ranks: Ranks) -> None:
+        """Allow a share of them for the next renewal."""
+        self.mechanism.add_credit(self.view.record.total_s)
+
+
+def make_quantized(
+    config: Config,
+    ranks: Ranks,
+    engine: Engine,
+    params: SamplingParams,
+    cost: CostModel,
+    prompts: list[Prompt],
+) -> QuantizedMechanism | None:
+    """Create the copy on all ranks together; None where its forwards are not faster.
+
+    cost: of the policy's forwards; prompts: some of the data's."""
+    runner = cast(ModelRunner, engine.runner)
+    tokens = np.concatenate([prompt.token_ids for prompt in prompts])[:OBSERVED_TOKENS]
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(runner.device)
+    groups, largest = observe_inputs(runner.model, ids, runner.forward.kernel)
+    best: tuple[float, CopyRunner, CostModel] | None = None
+    for product in products_for(runner.device, runner.model.dtype, config.quantized.bits):
+        try:
+            copy = Copy(runner.model, product, groups, largest)
+            of_copy = CopyRunner(copy, engine, params)
+            copy_cost = profile(of_copy, ranks.clock)
+        except (RuntimeError, NotImplementedError) as error:
+            if ranks.is_main:
+                log(f"warning: {fallback('no quantised copy', error, 'speculative.method')}")
+            continue
+        speedup = float(cost.seconds(1, 1) / copy_cost.seconds(1, 1))
+        if best is None or speedup > best[0]:
+            best = speedup, of_copy, copy_cost
+    speedups = ranks.gather(np.array([0.0 if best is None else best[0]]))
+    if best is None or speedups.min() < MIN_SPEEDUP:
+        if ranks.is_main:
+            log(
+                "quantized: not used; a forward of the copy is "
+                f"{float(speedups.min()):.2f} times as fast as the policy's, at least {MIN_SPEEDUP} pays"
+            )
+        return None
+    source = QuantizedSource(best[1], cost, best[2], Leads(), ranks.clock)
+    return QuantizedMechanism(source, ranks.clock)
+
+
+def profile(runner: CopyRunner, clock) -> CostModel:
+    """Time forwards of few and many rows, while the engine has none; each is run once before."""
+    cost, num_slots = CostModel(), runner.engine.num_slots
+    for count in sorted({min(rows, num_slots) for rows in (*TIMED_ROWS, num_slots)}):
+        slots, zeros = np.arange(count), np.zeros(count, np.int64)
+        runner.draw(slots, zeros, zeros, zeros)
+        for _ in range(3):
+            begin_s = clock.perf_counter()
+            runner.draw(slots, zeros, zeros, zeros)
+            cost.anchor(Load(count, count), clock.perf_counter() - begin_s)
+    runner.engine.reset()
+    return cost

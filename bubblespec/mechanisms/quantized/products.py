@@ -1,0 +1,102 @@
+"""Products with quantised weights: int8 on a CPU, int8 and int4 on a GPU.
+
+Weights are rounded to a grid of their own for each output (int8), or for each group of inputs of an
+output (int4). On a CPU the inputs are rounded as well, to 8 bits on a grid that each product chooses
+anew, and integers are multiplied (`linear_dynamic` of FBGEMM). On a GPU they stay as they are.
+
+Rounding may be as coarse as it likes: a copy only proposes tokens.
+
+Shape legend: K features in, M features out.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+GROUP = 128  # inputs of an output that share a grid of int4
+INNER_TILES = 8  # of torch's int4 layout, each of 16 inputs
+HALF = 8  # by which int4 weights, 0 to 15, are moved
+
+
+class Product(NamedTuple):
+    """A way to multiply by quantised weights."""
+
+    name: str
+    bits: int
+    pack: Callable[[torch.Tensor], Any]
+    """Quantise a weight [M, K]; return a packed object, or a tuple of tensors."""
+    multiply: Callable[[torch.Tensor, Any], torch.Tensor]
+    """Multiply x [..., K] by a packed weight; return [..., M] in the type of x."""
+    fits: Callable[[int, int], bool]
+    """Whether a weight of K inputs and M outputs can be packed."""
+
+
+def products_for(device: torch.device, dtype: torch.dtype, bits: str) -> list[Product]:
+    """Return the products that this device has for a policy of this type. bits: auto, 8 or 4."""
+    if device.type == "cpu":
+        has_int8 = "x86" in torch.backends.quantized.supported_engines
+        found = [INT8_CPU] if has_int8 else []
+    else:
+        found = [INT4, INT8] if dtype == torch.bfloat16 else []
+    return [product for product in found if bits in ("auto", str(product.bits))]
+
+
+def round_to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a weight [M, K]; return int8 [M, K] and the steps of the outputs' grids, float [M]."""
+    step = weight.abs().amax(dim=1).clamp_min(torch.finfo(weight.dtype).tiny) / 127
+    return (weight / step[:, None]).round().to(torch.int8), step
+
+
+def _pack_cpu(weight: torch.Tensor) -> Any:
+    whole, step = round_to_int8(weight)
+    zeros = torch.zeros(len(step), dtype=torch.long)
+    quantized = torch._make_per_channel_quantized_tensor(whole, step.double(), zeros, 0)
+    return torch.ops.quantized.linear_prepack(quantized, None)
+
+
+def _multiply_cpu(x: torch.Tensor, packed: Any) -> torch.Tensor:
+    # Without VNNI, FBGEMM adds up products in 16 bits, where 8-bit inputs would overflow.
+    out = torch.ops.quantized.linear_dynamic(x.float(), packed, not HAS_VNNI)
+    return out.to(x.dtype)
+
+
+def _pack_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    whole, step = round_to_int8(weight.float())
+    return whole, step.to(weight.dtype)
+
+
+def _multiply_int8(x: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    out = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), *packed)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def round_to_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round a weight [M, K] to 16 levels; return levels int32 [M, K], and each group's grid.
+
+    A grid is (step, middle), [M, groups] each: level q stands for (q - 8) * step + middle."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    low, high = groups.amin(dim=2), groups.amax(dim=2)
+    step = ((high - low) / 15).clamp_min(1e-6)
+    levels = ((groups - low[..., None]) / step[..., None]).round().clamp(0, 15).int()
+    return levels.flatten(1), step, low + HALF * step
+
+
+def _pack_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    levels, step, middle = round_to_int4(weight.float())
+    pairs = (levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8)
+    packed = torch._convert_weight_to_int4pack(pairs, INNER_TILES)
+    grids = torch.stack((step, middle), dim=2).transpose(0, 1).contiguous()
+    return packed, grids.to(weight.dtype)  # [groups, M, 2]
+
+
+def _multiply_int4(x: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    weight, grids = packed
+    out = torch._weight_int4pack_mm(x.reshape(-1, x.shape[-1]), weight, GROUP, grids)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+HAS_VNNI = torch.cpu._is_vnni_supported()
+INT8_CPU = Product("int8", 8, _pack_cpu, _multiply_cpu, lambda k, m: True)
+INT8 = Product("int8", 8, _pack_int8, _multiply_int8, lambda k, m: k % 32 == 0 and m % 32 == 0)
+INT4 = Product("int4", 4, _pack_int4, _multiply_int4, lambda k, m: k % GROUP == 0 and m % 8 == 0)
