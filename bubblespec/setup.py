@@ -253,6 +253,7 @@ def add_mechanisms(
         if quantized is not None:
             sampler.proposer.add(quantized.source)
             sampler.mechanisms.append(quantized)
+            sampler.stats.chains = quantized.source.shortening
             learner.after_update.append(quantized.note_update)
     if "drafter" in config.speculative.sources:
         set_kernels = partial(linear.use_plans, plans=linear.read_plans(kernels))

@@ -26,6 +26,8 @@ MAX_STEP = 0.6  # relative; larger errors are disturbances
 ANCHOR_WEIGHT = 4.0  # weight of a forward of the profile
 FORGETTING = 0.99  # per forward of the run; at a knot, per forward near the knot
 REFRESH = 20  # forwards from one fit to the next
+# Active rows at which it is known how much chains of a drafter shorten decoding.
+CHAIN_ROWS = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.float64)
 NO_DRAFTS = acceptance_rates(np.zeros((2, 2)))  # for rows without drafts
 
 
@@ -51,6 +53,9 @@ class CostModel:
         self._at_knots = np.zeros((2, len(KNOTS), self.NUM_TERMS + 1))
         self._coefficients = np.array([1e-3, 0.0, 1e-4, 0.0, 0.0])
         self._steps = np.zeros(len(KNOTS))
+        self.chains: np.ndarray | None = None
+        """Factors on the seconds with CHAIN_ROWS active rows, for a model of decoding with chains
+        of a drafter: seconds per token over those without. None: of forwards as they are."""
 
     @classmethod
     def from_parameters(cls, parameters: np.ndarray) -> "CostModel":
@@ -107,7 +112,12 @@ class CostModel:
         """Return predicted seconds of forwards; arguments are numbers or arrays that broadcast."""
         a, b, c, d, e = self.coefficients
         linear = a + b * rows + c * tokens + d * np.minimum(multi_rows, 1.0) + e * kv_tokens
-        return linear * (1.0 + np.interp(np.log(np.maximum(tokens, 1.0)), _LOG_KNOTS, self._steps))
+        linear = linear * (
+            1.0 + np.interp(np.log(np.maximum(tokens, 1.0)), _LOG_KNOTS, self._steps)
+        )
+        if self.chains is None:
+            return linear
+        return linear * np.interp(np.log(np.maximum(rows, 1.0)), np.log(CHAIN_ROWS), self.chains)
 
 
 _LOG_KNOTS = np.log(KNOTS)

@@ -3,12 +3,13 @@
 All but this rank's own cost are the same on every rank, learned from one gather after each rollout.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.planner.costs import KNOTS, CostModel, rollout_seconds
+from bubblespec.planner.costs import CHAIN_ROWS, KNOTS, CostModel, rollout_seconds
 from bubblespec.planner.guard import Guard
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.rows import Rows
@@ -23,6 +24,7 @@ MEASURED = np.dtype(
         ("cost", "f8", (CostModel.NUM_TERMS + len(KNOTS),)),  # parameters of the cost model
         ("forwards", "f8"),  # while the rank had rows of its own, alone or in the TP tail
         ("seconds", "f8", (2,)),  # measured, and modelled without drafts
+        ("chains", "f8", (len(CHAIN_ROWS),)),  # see `CostModel.chains`; ones without a drafter
     ]
 )
 
@@ -36,7 +38,9 @@ class RunStats:
     survival: Survival = field(default_factory=Survival)
     """How far drafts hold."""
     shared_cost: CostModel | None = None
-    """Mean cost of all ranks; None before the first rollout."""
+    """Mean cost of all ranks, with the chains of a drafter; None before the first rollout."""
+    chains: Callable[[], np.ndarray] | None = None
+    """Returns by which factors a drafter shortens decoding, see `CostModel.chains`."""
     lengths: LengthModel = field(default_factory=LengthModel)
     forwards: float = 0.0
     """Forwards of the slowest rank in a rollout, exponentially weighted."""
@@ -86,6 +90,7 @@ class RunStats:
         own["forwards"] = record.own_forwards + len(record.shared_forwards)
         modelled_s = rollout_seconds(rows_as_generated(rows), self.cost, num_slots)
         own["seconds"] = record.total_s + planning_s, modelled_s
+        own["chains"] = 1.0 if self.chains is None else self.chains()
         fields = own.view(np.float64)
         gathered = ranks.gather(np.concatenate((fields, self.survival.measured)))  # by rank
         self.survival.merge(gathered[:, len(fields) :].sum(axis=0))
@@ -93,6 +98,8 @@ class RunStats:
         forwards = float(measured["forwards"].max())
         self.forwards = average(self.forwards or forwards, forwards)
         self.shared_cost = CostModel.from_parameters(measured["cost"].mean(axis=0))
+        if self.chains is not None:
+            self.shared_cost.chains = measured["chains"].mean(axis=0)
         measured_s, modelled_s = measured["seconds"].max(axis=0).tolist()
         if self.guard is not None:
             self.guard.observe(measured_s, modelled_s)

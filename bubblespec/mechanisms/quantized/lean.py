@@ -28,14 +28,18 @@ Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Norm(NamedTuple):
-    """An RMSNorm."""
+    """An RMSNorm: x * weight / sqrt(mean(x^2) + epsilon).
+
+    Constants are tensors of the states' type: a Python number takes longer to convert than to use.
+    """
 
     weight: torch.Tensor
-    epsilon: float
+    width_epsilon: torch.Tensor
+    root: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        size = x.square().mean(dim=-1, keepdim=True).add_(self.epsilon)
-        return (x * size.rsqrt_()).mul_(self.weight)
+        size = x.square().sum(dim=-1, keepdim=True).add_(self.width_epsilon)
+        return (x * size.rsqrt_().mul_(self.root)).mul_(self.weight)
 
 
 class DecoderLayer(NamedTuple):
@@ -123,7 +127,10 @@ class LeanForward(ModelForward):
 
 
 def _norm(module: Any) -> Norm:
-    return Norm(module.weight.detach(), module.variance_epsilon)
+    weight = module.weight.detach()
+    width = len(weight)
+    constants = weight.new_tensor(width * module.variance_epsilon), weight.new_tensor(width**0.5)
+    return Norm(weight, *constants)
 
 
 def _decoder_layer(layer: Any, products: dict[tuple, Multiply]) -> DecoderLayer:

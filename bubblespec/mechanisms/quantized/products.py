@@ -1,8 +1,8 @@
 """Products with quantised weights: int8 on a CPU, int8 and int4 on a GPU.
 
 Weights are rounded to a grid of their own for each output (int8), or for each group of inputs of an
-output (int4). On a CPU the inputs are rounded as well, to 8 bits on a grid that each product chooses
-anew, and integers are multiplied (`linear_dynamic` of FBGEMM). On a GPU they stay as they are.
+output (int4). On a CPU the inputs are rounded as well, to 8 bits on a grid that each product
+chooses anew, and integers are multiplied (`linear_dynamic` of FBGEMM). On a GPU they stay as they are.
 
 Rounding may be as coarse as it likes: a copy only proposes tokens.
 
@@ -56,6 +56,13 @@ def _pack_cpu(weight: torch.Tensor) -> Any:
 
 
 def _multiply_cpu(x: torch.Tensor, packed: Any) -> torch.Tensor:
+    if x.numel() > x.shape[-1]:  # one grid is for all rows, so they get the same size
+        size = x.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-9)
+        return _multiply_cpu_alike(x / size, packed) * size
+    return _multiply_cpu_alike(x, packed)
+
+
+def _multiply_cpu_alike(x: torch.Tensor, packed: Any) -> torch.Tensor:
     # Without VNNI, FBGEMM adds up products in 16 bits, where 8-bit inputs would overflow.
     out = torch.ops.quantized.linear_dynamic(x.float(), packed, not HAS_VNNI)
     return out.to(x.dtype)

@@ -8,7 +8,7 @@ from bubblespec.draft.sources import DraftSource, Proposals, TrackedRows
 from bubblespec.engine.batch import Load
 from bubblespec.mechanisms.quantized.chains import Leads, rows_to_continue
 from bubblespec.mechanisms.quantized.runner import CopyRunner
-from bubblespec.planner.costs import CostModel
+from bubblespec.planner.costs import CHAIN_ROWS, CostModel
 
 NAME = "quantized"
 MAX_CHAIN_LENGTH = 16  # tokens
@@ -35,6 +35,7 @@ class QuantizedSource(DraftSource):
         self._numbers = np.empty(0, np.int64)
         self._chains, self._leads = np.zeros((0, 0), np.int64), np.zeros((0, 0))
         self._lengths = np.empty(0, np.int64)
+        self._mean_kv = 0.0  # positions of a row, at the latest proposal
 
     def begin(self, tracked: TrackedRows) -> None:
         """See `DraftSource`."""
@@ -53,6 +54,16 @@ class QuantizedSource(DraftSource):
         forward_s = self.cost.seconds(active, active + lengths, 1, kv_tokens)
         net = float((gained - (1 + gained) * copy_s / (forward_s + copy_s)).max())
         return max(net / (1 + net), 0.0)  # a long proposal with rate s gains s / (1 - s) tokens
+
+    def shortening(self) -> np.ndarray:
+        """Return seconds per token with chains over those without, see `CostModel.chains`."""
+        active, lengths = CHAIN_ROWS[:, None], np.arange(MAX_CHAIN_LENGTH + 1)
+        kv_tokens = active * self._mean_kv
+        gained = 1.0 + np.append(0.0, np.cumsum(self.leads.mean ** lengths[1:]))
+        copy_s = lengths * self.copy_cost.seconds(active, active, 0, kv_tokens)
+        forward_s = self.cost.seconds(active, active * (1 + lengths), lengths > 0, kv_tokens)
+        per_token = (copy_s + forward_s) / gained
+        return per_token.min(axis=1) / per_token[:, 0]
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
         """See `DraftSource`."""
@@ -78,6 +89,7 @@ class QuantizedSource(DraftSource):
         chance, going = np.ones(len(slots)), limits > 0
         begin_s, spent_s = clock(), 0.0
         active, kv_tokens, gained = len(engine.rows), int(engine.lengths.sum()), 0.0
+        self._mean_kv = kv_tokens / max(active, 1)
         latest = engine.tokens[slots, engine.length[slots] - 1]
         for place in range(MAX_CHAIN_LENGTH):
             rows = going.nonzero()[0]
