@@ -5,12 +5,8 @@ from collections.abc import Iterator
 from bubblespec.config_checks import require
 from bubblespec.errors import InputError
 
-METHODS = (
-    "bubble",
-    "suffix",
-    "quantized",
-    "drafter",
-)  # sources of drafts that speculative.method may name
+# Sources of drafts that speculative.method may name.
+METHODS = ("bubble", "suffix", "quantized", "drafter")
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "cispo")
 

@@ -99,7 +99,7 @@ class Copy:
     """A quantised copy of the policy."""
 
     def __init__(self, model: PreTrainedModel, product: Product, groups: list, largest: dict):
-        """groups, largest: of `observe_inputs`."""
+        """Quantise the policy's layers. groups, largest: of `observe_inputs`."""
         self.product = product
         self.parts: list[Layers] = []
         made: dict[torch.nn.Module, torch.nn.Module] = {}

@@ -77,13 +77,12 @@ class LeanForward(ModelForward):
         self.head = head or output_head(model)
         base: Any = model.base_model
         config = model.config.get_text_config(decoder=True)
-        products = {tuple(part.layers): part.compute if head else part.exact for part in parts}
+        products: dict[tuple, Multiply] = {
+            tuple(part.layers): part.compute if head else part.exact for part in parts
+        }
         try:
-            self.embed, self.rotary, self.norm = (
-                base.embed_tokens,
-                base.rotary_emb,
-                _norm(base.norm),
-            )
+            self.embed, self.rotary = base.embed_tokens, base.rotary_emb
+            self.norm = _norm(base.norm)
             self.layers = [_decoder_layer(layer, products) for layer in base.layers]
             self.num_heads = config.num_attention_heads
             self.num_kv_heads = config.num_key_value_heads
@@ -136,6 +135,7 @@ def _norm(module: Any) -> Norm:
 def _decoder_layer(layer: Any, products: dict[tuple, Multiply]) -> DecoderLayer:
     """Return the parts of a layer. Raises AttributeError or KeyError where it has others."""
     attention, mlp = layer.self_attn, layer.mlp
+    in_config = getattr(attention.config, "sliding_window", None)
     head_norms = None
     if hasattr(attention, "q_norm"):
         head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
@@ -145,7 +145,7 @@ def _decoder_layer(layer: Any, products: dict[tuple, Multiply]) -> DecoderLayer:
         qkv=products[attention.q_proj, attention.k_proj, attention.v_proj],
         head_norms=head_norms,
         scaling=attention.scaling,
-        window=getattr(attention, "sliding_window", None),
+        window=getattr(attention, "sliding_window", in_config),
         out=products[(attention.o_proj,)],
         after=_norm(layer.post_attention_layernorm),
         gate_up=products[mlp.gate_proj, mlp.up_proj],

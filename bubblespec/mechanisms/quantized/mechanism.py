@@ -3,18 +3,17 @@
 from typing import cast
 
 import numpy as np
-import torch
 
 from bubblespec.config import Config
 from bubblespec.data.prompts import Prompt
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.packing import to_device
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.errors import fallback, log
+from bubblespec.errors import log, one_line
 from bubblespec.idle.task import IdleTask
-from bubblespec.mechanisms.quantized.chains import Leads
 from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
 from bubblespec.mechanisms.quantized.products import products_for
 from bubblespec.mechanisms.quantized.runner import CopyRunner
@@ -25,7 +24,7 @@ from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 
 RENEWAL_SHARE = 0.02  # of the rollouts' seconds
 OBSERVED_TOKENS = 512  # of prompts, whose inputs to layers are observed
-MIN_SPEEDUP = 1.25  # of the copy's forward over the policy's, with one row; otherwise it never pays
+MIN_SPEEDUP = 1.25  # of the copy's forward over the policy's, with one row; below it none pays
 TIMED_ROWS = (1, 4, 16)
 
 
@@ -102,36 +101,38 @@ def make_quantized(
     cost: CostModel,
     prompts: list[Prompt],
 ) -> QuantizedMechanism | None:
-    """Create the copy on all ranks together; None where its forwards are not faster.
+    """Create the copy on all ranks together; None, with a line, where it would not pay.
 
     cost: of the policy's forwards; prompts: some of the data's."""
     runner = cast(ModelRunner, engine.runner)
     tokens = np.concatenate([prompt.token_ids for prompt in prompts])[:OBSERVED_TOKENS]
-    ids = torch.from_numpy(tokens.astype(np.int64)).to(runner.device)
-    groups, largest = observe_inputs(runner.model, ids, runner.forward.kernel)
-    best: tuple[float, CopyRunner, CostModel] | None = None
+    ids = to_device(tokens.astype(np.int64), runner.device)
+    inputs = observe_inputs(runner.model, ids, runner.forward.kernel)
+    always = config.speculative.planning == "always"
+    best, problem = None, "this device has no products with quantised weights of this type"
     for product in products_for(runner.device, runner.model.dtype, config.quantized.bits):
         try:
-            copy = Copy(runner.model, product, groups, largest)
-            of_copy = CopyRunner(copy, engine, params)
+            of_copy = CopyRunner(Copy(runner.model, product, *inputs), engine, params)
             copy_cost = profile(of_copy, ranks.clock)
-        except (RuntimeError, NotImplementedError) as error:
-            if ranks.is_main:
-                log(f"warning: {fallback('no quantised copy', error, 'speculative.method')}")
+        except (RuntimeError, NotImplementedError) as error:  # of torch's operators
+            problem = one_line(error)
             continue
-        speedup = float(cost.seconds(1, 1) / copy_cost.seconds(1, 1))
-        if best is None or speedup > best[0]:
-            best = speedup, of_copy, copy_cost
-    speedups = ranks.gather(np.array([0.0 if best is None else best[0]]))
-    if best is None or speedups.min() < MIN_SPEEDUP:
-        if ranks.is_main:
-            log(
-                "quantized: not used; a forward of the copy is "
-                f"{float(speedups.min()):.2f} times as fast as the policy's, at least {MIN_SPEEDUP} pays"
-            )
-        return None
-    source = QuantizedSource(best[1], cost, best[2], Leads(), ranks.clock)
-    return QuantizedMechanism(source, ranks.clock)
+        copy_s = float(copy_cost.seconds(1, 1))
+        if best is None or copy_s < best[0]:
+            best = copy_s, of_copy, copy_cost
+    speedup = 0.0 if best is None else float(cost.seconds(1, 1)) / best[0]
+    slowest = float(ranks.gather(np.array([speedup])).min())
+    if slowest >= MIN_SPEEDUP or (always and slowest > 0.0):
+        assert best is not None
+        if best[1].graphs is not None:
+            runner.followers.append(best[1])
+        source = QuantizedSource(best[1], cost, best[2], always=always, clock=ranks.clock)
+        return QuantizedMechanism(source, ranks.clock)
+    if slowest > 0.0:
+        problem = f"its forward is {slowest:.2f} times as fast as the policy's, too little to pay"
+    if ranks.is_main:
+        log(f"no quantised copy drafts: {problem}")
+    return None
 
 
 def profile(runner: CopyRunner, clock) -> CostModel:

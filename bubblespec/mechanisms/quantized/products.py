@@ -1,14 +1,16 @@
 """Products with quantised weights: int8 on a CPU, int8 and int4 on a GPU.
 
-Weights are rounded to a grid of their own for each output (int8), or for each group of inputs of an
-output (int4). On a CPU the inputs are rounded as well, to 8 bits on a grid that each product
-chooses anew, and integers are multiplied (`linear_dynamic` of FBGEMM). On a GPU they stay as they are.
+Weights are rounded to a grid of their own for each output (int8), or for each group of inputs of
+an output (int4). On a CPU the inputs are rounded as well, to 8 bits on a grid that each product
+chooses anew, and integers are multiplied (`linear_dynamic` of FBGEMM). On a GPU they stay as they
+are.
 
 Rounding may be as coarse as it likes: a copy only proposes tokens.
 
 Shape legend: K features in, M features out.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,7 +53,9 @@ def round_to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _pack_cpu(weight: torch.Tensor) -> Any:
     whole, step = round_to_int8(weight)
     zeros = torch.zeros(len(step), dtype=torch.long)
-    quantized = torch._make_per_channel_quantized_tensor(whole, step.double(), zeros, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to take out this type of tensor
+        quantized = torch._make_per_channel_quantized_tensor(whole, step.double(), zeros, 0)
     return torch.ops.quantized.linear_prepack(quantized, None)
 
 

@@ -5,8 +5,8 @@ that verifies the token writes them again, and nothing else reads them: so there
 and no prefill, and a rejected token leaves nothing behind (QSpec, Zhao et al. 2024, arXiv
 2410.11305, shares the cache in the same way).
 
-Tokens are drawn with the noise that the row itself will use, among the CANDIDATES best, whose logits
-are computed by the policy's own head: in 8 bits it would cause a third of all wrong tokens.
+Tokens are drawn with the noise that the row itself will use, among the CANDIDATES best, whose
+logits are computed by the policy's own head: in 8 bits it would cause a third of all wrong tokens.
 
 Shape legend: M rows that draft, C candidates.
 """
@@ -33,7 +33,7 @@ CANDIDATES = 256  # tokens, whose noise is computed: the others hardly ever win
 
 
 class CopyRunner(SlotFollower):
-    """The copy's part of an engine."""
+    """The copy's part of an engine; with graphs a follower of its runner."""
 
     def __init__(self, copy: Copy, engine: Engine, params: SamplingParams):
         """params: of the engine's rows."""
@@ -53,7 +53,6 @@ class CopyRunner(SlotFollower):
         self.graphs: ForwardGraphs | None = None
         if runner.graphs is not None:
             self.graphs = ForwardGraphs(self.forward, runner.cache, runner.num_slots)
-            runner.followers.append(self)
 
     @contextlib.contextmanager
     def sampling(self, params: SamplingParams) -> Iterator[None]:

@@ -23,11 +23,21 @@ class QuantizedSource(DraftSource):
     weighs_its_time = True
 
     def __init__(
-        self, runner: CopyRunner, cost: CostModel, copy_cost: CostModel, leads: Leads, clock=time
+        self,
+        runner: CopyRunner,
+        cost: CostModel,
+        copy_cost: CostModel,
+        *,
+        always: bool = False,
+        clock=time,
     ):
-        """cost, copy_cost: of the policy's forwards and the copy's."""
+        """Create the source of an engine's rows.
+
+        cost, copy_cost: of the policy's forwards and the copy's; always: draft as much as may be
+        verified, whatever it costs."""
+        self.always = always
         self.runner, self.cost, self.copy_cost, self.clock = runner, cost, copy_cost, clock
-        self.leads = leads
+        self.leads = Leads()
         self.chain_lengths = np.zeros(MAX_CHAIN_LENGTH + 1, np.int64)
         """Chains by length, of rows that were asked about, since the last reset."""
         self.drafting_s = 0.0
@@ -95,18 +105,19 @@ class QuantizedSource(DraftSource):
             rows = going.nonzero()[0]
             if not len(rows):
                 break
-            kept = rows_to_continue(
-                chance[rows],
-                self.leads.mean,
-                gained=active + gained,
-                drafted=int(lengths.sum()),
-                spent_s=spent_s,
-                active=active,
-                kv_tokens=kv_tokens,
-                cost=self.cost,
-                copy_cost=self.copy_cost,
-            )
-            rows = rows[kept]
+            if not self.always:
+                kept = rows_to_continue(
+                    chance[rows],
+                    self.leads.mean,
+                    gained=active + gained,
+                    drafted=int(lengths.sum()),
+                    spent_s=spent_s,
+                    active=active,
+                    kv_tokens=kv_tokens,
+                    cost=self.cost,
+                    copy_cost=self.copy_cost,
+                )
+                rows = rows[kept]
             rows = rows[slots[rows].argsort()]
             going[:] = False
             if not len(rows):

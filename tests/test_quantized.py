@@ -1,0 +1,350 @@
+"""The quantised copy as a drafter: what it computes, how long its chains are, how it is renewed."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.nn.functional import linear
+
+from bubblespec.config import ModelConfig
+from bubblespec.draft.proposer import Proposer
+from bubblespec.engine import sampling
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.forward import ModelForward
+from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.model import enable_gradient_checkpointing
+from bubblespec.engine.model_checks import prepare_model, random_tokens
+from bubblespec.engine.output_head import output_head
+from bubblespec.engine.packing import pack_rows
+from bubblespec.engine.sampling import SamplingParams
+from bubblespec.learn.lora import add_adapter
+from bubblespec.mechanisms.quantized import products
+from bubblespec.mechanisms.quantized.chains import AHEAD, LEADS, Leads, rows_to_continue
+from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
+from bubblespec.mechanisms.quantized.lean import LeanForward, is_lean
+from bubblespec.mechanisms.quantized.products import INT8_CPU, Product, round_to_int4, round_to_int8
+from bubblespec.mechanisms.quantized.runner import CopyRunner, draw_among
+from bubblespec.mechanisms.quantized.source import MAX_CHAIN_LENGTH, QuantizedSource
+from bubblespec.planner.costs import KNOTS, CostModel
+from bubblespec.types import Row, SampleId
+from tests.helpers.generation import make_runner
+from tests.helpers.models import ARCHITECTURES, VOCAB, random_model, small_config
+
+# A product that loses nothing: a copy with it computes what the policy does.
+EXACT = Product(
+    "exact", 64, lambda weight: weight, lambda x, w: linear(x, w.to(x)), lambda k, m: True
+)
+LIKE_LLAMA = {"llama", "qwen2", "qwen3", "mistral", "mistral-window"}
+MAX_LENGTH, SEED = 80, 5
+
+
+def make_policy(name: str, dtype=torch.float64) -> transformers.PreTrainedModel:
+    model = random_model(small_config(name), dtype)
+    prepare_model(model, MAX_LENGTH)
+    return model
+
+
+def make_copy(model, product: Product = EXACT) -> Copy:
+    return Copy(model, product, *observe_inputs(model, random_tokens(model, 40), "sdpa"))
+
+
+def hidden(forward, tokens: torch.Tensor) -> torch.Tensor:
+    count = np.array([len(tokens)])
+    packing = pack_rows(KVCache(1, MAX_LENGTH), 0 * count, count, tokens.device)
+    with torch.inference_mode():
+        return forward.hidden(tokens, packing)
+
+
+# Products
+
+
+def test_int8_weights_are_off_by_half_a_step():
+    weight = torch.randn(30, 50) * torch.rand(30, 1)
+    whole, step = round_to_int8(weight)
+    assert whole.abs().max() == 127 and whole.dtype == torch.int8
+    error = (whole * step[:, None] - weight).abs()
+    assert (error <= 0.5 * step[:, None] * (1 + 1e-5)).all()
+    assert error.max() > 0.3 * step.min()
+
+
+def test_int4_weights_are_off_by_half_a_step():
+    weight = torch.randn(16, 2 * products.GROUP) + 0.3
+    levels, step, middle = round_to_int4(weight)
+    assert levels.min() == 0 and levels.max() == 15
+    grids = (of.repeat_interleave(products.GROUP, dim=1) for of in (step, middle))
+    step, middle = grids
+    error = ((levels - products.HALF) * step + middle - weight).abs()
+    assert (error <= 0.5 * step * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+def test_int8_product_is_near_the_exact_one(rows):
+    """Also of rows of very different sizes, which share the grid of their inputs."""
+    weight, x = torch.randn(64, 96), torch.randn(rows, 96)
+    x *= 10.0 ** torch.linspace(0, -3, rows)[:, None]
+    wanted = linear(x.double(), weight.double())
+    found = INT8_CPU.multiply(x, INT8_CPU.pack(weight))
+    error = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert (error < 0.03).all() and error.max() > 1e-4
+    assert INT8_CPU.multiply(x.double(), INT8_CPU.pack(weight)).dtype == torch.float64
+
+
+def test_products_are_chosen_by_device_type_and_bits():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    names = [
+        [product.name for product in products.products_for(*of)]
+        for of in (
+            (cpu, torch.float32, "auto"),
+            (cpu, torch.float32, "4"),
+            (cuda, torch.bfloat16, "auto"),
+            (cuda, torch.bfloat16, "8"),
+            (cuda, torch.float32, "auto"),
+        )
+    ]
+    assert names == [["int8"], [], ["int4", "int8"], ["int8"], []]
+
+
+# The copy
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_copy_without_rounding_computes_the_policy(name):
+    model = make_policy(name)
+    copy, tokens = make_copy(model), random_tokens(model, 30)
+    wanted = hidden(ModelForward(model), tokens)
+    found = hidden(ModelForward(copy.model), tokens)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5)
+    with torch.inference_mode():
+        logits = [output_head(of)(found) for of in (copy.model, model)]
+    assert torch.allclose(*logits, rtol=0, atol=1e-5)
+    assert (len(copy.parts) == 1) == (name == "gpt2")  # whose layers are no torch.nn.Linear
+    assert is_lean(model, copy.parts) == (name in LIKE_LLAMA)
+    if name in LIKE_LLAMA:
+        assert all(len(part.layers) in (1, 2, 3) for part in copy.parts)
+        lean = LeanForward(model, copy.parts, output_head(copy.model))
+        assert torch.allclose(hidden(lean, tokens), wanted, rtol=0, atol=1e-5)
+
+
+def test_copy_shares_all_other_parameters_with_the_policy():
+    model = make_policy("qwen2")
+    copy = make_copy(model, INT8_CPU)
+    own = {id(parameter) for parameter in model.parameters()}
+    assert {id(parameter) for parameter in copy.model.parameters()} < own
+    assert not [m for m in copy.model.modules() if type(m) is torch.nn.Linear]
+    assert all(type(m) is torch.nn.Linear for _, m in model.named_modules() if "proj" in _)
+
+
+def test_copy_includes_adapters():
+    model = random_model(small_config("llama"))
+    add_adapter(model, ModelConfig(lora_r=4, lora_alpha=8), 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    prepare_model(model, MAX_LENGTH)
+    copy, tokens = make_copy(model), random_tokens(model, 30)
+    wanted = hidden(ModelForward(model), tokens)
+    assert torch.allclose(hidden(ModelForward(copy.model), tokens), wanted, rtol=0, atol=1e-5)
+    assert is_lean(model, copy.parts)
+
+
+def test_gradient_checkpointing_of_the_policy_is_left_out():
+    model = make_policy("llama")
+    enable_gradient_checkpointing(model)
+    copy = make_copy(model)
+    with torch.no_grad():
+        for part in copy.parts:
+            part.packed.zero_()  # the copy's layers, not the policy's, are what it runs
+    tokens = random_tokens(model, 9)
+    with torch.inference_mode():
+        embedded = model.model.norm(model.get_input_embeddings()(tokens))
+    assert torch.allclose(hidden(ModelForward(copy.model), tokens), embedded)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_renewal_takes_the_oldest_parts_first_and_all_in_the_end(adapters):
+    model = random_model(small_config("llama"))
+    if adapters:
+        add_adapter(model, ModelConfig(lora_r=4, lora_alpha=8), 0)
+    prepare_model(model, MAX_LENGTH)
+    copy, tokens = make_copy(model), random_tokens(model, 9)
+    assert copy.renew(lambda: 0.0, 1.0) == 0.0  # nothing has changed
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    before = [part.packed.clone() for part in copy.parts]
+    copy.note_update()
+    ticks = itertools.count()
+    count = len(copy.parts)
+    copy.renew(lambda: next(ticks), count // 2)
+    changed = [not torch.equal(a, part.packed) for a, part in zip(before, copy.parts, strict=True)]
+    first = sum(changed)
+    assert 0 < first < count and changed == sorted(changed, reverse=True)
+    copy.renew(lambda: 0.0, 1.0)
+    wanted = hidden(ModelForward(model), tokens)
+    assert torch.allclose(hidden(ModelForward(copy.model), tokens), wanted, rtol=0, atol=1e-5)
+
+
+# Chains
+
+
+def made_cost(random, scale: float) -> CostModel:
+    coefficients = scale * 10.0 ** random.uniform(-1, 0, 5) * (1, 0.05, 0.05, 0.05, 1e-4)
+    return CostModel.from_parameters(np.append(coefficients, np.zeros(len(KNOTS))))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_continue_where_tokens_per_second_rise_most(seed):
+    """Against all subsets of rows, and each number of tokens that is looked ahead."""
+    random = np.random.default_rng(seed)
+    active, count = 8, int(random.integers(1, 7))
+    cost, copy_cost = made_cost(random, 1.0), made_cost(random, 0.4)
+    chance, mean = random.uniform(0.2, 1.0, count), random.uniform(0.5, 0.97)
+    state = {"gained": 8 + random.uniform(0, 3), "drafted": int(random.integers(0, 9))}
+    state |= {"spent_s": random.uniform(0, 1), "active": active, "kv_tokens": 900}
+
+    def rate(rows: tuple[int, ...], ahead: int) -> float:
+        tokens = active + state["drafted"] + len(rows) * ahead
+        seconds = state["spent_s"] + float(cost.seconds(active, tokens, int(tokens > active), 900))
+        if rows:
+            kv_tokens = len(rows) * 900 / active
+            seconds += ahead * float(copy_cost.seconds(len(rows), len(rows), 0, kv_tokens))
+        gained = sum(chance[row] * mean**n for row in rows for n in range(1, ahead + 1))
+        return (state["gained"] + gained) / seconds
+
+    rates = {
+        (rows, int(ahead)): rate(rows, int(ahead))
+        for size in range(1, count + 1)
+        for rows in itertools.combinations(range(count), size)
+        for ahead in AHEAD
+    }
+    best = max(rates, key=rates.__getitem__)
+    kept = rows_to_continue(chance, mean, cost=cost, copy_cost=copy_cost, **state)
+    wanted = set(best[0]) if rates[best] > rate((), 0) else set()
+    assert set(kept.tolist()) == wanted
+
+
+def test_leads_count_how_often_tokens_were_right():
+    leads, random = Leads(), np.random.default_rng(0)
+    of_tokens = random.uniform(0, 6, 4000)
+    is_right = random.random(4000) < np.where(of_tokens < 1.0, 0.6, 0.97)
+    for part in np.split(np.arange(4000), 8):
+        leads.observe(of_tokens[part], is_right[part])
+    assert leads.mean == pytest.approx(is_right.mean(), abs=0.01)
+    for lead, kind in ((0.7, 3), (3.0, 5)):
+        alike = LEADS.searchsorted(of_tokens) == kind
+        assert leads.chances(np.array([lead]))[0] == pytest.approx(is_right[alike].mean(), abs=0.02)
+
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7, top_k=9),
+    SamplingParams(temperature=1.3, top_p=0.8),
+    SamplingParams(temperature=0.7, top_k=30, top_p=0.9, stop_token_ids=(3, 8), min_length=4),
+]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_draw_among_all_tokens_is_the_samplers(params):
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(40, VOCAB, generator=generator, dtype=torch.float64)
+    keys = torch.randint(-(2**31), 2**31, (40, 4), generator=generator).int()
+    position = torch.arange(40) % 8
+    order = logits.argsort(descending=True)
+    token, lead = draw_among(logits.gather(1, order), order, keys, position, params)
+    assert torch.equal(token, sampling.sample(logits, keys, position, params)[0])
+    assert (lead >= 0).all()
+
+
+def make_source(model, copy: Copy, params: SamplingParams, num_slots: int, **options):
+    engine = Engine(make_runner(model, num_slots, MAX_LENGTH, SEED, **options))
+    flat = CostModel.from_parameters(np.append([1.0, 0, 1e-6, 0, 0], np.zeros(len(KNOTS))))
+    cheap = CostModel.from_parameters(np.append([0.02, 0, 1e-6, 0, 0], np.zeros(len(KNOTS))))
+    clock = SimpleNamespace(perf_counter=lambda: 0.0)
+    return QuantizedSource(CopyRunner(copy, engine, params), flat, cheap, clock=clock)
+
+
+def generated(source, num_rows: int, limit: int = 40) -> tuple[list[Row], int]:
+    """The rows that an engine generates with the source's chains alone, and its forwards."""
+    engine, proposer = source.runner.engine, Proposer([source], source.cost)
+    rows = [Row(SampleId(n // 2, 0, n), tuple(range(1, 4 + n % 3)), limit) for n in range(num_rows)]
+    engine.add(rows)
+    proposer.begin()
+    for row in rows:
+        proposer.track(row, None, 0)
+    while not engine.is_idle:
+        engine.step(source.runner.params, proposer)
+    return rows, engine.num_forwards
+
+
+def plain(model, params: SamplingParams, num_rows: int, limit: int = 40) -> list[Row]:
+    rows = [Row(SampleId(n // 2, 0, n), tuple(range(1, 4 + n % 3)), limit) for n in range(num_rows)]
+    Engine(make_runner(model, num_rows, MAX_LENGTH, SEED)).run(rows, params)
+    return rows
+
+
+@pytest.mark.parametrize("name, paged", [("llama", False), ("llama", True), ("phi3", False)])
+@pytest.mark.parametrize("params", PARAMS[:3])
+def test_every_token_of_an_exact_copy_is_right(name, paged, params):
+    model = make_policy(name)
+    options = {"page_size": 16} if paged else {}
+    source = make_source(model, make_copy(model), params, 3, **options)
+    rows, num_forwards = generated(source, 7)
+    for row, other in zip(rows, plain(model, params, 7), strict=True):
+        assert row.tokens.tolist() == other.tokens.tolist()
+    tried, right = source.leads.survival.counts[2:, 1].sum(axis=1)
+    assert tried == right > 100
+    assert num_forwards < 7 * 40 / 3 / 4
+
+
+@pytest.mark.parametrize("kind", ["int8", "wrong"])
+def test_a_bad_copy_changes_no_token(kind):
+    model, params = make_policy("qwen3"), PARAMS[2]
+    copy = make_copy(model, INT8_CPU)
+    if kind == "wrong":
+        other = random_model(small_config("qwen3"))
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.normal_(std=0.3)
+        prepare_model(other, MAX_LENGTH)
+        copy = make_copy(other)
+    source = make_source(model, copy, params, 3)
+    source.always = True
+    rows, _ = generated(source, 7)
+    for row, wanted in zip(rows, plain(model, params, 7), strict=True):
+        assert row.tokens.tolist() == wanted.tokens.tolist()
+        assert np.allclose(row.logprob, wanted.logprob, rtol=0, atol=1e-9)
+    tried, right = source.leads.survival.counts[2:, 1].sum(axis=1)
+    assert tried > right and (right > 0.5 * tried) == (kind == "int8")
+
+
+def test_chains_end_at_limits_and_where_they_cost_more():
+    model = make_policy("llama")
+    source = make_source(model, make_copy(model), SamplingParams(), 4)
+    rows, _ = generated(source, 4, limit=6)
+    assert [len(row.tokens) for row in rows] == [6] * 4
+    assert source.chain_lengths[1:].sum() > 0 and not source.chain_lengths[6:].any()
+    slow = CostModel.from_parameters(np.append([2.0, 0, 0, 0, 0], np.zeros(len(KNOTS))))
+    source.copy_cost = slow
+    before = source.chain_lengths.copy()
+    generated(source, 4)
+    assert not (source.chain_lengths - before)[1:].any() and source.chance == 0.0
+    assert source.shortening() == pytest.approx(1.0)
+
+
+def test_cheap_copies_shorten_decoding():
+    model = make_policy("llama")
+    source = make_source(model, make_copy(model), SamplingParams(), 4)
+    factors = source.shortening()
+    mean, lengths = source.leads.mean, np.arange(MAX_CHAIN_LENGTH + 1)
+    gained = np.cumsum(mean**lengths)
+    assert factors[0] == pytest.approx(((1.0 + 0.02 * lengths) / gained).min(), rel=1e-3)
+    cost = CostModel.from_parameters(source.cost.parameters)
+    cost.chains = np.linspace(0.3, 1.0, 8)
+    assert cost.seconds(1, 1) == pytest.approx(0.3 * source.cost.seconds(1, 1))
+    assert cost.seconds(300, 300) == pytest.approx(source.cost.seconds(300, 300))
