@@ -42,10 +42,11 @@ class Needs:
     slot: int  # keys and values of one row
     tp_row: int  # keys and values of one row of the TP tail: only those of this rank's heads
     drafter: int = 0  # a learned drafter with its optimizer; the mechanism fills it in
+    quantized: int = 0  # a quantised copy of the policy; the mechanism fills it in
 
     @property
     def lasting(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.drafter
+        return self.weights + self.gradients + self.optimizer + self.drafter + self.quantized
 
     def room_for_cache(self, room: float, config: Config) -> float:
         """Return the bytes for keys and values, where `lasting` leaves `room` bytes."""
@@ -165,7 +166,8 @@ def choose_slots(
         needs = replace(needs, training=gradient_peak(config, learner))
         needs = replace(needs, rollout=forward_peak(config, learner))
         kept_free = 1 - rollout.gpu_memory_utilization
-        room = free - kept_free * torch.cuda.mem_get_info(device)[1] - needs.drafter
+        room = free - kept_free * torch.cuda.mem_get_info(device)[1]
+        room -= needs.drafter + needs.quantized
         room = needs.room_for_cache(room, config)
     shared = rollout.tp_tail_max_rows if ranks.world_size > 1 else 0
     for num_tp_rows in (AUTO_TP_ROWS, 0) if isinstance(shared, str) else (shared,):

@@ -67,6 +67,7 @@ from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.mechanisms.quantized.mechanism import make_quantized
+from bubblespec.mechanisms.quantized.memory import add_quantized
 from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
@@ -326,6 +327,7 @@ def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine
     """Return the engine, in the memory that is free now, and the rows of the TP tail."""
     needs = estimate(config, learner.model, ranks.world_size)
     needs = add_drafter(needs, config, learner.model, ranks.world_size)
+    needs = add_quantized(needs, config, learner.model)
     num_slots, num_pages, max_tp_rows = choose_slots(config, learner, ranks, needs)
     model, kernel, length = learner.model, learner.kernel, max_length(config)
     eager = config.rollout.enforce_eager

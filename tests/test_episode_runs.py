@@ -42,6 +42,7 @@ OPTIONS = {
         "drafter.warm_start=300",
         ALWAYS_DRAFT,
     ],
+    "copy": ["speculative.method=bubble+suffix+quantized", ALWAYS_DRAFT],
     "one turn": [*DRAFTS, "environment.draft=false"],
     "streamed": ["optim.stream_gradients=true"],
     "workers": ["environment.num_workers=2", "reward.num_workers=1"],
@@ -50,6 +51,7 @@ METRICS = {
     "drafts": "bubble/drafted_tokens",
     "late": "rollout/spec_accepted_tokens",
     "drafter": "drafts/drafter/tokens",
+    "copy": "drafts/quantized/tokens",
 }
 # shape, options, ranks, how the run is interrupted
 CASES = [
@@ -59,6 +61,8 @@ CASES = [
     ("game", "late+few slots", 1, None),
     ("game", "late+drafter", 2, None),
     ("game", "workers", 2, None),
+    ("game", "copy", 2, "kill"),
+    ("calculator", "copy+few slots", 1, None),
     ("calculator", "drafts", 2, "stop"),
     ("calculator", "late", 2, None),
     ("calculator", "one turn", 1, None),

@@ -55,6 +55,7 @@ OPTIONS = {
         "drafter.warm_start=300",
         ALWAYS_DRAFT,
     ],
+    "copy": ["speculative.method=bubble+suffix+quantized", ALWAYS_DRAFT],
     "streamed": ["optim.stream_gradients=true"],
     "tp tail": ["rollout.tp_tail_max_rows=6"],
     "workers": ["reward.num_workers=1"],
@@ -62,6 +63,7 @@ OPTIONS = {
 METRICS = {  # that are above 0 where an option has been used
     "drafts": ["rollout/spec_accepted_tokens", "bubble/drafted_tokens"],
     "drafter": ["drafts/drafter/tokens"],
+    "copy": ["drafts/quantized/tokens", "quantized/chain_length"],
     "streamed": ["idle/gradients/share"],
     "tp tail": ["tp_tail/rows"],
 }
@@ -70,6 +72,11 @@ CASES = [
     ("in order", "few slots", 2, None),
     ("in order", "drafts+tp tail", 4, "stop"),
     ("in order", "drafter", 2, "kill"),
+    ("in order", "copy", 1, None),
+    ("in order", "copy+tp tail+few slots", 4, "stop"),
+    ("in order", "copy", 2, "kill"),
+    ("tail batching", "copy", 2, "kill"),
+    ("dynamic sampling", "copy", 2, None),
     ("in order", "streamed", 2, "kill"),
     ("tail batching", "streamed", 1, None),
     ("tail batching", "drafts+tp tail", 2, "kill"),

@@ -93,15 +93,14 @@ def test_int8_product_is_near_the_exact_one(rows):
 
 
 def test_products_are_chosen_by_device_type_and_bits():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
     names = [
         [product.name for product in products.products_for(*of)]
         for of in (
-            (cpu, torch.float32, "auto"),
-            (cpu, torch.float32, "4"),
-            (cuda, torch.bfloat16, "auto"),
-            (cuda, torch.bfloat16, "8"),
-            (cuda, torch.float32, "auto"),
+            ("cpu", torch.float32, "auto"),
+            ("cpu", torch.float32, "4"),
+            ("cuda", torch.bfloat16, "auto"),
+            ("cuda", torch.bfloat16, "8"),
+            ("cuda", torch.float32, "auto"),
         )
     ]
     assert names == [["int8"], [], ["int4", "int8"], ["int8"], []]

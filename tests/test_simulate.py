@@ -14,7 +14,7 @@ from bubblespec.planner.place import place_in_turn
 from bubblespec.rollout import board as boards
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate.run import counted, simulate
-from bubblespec.tools.simulate.runner import DrafterModel
+from bubblespec.tools.simulate.runner import CopyModel, DrafterModel
 from bubblespec.tools.simulate.workload import STOP, Spec, Texts, Workload
 from bubblespec.tools.simulate.world import World
 from bubblespec.types import Group
@@ -95,7 +95,13 @@ def test_run_without_drafts_equals_hand_calculation(num_ranks):
 
 
 @pytest.mark.parametrize(
-    ("method", "num_ranks"), [("none", 1), ("bubble+suffix", 4), ("bubble+suffix+drafter", 3)]
+    ("method", "num_ranks"),
+    [
+        ("none", 1),
+        ("bubble+suffix", 4),
+        ("bubble+suffix+drafter", 3),
+        ("bubble+suffix+quantized", 2),
+    ],
 )
 def test_tokens_equal_workload_under_every_method(method, num_ranks):
     workload, expected = make_workload(), []
@@ -135,6 +141,13 @@ def test_good_drafter_saves_time_and_bad_one_costs_little():
     none_s = seconds_of(run("none", 2, **spec))
     for model, limit in (((3.0, 0.05), 0.7), ((1.05, 0.3), 1.1)):
         assert seconds_of(run("drafter", 2, drafter=DrafterModel(*model), **spec)) < limit * none_s
+
+
+def test_good_copy_saves_time_and_bad_one_costs_little():
+    spec = {"sigma": 1.5, "run": 1.0}
+    none_s = seconds_of(run("none", 2, **spec))
+    for model, limit in (((0.95, 0.3), 0.6), ((0.95, 0.9), 1.0), ((0.3, 0.5), 1.1)):
+        assert seconds_of(run("quantized", 2, quantized=CopyModel(*model), **spec)) < limit * none_s
 
 
 def test_tail_batching_saves_time_and_drafts_keep_tokens():
@@ -234,6 +247,7 @@ def test_command_compares_method_with_no_drafts(monkeypatch, tmp_path, capsys):
     [
         (["--ranks", "0"], "--ranks: 0 for 4 prompts"),
         (["--drafter", "share=0.1"], "has none"),
+        (["--quantized", "share=0.1"], "has none"),
         (["--synthetic", "mean=x"], "--synthetic: mean=x is no float"),
         (["--synthetic", "means=1"], "--synthetic: unknown name 'means'"),
         (["--synthetic", "max=2"], "--synthetic: max: 2 must be at least 4"),

@@ -41,6 +41,12 @@ class Evaluator:
         """proposer: None where evaluations have no drafts."""
         self.sampler, self.proposer = sampler, proposer
         self.store = DraftStore(sampler.store.max_tokens)
+        # Sources that need no earlier text.
+        chains = [source for mechanism in sampler.mechanisms for source in mechanism.sources]
+        self.has_chains = bool(chains)
+        if proposer is not None:
+            for source in chains:
+                proposer.add(source)
 
     def evaluate(self, prompts: list[Prompt], version: int) -> Evaluation:
         """Return mean reward and pass@k of held-out prompts.
@@ -85,7 +91,7 @@ class Evaluator:
         sampler, launch = self.sampler, Launch(groups, len(groups), num_generations)
         table, rows, scoring = sampler.begin(launch, None, self.store)
         plan = sampler.plan_rollout(launch, None, groups, scoring)
-        if self.proposer is not None and len(self.store):
+        if self.proposer is not None and (len(self.store) or self.has_chains):
             plan.proposer = self.proposer
             track(self.proposer, rows, self.store, version)
         record = sampler.carry_out(plan, table, rows, params)

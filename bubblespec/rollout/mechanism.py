@@ -5,11 +5,13 @@ rollout the sampler makes a `RolloutPlan`, each mechanism amends the plan, and t
 out. Of the core only setup.py imports mechanisms.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.draft.sources import DraftSource
 from bubblespec.idle.task import IdleTask
 from bubblespec.records import StepRecord
 from bubblespec.rollout.feed import PlainFeed, RolloutProposer, RowFeed
@@ -51,6 +53,8 @@ class Mechanism:
     """Key of its state in checkpoints."""
     needs_timings = False
     """Whether later rollouts use the costs that earlier ones have measured."""
+    sources: Sequence[DraftSource] = ()
+    """Draft sources that serve evaluations as well."""
 
     def start(self, trainer) -> None:
         """Finish the set-up, before the first step: a warm start, for instance."""

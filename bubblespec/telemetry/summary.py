@@ -14,6 +14,7 @@ from typing import Any
 from bubblespec.config import Config
 from bubblespec.telemetry.table import Metric, rows
 
+COPY_KEY = "quantized/acceptance_rate"
 DRAFTER_KEYS = tuple(f"drafter/accepted_{n}" for n in (1, 2, 3))
 GENERATE = ("timing_s/gen", "timing_s/bubble")
 TRAIN = ("timing_s/train", "timing_s/sync")
@@ -21,13 +22,14 @@ ACCEPTED, WASTED = "rollout/spec_accepted_tokens", "rollout/spec_wasted_tokens"
 IS_LONG, DEFERRED = "tail/is_long_round", "tail/num_deferred"
 MODELLED, HAS_DRAFTS = "rollout/modelled_s", "has_drafts"
 KEPT = {metric.key for metric in rows(of_evaluations=False)}
-KEPT |= {*DRAFTER_KEYS, *GENERATE, *TRAIN, ACCEPTED, WASTED, IS_LONG, DEFERRED}
+KEPT |= {COPY_KEY, *DRAFTER_KEYS, *GENERATE, *TRAIN, ACCEPTED, WASTED, IS_LONG, DEFERRED}
 KEPT |= {MODELLED, "guard/is_on"}
 SMALL = 5e-4  # numbers below it are shown as 0
 MAX_EVALUATIONS = 6  # in the table: the first, and the latest
 METHODS = {
     "bubble": "generated ahead in idle time",
     "suffix": "matched in earlier text",
+    "quantized": "from a quantised copy of the policy",
     "drafter": "from a learned drafter",
 }
 REFERENCES = ("answer", "solution", "ground_truth", "reference")  # columns, as the field names them
@@ -239,6 +241,9 @@ def end_lines(
             first, two, three = (f"{history.steps[-1][key]:.0%}" for key in DRAFTER_KEYS)
             text = f"{first} have the first token right, {two} the first two"
             lines.append(f"learned drafter: of its drafts {text}, {three} the first three")
+        if COPY_KEY in history.steps[-1]:
+            share = f"{history.steps[-1][COPY_KEY]:.1%}"
+            lines.append(f"quantised copy: {share} of its tokens are right if all before them are")
         if config.tail_batching.enabled:
             lines.append(f"tail batching: {deferred_text(history)}")
     if checkpoint is not None:

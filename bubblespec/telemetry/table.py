@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 OWN_GROUP = "bubblespec"
 # Beginnings of the keys that only this trainer has.
-OWN = ("rollout/", "bubble/", "drafts/", "drafter/", "idle/", "guard/", "tail/", "tp_tail/")
+OWN = ("rollout/", "bubble/", "drafts/", "quantized/", "drafter/", "idle/", "guard/", "tail/")
+OWN += ("tp_tail/",)
 CONSTANT = ("data/num_dropped",)  # the same in all steps: not drawn
 
 

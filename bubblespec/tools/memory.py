@@ -14,6 +14,7 @@ from bubblespec.engine.packing import PAGE
 from bubblespec.errors import InputError
 from bubblespec.loading import from_pretrained, with_dtype
 from bubblespec.mechanisms.drafter.memory import add_drafter
+from bubblespec.mechanisms.quantized.memory import add_quantized
 from bubblespec.memory import cache_unit, estimate, has_pages, max_length, max_slots, num_rows
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # usable bytes of an H100, an H200
@@ -39,9 +40,11 @@ def main(arguments: list[str]) -> None:
 def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
     """Return a table of what each rank needs, and of what fits on GPUs of two sizes."""
     needs = add_drafter(estimate(config, model, world_size), config, model, world_size)
+    needs = add_quantized(needs, config, model)
     count = sum(p.numel() for p in model.parameters())
     rows = [(needs.weights, "weights"), (needs.gradients, "gradients")]
     rows += [(needs.optimizer, "optimizer state"), (needs.drafter, "drafter")]
+    rows += [(needs.quantized, "quantised copy of the policy")]
     rows += [(needs.lasting, "total, for the whole run")]
     rows += [(needs.training, "gradient step, in addition (estimated)")]
     rows += [(needs.rollout, "forward of a rollout, in addition, at another time (estimated)")]

@@ -6,7 +6,7 @@ from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.tools.simulate.command import simulated_config
 from bubblespec.tools.simulate.run import simulate
-from bubblespec.tools.simulate.runner import DrafterModel
+from bubblespec.tools.simulate.runner import CopyModel, DrafterModel
 from bubblespec.tools.simulate.workload import STOP, VOCABULARY, Spec, Workload, make_synthetic
 from bubblespec.types import Row
 
@@ -53,12 +53,13 @@ def run(
     cost=None,
     config: dict | None = None,
     drafter: DrafterModel | None = None,
+    quantized: CopyModel | None = None,
     together=None,
     **workload,
 ):
     config = make_config(method, **(config or {}))
     parts = (config, make_workload(**workload), cost or LinearCost(), num_ranks)
-    return simulate(*parts, together=together, drafter=drafter)
+    return simulate(*parts, together=together, drafter=drafter, quantized=quantized)
 
 
 def figures(steps) -> list[dict]:

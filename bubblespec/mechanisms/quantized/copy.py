@@ -42,6 +42,7 @@ class Layers:
         self.factor = factor.clamp_min(1e-5)
         self.inverse = (1 / self.factor).to(linear_of(layers[0]).weight.dtype)
         self.packed: Any = None
+        self.bias: torch.Tensor | None = None
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
         self.renew()
@@ -50,20 +51,25 @@ class Layers:
     def renew(self) -> None:
         """Quantise the current weights, in place where a CUDA graph knows their addresses."""
         weight = torch.cat([current_weight(layer) for layer in self.layers])
-        packed = self.product.pack(weight * self.factor)
+        packed, bias = self.product.pack(weight * self.factor), self._current_bias()
         if isinstance(self.packed, tuple):
             for old, new in zip(self.packed, packed, strict=True):
                 old.copy_(new)
         else:
             self.packed = packed
+        if self.bias is None or bias is None:
+            self.bias = bias
+        else:
+            self.bias.copy_(bias)
+
+    def _current_bias(self) -> torch.Tensor | None:
+        """Return the biases of all layers, [M], zeros for a layer without; None without any."""
         biases = [linear_of(layer).bias for layer in self.layers]
-        self.bias = None
-        if any(bias is not None for bias in biases):
-            filled = [
-                torch.zeros(width) if bias is None else bias.detach()
-                for bias, width in zip(biases, self.widths, strict=True)
-            ]
-            self.bias = torch.cat([bias.to(self.inverse) for bias in filled])
+        if all(bias is None for bias in biases):
+            return None
+        parts = zip(biases, self.widths, strict=True)
+        filled = [self.inverse.new_zeros(n) if bias is None else bias for bias, n in parts]
+        return torch.cat([part.detach() for part in filled])
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """Return the outputs [..., M] of all layers for their input [..., K]."""
@@ -160,31 +166,29 @@ def observe_inputs(
     """Run the policy on tokens int64 [N]; return its linear layers in groups with the same input.
 
     Also the largest magnitude of each input channel, float32 [K] by layer."""
-    inputs: list[tuple[torch.nn.Module, torch.Tensor]] = []
-    handles = [
-        layer.register_forward_pre_hook(lambda layer, args: inputs.append((layer, args[0])))
-        for layer in linear_layers(model)
-    ]
+    groups: list[list[torch.nn.Module]] = []
+    largest: dict[torch.nn.Module, torch.Tensor] = {}
+    last: list[torch.Tensor] = []  # input of the latest group
+
+    def note(layer: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        size = args[0].abs().flatten(0, -2).amax(dim=0).float()
+        if layer in largest:  # called again, with another input
+            torch.maximum(largest[layer], size, out=largest[layer])
+            return
+        largest[layer] = size
+        if last and args[0] is last[0]:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+            last[:] = args[:1]
+
+    handles = [layer.register_forward_pre_hook(note) for layer in linear_layers(model)]
     try:
         packing = pack_sequences([len(tokens)], model.device)
         output_head(model)(forward_hidden(model, tokens, packing, kernel))
     finally:
         for handle in handles:
             handle.remove()
-    groups: list[list[torch.nn.Module]] = []
-    largest: dict[torch.nn.Module, torch.Tensor] = {}
-    last: torch.Tensor | None = None
-    for layer, x in inputs:
-        size = x.abs().flatten(0, -2).amax(dim=0).float()
-        if layer in largest:  # called again, with another input
-            torch.maximum(largest[layer], size, out=largest[layer])
-            continue
-        largest[layer] = size
-        if x is last:
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-        last = x
     return groups, largest
 
 

@@ -1,5 +1,6 @@
 """The quantised copy of a run: made and timed at the start, renewed before rollouts."""
 
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -33,9 +34,15 @@ class QuantizedMechanism(Mechanism):
 
     name = NAME
 
-    def __init__(self, source: QuantizedSource, clock):
-        self.source, self.clock = source, clock
+    def __init__(self, source: QuantizedSource, config: Config, clock):
+        self.source, self.sources, self.clock = source, [source], clock
         self.copy = source.runner.copy
+        own, temperature = source.runner.params, config.eval.temperature
+        self.params = own
+        """Of rollouts."""
+        self.evaluation_params = own
+        if temperature is not None:
+            self.evaluation_params = replace(own, temperature=temperature)
         self._credit_s = 0.0  # that renewals may take
         self._renewal_s = 0.0  # of the latest rollout
 
@@ -45,8 +52,10 @@ class QuantizedMechanism(Mechanism):
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Renew what the share of the last rollouts' seconds allows, if the copy is used."""
-        self.source.is_enabled = plan.is_on
-        if not plan.is_on or plan.step is None:
+        is_evaluation = plan.step is None
+        self.source.runner.params = self.evaluation_params if is_evaluation else self.params
+        self.source.is_enabled = plan.is_on or is_evaluation
+        if is_evaluation or not plan.is_on:
             return
         self._renewal_s = self.copy.renew(self.clock.perf_counter, self._credit_s)
         self._credit_s -= self._renewal_s
@@ -110,7 +119,7 @@ def make_quantized(
     inputs = observe_inputs(runner.model, ids, runner.forward.kernel)
     always = config.speculative.planning == "always"
     best, problem = None, "this device has no products with quantised weights of this type"
-    for product in products_for(runner.device, runner.model.dtype, config.quantized.bits):
+    for product in products_for(runner.device.type, runner.model.dtype, config.quantized.bits):
         try:
             of_copy = CopyRunner(Copy(runner.model, product, *inputs), engine, params)
             copy_cost = profile(of_copy, ranks.clock)
@@ -127,7 +136,7 @@ def make_quantized(
         if best[1].graphs is not None:
             runner.followers.append(best[1])
         source = QuantizedSource(best[1], cost, best[2], always=always, clock=ranks.clock)
-        return QuantizedMechanism(source, ranks.clock)
+        return QuantizedMechanism(source, config, ranks.clock)
     if slowest > 0.0:
         problem = f"its forward is {slowest:.2f} times as fast as the policy's, too little to pay"
     if ranks.is_main:

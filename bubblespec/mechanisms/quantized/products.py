@@ -34,9 +34,11 @@ class Product(NamedTuple):
     """Whether a weight of K inputs and M outputs can be packed."""
 
 
-def products_for(device: torch.device, dtype: torch.dtype, bits: str) -> list[Product]:
-    """Return the products that this device has for a policy of this type. bits: auto, 8 or 4."""
-    if device.type == "cpu":
+def products_for(device: str, dtype: torch.dtype, bits: str) -> list[Product]:
+    """Return the products that a device has for a policy of this type.
+
+    device: cpu or cuda; bits: auto, 8 or 4."""
+    if device == "cpu":
         has_int8 = "x86" in torch.backends.quantized.supported_engines
         found = [INT8_CPU] if has_int8 else []
     else:

@@ -11,8 +11,6 @@ logits are computed by the policy's own head: in 8 bits it would cause a third o
 Shape legend: M rows that draft, C candidates.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -23,7 +21,7 @@ from bubblespec.engine.forward import ModelForward, SlotFollower
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.noise import add_gumbel
 from bubblespec.engine.output_head import OutputHead, output_head
-from bubblespec.engine.packing import pack_rows, to_device
+from bubblespec.engine.packing import pack_rows, to_device, to_host
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, widen
 from bubblespec.mechanisms.quantized.copy import Copy, linear_of
@@ -54,15 +52,6 @@ class CopyRunner(SlotFollower):
         if runner.graphs is not None:
             self.graphs = ForwardGraphs(self.forward, runner.cache, runner.num_slots)
 
-    @contextlib.contextmanager
-    def sampling(self, params: SamplingParams) -> Iterator[None]:
-        """Context in which the rows are sampled with other parameters."""
-        own, self.params = self.params, params
-        try:
-            yield
-        finally:
-            self.params = own
-
     def release(self) -> None:
         """Forget the graphs, which know the cache by its addresses."""
         if self.graphs is not None:
@@ -90,7 +79,8 @@ class CopyRunner(SlotFollower):
         position = to_device(generated, runner.device)
         keys = runner.noise_keys(slots, generated)
         token, lead = draw_among(logits, ids, keys, position, self.params)
-        return token.cpu().numpy(), lead.cpu().numpy()
+        found, by = to_host(token, lead)
+        return found.astype(np.int64), by
 
 
 def exact_logits(head: OutputHead, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -114,7 +104,7 @@ def draw_among(
     if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
     if params.stop_token_ids and params.min_length > 0:
-        is_stop = torch.isin(ids, ids.new_tensor(params.stop_token_ids))
+        is_stop = torch.isin(ids, to_device(np.array(params.stop_token_ids), ids.device))
         too_early = num_generated[:, None] < params.min_length
         logits = logits.masked_fill(is_stop & too_early, float("-inf"))
     if params.top_k or params.top_p < 1.0:

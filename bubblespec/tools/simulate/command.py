@@ -24,7 +24,7 @@ from bubblespec.tools.simulate.recorded import (
     sections_of,
 )
 from bubblespec.tools.simulate.run import SimulatedStep, counted, simulate
-from bubblespec.tools.simulate.runner import DrafterModel
+from bubblespec.tools.simulate.runner import CopyModel, DrafterModel
 from bubblespec.tools.simulate.workload import Spec, Workload, make_synthetic, parse
 
 SECTIONS = ("rollout", "speculative", "tail_batching", "environment")  # that overrides may change
@@ -52,6 +52,8 @@ def main(arguments: list[str]) -> None:
     source.add_argument("--synthetic", metavar="NAME=VALUE,...", help=f"of {names}")
     names = ", ".join(f.name for f in dataclasses.fields(DrafterModel))
     parser.add_argument("--drafter", default="", metavar="NAME=VALUE,...", help=f"of {names}")
+    names = ", ".join(f.name for f in dataclasses.fields(CopyModel))
+    parser.add_argument("--quantized", default="", metavar="NAME=VALUE,...", help=f"of {names}")
     parser.add_argument("--ranks", type=int, help="default: those of the trace, or 8")
     parser.add_argument("--cost-model", metavar="COST", help="GPU:MODEL or RUN_DIR to fit it on")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this new file")
@@ -77,6 +79,9 @@ def run(arguments: argparse.Namespace) -> None:
     drafter = parse(DrafterModel, arguments.drafter, "--drafter")
     if arguments.drafter and "drafter" not in config.speculative.sources:
         raise InputError(f"--drafter: speculative.method={config.speculative.method} has none")
+    quantized = parse(CopyModel, arguments.quantized, "--quantized")
+    if arguments.quantized and "quantized" not in config.speculative.sources:
+        raise InputError(f"--quantized: speculative.method={config.speculative.method} has none")
     cost_model = arguments.cost_model or arguments.trace
     cost, together = load_cost(cost_model), None
     if config.rollout.tp_tail_max_rows and num_ranks > 1 and not workload.has_tools:
@@ -93,6 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
             num_ranks,
             together=None if together is None else together.seconds,
             drafter=drafter,
+            quantized=quantized,
             shows_progress=True,
         )
         for method, arm in arms_of(config).items()

@@ -17,6 +17,8 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
+from bubblespec.mechanisms.quantized.mechanism import profile as profile_copy
+from bubblespec.mechanisms.quantized.source import QuantizedSource
 from bubblespec.mechanisms.tail_batching import MAX_OVER_SAMPLING, scaled
 from bubblespec.mechanisms.tp_tail.tail import TPTail, enter_by_cost, measure
 from bubblespec.memory import AUTO_TP_ROWS, max_slots
@@ -28,8 +30,10 @@ from bubblespec.samples import digest
 from bubblespec.setup import make_schedule
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate.runner import (
+    CopyModel,
     Cost,
     DrafterModel,
+    SimulatedCopyRunner,
     SimulatedDrafterRunner,
     SimulatedRunner,
     Text,
@@ -78,13 +82,14 @@ def simulate(
     *,
     together: Cost | None = None,
     drafter: DrafterModel | None = None,
+    quantized: CopyModel | None = None,
     shows_progress: bool = False,
 ) -> list[SimulatedStep]:
     """Simulate the steps of a workload. Raises InputError if the configuration does not fit it.
 
     cost(load): seconds of a forward; together(load): seconds of a forward of all ranks together,
-    None for no TP tail; drafter: used if the method has one. Training, rewards and the exchange of
-    drafts take no time.
+    None for no TP tail; drafter, quantized: used if the method has them. Training, rewards and the
+    exchange of drafts take no time.
     """
     config = copy.deepcopy(config)
     config.run.max_steps = num_steps = steps_that_fit(config, workload)
@@ -93,7 +98,9 @@ def simulate(
     if together is None or num_ranks == 1 or workload.has_tools:
         config.rollout.tp_tail_max_rows = 0
     _check(config, workload, num_ranks)
-    shared = _Shared(config, workload, cost, together, drafter or DrafterModel())
+    shared = _Shared(
+        config, workload, cost, together, drafter or DrafterModel(), quantized or CopyModel()
+    )
     shared.time_forwards()
     world, steps = World(num_ranks), []
     with tqdm(total=num_steps, unit="step", disable=None if shows_progress else True) as bar:
@@ -168,6 +175,7 @@ class _Shared:
     cost: Cost
     together: Cost | None
     drafter: DrafterModel
+    quantized: CopyModel
     profiled: CostModel = field(default_factory=CostModel)
     """Cost that a run fits to forwards at its start."""
     tp_cost: CostModel | None = None
@@ -256,6 +264,12 @@ class _Rank:
                 EpisodesMechanism(config, environments, engine, schedule, ranks.clock)
             )
         proposer = self.sampler.proposer
+        if proposer is not None and "quantized" in config.speculative.sources:
+            copies: Any = SimulatedCopyRunner(engine, shared.quantized)
+            chains = QuantizedSource(copies, proposer.cost, profile_copy(copies, ranks.clock))
+            chains.clock = ranks.clock
+            proposer.add(chains)
+            self.sampler.stats.chains = chains.shortening
         if proposer is not None and "drafter" in config.speculative.sources:
             runner: Any = SimulatedDrafterRunner(engine, shared.drafter)
             source = DrafterSource(runner, proposer.cost, ranks.clock)

@@ -87,6 +87,9 @@ class SimulatedRunner:
         return lambda: Verified(accepted, token, np.zeros((2, len(token))))
 
 
+UNSURE_RIGHT = 0.6  # of a copy's tokens that win by little, see `SimulatedCopyRunner`
+
+
 @dataclass(frozen=True)
 class DrafterModel:
     """Acceptance and cost of a learned drafter."""
@@ -152,3 +155,48 @@ class SimulatedDrafterRunner:
     def _advance(self, rows: int, tokens: int, positions: int) -> None:
         seconds = self.runner.cost(Load(rows, tokens, 0, positions, 0, 0))
         self.runner.advance(self.model.share * seconds)
+
+
+@dataclass(frozen=True)
+class CopyModel:
+    """Acceptance and cost of a quantised copy of the policy."""
+
+    acceptance: float = 0.93
+    """Chance that a token of a chain is right if all before it are."""
+    share: float = 0.4
+    """Seconds of a forward of the copy over those of the policy with the same load."""
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if not 0 <= value <= 1:
+                raise InputError(f"{name}: {value} must be from 0 to 1")
+
+
+class SimulatedCopyRunner:
+    """A `CopyRunner` for a `SimulatedRunner`; renewals take no time.
+
+    The sample and the position decide whether a token is right, and its lead: UNSURE_RIGHT of the
+    tokens with a small lead are, and almost all others."""
+
+    def __init__(self, engine: Engine, model: CopyModel):
+        self.engine, self.model = engine, model
+        self.runner: Any = engine.runner  # a SimulatedRunner
+
+    def draw(
+        self, slots: np.ndarray, start: np.ndarray, tokens: np.ndarray, generated: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Propose a token for each of some rows, as `CopyRunner.draw` does."""
+        runner, size = self.runner, len(slots)
+        runner.advance(
+            self.model.share * runner.cost(Load(size, size, 0, int(start.sum()) + size, 0, 0))
+        )
+        uid, visit, sample = runner.name[slots].T
+        bits = stream_keys(1, uid, visit, sample, generated)[:, :2].view(np.uint32)
+        unsure, right = ((bits + 0.5) * 2.0**-32).T
+        is_unsure = unsure < (1 - self.model.acceptance) / (1 - UNSURE_RIGHT)
+        is_right, end = ~is_unsure | (right < UNSURE_RIGHT), runner.end[slots]
+        said = runner.said[slots, np.minimum(generated, end)].astype(np.int64)
+        # Behind a wrong token the text goes on elsewhere.
+        before = runner.said[slots, np.minimum(np.maximum(generated - 1, 0), end)]
+        is_right &= (generated < end) & ((before == tokens) | (generated == 0))
+        return np.where(is_right, said, np.abs(said) ^ 1), np.where(is_unsure, 0.3, 3.0)
