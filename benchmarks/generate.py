@@ -17,7 +17,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -111,13 +112,11 @@ def generate_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray, pad
     return run
 
 
+@contextmanager
 def batch_arm(
     model: PreTrainedModel, prompts: list, lengths: np.ndarray, pad: int
-) -> tuple[Arm, Callable]:
-    """Return the arm of `model.generate_batch`, and what ends its thread.
-
-    All rows fit into the cache and into one batch; the thread is started outside of the timing.
-    """
+) -> Iterator[Arm]:
+    """Make the arm of `model.generate_batch`, with a cache and batches for all rows."""
     model.set_attn_implementation("sdpa")
     sizes = np.array([len(prompt) for prompt in prompts]) + lengths
     num_pages = int((-(-sizes // PAGE) + 1).sum()) + 1
@@ -127,26 +126,26 @@ def batch_arm(
             page_size=PAGE, num_blocks=num_pages, max_batch_tokens=2048
         ),
     )
-    manager = context.__enter__()
+    with context as manager:
 
-    def run() -> list[int]:
-        # as generate_batch does, which has one limit for all rows
-        numbers = [
-            manager.add_request(list(p), max_new_tokens=int(n))
-            for p, n in zip(prompts, lengths, strict=True)
-        ]
-        num_tokens = {}
-        while len(num_tokens) < len(prompts):
-            result = manager.get_result(timeout=1)
-            if result is not None and result.error is not None:
-                raise RuntimeError(f"continuous batching: {result.error}")
-            if result is not None and result.is_finished():
-                num_tokens[result.request_id] = len(result.generated_tokens)
-            elif result is None and not manager.is_running():
-                raise RuntimeError("continuous batching: its thread has ended")
-        return [num_tokens[number] for number in numbers]
+        def run() -> list[int]:
+            # as generate_batch does, which has one limit for all rows
+            numbers = [
+                manager.add_request(list(p), max_new_tokens=int(n))
+                for p, n in zip(prompts, lengths, strict=True)
+            ]
+            num_tokens = {}
+            while len(num_tokens) < len(prompts):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.error is not None:
+                    raise RuntimeError(f"continuous batching: {result.error}")
+                if result is not None and result.is_finished():
+                    num_tokens[result.request_id] = len(result.generated_tokens)
+                elif result is None and not manager.is_running():
+                    raise RuntimeError("continuous batching: its thread has ended")
+            return [num_tokens[number] for number in numbers]
 
-    return run, lambda: context.__exit__(None, None, None)
+        yield run
 
 
 def measure(arms: dict[str, Arm], repeats: int) -> dict[str, dict]:
@@ -176,18 +175,15 @@ def run_workload(
         "engine": engine_arm(copy.deepcopy(model), prompts, lengths),
         "generate": generate_arm(copy.deepcopy(model), prompts, lengths, pad),
     }
-    close, failed = None, {}
-    try:
-        arms["generate_batch"], close = batch_arm(copy.deepcopy(model), prompts, lengths, pad)
-        arms["generate_batch"]()
-    except Exception as error:  # the others' figures stand without it
-        failed["generate_batch"] = {"error": f"{type(error).__name__}: {error}"}
-        arms.pop("generate_batch", None)
-    try:
+    failed = {}
+    with ExitStack() as stack:
+        try:
+            arm = stack.enter_context(batch_arm(copy.deepcopy(model), prompts, lengths, pad))
+            arm()
+            arms["generate_batch"] = arm
+        except Exception as error:  # the others' figures stand without it
+            failed["generate_batch"] = {"error": f"{type(error).__name__}: {error}"}
         result = measure(arms, repeats)
-    finally:
-        if close is not None:
-            close()
     for name, figures in result.items():
         if figures["row_tokens"] != lengths.tolist():
             raise AssertionError(f"{name} generated other lengths than prescribed")

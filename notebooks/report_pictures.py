@@ -1,5 +1,4 @@
-"""Pictures of what benchmarks have written as JSON, and of simulations: for notebooks, and for the
-benchmarks' --picture. Every function makes one figure and returns it, or draws on given axes."""
+"""Pictures of benchmarks' results and of simulations, for notebooks and --picture."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -14,9 +13,11 @@ COLOURS = [*(f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)), "#1a1a1a"]
 
 
 def draw_training(arms: dict[str, dict], seeds: dict) -> Figure:
-    """Training runs by what is switched on, fastest first: their whole steps' speed-up over the
-    first (a dot a seed), and held-out reward over seconds of training. Where the first has been run
-    again, a band says how far two equal runs are apart. See benchmarks/systems.py."""
+    """Draw training runs by system: speed-up over the first, and held-out reward over seconds.
+
+    Where the first has been run again, a band shows how far two equal runs are apart. See
+    benchmarks/systems.py.
+    """
     figure, axes = figure_of(11, 1.6 + 0.32 * len(arms), 1, 2, width_ratios=(1.15, 1))
     baseline, bars = next(iter(arms)), axes[0]
     names = sorted(arms, key=lambda name: -arms[name]["speedup"])
@@ -50,8 +51,10 @@ def draw_training(arms: dict[str, dict], seeds: dict) -> Figure:
 def draw_curves(
     axes, curves: dict[str, list[list[tuple[float, float]]]], colours: dict[str, str]
 ) -> None:
-    """Held-out reward over seconds of training by arm: pale lines for seeds, dots for their mean.
-    curves: (seconds, reward) of each evaluation, for each seed of an arm."""
+    """Draw held-out reward over seconds by arm: pale lines for seeds, dots for their mean.
+
+    curves: (seconds, reward) of each evaluation, for each seed of an arm.
+    """
     for name, of_seeds in curves.items():
         found = [np.array(curve) for curve in of_seeds if curve]
         for curve in found if len(found) > 1 else ():
@@ -72,8 +75,7 @@ def draw_rewards(curves: dict[str, list[list[tuple[float, float]]]]) -> Figure:
 
 
 def draw_acceptance(accepted: dict[str, list[float]]) -> Figure:
-    """Probability that the first n tokens of a chain are all right, by the noise that it was drawn
-    with; see benchmarks/drafter.py."""
+    """Draw the probability that the first n tokens of a chain are right, by noise of drafting."""
     figure, (axes,) = figure_of(7, 3.4)
     labels = {"coupled": "with the row's own noise", "point_mass": "with other noise"}
     for number, (name, shares) in enumerate(accepted.items()):
@@ -90,8 +92,7 @@ def draw_acceptance(accepted: dict[str, list[float]]) -> Figure:
 
 
 def draw_adaptation(steps: list[dict]) -> Figure:
-    """Mean acceptance length of the drafter that goes on learning in idle time, and of a copy that
-    does not, on each step's responses; not of steps in which nothing was learnt from."""
+    """Draw the mean acceptance length of the drafter trained in idle time, and of a static copy."""
     steps = [step for step in steps if "adapted" in step]
     figure, (axes,) = figure_of(7, 3.0)
     for name, label, colour, style in (
@@ -165,8 +166,7 @@ def draw_parts(speedups: dict[str, float], heading: str) -> Figure:
 def draw_scaling(
     found: dict[float, tuple[float, float]], label: str, idle_of: str = "without drafts"
 ) -> Figure:
-    """Speed-up, and share of the rollouts that ranks are idle, over what was varied: {value:
-    (speed-up, share)}."""
+    """Draw speed-up and idle share of rollouts by the value that was varied."""
     figure, axes = figure_of(10, 3.0, 1, 2)
     values = list(found)
     units = ("speed-up of rollouts by drafts", f"idle share, {idle_of}")
