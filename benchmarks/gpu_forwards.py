@@ -4,7 +4,8 @@ Shape legend: R rows, N packed tokens of a forward, H query heads, K key/value h
 dimension.
 """
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -154,14 +155,12 @@ def decoding(bench: Bench) -> Iterator[Figure]:
 
 
 class FixedDrafts:
-    """Proposes drafts of one length: tokens of `wanted` by uid, or meaningless ones."""
+    """Proposes drafts of one length: tokens of `wanted` by uid."""
 
-    def __init__(self, length: int, wanted: dict[int, np.ndarray] | None = None):
+    def __init__(self, length: int, wanted: Mapping[int, np.ndarray]):
         self.length, self.wanted = length, wanted
 
     def propose(self, rows, lengths, room, budget):
-        if self.wanted is None:
-            return packed([np.ones(self.length, np.int64)] * len(rows))
         places = zip(rows, lengths, strict=True)
         return packed([self.wanted[row.id.uid][n : n + self.length] for row, n in places])
 
@@ -171,13 +170,14 @@ class FixedDrafts:
 
 def windows(bench: Bench) -> Iterator[Figure]:
     """Time whole engine steps in which each row verifies a draft of as many tokens."""
-    model = bench.model(bench.policy)
+    model, meaningless = bench.model(bench.policy), defaultdict(lambda: np.ones(640, np.int64))
     for rows in bench.sizes((2,), (1, 8, 64)):
         engine = bench.decoding_engine(model, rows, 64, 576)
         for window in bench.sizes((0, 3), (0, 1, 3, 7, 15, 31)):
             if rows * (window + 1) > engine.max_num_batched_tokens:
                 continue
-            step = partial(engine.step, SamplingParams(), FixedDrafts(window) if window else None)
+            drafts = FixedDrafts(window, meaningless) if window else None
+            step = partial(engine.step, SamplingParams(), drafts)
             ms, (_, load) = 1e3 * bench.seconds(step), step()
             cost = bench.cost(bench.policy)
             expected = cost and 1e3 * cost.seconds(load)

@@ -138,26 +138,23 @@ def measure_ticks(bench: Bench, ranks: Ranks) -> list[Figure]:
         engine.step(SamplingParams())
     num_steps = 10 if bench.is_small else 60
     board = ProgressBoard(ranks, 60.0, dist.get_backend(), interval_s=0.0)
-    working, done = RankState(8), RankState(0)
-    seconds = []
+    where, figures = f"{dist.get_backend()}, {ranks.world_size} processes", []
     for has_ticks in (False, True):
         ranks.barrier()
         bench.wait()
         started = time.perf_counter()
         for _ in range(num_steps):
             engine.step(SamplingParams())
-            while has_ticks and board.poll(lambda: working) is not None:
+            while has_ticks and board.poll(lambda: RankState(8)) is not None:
                 pass
         bench.wait()
-        seconds.append((time.perf_counter() - started) / num_steps)
-    note = f"{board.num_ticks} ticks in {num_steps} steps"
+        step_ms = 1e3 * (time.perf_counter() - started) / num_steps
+        note = f"{board.num_ticks} ticks in {num_steps} steps" if has_ticks else ""
+        case = f"{where}, {'ticks' if has_ticks else 'no ticks'}"
+        figures.append(Figure(case, step_ms, "ms per step", note))
     while not board.is_over:
-        board.wait(lambda: done)
-    where = f"{dist.get_backend()}, {ranks.world_size} processes"
-    return [
-        Figure(f"{where}, no ticks", seconds[0] * 1e3, "ms per step"),
-        Figure(f"{where}, ticks", seconds[1] * 1e3, "ms per step", note),
-    ]
+        board.wait(lambda: RankState(0))
+    return figures
 
 
 @torch.inference_mode()
