@@ -1,4 +1,4 @@
-"""What benchmarks have written as JSON, read for systems.ipynb and drafter.ipynb."""
+"""Results of benchmarks as tables, for systems.ipynb and drafter.ipynb."""
 
 import json
 

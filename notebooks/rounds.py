@@ -1,9 +1,8 @@
-"""What tail_batching.ipynb plays: which lengths different rules train on, with a policy that stands
-still.
+"""Lengths that different rules train on, with a constant policy: for tail_batching.ipynb.
 
 `python -m notebooks.rounds` lets SmolLM2 (`make smollm2`) answer the prompts of its first steps,
 and keeps the lengths in data/lengths.npz. The notebook plays the rules on those: the trainer's own
-planner and selection, and what RollPacker does.
+planner and selection, and RollPacker's.
 """
 
 import os
@@ -26,7 +25,7 @@ NUM_STEPS, NUM_SPARE = 20, 3  # steps, and further ones from which short rounds 
 ANEW = 1  # the visit under which a deferred prompt is drawn anew
 
 Lengths = Callable[[Group, int], int]
-"""Of sample `number` of a group."""
+"""Length of a group's sample, by its number."""
 
 
 class DrawnAnew(TailBatching):

@@ -1,4 +1,4 @@
-"""What the notebooks read from runs, against hand-worked values."""
+"""Readers of runs for the notebooks, against hand-worked values."""
 
 import json
 import os
