@@ -29,6 +29,7 @@ from bubblespec.mechanisms.quantized.products import INT8_CPU, Product, round_to
 from bubblespec.mechanisms.quantized.runner import CopyRunner, draw_among
 from bubblespec.mechanisms.quantized.source import MAX_CHAIN_LENGTH, QuantizedSource
 from bubblespec.planner.costs import KNOTS, CostModel
+from bubblespec.planner.windows import MIN_GAIN
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import make_runner
 from tests.helpers.models import ARCHITECTURES, VOCAB, random_model, small_config
@@ -204,7 +205,11 @@ def test_rows_continue_where_tokens_per_second_rise_most(seed):
     cost, copy_cost = made_cost(random, 1.0), made_cost(random, 0.4)
     chance, mean = random.uniform(0.2, 1.0, count), random.uniform(0.5, 0.97)
     state = {"gained": 8 + random.uniform(0, 3), "drafted": int(random.integers(0, 9))}
-    state |= {"spent_s": random.uniform(0, 1), "active": active, "kv_tokens": 900}
+    state |= {
+        "spent_s": random.choice([0.0, random.uniform(0, 1)]),
+        "active": active,
+        "kv_tokens": 900,
+    }
 
     def rate(rows: tuple[int, ...], ahead: int) -> float:
         tokens = active + state["drafted"] + len(rows) * ahead
@@ -223,7 +228,8 @@ def test_rows_continue_where_tokens_per_second_rise_most(seed):
     }
     best = max(rates, key=rates.__getitem__)
     kept = rows_to_continue(chance, mean, cost=cost, copy_cost=copy_cost, **state)
-    wanted = set(best[0]) if rates[best] > rate((), 0) else set()
+    least = MIN_GAIN if state["spent_s"] == 0 else 1.0
+    wanted = set(best[0]) if rates[best] > least * rate((), 0) else set()
     assert set(kept.tolist()) == wanted
 
 

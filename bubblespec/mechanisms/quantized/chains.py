@@ -12,6 +12,7 @@ import numpy as np
 
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.survival import TRIED, Survival
+from bubblespec.planner.windows import MIN_GAIN
 
 LEADS = np.array((0.1, 0.25, 0.5, 1.0, 2.0, 4.0))  # leads between two of these are alike
 PRIORS = (0.5, 0.6, 0.7, 0.85, 0.95, 0.98, 0.99)  # chance that a token with such a lead is right
@@ -56,7 +57,8 @@ def rows_to_continue(
     cost: CostModel,
     copy_cost: CostModel,
 ) -> np.ndarray:
-    """Return the rows that draft another token, int64 indices, best first; none if it costs more.
+    """Return the rows that draft another token, int64 indices, best first; none if it costs more, or
+    gains little with nothing drafted yet.
 
     chance: float64 [M], that a row's chain is right so far; mean: that one more token is; gained,
     drafted, spent_s: tokens that the coming forward of the policy is expected to gain, draft tokens
@@ -71,6 +73,7 @@ def rows_to_continue(
     now_s = cost.seconds(active, active + drafted, min(drafted, 1), kv_tokens)
     rate = (gained + more[:, AHEAD - 1]) / (spent_s + AHEAD * one_s + verify_s)
     best = rate.max(axis=1)
-    if best.max() <= gained / (spent_s + now_s):
+    least = 1.0 if spent_s else MIN_GAIN
+    if best.max() <= least * gained / (spent_s + now_s):
         return order[:0]
     return order[: int(best.argmax()) + 1]
