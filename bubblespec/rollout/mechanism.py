@@ -13,7 +13,7 @@ import numpy as np
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import DraftSource
 from bubblespec.idle.task import IdleTask
-from bubblespec.records import StepRecord
+from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.feed import PlainFeed, RolloutProposer, RowFeed
 from bubblespec.rollout.loop import TakeOver
 from bubblespec.rollout.scoring import Scoring
@@ -61,6 +61,9 @@ class Mechanism:
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Amend the plan of a rollout that is about to begin."""
+
+    def end_rollout(self, record: RolloutRecord) -> None:
+        """Take in how a rollout of a step went on this rank."""
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
         """Return the mechanism's metrics of a step, the same on all ranks."""

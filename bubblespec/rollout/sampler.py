@@ -241,6 +241,8 @@ class Sampler:
             self.keep_as_drafts([rows[index] for index in deferred if index in rows], step)
         for task in tasks:
             task.finish(self.ranks)
+        for mechanism in self.mechanisms:
+            mechanism.end_rollout(rollout)
         span = Span("exchange", begin_s, self.ranks.clock.perf_counter())
         self.planning_s = span.end_s - span.begin_s
         return span

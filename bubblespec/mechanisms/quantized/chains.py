@@ -57,8 +57,9 @@ def rows_to_continue(
     cost: CostModel,
     copy_cost: CostModel,
 ) -> np.ndarray:
-    """Return the rows that draft another token, int64 indices, best first; none if it costs more, or
-    gains little with nothing drafted yet.
+    """Return the rows that draft another token, int64 indices, best first; none if that costs more.
+
+    The first token must gain as much as a first window.
 
     chance: float64 [M], that a row's chain is right so far; mean: that one more token is; gained,
     drafted, spent_s: tokens that the coming forward of the policy is expected to gain, draft tokens

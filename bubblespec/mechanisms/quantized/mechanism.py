@@ -14,13 +14,12 @@ from bubblespec.engine.packing import to_device
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log, one_line
-from bubblespec.idle.task import IdleTask
 from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
-from bubblespec.mechanisms.quantized.products import products_for
+from bubblespec.mechanisms.quantized.products import NO_PRODUCTS, products_for
 from bubblespec.mechanisms.quantized.runner import CopyRunner
 from bubblespec.mechanisms.quantized.source import NAME, QuantizedSource
 from bubblespec.planner.costs import CostModel
-from bubblespec.records import StepRecord
+from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 
 RENEWAL_SHARE = 0.02  # of the rollouts' seconds
@@ -59,11 +58,10 @@ class QuantizedMechanism(Mechanism):
             return
         self._renewal_s = self.copy.renew(self.clock.perf_counter, self._credit_s)
         self._credit_s -= self._renewal_s
-        plan.tasks.append(Renewal(self))
 
-    def add_credit(self, rollout_s: float) -> None:
-        """Allow a share of a rollout's seconds for renewals, at most one of the whole copy."""
-        self._credit_s = min(self._credit_s, 0.0) + RENEWAL_SHARE * rollout_s
+    def end_rollout(self, record: RolloutRecord) -> None:
+        """Allow a share of the rollout's seconds for the next renewal, less what the last took too long."""
+        self._credit_s = min(self._credit_s, 0.0) + RENEWAL_SHARE * record.total_s
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
         """Return how often tokens of chains are right, how long chains are, and what they take."""
@@ -73,8 +71,7 @@ class QuantizedMechanism(Mechanism):
         rate = ranks.gather(np.array([source.leads.mean])).mean()
         source.chain_lengths[:], source.drafting_s, self._renewal_s = 0, 0.0, 0.0
         metrics = {"quantized/acceptance_rate": float(rate)}
-        metrics |= {"timing_s/quantized": float(seconds[0])}
-        metrics |= {"timing_s/quantized_renewal": float(seconds[1])}
+        metrics |= {"quantized/draft_s": float(seconds[0]), "quantized/renew_s": float(seconds[1])}
         if chosen.any():
             lengths = np.arange(len(chosen))
             metrics["quantized/chain_length"] = float(np.average(lengths, weights=chosen))
@@ -87,19 +84,6 @@ class QuantizedMechanism(Mechanism):
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Restore a saved state."""
         self.source.leads.survival.load_state_dict(state)
-
-
-class Renewal(IdleTask):
-    """Takes the seconds of a rollout."""
-
-    name = "renew_copy"
-
-    def __init__(self, mechanism: QuantizedMechanism):
-        self.mechanism = mechanism
-
-    def finish(self, ranks: Ranks) -> None:
-        """Allow a share of them for the next renewal."""
-        self.mechanism.add_credit(self.view.record.total_s)
 
 
 def make_quantized(
@@ -118,7 +102,7 @@ def make_quantized(
     ids = to_device(tokens.astype(np.int64), runner.device)
     inputs = observe_inputs(runner.model, ids, runner.forward.kernel)
     always = config.speculative.planning == "always"
-    best, problem = None, "this device has no products with quantised weights of this type"
+    best, problem = None, NO_PRODUCTS
     for product in products_for(runner.device.type, runner.model.dtype, config.quantized.bits):
         try:
             of_copy = CopyRunner(Copy(runner.model, product, *inputs), engine, params)

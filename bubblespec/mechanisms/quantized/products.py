@@ -46,6 +46,9 @@ def products_for(device: str, dtype: torch.dtype, bits: str) -> list[Product]:
     return [product for product in found if bits in ("auto", str(product.bits))]
 
 
+NO_PRODUCTS = "this device has no products with quantised weights of this type"
+
+
 def round_to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a weight [M, K]; return int8 [M, K] and the steps of the outputs' grids, float [M]."""
     step = weight.abs().amax(dim=1).clamp_min(torch.finfo(weight.dtype).tiny) / 127

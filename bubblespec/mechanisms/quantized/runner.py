@@ -11,10 +11,11 @@ logits are computed by the policy's own head: in 8 bits it would cause a third o
 Shape legend: M rows that draft, C candidates.
 """
 
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward, SlotFollower
@@ -40,14 +41,8 @@ class CopyRunner(SlotFollower):
         self.num_candidates = min(CANDIDATES, num_tokens)
         self.runner = runner = cast(ModelRunner, engine.runner)
         policy = cast(ModelForward, runner.forward)
-        options: dict[str, Any] = {"kernel": policy.kernel, "enforce_eager": policy.is_eager}
-        options["memory"] = policy.memory
-        if runner.device.type == "cpu" and is_lean(runner.model, copy.parts):
-            self.forward: ModelForward = LeanForward(
-                runner.model, copy.parts, output_head(copy.model), **options
-            )
-        else:
-            self.forward = ModelForward(copy.model, **options)
+        options = {"enforce_eager": policy.is_eager, "memory": policy.memory}
+        self.forward = copy_forward(copy, runner.model, policy.kernel, **options)
         self.graphs: ForwardGraphs | None = None
         if runner.graphs is not None:
             self.graphs = ForwardGraphs(self.forward, runner.cache, runner.num_slots)
@@ -81,6 +76,13 @@ class CopyRunner(SlotFollower):
         token, lead = draw_among(logits, ids, keys, position, self.params)
         found, by = to_host(token, lead)
         return found.astype(np.int64), by
+
+
+def copy_forward(copy: Copy, model: PreTrainedModel, kernel: str, **options) -> ModelForward:
+    """Return the forward of a policy's copy, of few calls where that is possible and pays."""
+    if model.device.type == "cpu" and is_lean(model, copy.parts):
+        return LeanForward(model, copy.parts, output_head(copy.model), kernel=kernel, **options)
+    return ModelForward(copy.model, kernel, **options)
 
 
 def exact_logits(head: OutputHead, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

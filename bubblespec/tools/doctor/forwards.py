@@ -26,6 +26,10 @@ from bubblespec.engine.model_checks import is_rounding, random_tokens, relative_
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import best_and_sum
+from bubblespec.errors import one_line
+from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
+from bubblespec.mechanisms.quantized.products import NO_PRODUCTS, products_for
+from bubblespec.mechanisms.quantized.runner import copy_forward
 from bubblespec.mechanisms.tp_tail.shards import (
     ShardedForward,
     TPGroup,
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 
 WARM_UP, NUM_TIMED = 3, 20
 NUM_SAMPLED = 128  # positions of the check of sampling
+MIN_SAME = 0.3  # of the best tokens of random text, where policies are unsure
 
 
 class Line(NamedTuple):
@@ -175,6 +180,41 @@ def tp_tail(case: Case) -> Iterator[Line]:
     yield ok(f"a forward of one token takes {took}")
 
 
+@torch.inference_mode()
+def quantized(case: Case) -> Iterator[Line]:
+    """Compare the quantised copies that this device has with the policy, and time them."""
+    loaded, device, settings = case.loaded, case.ranks.device, case.config.quantized
+    if "quantized" not in case.config.speculative.sources:
+        yield ok("not applicable: speculative.method has no quantised copy")
+        return
+    found = products_for(device.type, loaded.dtype, settings.bits)
+    if not found:
+        yield slower(NO_PRODUCTS)
+        return
+    tokens, one = random_tokens(loaded, NUM_SAMPLED), np.ones(1, np.int64)
+    inputs = observe_inputs(loaded, tokens, case.kernel)
+    packing = pack_rows(cache_for(case.kernel), 0 * one, one, device)
+    wanted = packed_logits(loaded, cache_for(case.kernel), case.kernel)
+    policy = partial(forward_hidden, loaded, tokens[:1], packing, case.kernel)
+    for product in found:
+        try:
+            copy = Copy(loaded, product, *inputs)
+            forward = copy_forward(copy, loaded, case.kernel)
+            logits = packed_logits(copy.model, cache_for(case.kernel), case.kernel)
+            ms = 1e3 * median_s(partial(forward.hidden, tokens[:1], packing), device)
+        except (RuntimeError, NotImplementedError) as error:
+            yield slower(f"{product.name}: {one_line(error)}")
+            continue
+        same = float((logits.argmax(-1) == wanted.argmax(-1)).float().mean())
+        text = (
+            f"{product.name}: {same:.0%} of {len(wanted)} best tokens are the policy's; a forward"
+        )
+        text += (
+            f" of one token takes {ms:.2f} ms, the policy's {1e3 * median_s(policy, device):.2f}"
+        )
+        yield ok(text) if same >= MIN_SAME else failed(f"{text}; speculative.method=bubble+suffix")
+
+
 def close(got: torch.Tensor, wanted: torch.Tensor, what: str, avoid: str) -> Line:
     """Compare logits with the tolerance of `prepare_model`; avoid: key that a failure names."""
     difference = relative_difference(got, wanted)
@@ -198,5 +238,6 @@ FORWARD_CHECKS: dict[str, Check] = {
     "attention": Check(attention, "model.attention=sdpa", "model"),
     "graphs": Check(graphs, "rollout.enforce_eager=true", "model"),
     "sampling": Check(sampling, "rollout.enforce_eager=true", "model"),
+    "quantised copy": Check(quantized, "speculative.method=bubble+suffix", "model"),
     "TP tail": Check(tp_tail, "rollout.tp_tail_max_rows=0", "model"),
 }
