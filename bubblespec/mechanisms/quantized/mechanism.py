@@ -60,7 +60,7 @@ class QuantizedMechanism(Mechanism):
         self._credit_s -= self._renewal_s
 
     def end_rollout(self, record: RolloutRecord) -> None:
-        """Allow a share of the rollout's seconds for the next renewal, less what the last took too long."""
+        """Allow a share of the rollout's seconds for the next renewal."""
         self._credit_s = min(self._credit_s, 0.0) + RENEWAL_SHARE * record.total_s
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
