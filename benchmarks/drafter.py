@@ -28,10 +28,15 @@ from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
 from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.drafter.training import DrafterTraining
+from bubblespec.mechanisms.quantized.source import QuantizedSource
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Row
 
 NOISE = {"coupled": "the row's own noise", "point_mass": "other noise"}
+TAIL_LINE = (
+    "{rows} rows together: {speedup:.2f}x as fast as without drafts, {tokens_a_forward:.2f} tokens "
+    "per row and forward, chains of {chain_length:.1f} tokens, {differing_rows} rows differ"
+)
 PAPER = "TLT (arXiv 2511.16665, its own hardware): end to end 1.7x and more"
 
 
@@ -114,9 +119,10 @@ def acceptance(trainer: Trainer, has_own_noise: bool) -> list[float]:
     return np.cumprod(right / np.maximum(tried, 1)).tolist()
 
 
-def tails(trainer: Trainer, count: int, repeats: int) -> dict:
-    """Generate the held-out rows, `count` at a time, by both arms in turn."""
-    source = training_of(trainer).source
+def tails(
+    trainer: Trainer, source: DrafterSource | QuantizedSource, count: int, repeats: int
+) -> dict:
+    """Generate the held-out rows, `count` at a time, without drafts and with a source, in turn."""
     proposer = Proposer([source], source.cost)
     arms = {
         "plain": (shared.plain_engine(trainer), None),
@@ -181,13 +187,8 @@ def run(arguments: Namespace, folder: str) -> None:
         by_rows = []
         for count in arguments.rows if arguments.repeats else ():
             ranks.barrier()
-            by_rows.append(tails(trainer, count, arguments.repeats))
-            line = (
-                "{rows} rows together: {speedup:.2f}x as fast as without drafts, "
-                "{tokens_a_forward:.2f} tokens per row and forward, chains of {chain_length:.1f} "
-                "tokens, {differing_rows} rows with other tokens"
-            )
-            log(line.format_map(by_rows[-1]), ranks)
+            by_rows.append(tails(trainer, training.source, count, arguments.repeats))
+            log(TAIL_LINE.format_map(by_rows[-1]), ranks)
         if ranks.is_main:
             print(PAPER)
             result = {"accepted": accepted, "by_rows": by_rows, "steps": [], "paper": PAPER}

@@ -281,7 +281,7 @@ class OptimConfig:
 class SpeculativeConfig:
     """Drafts. Affects time, not tokens."""
 
-    method: str = key("bubble+suffix", resume=SAFE)
+    method: str = key("bubble+suffix+quantized", resume=SAFE)
     """Sources of drafts, joined by +: bubble (idle time), suffix (matches in earlier text),
     quantized (a quantised copy of the policy) and drafter (a learned layer), see their sections,
     dotted paths of classes (docs/extending.md); or none."""
@@ -301,7 +301,8 @@ class QuantizedConfig:
     """The policy's quantised copy, where speculative.method names it. Affects time, not tokens."""
 
     bits: Literal["auto", "8", "4"] = key("auto", resume=SAFE)
-    """Bits of its weights; auto: what is fastest. A CPU has 8, a GPU both, for bfloat16."""
+    """Bits of its weights. A CPU has 8, a GPU 8 and 4, for bfloat16; auto: there 4 from 3 billion
+    weights on."""
 
 
 @dataclass

@@ -145,7 +145,7 @@ reward.functions=[a.b,a.b] | | 'a.b' is listed twice
 reward.weights=[1,2] | | 2 weights for 1 reward.functions
 reward.weights=[nan] | reward.weights[0] | finite
 reward.overlong_buffer_length=513 | | at most rollout.max_completion_length = 512
-speculative.method=none+drafter | | none, or some of bubble, suffix, drafter
+speculative.method=none+drafter | | none, or some of bubble, suffix, quantized, drafter
 loss.num_minibatches=3 | | a divisor of rollout.num_prompts_per_step = 16
 loss.delta=1.2 | | above 1 + loss.epsilon_high = 1.2
 loss.loss_type=gprpo | | grpo, dr_grpo, dapo, cispo, or a dotted path
@@ -154,7 +154,7 @@ loss.loss_type=my.loss loss.epsilon_high=0.3 | loss.epsilon_high | is not passed
 loss.advantage_estimator=gae | | grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, or
 loss.scale_rewards=none loss.advantage_estimator=my.function | | leave it out
 optim.stream_gradients=true loss.advantage_estimator=my.function | | gets the whole batch
-speculative.method=my.Source+my.Source | | none, or some of bubble, suffix, drafter and dotted paths
+speculative.method=my.Source+my.Source | | quantized, drafter and dotted paths
 loss.loss_type=cispo | loss.epsilon_high | at least 1 with cispo
 loss.loss_type=cispo loss.epsilon_high=5 loss.delta=9 | loss.delta | leave it out
 loss.scale_rewards=group loss.advantage_estimator=reinforce_plus_plus | | scaled by the batch

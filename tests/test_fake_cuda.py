@@ -410,7 +410,7 @@ def test_quantised_copy_waits_once_for_each_token(cuda, monkeypatch, kernel, bit
     monkeypatch.setattr(products, "GROUP", 32)  # as small as the model
     monkeypatch.setattr(products, "INNER_TILES", 2)
     model = make_fake("llama")
-    (product,) = products.products_for("cuda", torch.bfloat16, bits)
+    product = products.product_for("cuda", torch.bfloat16, bits, 1)
     tokens = torch.zeros(60, dtype=torch.int64, device=DEVICE)
     copy = Copy(model, product, *observe_inputs(model, tokens, kernel))
     assert [len(part.layers) for part in copy.parts[:4]] == [3, 1, 2, 1]

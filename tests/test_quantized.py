@@ -93,18 +93,18 @@ def test_int8_product_is_near_the_exact_one(rows):
     assert INT8_CPU.multiply(x.double(), INT8_CPU.pack(weight)).dtype == torch.float64
 
 
-def test_products_are_chosen_by_device_type_and_bits():
-    names = [
-        [product.name for product in products.products_for(*of)]
-        for of in (
-            ("cpu", torch.float32, "auto"),
-            ("cpu", torch.float32, "4"),
-            ("cuda", torch.bfloat16, "auto"),
-            ("cuda", torch.bfloat16, "8"),
-            ("cuda", torch.float32, "auto"),
-        )
-    ]
-    assert names == [["int8"], [], ["int4", "int8"], ["int8"], []]
+def test_product_depends_on_device_type_bits_and_size():
+    for wanted, *given in (
+        ("int8", "cpu", torch.float32, "auto", 10**8),
+        (None, "cpu", torch.float32, "4", 10**8),
+        ("int8", "cuda", torch.bfloat16, "auto", 10**9),
+        ("int4", "cuda", torch.bfloat16, "auto", 7 * 10**9),
+        ("int8", "cuda", torch.bfloat16, "8", 7 * 10**9),
+        ("int4", "cuda", torch.bfloat16, "4", 10**9),
+        (None, "cuda", torch.float32, "auto", 7 * 10**9),
+    ):
+        found = products.product_for(*given)
+        assert (found and found.name) == wanted
 
 
 # The copy

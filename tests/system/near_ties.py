@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from benchmarks.paired_rollout import paired_step, plain_engine
+from benchmarks.paired_rollout import paired_step
+from benchmarks.shared import plain_engine
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.engine.noise import gumbel, stream_keys

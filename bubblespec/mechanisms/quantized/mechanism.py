@@ -15,7 +15,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log, one_line
 from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
-from bubblespec.mechanisms.quantized.products import NO_PRODUCTS, products_for
+from bubblespec.mechanisms.quantized.products import NO_PRODUCT, product_for
 from bubblespec.mechanisms.quantized.runner import CopyRunner
 from bubblespec.mechanisms.quantized.source import NAME, QuantizedSource
 from bubblespec.planner.costs import CostModel
@@ -102,24 +102,22 @@ def make_quantized(
     ids = to_device(tokens.astype(np.int64), runner.device)
     inputs = observe_inputs(runner.model, ids, runner.forward.kernel)
     always = config.speculative.planning == "always"
-    best, problem = None, NO_PRODUCTS
-    for product in products_for(runner.device.type, runner.model.dtype, config.quantized.bits):
+    num_weights = sum(parameter.numel() for parameter in runner.model.parameters())
+    device, dtype = runner.device.type, runner.model.dtype
+    product = product_for(device, dtype, config.quantized.bits, num_weights)
+    problem, speedup = NO_PRODUCT, 0.0
+    if product is not None:
         try:
             of_copy = CopyRunner(Copy(runner.model, product, *inputs), engine, params)
             copy_cost = profile(of_copy, ranks.clock)
+            speedup = float(cost.seconds(1, 1) / copy_cost.seconds(1, 1))
         except (RuntimeError, NotImplementedError) as error:  # of torch's operators
             problem = one_line(error)
-            continue
-        copy_s = float(copy_cost.seconds(1, 1))
-        if best is None or copy_s < best[0]:
-            best = copy_s, of_copy, copy_cost
-    speedup = 0.0 if best is None else float(cost.seconds(1, 1)) / best[0]
     slowest = float(ranks.gather(np.array([speedup])).min())
     if slowest >= MIN_SPEEDUP or (always and slowest > 0.0):
-        assert best is not None
-        if best[1].graphs is not None:
-            runner.followers.append(best[1])
-        source = QuantizedSource(best[1], cost, best[2], always=always, clock=ranks.clock)
+        if of_copy.graphs is not None:
+            runner.followers.append(of_copy)
+        source = QuantizedSource(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
         return QuantizedMechanism(source, config, ranks.clock)
     if slowest > 0.0:
         problem = f"its forward is {slowest:.2f} times as fast as the policy's, too little to pay"

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+# Weights from which int4 is near enough; smaller policies gain little by it on a GPU.
+LARGE = 3e9
 GROUP = 128  # inputs of an output that share a grid of int4
 INNER_TILES = 8  # of torch's int4 layout, each of 16 inputs
 HALF = 8  # by which int4 weights, 0 to 15, are moved
@@ -34,19 +36,21 @@ class Product(NamedTuple):
     """Whether a weight of K inputs and M outputs can be packed."""
 
 
-def products_for(device: str, dtype: torch.dtype, bits: str) -> list[Product]:
-    """Return the products that a device has for a policy of this type.
+def product_for(device: str, dtype: torch.dtype, bits: str, num_weights: int) -> Product | None:
+    """Return the product of a copy, if a device has one for a policy of this type.
 
-    device: cpu or cuda; bits: auto, 8 or 4."""
+    device: cpu or cuda; bits: auto, 8 or 4; num_weights: of the policy."""
     if device == "cpu":
-        has_int8 = "x86" in torch.backends.quantized.supported_engines
-        found = [INT8_CPU] if has_int8 else []
+        found = INT8_CPU if "x86" in torch.backends.quantized.supported_engines else None
+    elif dtype != torch.bfloat16:
+        found = None
     else:
-        found = [INT4, INT8] if dtype == torch.bfloat16 else []
-    return [product for product in found if bits in ("auto", str(product.bits))]
+        is_int4 = bits == "4" or (bits == "auto" and num_weights >= LARGE)
+        found = INT4 if is_int4 else INT8
+    return found if found is None or bits in ("auto", str(found.bits)) else None
 
 
-NO_PRODUCTS = "this device has no products with quantised weights of this type"
+NO_PRODUCT = "this device has no product with quantised weights for this type of policy"
 
 
 def round_to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
