@@ -122,11 +122,7 @@ REFUSED = {
         INKLING,
         r"a state besides its keys and values \(hybrid, hybrid_sliding\)",
     ),
-    "deepseek_v32": (
-        "DeepseekV32",
-        DEEPSEEK,
-        r"attention of another kind \(indexed_attention\)",
-    ),
+    "deepseek_v32": ("DeepseekV32", DEEPSEEK, r"attention of another kind \(indexed_attention\)"),
     "gpt_oss": (
         "GptOss",
         {**GQA, **HEAD, "num_local_experts": 4, "num_experts_per_tok": 2},

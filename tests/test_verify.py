@@ -84,8 +84,7 @@ def decode(params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_keys=Non
     """Generate from POLICY speculatively. keys: [rows, at least limit + LONGEST_DRAFT, 4].
 
     Returns tokens int64 [rows, limit], -1 after the end, and as many logprob, full_logprob, and the
-    share of drafts accepted.
-    """
+    share of drafts accepted."""
     draft_keys = keys if draft_keys is None else draft_keys
     tokens = np.full((len(keys), limit), -1)
     logprobs = np.zeros((2, len(keys), limit))

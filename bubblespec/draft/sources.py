@@ -96,14 +96,11 @@ class TrackedRows:
 class Proposals(NamedTuple):
     """Tokens that may come next in R rows."""
 
-    tokens: np.ndarray
-    """int, the proposals of all rows."""
-    begin: np.ndarray
-    """int64 [R], begin of each row's proposal in `tokens`."""
+    tokens: np.ndarray  # int, the proposals of all rows
+    begin: np.ndarray  # int64 [R], begin of each row's proposal in `tokens`
     count: np.ndarray  # type: ignore[assignment]  # tuple.count is not used
     """int64 [R], tokens of each row's proposal; 0 for none."""
-    kind: np.ndarray
-    """int64 [R], numbers in the source's `kinds`."""
+    kind: np.ndarray  # int64 [R], numbers in the source's `kinds`
 
 
 class DraftSource:
@@ -143,18 +140,14 @@ class DraftSource:
         return Proposals(numbers, *np.zeros((3, len(numbers)), np.int64))
 
     def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Learn the new tokens of different rows, int [sum of counts], row after row.
-
-        numbers, counts: int64 [R]."""
+        """Learn new tokens, int [sum of counts], of different rows. numbers, counts: int64 [R]."""
 
     def catch_up(self) -> None:
         """Do work that can wait, while a GPU computes."""
 
 
 def load_source(path: str, vocab_size: int | None) -> DraftSource:
-    """Create a user's source, a subclass of DraftSource made without arguments.
-
-    Raises InputError."""
+    """Create a user's source, a DraftSource made without arguments; raise InputError."""
     key = "speculative.method"
     made = import_path(key, path, "my_module.MySource")
     if not isinstance(made, type) or not issubclass(made, DraftSource):
@@ -205,9 +198,7 @@ def check_proposals(source: DraftSource, found: Proposals, limits: np.ndarray) -
 
 
 class OwnDrafts(DraftSource):
-    """The sample's own draft, as long as the row follows it.
-
-    It was made with the same noise, so it is almost always right."""
+    """The sample's own draft, made with the same noise, as long as the row follows it."""
 
     kinds = tuple((ALIGNED, age) for age in range(MAX_AGE + 1))
 

@@ -80,15 +80,12 @@ LIVE, DRAFT, CURSOR, OFFSET, SOURCE, ASKED_AT, BONUS, SHIFT = range(8)  # column
 class Proposed(NamedTuple):
     """Tokens that may follow R rows."""
 
-    begin: np.ndarray
-    """int64 [R], begin of the tokens in `SuffixIndex.text`."""
+    begin: np.ndarray  # int64 [R], begin of the tokens in `SuffixIndex.text`
     count: np.ndarray  # type: ignore[assignment]  # tuple.count is not used
-    """int64 [R], number of tokens."""
     match: np.ndarray
     """int64 [R], length of the common suffix of row and source, up to MAX_MATCH. Below MIN_MATCH
     for OWN alone; 0: the draft continues at its expected place, as after one replaced token."""
-    source: np.ndarray
-    """int64 [R], OWN to HISTORY."""
+    source: np.ndarray  # int64 [R], OWN to HISTORY
 
 
 class NgramTable:
@@ -181,9 +178,7 @@ class SuffixIndex:
         return numbers
 
     def add_row(self, group: int, sample: int, max_tokens: int) -> int:
-        """Add a row of up to `max_tokens` tokens, not indexed before `start_indexing`.
-
-        Return its number."""
+        """Add a row of up to `max_tokens` tokens for `start_indexing`; return its number."""
         row = self.num_rows
         self.num_rows += 1
         if row == len(self.rows):
@@ -210,9 +205,7 @@ class SuffixIndex:
         return set(self.group[self.rows[lacking, LIVE]].tolist())
 
     def add_draft(self, row: int, tokens: np.ndarray) -> None:
-        """Set the draft of a row, int [L], aligned with its response.
-
-        Its siblings match there too."""
+        """Set the draft of a row, int [L], aligned with its response; siblings match in it too."""
         live = self.rows[row, LIVE]
         group, sample = int(self.group[live]), int(self.owner[live])
         (draft,) = self.add_texts([tokens], group, [sample], [OWN])
@@ -313,9 +306,9 @@ class SuffixIndex:
     def _search_own(
         self, draft: np.ndarray, context: np.ndarray, expected: np.ndarray
     ) -> np.ndarray:
-        """Return the end in the own draft near the expected that continues `context`, int64 [R].
+        """Return the end in the own draft nearest the expected one that continues `context`.
 
-        Without any it is the expected end; -1 past the draft."""
+        int64 [R]; without any the expected end itself, -1 past the draft."""
         first, last = self.begin[draft] + MAX_MATCH, self.end[draft] - 1
         place = expected[:, None] + DISTANCE
         is_there = (place >= first[:, None]) & (place <= last[:, None])
@@ -337,9 +330,7 @@ class SuffixIndex:
         return latest[chosen], second[chosen]
 
     def _common(self, ends: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Return the common suffixes' lengths of texts before `ends` and contexts, int64 [R].
-
-        context: [R, MAX_MATCH], the rows' last tokens."""
+        """Return common suffixes' lengths of texts at `ends` and contexts [R, MAX_MATCH]."""
         differs = self._before[ends - MAX_MATCH] != context
         return COMMON[np.packbits(differs, axis=1)[:, 0]]
 
@@ -379,9 +370,8 @@ class SuffixIndex:
 def _hash(group: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Return keys of the last n tokens of texts for each n of ORDERS, uint64 [ORDERS * P], not 0.
 
-    A collision costs a proposal, never a token.
-
-    group: int64 [P]; tokens: int32 [P, max(ORDERS)], the last one first."""
+    group: int64 [P]; tokens: int32 [P, max(ORDERS)], the last one first. A collision costs a
+    proposal, never a token."""
     weighted = tokens.astype(np.uint64) * WEIGHTS[1:]
     sums = [np.add.reduce(weighted[:, :n], axis=1, initial=n) for n in ORDERS]
     keys = (np.array(sums) + group.astype(np.uint64) * WEIGHTS[0]).ravel()

@@ -273,8 +273,7 @@ def pad(tokens: np.ndarray, packing: CachePacking, shape: Shape) -> np.ndarray:
     begin, and their keys in the flattened cache or, with pages, their slots (S + 1 each); how many
     keys they have (S).
     Sequences are pieces of the rows that feed something, then of the padding, of up to max_q tokens
-    each, then empty ones.
-    """
+    each, then empty ones."""
     size, num_sequences, max_q = shape
     inputs = np.zeros((6, size + 1), np.int64)
     ids, place, position = inputs[:3]
