@@ -1,8 +1,6 @@
-"""What rows propose, forward by forward: where proposals come from, how they are counted, and when
-none are looked for.
+"""Proposals of rows, forward by forward: their sources, counts and pauses.
 
-The engine is played by `forward`, which accepts what agrees with a given truth. All counts are
-counted by hand.
+`forward` plays the engine, which accepts what agrees with a given truth. Counts are made by hand.
 """
 
 import numpy as np
@@ -37,20 +35,18 @@ def cost(a: float = 1.0, b: float = 1e-6, c: float = 1e-6) -> CostModel:
     return CostModel.from_parameters(parameters)
 
 
-def make(
-    method: str = "bubble+suffix",
-    always: bool = True,
-    costs: CostModel | None = None,
-    history: History | None = None,
-) -> Proposer:
+def make(method: str = "bubble+suffix", always=True, costs=None, history=None) -> Proposer:
+    names, clock = method.split("+"), Clock()
+    parts = history or History(1000), costs or cost()
     proposer = make_proposer(
-        method.split("+"),
-        history or History(1000),
-        costs or cost(),
-        has_drafts="bubble" in method,
-        always=always,
-        clock=Clock(),
+        names, *parts, has_drafts="bubble" in names, always=always, clock=clock
     )
+    proposer.begin()
+    return proposer
+
+
+def with_sources(*sources: DraftSource) -> Proposer:
+    proposer = Proposer(sources, cost(), always=True, clock=Clock())
     proposer.begin()
     return proposer
 
@@ -66,8 +62,8 @@ def draft(tokens, version: int = 4) -> Draft:
 def forward(
     proposer: Proposer, rows: list[Row], truths: list, room: int = 3, budget: int = 4000
 ) -> list[list[int]]:
-    """One forward of rows that have followed their truths so far; returns what each proposed. Rows
-    gain what they accept and one token more."""
+    """Run a forward of rows that have followed their truths so far: rows gain what they accept and
+    one token more. Returns each row's proposal."""
     lengths = np.array([len(r.tokens) for r in rows])
     tokens, counts = proposer.propose(rows, lengths, np.full(len(rows), room), budget)
     proposed = [of.tolist() for of in unpacked(tokens, counts)]
@@ -90,16 +86,14 @@ def nothing(proposer: Proposer, one: Row, length: int) -> bool:
 
 
 def estimate(proposer: Proposer, kind: tuple) -> float:
-    """The probability that a token of a kind of proposal is accepted."""
+    """Probability that a token of this kind of proposal is accepted."""
     survival = proposer.survival
     return float(survival.estimates[survival.kinds.index(kind)])
 
 
 def test_matches_follow_the_draft_behind_its_mismatch():
-    """The second of four forwards meets a replaced token; what then comes is found around it in the
-    same draft."""
-    proposer = make()
-    own = row()
+    """The second of four forwards meets a replaced token."""
+    proposer, own = make(), row()
     proposer.track(own, draft(range(10, 40)), STEP)
     truth = [*range(10, 15), 99, *range(16, 40)]
     proposed = [forward(proposer, [own], [truth])[0] for _ in range(4)]
@@ -125,8 +119,7 @@ def test_draft_is_followed_up_to_its_mismatch(tokens, truth, wanted):
 
 @pytest.mark.parametrize("asked_before", [True, False])
 def test_row_tracked_again_does_not_match_itself(asked_before):
-    """As where a draft was interrupted, or a row comes back from another rank: its last words do
-    not occur before."""
+    """As where a draft was interrupted, or a row comes back from another rank."""
     proposer, own = make("suffix"), row(tokens=range(10, 40))
     proposer.track(own, None, STEP)
     if asked_before:
@@ -169,8 +162,7 @@ def test_windows_follow_costs_and_budget_unless_they_are_fixed(always, costs, bu
 
 
 def test_counts_of_a_rollout():
-    """One row with an old draft that goes wrong, one without a draft, and a row drafted ahead,
-    which is not counted."""
+    """A row with an old draft that goes wrong, one without, and an uncounted one drafted ahead."""
     proposer = make("bubble")
     old, bare, ahead = row(0), row(1), row(0, visit=STEP + 1)
     proposer.track(old, draft(range(10, 18), version=2), STEP)
@@ -185,27 +177,21 @@ def test_counts_of_a_rollout():
     assert (counts.draft_tokens, counts.accepted_tokens, counts.covered_tokens) == (6, 3, 3 + 1)
     assert counts.by_source == {"aligned": [6, 3]} and tried_ages(proposer) == {3, 4}
     assert proposer.survival.behind.tolist() == [1, 0]
-    assert {int(WINDOWS[i]): int(n) for i, n in enumerate(counts.accepted_lengths) if n} == {
-        0: 1,
-        3: 1,
-    }
+    lengths = {int(WINDOWS[i]): int(n) for i, n in enumerate(counts.accepted_lengths) if n}
+    assert lengths == {0: 1, 3: 1}
     spent_s, looked_up = proposer.take_spent()
     assert spent_s > 0 and looked_up == 9 and proposer.take_spent() == (0.0, 0)
-    # The chances of drafts are learnt from rows drafted ahead too: 9 of 9 tokens right at age 4, 3
-    # of 4 trials at age 3.
+    # Learned from rows drafted ahead too: 9 of 9 tokens right at age 4, 3 of 4 at age 3.
     prior = 8 * PRIORS["aligned"]
     assert estimate(proposer, ("aligned", 4)) == pytest.approx((9 + prior) / (9 + 8), abs=0.02)
     assert estimate(proposer, ("aligned", 3)) == pytest.approx((3 + prior) / (4 + 8), abs=0.02)
     proposer.begin()
     assert proposer.acceptance.row_forwards == 0 and not tried_ages(proposer)
-    assert forward(proposer, [ahead], [range(10, 40)]) == [[]], (
-        "a new rollout has forgotten the rows"
-    )
+    assert forward(proposer, [ahead], [range(10, 40)]) == [[]], "rows are forgotten"
 
 
-def test_a_pause_follows_proposals_that_do_not_pay_and_ends():
-    """As long as looking takes no more than LOOK_SHARE of the forwards' time, at most MAX_PAUSE; in
-    every forward as soon as they pay."""
+def test_proposals_that_do_not_pay_pause_queries():
+    """Until queries take LOOK_SHARE of the time, at most MAX_PAUSE forwards; none once they pay."""
     dear, cheap = cost(1e-9, 0.0, 1.0), cost()  # a token costs what it brings at best
     proposer, own = make("bubble", always=False, costs=dear), row()
     proposer.track(own, draft(range(1000)), STEP)
@@ -228,8 +214,7 @@ def test_a_pause_follows_proposals_that_do_not_pay_and_ends():
 
 
 def test_found_drafts_are_used_whatever_the_query_took():
-    """But it is not looked for again at once; and the time of a source that weighs it is no
-    reason."""
+    """A pause follows, except where the source weighs its own time."""
     proposer, own = make("bubble", always=False, costs=cost()), row()
     proposer.track(own, draft(range(1000)), STEP)
     proposer._overhead_s = 100.0  # of a forward's second
@@ -251,8 +236,7 @@ def test_found_drafts_are_used_whatever_the_query_took():
 
 
 def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
-    """Those it came with, and those it has gained before anybody asked and since; a draft of a late
-    sibling comes in too."""
+    """Its first tokens, and the ones gained before and after a query; a late sibling's draft."""
     texts, drafts, names, indexed = {}, [], [], []
 
     class Recorder(SuffixIndex):
@@ -294,7 +278,7 @@ def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
 
 
 def test_row_is_aligned_while_its_tokens_begin_its_draft():
-    """Rows that gain tokens together, some at a time, most of them as their drafts say."""
+    """Random rows gain tokens together, most of them as in the drafts."""
     rng, tracked, texts, drafts = np.random.default_rng(0), TrackedRows(), [], []
     for number in range(40):
         drafts.append(rng.integers(3, size=rng.integers(0, 60)).tolist())
@@ -320,8 +304,7 @@ def test_row_is_aligned_while_its_tokens_begin_its_draft():
 
 
 class Guesses(DraftSource):
-    """A made-up `DraftSource`: a guess at the whole response of some samples. Notes what it is told
-    and asked."""
+    """A guess at the whole response of some samples; notes calls."""
 
     kinds = (("guess",),)
 
@@ -354,12 +337,10 @@ class Guesses(DraftSource):
 
 
 def test_source_is_queried_for_unserved_rows_alone():
-    """Three rows: one with a draft that goes wrong in the second forward, one with a guess alone,
-    and one with neither."""
+    """A row with a draft that goes wrong in the second forward, one with a guess, and one bare."""
     drafted, guessed, bare = row(0), row(1), row(2)
     guesses = Guesses({drafted.id: list(range(70, 99)), guessed.id: [20, 21, 99, *range(23, 40)]})
-    proposer = Proposer([OwnDrafts(), guesses], cost(), always=True, clock=Clock())
-    proposer.begin()
+    proposer = with_sources(OwnDrafts(), guesses)
     for each in (drafted, guessed, bare):
         proposer.track(each, draft(range(10, 40)) if each is drafted else None, STEP)
     truths = [[*range(10, 15), 99, 76, 77, 78, 79, 80], range(20, 40), range(50, 70)]
@@ -368,9 +349,8 @@ def test_source_is_queried_for_unserved_rows_alone():
     assert [p[1] for p in proposed] == [[20, 21, 99], [23, 24, 25], [27, 28, 29]]
     assert [p[2] for p in proposed] == [[], [], []]
     assert guesses.asked == [[guessed.id, bare.id]] * 2 + [[drafted.id, guessed.id, bare.id]]
-    assert guesses.begins == 1 and guesses.gained == {
-        each.id: each.tokens.tolist() for each in (drafted, guessed, bare)
-    }
+    gained = {each.id: each.tokens.tolist() for each in (drafted, guessed, bare)}
+    assert guesses.begins == 1 and guesses.gained == gained
     counts = proposer.acceptance
     assert counts.by_source == {"aligned": [6, 4], "guess": [12, 2 + 3 + 3 + 3]}
     assert tried_ages(proposer) == {1}
@@ -387,8 +367,7 @@ def test_wrong_guess_of_another_source_keeps_alignment(guess):
     one = row()
     guesses = Guesses({one.id: guess})
     guesses.chance = 1.0
-    proposer = Proposer([OwnDrafts(), guesses], cost(), always=True, clock=Clock())
-    proposer.begin()
+    proposer = with_sources(OwnDrafts(), guesses)
     proposer.track(one, draft(range(10, 40)), STEP)
     assert forward(proposer, [one], [range(10, 40)]) == [guess]
     guesses.chance = 0.0
@@ -398,7 +377,7 @@ def test_wrong_guess_of_another_source_keeps_alignment(guess):
 
 
 def test_given_up_source_is_tried_again():
-    """It guesses wrong for many rows in the first rollout, and right from the second on."""
+    """Guesses are wrong for many rows in the first rollout, and right from the second on."""
     rows, guesses = [row(number) for number in range(100)], Guesses({})
     proposer = Proposer([guesses], cost(), clock=Clock())
     accepted = []
@@ -424,8 +403,7 @@ def test_disabled_source_gets_no_query_and_no_tokens():
     one = row()
     guesses = Guesses({one.id: [1, 2, 9, 7, 7, 7]})
     guesses.is_enabled, guesses.chance = False, 1.0
-    proposer = Proposer([OwnDrafts(), guesses], cost(), always=True, clock=Clock())
-    proposer.begin()
+    proposer = with_sources(OwnDrafts(), guesses)
     proposer.track(one, draft([1, 2, 3]), STEP)
     assert proposer.enabled_sources == [proposer.sources[0]]
     assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[1, 2, 3]]
