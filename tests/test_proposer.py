@@ -6,16 +6,9 @@
 import numpy as np
 import pytest
 
+from bubblespec.draft import proposer as module
 from bubblespec.draft import sources
-from bubblespec.draft.proposer import (
-    ALWAYS_WINDOW,
-    LOOK_SHARE,
-    MAX_PAUSE,
-    PRIOR,
-    PRIORS,
-    Proposer,
-    make_proposer,
-)
+from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposals, TrackedRows
 from bubblespec.draft.store import History
 from bubblespec.draft.suffix import SuffixIndex
@@ -36,11 +29,9 @@ def cost(a: float = 1.0, b: float = 1e-6, c: float = 1e-6) -> CostModel:
 
 
 def make(method: str = "bubble+suffix", always=True, costs=None, history=None) -> Proposer:
-    names, clock = method.split("+"), Clock()
-    parts = history or History(1000), costs or cost()
-    proposer = make_proposer(
-        names, *parts, has_drafts="bubble" in names, always=always, clock=clock
-    )
+    options = {"has_drafts": "bubble" in method, "always": always, "clock": Clock()}
+    parts = method.split("+"), history or History(1000), costs or cost()
+    proposer = make_proposer(*parts, **options)
     proposer.begin()
     return proposer
 
@@ -62,8 +53,7 @@ def draft(tokens, version: int = 4) -> Draft:
 def forward(
     proposer: Proposer, rows: list[Row], truths: list, room: int = 3, budget: int = 4000
 ) -> list[list[int]]:
-    """Run a forward of rows that have followed their truths so far: rows gain what they accept and
-    one token more. Returns each row's proposal."""
+    """Return each row's proposal in a forward, in which it gains accepted tokens and one more."""
     lengths = np.array([len(r.tokens) for r in rows])
     tokens, counts = proposer.propose(rows, lengths, np.full(len(rows), room), budget)
     proposed = [of.tolist() for of in unpacked(tokens, counts)]
@@ -138,7 +128,7 @@ def test_suffix_alone_finds_other_samples_and_epochs():
     assert forward(proposer, [own, other], [range(50, 70)] * 2) == [[50, 51, 52], []]
     late = row(2)
     proposer.track(late, None, STEP)
-    assert forward(proposer, [own, late], [range(50, 70), range(50, 70)])[0] == [54, 55, 56]
+    assert forward(proposer, [own, late], [range(50, 70)] * 2)[0] == [54, 55, 56]
     assert set(proposer.acceptance.by_source) <= {"history", "sibling"}
     assert not tried_ages(proposer)
 
@@ -149,7 +139,7 @@ def test_suffix_alone_finds_other_samples_and_epochs():
         (False, cost(), 4000, 128),
         (False, cost(), 9, 8),
         (False, cost(1e-6, 0.0, 1.0), 4000, 0),
-        (True, cost(1e-6, 1.0, 1.0), 5, ALWAYS_WINDOW),
+        (True, cost(1e-6, 1.0, 1.0), 5, module.ALWAYS_WINDOW),
     ],
 )
 def test_windows_follow_costs_and_budget_unless_they_are_fixed(always, costs, budget, wanted):
@@ -182,7 +172,7 @@ def test_counts_of_a_rollout():
     spent_s, looked_up = proposer.take_spent()
     assert spent_s > 0 and looked_up == 9 and proposer.take_spent() == (0.0, 0)
     # Learned from rows drafted ahead too: 9 of 9 tokens right at age 4, 3 of 4 at age 3.
-    prior = 8 * PRIORS["aligned"]
+    prior = 8 * module.PRIORS["aligned"]
     assert estimate(proposer, ("aligned", 4)) == pytest.approx((9 + prior) / (9 + 8), abs=0.02)
     assert estimate(proposer, ("aligned", 3)) == pytest.approx((3 + prior) / (4 + 8), abs=0.02)
     proposer.begin()
@@ -205,9 +195,9 @@ def test_proposals_that_do_not_pay_pause_queries():
                 looked.append(number)
         return looked
 
-    assert looked_at(4, 0.9 * LOOK_SHARE) == [0, 1, 2, 3]
-    assert looked_at(12, 3.5 * LOOK_SHARE) == [0, 4, 8]
-    assert looked_at(20, 99 * LOOK_SHARE) == [0, 17]
+    assert looked_at(4, 0.9 * module.LOOK_SHARE) == [0, 1, 2, 3]
+    assert looked_at(12, 3.5 * module.LOOK_SHARE) == [0, 4, 8]
+    assert looked_at(20, 99 * module.LOOK_SHARE) == [0, 17]
     proposer.cost = cheap
     found = [bool(forward(proposer, [own], [range(1000)])[0]) for _ in range(17)]
     assert found == [False] * 14 + [True] * 3, "14 are left of 16 forwards"
@@ -218,16 +208,12 @@ def test_found_drafts_are_used_whatever_the_query_took():
     proposer, own = make("bubble", always=False, costs=cost()), row()
     proposer.track(own, draft(range(1000)), STEP)
     proposer._overhead_s = 100.0  # of a forward's second
-    found = [len(forward(proposer, [own], [range(1000)])[0]) for _ in range(MAX_PAUSE + 2)]
+    found = [len(forward(proposer, [own], [range(1000)])[0]) for _ in range(module.MAX_PAUSE + 2)]
     assert found[0] and found[-1] and not any(found[1:-1])
-    (source,) = proposer.sources
-    propose, seconds = source.propose, 7.0
-
-    def slow(*arguments):
-        proposer.clock.now += seconds
-        return propose(*arguments)
-
-    source.propose, source.weighs_its_time = slow, True
+    (source,), seconds = proposer.sources, 7.0
+    propose = source.propose
+    source.propose = lambda *of: proposer.clock.sleep(seconds) or propose(*of)
+    source.weighs_its_time = True
     proposer.begin()
     proposer.track(own, draft(range(1000)), STEP)
     proposer._overhead_s = 0.0
@@ -273,8 +259,7 @@ def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
         forward(proposer, [own, continued, late], [*truths, range(60, 90)], room=2)
     assert proposer.acceptance.row_forwards == 9
     assert texts == {r.id.sample: r.tokens.tolist() for r in (own, continued, late)}
-    assert len(texts[1]) > 5
-    assert drafts == [0, 2] and indexed == [0, 1, 2]
+    assert len(texts[1]) > 5 and drafts == [0, 2] and indexed == [0, 1, 2]
 
 
 def test_row_is_aligned_while_its_tokens_begin_its_draft():
@@ -355,25 +340,30 @@ def test_source_is_queried_for_unserved_rows_alone():
     assert counts.by_source == {"aligned": [6, 4], "guess": [12, 2 + 3 + 3 + 3]}
     assert tried_ages(proposer) == {1}
     assert counts.draft_tokens == 18 and counts.accepted_tokens == 15
-    prior = 8 * PRIOR
+    prior = 8 * module.PRIOR
     assert estimate(proposer, ("guess",)) == pytest.approx((11 + prior) / (12 + 8), abs=0.02)
     assert forward(proposer, [guessed], [range(20, 40)], room=0) == [[]]
     assert len(guesses.asked) == 3, "no room, no question"
 
 
-@pytest.mark.parametrize("guess", [[7, 7, 7], [10, 11, 7]])
-def test_wrong_guess_of_another_source_keeps_alignment(guess):
-    """A source takes a row's own draft's place for one forward, and is refused."""
+def with_guess(guess: list[int], tokens) -> tuple[Proposer, Row, Guesses]:
+    """Make a proposer that prefers a guess to the row's own draft."""
     one = row()
     guesses = Guesses({one.id: guess})
     guesses.chance = 1.0
     proposer = with_sources(OwnDrafts(), guesses)
-    proposer.track(one, draft(range(10, 40)), STEP)
+    proposer.track(one, draft(tokens), STEP)
+    return proposer, one, guesses
+
+
+@pytest.mark.parametrize("guess", [[7, 7, 7], [10, 11, 7]])
+def test_wrong_guess_of_another_source_keeps_alignment(guess):
+    """A source takes a row's own draft's place for one forward, and is refused."""
+    proposer, one, guesses = with_guess(guess, range(10, 40))
     assert forward(proposer, [one], [range(10, 40)]) == [guess]
     guesses.chance = 0.0
-    begin = len(one.tokens)
-    wanted = list(range(10 + begin, 13 + begin))
-    assert forward(proposer, [one], [range(10, 40)]) == [wanted], "it goes on in its draft"
+    begin = 10 + len(one.tokens)
+    assert forward(proposer, [one], [range(10, 40)]) == [[begin, begin + 1, begin + 2]]
 
 
 def test_given_up_source_is_tried_again():
@@ -400,11 +390,8 @@ def test_given_up_source_is_tried_again():
 
 
 def test_disabled_source_gets_no_query_and_no_tokens():
-    one = row()
-    guesses = Guesses({one.id: [1, 2, 9, 7, 7, 7]})
-    guesses.is_enabled, guesses.chance = False, 1.0
-    proposer = with_sources(OwnDrafts(), guesses)
-    proposer.track(one, draft([1, 2, 3]), STEP)
+    proposer, one, guesses = with_guess([1, 2, 9, 7, 7, 7], [1, 2, 3])
+    guesses.is_enabled = False
     assert proposer.enabled_sources == [proposer.sources[0]]
     assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[1, 2, 3]]
     assert guesses.asked == [] and guesses.gained == {one.id: []}
