@@ -109,19 +109,14 @@ class DraftSource:
     It is queried for rows without a proposal from the sources before it, and for rows whose
     proposal is accepted less often than `chance`."""
 
+    # Kinds of proposals, (name of the source, length of the match, age, ...), whose acceptance is
+    # measured apart.
     kinds: Sequence[tuple] = ()
-    """Kinds of proposals, (name of the source, length of the match, age, ...). Acceptance is
-    measured by kind."""
-    is_enabled = True
-    """Whether the source is queried and gets new tokens."""
-    chance = 0.0
-    """Acceptance rate below which the source replaces another source's proposal."""
-    weighs_its_time = False
-    """Whether the source itself proposes only where that pays for its time."""
-    path: str | None = None
-    """Dotted path of a user's source, whose proposals are checked."""
-    vocab_size: int | None = None
-    """Number of the policy's tokens, for that check."""
+    is_enabled = True  # whether the source is queried and gets new tokens
+    chance = 0.0  # acceptance rate below which another source's proposal is replaced
+    weighs_its_time = False  # whether the source proposes only where that pays for its time
+    path: str | None = None  # dotted path of a user's source, whose proposals are checked
+    vocab_size: int | None = None  # number of the policy's tokens, for that check
 
     def begin(self, tracked: TrackedRows) -> None:
         """Begin a rollout, whose rows will be in `tracked`: forget all others."""

@@ -9,12 +9,10 @@ other samples of its group (their drafts, and their tokens so far), its own earl
 prompt, and responses of earlier epochs. The longest match wins and trust breaks ties; a match in
 the own draft near its expected place counts for more, see `OWN_BONUS`.
 
-All texts of a rollout lie in one array, each behind padding that stands for the prompt. So two
-responses of a group that agree from their first token on match in full length. Each operation is
-one for all rows.
-
-Cost: a query looks up a fixed number of n-grams, however long the texts are, and none where the
-last proposal was accepted and its match has full length.
+All texts of a rollout lie in one array, each behind padding that stands for the prompt, so that two
+responses of a group match in full length from their first token on. A query looks up a fixed number
+of n-grams for all rows at once, and none for a row whose last proposal was accepted with a match of
+full length.
 
 An "end" is the position in the array where a match ends and its continuation begins.
 
@@ -42,16 +40,14 @@ MAX_MATCH = 8  # longer matches count as equal
 # Sizes of the indexed n-grams, largest first. A query takes the most recent end for the largest n
 # that has any. These two sizes yield as much as all sizes from 8 down to 2.
 ORDERS = (6, MIN_MATCH)
-# A match near its expected place in the own draft is more likely right than its length says. It
-# counts this many tokens longer, and one less for each consecutive proposal without an accepted
-# token, so that a diverged draft loses its bonus. Measured on outdated drafts of two policies:
-# tokens per forward stay within 4% of the best fixed bonus, which is 6 on running sums and 0 on
-# free text; the wrong fixed bonus costs 4 to 21%.
+# A match near its expected place in the own draft counts this many tokens longer, and one less for
+# each consecutive proposal without an accepted token, so that a diverged draft loses its bonus.
+# Measured on outdated drafts of two policies: within 4% of the tokens per forward of the best fixed
+# bonus, 6 on running sums and 0 on free text; the wrong fixed bonus costs 4 to 21%.
 OWN_BONUS = 6
 # (n, distance): maximum distance from the expected place at which the own draft is searched for the
-# last n tokens, largest n first; n = 0 stands for the expected place itself. One token is enough to
-# detect an insertion or deletion. A wider search finds repeated words and measured worse; the
-# search of siblings finds matches further away, without the bonus.
+# last n tokens, largest n first; n = 0 is the expected place itself. One token shows an insertion
+# or deletion. A wider search finds repeated words and measured worse.
 OWN_RADIUS = ((2, 4), (1, 1), (0, 0))
 # Live tokens are indexed with this lag: the most recent end of an n-gram hides older ones, which is
 # a loss while hardly any tokens follow it.

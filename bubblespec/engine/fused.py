@@ -1,13 +1,11 @@
 """Fewer kernels per layer on a GPU: RMSNorm, and rotary embeddings of queries and keys together.
 
 transformers writes both as single tensor operations: 8 kernels for a norm and 10 for a rotary
-embedding, each of which takes about 2.5 us in a CUDA graph whatever its size. The replacement
-generates and trains alike. Its results differ from transformers' in the last bit, as they are
-rounded once instead of several times; so CPUs, float32 and float64 keep transformers' own, and so
-does a batch-invariant model.
+embedding, each of about 2.5 us in a CUDA graph. The replacement rounds once instead of several
+times, so CPUs, float32, float64 and batch-invariant models keep transformers' own.
 
-A replacement is compared with the original on random input, which stays where they differ: in norms
-that multiply by 1 + weight, and in partial or interleaved rotary embeddings.
+So do models where the two differ on random input: norms that multiply by 1 + weight, partial or
+interleaved rotary embeddings.
 
 Shape legend: N packed tokens, H query heads, K key/value heads, D head dimension.
 """

@@ -20,13 +20,12 @@ others share its memory. Graphs contain the addresses of keys, values and weight
 changed in place (optimizers do, LoRA too), and `clear` must follow a release of the cache.
 
 A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
-other ranks. So all ranks have graphs, captured in the same order, or none has any. Nothing is
-exchanged in either of the two stages of capturing (NCCL: distributed/device.py), and after each the
-ranks tell each other how it went; so a rank whose memory runs out may repeat a stage alone. First
-every rank runs each forward without its sums: what may fail on one rank alone fails here. Then each
-records its graphs: a sum that is recorded is not computed, and nobody waits. Between the two the
-ranks add up zeros in every size that the graphs will, as NCCL connects them when it first meets a
-size.
+other ranks. So all ranks have graphs, captured in the same order, or none has any. Neither of the
+two stages of capturing exchanges anything (NCCL: distributed/device.py), and the ranks exchange the
+outcome of each; so a rank whose memory runs out may repeat a stage alone. First every rank runs
+each forward without its sums, where errors of one rank show. Then each records its graphs, without
+computing a sum. In between the ranks sum zeros in every size, as NCCL connects them at a size's
+first use.
 
 Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that it has room for.
 """

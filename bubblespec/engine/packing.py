@@ -23,9 +23,8 @@ from bubblespec.engine.ragged import ragged
 # padding costs less than two calls: MAX_PADDING, where a row costs (Q + 10) * (L + 80). Fitted to
 # 100 shapes on one CPU thread with 4 heads of 24, where a unit is 5.3 ns.
 MAX_PADDING = 15_000
-# Beyond the last multiple of LANES, a CPU computes the exponentials of a row of scores one by one.
-# If at least LANES / 2 are left, it is faster to pad them to LANES and mask the rest: 16 queries of
-# 63 positions take 1.5 times as long as 16 of 64.
+# A CPU computes exponentials beyond the last multiple of LANES one by one: from LANES / 2 on it is
+# faster to pad and mask. 16 queries of 63 positions take 1.5 times as long as 16 of 64.
 LANES = 16
 PAGE = 256  # positions; the flash_attn package requires multiples of it
 

@@ -4,13 +4,11 @@ argmax_v(log p_v + g_v) with standard Gumbel g is an exact sample of p (Gumbel 1
 2014, "A* sampling"). So a token is a pure function of its logits and its noise key.
 
 A draft token x is accepted while it is the token y that the row samples there, with the noise that
-sampling without drafts would use. So the draft cannot change y at all: every token has exactly the
-distribution of sampling without drafts, and drafts may be selected by their content, which the
-usual rejection rule does not allow (notebooks/exactness.ipynb). A draft made with the same noise
-under nearby weights q is nearly always accepted: with p the current policy after temperature and
-truncation, the chance of y = x is at least (1 - TV) / (1 + TV), where TV is the total variation
-distance of p and q (Daliri, Musco and Suresh 2024, "Coupling without communication and
-drafter-invariant speculative decoding").
+sampling without drafts would use. So the draft cannot change y at all, and drafts may be selected
+by their content, which the usual rejection rule does not allow (notebooks/exactness.ipynb). A draft
+with the same noise under nearby weights q is nearly always accepted: the chance of y = x is at
+least (1 - TV) / (1 + TV), with TV the total variation distance of q and the policy (Daliri, Musco
+and Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding").
 
 Shape legend: R rows, n draft tokens of a row, S draft tokens of all rows, T = S + R positions to
 sample, V vocabulary.

@@ -1,17 +1,15 @@
 """Linear layers on a CPU in float32: torch's own product, or another one where that is faster.
 
 torch hands `linear` to MKL, with the weight as it is stored, [out, in]. On AMD's processors oneDNN
-is more than twice as fast, and on all of them the few rows of a decoding forward are multiplied
-faster by a copy of the weight in oneDNN's own order of memory. Two to four rows are fastest where
-MKL computes the transposed product, `weight @ x.T`, with other code than for `x @ weight.T`. How
-long a product takes has steps in its number of rows, and four may take less time than three. So
-generation may use each of them and may add rows of zeros, and training may use oneDNN. What pays is
-measured at the start of a run, for each shape of layer and number of rows. In float32 the kernel
-affects rounding, so all ranks must use the same one, and a resumed run keeps its choice
-(`choose_linear`).
+is more than twice as fast; everywhere a copy of the weight in oneDNN's own order of memory is
+faster for few rows. Two to four rows are fastest as `weight @ x.T`, for which MKL has other code
+than for `x @ weight.T`. Time has steps in the number of rows: four may take less than three. So
+generation may use each of these and add rows of zeros, and training may use oneDNN, as measured at
+the start of a run for each shape of layer and number of rows. The kernel affects rounding, so all
+ranks use the same one, and a resumed run keeps its choice (`choose_linear`).
 
-Copies are renewed when the weight's version counter has changed, so that generation always
-uses the current weights. Parameters, their names and their memory stay as they are.
+Copies are renewed when the weight's version counter has changed. Parameters, their names and their
+memory stay as they are.
 
 Shape legend: K features in, M features out.
 """
@@ -150,10 +148,9 @@ class FastLinear(torch.nn.Linear):
     """A linear layer with a plan, into which `use_plans` turns a model's layers."""
 
     plan: Plan
-    calls: tuple[Call, ...]
-    """Calls by number of rows, see `Plan.by_rows`."""
+    calls: tuple[Call, ...]  # by number of rows, see `Plan.by_rows`
+    # Packed copies of the weight (at None) and of its parts, each with the weight's version.
     copies: dict[tuple | None, tuple[int, torch.Tensor]]
-    """Packed copies of the weight (at None) and of its parts, each with the weight's version."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Not through Module.__getattr__: at a few rows every microsecond counts.
