@@ -8,11 +8,10 @@ For each training step the *same batch* is rolled out with the *same weights*
 - overlapped: rows that wait are left out, and calls run in `environment.num_workers` processes;
 - with drafts as well, made in the idle time of the step before by the same rule as in training,
 
-in an order that changes from step to step, each from the same drafts and statistics; the tokens are
-compared; then the policy is trained on them and the next step follows. The first step, which has no
-drafts, is left out of the medians. A call takes 50 ms to 2 s (`benchmarks/slow_game.py`), in real
-time. Wall time is the slowest rank's, with the exchange of drafts in it; `longest_chain_s`, what
-the calls of one row take at most, is a bound for all ways.
+in an order that changes from step to step; the tokens are compared; then the policy is trained on
+them. The first step, which has no drafts, is left out of the medians. A call takes 50 ms to 2 s
+(`benchmarks/slow_game.py`). Wall time is the slowest rank's, with the exchange of drafts;
+`longest_chain_s`, what the calls of one row take at most, is a bound for all ways.
 """
 
 import argparse
@@ -29,18 +28,14 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks import slow_game
+from benchmarks import shared, slow_game
 from benchmarks.paired_rollout import learn, timed
-from benchmarks.shared import commit, main, make_parser, markdown, plain_engine, write_json
-from bubblespec.config_file import load_config
-from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.episodes.environments import Environments, Observation
 from bubblespec.mechanisms.episodes.episodes import Episodes
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 
 ARMS = ("lock_step", "overlapped", "drafts")
@@ -49,7 +44,7 @@ DEFAULTS = ["environment.factory=benchmarks.slow_game.SlowGame", "environment.nu
 
 
 class LockStep(Environments):
-    """Calls wait for each other, and so do their results."""
+    """Runs calls one after another, once all rows wait, and holds results until the last."""
 
     def __init__(self, config, tokenizer):
         num_workers = min(config.num_workers, 1)
@@ -58,7 +53,7 @@ class LockStep(Environments):
         self._answers: list[tuple[Hashable, Observation]] = []
         self.tool_s: Counter[Hashable] = Counter()
 
-    def act(self, name, ids) -> None:
+    def act(self, name: Hashable, ids: np.ndarray) -> None:
         self._held[name] = ids
 
     def poll(self) -> list[tuple[Hashable, Observation]]:
@@ -78,31 +73,30 @@ class LockStep(Environments):
 def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step: int) -> dict:
     """Roll out a step once per arm, then learn from it."""
     config, ranks, sampler = trainer.config, trainer.ranks, trainer.sampler
+    (mechanism,) = (each for each in sampler.mechanisms if each.name == "episodes")
     launch, state = sampler.schedule.launch(step), sampler.state_dict()
     table, placed, scoring = sampler.begin(launch, step, sampler.store)
     length, prompts = config.rollout.max_completion_length, [of.prompt for of in launch.groups]
     rows = {arm: {index: table.make_row(index, length) for index in placed} for arm in ARMS}
     records: dict[str, RolloutRecord] = {}
 
-    def without_drafts(arm: str) -> int:
-        (mechanism,) = (each for each in sampler.mechanisms if each.name == "episodes")
+    def roll_out(arm: str) -> int:
+        if arm == "drafts":
+            records[arm], tasks = sampler.roll_out(table, rows[arm], step, launch.groups)
+            sampler.conclude(records[arm], tasks, table, rows[arm], step)
+            return records[arm].own_forwards
         environments = lock_step if arm == "lock_step" else mechanism.environments
         options = {"seed": config.run.seed, "clock": ranks.clock, "runs_drafts": False}
         episodes = Episodes(environments, plain, prompts, **options)
-        loop = RolloutLoop(plain, ranks, sampler.params, rows[arm], table, feed=episodes)
-        records[arm] = loop.run()
+        records[arm] = RolloutLoop(
+            plain, ranks, sampler.params, rows[arm], table, feed=episodes
+        ).run()
         scoring.outcomes |= episodes.outcomes
-        return records[arm].own_forwards
-
-    def with_drafts(arm: str) -> int:
-        records[arm], tasks = sampler.roll_out(table, rows[arm], step, launch.groups)
-        sampler.conclude(records[arm], tasks, table, rows[arm], step)
         return records[arm].own_forwards
 
     result = {"step": step, "rows": len(table.rank_of)}
     for arm in np.roll(ARMS, step).tolist():
         sampler.load_state_dict(state)
-        roll_out = with_drafts if arm == "drafts" else without_drafts
         timing = timed(trainer, partial(roll_out, arm))
         result[f"{arm}_s"], result[f"{arm}_forwards"] = timing
         if arm == "drafts":
@@ -122,7 +116,7 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
 
 
 def summarise(steps: list[dict]) -> dict:
-    """The first step has no drafts, so it is not timed."""
+    """Return medians over all steps but the first, which has no drafts."""
     timed_steps = steps[1:] or steps
     median_s = {arm: float(np.median([s[f"{arm}_s"] for s in timed_steps])) for arm in ARMS}
     return {
@@ -136,34 +130,32 @@ def summarise(steps: list[dict]) -> dict:
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
-    overrides = [*DEFAULTS, *arguments.overrides]
-    config = load_config(arguments.config, [*overrides, f"run.output_dir={folder}"])
-    with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-        if "bubble" not in config.speculative.sources:
-            raise InputError(f"speculative.method: {config.speculative.method} makes no drafts")
-        trainer, steps = build(config, ranks), []
-        plain = plain_engine(trainer)
+    arguments.overrides = [*DEFAULTS, *arguments.overrides]
+    config = shared.run_config(arguments, folder)
+    if "bubble" not in config.speculative.sources:
+        raise InputError(f"speculative.method: {config.speculative.method} makes no drafts")
+    with shared.open_trainer(config) as trainer:
+        is_main, steps, plain = trainer.ranks.is_main, [], shared.plain_engine(trainer)
         lock_step = LockStep(config.environment, trainer.sampler.scorer.tokenizer)
         gc.collect()
         gc.freeze()  # as in a run, see Trainer.open
         for step in range(config.run.max_steps):
             steps.append(s := step_in_all_ways(trainer, plain, lock_step, step))
-            if ranks.is_main:
+            if is_main:
                 seconds = ", ".join(f"{arm} {s[f'{arm}_s']:.2f} s" for arm in ARMS)
                 print(f"step {step}: {seconds}", flush=True)
         lock_step.close()
-        if ranks.is_main:
+        if is_main:
             summary = summarise(steps)
-            print(markdown([{arm: f"{s:.2f} s" for arm, s in summary["median_s"].items()}]))
+            print(shared.markdown([{arm: f"{s:.2f} s" for arm, s in summary["median_s"].items()}]))
             print(
                 f"overlap {summary['overlap']:.2f}x over lock-step; over that, drafts "
                 f"{summary['drafts']:.2f}x; "
                 f"{summary['differing_rows']} of {summary['rows']} rows differ; the calls of one "
                 f"row alone take up to {summary['longest_chain_s']:.2f} s"
             )
-            settings = {"config": arguments.config, "overrides": overrides, "commit": commit()}
-            write_json(arguments.json, summary | settings | {"steps": steps})
+            shared.write_result(arguments, summary | {"steps": steps})
 
 
 if __name__ == "__main__":
-    sys.exit(main(run, make_parser("Episodes with slow tools, in three ways")))
+    sys.exit(shared.main(run, shared.make_parser("Episodes with slow tools, in three ways")))

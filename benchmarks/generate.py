@@ -3,23 +3,22 @@ tiny|smollm2|FOLDER] [--json OUT]
 
 32 rows (8 prompts, 4 samples each) at temperature 1, on one thread, by the engine, `model.generate`
 (one batch padded on the left, K/V cache, SDPA) and transformers' continuous batching, which is what
-`model.generate_batch` runs. Each samples other tokens, so lengths are prescribed: row by row the
-same for all, none stops at an end token. The tail is that of a lognormal distribution; the same
-rows with equal lengths show what is left without one. `generate` has a limit for all rows only; a
-stopping criterion ends each at its own length, and, as ever, an ended row is padded until the last
-row ends. Only prescribed tokens count.
+`model.generate_batch` runs. Each samples other tokens, so lengths are prescribed for each row. The
+tail is that of a lognormal distribution; the same rows with equal lengths show what is left without
+one. `generate` pads a row that has ended until the last row ends. Only prescribed tokens count.
 
-Each arm has a copy of the model, is run once before it counts, and runs in turn with the others.
-Starting and stopping the thread of the continuous batching is not timed.
+Each arm has a copy of the model, runs once before it counts, and runs in turn with the others.
 """
 
 import argparse
 import copy
+import itertools
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ from transformers import (
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.shared import ROOT, chain_sums, commit, load_policy, main, markdown, write_json
+from benchmarks import shared
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
@@ -43,8 +42,8 @@ from bubblespec.errors import InputError
 from bubblespec.types import Row, SampleId
 
 MODELS = {
-    "tiny": os.path.join(ROOT, "configs/tiny_policy"),
-    "smollm2": os.path.join(ROOT, "models/smollm2-135m-instruct"),
+    "tiny": os.path.join(shared.ROOT, "configs/tiny_policy"),
+    "smollm2": os.path.join(shared.ROOT, "models/smollm2-135m-instruct"),
 }
 LONGEST = {"tiny": 400, "smollm2": 96}  # response tokens, if not given
 # The 99th percentile is 8.7 times the median, as it is with configs/tiny_cpu_bulk.yaml.
@@ -55,22 +54,21 @@ Arm = Callable[[], list[int]]  # generates all rows; returns the response tokens
 
 
 def tail_lengths(count: int, longest: int, seed: int) -> np.ndarray:
-    """Response lengths int64 [count]: evenly spaced quantiles of a lognormal distribution up to
-    `longest`, in random order."""
+    """Return quantiles of a lognormal distribution up to `longest`, shuffled, int64 [count]."""
     quantile = [statistics.NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
     lengths = np.exp(SIGMA * (np.array(quantile) - quantile[-1])) * longest
     return np.random.default_rng(seed).permutation(np.maximum(lengths.round(), 1).astype(np.int64))
 
 
 def engine_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray) -> Arm:
+    """Return the arm of this package's engine."""
     longest = max(len(prompt) for prompt in prompts) + int(lengths.max())
     prepare_model(model, longest)
     engine = Engine(ModelRunner(model, len(prompts), longest, seed=0))
-    visit = 0
+    visits = itertools.count(1)  # other noise each time
 
     def run() -> list[int]:
-        nonlocal visit
-        visit += 1  # other noise
+        visit = next(visits)
         engine.reset()
         rows = [
             Row(SampleId(hash(p) >> 1, visit, j), p, int(n))
@@ -82,8 +80,7 @@ def engine_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray) -> Ar
 
 
 class EndsAt(StoppingCriteria):
-    """Ends row r when the batch has `lengths[r]` tokens, prompt and padding included. lengths:
-    int64 [rows]."""
+    """Ends each row at its length, prompt and padding included, int64 [rows]."""
 
     def __init__(self, lengths: torch.Tensor):
         self.lengths = lengths
@@ -93,23 +90,18 @@ class EndsAt(StoppingCriteria):
 
 
 def generation_config(longest: int, end: int | None, pad: int) -> GenerationConfig:
-    """Sampling at temperature 1."""
-    return GenerationConfig(
-        max_new_tokens=longest,
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        eos_token_id=end,
-        pad_token_id=pad,
-    )
+    """Return settings of sampling at temperature 1."""
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    return GenerationConfig(max_new_tokens=longest, eos_token_id=end, pad_token_id=pad, **options)
 
 
 def generate_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray, pad: int) -> Arm:
+    """Return the arm of `model.generate`."""
     model.set_attn_implementation("sdpa")
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    gaps = [width - len(prompt) for prompt in prompts]
+    ids = torch.tensor([[pad] * gap + list(p) for gap, p in zip(gaps, prompts, strict=True)])
+    mask = torch.tensor([[0] * gap + [1] * (width - gap) for gap in gaps])
     model.generation_config = generation_config(int(lengths.max()), None, pad)
     criteria = StoppingCriteriaList([EndsAt(torch.from_numpy(lengths) + width)])
 
@@ -120,10 +112,11 @@ def generate_arm(model: PreTrainedModel, prompts: list, lengths: np.ndarray, pad
     return run
 
 
+@contextmanager
 def batch_arm(
     model: PreTrainedModel, prompts: list, lengths: np.ndarray, pad: int
-) -> tuple[Arm, Callable]:
-    """The arm, and what ends its thread. All rows fit into the cache and into one batch."""
+) -> Iterator[Arm]:
+    """Make the arm of `model.generate_batch`, with a cache and batches for all rows."""
     model.set_attn_implementation("sdpa")
     sizes = np.array([len(prompt) for prompt in prompts]) + lengths
     num_pages = int((-(-sizes // PAGE) + 1).sum()) + 1
@@ -133,92 +126,78 @@ def batch_arm(
             page_size=PAGE, num_blocks=num_pages, max_batch_tokens=2048
         ),
     )
-    manager = context.__enter__()
+    with context as manager:
 
-    def run() -> list[int]:
-        # What generate_batch does, which has one limit for all rows.
-        numbers = [
-            manager.add_request(list(p), max_new_tokens=int(n))
-            for p, n in zip(prompts, lengths, strict=True)
-        ]
-        num_tokens = {}
-        while len(num_tokens) < len(prompts):
-            result = manager.get_result(timeout=1)
-            if result is not None and result.error is not None:
-                raise RuntimeError(f"continuous batching: {result.error}")
-            if result is not None and result.is_finished():
-                num_tokens[result.request_id] = len(result.generated_tokens)
-            elif result is None and not manager.is_running():
-                raise RuntimeError("continuous batching: its thread has ended")
-        return [num_tokens[number] for number in numbers]
+        def run() -> list[int]:
+            # as generate_batch does, which has one limit for all rows
+            numbers = [
+                manager.add_request(list(p), max_new_tokens=int(n))
+                for p, n in zip(prompts, lengths, strict=True)
+            ]
+            num_tokens = {}
+            while len(num_tokens) < len(prompts):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.error is not None:
+                    raise RuntimeError(f"continuous batching: {result.error}")
+                if result is not None and result.is_finished():
+                    num_tokens[result.request_id] = len(result.generated_tokens)
+                elif result is None and not manager.is_running():
+                    raise RuntimeError("continuous batching: its thread has ended")
+            return [num_tokens[number] for number in numbers]
 
-    return run, lambda: context.__exit__(None, None, None)
+        yield run
 
 
 def measure(arms: dict[str, Arm], repeats: int) -> dict[str, dict]:
-    """Each arm once unmeasured, then `repeats` times in turn, forwards and backwards. Medians."""
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    tokens: dict[str, list[int]] = {name: [] for name in arms}
-    per_row = {name: arm() for name, arm in arms.items()}
+    """Run each arm once unmeasured, then `repeats` times in turn, forwards and backwards."""
+    found = {name: {"seconds": [], "tokens": [], "row_tokens": arm()} for name, arm in arms.items()}
     for repeat in range(repeats):
-        for name in list(arms) if repeat % 2 == 0 else list(arms)[::-1]:
+        for name in list(arms)[:: -1 if repeat % 2 else 1]:
             started = time.perf_counter()
-            per_row[name] = arms[name]()
-            seconds[name].append(time.perf_counter() - started)
-            tokens[name].append(sum(per_row[name]))
-    result = {}
-    rates = {name: np.array(tokens[name]) / np.array(seconds[name]) for name in arms}
-    for name in arms:
-        result[name] = {
-            "seconds": seconds[name],
-            "tokens": tokens[name],
-            "row_tokens": per_row[name],
-            "tokens_per_second": float(np.median(rates[name])),
-            # Paired: within a turn the machine is the same for all.
-            "engine_speedup": float(np.median(rates["engine"] / rates[name])),
-        }
-    return result
+            rows = arms[name]()
+            found[name]["seconds"].append(time.perf_counter() - started)
+            found[name]["tokens"].append(sum(rows))
+            found[name]["row_tokens"] = rows
+    rates = {name: np.divide(arm["tokens"], arm["seconds"]) for name, arm in found.items()}
+    for name, arm in found.items():
+        arm |= {f"median_{key}": statistics.median(arm[key]) for key in ("tokens", "seconds")}
+        arm["tokens_per_second"] = float(np.median(rates[name]))
+        # Paired: within a turn the machine is the same for all.
+        arm["engine_speedup"] = float(np.median(rates["engine"] / rates[name]))
+    return found
 
 
 def run_workload(
     model: PreTrainedModel, prompts: list, lengths: np.ndarray, pad: int, repeats: int
 ) -> dict:
-    """Figures of all arms; an arm that cannot run at all has its error in place of figures."""
+    """Return the figures of all arms, or an arm's error where it cannot run at all."""
     arms = {
         "engine": engine_arm(copy.deepcopy(model), prompts, lengths),
         "generate": generate_arm(copy.deepcopy(model), prompts, lengths, pad),
     }
-    close, failed = None, {}
-    try:
-        arms["generate_batch"], close = batch_arm(copy.deepcopy(model), prompts, lengths, pad)
-        arms["generate_batch"]()
-    except Exception as error:  # the others' figures stand without it
-        failed["generate_batch"] = {"error": f"{type(error).__name__}: {error}"}
-        arms.pop("generate_batch", None)
-    try:
+    failed = {}
+    with ExitStack() as stack:
+        try:
+            arm = stack.enter_context(batch_arm(copy.deepcopy(model), prompts, lengths, pad))
+            arm()
+            arms["generate_batch"] = arm
+        except Exception as error:  # the others' figures stand without it
+            failed["generate_batch"] = {"error": f"{type(error).__name__}: {error}"}
         result = measure(arms, repeats)
-    finally:
-        if close is not None:
-            close()
     for name, figures in result.items():
         if figures["row_tokens"] != lengths.tolist():
             raise AssertionError(f"{name} generated other lengths than prescribed")
     return result | failed
 
 
-def print_table(workloads: dict[str, dict]) -> None:
-    rows = []
-    for workload, result in workloads.items():
-        for name, r in result.items():
-            row = {"lengths": workload, "arm": name}
-            if "error" in r:
-                rows.append(row | {"tokens": f"does not run: {r['error']}"})
-                continue
-            row["tokens"] = f"{statistics.median(r['tokens']):.0f}"
-            row["seconds"] = f"{statistics.median(r['seconds']):.2f}"
-            row["tokens/s"] = f"{r['tokens_per_second']:.0f}"
-            rows.append(row | {"engine against it": f"{r['engine_speedup']:.2f}x"})
-    print(markdown(rows))
+COLUMNS = {
+    "lengths": "{lengths}",
+    "arm": "{arm}",
+    "tokens": "{median_tokens:.0f}",
+    "seconds": "{median_seconds:.2f}",
+    "tokens/s": "{tokens_per_second:.0f}",
+    "engine against it": "{engine_speedup:.2f}x",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -237,34 +216,35 @@ def make_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace, _: str) -> None:
     folder = MODELS.get(arguments.model, arguments.model)
     if not os.path.isdir(folder):
-        text = f"--model: no folder {folder}; `make smollm2` makes that of smollm2"
-        raise InputError(text)
+        raise InputError(f"--model: no folder {folder}; `make smollm2` makes that of smollm2")
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
-    tokenizer, model, ends = load_policy(folder)
+    tokenizer, model, ends = shared.load_policy(folder)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
-    prompts = [
-        prompt.token_ids
-        for prompt in chain_sums(tokenizer, arguments.num_prompts, seed=0, max_terms=12)
-        for _ in range(arguments.num_generations)
-    ]
+    sums = shared.chain_sums(tokenizer, arguments.num_prompts, seed=0, max_terms=12)
+    prompts = [p.token_ids for p in sums for _ in range(arguments.num_generations)]
     longest = arguments.longest or LONGEST.get(arguments.model, 96)
     tail = tail_lengths(len(prompts), longest, seed=0)
     lengths = {"tail": tail, "equal": np.full(len(prompts), round(tail.mean()))}
+    commit = shared.commit()
     print(f"{arguments.model}, {len(prompts)} rows of {arguments.num_prompts} prompts, 1 thread")
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, commit {commit()}")
-    print(
-        f"tail: median {np.median(tail):.0f}, mean {tail.mean():.0f}, longest {tail.max()} tokens"
-    )
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, commit {commit}")
+    mean = f"median {np.median(tail):.0f}, mean {tail.mean():.0f}"
+    print(f"tail: {mean}, longest {tail.max()} tokens")
     workloads = {
         name: run_workload(model, prompts, limits, pad, arguments.repeats)
         for name, limits in lengths.items()
     }
-    print_table(workloads)
-    given = {"model": arguments.model, "commit": commit(), "longest": longest}
-    write_json(arguments.json, given | {"workloads": workloads})
+    rows = [
+        {"lengths": workload, "arm": name} | figures
+        for workload, arms in workloads.items()
+        for name, figures in arms.items()
+    ]
+    print(shared.tabulate(rows, COLUMNS))
+    given = {"model": arguments.model, "commit": commit, "longest": longest}
+    shared.write_json(arguments.json, given | {"workloads": workloads})
 
 
 if __name__ == "__main__":
-    sys.exit(main(run, make_parser()))
+    sys.exit(shared.main(run, make_parser()))

@@ -1,8 +1,5 @@
-"""What the GPU suite measures with: a device, sizes, models with random weights in published
-shapes, engines that decode, and what the roofline expects."""
+"""Device, models of published shapes with random weights, and expected times of the GPU suite."""
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +10,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from bubblespec.distributed.device import set_cuda_defaults
 from bubblespec.engine.attention import VARLEN_KERNELS
-from bubblespec.engine.batch import Load
 from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import Forward, ModelForward, can_capture
@@ -21,6 +17,7 @@ from bubblespec.engine.kernels import problem_of
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.tools.doctor.forwards import median_s
 from bubblespec.tools.simulate.cost import ForwardCost
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, roofline
 from bubblespec.types import Row, SampleId
@@ -33,21 +30,19 @@ SHAPES = {  # SHAPE_KEYS
     "7B": (3584, 18_944, 28, 152_064, 28, 4, False),
     "tiny": (48, 64, 2, 300, 4, 2, True),
 }
-
-
 MAX_LENGTH = 16_384  # positions of a model
 
 
 class Figure(NamedTuple):
-    """One row of the table."""
+    """A row of the table."""
 
     case: str
     value: float | None
-    """None if it could not be measured, for the reason in `note`."""
+    """Value, or None if `note` says why there is none."""
     unit: str = ""
     note: str = ""
     expected: float | None = None
-    """By the roofline of this GPU, where there is one."""
+    """Value by the roofline of this GPU, where there is one."""
 
 
 @dataclass
@@ -57,9 +52,9 @@ class Bench:
     device: torch.device
     dtype: torch.dtype
     kernels: list[str]
-    """Attention kernels that are available: SDPA first, the one that the engine uses last."""
+    """Available attention kernels: SDPA first, the one that the engine uses last."""
     is_small: bool
-    """Tiny sizes, for a CPU."""
+    """Whether sizes are tiny, for a CPU."""
     gpu: str | None = None
     """Name in `GPUS`."""
 
@@ -72,6 +67,10 @@ class Bench:
         return "tiny" if self.is_small else "1.5B"
 
     @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
     def has_graphs(self) -> bool:
         return can_capture(self.device, self.kernel)
 
@@ -79,7 +78,7 @@ class Bench:
         return small if self.is_small else large
 
     def model(self, name: str, num_layers: int | None = None) -> PreTrainedModel:
-        """Random weights; num_layers: in place of those of the shape."""
+        """Make a model with random weights. num_layers: by default as published."""
         config = dict(zip(SHAPE_KEYS, SHAPES[name], strict=True))
         config["num_hidden_layers"] = num_layers or config["num_hidden_layers"]
         torch.manual_seed(0)
@@ -100,7 +99,7 @@ class Bench:
         forward: Forward | None = None,
         max_num_batched_tokens: int | None = None,
     ) -> Engine:
-        """Make an engine of this many slots; forward: of the model, by default on this rank."""
+        """Make an engine with a slot for each of `rows`. forward: by default on this rank alone."""
         if forward is None:
             reduce = reduction_for(self.device, enforce_eager)
             forward = ModelForward(model, self.kernel, enforce_eager=enforce_eager, reduce=reduce)
@@ -108,25 +107,24 @@ class Bench:
         runner = ModelRunner(model, rows, length, 0, forward=forward, max_num_batched_tokens=tokens)
         return Engine(runner)
 
-    def seconds(self, action: Callable[[], object], repeats: int = 10, warm_up: int = 2) -> float:
-        """Median wall time of one call, until the device has done it."""
-        times = []
-        for _ in range(warm_up + repeats):
-            started = time.perf_counter()
-            action()
-            self.wait()
-            times.append(time.perf_counter() - started)
-        return statistics.median(times[warm_up:])
+    def decoding_engine(
+        self, model: PreTrainedModel, rows: int, prompt: int, new: int, **options
+    ) -> Engine:
+        """Return an engine whose rows all decode. options: see `engine`."""
+        engine = self.engine(model, rows, prompt + new, **options)
+        engine.add(make_rows(model, rows, prompt, new))
+        while engine.queue or engine.prefilling():
+            engine.step(SamplingParams())
+        return engine
+
+    def seconds(self, action: Callable[[], object]) -> float:
+        """Return the median wall seconds of a call, until the device is done."""
+        return median_s(action, self.device)
 
     def cost(self, name: str) -> ForwardCost | None:
-        """Return what forwards of a model cost by the roofline, if it has this GPU and model."""
+        """Return the cost of a model's forwards by the roofline, if it has this GPU and model."""
         is_known = self.gpu is not None and name.lower() in MODELS
         return roofline(self.gpu, name.lower()) if is_known else None
-
-    def expected_ms(self, name: str, load: Load) -> float | None:
-        """Return the milliseconds of a forward by the same roofline."""
-        cost = self.cost(name)
-        return None if cost is None else 1e3 * cost.seconds(load)
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -134,6 +132,7 @@ class Bench:
 
 
 def make_bench(on_cpu: bool) -> Bench:
+    """Return the measurements' device and sizes, tiny ones on a CPU."""
     if on_cpu:
         return Bench(torch.device("cpu"), torch.float32, ["sdpa"], True)
     set_cuda_defaults()
@@ -144,18 +143,7 @@ def make_bench(on_cpu: bool) -> Bench:
     return Bench(device, dtype, ["sdpa", *reversed(fitting)], False, gpu)
 
 
-def make_rows(model: PreTrainedModel, count: int, prompt: int, new: int | np.ndarray) -> list[Row]:
-    """Rows with different random prompts of `prompt` tokens, so that no prefill is shared, and up
-    to `new` response tokens."""
-    rng = np.random.default_rng(7)
-    prompts = rng.integers(1, model.config.vocab_size, (count, prompt)).tolist()
-    limits = np.broadcast_to(new, count).tolist()
-    return [
-        Row(SampleId(100 + i, 0, 0), tuple(prompts[i]), limit) for i, limit in enumerate(limits)
-    ]
-
-
-def start_decoding(engine: Engine, rows: list[Row]) -> None:
-    engine.add(rows)
-    while engine.queue or engine.prefilling():
-        engine.step(SamplingParams())
+def make_rows(model: PreTrainedModel, count: int, prompt: int, new: int) -> list[Row]:
+    """Make rows of up to `new` tokens after random prompts, so that no prefill is shared."""
+    prompts = np.random.default_rng(7).integers(1, model.config.vocab_size, (count, prompt))
+    return [Row(SampleId(100 + i, 0, 0), tuple(p), new) for i, p in enumerate(prompts.tolist())]

@@ -1,11 +1,11 @@
-"""Parts of the GPU suite on forwards: attention alone, decode steps, verification, where the time
-of a step goes, forwards by number of tokens, and tokens that depend on the batch.
+"""Parts of the GPU suite on forwards: attention, decode steps, verification, profile, composition.
 
 Shape legend: R rows, N packed tokens of a forward, H query heads, K key/value heads, D head
 dimension.
 """
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -13,16 +13,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from benchmarks.gpu_bench import (
-    SHAPE_KEYS,
-    SHAPES,
-    Bench,
-    Figure,
-    make_rows,
-    start_decoding,
-)
+from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES, Bench, Figure, make_rows
 from bubblespec.engine.attention import VARLEN_KERNELS, reads_pages
-from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import ForwardGraphs, capture, rehearse
 from bubblespec.engine.kv_cache import KVCache
@@ -37,7 +29,8 @@ CONTEXTS = {"0.5B": 400, "1.5B": 3072, "7B": 4096}
 DECODING_ROWS = (16, 128)
 CALLS = 20  # of attention in one graph
 WINDOW = 4
-KINDS_OF_CALL = {  # tokens of a row, of a sequence, and the bound on the latter
+# Tokens of a row, tokens of a sequence, and the bound on the latter; above 1 heads are apart.
+KINDS_OF_CALL = {
     "heads in groups": (1, 1, 1),
     "heads apart": (1, 1, 2),
     "windows as single tokens": (WINDOW, 1, 1),
@@ -64,10 +57,7 @@ def graph_s(bench: Bench, action: Callable[[], torch.Tensor]) -> float:
 
 
 def attention(bench: Bench) -> Iterator[Figure]:
-    """One layer's attention: decoding rows as the engine computes them and with a bound on what a
-    query sees, which keeps query heads apart; windows of WINDOW tokens as so many sequences, and as
-    one for each row; then four rows' tokens in graphs with room for one sequence per token, and as
-    the four sequences that they are."""
+    """Time one layer's attention: KINDS_OF_CALL, then rows in graphs with more or less room."""
     for name in bench.sizes(("tiny",), ("7B", "1.5B", "0.5B")):
         shape = dict(zip(SHAPE_KEYS, SHAPES[name], strict=True))
         heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
@@ -80,13 +70,11 @@ def attention(bench: Bench) -> Iterator[Figure]:
                     query = cache[0].new_empty(rows * fed, heads, dimension).normal_()
                     table = cache[2].repeat_interleave(fed // per_sequence, 0)
                     sequences = (*cache[:2], table), [per_sequence] * len(table), len(table)
-                    call = attend(bench, query, *sequences, context, max_q)
-                    expected, cost = None, bench.cost(name)
-                    if cost is not None:
-                        load = rows, rows * fed, rows * context, max_q == 1
-                        expected = 1e6 * cost.attention.seconds(*load) / cost.attention.layers
-                    microseconds = 1e6 * graph_s(bench, call)
-                    yield Figure(f"{case}, {kind}", microseconds, "us per layer", "", expected)
+                    us = 1e6 * graph_s(bench, attend(bench, query, *sequences, context, max_q))
+                    load = rows, rows * fed, rows * context, max_q == 1
+                    cost = bench.cost(name)
+                    expected = cost and 1e6 * cost.attention.seconds(*load) / cost.attention.layers
+                    yield Figure(f"{case}, {kind}", us, "us per layer", "", expected)
         for tokens in bench.sizes((8,), (64, 256, 512, 1024)):
             cache = random_cache(bench, 4, bench.sizes((512,), (4096,))[0], kv_heads, dimension)
             query = cache[0].new_empty(tokens, heads, dimension).normal_()
@@ -111,9 +99,11 @@ def attend(
     bench: Bench, query: torch.Tensor, cache: tuple, counts: list[int], room: int, context: int,
     max_q: int,
 ) -> Callable[[], torch.Tensor]:  # fmt: skip
-    """Return a call of the engine's kernel. query: [N, H, D]; cache: see `random_cache`; counts:
-    new tokens by row of its table; room: sequences, the last of which are empty. On a CPU SDPA
-    takes its place, with keys repeated for each query head where max_q is above 1."""
+    """Return a call of the engine's kernel.
+
+    query: [N, H, D]; cache: see `random_cache`; counts: new tokens by row of its table; room:
+    sequences, the last of which are empty. SDPA, on a CPU, repeats keys where max_q is above 1.
+    """
     key, value, table = cache
     rows, length = len(table), table.shape[1] * PAGE
     if bench.kernel == "sdpa":
@@ -138,41 +128,39 @@ def attend(
     return partial(VARLEN_KERNELS[bench.kernel], varlen, query, key, value, **options)
 
 
-def decoding_engine(bench: Bench, model, rows: int, context: int, **options) -> Engine:
-    """Return an engine whose rows all decode, after prompts of `context` tokens that differ."""
-    tokens = min(rows * context, 8192)
-    engine = bench.engine(model, rows, context + 64, max_num_batched_tokens=tokens, **options)
-    start_decoding(engine, make_rows(model, rows, context, 60))
-    return engine
+def decode_cases(bench: Bench, names: tuple[str, ...]) -> Iterator[tuple]:
+    """Yield each case, its model, rows and context, and a function that makes its engine."""
+    for name in bench.sizes(("tiny",), names):
+        model, context = bench.model(name), CONTEXTS.get(name, 40)
+        for rows in bench.sizes((2,), DECODING_ROWS):
+            tokens = min(rows * context, 8192)
+            make = partial(bench.decoding_engine, model, rows, context, 64)
+            case = f"{name}, {rows} rows at {context}"
+            yield case, name, rows, context, partial(make, max_num_batched_tokens=tokens)
 
 
 def decoding(bench: Bench) -> Iterator[Figure]:
-    """Whole engine steps of R decoding rows, sampling included."""
-    for name, context in bench.sizes((("tiny", 40),), tuple(CONTEXTS.items())):
-        model = bench.model(name)
-        for rows in bench.sizes((2,), DECODING_ROWS):
-            is_compared = bench.has_graphs and rows == DECODING_ROWS[0]
-            for eager in (True, False) if is_compared else (not bench.has_graphs,):
-                engine = decoding_engine(bench, model, rows, context, enforce_eager=eager)
-                step_s = bench.seconds(partial(engine.step, SamplingParams()))
-                engine.release()
-                case = f"{name}, {rows} rows at {context}, {'eager' if eager else 'graphs'}"
-                expected, note = None, f"{rows / step_s:.0f} tokens/s"
-                if bench.cost(name) is not None:
-                    expected = 1e3 * decode_seconds(bench.gpu, name.lower(), rows, context)
-                yield Figure(case, step_s * 1e3, "ms per step", note, expected)
+    """Time whole engine steps of decoding rows, sampling included."""
+    for case, name, rows, context, make in decode_cases(bench, tuple(CONTEXTS)):
+        is_compared = bench.has_graphs and rows == DECODING_ROWS[0]
+        for eager in (True, False) if is_compared else (not bench.has_graphs,):
+            engine = make(enforce_eager=eager)
+            step_s = bench.seconds(partial(engine.step, SamplingParams()))
+            engine.release()
+            expected = None
+            if bench.cost(name) is not None:
+                expected = 1e3 * decode_seconds(bench.gpu, name.lower(), rows, context)
+            how, note = "eager" if eager else "graphs", f"{rows / step_s:.0f} tokens/s"
+            yield Figure(f"{case}, {how}", step_s * 1e3, "ms per step", note, expected)
 
 
 class FixedDrafts:
-    """Proposes drafts of one length. wanted: the tokens of each row by its uid, or None for
-    meaningless ones."""
+    """Proposes drafts of one length: tokens of `wanted` by uid."""
 
-    def __init__(self, length: int, wanted: dict[int, np.ndarray] | None = None):
+    def __init__(self, length: int, wanted: Mapping[int, np.ndarray]):
         self.length, self.wanted = length, wanted
 
     def propose(self, rows, lengths, room, budget):
-        if self.wanted is None:
-            return packed([np.ones(self.length, np.int64)] * len(rows))
         places = zip(rows, lengths, strict=True)
         return packed([self.wanted[row.id.uid][n : n + self.length] for row, n in places])
 
@@ -181,56 +169,54 @@ class FixedDrafts:
 
 
 def windows(bench: Bench) -> Iterator[Figure]:
-    """Whole engine steps in which each of R rows verifies a draft of w tokens."""
-    model = bench.model(bench.policy)
+    """Time whole engine steps in which each row verifies a draft of as many tokens."""
+    model, meaningless = bench.model(bench.policy), defaultdict(lambda: np.ones(640, np.int64))
     for rows in bench.sizes((2,), (1, 8, 64)):
-        engine = bench.engine(model, rows, 640)
-        start_decoding(engine, make_rows(model, rows, 64, 500))
+        engine = bench.decoding_engine(model, rows, 64, 576)
         for window in bench.sizes((0, 3), (0, 1, 3, 7, 15, 31)):
             if rows * (window + 1) > engine.max_num_batched_tokens:
                 continue
-            step = partial(engine.step, SamplingParams(), FixedDrafts(window) if window else None)
-            step_s, (_, load) = bench.seconds(step, repeats=3 if bench.is_small else 10), step()
-            note, expected = f"{load.tokens} tokens fed", bench.expected_ms(bench.policy, load)
-            yield Figure(
-                f"{rows} rows, window {window}", step_s * 1e3, "ms per step", note, expected
-            )
+            drafts = FixedDrafts(window, meaningless) if window else None
+            step = partial(engine.step, SamplingParams(), drafts)
+            ms, (_, load) = 1e3 * bench.seconds(step), step()
+            cost = bench.cost(bench.policy)
+            expected = cost and 1e3 * cost.seconds(load)
+            note = f"{load.tokens} tokens fed"
+            yield Figure(f"{rows} rows, window {window}", ms, "ms per step", note, expected)
         engine.release()
 
 
 def profile(bench: Bench) -> Iterator[Figure]:
-    """Where the time of a decode step goes: kernels by kind, and gaps between them, of which the
-    long ones are the host's."""
-    is_cuda, num_steps = bench.device.type == "cuda", 5
-    kinds = [torch.profiler.ProfilerActivity.CUDA] if is_cuda else None
-    for name in bench.sizes(("tiny",), ("1.5B", "7B")):
-        model, context = bench.model(name), CONTEXTS.get(name, 40)
-        for rows in bench.sizes((2,), DECODING_ROWS):
-            engine = decoding_engine(bench, model, rows, context)
-            for _ in range(3):
+    """Time kernels of a decode step by kind, and the gaps between them."""
+    num_steps = 5
+    kinds = [torch.profiler.ProfilerActivity.CUDA] if bench.is_cuda else None
+    for case, name, rows, context, make in decode_cases(bench, ("1.5B", "7B")):
+        engine = make()
+        for _ in range(3):
+            engine.step(SamplingParams())
+        with torch.profiler.profile(activities=kinds) as profiled:
+            for _ in range(num_steps):
                 engine.step(SamplingParams())
-            with torch.profiler.profile(activities=kinds) as profiled:
-                for _ in range(num_steps):
-                    engine.step(SamplingParams())
-                bench.wait()
-            engine.release()
-            kernels = [
-                (event.name, event.time_range.start, event.time_range.end)
-                for event in profiled.events()
-                if (event.device_type == DeviceType.CUDA) == is_cuda and event.cpu_parent is None
-            ]
-            expected, cost = {}, bench.cost(name)
-            if cost is not None:
-                seconds = cost.attention.seconds(rows, rows, rows * context)
-                expected = {"host": 1e3 * HOST_S, "attention": 1e3 * seconds}
-            for kind, ms in time_by_kind(kernels).items():
-                case = f"{name}, {rows} rows at {context}, {kind}"
-                yield Figure(case, ms / num_steps, "ms per step", "", expected.get(kind))
+            bench.wait()
+        engine.release()
+        kernels = [
+            (event.name, event.time_range.start, event.time_range.end)
+            for event in profiled.events()
+            if (event.device_type == DeviceType.CUDA) == bench.is_cuda and event.cpu_parent is None
+        ]
+        cost, load = bench.cost(name), (rows, rows, rows * context)
+        attention_ms = cost and 1e3 * cost.attention.seconds(*load)
+        expected = {"attention": attention_ms, "host": cost and 1e3 * HOST_S}
+        for kind, ms in time_by_kind(kernels).items():
+            each_ms = ms / num_steps
+            yield Figure(f"{case}, {kind}", each_ms, "ms per step", "", expected.get(kind))
 
 
 def time_by_kind(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
-    """Return milliseconds by kind of kernel, between kernels, and of the host. kernels: name, begin
-    and end in microseconds, one after the other on one stream."""
+    """Return milliseconds by kind of kernel, between kernels, and of the host.
+
+    kernels: name, begin and end in microseconds, one after the other on one stream.
+    """
     us = dict.fromkeys((*KINDS, "other kernels", "short gaps", "host"), 0.0)
     last = None
     for name, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
@@ -242,21 +228,15 @@ def time_by_kind(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
     return {kind: total / 1e3 for kind, total in us.items()}
 
 
-def copy_bandwidth(bench: Bench) -> float:
-    """Bytes per second, read and written, of a copy on the device."""
-    size = (1 << 24) if bench.is_small else (1 << 31)
-    source = torch.zeros(size, dtype=torch.uint8, device=bench.device)
-    target = torch.empty_like(source)
-    return 2 * size / bench.seconds(lambda: target.copy_(source))
-
-
 @torch.inference_mode()
 def forwards(bench: Bench) -> Iterator[Figure]:
-    """Forwards of N tokens, over 512 cached positions per row, against the time to read weights,
-    keys and values once."""
+    """Compare forwards over 512 cached positions with reading weights, keys and values once."""
     model = bench.model(bench.policy)
     slots, cached = bench.sizes((8, 40), (256, 512))
-    bandwidth = copy_bandwidth(bench)
+    num_bytes = 1 << (24 if bench.is_small else 31)
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * len(source) / bench.seconds(lambda: target.copy_(source))  # read and written
     yield Figure("copy bandwidth", bandwidth / 1e9, "GB/s")
     embedding = model.get_input_embeddings().weight
     weights = [p for p in model.base_model.parameters() if p is not embedding]
@@ -264,29 +244,24 @@ def forwards(bench: Bench) -> Iterator[Figure]:
     cache = KVCache(slots, 2 * cached, num_spare=1)
     caches = (*cache.keys.values(), *cache.values.values())
     entry_bytes = sum(t[0, 0].numel() * t.element_size() for t in caches)
-    captured = (
-        ForwardGraphs(ModelForward(model, bench.kernel), cache, 2048) if bench.has_graphs else None
-    )
+    graphs = ForwardGraphs(ModelForward(model, bench.kernel), cache, 2048)
     for num_tokens in bench.sizes((1, 2, 8, 16), tuple(1 << n for n in range(12))):
         rows = min(num_tokens, slots)
         count, start = np.full(rows, num_tokens // rows), np.full(rows, cached)
         tokens = np.random.default_rng(0).integers(1, model.config.vocab_size, num_tokens)
+        pack = partial(pack_rows, cache, start, count, bench.device)
 
-        def eager(start=start, count=count, tokens=tokens):
-            packing = pack_rows(cache, start, count, bench.device)
+        def eager(pack=pack, tokens=tokens) -> torch.Tensor:
             on_device = torch.from_numpy(tokens).to(bench.device)
-            return forward_hidden(model, on_device, packing, bench.kernel)
+            return forward_hidden(model, on_device, pack(), bench.kernel)
 
-        def replay(start=start, count=count, tokens=tokens):
-            return captured.forward(tokens, pack_rows(cache, start, count, bench.device))
+        def replay(pack=pack, tokens=tokens) -> torch.Tensor | None:
+            return graphs.forward(tokens, pack())
 
-        limit_s = (weight_bytes + int((start + count).sum()) * entry_bytes) / bandwidth
         actions = {"eager": eager}
-        if captured is not None:
-            replay()  # captures them
-            packing = pack_rows(cache, start, count, bench.device)
-            if captured.problem is None and captured.shape_of(packing) is not None:
-                actions["graph"] = replay
+        if bench.has_graphs and replay() is not None:  # the first call captures all graphs
+            actions["graph"] = replay
+        limit_s = (weight_bytes + int((start + count).sum()) * entry_bytes) / bandwidth
         for name, action in actions.items():
             forward_s = bench.seconds(action)
             note = f"{forward_s / limit_s:.2f}x reading weights and keys"
@@ -294,9 +269,10 @@ def forwards(bench: Bench) -> Iterator[Figure]:
 
 
 def composition(bench: Bench) -> Iterator[Figure]:
-    """How many tokens change with the batch that a row is in: rows alone against rows together,
-    decoded or verified, with graphs and without. Rows count up to their first difference, after
-    which the texts have nothing in common."""
+    """Count tokens that change with the batch: rows alone against rows together.
+
+    Rows count up to their first difference, after which the texts have nothing in common.
+    """
     model = bench.model(bench.policy)
     rows, length = bench.sizes((4, 20), (48 if bench.has_graphs else 12, 96))
 

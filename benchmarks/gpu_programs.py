@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from unittest.mock import patch
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_bench import SHAPES, Bench, Figure
+from benchmarks.shared import ROOT
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import compiled
@@ -38,7 +38,6 @@ from bubblespec.tools.doctor.forwards import FORWARD_CHECKS, Case
 from bubblespec.tools.simulate.roofline import SAMPLE_S
 from bubblespec.types import Group, Prompt
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 GPU_TESTS = ("attention", "graphs", "compiled", "noise", "tp_graphs")
 CONFIG = "configs/tiny_cpu.yaml"
 NEEDED = ("omegaconf", "datasets", "reasoning_gym", "psutil", "accelerate")  # by train.py
@@ -53,12 +52,8 @@ def run_program(*arguments: str) -> tuple[subprocess.CompletedProcess, float]:
     return got, time.perf_counter() - started
 
 
-def is_cuda(bench: Bench) -> bool:
-    return bench.device.type == "cuda"
-
-
 def gpu_tests(bench: Bench) -> Iterator[Figure]:
-    """The tests marked gpu: kernels, captures and one rank's sums in graphs."""
+    """Run the tests marked gpu."""
     files = [f"tests/test_{name}.py" for name in GPU_TESTS]
     options = ("-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist")
     got, seconds = run_program("-m", "pytest", *options, *files)
@@ -72,7 +67,7 @@ def gpu_tests(bench: Bench) -> Iterator[Figure]:
 
 
 def checks(bench: Bench) -> Iterator[Figure]:
-    """The doctor's checks of forwards, with the seconds of each line."""
+    """Run the doctor's checks of forwards, and time each line."""
     config = Config(model=ModelConfig(path="none"))
     case = Case(config, Ranks(bench.device), bench.model(bench.policy), bench.kernel)
     for name, check in FORWARD_CHECKS.items():
@@ -83,8 +78,7 @@ def checks(bench: Bench) -> Iterator[Figure]:
 
 
 def programs(bench: Bench) -> Iterator[Figure]:
-    """The doctor, steps of train.py on one rank, and an exception in a reward function, which must
-    end the program with its traceback."""
+    """Run the doctor, train.py on one rank, and a reward that raises, which must end train.py."""
     lacks = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if lacks:
         yield Figure("doctor, train.py", None, note=f"not run without {', '.join(lacks)}")
@@ -92,13 +86,13 @@ def programs(bench: Bench) -> Iterator[Figure]:
     overrides = ["model.device=cuda", "model.dtype=bfloat16"]
     if bench.is_small:
         overrides = ["rollout.num_prompts_per_step=2", "rollout.max_completion_length=16"]
-        overrides += ["data.size=20"]
+        overrides.append("data.size=20")
     got, seconds = run_program("-m", "bubblespec", "doctor", "--config", CONFIG, *overrides)
-    verdicts = re.findall(r"^\w[\w ]* +(ok|slower|failed): (.*)$", got.stdout, re.MULTILINE)
-    counts = Counter(verdict for verdict, _ in verdicts)
-    note = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("ok", "slower", "failed"))
+    lines = re.findall(r"^\w[\w ]* +(ok|slower|failed): (.*)$", got.stdout, re.MULTILINE)
+    verdicts = [verdict for verdict, _ in lines]
+    note = ", ".join(f"{verdicts.count(name)} {name}" for name in ("ok", "slower", "failed"))
     yield Figure("doctor", seconds, "s", f"{note}; exit code {got.returncode}")
-    for verdict, text in verdicts:
+    for verdict, text in lines:
         if verdict != "ok":
             yield Figure(f"doctor, {verdict}", None, note=text[:200])
     steps = 2 if bench.is_small else 5
@@ -111,8 +105,8 @@ def programs(bench: Bench) -> Iterator[Figure]:
             raise RuntimeError(f"train.py: {got.stderr.strip().splitlines()[-1:]}")
         with open(os.path.join(folder, "run", "metrics.jsonl"), encoding="utf-8") as file:
             metrics = [json.loads(line) for line in file]
-        parts = ("timing_s/gen", "timing_s/train")
-        note = ", ".join(f"{name} {metrics[-1][name]:.2f}" for name in parts)
+        last = metrics[-1]
+        note = f"gen {last['timing_s/gen']:.2f}, train {last['timing_s/train']:.2f} s"
         yield Figure(f"train.py, {steps} steps", seconds, "s", f"last step: {note}")
         output = f"run.output_dir={folder}/failing"
         reward = "reward.functions=[benchmarks.gpu_programs.failing_reward]"
@@ -127,8 +121,7 @@ def failing_reward(prompts, completions, completion_ids, **columns) -> list[floa
 
 
 def updates(bench: Bench) -> Iterator[Figure]:
-    """Updates in the shapes of a run: the measured gradient peak against that of a full micro-batch
-    of short samples, tokens per second, and whether the same update twice gives equal bits."""
+    """Measure updates in the shapes of a run: memory peaks, tokens per second, and equal bits."""
     small, large = (16, 48, 8, 256), (512, 3584, 16, 16_384)
     prompt, response, count, tokens = bench.sizes(small, large)
     config = Config(
@@ -148,11 +141,16 @@ def updates(bench: Bench) -> Iterator[Figure]:
     for number in range(2):
         model = bench.model(bench.policy).requires_grad_(True)
         ranks = Ranks(bench.device)
-        parts = {"model": model, "reference": None, "kernel": bench.kernel}
-        parts["has_warned_of_mismatch"] = True  # nothing was generated
-        optimizer = Optimizer(model, config.optim, 10, ranks)
-        learner = Learner(config=config, ranks=ranks, optimizer=optimizer, **parts)
-        if number == 0 and is_cuda(bench):
+        learner = Learner(
+            config=config,
+            ranks=ranks,
+            optimizer=Optimizer(model, config.optim, 10, ranks),
+            model=model,
+            reference=None,
+            kernel=bench.kernel,
+            has_warned_of_mismatch=True,  # nothing was generated
+        )
+        if number == 0 and bench.is_cuda:
             yield from peaks(config, learner, tokens)
         for step in range(2):
             bench.wait()
@@ -164,15 +162,14 @@ def updates(bench: Bench) -> Iterator[Figure]:
             fed = sum(lengths) + count * prompt
             yield Figure("update", fed / seconds, "tokens/s", f"{fed} tokens in {seconds:.2f} s")
         weights.append([p.detach().to("cpu", copy=True) for p in model.parameters()])
-        del model, learner, optimizer, parts
+        del model, learner
     same = [torch.equal(a, b) for a, b in zip(*weights, strict=True)]
     note = f"{len(same)} parameters after 2 updates; deterministic only as exactness.md says"
     yield Figure("parameters that differ when repeated", len(same) - sum(same), "", note)
 
 
 def peaks(config: Config, learner: Learner, tokens: int) -> Iterator[Figure]:
-    """What a run reserves for a gradient step, and what micro-batches of long and of short samples
-    take."""
+    """Measure the memory of micro-batches of long samples, and of short ones."""
     expected = gradient_peak(config, learner) / 1e9
     longest = full_batch(tokens, config)
     for case, lengths in (("long", longest), ("short", [64] * (tokens // 64))):
@@ -187,11 +184,13 @@ def peaks(config: Config, learner: Learner, tokens: int) -> Iterator[Figure]:
 
 
 def sampling(bench: Bench) -> Iterator[Figure]:
-    """Sampling from T rows of logits, eager and compiled; a compiled one that differs in a token is
-    not used, and the note says so."""
+    """Time sampling, eager and compiled; then try options of the compiler.
+
+    A compiled reduction that differs in a token is not used, and the note says so.
+    """
     vocabulary = SHAPES[bench.policy][3]
     reductions = {"eager": (best_and_sum, None)}
-    if is_cuda(bench):
+    if bench.is_cuda:
         reductions["compiled"] = compile_reduction(vocabulary, bench.dtype, bench.device)
     for count in bench.sizes((1, 4), (1, 16, 128, 512)):
         logits = torch.randn(count, vocabulary, dtype=bench.dtype, device=bench.device)
@@ -204,7 +203,7 @@ def sampling(bench: Bench) -> Iterator[Figure]:
                 ms = 1e3 * bench.seconds(call)
             expected = 1e3 * SAMPLE_S * count if name == "compiled" and bench.gpu else None
             yield Figure(f"{count} positions, {name}", ms, "ms", problem or "", expected)
-    if not is_cuda(bench):
+    if not bench.is_cuda:
         yield Figure("options of the compiler that give equal tokens", None, note="needs a GPU")
         return
     for size in range(len(OPTIONS) + 1):

@@ -1,8 +1,9 @@
-"""Parts of the GPU suite that need processes: one process has one process group, and reads the
-settings of its memory once."""
+"""Parts of the GPU suite that need processes of their own, for a group or settings of memory."""
 
+import itertools
 import os
 import pickle
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_bench import Bench, Figure, make_bench, make_rows, start_decoding
+from benchmarks.gpu_bench import Bench, Figure, make_bench, make_rows
 from bubblespec.distributed.device import ALLOCATOR_VARIABLES
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.compiled import reduction_for
@@ -28,41 +29,38 @@ SPIN_CYCLES = 1 << 31  # of a kernel of one block: about a second
 
 
 def captures(bench: Bench) -> Iterator[Figure]:
-    """Capture of all graphs of the largest model, given back and captured again, with memory in
-    expandable segments and without; then decode steps next to a kernel that only spins."""
+    """Capture the largest model's graphs again and again, with expandable segments and without.
+
+    Then time decode steps next to a kernel that only spins.
+    """
     for value in ("True", "False"):
         settings = dict.fromkeys(ALLOCATOR_VARIABLES, f"expandable_segments:{value}")
         with patch.dict(os.environ, settings):  # of the process that is started
             figures = run_processes(measure_captures, "gloo", 1, bench.is_small)
         for figure in figures:
             yield figure._replace(case=f"{figure.case}, expandable_segments {value}")
-    if bench.device.type != "cuda":
+    if not bench.is_cuda:
         yield Figure("decode step next to a spinning block", None, note="needs a GPU")
         return
-    engine = bench.engine(bench.model(bench.policy), 16, 512)
-    start_decoding(engine, make_rows(engine.runner.model, 16, 64, 400))
+    engine = bench.decoding_engine(bench.model(bench.policy), 16, 64, 448)
     side = torch.cuda.Stream()
-    for spins in (False, True):
-
-        def step(spins=spins) -> None:
-            if spins:
-                with torch.cuda.stream(side):
-                    torch.cuda._sleep(SPIN_CYCLES)
-            engine.step(SamplingParams())
-
+    for spins, how in ((False, "alone"), (True, "next to a spinning block")):
         times = []
         for _ in range(12):
             started = time.perf_counter()
-            step()  # which waits for its own samples, not for the other stream
+            if spins:
+                with torch.cuda.stream(side):
+                    torch.cuda._sleep(SPIN_CYCLES)
+            engine.step(SamplingParams())  # waits for its own samples, not for the other stream
             times.append(time.perf_counter() - started)
             side.synchronize()
-        case = f"decode step, {'next to a spinning block' if spins else 'alone'}"
-        yield Figure(case, 1e3 * sorted(times)[len(times) // 2], "ms per step", "16 rows")
+        step_s = statistics.median(times)
+        yield Figure(f"decode step, {how}", 1e3 * step_s, "ms per step", "16 rows")
     engine.release()
 
 
 def measure_captures(bench: Bench, ranks: Ranks) -> list[Figure]:
-    """Seconds of the first forward after each release, and memory reserved then."""
+    """Time the first forward after each release, and note the memory reserved then."""
     name, rows, length = ("tiny", 2, 64) if bench.is_small else ("7B", 128, 2048)
     engine, figures = bench.engine(bench.model(name), rows, length), []
     for number in range(NUM_CAPTURES):
@@ -84,8 +82,7 @@ def measure_captures(bench: Bench, ranks: Ranks) -> list[Figure]:
 def run_processes(
     measure: Callable[[Bench, Ranks], list[Figure]], backend: str, world_size: int, is_small: bool
 ) -> list[Figure]:
-    """What `measure`, a function of this module, returns on rank 0. With NCCL each process has a
-    card of its own. Raises what a process raises."""
+    """Return what `measure` returns on rank 0. With NCCL each process has a card of its own."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, world_size, backend, is_small, measure)
         torch.multiprocessing.spawn(run_rank, arguments, world_size)
@@ -96,6 +93,7 @@ def run_processes(
 def run_rank(
     rank: int, folder: str, world_size: int, backend: str, is_small: bool, measure: Callable
 ) -> None:
+    """Measure in a process group; rank 0 writes what it returns into the folder."""
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -110,65 +108,64 @@ def run_rank(
     dist.destroy_process_group()
 
 
-def num_cards(bench: Bench) -> int:
-    return torch.cuda.device_count() if bench.device.type == "cuda" else 0
+def on_all_cards(
+    bench: Bench, measure: Callable[[Bench, Ranks], list[Figure]], min_cards: int
+) -> list[Figure]:
+    """Measure with NCCL on all cards or, with fewer than `min_cards`, in two processes of gloo."""
+    num_cards = torch.cuda.device_count() if bench.is_cuda else 0
+    backend, world_size = ("nccl", num_cards) if num_cards >= min_cards else ("gloo", 2)
+    return run_processes(measure, backend, world_size, bench.is_small)
 
 
 def ticks(bench: Bench) -> Iterator[Figure]:
-    """Decode steps with a progress tick asked for between them: on all cards with NCCL, or with
-    gloo between two processes on one."""
-    backend, world_size = ("nccl", num_cards(bench)) if num_cards(bench) > 1 else ("gloo", 2)
-    yield from run_processes(measure_ticks, backend, world_size, bench.is_small)
+    """Time decode steps with progress ticks between them."""
+    yield from on_all_cards(bench, measure_ticks, min_cards=2)
+
+
+def tp_tail(bench: Bench) -> Iterator[Figure]:
+    """Time sums over ranks, and steps of one rank and of all together, eager and in graphs.
+
+    One card has one rank, which has all weights: the overhead of exchanges and sampling.
+    """
+    yield from on_all_cards(bench, measure_tp, min_cards=1)
 
 
 def measure_ticks(bench: Bench, ranks: Ranks) -> list[Figure]:
-    """A decode step of 8 rows, without and with the trainer's progress board, which does not pause
-    between two ticks."""
+    """Time a decode step of 8 rows, without and with a progress board that never pauses."""
     model = bench.model(bench.policy, 2 if bench.is_small else 14)
-    engine = bench.engine(model, 8, 512)
-    start_decoding(engine, make_rows(model, 8, 32, 400))
+    engine = bench.decoding_engine(model, 8, 32, 480)
     for _ in range(5):
         engine.step(SamplingParams())
     num_steps = 10 if bench.is_small else 60
     board = ProgressBoard(ranks, 60.0, dist.get_backend(), interval_s=0.0)
-    working, done = RankState(8), RankState(0)
-    seconds = []
+    where, figures = f"{dist.get_backend()}, {ranks.world_size} processes", []
     for has_ticks in (False, True):
         ranks.barrier()
         bench.wait()
         started = time.perf_counter()
         for _ in range(num_steps):
             engine.step(SamplingParams())
-            while has_ticks and board.poll(lambda: working) is not None:
+            while has_ticks and board.poll(lambda: RankState(8)) is not None:
                 pass
         bench.wait()
-        seconds.append((time.perf_counter() - started) / num_steps)
-    note = f"{board.num_ticks} ticks in {num_steps} steps"
+        step_ms = 1e3 * (time.perf_counter() - started) / num_steps
+        note = f"{board.num_ticks} ticks in {num_steps} steps" if has_ticks else ""
+        case = f"{where}, {'ticks' if has_ticks else 'no ticks'}"
+        figures.append(Figure(case, step_ms, "ms per step", note))
     while not board.is_over:
-        board.wait(lambda: done)
-    where = f"{dist.get_backend()}, {ranks.world_size} processes"
-    return [
-        Figure(f"{where}, no ticks", seconds[0] * 1e3, "ms per step"),
-        Figure(f"{where}, ticks", seconds[1] * 1e3, "ms per step", note),
-    ]
-
-
-def tp_tail(bench: Bench) -> Iterator[Figure]:
-    """Sums of hidden states over ranks, eager and in a graph; steps of few rows, of one rank and of
-    all together. With one card NCCL has one rank, which has all of the weights: what is measured is
-    the overhead of exchanges and sampling."""
-    backend, world_size = ("nccl", num_cards(bench)) if num_cards(bench) else ("gloo", 2)
-    yield from run_processes(measure_tp, backend, world_size, bench.is_small)
+        board.wait(lambda: RankState(0))
+    return figures
 
 
 @torch.inference_mode()
 def measure_tp(bench: Bench, ranks: Ranks) -> list[Figure]:
-    """On all ranks together."""
+    """Time the parts of a TP tail, on all ranks together."""
     model, tp = bench.model(bench.policy), TPGroup(ranks)
     where, figures = f"{ranks.world_size} ranks", []
+    launches = ("eager", "graphs") if tp.can_capture else ("eager",)
     for tokens in bench.sizes((1, 16), (1, 16, 64, 256)):
-        options = {"dtype": bench.dtype, "device": bench.device}
-        tensor = torch.zeros(tokens, model.config.hidden_size, **options)
+        hidden_size = model.config.hidden_size
+        tensor = torch.zeros(tokens, hidden_size, dtype=bench.dtype, device=bench.device)
 
         def sums(count: int, tensor=tensor) -> torch.Tensor:
             for _ in range(count):
@@ -177,27 +174,27 @@ def measure_tp(bench: Bench, ranks: Ranks) -> list[Figure]:
 
         case = f"{where}, sum of {tokens} tokens"
         note = f"{tensor.numel() * tensor.element_size()} bytes"
-        eager_s = bench.seconds(partial(sums, 1))
-        figures.append(Figure(f"{case}, eager", eager_s * 1e6, "us", note))
-        if not tp.can_capture:
-            continue
-        rehearse(partial(sums, NUM_SUMS))
-        graph_s = bench.seconds(capture(partial(sums, NUM_SUMS), None)[0]) / NUM_SUMS
-        figures.append(Figure(f"{case}, in a graph", graph_s * 1e6, "us", note))
+        eager_us = 1e6 * bench.seconds(partial(sums, 1))
+        figures.append(Figure(f"{case}, eager", eager_us, "us", note))
+        if tp.can_capture:
+            rehearse(partial(sums, NUM_SUMS))
+            graph_us = 1e6 * bench.seconds(capture(partial(sums, NUM_SUMS), None)[0]) / NUM_SUMS
+            figures.append(Figure(f"{case}, in a graph", graph_us, "us", note))
     for rows in bench.sizes((1, 4), (1, 4, 16)):
-        for kind, group in (("alone", None), ("together", tp)):
-            for launched in ("eager", "graphs") if tp.can_capture else ("eager",):
-                case = f"{where}, {rows} rows {kind}, {launched}"
-                is_eager = launched == "eager"
-                forward = None
-                if group is not None:
-                    reduce = reduction_for(bench.device, is_eager)
-                    forward = ShardedForward(
-                        model, group, bench.kernel, enforce_eager=is_eager, reduce=reduce
-                    )
-                engine = bench.engine(model, rows, 256, enforce_eager=is_eager, forward=forward)
-                start_decoding(engine, make_rows(model, rows, 64, 150))
-                step_s = bench.seconds(partial(engine.step, SamplingParams()))
-                engine.release()
-                figures.append(Figure(case, step_s * 1e3, "ms per step"))
+        for kind, launched in itertools.product(("alone", "together"), launches):
+            is_eager, forward = launched == "eager", None
+            if kind == "together":
+                forward = ShardedForward(
+                    model,
+                    tp,
+                    bench.kernel,
+                    enforce_eager=is_eager,
+                    reduce=reduction_for(bench.device, is_eager),
+                )
+            options = {"enforce_eager": is_eager, "forward": forward}
+            engine = bench.decoding_engine(model, rows, 64, 192, **options)
+            step_ms = 1e3 * bench.seconds(partial(engine.step, SamplingParams()))
+            engine.release()
+            case = f"{where}, {rows} rows {kind}, {launched}"
+            figures.append(Figure(case, step_ms, "ms per step"))
     return figures

@@ -1,17 +1,13 @@
-"""What to measure first on one GPU, in one command of under 45 minutes, measured next to expected:
-python benchmarks/gpu_suite.py [--json OUT]
+"""Measure one GPU next to what is expected, in under 45 minutes: python benchmarks/gpu_suite.py
 
-No network, no downloads: models have random weights in the shapes of Qwen2.5-0.5B, 1.5B and 7B.
-Needs torch, transformers, numpy and pytest. Each part is a generator of rows and has seconds of its
-own; one that fails or takes longer costs the rest of its own rows. The file is written after every
-part. With --cpu, or without a GPU, the same parts run at tiny sizes: their figures mean nothing,
-but they run. docs/results/README.md says what each part is for.
+Models have random weights in the shapes of Qwen2.5-0.5B, 1.5B and 7B. Needs torch, transformers,
+numpy and pytest, and no network. Each part is a generator of rows with a time limit; a part that
+fails or takes longer costs its own rows alone. docs/results/README.md says what each part is for.
 """
 
 import argparse
 import gc
 import importlib.util
-import itertools
 import os
 import platform
 import sys
@@ -34,11 +30,10 @@ TOTAL_S = 44 * 60.0
 
 
 class Part(NamedTuple):
-    """Something that is measured."""
+    """A generator of rows, and the seconds after which no further row is measured."""
 
     measure: Callable[[Bench], Iterator[Figure]]
     limit_s: float
-    """After which no further row is measured."""
 
 
 PARTS = {
@@ -60,18 +55,17 @@ PARTS = {
 
 
 def run_part(name: str, bench: Bench, end: float) -> dict:
-    """Rows of a part, printed as they come, until its time is over, or `end`."""
+    """Measure a part's rows and print each, until its limit or the time `end`."""
     gc.collect()  # the model of the part before
-    if bench.device.type == "cuda":
+    if bench.is_cuda:
         torch.cuda.empty_cache()
     started, rows, error = time.perf_counter(), [], None
 
     def add(figure: Figure) -> None:
         rows.append(figure._asdict())
-        measured, expected = (
-            "" if value is None else f"{value:.4g}" for value in (figure.value, figure.expected)
-        )
-        cells = (name, figure.case, measured or "-", expected, figure.unit, figure.note)
+        measured = "-" if figure.value is None else f"{figure.value:.4g}"
+        expected = "" if figure.expected is None else f"{figure.expected:.4g}"
+        cells = (name, figure.case, measured, expected, figure.unit, figure.note)
         print(f"| {' | '.join(cells)} |", flush=True)
 
     try:
@@ -88,14 +82,13 @@ def run_part(name: str, bench: Bench, end: float) -> dict:
 
 
 def environment(bench: Bench) -> dict:
-    """Where this ran, and on what."""
-    packages = ("torch", "transformers", "numpy", "flash-attn")
-    is_there = [importlib.util.find_spec(name.replace("-", "_")) is not None for name in packages]
-    versions = {name: metadata.version(name) for name in itertools.compress(packages, is_there)}
-    is_cuda = bench.device.type == "cuda"
+    """Return the machine's hardware and versions, and the commit."""
+    packages = ["torch", "transformers", "numpy"]
+    packages += ["flash-attn"] * (importlib.util.find_spec("flash_attn") is not None)
+    versions = {name: metadata.version(name) for name in packages}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": torch.cuda.get_device_name() if is_cuda else f"{os.cpu_count()} CPUs",
+        "hardware": torch.cuda.get_device_name() if bench.is_cuda else f"{os.cpu_count()} CPUs",
         "versions": versions | {"python": platform.python_version(), "cuda": torch.version.cuda},
         "commit": commit(),
         "kernels": bench.kernels,
@@ -112,9 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
     bench = make_bench(arguments.cpu or not torch.cuda.is_available())
     result = environment(bench)
     print(", ".join(f"{key} {value}" for key, value in result.items() if key != "is_small"))
-    print(
-        "| part | case | measured | expected | unit | note |\n|---|---|---|---|---|---|", flush=True
-    )
+    print("| part | case | measured | expected | unit | note |\n|---|---|---|---|---|---|")
     result["parts"] = {}
     end = time.perf_counter() + TOTAL_S
     for name in arguments.only:

@@ -1,11 +1,10 @@
 """Time of the host in a forward: python benchmarks/host_time.py [--json OUT] [--rows 16,128,512]
 
-The real engine and proposer, with a runner that computes nothing and knows what each row is going
-to say: what is measured is scheduling, looking for proposals, planning their windows and taking in
-what was accepted. Prompts of 300 tokens in groups of 8 rows, drafts of 4,000 tokens of which 3% are
-wrong, so that rows leave their drafts and find back. Processor time of one core. What a
-`ModelRunner` does on the host apart from calling the model (noise keys and the input of a graph) is
-timed separately. "Meanwhile" is what a rollout does while a GPU computes; for all else a GPU waits.
+The real engine and proposer, with a runner that computes nothing and has the text of each row:
+scheduling, looking for proposals, planning windows and taking in what was accepted. Prompts of 300
+tokens in groups of 8 rows, drafts of 4,000 tokens of which 3% are wrong, so that rows leave their
+drafts and find back. Processor time of one core. Noise keys and the input of a graph are timed
+separately. "Meanwhile" is what a rollout does while a GPU computes; for all else a GPU waits.
 """
 
 import argparse
@@ -44,7 +43,7 @@ COST_S = (1.0, 0.0, 1e-7)  # of a forward, a row and a token: drafts always pay
 
 
 class KnownText:
-    """A `Runner` that computes nothing: row n says texts[n]. Takes note of its own time."""
+    """A `Runner` that computes nothing: row n generates texts[n]. Takes note of its own time."""
 
     def __init__(self, texts: np.ndarray, max_num_batched_tokens: int):
         self.texts, self.max_num_batched_tokens = texts, max_num_batched_tokens
@@ -54,13 +53,13 @@ class KnownText:
     def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
         begin_s = time.thread_time()
         row, offset = ragged(batch.num_draft + 1)
-        said = self.texts[batch.slots[row], batch.generated[row] + offset]
+        text = self.texts[batch.slots[row], batch.generated[row] + offset]
         drafted, place = ragged(batch.num_draft)
         first = np.cumsum(batch.num_draft + 1) - (batch.num_draft + 1)
         accepted = batch.num_draft.copy()
-        wrong = (batch.draft != said[first[drafted] + place]).nonzero()[0]
+        wrong = (batch.draft != text[first[drafted] + place]).nonzero()[0]
         np.minimum.at(accepted, drafted[wrong], place[wrong])
-        verified = Verified(accepted, said, np.zeros((2, len(said)), np.float32))
+        verified = Verified(accepted, text, np.zeros((2, len(text)), np.float32))
         self.own_s += time.thread_time() - begin_s
         return lambda: verified
 
@@ -72,7 +71,7 @@ class KnownText:
 
 
 def make_rows(num_rows: int, rng: np.random.Generator) -> tuple[list[Row], np.ndarray, list[Draft]]:
-    """Rows in groups, what they are going to say, int64 [rows, tokens], and their drafts."""
+    """Return rows in groups, their texts, int64 [rows, tokens], and their drafts."""
     texts = rng.integers(2, VOCABULARY, (num_rows, MAX_LENGTH - PROMPT))
     rows, drafts = [], []
     for number, text in enumerate(texts):
@@ -87,7 +86,7 @@ def make_rows(num_rows: int, rng: np.random.Generator) -> tuple[list[Row], np.nd
 
 
 def start(rows: list[Row], drafts: list[Draft | None]) -> tuple[Proposer, float]:
-    """A proposer that knows the rows, and the seconds that took."""
+    """Return a proposer that tracks the rows, and the seconds of starting it."""
     parameters = np.zeros_like(CostModel().parameters)
     parameters[:3] = COST_S
     cost = CostModel.from_parameters(parameters)
@@ -100,8 +99,10 @@ def start(rows: list[Row], drafts: list[Draft | None]) -> tuple[Proposer, float]
 
 
 def step_seconds(num_rows: int, num_forwards: int, has_drafts: bool) -> np.ndarray:
-    """Seconds of the host in each forward, the runner's left out, float64 [num_forwards, 2]: for
-    which a GPU waits, and meanwhile."""
+    """Return seconds of the host in each forward, without the runner's, float64 [num_forwards, 2].
+
+    The first column is time for which a GPU waits, the second is meanwhile.
+    """
     rows, texts, drafts = make_rows(num_rows, np.random.default_rng(num_rows))
     runner = KnownText(texts, (1 + WINDOW) * num_rows)
     engine, params = Engine(runner), SamplingParams(1.0)
@@ -134,8 +135,10 @@ def step_seconds(num_rows: int, num_forwards: int, has_drafts: bool) -> np.ndarr
 
 
 def runner_seconds(num_rows: int, count: int = 50) -> float:
-    """Median seconds of noise keys and the input of a graph for rows that each feed a token, or
-    window of tokens where these are few enough for a graph."""
+    """Return the median seconds of noise keys and the input of a graph.
+
+    Each row feeds a window of tokens or, where windows are too many for a graph, one token.
+    """
     length = -(-MAX_LENGTH // PAGE) * PAGE
     pages = Pages(num_rows, length, num_rows * (length // PAGE), PAGE)
     cache, rng = KVCache(num_rows, length, pages=pages), np.random.default_rng(0)
@@ -175,9 +178,8 @@ def main() -> int:
         print(f"{num_rows:5} {'noise keys, input of a graph':30} {runner_ms:8.2f}")
     rows, _, drafts = make_rows(256, np.random.default_rng(0))
     result["start_s"] = start(rows, drafts)[1]
-    print(
-        f"start of a rollout with {256 * DRAFT / 1e6:.2f} M draft tokens: {result['start_s']:.3f} s"
-    )
+    tokens = f"{256 * DRAFT / 1e6:.2f} M draft tokens"
+    print(f"start of a rollout with {tokens}: {result['start_s']:.3f} s")
     write_json(arguments.json, result)
     return 0
 

@@ -1,25 +1,29 @@
-"""What benchmarks have in common: their command line, policies and prompts, and an engine for the
-rollouts without speculation."""
+"""Shared parts of benchmarks: command line, runs, tables, prompts, and an engine without drafts."""
 
 import argparse
 import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from bubblespec.config import Config
+from bubblespec.config_file import load_config
 from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.distributed.failures import report
+from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import EndsRun, InputError
+from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from bubblespec.types import Prompt
 
@@ -27,7 +31,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """--config, --json and overrides."""
+    """Return a parser of --config, --json and overrides."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True)
     parser.add_argument("--json", help="file for the result")
@@ -36,8 +40,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def main(run: Callable[[argparse.Namespace, str], None], parser: argparse.ArgumentParser) -> int:
-    """The exit code. run: is given the arguments and a folder for its training runs, of which
-    nothing is kept."""
+    """Run a benchmark with its arguments and a temporary folder; return the exit code."""
     arguments = parser.parse_intermixed_args()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -49,40 +52,78 @@ def main(run: Callable[[argparse.Namespace, str], None], parser: argparse.Argume
 
 
 def check_names(option: str, given: str, valid: dict) -> list[str]:
-    """The names of an option, with commas between. Raises InputError for one that there is not."""
+    """Return the names of an option, which are joined by commas. Raises InputError."""
     names = given.split(",")
-    if unknown := set(names) - valid.keys():
-        raise InputError(
-            f"{option}: {', '.join(sorted(unknown))} unknown; valid are {', '.join(valid)}"
-        )
+    if unknown := ", ".join(sorted(set(names) - valid.keys())):
+        raise InputError(f"{option}: {unknown} unknown; valid are {', '.join(valid)}")
     return names
 
 
 def commit() -> str:
-    """Of the sources, with a + where they differ from it."""
-    got = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True
-    )
+    """Return the commit of the sources, with a + where they differ from it."""
+    command = ["git", "describe", "--always", "--dirty=+"]
+    got = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return got.stdout.strip() or "unknown"
 
 
+def run_config(arguments: argparse.Namespace, folder: str, *defaults: str) -> Config:
+    """Return the configuration of a run in a folder. The command line overrides the defaults."""
+    overrides = [f"run.output_dir={folder}", *defaults, *arguments.overrides]
+    return load_config(arguments.config, overrides)
+
+
+@contextmanager
+def open_trainer(config: Config) -> Iterator[Trainer]:
+    """Build a run on this rank."""
+    with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
+        yield build(config, ranks)
+
+
 def write_json(path: str | None, result: dict) -> None:
+    """Write a result, if there is a path."""
     if path:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=1)
 
 
+def write_result(arguments: argparse.Namespace, result: dict) -> None:
+    """Write a result, with what was run, to --json."""
+    given = {"config": arguments.config, "overrides": arguments.overrides, "commit": commit()}
+    write_json(arguments.json, result | given)
+
+
 def markdown(rows: list[dict[str, str]]) -> str:
-    """A table whose columns are the keys of the first row; cells that another row lacks are
-    empty."""
+    """Return a table with the keys of the first row as columns."""
     names = list(rows[0])
     lines = [names, ["---"] * len(names), *([row.get(name, "") for name in names] for row in rows)]
     lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def tabulate(results: Iterable[dict], columns: dict[str, str]) -> str:
+    """Return a table of results. columns: format strings of figures, by heading.
+
+    A cell is a dash where a figure is missing or None. An error stands in the first such cell.
+    """
+
+    def cell(template: str, result: dict) -> str:
+        try:
+            return template.format_map(result)
+        except (KeyError, TypeError):
+            return "-"
+
+    rows = []
+    for result in results:
+        row = {heading: cell(template, result) for heading, template in columns.items()}
+        if "error" in result:
+            first = next(heading for heading, text in row.items() if text == "-")
+            row[first] = f"does not run: {result['error']}"
+        rows.append(row)
+    return markdown(rows)
+
+
 def load_policy(folder: str) -> tuple[transformers.PreTrainedTokenizerBase, PreTrainedModel, tuple]:
-    """Tokenizer, float32 model and end tokens."""
+    """Return the tokenizer, the float32 model and its end tokens."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     end = model.generation_config.eos_token_id
@@ -91,7 +132,7 @@ def load_policy(folder: str) -> tuple[transformers.PreTrainedTokenizerBase, PreT
 
 
 def chain_sums(tokenizer, count: int, seed: int, max_terms: int) -> list[Prompt]:
-    """As chat messages where the tokenizer has a template."""
+    """Make prompts of sums, as chat messages where the tokenizer has a template."""
     config = {"min_terms": 2, "max_terms": max_terms, "min_digits": 1, "max_digits": 1}
     rows = reasoning_gym_rows([{"name": "chain_sum", "weight": 1.0, "config": config}], count, seed)
     is_chat = tokenizer.chat_template is not None
@@ -99,22 +140,20 @@ def chain_sums(tokenizer, count: int, seed: int, max_terms: int) -> list[Prompt]
 
 
 def plain_engine(trainer: Trainer) -> Engine:
-    """An engine of its own: the trainer's holds drafts from step to step."""
-    engine, learner = trainer.sampler.engine, trainer.learner
+    """Make an engine without drafts, which the trainer's own holds from step to step."""
+    engine, model, kernel = trainer.sampler.engine, trainer.learner.model, trainer.learner.kernel
     slots, length, pages = engine.num_slots, engine.max_length, engine.pages
     if pages is not None:
         pages = Pages.for_rows(slots, length, pages.page_size, pages.num_pages)
-    runner = ModelRunner(
-        learner.model,
-        slots,
-        length,
-        trainer.config.run.seed,
-        forward=ModelForward(
-            learner.model,
-            learner.kernel,
-            reduce=reduction_for(learner.model.device, enforce_eager=False),
-        ),
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        pages=pages,
+    reduce = reduction_for(model.device, enforce_eager=False)
+    return Engine(
+        ModelRunner(
+            model,
+            slots,
+            length,
+            trainer.config.run.seed,
+            forward=ModelForward(model, kernel, reduce=reduce),
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            pages=pages,
+        )
     )
-    return Engine(runner)

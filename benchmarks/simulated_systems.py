@@ -5,12 +5,11 @@ Eight H200s by a roofline, 64 prompts of 8 responses per step, lognormal lengths
 eighth of the maximum, first mismatch of a draft after 500 tokens, and a mean acceptance length of 2
 by suffix matches after it. Each system is one switch of this trainer; what is compared are seconds
 of rollout for each token that is trained on, with those without tail batching and with prompts in
-turn. Updates take no time, so streamed gradients are not there. A learned drafter is as good as
---drafter says, and there from the first step on.
+turn. Updates take no time, so streamed gradients are missing. A learned drafter is as good as
+--drafter says, from the first step on.
 
-Lengths are scaled down: a simulated token stands for max / --longest real ones. So prompts,
-responses and first mismatches are that much shorter, an attended position costs that much more, and
-seconds count that many times.
+A simulated token stands for max / --longest real ones, so prompts, responses and first mismatches
+are that much shorter, an attended position costs that much more, and seconds count that many times.
 
 --picture draws the systems by length, --ablation the best combination with each part taken out or
 changed, for the first of --sizes, at 16k if that is among --lengths, else at the last.
@@ -27,13 +26,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.shared import check_names, main, markdown, write_json
+from benchmarks import shared
 from bubblespec.errors import InputError
 from bubblespec.tools.simulate.command import synthetic_run, totals
 from bubblespec.tools.simulate.roofline import roofline
 from bubblespec.tools.simulate.run import SimulatedStep, counted, simulate
 from bubblespec.tools.simulate.runner import Cost, DrafterModel
 from bubblespec.tools.simulate.workload import Spec, parse
+from notebooks import report_pictures
 
 SIZES = ("7b", "32b")
 RANKS, GENERATIONS = 8, 8
@@ -48,16 +48,15 @@ BEST = {IDLE: "bubble+suffix+drafter", TAIL: True, RATIO: 1.25, PLACEMENT: "bala
 
 
 class System(NamedTuple):
-    """Something that is switched on."""
+    """Keys that differ from no tail batching with prompts in turn."""
 
     keys: dict[str, Any] = {}  # noqa: RUF012
-    """Of the configuration, over no tail batching with prompts in turn."""
     drafter: DrafterModel | None = None
-    """In place of the one of --drafter."""
+    """Drafter in place of the one of --drafter."""
     second_epoch: bool = False
-    """What counts is the second of two epochs."""
+    """Whether the second of two epochs counts alone."""
     paper: str = ""
-    """What its paper reports, of its own hardware."""
+    """Speed-up that its paper reports, of its own hardware."""
 
 
 SYSTEMS = {
@@ -84,7 +83,6 @@ SYSTEMS = {
     "all": System(BEST),
     "all, acceptance length 3": System(BEST, DrafterModel(3.0)),
 }
-# In pictures, where they are not words already.
 LABELS = {
     "plain": "no drafts, prompts in turn",
     "drafts of idle time": "drafts from idle time",
@@ -121,8 +119,10 @@ def scaled(cost: Cost, scale: float) -> Cost:
 def simulate_steps(
     arguments: argparse.Namespace, size: str, longest: int, system: System
 ) -> tuple[list[SimulatedStep], float]:
-    """The steps of one system in simulated seconds and tokens, and how many real ones each of them
-    stands for. longest: tokens that real responses have at most."""
+    """Return the steps of one system, and how many real tokens and seconds a simulated one is.
+
+    longest: maximum number of tokens of a real response.
+    """
     scale = longest / arguments.longest
     spec = Spec(
         mean=arguments.longest / SHARE_OF_LONGEST,
@@ -144,7 +144,7 @@ def simulate_steps(
 
 
 def simulate_run(arguments: argparse.Namespace, size: str, longest: int, system: System) -> dict:
-    """Figures of one system: totals in real seconds and simulated tokens. See `simulate_steps`."""
+    """Return totals of one system in real seconds and simulated tokens. See `simulate_steps`."""
     steps, scale = simulate_steps(arguments, size, longest, system)
     steps = steps[len(steps) // 2 :] if system.second_epoch else counted(steps)
     found = totals(steps)
@@ -159,7 +159,7 @@ def simulate_run(arguments: argparse.Namespace, size: str, longest: int, system:
 def wanted_runs(
     sizes: list[str], lengths: list[int], has_changes: bool
 ) -> list[tuple[str, int, str, System]]:
-    """(size, longest, name, system)."""
+    """Return (size, longest, name, system) of each run."""
     systems = (BASELINES | SYSTEMS).items()
     runs = [(size, longest, *named) for size in sizes for longest in lengths for named in systems]
     best, longest = SYSTEMS[CHANGED], 16 * K if 16 * K in lengths else lengths[-1]
@@ -170,7 +170,7 @@ def wanted_runs(
 
 
 def compare(runs: list[dict]) -> None:
-    """Give each run its speed-up over the run without mechanisms of its size and lengths."""
+    """Add each run's speed-up over the run without mechanisms of its size and lengths."""
     by_name = {(run["size"], run["longest"], run["system"]): run for run in runs}
     for run in runs:
         system = (BASELINES | SYSTEMS).get(run["system"], System())
@@ -180,7 +180,7 @@ def compare(runs: list[dict]) -> None:
 
 
 def table(runs: list[dict], size: str) -> str:
-    """Speed-ups of a size as Markdown: a line per system, a column per length."""
+    """Return the speed-ups of a size as Markdown: a line per system, a column per length."""
     of_size = {(run["system"], run["longest"]): run for run in runs if run["size"] == size}
     lengths = sorted({longest for _, longest in of_size})
     rows = []
@@ -190,11 +190,11 @@ def table(runs: list[dict], size: str) -> str:
             run = of_size.get((name, longest))
             row[f"{longest // K}k"] = f"{run['speedup']:.2f}x" if run else ""
         rows.append(row | {"its paper reports": system.paper})
-    return markdown(rows)
+    return shared.markdown(rows)
 
 
 def changes_of(runs: list[dict]) -> dict[str, dict]:
-    """The best combination and its changes, by name."""
+    """Return the best combination and its changes, by name."""
     prefix = f"{CHANGED}; "
     by_name = {run["system"]: run for run in runs}
     changed = {name: by_name[prefix + name] for name in CHANGES if prefix + name in by_name}
@@ -206,125 +206,74 @@ def changes_of(runs: list[dict]) -> dict[str, dict]:
 
 
 def table_of_changes(runs: list[dict]) -> str:
-    """As Markdown."""
-    rows = []
-    for name, run in changes_of(runs).items():
-        row = {"": LABELS.get(name, name), "rollouts": f"{run['speedup']:.2f}x"}
-        for kind in ("short", "long"):
-            seconds = run[f"{kind}_round_s"]
-            row[f"{kind} round"] = f"{seconds:.1f} s" if seconds else ""
-        rows.append(row | {"idle time": f"{run['idle_share']:.2f}"})
-    return markdown(rows) if rows else ""
+    """Return the best combination and its changes as Markdown."""
+    columns = {"": "{label}", "rollouts": "{speedup:.2f}x", "short round": "{short_round_s:.1f} s"}
+    columns |= {"long round": "{long_round_s:.1f} s", "idle time": "{idle_share:.2f}"}
+    rows = [{"label": LABELS.get(name, name)} | run for name, run in changes_of(runs).items()]
+    return shared.tabulate(rows, columns) if rows else ""
 
 
 def draw_systems(runs: list[dict], heading: str) -> Figure:
-    """A panel for each size: speed-up by maximum length, a line for each system with its value at
-    the greatest length, and in the last panel its name."""
-    sizes = list(dict.fromkeys(run["size"] for run in runs))
-    figure = Figure(figsize=(3.2 + 3.9 * len(sizes), 4.4), layout="constrained")
-    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
-    for panel, size in zip(panels, sizes, strict=True):
-        ends = {}
-        for number, name in enumerate(SYSTEMS):
-            named = [run for run in runs if (run["size"], run["system"]) == (size, name)]
-            points = sorted((run["longest"], run["speedup"]) for run in named)
-            style = {"color": f"C{number - 1}", "marker": "o"}
-            if name == "plain":
-                style = {"color": "#888888", "linestyle": "--"}
-            panel.plot(*zip(*points, strict=True), markersize=4, **style)
-            ends[name] = (points[-1][1], style["color"])
-        lengths = sorted({run["longest"] for run in runs if run["size"] == size})
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(lengths, [f"{longest // K}k" for longest in lengths])
-        panel.minorticks_off()
-        panel.set_title(f"{size.upper()} model", fontsize=10)
-        panel.set_xlabel("longest response (tokens)")
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.set_ylim(0, 1.08 * max(run["speedup"] for run in runs))
-        heights = spread([height for height, _ in ends.values()], 0.042 * panel.get_ylim()[1])
-        for (name, (value, colour)), height in zip(ends.items(), heights, strict=True):
-            text = f"{value:.2f}x"
-            if panel is panels[-1]:
-                text += f"  {LABELS.get(name, name)}"
-            beside = {"transform": panel.get_yaxis_transform(), "va": "center", "fontsize": 8}
-            panel.text(1.02, height, text, color=colour, **beside)
-    panels[0].set_ylabel("speed-up of rollouts")
-    figure.suptitle(heading, fontsize=9)
-    return figure
-
-
-def spread(heights: list[float], gap: float) -> list[float]:
-    """The heights, moved up where two are closer than `gap`."""
-    moved, last = [0.0] * len(heights), -float("inf")
-    for i in sorted(range(len(heights)), key=heights.__getitem__):
-        last = max(heights[i], last + gap)
-        moved[i] = last
-    return moved
+    """Draw speed-ups by maximum length: a panel for each size, a line for each system."""
+    panels: dict[str, dict] = {}
+    for run in sorted(runs, key=lambda run: run["longest"]):
+        if run["system"] in SYSTEMS:
+            lines = panels.setdefault(f"{run['size'].upper()} model", {})
+            label = LABELS.get(run["system"], run["system"])
+            lines.setdefault(label, []).append((run["longest"], run["speedup"]))
+    return report_pictures.draw_lengths(panels, heading)
 
 
 def draw_changes(runs: list[dict], heading: str) -> Figure:
-    """Bars: the best combination, and what is left of it without each of its parts, fastest
-    first."""
+    """Draw the best combination, and what is left without each of its parts."""
     bars = {
         LABELS.get(name, name): run["speedup"]
         for name, run in changes_of(runs).items()
         if name == CHANGED or name.startswith("without")
     }
-    bars = dict(sorted(bars.items(), key=lambda bar: -bar[1]))
-    figure = Figure(figsize=(8, 1.0 + 0.42 * len(bars)), layout="constrained")
-    axes = figure.subplots()
-    colours = ["#1b9e77" if name == LABELS[CHANGED] else "#5aa5e0" for name in bars]
-    values = axes.barh(list(bars), list(bars.values()), color=colours)
-    axes.bar_label(values, fmt="%.2fx", padding=3)
-    axes.axvline(1.0, color="#888888", linestyle="--", linewidth=1)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.12 * max(bars.values()))
-    axes.set_xlabel("speed-up of rollouts over no drafts, prompts in turn")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(heading, fontsize=9)
-    return figure
+    return report_pictures.draw_parts(bars, heading)
 
 
 def heading_of(settings: dict) -> str:
-    """What pictures say above themselves."""
+    """Return the heading of pictures."""
     prompts = f"{settings['prompts']} prompts x {GENERATIONS} responses per step"
     return f"Simulated, not measured: {RANKS} H200s by a roofline; {prompts}"
 
 
 def drafter_of(settings: dict) -> str:
-    """What the learned drafter is given, for the same place."""
+    """Return a heading's line on the learned drafter."""
     drafter = parse(DrafterModel, settings["drafter"], "--drafter")
     text = f"the learned drafter's mean acceptance length is given: {drafter.accept_length:g}"
     return f"{text}, where nothing else is said"
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
-    sizes = check_names("--sizes", arguments.sizes, dict.fromkeys(SIZES))
+    sizes = shared.check_names("--sizes", arguments.sizes, dict.fromkeys(SIZES))
     lengths = [as_tokens(text) for text in arguments.lengths.split(",")]
     if arguments.longest < 100 or arguments.steps % 2 or arguments.prompts < RANKS:
         raise InputError(f"--longest: at least 100; --steps: even; --prompts: at least {RANKS}")
     parse(DrafterModel, arguments.drafter, "--drafter")
-    settings = {name: getattr(arguments, name) for name in ("longest", "steps", "prompts", "seed")}
+    names = ("longest", "steps", "prompts", "seed", "drafter")
+    settings = {name: getattr(arguments, name) for name in names}
     runs = []
     for size, longest, name, system in tqdm(wanted_runs(sizes, lengths, bool(arguments.ablation))):
         found = simulate_run(arguments, size, longest, system)
         runs.append({"size": size, "longest": longest, "system": name} | found)
     compare(runs)
-    written = settings | {"drafter": arguments.drafter}
-    write_json(arguments.json, {"settings": written, "runs": runs})
+    shared.write_json(arguments.json, {"settings": settings, "runs": runs})
     for size in sizes:
         print(f"{size}\n{table(runs, size)}\n")
     print(table_of_changes(runs))
     heading = heading_of(settings)
     if arguments.picture:
-        figure = draw_systems(runs, f"{heading}\n{drafter_of(written)}")
+        figure = draw_systems(runs, f"{heading}\n{drafter_of(settings)}")
         figure.savefig(arguments.picture, dpi=120)
     if arguments.ablation:
         draw_changes(runs, heading).savefig(arguments.ablation, dpi=120)
 
 
 def as_tokens(text: str) -> int:
-    """Of 16k or 16000. Raises InputError."""
+    """Return the number of tokens that 16k or 16000 stands for. Raises InputError."""
     number = text.removesuffix("k")
     if not number.isdigit() or not 0 < int(number) <= 1 << 20:
         raise InputError(f"--lengths: {text!r} is no number of tokens, like 16k")
@@ -347,4 +296,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(run, make_parser()))
+    sys.exit(shared.main(run, make_parser()))

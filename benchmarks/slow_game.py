@@ -11,7 +11,7 @@ SHORTEST_S, MEDIAN_S, LONGEST_S = 0.05, 0.2, 2.0
 
 
 def delay_s(*call) -> float:
-    """Heavy-tailed, and the same for equal calls."""
+    """Return heavy-tailed seconds, the same for equal calls."""
     drawn_s = random.Random(repr(call)).lognormvariate(math.log(MEDIAN_S), 1.0)
     return min(max(drawn_s, SHORTEST_S), LONGEST_S)
 

@@ -1,18 +1,16 @@
 """Systems side by side: torchrun --nproc_per_node=2 benchmarks/systems.py --config F --json OUT
 [--picture PNG] [overrides]
 
-Each system is a training run of its own, from the same weights; the runs take their steps in turn,
-each time in another random order, so that a busy moment of the machine meets all of them, and none
-always finds what the same one leaves in the caches. `again` repeats `plain`: what it gains or loses
-is noise. With --one-by-one each run makes all its steps before the next one is set up, for models
-of which one run alone fits the memory: put `again` last, to see what the machine did meanwhile.
+Each system is a training run of its own, from the same weights. The runs take their steps in turn,
+each time in another random order, so that a busy moment of the machine meets all of them. `again`
+repeats `plain`: what it gains or loses is noise. With --one-by-one each run makes all its steps
+before the next one is set up, for models of which one run alone fits the memory: put `again` last.
 
-Seconds of whole steps count, from barrier to barrier: rollouts, rewards, gradients, the optimizer.
-Evaluations (run.eval_steps) between steps and the warm start of a drafter do not count. Short and
-long rounds differ in size, so speed is compared by seconds per trained token, up to the last long
-round, after which almost nothing that has been paid for is waiting. The first steps count, unless
---skip says otherwise: a system that learns from an earlier epoch is measured in the second one.
-With optim.learning_rate=0 all systems generate the same samples, each in an order of its own.
+Seconds of whole steps count, from barrier to barrier, without evaluations (run.eval_steps) and the
+warm start of a drafter. Short and long rounds differ in size, so speed is compared by seconds per
+trained token, up to the last long round, after which almost nothing that has been paid for is
+waiting. With --skip the first steps do not count: a system that learns from an earlier epoch is
+measured in the second one. With optim.learning_rate=0 all systems generate the same samples.
 """
 
 import argparse
@@ -26,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.shared import check_names, main, make_parser, markdown, write_json
+from benchmarks import shared
 from bubblespec import memory
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
@@ -40,7 +38,7 @@ from notebooks.report_pictures import draw_training
 
 
 class System(NamedTuple):
-    """What is switched on, and what its paper reports."""
+    """What is switched on, and what its paper reports of its own hardware and baseline."""
 
     overrides: tuple[str, ...]
     paper: str = ""
@@ -56,8 +54,6 @@ DRAFTS, DRAFTER = "speculative.method=bubble+suffix", "speculative.method=drafte
 TAIL, BALANCED = "tail_batching.enabled=true", "rollout.placement=balanced"
 STREAMED = "optim.stream_gradients=true"
 ALL = "speculative.method=bubble+suffix+drafter"
-# The papers' own hardware, models and baselines: what each is about, not what to expect of a
-# machine.
 BUBBLESPEC = "rollouts up to 1.8x, -50% decoding steps (arXiv 2605.08862)"
 RHYMERL = "2.6x end to end; placement alone 1.43x (arXiv 2508.18588)"
 TLT = "1.7x end to end (arXiv 2511.16665)"
@@ -80,26 +76,39 @@ SYSTEMS = {
     "all": System((ALL, TAIL, BALANCED)),
     "all+streamed": System((ALL, TAIL, BALANCED, STREAMED)),
 }
+COLUMNS = {
+    "system": "{system}",
+    "whole steps": "{speedup:.2f}x",
+    "rollouts": "{rollout_speedup:.2f}x",
+    "us/token": "{us_per_token:.0f}",
+    "idle time": "{idle_ratio:.1%}",
+    "tokens a forward and row": "{tokens_a_pass:.2f}",
+    "length ratio": "{length_ratio:.3f}",
+    "memory": "{memory_gb:.1f} GB",
+    "held-out reward": "{reward:.3f}",
+    "its paper": "{paper}",
+}
 SUMS = ("step_s", "seconds", "idle", "forwards", "tokens", "gained_tokens", "row_forwards")
 
 
 def measure(ranks: Ranks, record: StepRecord) -> dict:
-    """A step's rollouts: seconds on the slowest rank, and what was trained on."""
+    """Measure a step's rollouts: seconds on the slowest rank, and what was trained on."""
     stages, rollouts = record.stages, record.rollouts
     waited_s = sum(rollout.wait_s for rollout in rollouts) + total_s(stages, "wait")
     gen_s = total_s(stages, "gen") + total_s(stages, "wait") + total_s(record.spans, "exchange")
     counts = [rollout.acceptance for rollout in rollouts]
-    own = [gen_s, waited_s, sum(rollout.own_forwards for rollout in rollouts)]
-    own += [sum(c.gained_tokens for c in counts), sum(c.row_forwards for c in counts)]
-    gen_s, waited_s, forwards, gained, row_forwards = ranks.gather(np.array(own, np.float64)).T
-    return {
-        "seconds": float(gen_s.max()),
-        "idle": float(waited_s.mean()),
-        "forwards": int(forwards.max()),
-        "tokens": int(record.generated.lengths.sum()),
-        "gained_tokens": int(gained.sum()),
-        "row_forwards": int(row_forwards.sum()),
+    local = {
+        "seconds": gen_s,
+        "idle": waited_s,
+        "forwards": sum(rollout.own_forwards for rollout in rollouts),
+        "gained_tokens": sum(c.gained_tokens for c in counts),
+        "row_forwards": sum(c.row_forwards for c in counts),
     }
+    by_rank = dict(zip(local, ranks.gather(np.array([*local.values()], float)).T, strict=True))
+    total = {name: float(values.sum()) for name, values in by_rank.items()}
+    total |= {name: float(by_rank[name].max()) for name in ("seconds", "forwards")}
+    total["idle"] /= ranks.world_size
+    return total | {"tokens": int(record.generated.lengths.sum())}
 
 
 class Arm:
@@ -111,14 +120,14 @@ class Arm:
         self.curve: list[tuple[float, float]] = []  # seconds of steps so far, held-out reward
 
     def evaluate(self) -> None:
-        """Where run.eval_steps wants it."""
+        """Evaluate where run.eval_steps says so."""
         run, done = self.trainer.config.run, len(self.steps)
         if run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps):
             reward = self.trainer.evaluate().metrics["eval/reward"]
             self.curve.append((sum(step["step_s"] for step in self.steps), reward))
 
     def step(self, ranks: Ranks) -> None:
-        """One whole step, on all ranks."""
+        """Make one whole step, on all ranks."""
         trainer, loss, step = self.trainer, self.trainer.config.loss, len(self.steps)
         ranks.barrier()
         began_s = time.perf_counter()
@@ -134,14 +143,13 @@ class Arm:
         self.evaluate()
 
     def result(self, skip: int = 0) -> dict:
-        """Of all steps but the first `skip`, up to the last long round."""
+        """Return figures of all steps but the first `skip`, up to the last long round."""
         longs = [i for i, step in enumerate(self.steps) if step.get("tail/is_long_round")]
         end = longs[-1] + 1 if longs and longs[-1] >= skip else len(self.steps)
         counted = self.steps[skip:end]
         total = {name: sum(step[name] for step in counted) for name in SUMS}
         trainer, model = self.trainer, self.trainer.learner.model
-        needs = memory.estimate(trainer.config, model, 1)
-        needs = add_drafter(needs, trainer.config, model, 1)
+        needs = add_drafter(memory.estimate(trainer.config, model, 1), trainer.config, model, 1)
         engine, slots = trainer.sampler.engine, trainer.sampler.engine.num_slots
         if engine.pages is not None:
             slots = engine.pages.num_pages / memory.cache_unit(trainer.config, needs, True)[2]
@@ -163,10 +171,10 @@ class Arm:
 def run_seed(
     arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str
 ) -> dict[str, dict]:
-    """All systems with a seed."""
+    """Return the results of all systems with a seed."""
     names, results = arguments.systems.split(","), {}
     for together in [[name] for name in names] if arguments.one_by_one else [names]:
-        results.update(run_arms(arguments, ranks, seed, folder, together))
+        results |= run_arms(arguments, ranks, seed, folder, together)
         for free in ranks.before_end:  # each holds a run's model
             free()
         ranks.before_end.clear()
@@ -178,7 +186,7 @@ def run_seed(
 def run_arms(
     arguments: argparse.Namespace, ranks: Ranks, seed: int, folder: str, names: list[str]
 ) -> dict[str, dict]:
-    """Systems whose steps are made in turn."""
+    """Return the results of systems whose steps are made in turn."""
     arms = []
     for name in names:
         options = [*OFF, *SYSTEMS[name].overrides, *arguments.overrides]
@@ -194,10 +202,8 @@ def run_arms(
         for number in np.random.default_rng((seed, step)).permutation(len(arms)).tolist():
             arms[number].step(ranks)
         if ranks.is_main and ((step + 1) % 10 == 0 or step + 1 == num_steps):
-            text = ", ".join(
-                f"{arm.name} {1e6 * arm.result()['seconds_per_token']:.0f}" for arm in arms
-            )
-            print(f"seed {seed}, {step + 1} steps, us/token: {text}", flush=True)
+            us = [f"{arm.name} {1e6 * arm.result()['seconds_per_token']:.0f}" for arm in arms]
+            print(f"seed {seed}, {step + 1} steps, us/token: {', '.join(us)}", flush=True)
     results = {arm.name: arm.result(arguments.skip) for arm in arms}
     for arm in arms:
         arm.trainer.sampler.scorer.close()
@@ -205,8 +211,7 @@ def run_arms(
 
 
 def summarise(seeds: dict[int, dict[str, dict]]) -> dict[str, dict]:
-    """By system: medians over the seeds, speed-ups over the first system; and the held-out reward
-    at the end, on average."""
+    """Return medians over the seeds, and speed-ups over the first system, by system."""
     runs = list(seeds.values())
     first, summary = next(iter(runs[0])), {}
     for name, any_run in runs[0].items():
@@ -217,9 +222,7 @@ def summarise(seeds: dict[int, dict[str, dict]]) -> dict[str, dict]:
         rewards = [arms[name]["curve"][-1][1] for arms in runs if arms[name]["curve"]]
         numbers = [key for key, value in any_run.items() if isinstance(value, float)]
         summary[name] = {
-            key: float(np.median([arms[name][key] for arms in runs])) for key in numbers
-        }
-        summary[name] |= {
+            **{key: float(np.median([arms[name][key] for arms in runs])) for key in numbers},
             "speedup": float(np.median(whole)),
             "speedups": whole,
             "rollout_speedup": float(np.median(rollout)),
@@ -230,23 +233,8 @@ def summarise(seeds: dict[int, dict[str, dict]]) -> dict[str, dict]:
     return summary
 
 
-def print_table(summary: dict[str, dict]) -> None:
-    rows = []
-    for name, s in summary.items():
-        row = {"system": name, "whole steps": f"{s['speedup']:.2f}x"}
-        row["rollouts"] = f"{s['rollout_speedup']:.2f}x"
-        row["us/token"] = f"{1e6 * s['seconds_per_token']:.0f}"
-        row["idle time"] = f"{s['idle_ratio']:.1%}"
-        row["tokens a forward and row"] = f"{s['tokens_a_pass']:.2f}"
-        row["length ratio"] = f"{s['length_ratio']:.3f}"
-        row["memory"] = f"{s['memory_gb']:.1f} GB"
-        row["held-out reward"] = f"{s['reward']:.3f}" if s["rewards"] else "-"
-        rows.append(row | {"its paper": s["paper"]})
-    print(markdown(rows))
-
-
 def run(arguments: argparse.Namespace, folder: str) -> None:
-    check_names("--systems", arguments.systems, SYSTEMS)
+    shared.check_names("--systems", arguments.systems, SYSTEMS)
     config = load_config(arguments.config, arguments.overrides)
     if not 0 <= arguments.skip < config.run.max_steps:
         bound = f"at least 0 and less than run.max_steps = {config.run.max_steps}"
@@ -259,27 +247,25 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
         if not ranks.is_main:
             return
         summary = summarise(seeds)
-        print_table(summary)
+        rows = [
+            {"system": name, "us_per_token": 1e6 * s["seconds_per_token"], **s}
+            for name, s in summary.items()
+        ]
+        print(shared.tabulate(rows, COLUMNS))
         if arguments.picture:
             draw_training(summary, seeds).savefig(arguments.picture, dpi=120)
-        given = {name: getattr(arguments, name) for name in ("config", "overrides", "skip")}
-        write_json(arguments.json, {"systems": summary, **given, "seeds": seeds})
+        result = {"systems": summary, "skip": arguments.skip, "seeds": seeds}
+        shared.write_result(arguments, result)
 
 
 if __name__ == "__main__":
-    parser = make_parser("Seconds of whole steps and of rollouts, by system")
+    parser = shared.make_parser("Seconds of whole steps and of rollouts, by system")
     parser.add_argument("--picture", help="PNG of speed-ups, and of held-out reward over seconds")
     parser.add_argument("--seeds", default="0", help="of the runs, with commas between")
     parser.add_argument("--skip", type=int, default=0, help="first steps that do not count")
-    parser.add_argument(
-        "--one-by-one",
-        action="store_true",
-        help="one system after the other, not their steps in turn",
-    )
+    one_by_one = "one system after the other, not their steps in turn"
+    parser.add_argument("--one-by-one", action="store_true", help=one_by_one)
     systems = f"the others are compared with the first; of {', '.join(SYSTEMS)}"
-    parser.add_argument(
-        "--systems",
-        default="plain,bubble,history,placement,drafter,tail,streamed,all",
-        help=systems,
-    )
-    sys.exit(main(run, parser))
+    default = "plain,bubble,history,placement,drafter,tail,streamed,all"
+    parser.add_argument("--systems", default=default, help=systems)
+    sys.exit(shared.main(run, parser))

@@ -59,12 +59,12 @@ class SumTool:
         return self.question
 
     def get_reward(self) -> float:
-        """Of the episode so far."""
+        """Return the reward of the episode so far."""
         return self.reward
 
 
 def make_policy(source: str, folder: str) -> str:
-    """A copy of the tiny policy in `source` with both templates, in a new folder."""
+    """Copy the policy in `source` into a new folder, with both templates."""
     os.mkdir(folder)
     for name in os.listdir(source):
         os.symlink(os.path.abspath(os.path.join(source, name)), os.path.join(folder, name))

@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from bubblespec.config import Config
+from bubblespec.config import Config, flatten
 from bubblespec.data.prompts import make_tokenize
 from bubblespec.errors import InputError
 from bubblespec.loading import load_prompts, stop_tokens
@@ -20,10 +20,18 @@ from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import prompt_ids, tokenize_with
 from bubblespec.rewards.functions import load_reward
 
+# Keys of a configuration that mean the same under the same name.
+SAME = [f"rollout.{name}" for name in ("num_generations", "max_completion_length", "temperature")]
+SAME += ["rollout.top_p", "rollout.top_k", "loss.loss_type", "loss.importance_sampling_level"]
+SAME += ["loss.mask_truncated_completions", "optim.learning_rate", "optim.warmup_steps"]
+SAME += ["optim.weight_decay", "optim.adam_epsilon", "optim.max_grad_norm", "run.seed"]
+
 
 def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Callable) -> dict:
-    """Steps of TRL's trainer. make_clock: of `vs_trl.Clock`, for a model. Raises InputError for
-    what TRL has under no option of its own."""
+    """Make steps of TRL's trainer. make_clock: makes the `vs_trl.Clock` of a model.
+
+    Raises InputError for what TRL has under no option of its own.
+    """
     rollout, optim, loss = config.rollout, config.optim, config.loss
     torch.manual_seed(config.run.seed)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
@@ -80,6 +88,7 @@ def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Calla
             clock.end()
             rewards.append(trainer._metrics["train"]["reward"][-1])
 
+    flat = flatten(config)
     arguments = GRPOConfig(
         output_dir=config.run.output_dir,
         use_cpu=True,
@@ -87,37 +96,24 @@ def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Calla
         gradient_checkpointing=False,
         per_device_train_batch_size=per_device,
         gradient_accumulation_steps=microbatches,
-        num_generations=rollout.num_generations,
-        max_completion_length=rollout.max_completion_length,
         max_tool_calling_iterations=environment.max_turns - 1,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
         shuffle_dataset=False,
-        loss_type=loss.loss_type,
         beta=0.0,
         num_iterations=1,
         epsilon=loss.epsilon_low,
         epsilon_high=loss.epsilon_high,
         scale_rewards=loss.scale_rewards or "group",
-        importance_sampling_level=loss.importance_sampling_level,
-        mask_truncated_completions=loss.mask_truncated_completions,
         reward_weights=config.reward.weights,
-        learning_rate=optim.learning_rate,
         lr_scheduler_type="constant_with_warmup",
-        warmup_steps=optim.warmup_steps,
-        weight_decay=optim.weight_decay,
         adam_beta1=optim.adam_betas[0],
         adam_beta2=optim.adam_betas[1],
-        adam_epsilon=optim.adam_epsilon,
-        max_grad_norm=optim.max_grad_norm,
         max_steps=num_steps,
-        seed=config.run.seed,
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
         ddp_find_unused_parameters=False,
+        **{key.partition(".")[2]: flat[key] for key in SAME},
     )
     data = {"prompt": prompts, "number": range(len(prompts))}
     if form is not None:  # what `reset` may need

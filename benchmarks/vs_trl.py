@@ -11,12 +11,9 @@ in its own way. TRL gets SDPA, a K/V cache, no gradient checkpointing, no loggin
 forward, and the --trl-microbatches that suit it.
 
 Each arm has a job of its own for each of --seeds. A step lasts from the end of one to the end of
-the next, with everything in it: data, generation, rewards, learning, logging. The first --warmup
-steps of a job are not counted. With tail batching a short and a long round are steps of very
-different size, so what counts there are tokens per second.
-
-With --tool-game responses are episodes of `tool_game.py`: TRL's environment class, run by both. Its
-tokens are the policy's own.
+the next. The first --warmup steps of a job are not counted. With tail batching steps differ in
+size, so what counts there are tokens per second. With --tool-game responses are episodes of
+`tool_game.py`: TRL's environment class, run by both. Its tokens are the policy's own.
 
 With --every N the weights after every N steps are evaluated as well, on this trainer's held-out
 problems with the same noise for all arms; --picture draws the rewards over the seconds of training.
@@ -36,13 +33,11 @@ from functools import partial
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared, tool_game
-from benchmarks.shared import markdown, write_json
 from bubblespec.config import Config, flatten
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import ranks_from_environment
@@ -50,18 +45,18 @@ from bubblespec.errors import InputError
 from bubblespec.records import StepRecord
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
-from notebooks.report_pictures import draw_curves
+from notebooks.report_pictures import draw_rewards
 
-# Of this trainer: what is switched on.
-OWN = {
+DRAFTS, DRAFTER = (f"speculative.method=bubble+suffix{rest}" for rest in ("", "+drafter"))
+TAIL = "tail_batching.enabled=true"
+OWN = {  # arms of this trainer, and what is switched on
     "none": ("speculative.method=none",),
-    "bubble+suffix": ("speculative.method=bubble+suffix",),
-    "bubble+suffix+drafter": ("speculative.method=bubble+suffix+drafter",),
-    "all": ("speculative.method=bubble+suffix", "tail_batching.enabled=true"),
-    "all+drafter": ("speculative.method=bubble+suffix+drafter", "tail_batching.enabled=true"),
+    "bubble+suffix": (DRAFTS,),
+    "bubble+suffix+drafter": (DRAFTER,),
+    "all": (DRAFTS, TAIL),
+    "all+drafter": (DRAFTER, TAIL),
 }
 ARMS = ("trl", *OWN)
-# In pictures.
 LABELS = {
     "trl": "TRL 1.16 (generate)",
     "none": "ours, no drafts",
@@ -70,8 +65,7 @@ LABELS = {
     "all": "ours, with drafts and tail batching",
     "all+drafter": "ours, with drafts, the learned drafter and tail batching",
 }
-# What the arm of TRL is set up for.
-COMPARED = {
+COMPARED = {  # what the arm of TRL is set up for
     "loss.advantage_estimator": "grpo",
     "loss.kl_coef": 0.0,
     "loss.num_iterations": 1,
@@ -84,7 +78,19 @@ COMPARED = {
     "reward.overlong_buffer_length": 0,
     "optim.lr_scheduler_type": "constant",
 }
-STEPS_BEYOND = 16  # of the measured ones: so that drafts are made as in a long run
+STEPS_BEYOND = 16  # after the measured ones, so that drafts are made as in a long run
+
+
+COLUMNS = {
+    "arm": "{arm}",
+    "seconds per step": "{seconds:.2f}",
+    "tokens per step": "{tokens:.0f}",
+    "median length": "{median_length:.0f}",
+    "tokens/s": "{tokens_per_second:.0f}",
+    "against trl: all steps, median step, by tokens": "{against}",
+    "peak GB": "{peak_memory_gb:.2f}",
+    "reward": "{rewards:.2f}",
+}
 
 
 class Enough(Exception):
@@ -92,8 +98,7 @@ class Enough(Exception):
 
 
 class Clock:
-    """When steps begin and end. The weights after every `every` steps are saved in `folder` on rank
-    0, if there is one, between two steps."""
+    """Seconds of steps. Rank 0 saves weights after every `every` steps, if there is a folder."""
 
     def __init__(self, model: torch.nn.Module, folder: str | None, every: int):
         self.model, self.folder, self.every = model, folder, every
@@ -101,7 +106,7 @@ class Clock:
         self.begin_s = time.perf_counter()
 
     def end(self) -> None:
-        """Of a step, and the next begins."""
+        """End a step and begin the next, without the time to save weights."""
         self.seconds.append(time.perf_counter() - self.begin_s)
         number = len(self.seconds)
         if self.folder and number % self.every == 0 and os.environ.get("RANK", "0") == "0":
@@ -114,8 +119,7 @@ def weights_file(folder: str, num_steps: int) -> str:
 
 
 def run_own(config: Config, num_steps: int, make_clock: Callable) -> dict:
-    """Steps of this trainer, through the loop of train.py as it is. make_clock: of `Clock`, for a
-    model."""
+    """Make steps in the loop of train.py. make_clock: makes the `Clock` of a model."""
     import train as entry
 
     steps, report = [], Trainer.report
@@ -145,12 +149,11 @@ def run_own(config: Config, num_steps: int, make_clock: Callable) -> dict:
 
 
 def run_arm(arguments: argparse.Namespace, folder: str) -> None:
-    """In a job of its own: rank 0 writes what it measured to --json. folder: for the run."""
+    """Measure an arm, as one rank of its job; rank 0 writes the result to --json."""
     arm, num_steps = arguments.arm, arguments.steps
-    given = {"eval_steps": 0, "save_steps": 0, "output_dir": folder}
-    given["max_steps"] = num_steps + STEPS_BEYOND
-    overrides = [*arguments.overrides, *(f"run.{key}={given[key]}" for key in given)]
-    config = load_config(arguments.config, [*overrides, *OWN.get(arm, ())])
+    keys = ["run.eval_steps=0", "run.save_steps=0", f"run.max_steps={num_steps + STEPS_BEYOND}"]
+    overrides = [*arguments.overrides, *keys, f"run.output_dir={folder}", *OWN.get(arm, ())]
+    config = load_config(arguments.config, overrides)
     clock = partial(Clock, folder=arguments.weights, every=arguments.every)
     if arm in OWN:
         measured = run_own(config, num_steps, clock)
@@ -160,26 +163,19 @@ def run_arm(arguments: argparse.Namespace, folder: str) -> None:
         measured = run_trl(config, num_steps, arguments.trl_microbatches, clock)
     if os.environ.get("RANK", "0") == "0":
         measured["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-        write_json(arguments.json, measured)
+        shared.write_json(arguments.json, measured)
 
 
 def run_job(arguments: argparse.Namespace, arm: str, seed: int, folder: str) -> dict:
-    """One arm's steps, in a job of several ranks; {"error": ...} if it fails. folder: for files,
-    and for the policy's weights where they are evaluated."""
+    """Measure an arm in a job of several ranks. Return its result, or its error."""
     out, log = os.path.join(folder, "arm.json"), os.path.join(folder, "log")
-    options = {
-        "arm": arm,
-        "config": arguments.config,
-        "json": out,
-        "steps": arguments.steps,
-        "trl-microbatches": arguments.trl_microbatches,
-    }
-    if arguments.every:
-        options |= {"weights": folder, "every": arguments.every}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={arguments.nproc_per_node}", os.path.abspath(__file__)]
-    command += [f"--{name}={value}" for name, value in options.items()]
-    command += [*arguments.overrides, f"run.seed={seed}"]
+    command += ["--arm", arm, "--config", arguments.config, "--json", out]
+    command += [f"--steps={arguments.steps}", f"--trl-microbatches={arguments.trl_microbatches}"]
+    if arguments.every:
+        command += ["--weights", folder, f"--every={arguments.every}"]
+    command += ["--", *arguments.overrides, f"run.seed={seed}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with open(log, "wb") as file:
         job = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
@@ -192,7 +188,7 @@ def run_job(arguments: argparse.Namespace, arm: str, seed: int, folder: str) -> 
 
 
 def check(config: Config) -> None:
-    """Raises InputError for what the arm of TRL is not set up for."""
+    """Raise InputError for what the arm of TRL is not set up for."""
     for key, value in COMPARED.items():
         found = flatten(config)[key]
         if found != value:
@@ -202,9 +198,11 @@ def check(config: Config) -> None:
 
 
 def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
-    """Medians over the counted steps of all jobs of an arm, or its error; and how much faster than
-    TRL: all steps together, the median over steps, which have the same prompts in every arm but
-    those with tail batching, and by tokens a second."""
+    """Return medians over the counted steps of all jobs of an arm, or its error, by arm.
+
+    Speed-ups over TRL are those of all steps together, of the median step, which has the same
+    prompts in every arm without tail batching, and of tokens per second.
+    """
     summary = {}
     base = [run["seconds"][num_warmup:] for run in jobs.get("trl", []) if "error" not in run]
     for arm, runs in jobs.items():
@@ -234,26 +232,16 @@ def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
 
 
 def print_table(summary: dict[str, dict]) -> None:
+    """Print figures by arm; arms that do not run come last."""
     rows, ratios = [], ("speedup", "speedup_median_step", "speedup_by_tokens")
-    # The columns are those of the arms that run.
-    for arm, s in sorted(summary.items(), key=lambda found: "error" in found[1]):
-        if "error" in s:
-            rows.append({"arm": arm, "seconds per step": f"does not run: {s['error']}"})
-            continue
-        row = {"arm": arm, "seconds per step": f"{s['seconds']:.2f}"}
-        row["tokens per step"] = f"{s['tokens']:.0f}"
-        row["median length"] = f"{s['median_length']:.0f}"
-        row["tokens/s"] = f"{s['tokens_per_second']:.0f}"
-        against = [f"{s[name]:.2f}x" for name in ratios if name in s]
-        row["against trl: all steps, median step, by tokens"] = ", ".join(against) or "-"
-        row["peak GB"] = f"{s['peak_memory_gb']:.2f}"
-        rows.append(row | {"reward": f"{s['rewards']:.2f}"})
-    print(markdown(rows))
+    for arm, found in sorted(summary.items(), key=lambda each: "error" in each[1]):
+        against = [f"{found[name]:.2f}x" for name in ratios if name in found]
+        rows.append({"arm": arm, "against": ", ".join(against) or "-"} | found)
+    print(shared.tabulate(rows, COLUMNS))
 
 
 def time_to(curve: list[tuple[float, float]], reward: float) -> float | None:
-    """Seconds until a reward is reached, on straight lines between evaluations; None where it is
-    not."""
+    """Return the seconds until a reward, on straight lines between evaluations; None if never."""
     for (begin_s, before), (end_s, after) in itertools.pairwise(curve):
         if before < reward <= after:
             return begin_s + (end_s - begin_s) * (reward - before) / (after - before)
@@ -261,7 +249,7 @@ def time_to(curve: list[tuple[float, float]], reward: float) -> float | None:
 
 
 def curve_of(job: dict, trainer: Trainer, folder: str, every: int) -> list[tuple[float, float]]:
-    """(seconds, held-out reward) by evaluation, the first of them before the first step."""
+    """Return seconds and held-out reward of each evaluation, the first before the first step."""
     ends = [0.0, *np.cumsum(job["seconds"]).tolist()]
     numbers = range(every, len(ends), every)
     before = {name: tensor.clone() for name, tensor in trainer.learner.model.state_dict().items()}
@@ -276,8 +264,7 @@ def curve_of(job: dict, trainer: Trainer, folder: str, every: int) -> list[tuple
 def report_curves(curves: dict[str, list[list]], reward: float) -> None:
     """Print the seconds until a reward, against the first arm."""
     times = {arm: [time_to(curve, reward) for curve in found] for arm, found in curves.items()}
-    first = next(iter(times.values()))
-    rows = []
+    first, rows = next(iter(times.values())), []
     for arm, found in curves.items():
         ratios = [a / b for a, b in zip(first, times[arm], strict=True) if a and b]
         row = {"arm": arm}
@@ -285,7 +272,7 @@ def report_curves(curves: dict[str, list[list]], reward: float) -> None:
         until = ["-" if t is None else f"{t:.1f}" for t in times[arm]]
         row[f"seconds until {reward}"] = " ".join(until)
         rows.append(row | {"ratio": f"{np.median(ratios):.2f}x" if ratios else "-"})
-    print(f"\n{markdown(rows)}")
+    print(f"\n{shared.markdown(rows)}")
 
 
 def run(arguments: argparse.Namespace, base: str) -> None:
@@ -304,9 +291,8 @@ def run(arguments: argparse.Namespace, base: str) -> None:
     jobs: dict[str, list[dict]] = {arm: [] for arm in arguments.arms}
     curves: dict[str, list[list]] = {arm: [] for arm in arguments.arms}
     # Weights come and go: no copies of them for other kernels.
-    options = ["model.cpu_linear=torch", "speculative.method=none"]
-    options = [*arguments.overrides, *options, f"run.output_dir={base}/held_out"]
-    config = load_config(arguments.config, options)
+    options = [*arguments.overrides, "model.cpu_linear=torch", "speculative.method=none"]
+    config = load_config(arguments.config, [*options, f"run.output_dir={base}/held_out"])
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         trainer = build(config, ranks) if arguments.every else None
         for turn, seed in enumerate(tqdm(arguments.seeds, unit="seed")):
@@ -322,17 +308,10 @@ def run(arguments: argparse.Namespace, base: str) -> None:
     if any(curves.values()):
         curves = {arm: found for arm, found in curves.items() if len(found) == len(jobs[arm])}
         report_curves(curves, arguments.reward)
-    if arguments.picture and any(curves.values()):
-        figure = Figure(figsize=(7, 4.4), layout="constrained")
-        axes, labelled = figure.subplots(), {LABELS[arm]: found for arm, found in curves.items()}
-        colours = {label: f"C{number}" for number, label in enumerate(labelled)}
-        draw_curves(axes, labelled, colours)
-        axes.set_title("pale: seeds; dots: their mean", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-        figure.savefig(arguments.picture, dpi=120)
-    settings = {"config": arguments.config, "overrides": arguments.overrides}
-    write_json(arguments.json, settings | {"summary": summary, "jobs": jobs, "curves": curves})
+        if arguments.picture:
+            labelled = {LABELS[arm]: found for arm, found in curves.items()}
+            draw_rewards(labelled).savefig(arguments.picture, dpi=120)
+    shared.write_result(arguments, {"summary": summary, "jobs": jobs, "curves": curves})
 
 
 def main() -> int:

@@ -13,8 +13,7 @@ MAX_CHARS = 100  # of an expression
 
 
 class Calculator:
-    """The reward of an episode is 1 if the last result is the answer, and 0.2 for another
-    result."""
+    """Rewards 1 if the last result is the answer, and 0.2 for another result."""
 
     def __init__(self):
         self.result = None
@@ -35,14 +34,14 @@ class Calculator:
         return self.result
 
     def get_reward(self) -> float:
-        """Of the episode, once it is over."""
+        """Return the reward of the episode, once it is over."""
         if self.result is None:
             return 0.0
         return 1.0 if self.result == self.answer else 0.2
 
 
 def value_of(node: ast.expr) -> int:
-    """Raises ValueError for anything but integers and OPERATORS."""
+    """Return the value of integers and OPERATORS. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:

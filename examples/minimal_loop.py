@@ -48,18 +48,17 @@ SEED = 0
 
 
 class OwnDrafts:
-    """Proposes the draft that a sample has, as long as its response follows it (a `Proposer` of the
-    engine)."""
+    """Proposes each sample's draft, as long as the response follows it (a `Proposer`)."""
 
     def __init__(self, drafts: dict[SampleId, np.ndarray]):
         self.remaining = dict(drafts)
 
     def propose(self, rows, lengths, room, budget) -> tuple[np.ndarray, np.ndarray]:
-        """All that is left of each row's draft; the engine feeds as much of it as fits."""
+        """Return the rest of each row's draft; the engine feeds as much as fits."""
         return packed([self.remaining.get(row.id) for row in rows])
 
     def observe(self, rows, tokens, num_gained, num_draft, num_accepted) -> None:
-        """Rows have gained tokens."""
+        """Keep the rest of drafts that agree with the gained tokens."""
         for row, gained in zip(rows, unpacked(tokens, num_gained), strict=True):
             draft = self.remaining.pop(row.id, np.empty(0, np.int64))
             if len(draft) > len(gained) and np.array_equal(draft[: len(gained)], gained):
@@ -69,8 +68,11 @@ class OwnDrafts:
 def generate(
     engine: Engine, params: SamplingParams, rows: list[Row], coming: list[Row], drafts: dict
 ) -> dict[SampleId, np.ndarray]:
-    """Generate `rows` to their end, verifying their drafts; in slots that become free meanwhile,
-    begin `coming`, the rows of the next step. Returns what these have got so far: their drafts."""
+    """Generate `rows` to their end, and verify their drafts.
+
+    Slots that become free meanwhile begin `coming`, the rows of the next step. Return the tokens of
+    these so far: their drafts.
+    """
     engine.reset()  # keys and values of older weights are of no use
     engine.add(rows + coming)
     proposer = OwnDrafts(drafts)
@@ -81,7 +83,7 @@ def generate(
 
 
 def make_prompts(tokenizer, count: int) -> list[Prompt]:
-    """Sums to compute; one prompt in LONG_EVERY is long."""
+    """Make prompts of sums; one in LONG_EVERY is long."""
     tasks = [
         reasoning_gym.create_dataset("chain_sum", size=count, seed=SEED, **task)
         for task in (SHORT, LONG)
@@ -95,14 +97,14 @@ def make_prompts(tokenizer, count: int) -> list[Prompt]:
 
 
 def rewards_of(texts: list[str], answers: list[str]) -> np.ndarray:
-    """1 where the text in <answer> tags is right, else 0; float64 [prompts, generations]."""
+    """Return 1 where the text in <answer> tags is right, else 0: float64 [prompts, generations]."""
     given = [text.rpartition("<answer>")[2].partition("</answer>")[0].strip() for text in texts]
     right = [one == other for one, other in zip(given, answers, strict=True)]
     return np.array(right, float).reshape(NUM_PROMPTS, NUM_GENERATIONS)
 
 
 def rows_of(prompts: list[Prompt], step: int) -> list[Row]:
-    """The responses of a step. Their names decide about their noise, so they contain the step."""
+    """Make the rows of a step. Their names key the noise, so they contain the step."""
     return [
         Row(SampleId(prompt.uid, step, number), prompt.token_ids, MAX_NEW_TOKENS)
         for prompt in prompts
@@ -111,8 +113,7 @@ def rows_of(prompts: list[Prompt], step: int) -> list[Row]:
 
 
 def update(model, optimizer, rows: list[Row], advantages: np.ndarray, temperature: float) -> None:
-    """A step of policy gradient: GRPO's, as the samples are strictly on-policy and the probability
-    ratio is 1."""
+    """Make a step of policy gradient: GRPO's, as on-policy samples have probability ratio 1."""
     lengths = np.array([len(row.prompt) + len(row.tokens) for row in rows])
     ids = torch.from_numpy(np.concatenate([(*row.prompt, *row.tokens) for row in rows]))
     hidden = forward_hidden(model, ids, pack_sequences(lengths, ids.device))  # one after the other
@@ -129,13 +130,13 @@ def update(model, optimizer, rows: list[Row], advantages: np.ndarray, temperatur
 
 
 def digest_of(rows: list[Row]) -> str:
-    """Equal digests are equal samples with equal tokens."""
+    """Return a digest of samples and tokens."""
     text = repr([(*row.id, *row.tokens.tolist()) for row in rows])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def train(num_steps: int, use_drafts: bool) -> list[tuple[str, int, float]]:
-    """Digest, forwards and mean reward of each step."""
+    """Train; return the digest, forwards and mean reward of each step."""
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64)
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     num_slots, max_length = NUM_PROMPTS * NUM_GENERATIONS, MAX_PROMPT_LENGTH + MAX_NEW_TOKENS

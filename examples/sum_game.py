@@ -7,8 +7,7 @@ NUM_TRIES = 3
 
 
 class SumGame:
-    """The reward of an episode is 1 for a right answer at the first try, 2/3 at the second, 1/3 at
-    the third, and 0 without one."""
+    """Rewards a right answer with 1 at the first try, 2/3 at the second and 1/3 at the third."""
 
     def __init__(self, env_config: dict, extras: dict):
         """extras: the columns of the data, of which `answer` is that of the sum."""
@@ -20,7 +19,7 @@ class SumGame:
         self.question = prompt
 
     def step(self, action: str) -> dict:
-        """Score an answer; ask again where it is wrong and a try is left."""
+        """Score an answer; ask again if it is wrong and a try is left."""
         found = re.search(r"<answer>(-?\d+)</answer>", action)
         is_right = found is not None and int(found[1]) == self.wanted
         reward = (NUM_TRIES - self.num_tries) / NUM_TRIES if is_right else 0.0

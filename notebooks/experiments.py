@@ -1,5 +1,5 @@
-"""What exactness.ipynb runs: drafts of any quality for the real engine, and a policy so small that
-its law is a formula.
+"""Drafts of any quality for the real engine, and a policy whose law is a formula: for
+exactness.ipynb.
 
 Shape legend: R responses, n draft tokens of each, L longest response, V vocabulary.
 """
@@ -9,12 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.shared import chain_sums
 from bubblespec.engine.engine import Engine
@@ -33,10 +29,9 @@ LONGEST_DRAFT, LONGEST_RESPONSE = 8, 60
 
 
 class GivenDrafts:
-    """A `Proposer` of the tokens of given responses, each at its own place, `window` at a time.
+    """Proposes tokens of given responses, int64 by sample, `window` at a time.
 
-    drafts: int64 tokens by sample. is_drafted: bool, for each token that a row has gained, whether
-    a draft gave it.
+    is_drafted: by sample, whether a draft gave each token that the row has gained.
     """
 
     def __init__(self, drafts: dict[SampleId, np.ndarray], window: int = 16):
@@ -64,12 +59,12 @@ class Setting:
     """A policy before and after an update, in float64."""
 
     policy: PreTrainedModel
-    """After the update."""
+    """Policy after the update."""
     older: PreTrainedModel
-    """Before it."""
-    tokenizer: PreTrainedTokenizerBase
+    """Policy before the update."""
+    tokenizer: Tokenizer
     prompts: list[Prompt]
-    """Prompts that the update was not made with."""
+    """Prompts without a part in the update."""
     params: SamplingParams = field(default_factory=SamplingParams)
 
     def respond(
@@ -80,19 +75,17 @@ class Setting:
         slots: int = 64,
         is_older: bool = False,
     ) -> int:
-        """Generate rows to their end, in place, with the real engine. Returns the forwards that it
-        took."""
+        """Generate rows to their end, in place, with the real engine; return its forwards."""
         longest = max(len(row.prompt) + row.max_new_tokens for row in rows)
-        model, batch_tokens = self.older if is_older else self.policy, max(2048, 2 * slots)
-        engine = Engine(
-            ModelRunner(model, slots, longest, SEED, max_num_batched_tokens=batch_tokens)
-        )
+        model, num_tokens = self.older if is_older else self.policy, max(2048, 2 * slots)
+        runner = ModelRunner(model, slots, longest, SEED, max_num_batched_tokens=num_tokens)
+        engine = Engine(runner)
         engine.run(rows, self.params, drafts)
         return engine.num_forwards
 
 
 def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) -> list[Row]:
-    """The rows of groups, those of a group adjacent."""
+    """Return the rows of groups, group by group."""
     return [
         Row(group.sample(j), group.prompt.token_ids, max_new_tokens)
         for group in groups
@@ -103,8 +96,7 @@ def make_rows(groups: list[Group], num_generations: int, max_new_tokens: int) ->
 def tiny_setting(
     folder: str = "configs/tiny_policy", distance: float = 2e-2, num_prompts: int = 8
 ) -> Setting:
-    """The tiny policy; the older weights differ from its own by normal noise, a share `distance` of
-    each weight."""
+    """Load the tiny policy. Its older weights have normal noise, a share `distance` of each."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
@@ -120,8 +112,7 @@ def tiny_setting(
 
 
 def own_softmax(setting: Setting, prompt: tuple[int, ...]) -> np.ndarray:
-    """The policy's next-token probabilities, float64 [V], by a forward of transformers itself, not
-    by the engine."""
+    """Return next-token probabilities by a forward of transformers itself, float64 [V]."""
     config = copy.deepcopy(setting.policy.config)
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
     plain.load_state_dict(setting.policy.state_dict())
@@ -131,10 +122,9 @@ def own_softmax(setting: Setting, prompt: tuple[int, ...]) -> np.ndarray:
 
 
 def chi_square_p(counts: np.ndarray, law: np.ndarray) -> float:
-    """Pearson's test: the chance that draws from `law` are as far from it as `counts`. Cells
-    expected below 5 are pooled.
+    """Return the p-value of Pearson's test; 0 where something impossible was counted.
 
-    counts, law: [cells], law sums to 1. Returns 0 where something impossible was counted.
+    counts, law: [cells], law sums to 1. Cells expected below 5 are pooled.
     """
     if counts[law == 0].any():
         return 0.0
@@ -151,7 +141,7 @@ def chi_square_p(counts: np.ndarray, law: np.ndarray) -> float:
 
 
 def trap_law() -> np.ndarray:
-    """Probability of lengths 1..L under plain sampling, float64 [L]: geometric, cut off at L."""
+    """Return the law of lengths 1..L under plain sampling, float64 [L]: geometric, cut at L."""
     law = STOP_CHANCE * (1 - STOP_CHANCE) ** np.arange(LONGEST_RESPONSE)
     law[-1] /= STOP_CHANCE
     return law
@@ -160,16 +150,14 @@ def trap_law() -> np.ndarray:
 def trap_lengths(
     rule: str, keeps: str, num_rows: int, *, distance: float = 0.3, seed: int = 1
 ) -> np.ndarray:
-    """Lengths int64 [R] of responses that come of one draft each, by `rule`, and plain sampling
-    after it.
+    """Return lengths int64 [R] of responses made of one draft each, by `rule`, and plain sampling.
 
     rule: "coupled" accepts a draft token if plain sampling gives it; "rejection" with chance
     min(1, p / q), else it samples norm(max(p - q, 0)) (Leviathan et al. 2023, "Fast inference from
-    transformers via speculative decoding", Algorithm 1). Drafts are made by an older policy, whose
-    logits are `distance` away, with the noise of the responses under the coupled rule and with
-    other noise under the other. keeps: "by clock" cuts them at lengths that have nothing to do with
-    their content; "finished" keeps those that reach the stop token within n tokens, up to it, and
-    no other.
+    transformers via speculative decoding", Algorithm 1). An older policy makes drafts, with logits
+    `distance` away, and with the noise of the responses under the coupled rule alone. keeps: "by
+    clock" cuts drafts at lengths independent of their content; "finished" keeps those that reach
+    the stop token within n tokens.
     """
     random = np.random.default_rng(seed)
     p = np.array([STOP_CHANCE] + [(1 - STOP_CHANCE) / (NUM_TOKENS - 1)] * (NUM_TOKENS - 1))
@@ -177,8 +165,7 @@ def trap_lengths(
     q /= q.sum()
     noise = random.gumbel(size=(num_rows, LONGEST_RESPONSE, NUM_TOKENS))
     other, fresh = random.gumbel(size=(2, num_rows, LONGEST_DRAFT, NUM_TOKENS))
-    # Tokens do not depend on those before them, so what plain sampling puts at every place is known
-    # at once.
+    # Tokens do not depend on earlier ones, so plain sampling is known at every place at once.
     tokens = (np.log(p) + noise).argmax(-1)
     draft_noise = noise[:, :LONGEST_DRAFT] if rule == "coupled" else other
     draft = (np.log(q) + draft_noise).argmax(-1)

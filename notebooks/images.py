@@ -75,7 +75,7 @@ ACCEPTED, WRONG, DROPPED = "#1b9e77", "#d62728", "#bbbbbb"
 
 
 def step_eight_ranks() -> Figure:
-    """One step of a 7B on eight GPUs, without drafts and with drafts from idle time."""
+    """Draw a step of a 7B on eight GPUs, without drafts and with drafts from idle time."""
     arguments = simulated_systems.make_parser().parse_args(["--steps", str(STEPS)])
     keys = {simulated_systems.PLACEMENT: "balanced"}
     methods = {"none": "without drafts", "bubble+suffix": "with drafts from idle time"}
@@ -114,28 +114,25 @@ def step_eight_ranks() -> Figure:
 
 
 def train_s(scale: float, step: SimulatedStep) -> float:
-    """Seconds in which each H200 trains a 7B on its share of a step's tokens. scale: real tokens
-    for each simulated one."""
-    tokens = scale * step.response_tokens / RANKS
-    return (
-        TRAINING_OPERATIONS
-        * MODELS["7b"].parameters
-        * tokens
-        / (TRAINING_SHARE * GPUS["h200"].peak)
+    """Return the seconds in which each H200 trains a 7B on its share of a step's tokens.
+
+    scale: real tokens for each simulated one.
+    """
+    operations = (
+        TRAINING_OPERATIONS * MODELS["7b"].parameters * scale * step.response_tokens / RANKS
     )
+    return operations / (TRAINING_SHARE * GPUS["h200"].peak)
 
 
 def with_training(scale: float, lane: np.ndarray, step: SimulatedStep) -> np.ndarray:
-    """A rank's lane in real seconds, with the training after the rollout. lane: float64 [spans,
-    3]."""
+    """Return a rank's lane, float64 [spans, 3], in real seconds and with the training."""
     begin_s = scale * step.seconds
     train = (KINDS.index("train"), begin_s, begin_s + train_s(scale, step))
     return np.vstack((lane * (1.0, scale, scale), train))
 
 
 def drafted_tokens() -> Figure:
-    """Six tokens of a draft by older weights of the tiny policy, what the policy makes of them in
-    one forward, and what it keeps."""
+    """Draw six tokens of a draft by older weights, and the tokens that the policy keeps."""
     setting = experiments.tiny_setting()
     tokenizer = setting.tokenizer
     rows, drafts = (
@@ -194,9 +191,8 @@ def draw_tokens(text: str, said: list[str], true: list[str], first: int) -> Figu
     axes.text(0.2, 4.2, "Response so far", fontsize=12, weight="bold", va="center")
     axes.text(left, 4.2, shown, fontsize=10, family="monospace", va="center")
     rows = {"noise": 3.4, "draft": 2.45, "verify": 1.45, "keep": 0.35}
-    heading(
-        rows["noise"], "Random noise", "fixed by the key (seed, prompt, visit,\nsample, position)"
-    )
+    key = "fixed by the key (seed, prompt, visit,\nsample, position)"
+    heading(rows["noise"], "Random noise", key)
     heading(rows["draft"], "1  Draft", "older weights, in idle time\nof an earlier step")
     heading(rows["verify"], "2  Verify", "current weights: one forward\nsamples at all positions")
     count = f"{num_right + 1} tokens from one forward:\n{num_right} accepted and 1 replaced"
@@ -211,17 +207,14 @@ def draw_tokens(text: str, said: list[str], true: list[str], first: int) -> Figu
         box(column, rows["draft"], token, "#e3701a")
         sign = {"ha": "center", "va": "center", "fontsize": 14}
         between = (rows["draft"] + rows["verify"] + height) / 2
-        if column < num_right:
-            box(column, rows["verify"], true[column], ACCEPTED)
-            box(column, rows["keep"], true[column], ACCEPTED)
-            axes.text(x, between, "=", color=ACCEPTED, **sign)
-        elif column == num_right:
-            box(column, rows["verify"], true[column], WRONG)
-            box(column, rows["keep"], true[column], WRONG)
-            axes.text(x, between, "≠", color=WRONG, **sign)
-        else:
+        if column > num_right:
             box(column, rows["verify"], "not used", DROPPED, is_dropped=True)
             box(column, rows["keep"], "dropped", DROPPED, is_dropped=True)
+            continue
+        colour, text = (ACCEPTED, "=") if column < num_right else (WRONG, "≠")
+        box(column, rows["verify"], true[column], colour)
+        box(column, rows["keep"], true[column], colour)
+        axes.text(x, between, text, color=colour, **sign)
     notes = {
         "noise": "the same for 1 and 2",
         "draft": f"{len(said)} tokens",
@@ -235,8 +228,7 @@ def draw_tokens(text: str, said: list[str], true: list[str], first: int) -> Figu
 
 
 def memory_7b() -> Figure:
-    """What the memory of each of eight GPUs holds for configs/qwen2.5_7b.yaml, during rollouts and
-    during updates, on two cards."""
+    """Draw the memory of one of eight GPUs for configs/qwen2.5_7b.yaml, on two cards."""
     config = load_config(os.path.join(ROOT, "configs", "qwen2.5_7b.yaml"))
     model = meta_model(transformers.Qwen2Config(**QWEN_7B), "bfloat16")
     needs = memory.estimate(config, model, RANKS)
@@ -282,7 +274,7 @@ def memory_7b() -> Figure:
 
 
 def step() -> Figure:
-    """The same step of two recorded runs of the tiny policy on two ranks."""
+    """Draw the same step of two recorded runs of the tiny policy on two ranks."""
     methods = {"none": "without drafts", "bubble+suffix": "with drafts from idle time"}
     lanes = {}
     for method, words in methods.items():
@@ -293,7 +285,7 @@ def step() -> Figure:
 
 
 def systems_tiny() -> Figure:
-    """The systems, as whole steps of the tiny policy."""
+    """Draw the systems, as whole steps of the tiny policy."""
     report = read_report(REAL, REAL_KEYS)
     return draw_training(report["systems"], report["seeds"])
 
@@ -307,7 +299,7 @@ def simulated_systems_figure() -> Figure:
 
 
 def simulated_ablation() -> Figure:
-    """The best combination in the simulator, without each of its parts."""
+    """Draw the best combination in the simulator, without each of its parts."""
     report = read_report(SIMULATED, SIMULATED_KEYS)
     heading = simulated_systems.heading_of(report["settings"])
     return simulated_systems.draw_changes(report["runs"], f"{heading}\n7B, up to 16k tokens")

@@ -1,5 +1,4 @@
-"""The notebooks' pictures of runs and samples. Every function makes one figure and returns it; a
-notebook shows what its cell's last line returns. report_pictures.py has those of benchmarks."""
+"""Pictures of runs and samples, one figure per function; report_pictures.py has benchmarks."""
 
 import numpy as np
 from matplotlib.colors import to_rgba
@@ -10,11 +9,7 @@ from matplotlib.ticker import MaxNLocator
 from bubblespec.telemetry.timeline import COLOURS, LABELS, draw_lanes
 from notebooks.reading import Run, compare, num_response_tokens, seconds_by_kind, seconds_so_far
 
-PLAIN, DRAFTED, NOTHING = (
-    "#5aa5e0",
-    "#1b9e77",
-    "#ffffff",
-)  # the first two as decode and verify in timelines
+PLAIN, DRAFTED = "#5aa5e0", "#1b9e77"  # as decode and verify in timelines
 STAGES = {
     "gen": ("generate", "#5aa5e0"),
     "bubble": ("idle (wait for the slowest rank)", "#c8c8c8"),
@@ -35,7 +30,7 @@ SIZE = 9
 
 
 def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **options):
-    """A figure without pyplot, which would keep it; its axes as an array [rows * columns]."""
+    """Make a figure, without pyplot, and an array of its axes [rows * columns]."""
     figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
     axes = np.atleast_1d(figure.subplots(rows, columns, **options)).ravel()
     for one in axes:
@@ -56,8 +51,7 @@ def label_axes(axes, title: str, x: str = "", y: str = "") -> None:
 
 
 def draw_origins(panels: dict[str, list[list[bool]]]) -> Figure:
-    """Where tokens came from: panels by title, in each a row of pixels a response, coloured by
-    whether a draft gave the token."""
+    """Draw responses as rows of pixels, coloured by whether a draft gave the token."""
     figure, axes = figure_of(10, 3.2, 1, len(panels), sharex=True, sharey=True)
     longest = max(len(row) for rows in panels.values() for row in rows)
     for one, (title, rows) in zip(axes, panels.items(), strict=True):
@@ -67,26 +61,19 @@ def draw_origins(panels: dict[str, list[list[bool]]]) -> Figure:
         one.imshow(image, aspect="auto", interpolation="nearest")
         label_axes(one, title, "response token")
     axes[0].set_ylabel("response", fontsize=SIZE)
-    handles = [
-        Patch(facecolor=PLAIN, label="sampled by a forward of its own"),
-        Patch(facecolor=DRAFTED, label="accepted draft token"),
-    ]
-    legend_below(figure, 2, handles, [patch.get_label() for patch in handles])
+    labels = {PLAIN: "sampled by a forward of its own", DRAFTED: "accepted draft token"}
+    handles = [Patch(facecolor=colour, label=label) for colour, label in labels.items()]
+    legend_below(figure, 2, handles, list(labels.values()))
     return figure
 
 
 def draw_law(law: np.ndarray, counts: np.ndarray, names: list[str]) -> Figure:
-    """Bars of a distribution over tokens, and what was counted, with whiskers of two standard
-    errors. law, counts: [tokens]."""
+    """Draw a distribution over tokens, and counts with two standard errors. Both: [tokens]."""
     figure, (axes,) = figure_of(8, 3.2)
     axes.bar(names, law, width=0.8, color="#dddddd", label="the policy: softmax of its logits")
     error = 2 * np.sqrt(law * (1 - law) / counts.sum())
-    style = {
-        "fmt": "o",
-        "markersize": 3,
-        "linewidth": 1,
-        "label": "samples, with drafts (two standard errors)",
-    }
+    style = {"fmt": "o", "markersize": 3, "linewidth": 1}
+    style["label"] = "samples, with drafts (two standard errors)"
     axes.errorbar(names, counts / counts.sum(), error, **style)
     label_axes(axes, "", "next token", "share of samples")
     axes.legend(frameon=False, fontsize=SIZE)
@@ -94,17 +81,15 @@ def draw_law(law: np.ndarray, counts: np.ndarray, names: list[str]) -> Figure:
 
 
 def draw_trap(law: np.ndarray, lengths: dict[str, np.ndarray], longest: int = 25) -> Figure:
-    """Histograms of response lengths against the policy's distribution. law: [lengths], from 1;
-    lengths: responses by title."""
+    """Draw histograms of response lengths by title, against `law`, [lengths] from 1."""
     figure, axes = figure_of(10, 5, 2, 2, sharex=True, sharey=True)
     mean = law @ np.arange(1, len(law) + 1)
     place = np.arange(1, longest + 1)
     for one, (title, found) in zip(axes, lengths.items(), strict=True):
         share = np.bincount(found, minlength=len(law) + 1)[1:] / len(found)
         one.bar(place, share[:longest], width=0.9, color="#9ecae1", label="responses")
-        one.plot(
-            place, law[:longest], color="#222222", linewidth=1.2, label="distribution of the policy"
-        )
+        style = {"color": "#222222", "linewidth": 1.2, "label": "distribution of the policy"}
+        one.plot(place, law[:longest], **style)
         for x, of, style in ((mean, "policy's", ":"), (found.mean(), "responses'", "-")):
             colour = "#d62728" if style == "-" else "#222222"
             one.axvline(x, color=colour, linestyle=style, label=f"{of} mean {x:.2f}")
@@ -115,23 +100,23 @@ def draw_trap(law: np.ndarray, lengths: dict[str, np.ndarray], longest: int = 25
 
 
 def draw_ratios(ratios: dict[str, np.ndarray]) -> Figure:
-    """Mean length of what rules have trained on up to each step, over the policy's; one line a
-    rule. ratios: [steps]."""
+    """Draw the mean length trained on up to each step, over the policy's, by rule: [steps]."""
     figure, (axes,) = figure_of(10, 3.6)
     axes.axhline(1.0, color="#222222", linewidth=1)
     for (name, ratio), colour in zip(ratios.items(), RULES, strict=True):
         axes.plot(np.arange(1, len(ratio) + 1), ratio, label=name, color=colour, linewidth=1.6)
-    label_axes(
-        axes, "mean length of all responses trained on so far, over that of the policy", "steps"
-    )
+    title = "mean length of all responses trained on so far, over that of the policy"
+    label_axes(axes, title, "steps")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=SIZE, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
 def draw_quantiles(lengths: dict[str, np.ndarray], true: np.ndarray) -> Figure:
-    """How often responses of some lengths were trained on, over how often they occur, in tenths of
-    the true lengths. lengths: int64 [responses] by rule; true: int64 [responses]."""
+    """Draw how often lengths were trained on, over how often they occur, in tenths of `true`.
+
+    lengths: int64 [responses] by rule; true: int64 [responses].
+    """
     figure, (axes,) = figure_of(10, 3.6)
     edges = np.unique(np.quantile(true, [*np.linspace(0, 0.9, 10), 0.95, 0.99]).astype(int))
 
@@ -144,23 +129,17 @@ def draw_quantiles(lengths: dict[str, np.ndarray], true: np.ndarray) -> Figure:
         style = {"markersize": 4, "color": colour, "linewidth": 1.6}
         axes.plot(range(len(edges)), shares(found) / shares(true), "o-", label=name, **style)
     axes.set_xticks(range(len(edges)), [f"{edge}+" for edge in edges])
-    label_axes(
-        axes,
-        "how often responses were trained on, over how often the policy gives them",
-        "length of the response (tokens)",
-    )
+    title = "how often responses were trained on, over how often the policy gives them"
+    label_axes(axes, title, "length of the response (tokens)")
     axes.set_ylim(0, None)
     axes.legend(frameon=False, fontsize=SIZE, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
 def draw_timelines(timelines: dict[str, list[np.ndarray]], columns: int = 5) -> Figure:
-    """The lanes of one step or several, by title, on one scale of seconds. columns: of the
-    legend."""
-    lanes_in_all = sum(len(lanes) for lanes in timelines.values())
-    figure, axes = figure_of(
-        10, 1.1 + 0.8 * len(timelines) + 0.3 * lanes_in_all, len(timelines), sharex=True
-    )
+    """Draw lanes of steps by title, on one scale of seconds. columns: of the legend."""
+    height = 1.1 + sum(0.8 + 0.3 * len(lanes) for lanes in timelines.values())
+    figure, axes = figure_of(10, height, len(timelines), sharex=True)
     handles = {}
     for one, (title, lanes) in zip(axes, timelines.items(), strict=True):
         handles |= {patch.get_label(): patch for patch in draw_lanes(one, lanes)}
@@ -174,7 +153,7 @@ def draw_timelines(timelines: dict[str, list[np.ndarray]], columns: int = 5) -> 
 
 
 def draw_kinds(timelines: dict[str, list[np.ndarray]]) -> Figure:
-    """Seconds of a step by kind, mean over ranks: a stacked bar a timeline."""
+    """Draw seconds of a step by kind, mean over ranks: a stacked bar per timeline."""
     figure, (axes,) = figure_of(10, 1.0 + 0.5 * len(timelines))
     colours = {LABELS[kind]: colour for kind, colour in COLOURS.items()}
     colours, handles = colours | {"between forwards": "#f7f7f7"}, {}
@@ -195,8 +174,7 @@ def draw_kinds(timelines: dict[str, list[np.ndarray]]) -> Figure:
 
 
 def draw_stages(runs: list[Run]) -> Figure:
-    """Seconds of whole runs by stage, mean over ranks: a stacked bar a run, with its speed-up over
-    the first one's steps."""
+    """Draw seconds of whole runs by stage: a stacked bar per run, and its speed-up."""
     figure, (axes,) = figure_of(10, 1.0 + 0.45 * len(runs))
     left = np.zeros(len(runs))
     for stage, (label, colour) in STAGES.items():
@@ -205,9 +183,8 @@ def draw_stages(runs: list[Run]) -> Figure:
         left += seconds
     for place, run in enumerate(runs):
         speedup = compare(run, runs[0]).step_speedup
-        axes.text(
-            left[place], place, f"  {left[place]:.1f} s, {speedup:.2f}x", va="center", fontsize=SIZE
-        )
+        text = f"  {left[place]:.1f} s, {speedup:.2f}x"
+        axes.text(left[place], place, text, va="center", fontsize=SIZE)
     _bars_down(axes, [run.label for run in runs], "seconds of training steps (mean of the ranks)")
     axes.set_xlim(0, 1.15 * left.max())
     legend_below(figure, len(STAGES))
@@ -215,8 +192,7 @@ def draw_stages(runs: list[Run]) -> Figure:
 
 
 def draw_tail(runs: list[Run]) -> Figure:
-    """What a rollout's seconds and forwards follow: the longest response. A point a step and
-    run."""
+    """Draw seconds and forwards of rollouts over the longest response: a point per step."""
     figure, axes = figure_of(10, 3.4, 1, 2)
     titles = {"seconds": "time of a rollout", "forwards": "forwards on the slowest rank"}
     for one, (unit, title) in zip(axes, titles.items(), strict=True):
@@ -231,25 +207,17 @@ def draw_tail(runs: list[Run]) -> Figure:
 
 
 def draw_drafts(run: Run) -> Figure:
-    """Response tokens of every step by where they came from: sources of drafts, or a forward of
-    their own."""
+    """Draw response tokens of every step by source of drafts, or none."""
     figure, (axes,) = figure_of(10, 3.2)
     left, steps = np.zeros(len(run.steps)), run.column("step")
     for source, (label, colour) in SOURCES.items():
-        tokens = np.nan_to_num(
-            run.column(f"drafts/{source}/accept_rate") * run.column(f"drafts/{source}/tokens")
-        )
+        rate, drafted = (run.column(f"drafts/{source}/{key}") for key in ("accept_rate", "tokens"))
+        tokens = np.nan_to_num(rate * drafted)
         if tokens.any():
             axes.bar(steps, tokens, bottom=left, width=0.85, color=colour, label=label)
             left += tokens
-    axes.bar(
-        steps,
-        num_response_tokens(run) - left,
-        bottom=left,
-        width=0.85,
-        color=PLAIN,
-        label="sampled by a forward of its own",
-    )
+    rest, label = num_response_tokens(run) - left, "sampled by a forward of its own"
+    axes.bar(steps, rest, bottom=left, width=0.85, color=PLAIN, label=label)
     label_axes(axes, "", "step", "response tokens")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend_below(figure, 3)
@@ -257,12 +225,11 @@ def draw_drafts(run: Run) -> Figure:
 
 
 def draw_steps(runs: list[Run]) -> Figure:
-    """Seconds of every step's rollout, a line a run."""
+    """Draw seconds of every step's rollout, a line per run."""
     figure, (axes,) = figure_of(10, 2.8)
     for number, run in enumerate(runs):
-        axes.plot(
-            run.column("step"), run.rollout_s, linewidth=1.3, color=f"C{number}", label=run.label
-        )
+        style = {"linewidth": 1.3, "color": f"C{number}", "label": run.label}
+        axes.plot(run.column("step"), run.rollout_s, **style)
     label_axes(axes, "", "step", "seconds of the rollout")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0)
@@ -271,8 +238,10 @@ def draw_steps(runs: list[Run]) -> Figure:
 
 
 def draw_learning(runs: list[Run]) -> Figure:
-    """Training reward (thin) and held-out reward (dots), over steps and over seconds. Equal curves
-    lie on one another, the first one widest."""
+    """Draw training and held-out reward (dots), over steps and over seconds.
+
+    Equal curves lie on one another, the first one widest.
+    """
     figure, axes = figure_of(10, 3.4, 1, 2, sharey=True)
     for number, run in enumerate(runs):
         width = 1 + 3 * (len(runs) - 1 - number) / max(len(runs) - 1, 1)

@@ -5,10 +5,10 @@ A run's folder holds config.yaml and metrics.jsonl, as train.py leaves them; wit
 also timeline/step_*.json.
 """
 
+import glob
 import json
 import math
 import os
-import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,13 +19,8 @@ from bubblespec.config_file import load_config
 from bubblespec.errors import InputError, log
 from bubblespec.telemetry.timeline import LABELS
 
-NEEDED = (
-    "timing_s/gen",
-    "timing_s/bubble",
-    "timing_s/step",
-    "reward",
-    "rollout/digest",
-)  # what every step's line has
+# Metrics that every step's line has.
+NEEDED = ("timing_s/gen", "timing_s/bubble", "timing_s/step", "reward", "rollout/digest")
 SOURCES = {
     "none": "no drafts",
     "bubble": "drafts from idle time",
@@ -52,20 +47,19 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Its name, and its drafts in words."""
+        """Name of the run, and its drafts in words."""
         parts = [SOURCES.get(name, name) for name in self.method.split("+")]
         return f"{self.name}: {', '.join(parts)}"
 
     def column(self, key: str) -> np.ndarray:
-        """A metric of all steps, float64 [steps]; NaN where a line has none."""
+        """Return a metric of all steps, float64 [steps]; NaN where a line has none."""
         return np.array(
             [math.nan if line.get(key) is None else line[key] for line in self.steps], float
         )
 
     @property
     def rollout_s(self) -> np.ndarray:
-        """Seconds of each step's rollout, waiting for the slowest rank and moving drafts included,
-        float64 [steps]."""
+        """Seconds of rollouts with waiting and moving drafts, float64 [steps]."""
         return (
             self.column("timing_s/gen")
             + self.column("timing_s/bubble")
@@ -74,8 +68,7 @@ class Run:
 
 
 def read_runs(folder: str) -> list[Run]:
-    """All runs in a folder, those without speculation first. Subfolders that are no run are left
-    out with a line that says why.
+    """Return all runs in a folder, those without speculation first; log what is left out.
 
     Raises InputError where the folder holds no run, and for files that are damaged.
     """
@@ -85,19 +78,13 @@ def read_runs(folder: str) -> list[Run]:
         raise InputError(
             f"RUNS: {folder} is one run's folder; give the folder that holds the folders of several"
         )
-    names = sorted(
-        n
-        for n in os.listdir(folder)
-        if os.path.isdir(os.path.join(folder, n)) and not n.startswith(".")
-    )
     problems, runs = [], []
-    for name in names:
+    for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
-        missing = [
-            file
-            for file in ("metrics.jsonl", "config.yaml")
-            if not os.path.isfile(os.path.join(path, file))
-        ]
+        if not os.path.isdir(path) or name.startswith("."):
+            continue
+        needed = ("metrics.jsonl", "config.yaml")
+        missing = [file for file in needed if not os.path.isfile(os.path.join(path, file))]
         if missing:
             problems.append(f"{path} has no {missing[0]}")
             continue
@@ -107,18 +94,15 @@ def read_runs(folder: str) -> list[Run]:
         else:
             problems.append(f"{path} has not finished a step yet")
     if not runs:
-        raise InputError(
-            f"RUNS: no run in {folder}"
-            + (f": {'; '.join(problems)}" if problems else ": it has no subfolders")
-        )
+        why = "; ".join(problems) or "it has no subfolders"
+        raise InputError(f"RUNS: no run in {folder}: {why}")
     for problem in problems:
         log(f"left out: {problem}")
     return sorted(runs, key=lambda run: (run.method != "none", run.name))
 
 
 def read_run(folder: str) -> Run:
-    """One run. A torn last line, as a kill leaves it, is left out with a line that says so. Raises
-    InputError."""
+    """Return a run, without a torn last line, as a kill leaves it. Raises InputError."""
     config = load_config(os.path.join(folder, "config.yaml"))
     path = os.path.join(folder, "metrics.jsonl")
     try:
@@ -126,9 +110,8 @@ def read_run(folder: str) -> Run:
             text = file.read()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    lines = [
-        (number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
-    ]
+    numbered = enumerate(text.split("\n"), start=1)
+    lines = [(number, line) for number, line in numbered if line.strip()]
     steps, evaluations = {}, {}
     for number, line in lines:
         try:
@@ -146,36 +129,30 @@ def read_run(folder: str) -> Run:
             raise InputError(f"{path}, line {number}: not a line of metrics: it has no {absent[0]}")
         (evaluations if is_evaluation else steps)[record["step"]] = record
     name = os.path.basename(os.path.normpath(folder))
-    return Run(
-        name,
-        folder,
-        config,
-        [steps[s] for s in sorted(steps)],
-        [evaluations[s] for s in sorted(evaluations)],
-    )
+    in_order = ([found[s] for s in sorted(found)] for found in (steps, evaluations))
+    return Run(name, folder, config, *in_order)
 
 
 @dataclass
 class Comparison:
     """A run against another, over the steps that both have.
 
-    Speed-ups are times of the other divided by times of this run; NaN where a figure was not
-    recorded.
+    Speed-ups are times of the other divided by times of this run; NaN where a time is missing.
     """
 
     num_steps: int
     rollout_speedup: float
-    """Of all rollouts together."""
+    """Speed-up of all rollouts together."""
     median_speedup: float
-    """Of the median step's rollout."""
+    """Speed-up of the median step's rollout."""
     step_speedup: float
-    """Of all whole steps together."""
+    """Speed-up of all whole steps together."""
     forwards: float
     """Relative change of the forwards on the slowest rank."""
     num_same: int
     """Steps of equal digests, so of equal tokens."""
     first_difference: int | None
-    """The first step of other tokens."""
+    """First step of other tokens."""
 
     @property
     def tokens(self) -> str:
@@ -186,7 +163,7 @@ class Comparison:
 
 
 def compare(run: Run, other: Run) -> Comparison:
-    """`run` against `other`. Raises InputError if they have no step in common."""
+    """Compare `run` with `other`. Raises InputError if they have no step in common."""
     common = sorted({line["step"] for line in run.steps} & {line["step"] for line in other.steps})
     if not common:
         raise InputError(f"RUNS: {run.name} and {other.name} have no step in common")
@@ -196,24 +173,23 @@ def compare(run: Run, other: Run) -> Comparison:
     ratio = others.rollout_s / mine.rollout_s
     digests = [[line["rollout/digest"] for line in r.steps] for r in (mine, others)]
     differing = [step for step, a, b in zip(common, *digests, strict=True) if a != b]
+
+    def total(run: Run, key: str) -> float:
+        return run.column(key).sum()
+
     return Comparison(
         num_steps=len(common),
         rollout_speedup=float(others.rollout_s.sum() / mine.rollout_s.sum()),
         median_speedup=float(np.median(ratio)),
-        step_speedup=float(
-            others.column("timing_s/step").sum() / mine.column("timing_s/step").sum()
-        ),
-        forwards=float(
-            mine.column("rollout/forwards").sum() / others.column("rollout/forwards").sum() - 1
-        ),
+        step_speedup=float(total(others, "timing_s/step") / total(mine, "timing_s/step")),
+        forwards=float(total(mine, "rollout/forwards") / total(others, "rollout/forwards") - 1),
         num_same=len(common) - len(differing),
         first_difference=differing[0] if differing else None,
     )
 
 
 def accepted_share(run: Run) -> float:
-    """Drafted tokens that were accepted, of all that were verified in the run; NaN where none
-    was."""
+    """Return the accepted share of all verified draft tokens; NaN where there is none."""
     accepted, wasted = (
         np.nansum(run.column(f"rollout/spec_{kind}_tokens")) for kind in ("accepted", "wasted")
     )
@@ -221,18 +197,14 @@ def accepted_share(run: Run) -> float:
 
 
 def num_response_tokens(run: Run) -> np.ndarray:
-    """Response tokens of every step, float64 [steps]; of a run without dynamic sampling, whose
-    batches have one size."""
+    """Return response tokens by step, float64 [steps]. The run has no dynamic sampling."""
     rollout = run.config.rollout
-    return (
-        run.column("completions/mean_length")
-        * rollout.num_prompts_per_step
-        * rollout.num_generations
-    )
+    num_rows = rollout.num_prompts_per_step * rollout.num_generations
+    return run.column("completions/mean_length") * num_rows
 
 
 def ablation_table(runs: list[Run], baseline: Run) -> str:
-    """Every run against the baseline, as a Markdown table."""
+    """Return every run against the baseline, as a Markdown table."""
     rows = []
     for run in runs:
         c = compare(run, baseline)
@@ -247,8 +219,7 @@ def ablation_table(runs: list[Run], baseline: Run) -> str:
 
 
 def settings_table(runs: list[Run]) -> str:
-    """The keys of the configuration that differ between runs, as a Markdown table; run.output_dir
-    is left out."""
+    """Return the keys that differ between runs, but run.output_dir, as a Markdown table."""
     flat = [flatten(run.config) for run in runs]
     keys = [key for key in flat[0] if len({str(f[key]) for f in flat}) > 1]
     keys = [key for key in keys if key != "run.output_dir"]
@@ -257,8 +228,7 @@ def settings_table(runs: list[Run]) -> str:
 
 
 def learning_table(runs: list[Run]) -> str:
-    """Rewards of every run: training at its beginning and end, and held out, as a Markdown
-    table."""
+    """Return training and held-out rewards of every run, as a Markdown table."""
     rows = []
     for run in runs:
         reward, share = run.column("reward"), max(1, len(run.steps) // 10)
@@ -276,8 +246,7 @@ def learning_table(runs: list[Run]) -> str:
 
 
 def seconds_so_far(run: Run, updates: np.ndarray) -> np.ndarray:
-    """Seconds of training steps before as many updates, float64; evaluation and saving are not
-    counted. NaN beyond the run."""
+    """Return the seconds of training steps before as many updates, float64; NaN beyond the run."""
     ends = {
         line["step"] + 1: total
         for line, total in zip(run.steps, np.cumsum(run.column("timing_s/step")), strict=True)
@@ -286,8 +255,10 @@ def seconds_so_far(run: Run, updates: np.ndarray) -> np.ndarray:
 
 
 def read_timeline(run: Run, step: int) -> list[np.ndarray]:
-    """A step's lanes: by rank float64 [events, 3] with the kind's place in KINDS, begin and end in
-    seconds. Raises InputError."""
+    """Return a step's lanes: by rank, kind (place in KINDS), begin and end of events in seconds.
+
+    Each is float64 [events, 3]. Raises InputError.
+    """
     path = os.path.join(run.folder, "timeline", f"step_{step:05d}.json")
     try:
         with open(path, encoding="utf-8") as file:
@@ -309,16 +280,13 @@ def read_timeline(run: Run, step: int) -> list[np.ndarray]:
 
 
 def timeline_steps(run: Run) -> list[int]:
-    folder = os.path.join(run.folder, "timeline")
-    matches = [
-        re.fullmatch(r"step_(\d+)\.json", name)
-        for name in (os.listdir(folder) if os.path.isdir(folder) else [])
-    ]
-    return sorted(int(match[1]) for match in matches if match)
+    """Return the steps of which there is a timeline."""
+    paths = glob.glob(os.path.join(glob.escape(run.folder), "timeline", "step_*.json"))
+    return sorted(int(os.path.basename(path)[5:-5]) for path in paths)
 
 
 def common_timelines(one: Run, other: Run) -> list[int]:
-    """Steps of which both runs have a timeline. Raises InputError where there is none."""
+    """Return the steps of which both runs have a timeline. Raises InputError if there is none."""
     steps = sorted(set(timeline_steps(one)) & set(timeline_steps(other)))
     if not steps:
         raise InputError(
@@ -329,13 +297,12 @@ def common_timelines(one: Run, other: Run) -> list[int]:
 
 
 def seconds_by_kind(lanes: list[np.ndarray]) -> dict[str, float]:
-    """Seconds of a step on the mean rank by what timelines call them, and under "between forwards"
-    what no event covers: work on the host."""
+    """Return seconds of a step by kind, mean over ranks; "between forwards" is without events."""
     end = max(lane[:, 2].max() for lane in lanes)
-    seconds = {
-        k: sum(float((lane[lane[:, 0] == n, 2] - lane[lane[:, 0] == n, 1]).sum()) for lane in lanes)
-        for n, k in enumerate(LABELS.values())
-    }
+    seconds = {}
+    for number, kind in enumerate(LABELS.values()):
+        events = [lane[lane[:, 0] == number] for lane in lanes]
+        seconds[kind] = sum(float((rows[:, 2] - rows[:, 1]).sum()) for rows in events)
     seconds = {kind: total / len(lanes) for kind, total in seconds.items() if total}
     return seconds | {"between forwards": end - sum(seconds.values())}
 

@@ -14,19 +14,6 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 TIME_LIMIT_S = 300  # for any cell, on a busy machine
 
 
-def execute(notebook, folder: str) -> None:
-    """From top to bottom, in place, in a kernel that begins in `folder`. Raises
-    CellExecutionError."""
-    client = NotebookClient(
-        notebook,
-        timeout=TIME_LIMIT_S,
-        kernel_name="python3",
-        resources={"metadata": {"path": folder}},
-        record_timing=False,
-    )
-    client.execute()
-
-
 def main() -> int:
     names = sys.argv[1:] or sorted(
         name.removesuffix(".ipynb") for name in os.listdir(FOLDER) if name.endswith(".ipynb")
@@ -37,13 +24,14 @@ def main() -> int:
             print(f"error: there is no {path}", file=sys.stderr)
             return 2
         notebook = nbformat.read(path, as_version=4)
-        execute(notebook, FOLDER)
+        resources = {"metadata": {"path": FOLDER}}
+        options = {"kernel_name": "python3", "resources": resources, "record_timing": False}
+        NotebookClient(notebook, timeout=TIME_LIMIT_S, **options).execute()
         for cell in notebook.cells:
-            if cell.cell_type == "code":  # warnings are of the machine that has executed it
+            if cell.cell_type == "code":  # without warnings of the machine
                 cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-        notebook.metadata["language_info"] = {
-            "name": "python"
-        }  # not the version of the machine that has executed it
+        # without the version of the machine
+        notebook.metadata["language_info"] = {"name": "python"}
         nbformat.write(notebook, path)
         print(path)
     return 0

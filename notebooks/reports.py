@@ -1,8 +1,8 @@
-"""What benchmarks have written as JSON, read for systems.ipynb and drafter.ipynb."""
+"""Results of benchmarks as tables, for systems.ipynb and drafter.ipynb."""
 
 import json
 
-from benchmarks.shared import markdown
+from benchmarks.shared import tabulate
 from bubblespec.errors import InputError
 
 SIMULATED_KEYS = ("settings", "runs")  # of benchmarks/simulated_systems.py
@@ -29,13 +29,12 @@ SYSTEMS = {
 
 
 def label_of(system: str) -> str:
-    """A system of benchmarks/systems.py in words."""
+    """Return a system of benchmarks/systems.py in words."""
     return SYSTEMS.get(system, system)
 
 
 def read_report(path: str, keys: tuple[str, ...]) -> dict:
-    """A benchmark's JSON. Raises InputError for a file that is not there or has not all of the
-    keys."""
+    """Return a benchmark's JSON. Raises InputError if it cannot be read or lacks a key."""
     try:
         with open(path, encoding="utf-8") as file:
             report = json.load(file)
@@ -50,27 +49,28 @@ def read_report(path: str, keys: tuple[str, ...]) -> dict:
 
 
 def systems_table(report: dict) -> str:
-    """Training runs of the systems, from `benchmarks/systems.py`, as a Markdown table."""
-    rows = []
-    for name, system in report["systems"].items():
-        row = {"system": label_of(name), "whole steps": f"{system['speedup']:.2f}x"}
-        row["rollouts"] = f"{system['rollout_speedup']:.2f}x"
-        row["idle time"] = f"{system['idle_ratio']:.0%}"
-        row["mean acceptance length"] = f"{system['tokens_a_pass']:.2f}"
-        row["length ratio"] = f"{system['length_ratio']:.3f}"
-        reward = system["reward"]
-        row["held-out reward"] = "-" if reward is None else f"{reward:.3f}"
-        rows.append(row | {"its paper": system["paper"]})
-    return markdown(rows)
+    """Return training runs of the systems, from `benchmarks/systems.py`, as a Markdown table."""
+    columns = {
+        "system": "{label}",
+        "whole steps": "{speedup:.2f}x",
+        "rollouts": "{rollout_speedup:.2f}x",
+        "idle time": "{idle_ratio:.0%}",
+        "mean acceptance length": "{tokens_a_pass:.2f}",
+        "length ratio": "{length_ratio:.3f}",
+        "held-out reward": "{reward:.3f}",
+        "its paper": "{paper}",
+    }
+    systems = report["systems"].items()
+    return tabulate([{"label": label_of(name)} | system for name, system in systems], columns)
 
 
 def chains_table(report: dict) -> str:
-    """What the drafter's chains bring, by the rows generated together, as a Markdown table."""
-    rows = []
-    for count in report["by_rows"]:
-        row = {"rows together": str(count["rows"])}
-        row["mean acceptance length"] = f"{count['tokens_a_forward']:.2f}"
-        row["mean length of a chain"] = f"{count['chain_length']:.1f} tokens"
-        row["speed-up"] = f"{count['speedup']:.2f}x"
-        rows.append(row | {"rows with other tokens": str(count["differing_rows"])})
-    return markdown(rows)
+    """Return the gain of the drafter's chains, by rows generated together, as a Markdown table."""
+    columns = {
+        "rows together": "{rows}",
+        "mean acceptance length": "{tokens_a_forward:.2f}",
+        "mean length of a chain": "{chain_length:.1f} tokens",
+        "speed-up": "{speedup:.2f}x",
+        "rows with other tokens": "{differing_rows}",
+    }
+    return tabulate(report["by_rows"], columns)

@@ -1,9 +1,8 @@
-"""What tail_batching.ipynb plays: which lengths different rules train on, with a policy that stands
-still.
+"""Lengths that different rules train on, with a constant policy: for tail_batching.ipynb.
 
 `python -m notebooks.rounds` lets SmolLM2 (`make smollm2`) answer the prompts of its first steps,
 and keeps the lengths in data/lengths.npz. The notebook plays the rules on those: the trainer's own
-planner and selection, and what RollPacker does.
+planner and selection, and RollPacker's.
 """
 
 import os
@@ -26,7 +25,7 @@ NUM_STEPS, NUM_SPARE = 20, 3  # steps, and further ones from which short rounds 
 ANEW = 1  # the visit under which a deferred prompt is drawn anew
 
 Lengths = Callable[[Group, int], int]
-"""Of sample `number` of a group."""
+"""Length of a group's sample, by its number."""
 
 
 class DrawnAnew(TailBatching):
@@ -43,19 +42,18 @@ class DrawnAnew(TailBatching):
 
 @dataclass
 class Played:
-    """What a rule has trained on."""
+    """Samples that a rule has trained on."""
 
     lengths: list[np.ndarray]
-    """By step, int64 [samples]."""
+    """Lengths by step, int64 [samples]."""
     is_long: list[bool]
     """Whether a step was a long round."""
     sequential: int
-    """Tokens of the longest response of each rollout, less those that it had from an earlier
-    one."""
+    """Tokens of the longest response of each rollout, without those of an earlier rollout."""
 
 
 def rules(num_prompts: int, num_generations: int, prompts: PromptSet, seed: int) -> dict:
-    """Planners by what they do."""
+    """Return planners by rule."""
     order = (prompts, seed, num_prompts, num_generations)
     return {
         "no tail batching": StepSchedule(*order),
@@ -65,26 +63,18 @@ def rules(num_prompts: int, num_generations: int, prompts: PromptSet, seed: int)
 
 
 def play(planner, length_of: Lengths, num_steps: int) -> Played:
-    """Steps of a planner whose responses have lengths that are known."""
+    """Run steps of a planner whose responses have known lengths."""
     played, before = Played([], [], 0), {}
     for step in range(num_steps):
         launch = planner.launch(step)
         played.is_long.append(getattr(planner, "is_long_round", False))
-        lengths = np.array(
-            [
-                length_of(group, number)
-                for group in launch.groups
-                for number in range(launch.num_generations)
-            ]
-        )
+        n = launch.num_generations
+        lengths = np.array([length_of(group, i) for group in launch.groups for i in range(n)])
         table = RowTable(launch, np.zeros(len(lengths), np.int64), 0)
         table.generated, table.is_finished = lengths, np.ones(len(lengths), bool)
         is_in = table.cutoff().is_in
         chosen = np.flatnonzero(is_in)
-        groups = [
-            launch.groups[place // launch.num_generations]
-            for place in chosen[:: launch.num_generations].tolist()
-        ]
+        groups = [launch.groups[place // n] for place in chosen[::n].tolist()]
         cut = int(lengths[chosen].max())
         so_far = [before.pop(name, 0) for name in launch.ids]
         played.lengths.append(lengths[chosen])
@@ -96,40 +86,33 @@ def play(planner, length_of: Lengths, num_steps: int) -> Played:
         tokens = [np.empty(length, np.int32) for length in lengths[chosen].tolist()]
         none = np.empty((len(tokens), 0))
         columns = (tokens, tokens, tokens, none, none)
-        planner.finish(Samples(groups, launch.num_generations, *columns), deferred)
+        planner.finish(Samples(groups, n, *columns), deferred)
     return played
 
 
 def ratios(played: Played, true_mean: float) -> np.ndarray:
-    """Mean length of all that was trained on up to each step, over the policy's, float64
-    [steps]."""
+    """Return the mean length up to each step, over the policy's, float64 [steps]."""
     totals = np.cumsum([lengths.sum() for lengths in played.lengths])
     return totals / np.cumsum([len(lengths) for lengths in played.lengths]) / true_mean
 
 
 def load() -> tuple[dict, Lengths, float]:
-    """The rules over the recorded prompts; the lengths; and the mean length of the samples without
-    tail batching."""
+    """Return the rules over the recorded prompts, the lengths, and their mean in a plain run."""
     recorded = np.load(FILE)
-    uids, table, (seed, num_prompts, num_generations) = (
-        recorded["uids"],
-        recorded["lengths"],
-        recorded["order"].tolist(),
-    )
+    uids, table = recorded["uids"], recorded["lengths"]
+    seed, num_prompts, num_generations = recorded["order"].tolist()
     prompts = PromptSet([Prompt(uid, "", (0,), {}) for uid in uids.tolist()], 0)
     in_order = prompts.prompts
-    prompts.batch = lambda seed, step, count: in_order[
-        step * count : (step + 1) * count
-    ]  # as they were drawn
+    # as they were drawn
+    prompts.batch = lambda seed, step, count: in_order[step * count : (step + 1) * count]
     row_of = {uid: row for row, uid in enumerate(uids.tolist())}
     num_drawn = NUM_STEPS * num_prompts
     true_mean = float(table[:num_drawn, 0, :num_generations].mean())
-    found = rules(num_prompts, num_generations, prompts, seed)
-    return (
-        found,
-        lambda group, number: int(table[row_of[group.prompt.uid], group.visit, number]),
-        true_mean,
-    )
+
+    def length_of(group: Group, number: int) -> int:
+        return int(table[row_of[group.prompt.uid], group.visit, number])
+
+    return rules(num_prompts, num_generations, prompts, seed), length_of, true_mean
 
 
 def record() -> None:
@@ -145,18 +128,14 @@ def record() -> None:
     from bubblespec.setup import build
 
     with tempfile.TemporaryDirectory() as folder:
-        config = load_config(
-            CONFIG, ["speculative.method=none", f"run.output_dir={folder}", "reward.num_workers=0"]
-        )
+        overrides = ["speculative.method=none", f"run.output_dir={folder}", "reward.num_workers=0"]
+        config = load_config(CONFIG, overrides)
         trainer = build(config, Ranks(torch.device("cpu")))
         trainer.lock.close()
     prompts, _ = load_prompts(config, AutoTokenizer.from_pretrained(config.model.path))
     rollout, seed = config.rollout, config.run.seed
-    batches = [
-        prompts.batch(seed, step, rollout.num_prompts_per_step)
-        for step in range(NUM_STEPS + NUM_SPARE)
-    ]
-    drawn = [prompt for batch in batches for prompt in batch]
+    steps, count = range(NUM_STEPS + NUM_SPARE), rollout.num_prompts_per_step
+    drawn = [prompt for step in steps for prompt in prompts.batch(seed, step, count)]
     lengths = np.zeros((len(drawn), 2, rollout.num_generations), np.int16)
     for begin in tqdm(range(0, len(drawn), 16), desc="answers", unit="batch"):
         for visit in (0, ANEW):
@@ -165,10 +144,9 @@ def record() -> None:
                 groups, rollout.num_generations, trainer.sampler.params, version=0
             )
             lengths[begin : begin + 16, visit] = samples.lengths.reshape(len(groups), -1)
-    order = np.array([seed, rollout.num_prompts_per_step, rollout.num_generations])
-    np.savez_compressed(
-        FILE, uids=np.array([prompt.uid for prompt in drawn]), lengths=lengths, order=order
-    )
+    order = np.array([seed, count, rollout.num_generations])
+    uids = np.array([prompt.uid for prompt in drawn])
+    np.savez_compressed(FILE, uids=uids, lengths=lengths, order=order)
 
 
 if __name__ == "__main__":

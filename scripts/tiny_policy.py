@@ -25,7 +25,7 @@ from bubblespec.data.prompts import reasoning_gym_rows
 
 
 def _sums(weight: float, min_terms: int, max_terms: int) -> dict:
-    """One entry of the mixture: sums of `min_terms` to `max_terms` one-digit numbers."""
+    """Return an entry of the mixture: sums of `min_terms` to `max_terms` one-digit numbers."""
     terms = {"min_terms": min_terms, "max_terms": max_terms, "min_digits": 1, "max_digits": 1}
     return {"name": "chain_sum", "weight": weight, "config": terms}
 
@@ -76,11 +76,9 @@ def worked_solution(
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose merges come from a few problems, whose words and answer tags become one
-    token.
+    """Train a byte-level BPE on a few problems, so that words and answer tags are one token.
 
-    Digits are split off before merging and so stay single tokens. Nothing is added around an
-    encoded text.
+    Digits are split off before merging and so stay single tokens. Nothing is added around a text.
     """
     pieces = Regex(r"</?answer>| ?[A-Za-z]+:?| ?[-+=] ?|\d|\s+|[^\sA-Za-z\d]")
     tokenizer = Tokenizer(models.BPE())
@@ -113,7 +111,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Randomly initialised Llama-style policy, drawn from torch's current random state."""
+    """Make a Llama-style policy from torch's current random state."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=WIDTH,
@@ -145,11 +143,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def supervised_batches(tokenizer: PreTrainedTokenizerFast, seed: int, pool: int = 0):
     """Yield `(input_ids, attention_mask, labels)`, each int64 [rows, tokens], without end.
 
-    `pool` numbers the first pool of problems: from RAMP_POOLS on, long problems have their final
-    weight.
-
-    Rows of one batch have similar lengths. Padding is on the right; labels cover the solution and
-    its EOS.
+    pool: number of the first pool of problems; from RAMP_POOLS on, long problems have their final
+    weight. Rows of one batch have similar lengths. Padding is on the right; labels cover the
+    solution and its EOS.
     """
     shuffle = random.Random(seed)
     while True:
@@ -161,12 +157,9 @@ def supervised_batches(tokenizer: PreTrainedTokenizerFast, seed: int, pool: int 
         # Two seeds share no pool before a thousand pools, far more than a run gets through.
         rows = reasoning_gym_rows(tasks, POOL_ROWS, SUPERVISED_SEED + 1000 * seed + pool)
         prompts = tokenizer([row["prompt"] for row in rows])["input_ids"]
-        solutions = tokenizer([worked_solution(row["entry"], shuffle) + EOS for row in rows])[
-            "input_ids"
-        ]
-        pairs = sorted(
-            zip(prompts, solutions, strict=True), key=lambda pair: len(pair[0]) + len(pair[1])
-        )
+        texts = [worked_solution(row["entry"], shuffle) + EOS for row in rows]
+        pairs = list(zip(prompts, tokenizer(texts)["input_ids"], strict=True))
+        pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
         batches = []
         while pairs:
             longest = len(pairs[-1][0]) + len(pairs[-1][1])
@@ -189,22 +182,18 @@ def supervised_batches(tokenizer: PreTrainedTokenizerFast, seed: int, pool: int 
 def sample_responses(
     model, tokenizer, prompts: list[str], *, greedy: bool = False, rows: int = 256
 ) -> list:
-    """Sample a response to each prompt at temperature 1, or take the likeliest tokens, `rows` at a
-    time.
+    """Sample a response to each prompt at temperature 1, or the likeliest tokens, in batches.
 
-    Returns one list of token ids a prompt, up to and including EOS, or without it where the limit
-    came first.
+    Return the token ids of each response, with its EOS if it has one.
     """
     responses: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     for start in range(0, len(order), rows):
         chosen = order[start : start + rows]
         inputs = tokenizer([prompts[index] for index in chosen], padding=True, return_tensors="pt")
-        options = (
-            {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-            if greedy
-            else {}
-        )
+        options = {}
+        if greedy:
+            options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         prompt_ids, mask = inputs["input_ids"], inputs["attention_mask"]
         output = model.generate(input_ids=prompt_ids, attention_mask=mask, **options)
         for index, ids in zip(chosen, output[:, prompt_ids.shape[1] :].tolist(), strict=True):
@@ -222,16 +211,14 @@ def is_correct(tokenizer: PreTrainedTokenizerFast, row: dict, response: list[int
 
 
 def accuracy(model, tokenizer, rows: list[dict], greedy: bool = False) -> float:
-    """Share of rows with a correct response, one response a row."""
+    """Return the share of rows with a correct response, one response a row."""
     responses = sample_responses(model, tokenizer, [row["prompt"] for row in rows], greedy=greedy)
-    return sum(
-        is_correct(tokenizer, row, ids) for row, ids in zip(rows, responses, strict=True)
-    ) / len(rows)
+    pairs = zip(rows, responses, strict=True)
+    return sum(is_correct(tokenizer, row, ids) for row, ids in pairs) / len(rows)
 
 
 def is_good_enough(model, tokenizer, target: float, rows: int = 256) -> tuple[bool, float]:
-    """Whether accuracy at temperature 1 reaches `target`, and half of it in every range of
-    lengths."""
+    """Whether accuracy reaches `target`, and half of it in every range of lengths."""
     overall = accuracy(model, tokenizer, reasoning_gym_rows(MIXTURE, rows, HELD_OUT_SEED))
     if overall < target:
         return False, overall
@@ -240,8 +227,7 @@ def is_good_enough(model, tokenizer, target: float, rows: int = 256) -> tuple[bo
 
 
 def train(model, tokenizer, options: argparse.Namespace) -> list[float]:
-    """Supervised steps until the policy is good enough or a limit is met; returns every loss
-    (nats)."""
+    """Train until the policy is good enough or a limit is met; return every loss (nats)."""
     rate, seconds, max_steps = options.learning_rate, options.seconds, options.max_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     batches = supervised_batches(tokenizer, options.seed, RAMP_POOLS if options.start else 0)
@@ -272,23 +258,20 @@ def train(model, tokenizer, options: argparse.Namespace) -> list[float]:
 
 
 def measure_quality(model, tokenizer, rows: int, group: int = 8) -> dict:
-    """Held-out figures: accuracies, spread within groups of samples, and response lengths in
-    tokens."""
+    """Measure held-out accuracies, spread within groups of samples, and lengths in tokens."""
     held_out = reasoning_gym_rows(MIXTURE, rows, HELD_OUT_SEED)
     repeated = [row for row in held_out for _ in range(group)]
     responses = sample_responses(model, tokenizer, [row["prompt"] for row in repeated])
-    correct = [
-        is_correct(tokenizer, row, ids) for row, ids in zip(repeated, responses, strict=True)
-    ]
+    pairs = zip(repeated, responses, strict=True)
+    correct = [is_correct(tokenizer, row, ids) for row, ids in pairs]
     wins = torch.tensor(correct, dtype=torch.float32).view(rows, group).sum(1)
     lengths = torch.tensor([len(ids) for ids in responses], dtype=torch.float32)
     finished = sum(ids[-1] == tokenizer.eos_token_id for ids in responses)
     by_range = {}
     for task in MIXTURE:
         name = f"{task['config']['min_terms']}-{task['config']['max_terms']} terms"
-        by_range[name] = accuracy(
-            model, tokenizer, reasoning_gym_rows([task], rows // 2, HELD_OUT_SEED)
-        )
+        rows_of_range = reasoning_gym_rows([task], rows // 2, HELD_OUT_SEED)
+        by_range[name] = accuracy(model, tokenizer, rows_of_range)
     return {
         "accuracy_temperature_1": wins.mean().item() / group,
         "accuracy_greedy": accuracy(model, tokenizer, held_out, greedy=True),
@@ -306,7 +289,7 @@ def measure_quality(model, tokenizer, rows: int, group: int = 8) -> dict:
 
 
 def earlier_stages(folder: Path | None) -> list[dict]:
-    """What `quality.json` in `folder` says of the runs that led to its weights."""
+    """Return the earlier runs that led to the weights in `folder`, from its quality.json."""
     return json.loads((folder / "quality.json").read_text())["stages"] if folder else []
 
 
@@ -314,35 +297,27 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line; a bad value ends the program with one line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--seconds", type=float, default=1200.0, help="longest training time")
-    parser.add_argument("--max-steps", type=int, default=6000, help="most supervised steps")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and supervised data")
-    parser.add_argument(
-        "--stop-accuracy", type=float, default=0.40, help="held-out accuracy to stop at"
-    )
-    parser.add_argument(
-        "--problems", type=int, default=512, help="held-out problems measured at the end"
-    )
-    parser.add_argument(
-        "--start", type=Path, help="folder of an earlier run, to go on from its weights"
-    )
-    parser.add_argument(
-        "--learning-rate", type=float, default=3e-3, help="learning rate at its peak"
-    )
+    parser.add_argument("--start", type=Path, help="folder of an earlier run to continue from")
+    for option, default, meaning in (
+        ("--seconds", 1200.0, "longest training time"),
+        ("--max-steps", 6000, "most supervised steps"),
+        ("--seed", 0, "seed of weights and supervised data"),
+        ("--stop-accuracy", 0.40, "held-out accuracy to stop at"),
+        ("--problems", 512, "held-out problems measured at the end"),
+        ("--learning-rate", 3e-3, "learning rate at its peak"),
+    ):
+        parser.add_argument(option, type=type(default), default=default, help=meaning)
     options = parser.parse_args(arguments)
     if options.seconds <= 0 or options.max_steps < 1 or options.seed < 0 or options.problems < 2:
-        sys.exit(
-            "error: --seconds, --max-steps must be positive, --seed at least 0, "
-            "--problems at least 2"
-        )
+        limits = "--seconds, --max-steps must be positive, --seed at least 0, --problems at least 2"
+        sys.exit(f"error: {limits}")
     if not 0.0 < options.stop_accuracy <= 1.0:
         sys.exit("error: --stop-accuracy must be above 0 and at most 1")
     if options.learning_rate <= 0:
         sys.exit("error: --learning-rate must be positive")
     if options.start and not (options.start / "quality.json").is_file():
-        sys.exit(
-            f"error: --start {options.start} is no folder of an earlier run: it has no quality.json"
-        )
+        why = "is no folder of an earlier run: it has no quality.json"
+        sys.exit(f"error: --start {options.start} {why}")
     if options.output.exists() and not options.output.is_dir():
         sys.exit(f"error: --output {options.output} is not a folder")
     return options

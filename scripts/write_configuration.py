@@ -64,7 +64,7 @@ LEFT_OUT = """
 
 
 def page() -> str:
-    """The whole document."""
+    """Return the whole document."""
     lines = [START]
     for section in dataclasses.fields(declarations.Config):
         summary = " ".join(inspect.getdoc(section.type).split())
@@ -81,8 +81,7 @@ def page() -> str:
 def keys_of_section(
     section: type, prefix: str
 ) -> Iterator[tuple[str, dataclasses.Field, str, str]]:
-    """(whole name, field, type as text, docstring) of each key, those of a list's items below
-    it."""
+    """Yield whole name, field, type as text and docstring of each key; list items come below."""
     (body,) = ast.parse(inspect.getsource(section)).body
     fields = {field.name: field for field in dataclasses.fields(section)}
     for statement, below in zip(body.body, body.body[1:], strict=False):
@@ -97,7 +96,7 @@ def keys_of_section(
 
 
 def type_text(annotation: ast.expr) -> str:
-    """A type in words: the values of a Literal, or its name."""
+    """Return a type in words: the values of a Literal, or its name."""
     if isinstance(annotation, ast.BinOp):
         parts = [type_text(annotation.left), type_text(annotation.right)]
         if parts[0] != "text" and parts[1] == "text":  # auto, which the bounds name
@@ -115,7 +114,7 @@ def type_text(annotation: ast.expr) -> str:
 
 
 def row(name: str, field: dataclasses.Field, values: str, meaning: str) -> str:
-    """A line of a section's table. values: the type; meaning: the docstring."""
+    """Return a line of a section's table. values: the type; meaning: the docstring."""
     bounds = [bound.text for bound in field.metadata.get("bounds", ())]
     # larger limits are technical
     values = "; ".join([values, *(text for text in bounds if not re.search(r"\d{5}", text))])
@@ -136,7 +135,7 @@ def default_text(field: dataclasses.Field) -> str:
 
 
 def names_elsewhere(name: str, names: dict[str, str]) -> Iterator[str]:
-    """What other trainers call a key, with the remark on how it differs."""
+    """Yield the names of a key in another trainer, with remarks on differences."""
     for foreign, answer in names.items():
         keys, _, remark = answer.partition(", ")
         if not answer.startswith("left out") and name in re.split(" and ", keys):

@@ -1,5 +1,4 @@
-"""Benchmarks at their smallest size, on one rank in this process: they count what they say they
-count."""
+"""Benchmarks at their smallest size, on one rank in this process."""
 
 import argparse
 import contextlib
@@ -12,7 +11,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks import episodes, generate, paired_rollout, slow_game, systems, tool_game, vs_trl
+from benchmarks import (
+    episodes,
+    generate,
+    paired_rollout,
+    shared,
+    slow_game,
+    systems,
+    tool_game,
+    vs_trl,
+)
 from bubblespec.config_file import load_config
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
@@ -32,7 +40,7 @@ SMALL += ["rollout.max_num_seqs=4", "model.dtype=float64", "optim.learning_rate=
 
 @pytest.fixture(autouse=True)
 def nothing_stays(monkeypatch):
-    """What benchmarks change in their process is as before after each test."""
+    """Undo what benchmarks change in their process."""
     monkeypatch.setattr(DraftAhead, "finish", DraftAhead.finish)
     monkeypatch.setattr(Trainer, "report", Trainer.report)
     threads = torch.get_num_threads()
@@ -42,7 +50,7 @@ def nothing_stays(monkeypatch):
 
 
 def run_benchmark(benchmark, folder, *overrides: str, config: str = CONFIG, **options) -> dict:
-    """What a benchmark has written."""
+    """Run a benchmark and return what it has written."""
     out = folder / "out.json"
     given = {"config": config, "json": str(out), "overrides": [*SMALL, *overrides]}
     benchmark.run(argparse.Namespace(**given | options), str(folder))
@@ -55,13 +63,13 @@ def test_generate_arms_make_prescribed_tokens(monkeypatch, tmp_path, capsys):
     out = tmp_path / "out.json"
     arguments = "generate.py --num-prompts 1 --num-generations 2 --longest 5 --repeats 1 --json"
     monkeypatch.setattr(sys, "argv", [*arguments.split(), str(out)])
-    assert generate.main(generate.run, generate.make_parser()) == 0
+    assert shared.main(generate.run, generate.make_parser()) == 0
     for lengths in json.loads(out.read_text())["workloads"].values():
         rows = [arm["row_tokens"] for arm in lengths.values()]
         assert rows[0] == rows[1] == rows[2] and len(rows[0]) == 2
     assert "| tail | generate_batch |" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["generate.py", "--model", "no/such/folder"])
-    assert generate.main(generate.run, generate.make_parser()) == 2
+    assert shared.main(generate.run, generate.make_parser()) == 2
     assert "error: --model: no folder no/such/folder" in capsys.readouterr().err
 
 
@@ -72,8 +80,7 @@ def test_paired_rollouts_generate_the_same_rows(tmp_path):
 
 
 def test_episodes_are_the_same_in_all_ways(monkeypatch, tmp_path):
-    """With tools that take a millisecond or two, in this process. Lock-step runs none before all
-    rows wait."""
+    """Tools take a millisecond or two. Lock-step runs none before all rows wait."""
     asked = []
     act = episodes.LockStep.act
 
@@ -95,8 +102,7 @@ def test_episodes_are_the_same_in_all_ways(monkeypatch, tmp_path):
 
 
 def test_systems_are_compared_fairly(tmp_path):
-    """With weights that stand still every system gets the same held-out reward each time, and tail
-    batching trains on the same samples."""
+    """With constant weights, held-out rewards are equal and tail batching has the same samples."""
     picture, names = tmp_path / "out.png", ["plain", "tail"]
     options = {"picture": str(picture), "seeds": "0", "skip": 0, "one_by_one": False}
     keys = ["run.eval_steps=1", "tail_batching.over_sampling_ratio=2"]
@@ -119,29 +125,19 @@ def test_systems_are_compared_fairly(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"systems": "plain,fast"}, "--systems: fast unknown; valid are plain, "),
         ({"systems": "plain", "skip": 60}, "--skip: 60"),
     ],
 )
-def test_impossible_options_are_named(tmp_path, options, says):
-    with pytest.raises(InputError, match=f"^{says}"):
+def test_impossible_options_are_named(tmp_path, options, message):
+    with pytest.raises(InputError, match=f"^{message}"):
         run_benchmark(systems, tmp_path, **options)
 
 
-def run_against_trl(monkeypatch, folder, *options: str) -> dict:
-    out = folder / "out.json"
-    arguments = ["vs_trl.py", "--config", CONFIG, "--json", str(out), "--steps", "2", *options]
-    keys = [key for key in SMALL if "dtype" not in key]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--", *keys])
-    assert vs_trl.main() == 0
-    return json.loads(out.read_text())
-
-
 def test_own_arms_are_measured_and_evaluated(monkeypatch, tmp_path, capsys):
-    """With weights that stand still all evaluations give the same. An arm that fails has its error
-    in the table."""
+    """With constant weights all evaluations are equal. A failed arm has an error in the table."""
 
     def run_job(arguments, arm: str, seed: int, folder: str) -> dict:
         if arm == "trl":
@@ -152,8 +148,13 @@ def test_own_arms_are_measured_and_evaluated(monkeypatch, tmp_path, capsys):
         return vs_trl.run_own(config, 2, clock) | {"peak_memory_gb": 0.5}
 
     monkeypatch.setattr(vs_trl, "run_job", run_job)
-    options = ["--every", "1", "--picture", str(tmp_path / "out.png")]
-    result = run_against_trl(monkeypatch, tmp_path, *options, "--arms", "trl", "none")
+    out, picture = str(tmp_path / "out.json"), str(tmp_path / "out.png")
+    options = ["--json", out, "--every", "1", "--picture", picture, "--steps", "2"]
+    command = ["vs_trl.py", "--config", CONFIG, *options, "--arms", "trl", "none", "--"]
+    keys = [key for key in SMALL if "dtype" not in key]
+    monkeypatch.setattr(sys, "argv", [*command, *keys])
+    assert vs_trl.main() == 0
+    result = json.loads((tmp_path / "out.json").read_text())
     (none,) = result["jobs"]["none"]
     assert len(none["tokens"]) == 2
     assert all(s > 0 for s in none["seconds"]) and result["summary"]["none"]["steps"] == 1
@@ -167,7 +168,7 @@ def test_own_arms_are_measured_and_evaluated(monkeypatch, tmp_path, capsys):
 
 
 def test_tool_game_reads_the_same_calls_as_trl(tmp_path):
-    """Answers of the tiny policy become calls of a tool. The second of three is right."""
+    """Answers of the policy become calls of a tool. The second of three is right."""
     utils = pytest.importorskip("trl.chat_template_utils")
     policy = tool_game.make_policy("configs/tiny_policy", str(tmp_path / "policy"))
     tokenizer = AutoTokenizer.from_pretrained(policy)

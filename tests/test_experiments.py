@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from notebooks.experiments import (
-    LONGEST_DRAFT,
-    LONGEST_RESPONSE,
-    chi_square_p,
-    trap_law,
-    trap_lengths,
-)
+from notebooks.experiments import LONGEST_DRAFT, chi_square_p, trap_law, trap_lengths
 
 
 def test_chi_square_pools_rare_cells():
@@ -23,8 +17,7 @@ def test_chi_square_pools_rare_cells():
 
 
 def test_trapped_lengths_follow_biased_law():
-    """By the policy itself all drafts are accepted, so what comes out can be worked out: a draft
-    that has finished, or else a response that knows nothing of it."""
+    """With equal weights all drafts are accepted: a finished draft, or else a new response."""
     law, num_rows = trap_law(), 6000
     finishes = law[:LONGEST_DRAFT].sum()
     biased = (1 - finishes) * law
@@ -33,7 +26,7 @@ def test_trapped_lengths_follow_biased_law():
 
     def count(*arguments):
         lengths = trap_lengths(*arguments, num_rows, distance=0.0)
-        return np.bincount(lengths, minlength=LONGEST_RESPONSE + 1)[1:]
+        return np.bincount(lengths, minlength=len(law) + 1)[1:]
 
     trapped = count("rejection", "finished")
     assert chi_square_p(trapped, biased) > 1e-3 and chi_square_p(trapped, law) < 1e-20

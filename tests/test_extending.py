@@ -10,46 +10,26 @@ import pytest
 from tests.helpers.runs import ALWAYS_DRAFT, SHORT, steps_of
 from tests.helpers.warm import ROOT, launch
 
-# Samples of the next step without a draft get one that repeats itself without end. Rank 1 is slow
-# until rank 0, idle by then, has looked at one.
+# One sample of each group gets a draft that repeats itself without end.
 DRIVER = """
-import os, sys, time
+import sys
 for name in [name for name in sys.modules if name.split(".")[0] in ("bubblespec", "train")]:
-    del sys.modules[name]  # that of the process of which this one is a fork
+    del sys.modules[name]  # modules of the process of which this one is a fork
 import numpy as np
-from bubblespec.engine.engine import Engine
-from bubblespec.mechanisms.loop_finder import FindLoops, LoopFinder
+from bubblespec.mechanisms.loop_filter import LoopFilter
 from bubblespec.types import Draft
 import train
 
-begin_rollout, do_slice, step = LoopFinder.begin_rollout, FindLoops.do_slice, Engine.step
-is_slow = False
+begin_rollout = LoopFilter.begin_rollout
 
 def begin_with_loops(self, plan):
-    global is_slow
-    is_slow = os.environ.get("RANK") == "1"
-    if plan.step is not None:
-        (groups,) = self.sampler.schedule.upcoming(plan.step, 1, plan.used)
-        self.looping = [group.sample(0) for group in groups]
-        for sample in self.looping:
-            self.sampler.store.put(sample, Draft(np.full(40, 7, np.int32), False, 0))
+    loops = [group.sample(0) for group in plan.launch.groups]
+    for sample in loops:
+        self.store.put(sample, Draft(np.full(40, 7, np.int32), False, 0))
     begin_rollout(self, plan)
+    assert not any(self.store.get(sample) for sample in loops)
 
-def noted_slice(self):
-    span = do_slice(self)
-    with open("slices", "a") as file:
-        file.write(os.environ.get("RANK", "") + "\\n")
-    for sample in self.loops:
-        assert sample in self.finder.looping
-    return span
-
-def slow_step(self, *arguments):
-    if is_slow and not os.path.exists("slices"):
-        time.sleep(0.1)
-    return step(self, *arguments)
-
-LoopFinder.begin_rollout, FindLoops.do_slice = begin_with_loops, noted_slice
-Engine.step = slow_step
+LoopFilter.begin_rollout = begin_with_loops
 sys.exit(train.main())
 """
 
@@ -110,7 +90,7 @@ def run(project, output: str, ranks: int, *overrides: str) -> list[dict]:
 def test_extended_project_trains_with_exact_tokens(project):
     plain = run(project, "plain", 0, "speculative.method=none")
     method = "speculative.method=bubble+my_sources.Bigrams"
-    changed = run(project, "changed", 2, method, ALWAYS_DRAFT, "loop_finder.min_ratio=8")
+    changed = run(project, "changed", 2, method, ALWAYS_DRAFT, "loop_filter.max_ratio=8")
     assert len(plain) == 2
     for one, other in zip(plain, changed, strict=True):
         assert one["rollout/digest"] == other["rollout/digest"]
@@ -119,12 +99,17 @@ def test_extended_project_trains_with_exact_tokens(project):
     written = (project / "rewards.csv").read_text().splitlines()
     assert written == [f"{line['step']},{line['reward']}" for line in plain + changed]
     assert sum(line.get("drafts/bigrams/tokens", 0) for line in changed) > 20
-    assert "0" in (project / "slices").read_text().split(), "rank 0 has been idle"
-    assert changed[-1]["loop_finder/dropped"] > 0 and "loop_finder/dropped" not in plain[-1]
+    assert [line["loop_filter/dropped"] for line in changed] == [4, 8]
+    assert "loop_filter/dropped" not in plain[-1]
 
 
 def test_new_mechanism_is_one_file_setup_and_configuration():
     changed = [path for _, path, _ in blocks() if path.startswith("bubblespec/")]
     assert changed == [
-        f"bubblespec/{name}.py" for name in ("mechanisms/loop_finder", "setup", "config")
+        f"bubblespec/{name}.py" for name in ("mechanisms/loop_filter", "setup", "config")
     ]
+    added = [
+        text.count("\n+") + text.startswith("+") for lang, _, text in blocks() if lang == "diff"
+    ]
+    (mechanism,) = (text for _, path, text in blocks() if "mechanisms" in path)
+    assert len(mechanism.splitlines()) + sum(added) <= 40

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu_forwards, gpu_programs, gpu_ranks, gpu_suite
-from benchmarks.gpu_bench import Figure, make_bench
+from benchmarks.gpu_bench import Bench, Figure, make_bench
 from bubblespec import memory
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.tools.simulate.roofline import MODELS, Model, decode_seconds, roofline
@@ -23,16 +23,20 @@ from tests.helpers.graphs import stand_in
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_suite(monkeypatch, *arguments: str) -> int:
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--cpu", *arguments])
-    try:
+@pytest.fixture
+def run_suite(monkeypatch):
+    """Return a function that runs the suite on the CPU and returns the exit code."""
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--cpu", *arguments])
         return gpu_suite.main()
-    finally:
-        torch.set_num_threads(threads)
+
+    threads = torch.get_num_threads()
+    yield run
+    torch.set_num_threads(threads)
 
 
-def test_every_part_has_figures(monkeypatch, tmp_path, capsys):
+def test_every_part_has_figures(run_suite, monkeypatch, tmp_path, capsys):
     def run_processes(measure, backend, world_size, is_small):
         """Measure in this process alone."""
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -44,7 +48,7 @@ def test_every_part_has_figures(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(gpu_ranks, "run_processes", run_processes)
     out, only = tmp_path / "cpu.json", [name for name in gpu_suite.PARTS if name != "tests"]
-    assert run_suite(monkeypatch, "--json", str(out), "--only", *only) == 0
+    assert run_suite("--json", str(out), "--only", *only) == 0
     result = json.loads(out.read_text())
     assert result["versions"]["torch"] == torch.__version__
     assert result["kernels"] == ["sdpa"] and result["is_small"]
@@ -67,7 +71,7 @@ def test_every_part_has_figures(monkeypatch, tmp_path, capsys):
     assert re.fullmatch(r"\d+ ticks in 10 steps", note)
 
 
-def test_failed_or_late_part_costs_its_own_rows(monkeypatch, tmp_path):
+def test_failed_or_late_part_costs_no_other_rows(run_suite, monkeypatch, tmp_path):
     def failing(bench):
         yield Figure("before", 1.0)
         raise RuntimeError("CUDA error:\n  an illegal memory access")
@@ -85,29 +89,28 @@ def test_failed_or_late_part_costs_its_own_rows(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_suite, "TOTAL_S", 250.0)
     monkeypatch.setattr(gpu_suite, "time", clock)
     out = tmp_path / "cpu.json"
-    assert run_suite(monkeypatch, "--json", str(out)) == 0
+    assert run_suite("--json", str(out)) == 0
     found = json.loads(out.read_text())["parts"]
-    assert [row["value"] for row in found["failing"]["rows"]] == [1.0, None]
+    values = {name: [row["value"] for row in part["rows"]] for name, part in found.items()}
+    wanted = {"failing": [1.0, None], "endless": [2.0, 2.0, None], "no time": [2.0, None]}
+    assert values == wanted
     message = "RuntimeError: CUDA error: an illegal memory access"
     assert found["failing"]["error"] == found["failing"]["rows"][1]["note"] == message
     assert found["endless"]["error"] == "stopped: no time was left"
-    assert [row["value"] for row in found["endless"]["rows"]] == [2.0, 2.0, None]
-    assert [row["value"] for row in found["no time"]["rows"]] == [2.0, None]
 
 
-def test_file_is_not_overwritten_and_limits_add_up(monkeypatch, tmp_path):
+def test_file_is_not_overwritten_and_limits_add_up(run_suite, tmp_path):
     out = tmp_path / "there.json"
     out.write_text("kept")
-    assert run_suite(monkeypatch, "--json", str(out)) == 2 and out.read_text() == "kept"
+    assert run_suite("--json", str(out)) == 2 and out.read_text() == "kept"
     assert sum(part.limit_s for part in gpu_suite.PARTS.values()) <= gpu_suite.TOTAL_S <= 45 * 60
 
 
-def test_expected_milliseconds_are_listed(monkeypatch, capsys):
+def test_expected_milliseconds_are_listed(run_suite, monkeypatch, capsys):
     monkeypatch.setitem(MODELS, "tiny", Model(1e5, 2, 4, 2, 12))
-    monkeypatch.setattr(
-        gpu_suite, "make_bench", lambda on_cpu: replace(make_bench(True), gpu="h200")
-    )
-    assert run_suite(monkeypatch, "--only", "attention", "decode", "windows", "profile") == 0
+    bench = replace(make_bench(True), gpu="h200")
+    monkeypatch.setattr(gpu_suite, "make_bench", lambda on_cpu: bench)
+    assert run_suite("--only", "attention", "decode", "windows", "profile") == 0
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
     of_case = {cells[1]: cells for cells in lines if len(cells) == 6}
     cost = gpu_forwards.decode_seconds("h200", "tiny", 2, 40)
@@ -157,7 +160,7 @@ def test_peaks_measure_full_micro_batches(monkeypatch):
     for module in (memory, gpu_programs):
         monkeypatch.setattr(module, "peak_of", peak_of)
     bench = make_bench(True)
-    monkeypatch.setattr(gpu_programs, "is_cuda", lambda bench: True)
+    monkeypatch.setattr(Bench, "is_cuda", True)
     rows = [figure for figure in gpu_programs.updates(bench) if "peak" in figure.case]
     assert [row.value for row in rows] == [2e-9, 3e-9] and {row.expected for row in rows} == {1e-9}
     for action in seen[1:]:

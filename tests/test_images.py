@@ -1,4 +1,4 @@
-"""The pictures of docs/images that need no training run: what they show, and that each is drawn."""
+"""The pictures of docs/images that need no training run."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,6 @@ SLOW = "step_eight_ranks"  # a minute of simulation
 
 
 def test_documented_pictures_exist():
-    """Recorded once, and drawn by no command of this file: those of long runs."""
     stored = {path.stem for path in Path(images.FOLDER).glob("*.png")}
     of_runs = {"reward_vs_trl", "tiny_run", "smollm2_run", "tensorboard"}
     assert set(images.IMAGES) <= stored <= set(images.IMAGES) | of_runs
@@ -32,7 +31,7 @@ def test_pictures_are_drawn_by_name(monkeypatch, tmp_path, capsys):
 
 
 def test_eight_rank_picture_equals_simulation(monkeypatch):
-    """At a small size: both arms of one step, in real seconds, and training at the end."""
+    """Both arms of one step are there, in real seconds, with training at the end."""
     seen = {}
     parser = images.simulated_systems.make_parser()
     parser.set_defaults(longest=100, prompts=8)
@@ -56,8 +55,7 @@ def test_eight_rank_picture_equals_simulation(monkeypatch):
 
 
 def test_training_flops_are_eight_per_parameter_and_token():
-    """Half of an H200's 989e12 operations a second, on 7.62e9 parameters; 32 real tokens for each
-    of 400 simulated ones, over eight ranks."""
+    """7.62e9 parameters, 32 x 400 tokens on eight ranks, half of an H200's 989e12 operations."""
     step = SimpleNamespace(response_tokens=400)
     wanted = 8 * 7.62e9 * (32 * 400 / 8) / 494.5e12
     assert images.train_s(32.0, step) == pytest.approx(wanted, rel=1e-9)
@@ -71,14 +69,12 @@ def test_first_mismatch_is_drawn_inside_drafts_only():
 
 
 def test_memory_picture_of_7b_has_sizes_of_parts():
-    """Bars by hand: two bytes a weight, four a gradient, an eighth of twelve for moments and master
-    weights; all of a card is shown."""
+    """Two bytes a weight, four a gradient, an eighth of twelve for the optimizer; whole cards."""
     (axes,) = images.memory_7b().axes
     widths = [round(bar.get_width(), 2) for bar in axes.patches]
     parameters = 7.6156
-    assert widths[0] == pytest.approx(2 * parameters, abs=0.02)
-    assert widths[1] == pytest.approx(4 * parameters, abs=0.02)
-    assert widths[2] == pytest.approx(12 * parameters / 8, abs=0.02)
+    wanted = [2 * parameters, 4 * parameters, 12 * parameters / 8]
+    assert widths[:3] == pytest.approx(wanted, abs=0.02)
     rows = {}
     for bar in axes.patches:
         rows.setdefault(bar.get_y(), []).append(bar.get_width())

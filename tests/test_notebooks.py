@@ -23,8 +23,10 @@ def read_notebook(name: str):
 
 
 def execute(name: str, **changed) -> tuple[dict, list[str]]:
-    """Run a notebook's code, with top-level names of one line set to other values. Returns its
-    variables, and what each cell printed."""
+    """Run a notebook's code, with some top-level names set to other values.
+
+    Return the notebook's variables, and what each cell printed.
+    """
     matplotlib.use("Agg")
     variables, printed = {"__name__": "notebook"}, []
     for cell in read_notebook(name).cells:
@@ -50,7 +52,7 @@ def at_root(monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_notebooks_are_stored_with_outputs(name):
-    """As one execution has left them; with pictures, and nothing of the machine that made them."""
+    """Cells are numbered in order; there are pictures, and no paths of the machine."""
     notebook = read_notebook(name)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -108,7 +110,7 @@ def test_scaling():
 
 
 def test_ablation_leaves_out_other_folders(tmp_path, capsys):
-    """Runs of the user's own: none without speculation; one killed in a write; one not begun."""
+    """One run was killed in a write, one has not begun, and none is without speculation."""
     recorded = ROOT / "notebooks" / "data" / "runs" / "suffix"
     for name in ("a", "b"):
         shutil.copytree(recorded, tmp_path / name)
@@ -125,13 +127,13 @@ def test_ablation_leaves_out_other_folders(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "says"),
+    ("name", "changed", "message"),
     [
         ("ablation", {"RUNS": "/nothing"}, "RUNS: no folder at"),
         ("ablation", {"RUNS": "docs/results"}, "RUNS: "),
         ("drafter", {"REPORT": "notebooks/data/systems.json"}, "it has no accepted"),
     ],
 )
-def test_bad_paths_are_input_errors(name, changed, says):
-    with pytest.raises(InputError, match=says):
+def test_bad_paths_are_input_errors(name, changed, message):
+    with pytest.raises(InputError, match=message):
         execute(name, **changed)

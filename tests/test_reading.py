@@ -1,4 +1,4 @@
-"""What the notebooks read from runs, against hand-worked values."""
+"""Readers of runs for the notebooks, against hand-worked values."""
 
 import json
 import os
@@ -9,23 +9,12 @@ import pytest
 from bubblespec.config_file import config_to_yaml, load_config
 from bubblespec.errors import InputError
 from bubblespec.telemetry.timeline import KINDS, trace
-from notebooks.reading import (
-    accepted_share,
-    common_timelines,
-    compare,
-    learning_table,
-    num_response_tokens,
-    read_run,
-    read_runs,
-    read_timeline,
-    seconds_by_kind,
-    seconds_so_far,
-    timeline_steps,
-)
+from notebooks import reading
+from notebooks.reading import compare, read_run, read_runs, read_timeline, timeline_steps
 
 
 def line(step: int, seconds: float, **changed) -> dict:
-    """A step that generates for `seconds`, waits for 1 s, and takes 2 s for the rest."""
+    """Return a step that generates for `seconds`, waits for 1 s and trains for 2 s."""
     found = {"step": step, "reward": 0.5, "rollout/digest": f"digest {step}"}
     found |= {"completions/mean_length": 3.0, "timing_s/gen": seconds, "timing_s/bubble": 1.0}
     found |= {"timing_s/train": 2.0, "timing_s/step": seconds + 3.0}
@@ -64,9 +53,11 @@ def test_runs_are_compared_over_common_steps(tmp_path):
     assert found.rollout_speedup == pytest.approx(30 / 27)
     assert found.median_speedup == 2.0  # of 2, 5 and 0.5
     assert found.step_speedup == pytest.approx(36 / (6.5 + 3.5 + 21.5)) and found.forwards == -0.5
-    assert accepted_share(other) == pytest.approx(0.75) and np.isnan(accepted_share(plain))
+    assert reading.accepted_share(other) == pytest.approx(0.75) and np.isnan(
+        reading.accepted_share(plain)
+    )
     assert np.isnan(other.column("reward")).tolist() == [False, True, False, False]
-    assert num_response_tokens(plain).tolist() == [24.0] * 4  # 3 tokens x 2 prompts x 4
+    assert reading.num_response_tokens(plain).tolist() == [24.0] * 4  # 3 tokens x 2 prompts x 4
     assert compare(plain, plain).tokens == "the same in all 4 steps"
 
 
@@ -75,30 +66,30 @@ def test_evaluations_by_update_and_seconds_by_step(tmp_path):
     lines = [held_out[0], line(0, 1.0), line(1, 3.0, reward=0.7), held_out[1]]
     run = read_run(make_run(tmp_path / "a", lines))
     assert len(run.steps) == 2 and [e["eval/reward"] for e in run.evaluations] == [0.25, 0.75]
-    seconds = seconds_so_far(run, np.array([0, 1, 2, 3]))
+    seconds = reading.seconds_so_far(run, np.array([0, 1, 2, 3]))
     assert seconds[:3].tolist() == [0.0, 4.0, 10.0] and np.isnan(seconds[3])
-    assert "| a | 2 | 0.500 | 0.700 | 0.250 | 0.750 | 10.0 |" in learning_table([run])
+    assert "| a | 2 | 0.500 | 0.700 | 0.250 | 0.750 | 10.0 |" in reading.learning_table([run])
 
 
 @pytest.mark.parametrize(
-    "lines, says",
+    "lines, message",
     [
         ([line(0, 1.0), '{"step": 1, "rew\n', line(2, 1.0)], "line 2: not JSON"),
         ([line(0, 1.0), "[1, 2]\n"], "line 2: not a line of metrics: it names no step"),
         ([line(0, 1.0), '{"step": 1}\n'], "line 2: not a line of metrics: it has no timing_s/gen"),
     ],
 )
-def test_damaged_metrics_are_one_line(tmp_path, lines, says):
+def test_damaged_metrics_are_one_line(tmp_path, lines, message):
     make_run(tmp_path / "a", lines)
-    with pytest.raises(InputError, match=says) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         read_runs(str(tmp_path))
-    message = str(caught.value)
-    assert "\n" not in message and str(tmp_path / "a" / "metrics.jsonl") in message
+    text = str(caught.value)
+    assert "\n" not in text and str(tmp_path / "a" / "metrics.jsonl") in text
 
 
 def test_folders_without_a_run_are_one_line(tmp_path, capfd):
-    for path, says in (("missing", "no folder at"), ("", "it has no subfolders")):
-        with pytest.raises(InputError, match=says):
+    for path, message in (("missing", "no folder at"), ("", "it has no subfolders")):
+        with pytest.raises(InputError, match=message):
             read_runs(str(tmp_path / path))
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "empty").mkdir()
@@ -107,11 +98,11 @@ def test_folders_without_a_run_are_one_line(tmp_path, capfd):
         read_runs(str(tmp_path))
     make_run(tmp_path / "run", [line(0, 1.0)])
     assert [run.name for run in read_runs(str(tmp_path))] == ["run"]
-    said = [
+    left_out = [
         f"left out: {tmp_path}/empty has no metrics.jsonl",
         f"left out: {tmp_path}/just begun has not finished a step yet",
     ]
-    assert capfd.readouterr().err.splitlines() == said
+    assert capfd.readouterr().err.splitlines() == left_out
     with pytest.raises(InputError, match="is one run's folder"):
         read_runs(str(tmp_path / "run"))
     with pytest.raises(InputError, match="a and b have no step in common"):
@@ -134,12 +125,12 @@ def test_timelines_round_trip(tmp_path):
     assert timeline_steps(run) == [12]
     found = read_timeline(run, 12)
     assert all(np.allclose(a, b, atol=1e-9) for a, b in zip(found, lanes, strict=True))
-    assert seconds_by_kind(found) == pytest.approx(
+    assert reading.seconds_by_kind(found) == pytest.approx(
         {"generate": 1.5, "idle": 0.25, "train": 0.125, "between forwards": 0.125}
     )
-    says = r"no .*step_00003.json: the run was not told run.timeline_steps=\[3\]"
-    with pytest.raises(InputError, match=says):
+    message = r"no .*step_00003.json: the run was not told run.timeline_steps=\[3\]"
+    with pytest.raises(InputError, match=message):
         read_timeline(run, 3)
-    assert common_timelines(run, run) == [12]
+    assert reading.common_timelines(run, run) == [12]
     with pytest.raises(InputError, match="have no timeline of a common step"):
-        common_timelines(run, read_run(make_run(tmp_path / "b", [line(0, 1.0)])))
+        reading.common_timelines(run, read_run(make_run(tmp_path / "b", [line(0, 1.0)])))

@@ -32,23 +32,19 @@ def scored(row: dict, solution: str) -> float:
     return reasoning_gym.get_score_answer_fn(row["task"])(extract_answer(solution), row["entry"])
 
 
-def test_worked_solutions_are_right(rows):
-    for row in rows:
-        assert scored(row, tiny.worked_solution(row["entry"])) == 1.0
-
-
-def test_tokenizer_round_trips_and_adds_nothing(rows):
+def test_tokenizer_round_trips_right_solutions(rows):
     tokenizer = tiny.build_tokenizer()
-    assert len(tokenizer) <= 512
-    assert tokenizer("")["input_ids"] == []
+    assert len(tokenizer) <= 512 and tokenizer("")["input_ids"] == []
+    texts = ["Straße 日本 🙂\n\t<answer> x </answer>"]
     for row in rows:
-        for text in (row["prompt"], tiny.worked_solution(row["entry"])):
-            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    other = "Straße 日本 🙂\n\t<answer> x </answer>"
-    assert tokenizer.decode(tokenizer(other)["input_ids"]) == other
+        solution = tiny.worked_solution(row["entry"])
+        assert scored(row, solution) == 1.0
+        texts += [row["prompt"], solution]
+    for text in texts:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_a_short_run_learns_and_can_be_loaded(tmp_path, monkeypatch):
+def test_short_run_learns_and_can_be_loaded(tmp_path, monkeypatch):
     # Small steps and short samples keep the test quick.
     monkeypatch.setattr(tiny, "BATCH_TOKENS", 1000)
     monkeypatch.setattr(tiny, "MAX_RESPONSE_TOKENS", 40)
