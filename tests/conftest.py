@@ -86,10 +86,18 @@ def exact_norms(monkeypatch):
 
 @pytest.fixture
 def make_model():
-    """make_model(name, dtype) -> a small random causal LM, the same at every call."""
+    """make_model(name, dtype, max_length) -> a small random causal LM, the same at every call; with
+    max_length it is prepared for the engine."""
 
     import torch
 
+    from bubblespec.engine.model_checks import prepare_model
     from tests.helpers.models import random_model, small_config
 
-    return lambda name="llama", dtype=torch.float64: random_model(small_config(name), dtype)
+    def make(name="llama", dtype=torch.float64, max_length=0):
+        model = random_model(small_config(name), dtype)
+        if max_length:
+            prepare_model(model, max_length)
+        return model
+
+    return make

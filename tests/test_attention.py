@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import types
+from functools import partial
 
 import numpy as np
 import pytest
@@ -36,8 +37,7 @@ from tests.helpers.runs import SHORT
 
 
 def attend_row_by_row(query, keys, values, start, count, *, scaling, window):
-    """Plain attention, one token at a time: the softmax of its scores over the positions that it
-    sees. query: [N, H, D]; keys, values: [slots, positions, K, D]."""
+    """Plain attention, one token at a time. query: [N, H, D]; keys, values: [slots, L, K, D]."""
     fold, out = query.shape[1] // keys.shape[2], []
     for slot, (begin, n) in enumerate(zip(start.tolist(), count.tolist(), strict=True)):
         for position in range(begin, begin + n):
@@ -51,17 +51,15 @@ def attend_row_by_row(query, keys, values, start, count, *, scaling, window):
 @pytest.mark.parametrize("window", [None, 1, 9, 64])
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (4, 1)])
 def test_groups_of_ragged_rows_equal_rows_one_by_one(heads, kv_heads, window):
-    """Rows that verify drafts of all widths, rows that decode, prompts and rows that feed nothing,
-    in random order and by width; value heads are smaller than key heads. Forwards of one group and
-    of many, padded and not."""
+    """Drafts of all widths, decoding, prompts and rows without tokens, in random order and by
+    width; one group and many, padded and not; value heads smaller than key heads."""
     rng, generator = np.random.default_rng(heads), torch.Generator().manual_seed(heads)
     layer, seen = types.SimpleNamespace(layer_idx=0), set()
     widths = [[1], [0, 1], [4], [0, 1, 2, 3, 8, 16], [1] * 12 + [16], [1] * 8 + [60]]
+    randn = partial(torch.randn, generator=generator, dtype=torch.float64)
     for case in range(3 * len(widths)):
         cache, rows = KVCache(24, 160), int(rng.integers(1, 24))
-        cache.keys[0] = torch.randn(24, 160, kv_heads, 8, generator=generator, dtype=torch.float64)
-        sizes = (24, 160, kv_heads, 5)
-        cache.values[0] = torch.randn(sizes, generator=generator, dtype=torch.float64)
+        cache.keys[0], cache.values[0] = (randn(24, 160, kv_heads, d) for d in (8, 5))
         count = rng.choice(widths[case % len(widths)], rows)
         count[rng.integers(rows)] = max(count.max(), 1)
         if case >= len(widths):  # groups without padding

@@ -12,8 +12,6 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.compiled import compared
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import graph_shapes
-from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.ragged import packed
 from bubblespec.engine.sampling import SamplingParams, best_and_sum
 from bubblespec.errors import InputError
 from bubblespec.mechanisms import batch_invariant
@@ -26,7 +24,8 @@ from bubblespec.mechanisms.batch_invariant import (
     make_invariant,
 )
 from bubblespec.setup import prepare
-from tests.helpers.generation import make_prompts, make_rows, make_runner
+from bubblespec.types import Row
+from tests.helpers.generation import Drafts, make_prompts, make_rows, make_runner
 from tests.helpers.models import VOCAB
 from tests.helpers.warm import ROOT
 
@@ -42,8 +41,7 @@ def few(monkeypatch):
 
 def invariant(make_model, dtype: torch.dtype, name: str = "llama"):
     """Create a model; skip where this processor's kernels depend on more than the shape."""
-    model = make_model(name, dtype)
-    prepare_model(model, 128)
+    model = make_model(name, dtype, 128)
     make_invariant(model)
     runner = make_runner(model, 21, 64, 0, batch_invariant=True)
     if difference := first_difference(runner, VOCAB):
@@ -51,15 +49,9 @@ def invariant(make_model, dtype: torch.dtype, name: str = "llama"):
     return model
 
 
-class Guesses:
-    """Drafts of two tokens, now and then right."""
-
-    def propose(self, rows, lengths, room, budget):
-        drafts = [np.array([12, 13]) if (i + n) % 3 else None for i, n in enumerate(lengths)]
-        return packed(drafts)
-
-    def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
-        pass
+def guess(row: Row, length: int) -> list[int] | None:
+    """Draft two tokens, now and then right."""
+    return [12, 13] if (row.id.sample + length) % 3 else None
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -70,7 +62,7 @@ def test_rows_in_any_company_are_bit_identical(make_model, few, name, dtype):
     for slots, options, proposer in (
         (12, {}, None),
         (2, {"max_num_batched_tokens": 5}, None),
-        (7, {}, Guesses()),
+        (7, {}, Drafts(guess)),
     ):
         runner = make_runner(model, slots, 100, 3, batch_invariant=True, **options)
         rows = Engine(runner).run(make_rows(make_prompts(4), 3, 20), SamplingParams(), proposer)
@@ -83,16 +75,13 @@ def test_rows_in_any_company_are_bit_identical(make_model, few, name, dtype):
 def test_forward_equals_the_models_own(make_model, page_size):
     """Within rounding, with a window and in pages too; training goes through the plain product."""
     for name in ("llama", "mistral-window"):
-        model = make_model(name, torch.float64)
-        prepare_model(model, 128)
+        model = make_model(name, max_length=128)
         plain = make_runner(copy.deepcopy(model), 3, 64, 0, page_size=page_size)
         make_invariant(model)
         fixed = make_runner(model, 3, 64, 0, batch_invariant=True)
         tokens = np.random.default_rng(0).integers(0, VOCAB, (3, batch_invariant.LENGTH))
         with torch.inference_mode():
-            got, wanted = (
-                batch_invariant._logits(runner, tokens, [3, 5]) for runner in (fixed, plain)
-            )
+            got, wanted = (batch_invariant._logits(of, tokens, [3, 5]) for of in (fixed, plain))
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
         layer = next(m for m in model.modules() if isinstance(m, InvariantLinear))
         x = torch.randn(3, layer.in_features, dtype=torch.float64, requires_grad=True)
@@ -101,8 +90,7 @@ def test_forward_equals_the_models_own(make_model, page_size):
 
 
 def test_dependence_on_other_rows_is_named(make_model, few):
-    model = make_model("llama", torch.float64)
-    prepare_model(model, 128)
+    model = make_model(max_length=128)
     head = model.get_output_embeddings()
     plain = head.forward
     head.forward = lambda x: plain(x) * (1 + 1e-9 * len(x))
@@ -138,12 +126,8 @@ def test_means_in_a_fixed_order(size):
 
 def test_norms_use_fixed_means(monkeypatch):
     calls = []
-
-    def counted(x):
-        calls.append(x.shape)
-        return fixed_mean(x)
-
-    monkeypatch.setattr(batch_invariant, "fixed_mean", counted)
+    noted = lambda x: calls.append(x.shape) or fixed_mean(x)  # noqa: E731
+    monkeypatch.setattr(batch_invariant, "fixed_mean", noted)
     norm, x = LlamaRMSNorm(32), torch.randn(3, 32)
     with FixedMeans():
         got = norm(x)

@@ -1,12 +1,11 @@
-"""The backward pass of `model.batch_invariant`: torch's deterministic algorithms, in it alone, and
-nothing in it that has none on a GPU."""
+"""The backward pass of `model.batch_invariant` alone has torch's deterministic algorithms, and
+nothing without one on a GPU."""
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bubblespec.engine.model import enable_gradient_checkpointing
-from bubblespec.engine.model_checks import prepare_model
 from tests.test_update import ADVANTAGES, gradient, make_config, make_learner, make_samples
 
 # What torch documents to raise on CUDA, of what a language model could contain
@@ -28,10 +27,9 @@ class Refusing(TorchDispatchMode):
         if torch.are_deterministic_algorithms_enabled():
             name = function.name().partition(".")[0]
             self.names.add(name)
-            is_float = bool(args) and isinstance(args[0], torch.Tensor)
-            is_float = is_float and args[0].is_floating_point()
-            refused = name in REFUSED or (is_float and name in REFUSED_OF_FLOATS)
-            assert not refused and not any(part in name for part in REFUSED_PARTS), name
+            floats = [a for a in args[:1] if isinstance(a, torch.Tensor) and a.is_floating_point()]
+            assert name not in (REFUSED | REFUSED_OF_FLOATS if floats else REFUSED), name
+            assert not any(part in name for part in REFUSED_PARTS), name
         return function(*args, **(kwargs or {}))
 
 
@@ -44,8 +42,7 @@ def invariant_config(**loss):
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3", "gpt2"])
 @pytest.mark.parametrize("has_checkpoints", [False, True])
 def test_backward_pass_has_only_operations_allowed_on_cuda(make_model, name, has_checkpoints):
-    model = make_model(name)
-    prepare_model(model, 100)
+    model = make_model(name, max_length=100)
     if has_checkpoints:
         enable_gradient_checkpointing(model)
     config = invariant_config(importance_sampling_level="sequence")
@@ -59,8 +56,7 @@ def test_backward_pass_has_only_operations_allowed_on_cuda(make_model, name, has
 def test_deterministic_flag_changes_no_gradient_on_cpu(make_model):
     grads = []
     for config in (make_config(), invariant_config()):
-        model = make_model("llama", torch.float32)
-        prepare_model(model, 100)
+        model = make_model("llama", torch.float32, 100)
         grads.append(gradient(model, make_samples(), config)[0])
     assert torch.equal(*grads) and grads[0].any()
 
@@ -78,9 +74,7 @@ def test_user_setting_is_restored_after_error(make_model, monkeypatch, was):
         def backward(ctx, grad):
             return grad.clone().put_(torch.tensor([0]), grad[:1])
 
-    model = make_model()
-    prepare_model(model, 100)
-    learner = make_learner(model, invariant_config())
+    learner = make_learner(make_model(max_length=100), invariant_config())
     learner.own_loss = lambda logprob, ratio, advantage: Put.apply(logprob) * advantage
     torch.use_deterministic_algorithms(was, warn_only=was)
     try:

@@ -29,8 +29,7 @@ from tests.helpers.models import VOCAB
 
 
 class CheckedDrafts:
-    """A proposer that compares chains for some rows with the oracle now and then, and proposes true
-    tokens with wrong ones after them, so that drafts are accepted and rejected."""
+    """A proposer that compares some chains with the oracle, and drafts true and wrong tokens."""
 
     def __init__(self, runner: DrafterRunner, truth: dict, share: float):
         """share: of the forwards before which chains are checked."""
@@ -78,10 +77,8 @@ class CheckedDrafts:
 def make_rows(count: int, num_generations: int, first: int = 0) -> list[Row]:
     """Prompts of one token among them, and long ones; samples of a prompt are adjacent."""
     random = np.random.default_rng(first)
-    prompts = [
-        tuple(random.integers(12, VOCAB, size).tolist())
-        for size in random.choice([1, 2, 9, 50], count)
-    ]
+    sizes = random.choice([1, 2, 9, 50], count)
+    prompts = [tuple(random.integers(12, VOCAB, size).tolist()) for size in sizes]
     return [
         Row(SampleId(first + uid, 3, sample), prompt, 60)
         for uid, prompt in enumerate(prompts)
@@ -118,8 +115,7 @@ def short_memory(monkeypatch):
 
 @pytest.mark.parametrize("name, max_rows", [*((name, 32) for name in NAMES), ("llama", 4)])
 def test_chains_of_a_batch_equal_chains_of_each_row(monkeypatch, short_memory, name, max_rows):
-    """Rows finish, move, share prompts, have drafts rejected, are dropped and come again; with more
-    than MAX_ROWS of them nothing is kept for a while."""
+    """Rows finish, move, share prompts and are dropped; beyond MAX_ROWS nothing is kept."""
     monkeypatch.setattr(drafter_module, "MAX_ROWS", max_rows)
     check_chains(name, 64 if max_rows == 32 else 16, "sdpa")
 

@@ -1,8 +1,4 @@
-"""Whole runs with a drafter against the same without: it changes no token, whatever happens to it.
-
-Whether chains are drawn and whether the drafter is trained in idle time depends on the clock; here
-it does not (helpers/drafting.py).
-"""
+"""Whole runs with a drafter against the same without, independent of the clock (drafting.py)."""
 
 import os
 import shutil
@@ -87,8 +83,7 @@ def test_chains_change_nothing(plain, drafted, capfd):
 
 
 def test_slices_and_evaluations_change_no_token(monkeypatch, tmp_path, plain):
-    """Slices beside rows, right after a chain has used the policy's head, and after evaluations,
-    which copy no hidden states."""
+    """Slices beside rows, after a chain, and after evaluations, which copy no hidden states."""
     patch = partial(monkeypatch.setattr, raising=False)
     train_always(patch)
     chain_always(patch)
@@ -118,17 +113,14 @@ def test_slices_and_evaluations_change_no_token(monkeypatch, tmp_path, plain):
 
 @pytest.mark.parametrize("is_old", [False, True])
 def test_a_continued_run_has_the_drafter_of_its_checkpoint(tmp_path, drafted, capfd, is_old):
-    """Before drafter.path. What kills change in its tokens: test_exact_runs.py. Older checkpoints
-    have the drafter next to the weights."""
+    """Before drafter.path; older checkpoints have the drafter next to the weights."""
     folder = shutil.copytree(drafted, tmp_path / "run")
     checkpoint = folder / "checkpoint-4"
     saved = load_file(checkpoint / DRAFTER_FOLDER / DRAFTER_FILE)
     if is_old:
         shutil.move(checkpoint / DRAFTER_FOLDER / DRAFTER_FILE, checkpoint / DRAFTER_FILE)
-        sums = (checkpoint / SUMS_FILE).read_text()
-        (checkpoint / SUMS_FILE).write_text(
-            sums.replace(f"{DRAFTER_FOLDER}/{DRAFTER_FILE}", DRAFTER_FILE)
-        )
+        sums, path = (checkpoint / SUMS_FILE).read_text(), f"{DRAFTER_FOLDER}/{DRAFTER_FILE}"
+        (checkpoint / SUMS_FILE).write_text(sums.replace(path, DRAFTER_FILE))
     options = [*OPTIONS, *DRAFTER, ALONE, "drafter.path=/nowhere", "run.max_steps=5"]
     train_in_virtual_time(*options, f"run.output_dir={folder}")
     assert TRAINED not in capfd.readouterr().err

@@ -1,5 +1,4 @@
-"""What the drafter learns from and how, against plain transcriptions; its slices and the mean of
-the drafters of all ranks."""
+"""Examples, loss and slices of the drafter's training, and the mean over ranks."""
 
 import numpy as np
 import pytest
@@ -78,8 +77,7 @@ def test_step_replaces_a_share_of_examples(monkeypatch, llama):
 
 
 def chain_states(drafter, example: Example, start: int, length: int) -> list[torch.Tensor]:
-    """The drafter's states, [H] each, in a chain that continues from position `start` with the
-    tokens of the example."""
+    """Return states [H] of a chain that continues an example's tokens from position `start`."""
     hidden, states = list(example.hidden[: start + 1]), []
     for number in range(length):
         states.append(body(drafter, hidden, example.tokens[1 : start + number + 2].tolist()))
@@ -88,8 +86,7 @@ def chain_states(drafter, example: Example, start: int, length: int) -> list[tor
 
 
 def starts_of(example: Example) -> range:
-    """Positions where a chain may begin whose first token is of the response: the token two
-    positions on."""
+    """Positions of chains whose first token, two positions on, is of the response."""
     return range(max(example.context_length - 2, 0), len(example.tokens) - 1)
 
 

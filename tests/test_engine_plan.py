@@ -8,17 +8,17 @@ import pytest
 from bubblespec.engine.batch import Batch, Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.ragged import packed, unpacked
+from bubblespec.engine.ragged import unpacked
 from bubblespec.engine.sampling import SamplingParams, Verified
 from bubblespec.types import Row, SampleId
+from tests.helpers.generation import Drafts
 
 STOP = 9
 PARAMS = SamplingParams(stop_token_ids=(STOP,))
 
 
 class TextRunner:
-    """Each row generates its text. In place of keys and values a slot or page holds the tokens that
-    they were computed from, -1 for none."""
+    """Each row generates its text. In place of keys and values the cache has tokens, or -1."""
 
     def __init__(
         self,
@@ -78,39 +78,32 @@ class TextRunner:
             known = [*self.rows[slot].prompt, *self.texts[self.rows[slot].id]]
             seen = self.cache[self.place_of(slot, np.arange(start))]
             assert seen.tolist() == known[:start], "attends to its own tokens"
-        accepted, sampled_tokens = [], []
-        drafts = np.split(batch.draft, np.cumsum(batch.num_draft))[:-1]
+        accepted, tokens = [], []
+        drafts = unpacked(batch.draft, batch.num_draft)
         sampled = zip(batch.slots.tolist(), batch.generated.tolist(), drafts, strict=True)
         for slot, generated, draft in sampled:
             padded = self.texts[self.rows[slot].id] + [0] * len(draft)
             text = padded[generated : generated + len(draft) + 1]
             is_right = [*(a == b for a, b in zip(draft.tolist(), text, strict=False)), False]
             accepted.append(is_right.index(False))
-            sampled_tokens += text
-        logprobs = np.stack((-np.array(sampled_tokens), np.array(sampled_tokens))).astype(float)
-        return lambda: Verified(
-            np.array(accepted, np.int64), np.array(sampled_tokens, np.int64), logprobs
-        )
+            tokens += text
+        accepted, tokens = (np.array(of, np.int64) for of in (accepted, tokens))
+        return lambda: Verified(accepted, tokens, np.stack((-tokens, tokens)).astype(float))
 
 
-class FixedDrafts:
+class FixedDrafts(Drafts):
     def __init__(self, drafts: dict[SampleId, list[int]]):
-        self.drafts, self.seen = drafts, []
-
-    def propose(self, rows, lengths, room, budget):
-        return packed([self.drafts.get(row.id) for row in rows])
+        super().__init__(lambda row, length: drafts.get(row.id))
+        self.seen = []
 
     def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
-        gained = unpacked(tokens, num_gained)
-        self.seen += [
-            (row.id.uid, t.tolist(), n, a)
-            for row, t, n, a in zip(rows, gained, num_draft, num_accepted, strict=True)
-        ]
+        gained = [of.tolist() for of in unpacked(tokens, num_gained)]
+        uids = [row.id.uid for row in rows]
+        self.seen += zip(uids, gained, num_draft.tolist(), num_accepted.tolist(), strict=True)
 
 
 def test_batches_equal_those_worked_out_by_hand():
-    """Two rows of one prompt and a third in the queue; a draft that is half right; a row that ends
-    and is replaced."""
+    """Two rows of one prompt, a third in the queue, a draft that is half right, a replaced row."""
     ids = [SampleId(uid, 2, sample) for uid, sample in ((1, 0), (1, 1), (5, 0))]
     runner = TextRunner(2, 10, 4, {ids[0]: [4, 3, 2, STOP], ids[1]: [6, 7, 6], ids[2]: [8]})
     engine = Engine(runner)
@@ -158,8 +151,8 @@ def test_batches_equal_those_worked_out_by_hand():
 
 
 def check_pages(engine: Engine) -> None:
-    """Check that each row has the pages of its positions, and that each page is free, or counted
-    for its rows, which begin alike up to its end."""
+    """Each row has the pages of its positions; each page is free, or counted for its rows, whose
+    tokens are equal up to its end."""
     pages, active, holders = engine.pages, len(engine.rows), {}
     for slot in range(engine.num_slots):
         held = pages.held[slot]
@@ -178,8 +171,8 @@ def check_pages(engine: Engine) -> None:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_schedules_generate_the_given_texts(seed):
-    """Slots, budgets, drafts, drops and resets at random, with slots of full length or with few or
-    many pages. The runner checks in every forward that rows attend to their own tokens."""
+    """Slots, budgets, drafts, drops and resets at random, without pages, with few and with many.
+    In every forward rows attend to their own tokens (`TextRunner`)."""
     rng = np.random.default_rng(seed)
     prompts = [tuple(rng.integers(20, 90, rng.integers(1, 12)).tolist()) for _ in range(5)]
     ids = [SampleId(u, 0, sample) for u in range(len(prompts)) for sample in range(4)]
@@ -191,25 +184,21 @@ def test_random_schedules_generate_the_given_texts(seed):
     runner = TextRunner(num_slots, 40, int(rng.integers(num_slots, 40)), texts, pages)
     engine, rows = Engine(runner), [Row(i, prompts[i.uid], 26) for i in ids]
 
-    class Guesses:
-        def propose(self, rows, lengths, room, budget):
-            drafts = []
-            for row, n in zip(rows, lengths, strict=True):
-                guess = np.array(texts[row.id][n : n + rng.integers(0, 8)], np.int64)
-                guess[rng.random(len(guess)) < 0.2] = 15
-                drafts.append(guess if rng.random() < 0.7 else None)
-            return packed(drafts)
+    def guess(row: Row, length: int) -> np.ndarray | None:
+        tokens = np.array(texts[row.id][length : length + rng.integers(0, 8)], np.int64)
+        tokens[rng.random(len(tokens)) < 0.2] = 15
+        return tokens if rng.random() < 0.7 else None
 
+    class Guesses(Drafts):
         def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
-            gained = unpacked(tokens, num_gained)
-            assert all(
-                len(t) > a or t[-1] == STOP for t, a in zip(gained, num_accepted, strict=True)
-            )
+            super().observe(rows, tokens, num_gained, num_draft, num_accepted)
+            last = tokens[num_gained.cumsum() - 1]
+            assert ((num_gained > num_accepted) | (last == STOP)).all()
 
     engine.add(rows)
     num_finished = 0
     while not engine.is_idle:
-        proposer = Guesses() if rng.random() < 0.7 else None
+        proposer = Guesses(guess) if rng.random() < 0.7 else None
         limit = int(rng.integers(0, 20)) if rng.random() < 0.5 else None
         num_finished += len(engine.step(PARAMS, proposer, limit)[0])
         if pages is not None:
@@ -228,8 +217,8 @@ def test_random_schedules_generate_the_given_texts(seed):
 
 
 def test_youngest_row_is_preempted_when_pages_run_out():
-    """Two rows of a prompt of six tokens, which share one of six pages of four positions. The older
-    row continues to its end; the younger one is fed again with its tokens."""
+    """Two rows of six prompt tokens share one of six pages of four positions. The older row goes on
+    to its end; the younger one is fed again with its tokens."""
     ids = [SampleId(1, 0, sample) for sample in range(2)]
     texts = {i: [*range(10, 25), STOP] for i in ids}
     pages = Pages(2, 24, 6, 4)
@@ -246,15 +235,14 @@ def test_youngest_row_is_preempted_when_pages_run_out():
     assert engine.rows == rows[:1] and list(engine.queue) == rows[1:]
     assert 0 < len(rows[1].tokens) < 16
     known = len(rows[1].tokens)
-    finished = engine.run([], PARAMS)
-    assert finished == [] and all(row.tokens.tolist() == texts[row.id] for row in rows)
+    engine.run([], PARAMS)
+    assert all(row.tokens.tolist() == texts[row.id] for row in rows)
     again = ("place", 0, ids[1], texts[ids[1]][:known])
     assert engine.runner.calls[-1] == again and pages.num_free == 6
 
 
 def test_drafts_leave_the_pages_that_rows_need():
-    """Five pages: two rows with one page each draft to the end of one more. Then both need a third,
-    and one is left."""
+    """Five pages: two rows with a page each draft to the end of another; then one page is left."""
     ids = [SampleId(uid, 0, 0) for uid in range(2)]
     texts = {i: [*range(10, 25), STOP] for i in ids}
     pages = Pages(2, 20, 5, 4)

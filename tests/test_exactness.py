@@ -1,5 +1,4 @@
-"""Rows preempted and drafts spoilt at random: the same tokens and weights. And the near ties of
-near_ties.py."""
+"""Rows preempted and drafts spoilt at random: equal tokens and weights; near ties."""
 
 import pytest
 import torch
@@ -59,7 +58,6 @@ def test_disturbances_leave_tokens_and_weights_unchanged(
     counts = run(tmp_path, *drafts, preempt=preempt, corrupt=corrupt)
     assert len(digests(tmp_path)) == STEPS and digests(tmp_path) == digests(reference)
     assert same_weights(weights(tmp_path, STEPS), weights(reference, STEPS))
-    # They must have had something to disturb.
     assert (counts["own rows preempted"] > 20) == (preempt > 0)
     assert (counts["draft rows preempted"] > 0) == (preempt > 0)
     assert (counts["drafts corrupted"] > 0) == (counts["proposals corrupted"] > 50) == (corrupt > 0)

@@ -1,5 +1,4 @@
-"""Mixture-of-experts models: their memory is worked out, and they are trained, in every
-precision."""
+"""Mixture-of-experts models: estimates of memory, gradients in every precision, a run."""
 
 import os
 import shutil
@@ -34,8 +33,7 @@ UNUSED = 7
 
 
 def make(name: str, dtype: torch.dtype):
-    """Create a model whose last expert gets no token: its logit is always between those of two
-    pairs of others."""
+    """Create a model whose last expert gets no token: its logit is between those of two pairs."""
     model = random_model(config_of(*CONFIGS[name]), torch.float32)
     with torch.no_grad():
         for parameter_name, router in model.named_parameters():
@@ -64,8 +62,7 @@ def test_memory_of_weights_and_slots(name):
     ],
 )
 def test_gradient_equals_the_plain_computation(name, dtype, tolerance):
-    """The oracle is the model's own forward in float64, one sequence after the other and expert by
-    expert."""
+    """Oracle: the model's own forward in float64, sequence by sequence and expert by expert."""
     plain, model = make(name, torch.float64), make(name, dtype)
     plain.set_attn_implementation("sdpa")
     plain.set_experts_implementation("eager")

@@ -163,12 +163,10 @@ def test_fused_layer_has_few_operations(monkeypatch, restored, name):
     with FakeCuda(), torch.no_grad():
         monkeypatch.setattr(fused, "gives", lambda call, *wanted: False)
         plain = count_operations(name, 2) - count_operations(name, 1)
-        monkeypatch.setattr(
-            fused, "gives", lambda call, *wanted: True
-        )  # fake numbers are not close
+        monkeypatch.setattr(fused, "gives", lambda call, *wanted: True)  # not by fake numbers
         # On CUDA it is one kernel; fake tensors would take it apart.
         one = lambda x, shape, weight, epsilon: x * weight  # noqa: E731
-        monkeypatch.setattr(torch.nn.functional, "rms_norm", one)
+        monkeypatch.setattr(fused, "rms_norm", one)
         few = count_operations(name, 2) - count_operations(name, 1)
     assert plain == (56 if name == "qwen3" else 40) and few <= 24, (plain, few)
 

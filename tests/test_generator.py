@@ -77,7 +77,7 @@ def test_tokens_with_any_schedule_and_drafts_are_equal(baseline, corrupted, orde
 
 @pytest.mark.parametrize("num_pages", [None, 40, 11])
 def test_tokens_with_pages_are_equal(baseline, num_pages):
-    """As many pages as rows may need, fewer than they come to need, and those of one row."""
+    """As many pages as rows may need, fewer than rows come to need, and those of one row."""
     model, prompts, wanted, _ = baseline
     engine = make_engine(model, 8, seed=5, max_length=55, page_size=5, num_pages=num_pages)
     placed = 0
@@ -170,8 +170,7 @@ def test_row_that_does_not_fit_is_refused(model):
 
 
 def test_tokens_and_logprobs_equal_plain_computation(make_model, model):
-    """Oracle: reference_step.py, whose log-probabilities are truncated by transformers' own
-    warpers."""
+    """Oracle: reference_step.py, truncated by transformers' own warpers."""
     reference = make_model()
     params = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, stop_token_ids=STOP, min_length=4)
     rollout = RolloutConfig(temperature=0.8, top_p=0.9, top_k=20, stop_token_ids=list(STOP))
@@ -195,9 +194,7 @@ def test_tokens_and_logprobs_equal_plain_computation(make_model, model):
 
 def test_first_differences_in_float32_are_near_ties(make_model):
     """In float32 another batch shape may round differently."""
-    model, exact = make_model(dtype=torch.float32), make_model()
-    prepare_model(model, 100)
-    results = []
+    model, exact, results = make_model("llama", torch.float32, 100), make_model(), []
     for num_slots, budget in ((64, 2048), (3, 5)):
         engine = make_engine(model, num_slots, seed=1, max_num_batched_tokens=budget)
         results.append(engine.run(make_rows(make_prompts(6), 4), PLAIN))

@@ -1,5 +1,4 @@
-"""Forwards as graphs against the plain forward: on a CPU with the stand-ins of
-`tests/helpers/graphs.py`, with a GPU also on the real thing."""
+"""Forwards as graphs against the plain forward: with helpers/graphs.py on a CPU, and on a GPU."""
 
 from types import SimpleNamespace
 
@@ -42,8 +41,7 @@ from tests.helpers.graphs import (
 )
 from tests.helpers.models import ARCHITECTURES, VOCAB
 
-# New tokens of five rows in one forward after the other: decoding, prompts, windows, rows that
-# wait, padding of 0 to 31 tokens.
+# New tokens of five rows in one forward after the other: decoding, prompts, windows, rows without.
 MIXES = [
     [3, 1, 40, 0, 9],
     [1, 1, 1, 1, 1],
@@ -95,8 +93,7 @@ def test_padded_forwards_equal_plain_ones(make_model, device, name):
     [*((k, LENGTH, 26) for k in ("varlen", "flash_attn", "sdpa")), ("flash_attn", PAGE, None)],
 )
 def test_forwards_over_pages_equal_those_over_slots(make_model, on_cpu, kernel, length, page_size):
-    """Rows whose pages lie in no order; graphs, and the plain forward. The flash_attn package reads
-    even slots by page tables."""
+    """Pages in no order, with graphs and without; flash_attn reads even slots by page tables."""
     model = prepared(make_model, "mistral-window")
     sequences = np.random.default_rng(0).integers(1, VOCAB, (5, length))
     plain, start = KVCache(5, length), np.zeros(5, np.int64)
@@ -125,9 +122,7 @@ def test_forwards_over_pages_equal_those_over_slots(make_model, on_cpu, kernel, 
 @pytest.mark.parametrize("fold", [1, 7])
 @pytest.mark.parametrize("num_slots, largest", [(1024, 1024), (128, 1024), (7, 700), (300, 300)])
 def test_graphs_launch_few_blocks(num_slots, largest, fold):
-    """Each forward of up to 512 sequences has one of at most 42 graphs. Attention launches at most
-    four times the blocks that the rows need, or 64 for each head; single tokens need one block for
-    each key/value head."""
+    """At most 42 graphs, and in attention four times the blocks that rows need, or 64 a head."""
     rng, length = np.random.default_rng(num_slots), 4096
     cache = KVCache(num_slots, length)
     config = SimpleNamespace(num_attention_heads=4 * fold, num_key_value_heads=4)
@@ -145,7 +140,7 @@ def test_graphs_launch_few_blocks(num_slots, largest, fold):
         packing = pack_rows(cache, np.full(rows, 3), count, torch.device("cpu"))
         shape = graphs.shape_of(packing)
         needed = int((-(-count // NARROW)).sum())
-        assert shape.tokens >= count.sum() and shape.tokens <= 2 * count.sum() + 1
+        assert count.sum() <= shape.tokens <= 2 * count.sum() + 1
         is_few = fold > 1 and count.sum() <= max(FEW, fold * needed)
         assert shape.max_q > 1 or is_few or count.max() == 1
         assert shape.max_q == 1 or not is_few or shape.tokens > fold * num_slots
@@ -159,8 +154,7 @@ def test_graphs_launch_few_blocks(num_slots, largest, fold):
 
 
 def test_tokens_with_graphs_are_equal_and_captured_once(make_model, on_cpu):
-    """Prompts in chunks, drafts of which a third is wrong, rows that are preempted for want of
-    pages; graphs are captured again after a release."""
+    """With prompts in chunks, right and wrong drafts, preemption, and a release."""
     model, prompts = prepared(make_model, "mistral-window"), make_prompts(5, 20)
 
     def run(engine: Engine, proposer=None) -> dict:
@@ -205,9 +199,9 @@ def test_engine_without_graphs_spares_no_slot(make_model, on_cpu, options):
 WARNING = "warning: forwards are eager, not CUDA graphs: "
 
 
-def run_thrice(make_model, capsys, model=None) -> tuple[list[int], str]:
-    """Run an engine with graphs three times, with a release in between; check its tokens. Returns
-    the replays after each run, and what has been printed."""
+def run_thrice(make_model, capsys, model=None) -> tuple[list[int], list[str]]:
+    """Run an engine with graphs three times, with releases in between, and check its tokens.
+    Returns the replays after each run, and the lines printed."""
     plain, prompts = prepared(make_model), make_prompts(3)
     wanted = as_dict(make_engine(plain, 6).run(make_rows(prompts, 2, 5), PARAMS))
     engine = make_engine(model or plain, 6, kernel="varlen", max_num_batched_tokens=16)
@@ -219,7 +213,7 @@ def run_thrice(make_model, capsys, model=None) -> tuple[list[int], str]:
         assert len(graphs._graphs) == (0 if graphs.problem else len(graphs.shapes))
         engine.release()
     assert replays[2] in (0, *(engine.num_forwards * runs // 3 for runs in (1, 3)))
-    return replays, capsys.readouterr().err
+    return replays, capsys.readouterr().err.splitlines()
 
 
 def test_model_that_reads_from_the_gpu_is_eager(make_model, on_cpu, capsys):
@@ -227,15 +221,14 @@ def test_model_that_reads_from_the_gpu_is_eager(make_model, on_cpu, capsys):
     model.base_model.register_forward_pre_hook(
         lambda *call: read.append(model.lm_head.weight.sum().item())
     )
-    replays, printed = run_thrice(make_model, capsys, model)
+    replays, (line,) = run_thrice(make_model, capsys, model)
     assert replays == [0, 0, 0] and read, "a release changes nothing about the model"
-    (line,) = printed.splitlines()
     assert line.startswith(WARNING) and "synchronizing" in line
 
 
 @pytest.fixture
 def emptied(monkeypatch) -> list[bool]:
-    """One entry for each time that the allocator gives back unused memory."""
+    """An entry for each call of `empty_cache`."""
     times: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: times.append(True))
     return times
@@ -245,11 +238,10 @@ def emptied(monkeypatch) -> list[bool]:
 def test_graphs_are_tried_again_when_memory_runs_out(
     make_model, on_cpu, monkeypatch, capsys, emptied, stage
 ):
-    """The second attempt does not capture into the pool of the first one's graphs, which are
-    destroyed."""
+    """The second attempt has a pool of its own, as the first graphs are destroyed."""
     fail_at(monkeypatch, stage, [2])
     replays, printed = run_thrice(make_model, capsys)
-    assert replays[0] > 3 and emptied == [True] and printed == ""
+    assert replays[0] > 3 and emptied == [True] and not printed
     num_lost = 2 if stage == "capture" else 0
     num_shapes = (len(on_cpu.pools) - num_lost) // 3
     pools = [None] + [POOL] * (num_shapes - 1)
@@ -259,17 +251,15 @@ def test_graphs_are_tried_again_when_memory_runs_out(
 def test_graphs_come_back_at_a_release_after_memory_ran_out(
     make_model, on_cpu, monkeypatch, capsys, emptied
 ):
-    """Both attempts of two rollouts fail: these are eager, with one warning. The third has
-    graphs."""
+    """Both attempts of two rollouts fail, with one warning; the third has graphs."""
     fail_at(monkeypatch, "rehearse", [0, 3, 4, 5])
-    replays, printed = run_thrice(make_model, capsys)
+    replays, (line,) = run_thrice(make_model, capsys)
     assert replays[:2] == [0, 0] and replays[2] > 3 and len(emptied) == 2
-    (line,) = printed.splitlines()
     assert line.startswith(WARNING) and "Tried to allocate 2 GiB" in line
 
 
 def test_keys_without_values_are_not_kept(on_cpu):
-    """Memory runs out between the two; the next write makes both."""
+    """After an error between the two the next write makes both."""
     cache, place = KVCache(2, 8), torch.arange(3)
     key, value = torch.ones(3, 2, 4), torch.full((3, 2, 4), 2.0)
     with pytest.raises(AttributeError):
@@ -313,8 +303,7 @@ def test_replays_see_weights_changed_in_place(make_model, device):
 @pytest.mark.parametrize("kernel", ["varlen", "flash_attn"])
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_graphs_on_gpu_equal_plain_forwards(make_model, name, kernel):
-    """Every bucket against SDPA, as a graph and launched, and again after a release; then whole
-    sequences."""
+    """Every bucket against SDPA, as a graph and launched, and after a release; whole sequences."""
     if kernel == "flash_attn":
         pytest.importorskip("flash_attn")
     model = make_model(name, torch.bfloat16).cuda()
@@ -342,10 +331,7 @@ def test_graphs_on_gpu_equal_plain_forwards(make_model, name, kernel):
             assert torch.cuda.memory_allocated() < held - runner.cache.num_slots * 512 * 100
         lengths = [30, 7, 100]
         whole = torch.from_numpy(np.concatenate([sequences[0, :n] for n in lengths])).cuda()
-        found = (
-            forward_hidden(model, whole, pack_sequences(lengths, whole.device), of)
-            for of in (kernel, "sdpa")
-        )
-        assert_equal(*found)
+        packing = pack_sequences(lengths, whole.device)
+        assert_equal(*(forward_hidden(model, whole, packing, of) for of in (kernel, "sdpa")))
     assert engine.run(make_rows(make_prompts(5), 3), SamplingParams())
     assert runner.graphs.num_replays > 20

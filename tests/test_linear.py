@@ -1,5 +1,4 @@
-"""Kernels of linear layers on a CPU against products in float64, the choice between kernels, and a
-resumed run that keeps the choice."""
+"""Kernels of linear layers on a CPU against products in float64, and the choice between kernels."""
 
 import copy
 import json
@@ -65,9 +64,8 @@ def layer_of(weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan) -> Fas
 def assert_rounds_like_a_product(
     found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
 ):
-    """found = a @ b (+ bias) in float32: at most n eps sum |a| |b| off for sums of n terms, in
-    whatever order (Higham, Accuracy and stability of numerical algorithms, equation 3.5; n eps <
-    0.01 here, and eps is twice the unit roundoff)."""
+    """found = a @ b (+ bias) in float32: at most n eps sum |a| |b| off for sums of n terms in any
+    order (Higham, Accuracy and stability of numerical algorithms, equation 3.5; n eps < 0.01)."""
     a, b = a.double(), b.double()
     exact, size, terms = a @ b, a.abs() @ b.abs(), a.shape[-1]
     if bias is not None:
@@ -157,7 +155,7 @@ def test_training_uses_onednn_from_some_rows_on(monkeypatch):
 
 
 def test_generation_uses_the_current_weights(make_model):
-    """After a change in place, and after a load; also where the head is tied to the embedding."""
+    """After a change in place and after a load, with a tied head."""
     model = make_model("llama", torch.float32)
     model.lm_head.weight = model.model.embed_tokens.weight
     use_plans(model, dict.fromkeys(layers_by_shape(model), ONEDNN))
@@ -201,11 +199,8 @@ def test_parameters_with_plans_stay_unchanged(make_model, tmp_path):
         assert model.lm_head(x).any() and not twin.lm_head(x).any()
 
 
-class Other(torch.nn.Linear):
-    """A layer whose class may compute something else."""
-
-
 def test_layers_without_plan_stay_unchanged():
+    Other = type("Other", (torch.nn.Linear,), {})  # a class that may compute something else
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4), Other(8, 4))
     use_plans(model, {"8x8": Plan(), "8x4": ONEDNN})
     assert [type(layer) for layer in model] == [torch.nn.Linear, FastLinear, Other]
@@ -215,9 +210,8 @@ def test_layers_without_plan_stay_unchanged():
 
 
 def times_of(packed: float = 1.0, train: float = 1.0, **one) -> np.ndarray:
-    """What `measure` returns for one shape, given in ms: 1 ms by torch, 3 ms transposed, and what
-    is given for packed copies and for training by oneDNN. one: at one of ROWS, torch's as `torch_0`
-    and so on, also of the other kernels."""
+    """Return a table of `measure` for one shape, from ms: 1 by torch, 3 transposed, `packed`, and
+    `train` for oneDNN. one: another time at one of ROWS, for instance `torch_0`."""
     usual = {TORCH: (1.0, 1.0), TRANSPOSED: (3.0, np.inf), PACKED: (packed, train)}
     table = [
         [*(one.get(f"{kernel}_{number}", seconds) for number in range(len(ROWS))), training]
@@ -262,8 +256,7 @@ def test_choose(seconds, wanted):
 
 
 def test_calls_by_rows():
-    """A number that was not measured has the call of the next that was: with as many rows, where
-    these are few and the kernel is torch's."""
+    """Between ROWS the next one's call is used, padded to as many rows if few are torch's."""
     calls = calls_of(at_0=Call(TORCH, 6), at_4=Call(PACKED))
     by_rows = Plan(calls).by_rows()
     assert len(by_rows) == ROWS[-1] + 1
@@ -275,8 +268,7 @@ def test_calls_by_rows():
 
 
 def test_measure(make_model):
-    """All shapes, in two rounds once time is up; model, gradients and the run's random numbers stay
-    as they are."""
+    """Two rounds of all shapes once time is up; model, gradients and random state stay."""
     model = make_model("qwen2", torch.float32)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(3)
@@ -327,7 +319,7 @@ def test_ranks_decide_together(monkeypatch, make_model):
 
 
 def test_choice_can_be_switched_off(monkeypatch, tmp_path):
-    """The key switches it off; other types and devices have no choice."""
+    """By the key; other types and devices have no choice."""
     monkeypatch.setattr(linear_module, "measure", None)
     trainer = build(config_of(tmp_path, "model.cpu_linear=torch"), Ranks(torch.device("cpu")))
     trainer.lock.close()
@@ -339,8 +331,7 @@ def test_choice_can_be_switched_off(monkeypatch, tmp_path):
 
 
 def test_resumed_run_keeps_the_choice(monkeypatch, tmp_path):
-    """Weights are bit-identical to those of the uninterrupted run, whatever would be measured now.
-    On another processor the run chooses anew."""
+    """Weights are bit-identical to an uninterrupted run's; another processor chooses anew."""
 
     def run(folder, seconds, *overrides: str):
         monkeypatch.setattr(linear_module, "measure", faked(seconds))

@@ -1,5 +1,4 @@
-"""The noise generator: published test vectors, independence of streams, and the law of its
-output."""
+"""The noise generator: published test vectors, independence of streams, law of the output."""
 
 import itertools
 import math
@@ -66,9 +65,7 @@ def test_no_two_positions_share_a_stream():
 
 def test_bits_equal_integer_arithmetic():
     """Whatever the batch and the size of the vocabulary."""
-    keys = keys_for(
-        seed=(1 << 63) + 5, uid=(1 << 63) - 1, step=EVALUATION + 3, sample=9, position=[0, 77]
-    )
+    keys = keys_for((1 << 63) + 5, (1 << 63) - 1, EVALUATION + 3, sample=9, position=[0, 77])
     bits = random_bits(keys, 500)
     words = [[word % (1 << 32) for word in key] for key in keys.tolist()]
     wanted = [[reference_step.random_bits(key, v) for v in range(500)] for key in words]
@@ -85,15 +82,13 @@ def test_bits_are_uniform_and_independent():
     assert stats.chisquare(counts).pvalue > 1e-4
     each_bit = torch.stack([(bits >> i) & 1 for i in range(31)]).double().mean(dim=(1, 2))
     assert (each_bit - 0.5).abs().max() < 5 * 0.5 / bits.numel() ** 0.5
-    # Neighbouring positions, samples, steps and tokens: the product moments of independent
-    # uniforms.
-    u = bits.double() / 2**31 - 0.5
-    others = [
-        random_bits(keys_for(uid=1, position=positions, **c), 5000).double() / 2**31 - 0.5
-        for c in ({"sample": 1}, {"step": 1})
-    ]
+    # Product moments of neighbouring positions, tokens, samples and steps.
+    u, sample, step = (
+        random_bits(keys_for(uid=1, position=positions, **of), 5000).double() / 2**31 - 0.5
+        for of in ({}, {"sample": 1}, {"step": 1})
+    )
     neighbours = (u[1:], u[:-1]), (u[:, 1:], u[:, :-1]), (u[:, 2:], u[:, :-2])
-    for a, b in (*neighbours, (u, others[0]), (u, others[1])):
+    for a, b in (*neighbours, (u, sample), (u, step)):
         correlation = (a * b).mean() * 12
         assert abs(correlation) < 5 / a.numel() ** 0.5
 
@@ -111,17 +106,14 @@ def test_gumbel_law():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_of_largest_and_smallest_bits_is_finite(monkeypatch, dtype):
-    """The 64 largest of 2**31 numbers round to u = 1 in float32, whose noise would be infinite;
-    u = 1 - 2**-24 replaces them. Smaller numbers have the noise of their own u."""
-    bits = torch.tensor(
-        [[2**31 - 1, 2**31 - 2, 2**31 - 64, 2**31 - 1024, 2**30, 1, 0]], dtype=torch.int32
-    )
+    """u = 1 - 2**-24 replaces the 64 largest numbers, whose u rounds to 1 in float32."""
+    numbers = [2**31 - 1, 2**31 - 2, 2**31 - 64, 2**31 - 1024, 2**30, 1, 0]
+    bits = torch.tensor([numbers], dtype=torch.int32)
     monkeypatch.setattr(noise, "random_bits", lambda keys, vocab_size: bits)
     found = gumbel(keys_for(), bits.shape[1], dtype)[0].double()
     tails = [2.0**-24] * 3 + [1023.5 * 2.0**-31, 0.5 - 2.0**-32]  # 1 - u
-    wanted = [-math.log(-math.log(tail)) for tail in tails] + [
-        -math.log(-math.log1p(-u)) for u in (1.5 * 2.0**-31, 2.0**-32)
-    ]
+    wanted = [-math.log(-math.log(tail)) for tail in tails]
+    wanted += [-math.log(-math.log1p(-u)) for u in (1.5 * 2.0**-31, 2.0**-32)]
     assert found.isfinite().all()
     np.testing.assert_allclose(found, wanted, rtol=1e-4 if dtype == torch.float32 else 1e-12)
 

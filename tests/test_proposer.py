@@ -1,23 +1,14 @@
-"""What rows propose, forward by forward: where proposals come from, how they are counted, and when
-none are looked for.
+"""Proposals of rows, forward by forward: their sources, counts and pauses.
 
-The engine is played by `forward`, which accepts what agrees with a given truth. All counts are
-counted by hand.
+`forward` plays the engine, which accepts what agrees with a given truth. Counts are made by hand.
 """
 
 import numpy as np
 import pytest
 
+from bubblespec.draft import proposer as module
 from bubblespec.draft import sources
-from bubblespec.draft.proposer import (
-    ALWAYS_WINDOW,
-    LOOK_SHARE,
-    MAX_PAUSE,
-    PRIOR,
-    PRIORS,
-    Proposer,
-    make_proposer,
-)
+from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposals, TrackedRows
 from bubblespec.draft.store import History
 from bubblespec.draft.suffix import SuffixIndex
@@ -37,20 +28,16 @@ def cost(a: float = 1.0, b: float = 1e-6, c: float = 1e-6) -> CostModel:
     return CostModel.from_parameters(parameters)
 
 
-def make(
-    method: str = "bubble+suffix",
-    always: bool = True,
-    costs: CostModel | None = None,
-    history: History | None = None,
-) -> Proposer:
-    proposer = make_proposer(
-        method.split("+"),
-        history or History(1000),
-        costs or cost(),
-        has_drafts="bubble" in method,
-        always=always,
-        clock=Clock(),
-    )
+def make(method: str = "bubble+suffix", always=True, costs=None, history=None) -> Proposer:
+    options = {"has_drafts": "bubble" in method, "always": always, "clock": Clock()}
+    parts = method.split("+"), history or History(1000), costs or cost()
+    proposer = make_proposer(*parts, **options)
+    proposer.begin()
+    return proposer
+
+
+def with_sources(*sources: DraftSource) -> Proposer:
+    proposer = Proposer(sources, cost(), always=True, clock=Clock())
     proposer.begin()
     return proposer
 
@@ -66,8 +53,7 @@ def draft(tokens, version: int = 4) -> Draft:
 def forward(
     proposer: Proposer, rows: list[Row], truths: list, room: int = 3, budget: int = 4000
 ) -> list[list[int]]:
-    """One forward of rows that have followed their truths so far; returns what each proposed. Rows
-    gain what they accept and one token more."""
+    """Return each row's proposal in a forward, in which it gains accepted tokens and one more."""
     lengths = np.array([len(r.tokens) for r in rows])
     tokens, counts = proposer.propose(rows, lengths, np.full(len(rows), room), budget)
     proposed = [of.tolist() for of in unpacked(tokens, counts)]
@@ -90,16 +76,14 @@ def nothing(proposer: Proposer, one: Row, length: int) -> bool:
 
 
 def estimate(proposer: Proposer, kind: tuple) -> float:
-    """The probability that a token of a kind of proposal is accepted."""
+    """Probability that a token of this kind of proposal is accepted."""
     survival = proposer.survival
     return float(survival.estimates[survival.kinds.index(kind)])
 
 
 def test_matches_follow_the_draft_behind_its_mismatch():
-    """The second of four forwards meets a replaced token; what then comes is found around it in the
-    same draft."""
-    proposer = make()
-    own = row()
+    """The second of four forwards meets a replaced token."""
+    proposer, own = make(), row()
     proposer.track(own, draft(range(10, 40)), STEP)
     truth = [*range(10, 15), 99, *range(16, 40)]
     proposed = [forward(proposer, [own], [truth])[0] for _ in range(4)]
@@ -125,8 +109,7 @@ def test_draft_is_followed_up_to_its_mismatch(tokens, truth, wanted):
 
 @pytest.mark.parametrize("asked_before", [True, False])
 def test_row_tracked_again_does_not_match_itself(asked_before):
-    """As where a draft was interrupted, or a row comes back from another rank: its last words do
-    not occur before."""
+    """As where a draft was interrupted, or a row comes back from another rank."""
     proposer, own = make("suffix"), row(tokens=range(10, 40))
     proposer.track(own, None, STEP)
     if asked_before:
@@ -145,7 +128,7 @@ def test_suffix_alone_finds_other_samples_and_epochs():
     assert forward(proposer, [own, other], [range(50, 70)] * 2) == [[50, 51, 52], []]
     late = row(2)
     proposer.track(late, None, STEP)
-    assert forward(proposer, [own, late], [range(50, 70), range(50, 70)])[0] == [54, 55, 56]
+    assert forward(proposer, [own, late], [range(50, 70)] * 2)[0] == [54, 55, 56]
     assert set(proposer.acceptance.by_source) <= {"history", "sibling"}
     assert not tried_ages(proposer)
 
@@ -156,7 +139,7 @@ def test_suffix_alone_finds_other_samples_and_epochs():
         (False, cost(), 4000, 128),
         (False, cost(), 9, 8),
         (False, cost(1e-6, 0.0, 1.0), 4000, 0),
-        (True, cost(1e-6, 1.0, 1.0), 5, ALWAYS_WINDOW),
+        (True, cost(1e-6, 1.0, 1.0), 5, module.ALWAYS_WINDOW),
     ],
 )
 def test_windows_follow_costs_and_budget_unless_they_are_fixed(always, costs, budget, wanted):
@@ -169,8 +152,7 @@ def test_windows_follow_costs_and_budget_unless_they_are_fixed(always, costs, bu
 
 
 def test_counts_of_a_rollout():
-    """One row with an old draft that goes wrong, one without a draft, and a row drafted ahead,
-    which is not counted."""
+    """A row with an old draft that goes wrong, one without, and an uncounted one drafted ahead."""
     proposer = make("bubble")
     old, bare, ahead = row(0), row(1), row(0, visit=STEP + 1)
     proposer.track(old, draft(range(10, 18), version=2), STEP)
@@ -185,27 +167,21 @@ def test_counts_of_a_rollout():
     assert (counts.draft_tokens, counts.accepted_tokens, counts.covered_tokens) == (6, 3, 3 + 1)
     assert counts.by_source == {"aligned": [6, 3]} and tried_ages(proposer) == {3, 4}
     assert proposer.survival.behind.tolist() == [1, 0]
-    assert {int(WINDOWS[i]): int(n) for i, n in enumerate(counts.accepted_lengths) if n} == {
-        0: 1,
-        3: 1,
-    }
+    lengths = {int(WINDOWS[i]): int(n) for i, n in enumerate(counts.accepted_lengths) if n}
+    assert lengths == {0: 1, 3: 1}
     spent_s, looked_up = proposer.take_spent()
     assert spent_s > 0 and looked_up == 9 and proposer.take_spent() == (0.0, 0)
-    # The chances of drafts are learnt from rows drafted ahead too: 9 of 9 tokens right at age 4, 3
-    # of 4 trials at age 3.
-    prior = 8 * PRIORS["aligned"]
+    # Learned from rows drafted ahead too: 9 of 9 tokens right at age 4, 3 of 4 at age 3.
+    prior = 8 * module.PRIORS["aligned"]
     assert estimate(proposer, ("aligned", 4)) == pytest.approx((9 + prior) / (9 + 8), abs=0.02)
     assert estimate(proposer, ("aligned", 3)) == pytest.approx((3 + prior) / (4 + 8), abs=0.02)
     proposer.begin()
     assert proposer.acceptance.row_forwards == 0 and not tried_ages(proposer)
-    assert forward(proposer, [ahead], [range(10, 40)]) == [[]], (
-        "a new rollout has forgotten the rows"
-    )
+    assert forward(proposer, [ahead], [range(10, 40)]) == [[]], "rows are forgotten"
 
 
-def test_a_pause_follows_proposals_that_do_not_pay_and_ends():
-    """As long as looking takes no more than LOOK_SHARE of the forwards' time, at most MAX_PAUSE; in
-    every forward as soon as they pay."""
+def test_proposals_that_do_not_pay_pause_queries():
+    """Until queries take LOOK_SHARE of the time, at most MAX_PAUSE forwards; none once they pay."""
     dear, cheap = cost(1e-9, 0.0, 1.0), cost()  # a token costs what it brings at best
     proposer, own = make("bubble", always=False, costs=dear), row()
     proposer.track(own, draft(range(1000)), STEP)
@@ -219,30 +195,25 @@ def test_a_pause_follows_proposals_that_do_not_pay_and_ends():
                 looked.append(number)
         return looked
 
-    assert looked_at(4, 0.9 * LOOK_SHARE) == [0, 1, 2, 3]
-    assert looked_at(12, 3.5 * LOOK_SHARE) == [0, 4, 8]
-    assert looked_at(20, 99 * LOOK_SHARE) == [0, 17]
+    assert looked_at(4, 0.9 * module.LOOK_SHARE) == [0, 1, 2, 3]
+    assert looked_at(12, 3.5 * module.LOOK_SHARE) == [0, 4, 8]
+    assert looked_at(20, 99 * module.LOOK_SHARE) == [0, 17]
     proposer.cost = cheap
     found = [bool(forward(proposer, [own], [range(1000)])[0]) for _ in range(17)]
     assert found == [False] * 14 + [True] * 3, "14 are left of 16 forwards"
 
 
 def test_found_drafts_are_used_whatever_the_query_took():
-    """But it is not looked for again at once; and the time of a source that weighs it is no
-    reason."""
+    """A pause follows, except where the source weighs its own time."""
     proposer, own = make("bubble", always=False, costs=cost()), row()
     proposer.track(own, draft(range(1000)), STEP)
     proposer._overhead_s = 100.0  # of a forward's second
-    found = [len(forward(proposer, [own], [range(1000)])[0]) for _ in range(MAX_PAUSE + 2)]
+    found = [len(forward(proposer, [own], [range(1000)])[0]) for _ in range(module.MAX_PAUSE + 2)]
     assert found[0] and found[-1] and not any(found[1:-1])
-    (source,) = proposer.sources
-    propose, seconds = source.propose, 7.0
-
-    def slow(*arguments):
-        proposer.clock.now += seconds
-        return propose(*arguments)
-
-    source.propose, source.weighs_its_time = slow, True
+    (source,), seconds = proposer.sources, 7.0
+    propose = source.propose
+    source.propose = lambda *of: proposer.clock.sleep(seconds) or propose(*of)
+    source.weighs_its_time = True
     proposer.begin()
     proposer.track(own, draft(range(1000)), STEP)
     proposer._overhead_s = 0.0
@@ -251,8 +222,7 @@ def test_found_drafts_are_used_whatever_the_query_took():
 
 
 def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
-    """Those it came with, and those it has gained before anybody asked and since; a draft of a late
-    sibling comes in too."""
+    """Its first tokens, and the ones gained before and after a query; a late sibling's draft."""
     texts, drafts, names, indexed = {}, [], [], []
 
     class Recorder(SuffixIndex):
@@ -289,12 +259,11 @@ def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
         forward(proposer, [own, continued, late], [*truths, range(60, 90)], room=2)
     assert proposer.acceptance.row_forwards == 9
     assert texts == {r.id.sample: r.tokens.tolist() for r in (own, continued, late)}
-    assert len(texts[1]) > 5
-    assert drafts == [0, 2] and indexed == [0, 1, 2]
+    assert len(texts[1]) > 5 and drafts == [0, 2] and indexed == [0, 1, 2]
 
 
 def test_row_is_aligned_while_its_tokens_begin_its_draft():
-    """Rows that gain tokens together, some at a time, most of them as their drafts say."""
+    """Random rows gain tokens together, most of them as in the drafts."""
     rng, tracked, texts, drafts = np.random.default_rng(0), TrackedRows(), [], []
     for number in range(40):
         drafts.append(rng.integers(3, size=rng.integers(0, 60)).tolist())
@@ -320,8 +289,7 @@ def test_row_is_aligned_while_its_tokens_begin_its_draft():
 
 
 class Guesses(DraftSource):
-    """A made-up `DraftSource`: a guess at the whole response of some samples. Notes what it is told
-    and asked."""
+    """A guess at the whole response of some samples; notes calls."""
 
     kinds = (("guess",),)
 
@@ -354,12 +322,10 @@ class Guesses(DraftSource):
 
 
 def test_source_is_queried_for_unserved_rows_alone():
-    """Three rows: one with a draft that goes wrong in the second forward, one with a guess alone,
-    and one with neither."""
+    """A row with a draft that goes wrong in the second forward, one with a guess, and one bare."""
     drafted, guessed, bare = row(0), row(1), row(2)
     guesses = Guesses({drafted.id: list(range(70, 99)), guessed.id: [20, 21, 99, *range(23, 40)]})
-    proposer = Proposer([OwnDrafts(), guesses], cost(), always=True, clock=Clock())
-    proposer.begin()
+    proposer = with_sources(OwnDrafts(), guesses)
     for each in (drafted, guessed, bare):
         proposer.track(each, draft(range(10, 40)) if each is drafted else None, STEP)
     truths = [[*range(10, 15), 99, 76, 77, 78, 79, 80], range(20, 40), range(50, 70)]
@@ -368,37 +334,40 @@ def test_source_is_queried_for_unserved_rows_alone():
     assert [p[1] for p in proposed] == [[20, 21, 99], [23, 24, 25], [27, 28, 29]]
     assert [p[2] for p in proposed] == [[], [], []]
     assert guesses.asked == [[guessed.id, bare.id]] * 2 + [[drafted.id, guessed.id, bare.id]]
-    assert guesses.begins == 1 and guesses.gained == {
-        each.id: each.tokens.tolist() for each in (drafted, guessed, bare)
-    }
+    gained = {each.id: each.tokens.tolist() for each in (drafted, guessed, bare)}
+    assert guesses.begins == 1 and guesses.gained == gained
     counts = proposer.acceptance
     assert counts.by_source == {"aligned": [6, 4], "guess": [12, 2 + 3 + 3 + 3]}
     assert tried_ages(proposer) == {1}
     assert counts.draft_tokens == 18 and counts.accepted_tokens == 15
-    prior = 8 * PRIOR
+    prior = 8 * module.PRIOR
     assert estimate(proposer, ("guess",)) == pytest.approx((11 + prior) / (12 + 8), abs=0.02)
     assert forward(proposer, [guessed], [range(20, 40)], room=0) == [[]]
     assert len(guesses.asked) == 3, "no room, no question"
 
 
-@pytest.mark.parametrize("guess", [[7, 7, 7], [10, 11, 7]])
-def test_wrong_guess_of_another_source_keeps_alignment(guess):
-    """A source takes a row's own draft's place for one forward, and is refused."""
+def with_guess(guess: list[int], tokens) -> tuple[Proposer, Row, Guesses]:
+    """Make a proposer that prefers a guess to the row's own draft."""
     one = row()
     guesses = Guesses({one.id: guess})
     guesses.chance = 1.0
-    proposer = Proposer([OwnDrafts(), guesses], cost(), always=True, clock=Clock())
-    proposer.begin()
-    proposer.track(one, draft(range(10, 40)), STEP)
+    proposer = with_sources(OwnDrafts(), guesses)
+    proposer.track(one, draft(tokens), STEP)
+    return proposer, one, guesses
+
+
+@pytest.mark.parametrize("guess", [[7, 7, 7], [10, 11, 7]])
+def test_wrong_guess_of_another_source_keeps_alignment(guess):
+    """A source takes a row's own draft's place for one forward, and is refused."""
+    proposer, one, guesses = with_guess(guess, range(10, 40))
     assert forward(proposer, [one], [range(10, 40)]) == [guess]
     guesses.chance = 0.0
-    begin = len(one.tokens)
-    wanted = list(range(10 + begin, 13 + begin))
-    assert forward(proposer, [one], [range(10, 40)]) == [wanted], "it goes on in its draft"
+    begin = 10 + len(one.tokens)
+    assert forward(proposer, [one], [range(10, 40)]) == [[begin, begin + 1, begin + 2]]
 
 
 def test_given_up_source_is_tried_again():
-    """It guesses wrong for many rows in the first rollout, and right from the second on."""
+    """Guesses are wrong for many rows in the first rollout, and right from the second on."""
     rows, guesses = [row(number) for number in range(100)], Guesses({})
     proposer = Proposer([guesses], cost(), clock=Clock())
     accepted = []
@@ -421,12 +390,8 @@ def test_given_up_source_is_tried_again():
 
 
 def test_disabled_source_gets_no_query_and_no_tokens():
-    one = row()
-    guesses = Guesses({one.id: [1, 2, 9, 7, 7, 7]})
-    guesses.is_enabled, guesses.chance = False, 1.0
-    proposer = Proposer([OwnDrafts(), guesses], cost(), always=True, clock=Clock())
-    proposer.begin()
-    proposer.track(one, draft([1, 2, 3]), STEP)
+    proposer, one, guesses = with_guess([1, 2, 9, 7, 7, 7], [1, 2, 3])
+    guesses.is_enabled = False
     assert proposer.enabled_sources == [proposer.sources[0]]
     assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[1, 2, 3]]
     assert guesses.asked == [] and guesses.gained == {one.id: []}

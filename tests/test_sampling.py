@@ -1,5 +1,4 @@
-"""Sampling: its law against softmax, truncation against transformers' warpers, and the
-log-probabilities it records."""
+"""Sampling: the law of tokens, truncation as in transformers, recorded log-probabilities."""
 
 import numpy as np
 import pytest
@@ -20,10 +19,8 @@ def some_logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
 
 def draw(logits: torch.Tensor, count: int, params: SamplingParams, num_generated: int = 0):
     """Draw samples from one row of logits, each with its own stream."""
-    zero = np.zeros(count, np.int64)
-    keys = torch.from_numpy(
-        stream_keys(3, zero + 17, np.arange(count) // 1000, zero, np.arange(count) % 1000)
-    )
+    zero, number = np.zeros(count, np.int64), np.arange(count)
+    keys = torch.from_numpy(stream_keys(3, zero + 17, number // 1000, zero, number % 1000))
     return sample(logits.expand(count, -1), keys, torch.full((count,), num_generated), params)
 
 
@@ -67,8 +64,7 @@ def test_greedy_token_is_best_and_certain():
     params = SamplingParams(temperature=0.0)
     token, logprob, full_logprob = sample(logits, keys, torch.zeros(5, dtype=torch.int64), params)
     assert torch.equal(token, logits.argmax(-1)) and not logprob.any()
-    wanted = logits.log_softmax(-1).amax(-1)
-    torch.testing.assert_close(full_logprob, wanted)
+    torch.testing.assert_close(full_logprob, logits.log_softmax(-1).amax(-1))
 
 
 def test_stop_tokens_are_barred_before_min_length():

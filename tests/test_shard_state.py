@@ -1,5 +1,4 @@
-"""Sharded optimizer state against the same optimizer without sharding: equal bits on three ranks,
-in every precision; what each rank holds; and states that any number of ranks can load."""
+"""Sharded optimizer state on three ranks: equal bits without sharding, and states for any ranks."""
 
 import copy
 
@@ -70,9 +69,8 @@ def with_and_without(ranks: Ranks, folder: str) -> dict:
     for name, dtype in DTYPES.items():
         plain_model, plain = make(dtype, False, ranks)
         model, sharded = make(dtype, True, ranks)
-        assert sharded.state_dict() == (
-            {"num_updates": 0, "parameters": {}} if ranks.is_main else None
-        )
+        empty = {"num_updates": 0, "parameters": {}}
+        assert sharded.state_dict() == (empty if ranks.is_main else None)
         sizes = [state_size(sharded), state_size(plain)]
         half, rest = range(STEPS // 2), range(STEPS // 2, STEPS)
         norms = [train(model, sharded, ranks, half), train(plain_model, plain, ranks, half)]

@@ -1,5 +1,4 @@
-"""Suffix drafts: proposals against a brute-force search, resynchronisation, preferences, and the
-bounded history."""
+"""Suffix drafts against a brute-force search, resynchronisation, preferences, bounded history."""
 
 import itertools
 
@@ -30,8 +29,8 @@ def ints(*values: int) -> np.ndarray:
 def random_events(
     rng: np.random.Generator, alphabet: int, samples: int = 3, count: int = 40
 ) -> list[tuple[str, int, np.ndarray]]:
-    """What happens to a group: drafts first (not for every sample), then rows that grow by a few
-    tokens at a time, those of their drafts at the same place in many cases."""
+    """Return events of a group: drafts of some samples, then rows that grow by a few tokens, often
+    as in their drafts."""
     drafted = [j for j in range(samples) if rng.random() < 0.7]
     drafts = {j: rng.integers(alphabet, size=rng.integers(0, 40)) for j in drafted}
     events, lengths = [("draft", *item) for item in drafts.items()], [0] * samples
@@ -60,8 +59,7 @@ def common_suffix(a: list[int], b: list[int], most: int = 8) -> int:
 
 
 def brute_force(events, history, sample: int, limit: int, prompt=()) -> tuple[list[int], int, int]:
-    """What a row that was proposed nothing before has to get, by plain search through
-    everything."""
+    """Return the first proposal for a row, by plain search through everything."""
     texts, places = [], []  # (tokens, owner, kind); (text number, end) as they became searchable
 
     def add(text: list[int], owner: int, kind: int) -> list[int]:
@@ -96,23 +94,15 @@ def brute_force(events, history, sample: int, limit: int, prompt=()) -> tuple[li
     if draft is not None:
         at = len(row) if len(row) < len(draft) else None
         for n, distance in OWN_RADIUS:
-            near = [
-                e
-                for e in range(8, len(draft))
-                if abs(e - len(row)) <= distance and draft[e - n : e] == row[-n:]
-            ]
-            if near:
+            reached = (e for e in range(8, len(draft)) if abs(e - len(row)) <= distance)
+            if near := [e for e in reached if draft[e - n : e] == row[-n:]]:
                 at = min(near, key=lambda e: (abs(e - len(row)), -e))
                 break
         if at is not None:
             length = common_suffix(draft[:at], row)
             candidates.append((length + OWN_BONUS, length, draft, at, OWN))
     for n in ORDERS:
-        shared = [
-            place
-            for place in reversed(places)
-            if texts[place[0]][0][place[1] - n : place[1]] == row[-n:]
-        ]
+        shared = [(text, e) for text, e in places[::-1] if texts[text][0][e - n : e] == row[-n:]]
         if shared:
             other = [place for place in shared if texts[place[0]][1] != texts[shared[0][0]][1]]
             for number, end in shared[:1] + other[:1]:
@@ -123,9 +113,7 @@ def brute_force(events, history, sample: int, limit: int, prompt=()) -> tuple[li
             break
     if not candidates:
         return [], 0, OWN
-    _, length, text, end, source = max(
-        candidates, key=lambda candidate: candidate[0]
-    )  # of equals the first
+    _, length, text, end, source = max(candidates, key=lambda of: of[0])  # of equals the first
     return text[end : end + limit], length, source
 
 
@@ -157,28 +145,22 @@ def test_proposal_equals_brute_force(alphabet):
         index = build(events, history, prompt)
         for sample in range(3):
             limit = int(rng.integers(1, 9))
-            tokens, length, source = index.propose(sample, limit)
+            tokens, *found = index.propose(sample, limit)
             assert tokens.dtype == np.int32
-            assert (tokens.tolist(), length, source) == brute_force(
-                events, history, sample, limit, prompt
-            )
-            sources.add(source)
+            wanted = brute_force(events, history, sample, limit, prompt)
+            assert (tokens.tolist(), *found) == wanted
+            sources.add(found[1])
     assert sources == {OWN, SIBLING, SELF, HISTORY}
 
 
 def test_continued_match_equals_a_new_search(monkeypatch):
-    """In a text without repetitions there is one right place, whether it is carried on or searched
-    for."""
+    """In a text without repetitions there is one right place."""
     rng = np.random.default_rng(3)
     draft = rng.permutation(100_000)[:300]
     response = edited(rng, draft, 0.03, 100_000)
-    searched = []
-    search = SuffixIndex._search_group
-    monkeypatch.setattr(
-        SuffixIndex,
-        "_search_group",
-        lambda self, *asked: searched.append(self) or search(self, *asked),
-    )
+    searched, search = [], SuffixIndex._search_group
+    noted = lambda self, *asked: searched.append(self) or search(self, *asked)  # noqa: E731
+    monkeypatch.setattr(SuffixIndex, "_search_group", noted)
     index = build([("draft", 1, draft)])
     done = compared = carried_on = 0
     while done < len(response):
@@ -201,10 +183,7 @@ def test_continued_match_equals_a_new_search(monkeypatch):
     [
         ([10, 11, 12, 99, 14, 15, 16, 17], [8, 0]),  # one token replaced: the draft just goes on
         ([10, 11, 12, 14, 15, 16, 17, 18], [8, 1]),  # one deleted: seen at once
-        (
-            [10, 11, 12, 99, 13, 14, 15, 16],
-            [8, 0, 1],
-        ),  # one inserted: seen when the next token is known
+        ([10, 11, 12, 99, 13, 14, 15, 16], [8, 0, 1]),  # one inserted: seen at the next token
         ([10, 11, 12, 16, 17, 18, 19], [8, 0, 2]),  # three deleted: two tokens are needed
     ],
 )
@@ -216,25 +195,15 @@ def test_resynchronises_with_the_own_draft(response, lengths):
         tokens, length, source = index.propose(5, 16)
         assert source == OWN
         proposals.append(length)
-        accepted = common_suffix(
-            response[done : done + len(tokens)][::-1],
-            tokens[: len(response) - done].tolist()[::-1],
-            99,
-        )
+        accepted = common_suffix(response[done:][::-1], tokens.tolist()[::-1], 99)
         index.extend(5, np.array(response[done : done + accepted + 1]))
         done += accepted + 1
     assert proposals == lengths
 
 
 def test_failing_draft_yields_to_sibling():
-    index = build(
-        [
-            ("draft", 0, np.arange(100, 160)),
-            ("draft", 1, np.arange(200, 300)),
-            ("extend", 0, ints(100, 201, 202)),
-        ]
-    )
-    sources = []
+    drafts = [("draft", 0, np.arange(100, 160)), ("draft", 1, np.arange(200, 300))]
+    index, sources = build([*drafts, ("extend", 0, ints(100, 201, 202))]), []
     for token in range(203, 210):  # the row goes the sibling's way
         sources.append(index.propose(0, 8)[2])
         assert index.propose(0, 8)[2] == sources[-1]  # asking again is no failure
@@ -255,8 +224,7 @@ def test_position_zero_prefers_own_then_sibling_then_history():
 
 
 def test_rows_together_equal_rows_one_by_one():
-    """Three groups, rows of which grow and ask together or one after the other; each with texts of
-    their own."""
+    """Rows of three groups grow and ask together or one after the other."""
     rng = np.random.default_rng(6)
     together, alone = SuffixIndex(), [GroupIndex() for _ in range(3)]
     rows = [(group, sample) for group in range(3) for sample in range(2)]

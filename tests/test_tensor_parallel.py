@@ -1,5 +1,4 @@
-"""A forward in shards on 2 to 4 ranks, which are threads, against the whole model: hidden states,
-samples, generated rows."""
+"""A forward in shards on 2 to 4 ranks, which are threads, against the whole model."""
 
 import copy
 
@@ -63,8 +62,7 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrai
 def whole_and_sharded(
     model, size: int, fed: list[tuple[list[int], list[int]]]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits of forwards of so many cached and new tokens of each row: of the whole model, and put
-    together from each rank's."""
+    """Return logits of the whole model and of each rank. fed: cached and new tokens by row."""
     tokens = [random_tokens(model, 40), random_tokens(model, 60)[20:]]
 
     def logits(model, cache: KVCache, head) -> torch.Tensor:
@@ -117,18 +115,14 @@ def test_shards_of_adapted_model_equal_the_whole():
 
 
 def test_shards_are_views_of_every_layer():
-    """All seven layers of each Llama block: the parts of the ranks make up the whole, and are views
-    of its parameters."""
+    """In all seven layers of a Llama block the ranks' parts make up the whole."""
     model = build("uneven, tied")
     cuts = [plan_shards(model, rank, 2)[0] for rank in range(2)]
     assert len(cuts[0]) == 7 * model.config.num_hidden_layers
     for first, second in zip(*cuts, strict=True):
         width = first.module.in_features if first.is_rowwise else first.module.out_features
-        assert (first.part.start, first.part.stop, second.part.stop) == (
-            0,
-            second.part.start,
-            width,
-        )
+        assert (first.part.start, second.part.stop) == (0, width)
+        assert first.part.stop == second.part.start
     attention = model.model.layers[0].self_attn
     parts = {id(c.module): c.part for c in cuts[0]}
     query = parts[id(attention.q_proj)]
@@ -164,8 +158,7 @@ def test_architectures_without_a_plan_are_refused(make_model, name):
 
 def test_wrong_plan_is_found(make_model):
     """The second of two ranks takes the inputs of the first."""
-    model = make_model("llama")
-    prepare_model(model, LONGEST)
+    model = make_model("llama", max_length=LONGEST)
 
     def check(tp):
         runner = make_runner(copy.deepcopy(model), 2, LONGEST, 0, tp=tp)
@@ -182,9 +175,8 @@ def test_wrong_plan_is_found(make_model):
 
 @pytest.mark.parametrize("failing", [{0, 1}, {1}])
 def test_model_that_fails_in_shards_is_refused(make_model, failing):
-    """All ranks refuse it, also where it fails on one rank alone, for which no other waits."""
-    model = make_model("llama")
-    prepare_model(model, LONGEST)
+    """On all ranks, also where one rank alone fails, for which no other waits."""
+    model = make_model("llama", max_length=LONGEST)
 
     def fail(module, args):
         raise TypeError("a hard-coded\nnumber of heads")
@@ -217,9 +209,8 @@ PARAMS = {
 def test_samples_of_shards_equal_the_whole(name, size, offset, monkeypatch):
     monkeypatch.setattr("bubblespec.engine.sampling.MAX_LOGITS_AT_ONCE", {"cpu": 1000})
     count = 300
-    logits = 2 * torch.randn(
-        count, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    )
+    generator = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(count, VOCAB, generator=generator, dtype=torch.float64)
     logits[:, [3, 60, 96]] += 3  # barred at the beginning
     numbers = np.arange(count)
     keys = torch.from_numpy(stream_keys(4, numbers, numbers * 0, numbers * 0, numbers % 9)).clone()

@@ -1,10 +1,10 @@
 """Graphs of forwards that all ranks compute together, with their sums inside.
 
-Ranks are threads, and graphs are `Tape`s: a sum is recorded without being computed, as NCCL's are,
-and computed at each replay.
+Ranks are threads, and graphs are `Tape`s, which record a sum without computing it, as NCCL does.
 """
 
 import copy
+import itertools
 import threading
 
 import numpy as np
@@ -70,16 +70,11 @@ def captured(model, num_slots: int) -> list[int]:
     return [shape.tokens for shape in graphs.graph_shapes(*sizes, fold=fold)]
 
 
-def tokens_of(rows: list[Row]) -> list[tuple[list[int], str]]:
-    return [(row.tokens.tolist(), row.finish) for row in rows]
-
-
 @pytest.mark.parametrize(
     "name, size", [("uneven, tied", 2), ("biases everywhere", 2), ("mistral-window", 4)]
 )
 def test_rows_of_replayed_shards_equal_plain_ones(captures, name, size):
-    """Prompts in chunks, right and wrong drafts. Every forward is a replay, with two sums over
-    ranks in each layer."""
+    """With right and wrong drafts every forward is a replay, with two sums in each layer."""
     model = build(name)
     wanted = plain_rows(model)
 
@@ -100,7 +95,7 @@ def test_rows_of_replayed_shards_equal_plain_ones(captures, name, size):
         return own
 
     for own in run_together(size, of_rank):
-        assert tokens_of(own) == tokens_of(wanted)
+        assert as_dict(own) == as_dict(wanted)
         for row, of in zip(own, wanted, strict=True):
             np.testing.assert_allclose(row.full_logprob, of.full_logprob, rtol=1e-6)
     assert [captures[rank].sizes for rank in range(size)] == [captured(model, 4)] * size
@@ -109,19 +104,18 @@ def test_rows_of_replayed_shards_equal_plain_ones(captures, name, size):
 def test_graphs_share_memory_and_return_after_release(captures):
     """A replay overwrites earlier results; tokens show that no result is read late."""
     model = build("llama")
-    wanted = tokens_of(plain_rows(model))
+    wanted = as_dict(plain_rows(model))
 
     def of_rank(tp):
         tp, own_model = captures["enter"](tp), copy.deepcopy(model)
         alone = Engine(make_runner(own_model, 8, LONGEST, 3, **GRAPHS))
         options = GRAPHS | {"tp": tp, "memory": alone.runner.forward.memory}
         together = Engine(make_runner(own_model, 8, LONGEST, 3, **options))
-        found = [tokens_of(e.run(rows(), PARAMS)) for e in (alone, together, alone, together)]
-        together.release()
-        assert together.runner.cache.num_bytes() == 0
-        found.append(tokens_of(together.run(rows(), PARAMS)))
-        alone.release()
-        found.append(tokens_of(alone.run(rows(), PARAMS)))
+        found = [as_dict(e.run(rows(), PARAMS)) for e in (alone, together, alone, together)]
+        for engine in (together, alone):
+            engine.release()
+            assert engine.runner.cache.num_bytes() == 0
+            found.append(as_dict(engine.run(rows(), PARAMS)))
         return found
 
     assert run_together(2, of_rank) == [[wanted] * 6] * 2
@@ -137,10 +131,9 @@ def test_graphs_share_memory_and_return_after_release(captures):
 def test_out_of_memory_on_one_rank_is_agreed_on_by_all(
     captures, monkeypatch, capsys, stage, times, attempts
 ):
-    """The failing rank alone tries again. Where it fails twice, no rank has graphs until a release,
-    and none waits for another."""
+    """The failing rank alone tries again; after two failures no rank has graphs until a release."""
     model = build("llama")
-    wanted = tokens_of(plain_rows(model))
+    wanted = as_dict(plain_rows(model))
     failing = threading.local()
     calls = fail_at(monkeypatch, stage, times, lambda: hasattr(failing, "rank"))
 
@@ -151,7 +144,7 @@ def test_out_of_memory_on_one_rank_is_agreed_on_by_all(
         engine = Engine(make_runner(copy.deepcopy(model), 8, LONGEST, 3, tp=tp, **GRAPHS))
         found, own = [], engine.runner.graphs
         for attempt in range(2):
-            found.append(tokens_of(engine.run(rows(), PARAMS)))
+            found.append(as_dict(engine.run(rows(), PARAMS)))
             has_graphs = attempt >= attempts
             assert (own.problem is None) == bool(own._graphs) == has_graphs
             assert bool(own.num_replays) == has_graphs
@@ -167,8 +160,8 @@ def test_out_of_memory_on_one_rank_is_agreed_on_by_all(
 
 
 def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
-    """Run forwards of every size of graph in shards, launched and replayed; return their largest
-    differences from the whole model's."""
+    """Return the largest differences of launched and replayed forwards in shards from the whole
+    model's, for every size of graph."""
     device, on_gpu = ranks.device, ranks.device.type == "cuda"
     num_rows, max_tokens = (40, 256) if on_gpu else (8, 32)
     with pytest.MonkeyPatch.context() as patch:
@@ -210,24 +203,21 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
         return {"launched": float(differences[0]), "replayed": float(differences[1])}
 
 
-KERNELS = ("varlen", "flash_attn")
-
-
 def cards(count: int) -> list:
-    has_them = torch.cuda.is_available() and torch.cuda.device_count() >= count
-    return [pytest.mark.gpu, pytest.mark.skipif(not has_them, reason=f"needs {count} CUDA devices")]
+    has_cards = torch.cuda.is_available() and torch.cuda.device_count() >= count
+    why = f"needs {count} CUDA devices"
+    return [pytest.mark.gpu, pytest.mark.skipif(not has_cards, reason=why)]
+
+
+ON_GPUS = itertools.product(["cuda"], [1, 2], ["varlen", "flash_attn"])
 
 
 @pytest.mark.parametrize(
     "device, num_ranks, kernel",
-    [
-        ("cpu", 2, "varlen"),
-        *(pytest.param("cuda", n, k, marks=cards(n)) for n in (1, 2) for k in KERNELS),
-    ],
+    [("cpu", 2, "varlen"), *(pytest.param(*case, marks=cards(case[1])) for case in ON_GPUS)],
 )
 def test_ranks_as_processes(tmp_path, device, num_ranks, kernel):
-    """Over gloo with tapes for graphs; on GPUs over NCCL, whose end waits until graphs with its
-    sums in them are gone."""
+    """Over gloo with tapes; on GPUs over NCCL, whose end waits until graphs with sums are gone."""
     if kernel == "flash_attn":
         pytest.importorskip("flash_attn")
     for found in run_ranks(tmp_path, forwards_in_processes, num_ranks, kernel, device=device):

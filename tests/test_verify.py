@@ -1,8 +1,7 @@
-"""Verification of drafts: its output law against exact enumeration, token identity, acceptance
-rates, and the selection trap.
+"""Verification of drafts: the law of the output, token identity, acceptance rates, selection.
 
-The policy is a Markov chain: a table of logits [V, V], by previous token. `decode` generates from
-it speculatively, many rows at once, and asks `verify` for every token. Its law is known exactly.
+The policy is a Markov chain, a table of logits [V, V] by previous token, whose law is known
+exactly. `decode` generates from it speculatively and asks `verify` for every token.
 """
 
 import numpy as np
@@ -45,8 +44,7 @@ def keys_of(rows: int, positions: int, seed: int = 0) -> torch.Tensor:
 KEYS = keys_of(ROWS, LIMIT + LONGEST_DRAFT)
 
 
-# Drafters: (previous token, keys, response tokens so far, params), each [rows, ...], to the next
-# draft token [rows].
+# Drafters: (previous token, keys, response tokens so far, params), [rows, ...], to tokens [rows].
 
 
 def sampled_from(table):
@@ -61,9 +59,8 @@ def least_likely(previous, keys, num_generated, params):
 
 
 def uniform(previous, keys, num_generated, params):
-    return sample(
-        torch.zeros(len(previous), V, dtype=torch.float64), keys, num_generated, SamplingParams()
-    )[0]
+    logits = torch.zeros(len(previous), V, dtype=torch.float64)
+    return sample(logits, keys, num_generated, SamplingParams())[0]
 
 
 DRAFTERS = {
@@ -84,8 +81,7 @@ def decode(params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_keys=Non
     """Generate from POLICY speculatively. keys: [rows, at least limit + LONGEST_DRAFT, 4].
 
     Returns tokens int64 [rows, limit], -1 after the end, and as many logprob, full_logprob, and the
-    share of drafts accepted.
-    """
+    share of drafts accepted."""
     draft_keys = keys if draft_keys is None else draft_keys
     tokens = np.full((len(keys), limit), -1)
     logprobs = np.zeros((2, len(keys), limit))
@@ -122,8 +118,7 @@ def decode(params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_keys=Non
 
 
 def transition(params: SamplingParams, step: int) -> np.ndarray:
-    """Oracle: probabilities [V, V] of token `step`, by previous token, from transformers'
-    warpers."""
+    """Oracle: probabilities [V, V] of token `step` by previous token, by transformers' warpers."""
     logits = POLICY.clone()
     if step < params.min_length:
         logits[:, STOP] = float("-inf")
@@ -228,17 +223,15 @@ def test_verification_without_drafts_equals_sampling():
 
 
 def test_tokens_gained():
-    """Rows: plain; stop token accepted, draft going on; stop after the refusal; stop comes next;
-    limit; both; an empty draft."""
     rows = [  # tokens at the n + 1 positions, accepted, limit, tokens gained
         ([4, 5, 6, 7], 3, 10, 4),
-        ([4, 9, 6, 7], 3, 10, 2),
-        ([4, 5, 9, 7], 1, 10, 2),
-        ([4, 5, 9, 7], 2, 10, 3),
-        ([4, 5, 6, 7], 3, 2, 2),
+        ([4, 9, 6, 7], 3, 10, 2),  # a stop token in the middle of the accepted draft
+        ([4, 5, 9, 7], 1, 10, 2),  # after the rejected token
+        ([4, 5, 9, 7], 2, 10, 3),  # in its place
+        ([4, 5, 6, 7], 3, 2, 2),  # the limit
         ([4, 8, 6, 7], 3, 1, 1),
         ([4, 8, 9, 7], 3, 3, 2),
-        ([9], 0, 5, 1),
+        ([9], 0, 5, 1),  # no draft
         ([3], 0, 1, 1),
         ([8, 8, 8], 2, 1, 1),
     ]
@@ -270,8 +263,8 @@ def test_selection_trap():
 
 @pytest.mark.parametrize("distance", [0.05, 0.5, 2.0])
 def test_acceptance_rates(distance):
-    """Against exact values. Gumbel-max picks token i for p and q at once with chance 1 / sum_j
-    max(p_j / p_i, q_j / q_i): i wins the race of exponential clocks of rates p and of rates q."""
+    """Gumbel-max picks token i for p and q at once with chance 1 / sum_j max(p_j / p_i, q_j / q_i),
+    as i wins the races of exponential clocks of rates p and of rates q."""
     count = 10_000
     keys = keys_of(count, 2, seed=3)
     for seed in range(3):

@@ -48,10 +48,7 @@ class Proposer:
         always: bool = False,
         clock: Any = time,
     ):
-        """Create a proposer.
-
-        sources: in order of trust; always: propose up to ALWAYS_WINDOW tokens whatever the
-        cost, instead of planning; clock: see `Ranks`."""
+        """Trust sources in order; always: propose ALWAYS_WINDOW tokens whatever the cost."""
         self.cost, self.always, self.clock = cost, always, clock
         self.survival = Survival()
         self.sources: list[DraftSource] = []
@@ -111,8 +108,7 @@ class Proposer:
     def track(self, row: Row, draft: Draft | None, version: int, is_counted: bool = True) -> None:
         """Propose for a row from now on.
 
-        version: updates of the current weights; is_counted: whether the row is of this
-        step."""
+        version: updates of the current weights; is_counted: whether the row is of this step."""
         self._read()
         age = 0 if draft is None else min(version - draft.version, MAX_AGE)
         number = self._numbers[id(row)] = self.tracked.add(row, draft, age, is_counted)
@@ -181,13 +177,9 @@ class Proposer:
         self.tracked.kind[numbers[asked]] = kind[asked]
         if not self.always:
             kv_tokens = int(lengths.sum()) + prompt_tokens
+            rates, spent_s = chances[kind], self._overhead_s
             count, pays = choose_windows(
-                chances[kind],
-                count,
-                self.cost,
-                kv_tokens,
-                budget=budget,
-                overhead_s=self._overhead_s,
+                rates, count, self.cost, kv_tokens, budget=budget, overhead_s=spent_s
             )
             if not pays:
                 forward_s = float(self.cost.seconds(len(rows), len(rows), 0, kv_tokens))
@@ -233,9 +225,7 @@ class Proposer:
         self._spent_s += self.clock.perf_counter() - started
 
     def catch_up(self, is_free: bool) -> None:
-        """Do work that can wait, between two calls of the engine.
-
-        is_free: whether a GPU computes meanwhile."""
+        """Do work that can wait; is_free: whether a GPU computes meanwhile."""
         started = self.clock.perf_counter()
         for source in self.enabled_sources:
             source.catch_up()
@@ -315,8 +305,8 @@ def make_proposer(
 ) -> Proposer:
     """Create a proposer with the sources that `speculative.method` names, in order of trust.
 
-    names: of sources; has_drafts: whether samples have drafts of their own; vocab_size: number of
-    the policy's tokens, None in virtual time. Raises InputError."""
+    has_drafts: whether samples have drafts of their own; vocab_size: number of the policy's tokens,
+    None in virtual time. Raises InputError."""
     sources: list[DraftSource] = []
     if has_drafts:
         sources.append(OwnDrafts())

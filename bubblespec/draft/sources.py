@@ -96,14 +96,11 @@ class TrackedRows:
 class Proposals(NamedTuple):
     """Tokens that may come next in R rows."""
 
-    tokens: np.ndarray
-    """int, the proposals of all rows."""
-    begin: np.ndarray
-    """int64 [R], begin of each row's proposal in `tokens`."""
+    tokens: np.ndarray  # int, the proposals of all rows
+    begin: np.ndarray  # int64 [R], begin of each row's proposal in `tokens`
     count: np.ndarray  # type: ignore[assignment]  # tuple.count is not used
     """int64 [R], tokens of each row's proposal; 0 for none."""
-    kind: np.ndarray
-    """int64 [R], numbers in the source's `kinds`."""
+    kind: np.ndarray  # int64 [R], numbers in the source's `kinds`
 
 
 class DraftSource:
@@ -112,19 +109,14 @@ class DraftSource:
     It is queried for rows without a proposal from the sources before it, and for rows whose
     proposal is accepted less often than `chance`."""
 
+    # Kinds of proposals, (name of the source, length of the match, age, ...), whose acceptance is
+    # measured apart.
     kinds: Sequence[tuple] = ()
-    """Kinds of proposals, (name of the source, length of the match, age, ...). Acceptance is
-    measured by kind."""
-    is_enabled = True
-    """Whether the source is queried and gets new tokens."""
-    chance = 0.0
-    """Acceptance rate below which the source replaces another source's proposal."""
-    weighs_its_time = False
-    """Whether the source itself proposes only where that pays for its time."""
-    path: str | None = None
-    """Dotted path of a user's source, whose proposals are checked."""
-    vocab_size: int | None = None
-    """Number of the policy's tokens, for that check."""
+    is_enabled = True  # whether the source is queried and gets new tokens
+    chance = 0.0  # acceptance rate below which another source's proposal is replaced
+    weighs_its_time = False  # whether the source proposes only where that pays for its time
+    path: str | None = None  # dotted path of a user's source, whose proposals are checked
+    vocab_size: int | None = None  # number of the policy's tokens, for that check
 
     def begin(self, tracked: TrackedRows) -> None:
         """Begin a rollout, whose rows will be in `tracked`: forget all others."""
@@ -143,18 +135,14 @@ class DraftSource:
         return Proposals(numbers, *np.zeros((3, len(numbers)), np.int64))
 
     def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Learn the new tokens of different rows, int [sum of counts], row after row.
-
-        numbers, counts: int64 [R]."""
+        """Learn new tokens, int [sum of counts], of different rows. numbers, counts: int64 [R]."""
 
     def catch_up(self) -> None:
         """Do work that can wait, while a GPU computes."""
 
 
 def load_source(path: str, vocab_size: int | None) -> DraftSource:
-    """Create a user's source, a subclass of DraftSource made without arguments.
-
-    Raises InputError."""
+    """Create a user's source, a DraftSource made without arguments; raise InputError."""
     key = "speculative.method"
     made = import_path(key, path, "my_module.MySource")
     if not isinstance(made, type) or not issubclass(made, DraftSource):
@@ -205,9 +193,7 @@ def check_proposals(source: DraftSource, found: Proposals, limits: np.ndarray) -
 
 
 class OwnDrafts(DraftSource):
-    """The sample's own draft, as long as the row follows it.
-
-    It was made with the same noise, so it is almost always right."""
+    """The sample's own draft, made with the same noise, as long as the row follows it."""
 
     kinds = tuple((ALIGNED, age) for age in range(MAX_AGE + 1))
 

@@ -40,10 +40,9 @@ class DraftStore:
         return self._drafts.get(sample)
 
     def put(self, sample: SampleId, draft: Draft, *, is_deferred: bool = False) -> bool:
-        """Store a draft in place of the sample's earlier one.
+        """Store a draft in place of the sample's earlier one; return whether there was room.
 
-        Return whether there was room; without room nothing changes. is_deferred: whether
-        the sample is deferred from now on."""
+        is_deferred: whether the sample is deferred from now on."""
         is_deferred |= sample in self._deferred
         old = self._drafts.get(sample)
         growth = len(draft.tokens) - (len(old.tokens) if old else 0)
@@ -111,9 +110,7 @@ def _unpack(header: np.ndarray, tokens: np.ndarray) -> Iterator[tuple[SampleId, 
     """Yield (sample, draft, whether the sample is deferred)."""
     fields = header.reshape(-1, HEADER)
     parts = np.split(tokens, np.cumsum(fields[:, 3])[:-1])
-    for (*sample, _, flags, version), part in zip(
-        fields.tolist(), parts[: len(fields)], strict=True
-    ):
+    for (*sample, _, flags, version), part in zip(fields.tolist(), parts, strict=False):
         yield SampleId(*sample), Draft(part, bool(flags & 1), version), flags >= 2
 
 

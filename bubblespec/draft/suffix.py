@@ -9,12 +9,10 @@ other samples of its group (their drafts, and their tokens so far), its own earl
 prompt, and responses of earlier epochs. The longest match wins and trust breaks ties; a match in
 the own draft near its expected place counts for more, see `OWN_BONUS`.
 
-All texts of a rollout lie in one array, each behind padding that stands for the prompt. So two
-responses of a group that agree from their first token on match in full length. Each operation is
-one for all rows.
-
-Cost: a query looks up a fixed number of n-grams, however long the texts are, and none where the
-last proposal was accepted and its match has full length.
+All texts of a rollout lie in one array, each behind padding that stands for the prompt, so that two
+responses of a group match in full length from their first token on. A query looks up a fixed number
+of n-grams for all rows at once, and none for a row whose last proposal was accepted with a match of
+full length.
 
 An "end" is the position in the array where a match ends and its continuation begins.
 
@@ -42,16 +40,14 @@ MAX_MATCH = 8  # longer matches count as equal
 # Sizes of the indexed n-grams, largest first. A query takes the most recent end for the largest n
 # that has any. These two sizes yield as much as all sizes from 8 down to 2.
 ORDERS = (6, MIN_MATCH)
-# A match near its expected place in the own draft is more likely right than its length says. It
-# counts this many tokens longer, and one less for each consecutive proposal without an accepted
-# token, so that a diverged draft loses its bonus. Measured on outdated drafts of two policies:
-# tokens per forward stay within 4% of the best fixed bonus, which is 6 on running sums and 0 on
-# free text; the wrong fixed bonus costs 4 to 21%.
+# A match near its expected place in the own draft counts this many tokens longer, and one less for
+# each consecutive proposal without an accepted token, so that a diverged draft loses its bonus.
+# Measured on outdated drafts of two policies: within 4% of the tokens per forward of the best fixed
+# bonus, 6 on running sums and 0 on free text; the wrong fixed bonus costs 4 to 21%.
 OWN_BONUS = 6
 # (n, distance): maximum distance from the expected place at which the own draft is searched for the
-# last n tokens, largest n first; n = 0 stands for the expected place itself. One token is enough to
-# detect an insertion or deletion. A wider search finds repeated words and measured worse; the
-# search of siblings finds matches further away, without the bonus.
+# last n tokens, largest n first; n = 0 is the expected place itself. One token shows an insertion
+# or deletion. A wider search finds repeated words and measured worse.
 OWN_RADIUS = ((2, 4), (1, 1), (0, 0))
 # Live tokens are indexed with this lag: the most recent end of an n-gram hides older ones, which is
 # a loss while hardly any tokens follow it.
@@ -80,15 +76,12 @@ LIVE, DRAFT, CURSOR, OFFSET, SOURCE, ASKED_AT, BONUS, SHIFT = range(8)  # column
 class Proposed(NamedTuple):
     """Tokens that may follow R rows."""
 
-    begin: np.ndarray
-    """int64 [R], begin of the tokens in `SuffixIndex.text`."""
+    begin: np.ndarray  # int64 [R], begin of the tokens in `SuffixIndex.text`
     count: np.ndarray  # type: ignore[assignment]  # tuple.count is not used
-    """int64 [R], number of tokens."""
     match: np.ndarray
     """int64 [R], length of the common suffix of row and source, up to MAX_MATCH. Below MIN_MATCH
     for OWN alone; 0: the draft continues at its expected place, as after one replaced token."""
-    source: np.ndarray
-    """int64 [R], OWN to HISTORY."""
+    source: np.ndarray  # int64 [R], OWN to HISTORY
 
 
 class NgramTable:
@@ -181,9 +174,7 @@ class SuffixIndex:
         return numbers
 
     def add_row(self, group: int, sample: int, max_tokens: int) -> int:
-        """Add a row of up to `max_tokens` tokens, not indexed before `start_indexing`.
-
-        Return its number."""
+        """Add a row of up to `max_tokens` tokens for `start_indexing`; return its number."""
         row = self.num_rows
         self.num_rows += 1
         if row == len(self.rows):
@@ -210,9 +201,7 @@ class SuffixIndex:
         return set(self.group[self.rows[lacking, LIVE]].tolist())
 
     def add_draft(self, row: int, tokens: np.ndarray) -> None:
-        """Set the draft of a row, int [L], aligned with its response.
-
-        Its siblings match there too."""
+        """Set the draft of a row, int [L], aligned with its response; siblings match in it too."""
         live = self.rows[row, LIVE]
         group, sample = int(self.group[live]), int(self.owner[live])
         (draft,) = self.add_texts([tokens], group, [sample], [OWN])
@@ -313,9 +302,9 @@ class SuffixIndex:
     def _search_own(
         self, draft: np.ndarray, context: np.ndarray, expected: np.ndarray
     ) -> np.ndarray:
-        """Return the end in the own draft near the expected that continues `context`, int64 [R].
+        """Return the end in the own draft nearest the expected one that continues `context`.
 
-        Without any it is the expected end; -1 past the draft."""
+        int64 [R]; without any the expected end itself, -1 past the draft."""
         first, last = self.begin[draft] + MAX_MATCH, self.end[draft] - 1
         place = expected[:, None] + DISTANCE
         is_there = (place >= first[:, None]) & (place <= last[:, None])
@@ -337,9 +326,7 @@ class SuffixIndex:
         return latest[chosen], second[chosen]
 
     def _common(self, ends: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Return the common suffixes' lengths of texts before `ends` and contexts, int64 [R].
-
-        context: [R, MAX_MATCH], the rows' last tokens."""
+        """Return common suffixes' lengths of texts at `ends` and contexts [R, MAX_MATCH]."""
         differs = self._before[ends - MAX_MATCH] != context
         return COMMON[np.packbits(differs, axis=1)[:, 0]]
 
@@ -379,9 +366,8 @@ class SuffixIndex:
 def _hash(group: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Return keys of the last n tokens of texts for each n of ORDERS, uint64 [ORDERS * P], not 0.
 
-    A collision costs a proposal, never a token.
-
-    group: int64 [P]; tokens: int32 [P, max(ORDERS)], the last one first."""
+    group: int64 [P]; tokens: int32 [P, max(ORDERS)], the last one first. A collision costs a
+    proposal, never a token."""
     weighted = tokens.astype(np.uint64) * WEIGHTS[1:]
     sums = [np.add.reduce(weighted[:, :n], axis=1, initial=n) for n in ORDERS]
     keys = (np.array(sums) + group.astype(np.uint64) * WEIGHTS[0]).ravel()

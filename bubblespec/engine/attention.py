@@ -120,12 +120,10 @@ def _sequences_sdpa(packing: SequencePacking, query, key, value, *, scaling, win
 
 
 def _has_one_query(v: Varlen, window: int | None) -> bool:
-    """Whether each sequence has one query, which sees all keys of its sequence.
+    """Whether each sequence i has one query, token i, which sees all keys of its sequence.
 
-    Only without bounds on what a query sees, FlashAttention-2 folds the query heads of a key/value
-    head into the query axis, so that a decoding row reads its keys once instead of once per query
-    head. It takes sequence i to have token i then.
-    """
+    Only without a bound does FlashAttention-2 fold the query heads of a key/value head into the
+    query axis, so that a decoding row reads its keys once."""
     return v.used is not None and v.max_q == 1 and window is None
 
 

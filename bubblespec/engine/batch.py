@@ -17,18 +17,12 @@ from bubblespec.types import Row
 class Load(NamedTuple):
     """The work of a forward."""
 
-    rows: int
-    """Active rows."""
-    tokens: int
-    """Tokens fed."""
-    wide_rows: int = 0
-    """Rows that feed more than one token."""
-    positions: int = 0
-    """Positions attended to, summed over rows."""
-    prompt_tokens: int = 0
-    """Prompt tokens among the tokens fed."""
-    draft_tokens: int = 0
-    """Draft tokens among the tokens fed."""
+    rows: int  # active rows
+    tokens: int  # tokens fed
+    wide_rows: int = 0  # rows that feed more than one token
+    positions: int = 0  # positions attended to, summed over rows
+    prompt_tokens: int = 0  # prompt tokens among the tokens fed
+    draft_tokens: int = 0  # draft tokens among the tokens fed
 
 
 @dataclass
@@ -39,9 +33,7 @@ class Batch:
     count: np.ndarray  # int64 [R], new tokens of each
     index: np.ndarray  # int64 [2, N], slot and position of each new token, row after row
     tokens: np.ndarray  # int64 [N], the new tokens
-    slots: np.ndarray
-    """int64 [M], the slots of the rows that sample, ascending: they feed all their known tokens,
-    and their drafts."""
+    slots: np.ndarray  # int64 [M], ascending, of rows that sample: they feed all known tokens
     generated: np.ndarray  # int64 [M], response tokens that these rows have
     num_draft: np.ndarray  # int64 [M], draft tokens of these rows
     draft: np.ndarray  # int64 [S], the drafts one after the other

@@ -50,10 +50,9 @@ def compiled_best_and_sum(
 def compile_reduction(
     vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable, str | None]:
-    """Compile `best_and_sum` for logits [T, vocab_size] of any T.
+    """Compile `best_and_sum` for logits [T, vocab_size] of any T, which takes seconds.
 
-    Returns the eager function and a line with the reason, which is also printed, where that fails.
-    Takes seconds, at the first call with these arguments."""
+    Where that fails, return the eager function and a line with the reason, which is printed."""
     try:
         if device.type == "cuda" and importlib.util.find_spec("triton") is None:
             raise ImportError("the package triton is not installed")

@@ -32,12 +32,10 @@ class Proposer(Protocol):
     def propose(
         self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draft tokens for the rows about to decode.
+        """Return draft tokens int64 [S], row after row, and their numbers by row, int64 [rows].
 
-        Returns the draft tokens, int64 [S], row after row, and the number of each row's, int64
-        [rows]. lengths: int64 [rows], response tokens so far; room: int64 [rows], maximum draft
-        tokens of each; budget: maximum of all rows together. What exceeds either is cut.
-        """
+        lengths: int64 [rows], response tokens so far; room: int64 [rows], maximum draft tokens of
+        each; budget: maximum of all rows together. What exceeds either is cut."""
 
     def observe(
         self,
@@ -49,9 +47,8 @@ class Proposer(Protocol):
     ) -> None:
         """Take in the tokens that rows have gained, int64, row after row.
 
-        Each row gained `num_gained` tokens, the first `num_accepted` of them from a draft of
-        `num_draft` tokens, int64 [rows] each.
-        """
+        Of `num_gained` tokens the first `num_accepted` are of a draft of `num_draft`, int64 [rows]
+        each."""
 
 
 class Engine(Slots):
@@ -70,10 +67,7 @@ class Engine(Slots):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is nothing to feed: no row can be admitted, and all active rows are paused.
-
-        An idle engine waits, too.
-        """
+        """Whether there is nothing to feed: no row to admit, and all active rows are paused."""
         if len(self.rows) < self.num_slots and self._can_admit():
             return False
         return not self._num_unfed().any()
@@ -99,8 +93,7 @@ class Engine(Slots):
         Returns the rows that have finished or paused, and the work of the forward, or None where
         there is nothing to feed. max_prefill_tokens: limit on tokens of rows that do not decode
         yet, by default max_num_batched_tokens; meanwhile: called while a GPU computes the forward,
-        must not change the engine or its rows.
-        """
+        must not change the engine or its rows."""
         batch = self.schedule(proposer, max_prefill_tokens)
         if batch is None:
             return [], None
@@ -122,10 +115,7 @@ class Engine(Slots):
     def schedule(
         self, proposer: Proposer | None = None, max_prefill_tokens: int | None = None
     ) -> Batch | None:
-        """Admit rows, and plan a forward of every row's next tokens; None if there are none.
-
-        See `step`.
-        """
+        """Admit rows, and plan a forward of every row's next tokens; None if there are none."""
         self._reclaim_pages()
         self._admit()
         active = len(self.rows)
@@ -153,10 +143,7 @@ class Engine(Slots):
         return Batch(start, count, index, tokens, slots, generated, num_draft, draft, load)
 
     def _num_unfed(self) -> np.ndarray:
-        """Known tokens of each active row that can be fed, int64 [R].
-
-        The last token of a paused row is fed after it is resumed.
-        """
+        """Known tokens of each active row to feed, int64 [R]; of a paused one all but the last."""
         active = len(self.rows)
         return self.length[:active] - self.is_paused[:active] - self.cached[:active]
 
@@ -170,9 +157,7 @@ class Engine(Slots):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Divide the token budget: decoding rows first, then prompts, then drafts.
 
-        Returns the new tokens of each active row, int64 [R], and the drafts among them, int64 [S],
-        row after row.
-        """
+        Returns the new tokens of each active row, int64 [R], and the drafts, int64 [S]."""
         active = len(self.rows)
         unfed = self._num_unfed()
         if unfed.max() > 1:
@@ -218,10 +203,7 @@ class Engine(Slots):
     def _append(
         self, batch: Batch, verified: Verified, stop_token_ids: tuple[int, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Write the tokens gained behind the rows' known tokens.
-
-        Returns the number that each row gained, int64 [M], and the tokens, int64, row after row.
-        """
+        """Write the tokens gained; return their number by row, int64 [M], and them, row by row."""
         accepted, token, logprobs = verified
         slots, num_draft, generated = batch.slots, batch.num_draft, batch.generated
         begin = self.length[slots]
@@ -246,10 +228,9 @@ class Engine(Slots):
         return gained, token
 
     def _finish(self, slots: np.ndarray, is_stopped: np.ndarray) -> list[Row]:
-        """Take out the rows in `slots` that have stopped, bool [slots], or reached their limit.
+        """Take out, or pause at the end of a turn, rows that have stopped or reached their limit.
 
-        Rows that have ended a turn are paused instead.
-        """
+        is_stopped: bool [slots]."""
         ended = self.length[slots] - self.prompt_length[slots] >= self.limit[slots]
         finished: list[Row] = []
         # From the last slot down, so that the row moving into a freed slot is never one that has

@@ -13,9 +13,7 @@ ROUNDING = 1e-5  # some models compute logits in float32, whatever their type
 
 
 def own_forward(model: PreTrainedModel, part: torch.nn.Module, tokens: torch.Tensor):
-    """Return the output of the own forward of `part`, the model or its base, on tokens [T].
-
-    Raises ValueError if it fails."""
+    """Return the output of `part`'s own forward on tokens [T]; raise ValueError if it fails."""
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         return part(input_ids=tokens[None], use_cache=False)

@@ -39,15 +39,11 @@ class GraphMemory:
 class Forward(Protocol):
     """What a `ModelRunner` computes with; the last four methods and `memory` serve CUDA graphs."""
 
-    kernel: str
-    """Name of the attention kernel, see attention.py."""
-    is_eager: bool
-    """Whether nothing is captured in CUDA graphs."""
+    kernel: str  # of attention, see attention.py
+    is_eager: bool  # whether nothing is captured in CUDA graphs
     memory: GraphMemory
-    min_tokens: int
-    """Tokens of the smallest graph."""
-    heads_per_key: int
-    """Query heads that read keys together."""
+    min_tokens: int  # of the smallest graph
+    heads_per_key: int  # query heads that read keys together
     rank: int
 
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:

@@ -1,24 +1,23 @@
 """Fewer kernels per layer on a GPU: RMSNorm, and rotary embeddings of queries and keys together.
 
 transformers writes both as single tensor operations: 8 kernels for a norm and 10 for a rotary
-embedding, each of which takes about 2.5 us in a CUDA graph whatever its size. The replacement
-generates and trains alike. Its results differ from transformers' in the last bit, as they are
-rounded once instead of several times; so CPUs, float32 and float64 keep transformers' own, and so
-does a batch-invariant model.
+embedding, each of about 2.5 us in a CUDA graph. The replacement rounds once instead of several
+times, so CPUs, float32, float64 and batch-invariant models keep transformers' own.
 
-A replacement is compared with the original on random input, which stays where they differ: in norms
-that multiply by 1 + weight, and in partial or interleaved rotary embeddings.
+So do models where the two differ on random input: norms that multiply by 1 + weight, partial or
+interleaved rotary embeddings.
 
 Shape legend: N packed tokens, H query heads, K key/value heads, D head dimension.
 """
 
-import functools
 import sys
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import cast
 
 import torch
 from torch.func import functional_call
+from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
 DEVICES, HALF = ("cuda",), (torch.bfloat16, torch.float16)
@@ -35,9 +34,7 @@ class FusedRMSNorm(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalize hidden states [..., width of the norm]."""
         weight = self.weight
-        return torch.nn.functional.rms_norm(
-            hidden_states, weight.shape, weight, self.variance_epsilon
-        )
+        return rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
 
 
 def fuse(model: PreTrainedModel) -> None:
@@ -73,7 +70,7 @@ def computes_rms_norm(module: torch.nn.Module) -> bool:
     weight = torch.randn(len(norm.weight), generator=generator)
     x = torch.randn(5, len(weight), generator=generator)
     x[0] *= 1e-3  # where epsilon counts
-    fused = torch.nn.functional.rms_norm(x, weight.shape, weight, norm.variance_epsilon)
+    fused = rms_norm(x, weight.shape, weight, norm.variance_epsilon)
     return gives(lambda: functional_call(norm, {"weight": weight}, (x,)), fused)
 
 
@@ -93,10 +90,8 @@ def gives(call: Callable, *wanted: torch.Tensor) -> bool:
     except Exception:  # it takes other arguments, or needs a GPU
         return False
     found = found if isinstance(found, tuple) else (found,)
-    return len(found) == len(wanted) and all(
-        torch.allclose(a, b, rtol=0, atol=MAX_DIFFERENCE)
-        for a, b in zip(found, wanted, strict=True)
-    )
+    close = partial(torch.allclose, rtol=0, atol=MAX_DIFFERENCE)
+    return len(found) == len(wanted) and all(map(close, found, wanted))
 
 
 def rotate_together(
@@ -115,7 +110,7 @@ def rotate_together(
 def fused_rotary(own: Callable) -> Callable:
     """Return a function that calls `rotate_together` where it applies, else the original."""
 
-    @functools.wraps(own)
+    @wraps(own)
     def rotary(query, key, *args, **kwargs):
         is_plain = not kwargs and len(args) == 2 and args[0].shape[-1] == query.shape[-1]
         # OLMo's cos and sin are float32, and its own function rounds the result.

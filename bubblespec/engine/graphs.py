@@ -20,13 +20,12 @@ others share its memory. Graphs contain the addresses of keys, values and weight
 changed in place (optimizers do, LoRA too), and `clear` must follow a release of the cache.
 
 A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
-other ranks. So all ranks have graphs, captured in the same order, or none has any. Nothing is
-exchanged in either of the two stages of capturing (NCCL: distributed/device.py), and after each the
-ranks tell each other how it went; so a rank whose memory runs out may repeat a stage alone. First
-every rank runs each forward without its sums: what may fail on one rank alone fails here. Then each
-records its graphs: a sum that is recorded is not computed, and nobody waits. Between the two the
-ranks add up zeros in every size that the graphs will, as NCCL connects them when it first meets a
-size.
+other ranks. So all ranks have graphs, captured in the same order, or none has any. Neither of the
+two stages of capturing exchanges anything (NCCL: distributed/device.py), and the ranks exchange the
+outcome of each; so a rank whose memory runs out may repeat a stage alone. First every rank runs
+each forward without its sums, where errors of one rank show. Then each records its graphs, without
+computing a sum. In between the ranks sum zeros in every size, as NCCL connects them at a size's
+first use.
 
 Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that it has room for.
 """
@@ -273,8 +272,7 @@ def pad(tokens: np.ndarray, packing: CachePacking, shape: Shape) -> np.ndarray:
     begin, and their keys in the flattened cache or, with pages, their slots (S + 1 each); how many
     keys they have (S).
     Sequences are pieces of the rows that feed something, then of the padding, of up to max_q tokens
-    each, then empty ones.
-    """
+    each, then empty ones."""
     size, num_sequences, max_q = shape
     inputs = np.zeros((6, size + 1), np.int64)
     ids, place, position = inputs[:3]

@@ -31,11 +31,9 @@ def choose_kernel(
     head_sizes: frozenset[tuple[int, int]],
     gather_text: Callable[[str], list[str]] = lambda text: [text],
 ) -> tuple[str, str | None]:
-    """Choose the kernel, the same on all ranks; with a line if `auto` falls back.
+    """Choose the kernel, together with all ranks; with a line if `auto` falls back.
 
-    All ranks call this together. Raises ValueError if a requested kernel cannot be used.
-    head_sizes: see `prepare_model`; gather_text: see `Ranks`.
-    """
+    Raises ValueError if a requested kernel cannot be used. head_sizes: see `prepare_model`."""
     is_auto, problems = requested == "auto", []
     for kernel in kernels_for(model.device) if is_auto else [requested]:
         problem = None

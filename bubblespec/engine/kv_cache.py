@@ -13,14 +13,10 @@ from bubblespec.engine.pages import Pages
 class KVCache:
     """`keys[layer]` and `values[layer]`: [pages and spare ones, page_size, heads, dimension].
 
-    Without `pages`, a page is a slot.
+    Without `pages`, a page is a slot. Padding of fixed-size forwards is written to spare ones.
 
-    Spare slots or pages belong to no row: padding of fixed-size forwards writes there.
-
-    A layer's tensors are made at its first write, in the shape and type of its keys and values:
-    names of these in configurations vary. They start as zeros, because masked positions
-    are multiplied by zero and must be finite.
-    """
+    A layer's tensors are made at its first write, as zeros: masked positions are multiplied by zero
+    and must be finite."""
 
     def __init__(
         self, num_slots: int, slot_length: int, num_spare: int = 0, pages: Pages | None = None
@@ -60,10 +56,9 @@ class KVCache:
         """Read first positions of adjacent slots, [R, length, heads, dimension]; gather pages."""
         if self.pages is None:
             return cached[slots, :length]
-        table = cast(torch.Tensor, self.block_table(cached.device))[
-            slots, : self.pages.needed(length)
-        ]
-        return cached[table.long()].flatten(1, 2)[:, :length]
+        table = cast(torch.Tensor, self.block_table(cached.device))
+        pages = table[slots, : self.pages.needed(length)].long()
+        return cached[pages].flatten(1, 2)[:, :length]
 
     def block_table(self, device: torch.device) -> torch.Tensor | None:
         """Return `Pages.table` at an address that stays until `clear`; None without pages."""
@@ -97,14 +92,14 @@ class KVCache:
         # overwritten before they are read.
         device, longest = next(iter(self.keys.values())).device, int(length.max())
         read, write = torch.from_numpy(np.array((source, target))).to(device, non_blocking=True)
-        for tensor in (*self.keys.values(), *self.values.values()):
+        for tensor in self._tensors():
             part = tensor[:, :longest]
             part.index_copy_(0, write, part.index_select(0, read))
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a page (without pages: slot) to another."""
-        for tensor in (*self.keys.values(), *self.values.values()):
+        for tensor in self._tensors():
             tensor[target, :length] = tensor[source, :length]
 
     def clear(self) -> None:
@@ -115,4 +110,7 @@ class KVCache:
 
     def num_bytes(self) -> int:
         """Bytes of the tensors that exist; 0 before the first forward."""
-        return sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self.keys.values(), *self.values.values()]

@@ -20,10 +20,7 @@ class UnsupportedModel(ValueError):
 
 
 def forward_hidden(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    packing: Packing,
-    kernel: str = "sdpa",
+    model: PreTrainedModel, input_ids: torch.Tensor, packing: Packing, kernel: str = "sdpa"
 ) -> torch.Tensor:
     """Last hidden states [N, hidden] of packed input_ids [N]; positions come from the packing."""
     out = model.base_model(
@@ -41,14 +38,11 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
     Raises UnsupportedModel. The model stays in evaluation mode: transformers' own switch takes
     effect in training mode only, where dropout and router noise would make the trained function
-    differ from the one that generated.
-    """
+    differ from the one that generated."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
-        name = type(model).__name__
-        raise UnsupportedModel(
-            f"model.gradient_checkpointing: {name} has no layers that can be checkpointed"
-        )
+        problem = f"{type(model).__name__} has no layers that can be checkpointed"
+        raise UnsupportedModel(f"model.gradient_checkpointing: {problem}")
     for layer in layers:
         layer.forward = functools.partial(_checkpointed, layer.forward)
 

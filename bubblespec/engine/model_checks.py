@@ -56,11 +56,9 @@ def prepare_model(
 ) -> frozenset[tuple[int, int]]:
     """Switch the model to the packed attention and check that it gives the model's own logits.
 
-    Sets evaluation mode for good, and finds the `output_head`. max_length: longest prompt plus
-    response, in tokens; num_tokens: size of the policy's vocabulary, the first rows of the model's,
-    by default all; fuses: see fused.py. Returns the sizes of its key and value heads, each pair
-    that occurs. Raises UnsupportedModel.
-    """
+    Sets evaluation mode for good, and finds the `output_head`. max_length: of prompt plus response,
+    in tokens; num_tokens: size of the policy's vocabulary, by default the model's; fuses: see
+    fused.py. Returns each pair of sizes of key and value heads. Raises UnsupportedModel."""
     _check_configuration(model, max_length)
     # For good: the probability ratio compares two forwards of the same weights, so nothing in them
     # may be random.
@@ -196,10 +194,10 @@ def _check_masks(model: PreTrainedModel, max_length: int) -> None:
 def record_masks(
     model: PreTrainedModel, tokens: torch.Tensor
 ) -> list[tuple[int, int | None, Callable | None]]:
-    """Return what each attention call of the model's own forward is given: layer, window, mask.
+    """Return layer, window and mask of each attention call of the model's own forward.
 
-    The mask is transformers' function of row, head and the positions of query and key; None if it
-    is causal, or made by the model itself. The model keeps the recording attention."""
+    Mask: transformers' function of row, head, query and key position; None if it is causal, or made
+    by the model itself. The model keeps the recording attention."""
     made, seen = [], []
 
     def make_mask(*args, mask_function, **kwargs) -> Any:
@@ -221,10 +219,10 @@ def record_masks(
 
 def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
     """Return token ids [length] to check a model on, the same at every call."""
-    tokens = torch.randint(
-        _decoder(model).vocab_size, (length,), generator=torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(_decoder(model).vocab_size, (length,), generator=generator).to(
+        model.device
     )
-    return tokens.to(model.device)
 
 
 def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:

@@ -42,10 +42,8 @@ def stream_keys(
 ) -> np.ndarray:
     """Compute the 128-bit keys of N noise streams, int32 [N, 4].
 
-    uid: int64 [N], prompts. visit, sample, position: int64 [N]; position counts response tokens
-    from 0. The counter's fields are disjoint bits (uid 64, visit 32, sample 12, position 20), so no
-    two streams of a run share a key.
-    """
+    uid, visit, sample, position: int64 [N], disjoint bits of the counter (64, 32, 12 and 20), so no
+    two streams of a run share a key; position counts response tokens from 0."""
     counter = np.empty((len(uid), 4), dtype=np.uint32)
     uid = uid.astype(np.uint64)
     counter[:, 0] = (sample << 20) | position
@@ -56,11 +54,9 @@ def stream_keys(
 
 
 def random_bits(keys: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
-    """Compute 31 random bits per stream and token, int32 [N, V].
+    """Compute 31 random bits per stream and token, int32 [N, V], in integer arithmetic only.
 
-    keys: int32 [N, 4]; tokens: ids int32 [V], or V for all from 0.
-    Integer arithmetic modulo 2**32 only: bit-identical on every device.
-    """
+    keys: int32 [N, 4]; tokens: ids int32 [V], or V for all from 0."""
     if isinstance(tokens, int):
         tokens = torch.arange(tokens, dtype=torch.int32, device=keys.device)
     x = tokens + keys[:, :1]
@@ -89,10 +85,8 @@ def _log_exponential(
 ) -> torch.Tensor:
     """Compute logarithms of standard exponential noise, Gumbel noise with the other sign.
 
-    With u uniform in (0, 1), and so 1 - u too, -log(-log(1 - u)) has the Gumbel distribution
-    exp(-exp(-g)). Written with log1p it keeps full relative precision for small u, which is where
-    the winners come from.
-    """
+    -log(-log(1 - u)), u uniform in (0, 1), has the Gumbel distribution exp(-exp(-g)). log1p keeps
+    full relative precision for small u, which is where the winners come from."""
     minus_u = random_bits(keys, tokens).to(dtype).add_(0.5).mul_(-(2.0**-31))
     minus_u.clamp_(min=2.0**-24 - 1.0)
     return minus_u.log1p_().neg_().log_()

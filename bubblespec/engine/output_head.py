@@ -5,9 +5,9 @@ Granite) and cap by a tanh (Gemma): cap * tanh(factor * product / cap). The name
 differ between families, and Granite divides by the constant by which HyperCLOVAX multiplies. So
 they are found by trial (find_head.py), and a model that does anything else there is refused.
 
-The first `num_tokens` columns are the policy's vocabulary. The weight may have more rows, to make
-their number a multiple, and without a token behind them they must be neither sampled nor learned.
-They are cut from the product, not from the weight: all kernels keep their shapes, and it is free.
+The first `num_tokens` columns are the policy's vocabulary. Further rows of the weight, which make
+their number a multiple, have no token. They are cut from the product, not from the weight: all
+kernels keep their shapes.
 
 Shape legend: N positions, V rows of the weight.
 """
@@ -23,10 +23,8 @@ from transformers import PreTrainedModel
 class OutputHead:
     """Logits [N, num_tokens] of hidden states [N, hidden]."""
 
-    linear: torch.nn.Module
-    """Head of the model, a product with a weight [V, hidden]."""
-    num_tokens: int
-    """Size of the policy's vocabulary, at most V."""
+    linear: torch.nn.Module  # the model's, a product with a weight [V, hidden]
+    num_tokens: int  # size of the policy's vocabulary, at most V
     factor: float = 1.0
     cap: float | None = None
 

@@ -23,17 +23,15 @@ from bubblespec.engine.ragged import ragged
 # padding costs less than two calls: MAX_PADDING, where a row costs (Q + 10) * (L + 80). Fitted to
 # 100 shapes on one CPU thread with 4 heads of 24, where a unit is 5.3 ns.
 MAX_PADDING = 15_000
-# Beyond the last multiple of LANES, a CPU computes the exponentials of a row of scores one by one.
-# If at least LANES / 2 are left, it is faster to pad them to LANES and mask the rest: 16 queries of
-# 63 positions take 1.5 times as long as 16 of 64.
+# A CPU computes exponentials beyond the last multiple of LANES one by one: from LANES / 2 on it is
+# faster to pad and mask. 16 queries of 63 positions take 1.5 times as long as 16 of 64.
 LANES = 16
 PAGE = 256  # positions; the flash_attn package requires multiples of it
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to a GPU without waiting for its queued work; on a CPU share the array's memory.
-
-    After a copy the array may be changed at once: the call has read memory that is not pinned."""
+    """Copy to a GPU without waiting for its queued work; on a CPU share the array's memory."""
+    # The array may be changed at once: the call has read memory that is not pinned.
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
@@ -116,9 +114,7 @@ class CachePacking:
 
     @cached_property
     def padding(self) -> Padding | None:
-        """Padding by a row's last token, None if nothing is padded.
-
-        A row without tokens is padded by another row's."""
+        """Padding by a row's last token, or another row's; None if nothing is padded."""
         num_tokens = self.index.shape[1]
         if self.groups[-1].places.stop == num_tokens:
             return None
@@ -205,10 +201,7 @@ class Varlen:
 
 
 def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
-    """Cut rows into groups, [begin, end), whose padding costs no more than MAX_PADDING.
-
-    count, length: int64 [R], new tokens and attended positions of each row.
-    """
+    """Cut rows of `count` tokens and `length` positions into groups, [begin, end), by padding."""
     alone = _row_cost(count, length)
     if len(count) * _row_cost(count.max(), length.max()) - alone.sum() <= MAX_PADDING:
         return [(0, len(count))]
@@ -248,10 +241,9 @@ class SequencePacking:
     def groups(self) -> tuple[list[tuple[int, int, torch.Tensor, torch.Tensor]], torch.Tensor]:
         """Groups of sequences padded to similar lengths, at most doubling the work.
 
-        Each group is (number of sequences, padded length, index [sequences * padded length] of the
-        packed tokens with the last one repeated as padding, index [M] of the real tokens in that
-        index). The order [N] puts the real tokens, group after group, back into packed order.
-        """
+        A group: number of sequences, padded length, index [sequences * padded length] of packed
+        tokens with the last one repeated, index [M] of the real tokens in it. Behind the groups:
+        the order [N] that puts the real tokens, group after group, into packed order."""
         device = self.position.device
         lengths = np.asarray(self.lengths)
         first = np.cumsum(lengths) - lengths

@@ -16,9 +16,7 @@ class Pages:
     """Block tables of slots, and the free pages. All on the host."""
 
     def __init__(self, num_slots: int, slot_length: int, num_pages: int, page_size: int):
-        """page_size: positions of a page, a divisor of slot_length.
-
-        Raises ValueError if the pages are too few for one row."""
+        """page_size: a divisor of slot_length. Raises ValueError for too few pages for one row."""
         if num_pages * page_size < slot_length:
             raise ValueError(
                 f"{num_pages} pages of {page_size} positions are too few for a row of {slot_length}"

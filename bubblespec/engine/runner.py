@@ -133,9 +133,7 @@ class ModelRunner:
         return to_device(self._stream_key[slots, position], self.device)
 
     def _make_keys(self, slots: np.ndarray, needed: np.ndarray) -> None:
-        """Compute the keys of the first `needed` positions of slots, which may occur repeatedly.
-
-        KEYS_AHEAD more than needed, as one at a time costs as much as many."""
+        """Compute the keys of the first `needed` positions of slots, which may occur repeatedly."""
         needed = np.minimum(needed, self.max_length)
         if (needed <= self._keyed[slots]).all():
             return

@@ -4,13 +4,11 @@ argmax_v(log p_v + g_v) with standard Gumbel g is an exact sample of p (Gumbel 1
 2014, "A* sampling"). So a token is a pure function of its logits and its noise key.
 
 A draft token x is accepted while it is the token y that the row samples there, with the noise that
-sampling without drafts would use. So the draft cannot change y at all: every token has exactly the
-distribution of sampling without drafts, and drafts may be selected by their content, which the
-usual rejection rule does not allow (notebooks/exactness.ipynb). A draft made with the same noise
-under nearby weights q is nearly always accepted: with p the current policy after temperature and
-truncation, the chance of y = x is at least (1 - TV) / (1 + TV), where TV is the total variation
-distance of p and q (Daliri, Musco and Suresh 2024, "Coupling without communication and
-drafter-invariant speculative decoding").
+sampling without drafts would use. So the draft cannot change y at all, and drafts may be selected
+by their content, which the usual rejection rule does not allow (notebooks/exactness.ipynb). A draft
+with the same noise under nearby weights q is nearly always accepted: the chance of y = x is at
+least (1 - TV) / (1 + TV), with TV the total variation distance of q and the policy (Daliri, Musco
+and Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding").
 
 Shape legend: R rows, n draft tokens of a row, S draft tokens of all rows, T = S + R positions to
 sample, V vocabulary.
@@ -55,23 +53,18 @@ class Verified(NamedTuple):
     From a row's first position on, `token` has its `accepted` draft tokens and the next token.
     Entries after a rejected token are invalid."""
 
-    accepted: np.ndarray
-    """Leading draft tokens accepted, int64 [R]."""
-    token: np.ndarray
-    """Sampled tokens, int64 [T]."""
-    logprobs: np.ndarray
-    """Both log-probabilities of `sample`, float [2, T]."""
+    accepted: np.ndarray  # int64 [R], leading draft tokens accepted
+    token: np.ndarray  # int64 [T]
+    logprobs: np.ndarray  # float [2, T], both log-probabilities of `sample`
 
 
 def best_and_sum(
     logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor, is_greedy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute what sampling reads of whole rows of logits [T, V].
+    """Return the largest of logits [T, V] with noise, its index, and logsumexp without noise.
 
-    Returns the largest with noise, float [T], its index, int64 [T], and the logarithm of the sum of
-    exponentials without noise, float [T]. keys: int32 [T, 4]; ids: int32 [V], see `gumbel`;
-    is_greedy: without noise. 28 passes over the logits, or two or three compiled (compiled.py).
-    """
+    float, int64, float [T]. keys: int32 [T, 4]; ids: int32 [V], see `gumbel`; is_greedy: without
+    noise. 28 passes over the logits, or two or three compiled (compiled.py)."""
     logits = widen(logits)
     best, index = (logits if is_greedy else add_gumbel(logits, keys, ids)).max(-1)
     return best, index, logits.logsumexp(-1)
@@ -87,10 +80,9 @@ def sample(
     """Sample one token for each of T positions.
 
     logits: [T, V]; keys: int32 [T, 4], noise streams; num_generated: int64 [T], response tokens
-    before this one; reduce: `best_and_sum`, or the same compiled. Returns token int64 [T], and
-    float [T] twice: its log-probability under the distribution it was drawn from, and under the
-    untruncated one (softmax of logits / temperature; of the logits themselves when greedy).
-    """
+    before this one. Returns token int64 [T], and float [T] twice: its log-probability under the
+    distribution it was drawn from, and under the untruncated one (softmax of logits / temperature;
+    of the logits themselves when greedy)."""
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     columns = reduce_chunks(logits, keys, num_generated, params, ids, reduce)
     _, token, chosen, full_sum, allowed_sum = columns
@@ -169,14 +161,11 @@ def restrict(logits: torch.Tensor, num_generated, params: SamplingParams) -> tor
 def verify(
     sampled: tuple[torch.Tensor, torch.Tensor, torch.Tensor], draft: np.ndarray, counts: np.ndarray
 ) -> Verified:
-    """Verify the drafts of R rows; a row without a draft gets a token.
+    """Verify the drafts of R rows, whatever limits and stop tokens (`num_gained`).
 
     sampled: from `sample`, [T] each, row after row, each with n + 1 positions: in place of its
-    draft tokens, and after them; draft: int64 [S] and counts: int64 [R], n of each
-    row, both on the host. The host waits for the device once.
-
-    Length limits and stop tokens are left to `num_gained`.
-    """
+    draft tokens, and after them; draft: int64 [S] and counts: int64 [R], n of each row, both on the
+    host, which waits for the device once."""
     assert len(sampled[0]) == len(counts) + len(draft) and len(draft) == counts.sum()
     token, *logprobs = to_host(*sampled)
     token = token.astype(np.int64, copy=False)

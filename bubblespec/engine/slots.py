@@ -56,10 +56,9 @@ class Slots:
         return self.length[: len(self.rows)].copy()
 
     def add(self, rows: list[Row]) -> None:
-        """Queue rows; rows with the same prompt should be adjacent, so that they share its prefill.
+        """Queue rows; those that share a prompt's prefill should be adjacent.
 
-        Raises ValueError for a row that does not fit, or that has all its tokens.
-        """
+        Raises ValueError for a row that does not fit, or that has all its tokens."""
         for row in rows:
             prompt, limit = len(row.prompt), row.max_new_tokens
             if not (prompt and limit > 0 and prompt + limit <= self.max_length):
@@ -76,9 +75,7 @@ class Slots:
     def insert(self, rows: list[Row], counts: np.ndarray) -> None:
         """Admit rows into the first slots of an empty engine, their prefix taken as cached.
 
-        counts: int64 [rows], known tokens of each that are not fed, because the caller writes their
-        keys and values.
-        """
+        counts: int64 [rows], known tokens of each whose keys and values the caller writes."""
         self.add(rows)
         while self.queue:
             self._append_next()
@@ -98,9 +95,7 @@ class Slots:
     def resume(self, row: Row, ids: np.ndarray) -> None:
         """Append tokens that are not sampled to a paused row, which samples again behind them.
 
-        Tokens are cut to the row's limit; a row without room for another token is taken out, its
-        finish "length".
-        """
+        Tokens are cut to the row's limit; without room for another the row ends with "length"."""
         room = row.max_new_tokens - len(row.tokens)
         ids, row.finish = ids[:room], "length" if len(ids) >= room else None
         unknown = np.full(len(ids), np.nan, np.float32)
@@ -117,10 +112,7 @@ class Slots:
         return [self._read_results(slot) for slot in range(len(self.rows))] + list(self.queue)
 
     def prefilling(self) -> list[Row]:
-        """Return the active rows whose prompt lacks keys and values, its last token aside.
-
-        The last prompt token is fed when the row first samples.
-        """
+        """Return active rows whose prompt lacks keys and values, apart from its last token's."""
         return [self.rows[slot] for slot in self._prefilling()]
 
     def reset(self) -> None:
@@ -139,10 +131,8 @@ class Slots:
         self.runner.release()
 
     def _can_admit(self) -> bool:
-        """Whether a row waits and there are pages for it.
-
-        One more page for each row stays free, so that a preempted row is not preempted again soon.
-        """
+        """Whether a row waits and there are pages for it, and one more for each active row."""
+        # Those pages keep a preempted row from being preempted again soon.
         if not self.queue or self.pages is None or not self.rows:
             return bool(self.queue)
         row, active = self.queue[0], len(self.rows)

@@ -78,8 +78,7 @@ def fixed_mean(x: torch.Tensor) -> torch.Tensor:
 
 def fix_libraries() -> None:
     """Set what cuBLAS reads once, before its first product."""
-    for name, value in CUBLAS.items():
-        os.environ[name] = value
+    os.environ.update(CUBLAS)
 
 
 def make_invariant(model: torch.nn.Module) -> None:
@@ -170,11 +169,8 @@ def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
     tokens = random.integers(0, vocab_size, (1 + max(NUM_OTHERS), LENGTH))
     wanted = None
     for others in NUM_OTHERS:
-        for how, widths in (
-            ("prefill", []),
-            ("decoding", [1] * COMPARED),
-            ("verification", [3, 5]),
-        ):
+        fed = {"prefill": [], "decoding": [1] * COMPARED, "verification": [3, 5]}
+        for how, widths in fed.items():
             got = _logits(runner, tokens[: 1 + others], widths)
             wanted = got if wanted is None else wanted
             if not torch.equal(got, wanted):
@@ -213,14 +209,8 @@ def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> Non
     """Make a model batch-invariant, and compare; raise ValueError with the differences."""
     make_invariant(model)
     forward = InvariantForward(model, kernel, enforce_eager=config.rollout.enforce_eager)
-    runner = ModelRunner(
-        model,
-        NUM_SLOTS,
-        SLOT_LENGTH,
-        config.run.seed,
-        forward=forward,
-        max_num_batched_tokens=SLOT_LENGTH,
-    )
+    sizes, seed = (NUM_SLOTS, SLOT_LENGTH), config.run.seed
+    runner = ModelRunner(model, *sizes, seed, forward=forward, max_num_batched_tokens=SLOT_LENGTH)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     difference = first_difference(runner, vocab_size)
     runner.release()

@@ -1,17 +1,15 @@
 """Linear layers on a CPU in float32: torch's own product, or another one where that is faster.
 
 torch hands `linear` to MKL, with the weight as it is stored, [out, in]. On AMD's processors oneDNN
-is more than twice as fast, and on all of them the few rows of a decoding forward are multiplied
-faster by a copy of the weight in oneDNN's own order of memory. Two to four rows are fastest where
-MKL computes the transposed product, `weight @ x.T`, with other code than for `x @ weight.T`. How
-long a product takes has steps in its number of rows, and four may take less time than three. So
-generation may use each of them and may add rows of zeros, and training may use oneDNN. What pays is
-measured at the start of a run, for each shape of layer and number of rows. In float32 the kernel
-affects rounding, so all ranks must use the same one, and a resumed run keeps its choice
-(`choose_linear`).
+is more than twice as fast; everywhere a copy of the weight in oneDNN's own order of memory is
+faster for few rows. Two to four rows are fastest as `weight @ x.T`, for which MKL has other code
+than for `x @ weight.T`. Time has steps in the number of rows: four may take less than three. So
+generation may use each of these and add rows of zeros, and training may use oneDNN, as measured at
+the start of a run for each shape of layer and number of rows. The kernel affects rounding, so all
+ranks use the same one, and a resumed run keeps its choice (`choose_linear`).
 
-Copies are renewed when the weight's version counter has changed, so that generation always
-uses the current weights. Parameters, their names and their memory stay as they are.
+Copies are renewed when the weight's version counter has changed. Parameters, their names and their
+memory stay as they are.
 
 Shape legend: K features in, M features out.
 """
@@ -60,18 +58,14 @@ class Call(NamedTuple):
     """How a product of generation is computed."""
 
     kernel: str = TORCH
-    """torch, torch with both factors exchanged, or oneDNN with a packed copy of the weight."""
-    pad_to: int = 0
-    """Pad to this many rows with zeros; 0: no padding."""
+    pad_to: int = 0  # pad to this many rows with zeros; 0: no padding
 
 
 class Plan(NamedTuple):
     """Kernels of layers of one shape."""
 
-    calls: tuple[Call, ...] = ()
-    """Calls in generation, for each of ROWS; none for torch's products."""
-    trains: bool = False
-    """Whether training uses oneDNN."""
+    calls: tuple[Call, ...] = ()  # in generation, for each of ROWS; none for torch's products
+    trains: bool = False  # whether training uses oneDNN
 
     @property
     def packs(self) -> bool:
@@ -85,13 +79,12 @@ class Plan(NamedTuple):
 
 
 def _as_measured(calls: tuple[Call, ...], count: int) -> Call:
-    """Return the call for the next of ROWS.
-
-    MKL pads few rows to that number: 13 to 15 rows may take a third longer than 16."""
+    """Return the call for the next of ROWS."""
     number = bisect_left(ROWS, count)
     is_between = 0 < count < ROWS[number] <= MAX_PADDED
     if not is_between or calls[number].pad_to or calls[number].kernel == PACKED:
         return calls[number]
+    # 13 to 15 rows may take MKL a third longer than 16.
     return calls[number]._replace(pad_to=ROWS[number])
 
 
@@ -155,10 +148,9 @@ class FastLinear(torch.nn.Linear):
     """A linear layer with a plan, into which `use_plans` turns a model's layers."""
 
     plan: Plan
-    calls: tuple[Call, ...]
-    """Calls by number of rows, see `Plan.by_rows`."""
+    calls: tuple[Call, ...]  # by number of rows, see `Plan.by_rows`
+    # Packed copies of the weight (at None) and of its parts, each with the weight's version.
     copies: dict[tuple | None, tuple[int, torch.Tensor]]
-    """Packed copies of the weight (at None) and of its parts, each with the weight's version."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Not through Module.__getattr__: at a few rows every microsecond counts.
@@ -178,9 +170,8 @@ class FastLinear(torch.nn.Linear):
         kernel, pad_to = Call()
         if is_inference_mode_enabled() and x.numel():
             kernel, pad_to = self.calls[min(x.numel() // x.shape[-1], ROWS[-1])]
-        if kernel == PACKED:
-            return _product(x, self.packed(part, is_rowwise), bias, kernel, pad_to)
-        return _product(x, part_of(self.weight, part, is_rowwise), bias, kernel, pad_to)
+        get = self.packed if kernel == PACKED else partial(part_of, self.weight)
+        return _product(x, get(part, is_rowwise), bias, kernel, pad_to)
 
     def packed(self, part: slice | None = None, is_rowwise: bool = False) -> torch.Tensor:
         """Return a current packed copy of the weight, or of a tensor-parallel rank's part."""
@@ -259,8 +250,7 @@ def measure(model: torch.nn.Module, clock: Callable[[], float] = time.perf_count
     Shapes are in the order of `layers_by_shape`; timings are of generation with each of ROWS, then
     of training, infinite for a kernel without it. Each is the minimum of a few rounds, as other
     work on the machine only adds time. A round goes through layers of all shapes, as a forward
-    does, so that weights come from the same level of memory.
-    """
+    does, so that weights come from the same level of memory."""
     layers = layers_by_shape(model).values()
     shapes = [[_first_rows(layer, MAX_IN_LAYER) for layer in of] for of in layers]
     share = min(1.0, MAX_ELEMENTS / max(sum(len(of) * of[0].numel() for of in shapes), 1))
@@ -332,9 +322,7 @@ def _training_call(product: Callable, weight: torch.Tensor) -> Callable[[], obje
 
 
 def choose(shapes: list[str], seconds: np.ndarray) -> dict[str, Plan]:
-    """Choose the plan of each shape, a pure function of the result of `measure`.
-
-    A product uses the simplest kernel, with or without padding, that no other beats."""
+    """Choose plans by `measure`'s result: the simplest kernels and padding that no other beats."""
     plans = {}
     for shape, of_shape in zip(shapes, seconds, strict=True):
         generation, (torch_s, *_, onednn_s) = of_shape[:, :-1], of_shape[:, -1]

@@ -1,5 +1,4 @@
-"""A drafter for tests, what it learns from, and its chains by a plain transcription: no cache and
-no batch, but for each token one packed forward of the drafter over all positions of one row."""
+"""A drafter for tests, its examples, and chains by a forward over the whole row for each token."""
 
 import time
 
@@ -47,8 +46,7 @@ def make_policy(name: str, dtype: torch.dtype = torch.float64) -> transformers.P
 
 
 def make_drafter(policy, ids=None) -> Drafter:
-    """Of some of the tokens, the stop tokens among them, with weights unlike those that it begins
-    with."""
+    """Create a drafter of some tokens, stop tokens among them, with disturbed weights."""
     drafter = Drafter(policy, np.sort(np.array([*STOP, *range(20, 70)])) if ids is None else ids)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -81,8 +79,7 @@ def head(drafter: Drafter, state: torch.Tensor) -> torch.Tensor:
 def draw(
     drafter: Drafter, logits: torch.Tensor, name: SampleId, position: int, params: SamplingParams
 ) -> int:
-    """Of logits over the drafter's tokens what the sample would say at this place of its
-    response."""
+    """Return the sample's token at this position, from logits over the drafter's tokens."""
     logits = (SHARPNESS * logits / params.temperature).tolist()
     if position < params.min_length:
         logits = [
@@ -100,8 +97,8 @@ def draw(
 def chain_of(
     drafter, hidden, tokens, name: SampleId, position: int, length: int, params=PARAMS
 ) -> list[int]:
-    """hidden: [P, H], the policy's from where the row's context begins; tokens: P, the ones after
-    these; position: of the chain in the response."""
+    """hidden: [P, H], the policy's in the row's context; tokens: P, each the one after a state;
+    position: of the chain in the response."""
     hidden, tokens, chain = list(hidden), list(tokens), []
     for number in range(length):
         hidden.append(body(drafter, hidden, tokens))

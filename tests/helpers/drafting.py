@@ -1,5 +1,4 @@
-"""Training of the drafter that depends on no clock: slices at every tick, beside rows of the rank's
-own."""
+"""Training and chains of the drafter that depend on no clock: slices at every tick."""
 
 from bubblespec.draft import proposer
 from bubblespec.mechanisms.drafter import warm_start
@@ -23,8 +22,7 @@ def train_always(patch=setattr) -> None:
 
 
 def chain_always(patch=setattr) -> None:
-    """Chains of three tokens in every forward, whatever they cost or save and whatever other
-    sources know, after a short warm start."""
+    """Chains of three tokens in every forward, whatever they cost, after a short warm start."""
     patch(warm_start, "EPOCHS", 2)
     patch(guard, "FIRST_CONTROL", 1e9)  # no rollouts without drafts
     patch(proposer, "choose_windows", lambda survival, available, *_, **__: (available, True))

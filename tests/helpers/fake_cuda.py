@@ -1,9 +1,7 @@
 """CUDA tensors without values and without a GPU: shapes, types and devices alone.
 
-`FakeCuda` lets torch compute the shape of every result. It raises where tensors of two devices
-meet, where a kernel lacks a given keyword, and where a shape depends on values. It records every
-point at which the host would have to wait for the GPU. `FakeCuda.answer` makes up the values that
-the host reads.
+`FakeCuda` raises where tensors of two devices meet, where a kernel lacks a given keyword, and where
+a shape depends on values, and records where the host would wait for the GPU.
 """
 
 import sys
@@ -33,31 +31,25 @@ ON_THE_WAY_TO_NUMPY |= {aten.resolve_conj.default, aten.resolve_neg.default}
 
 
 class FakeCuda(FakeTensorMode):
-    """Context in which tensors are fake, and `DEVICE` is a GPU.
-
-    waits: "file.function" of this project for every wait of the host: values read, and copies that
-    are not non_blocking; uploads: number of copies to the device; passes: number of operations on
-    tensors of `large` elements or more, single elements aside; products: types of the arguments of
-    matrix products and attention kernels; largest_double: elements of the largest float64 tensor on
-    the device; answer: values that the host reads of a tensor, by default zeros.
-    """
+    """Context in which tensors are fake, and `DEVICE` is a GPU."""
 
     def __init__(self):
         super().__init__()
+        # Values that the host reads of a tensor.
         self.answer = lambda tensor: np.zeros(tuple(tensor.shape))
         self.clear()
 
     def clear(self) -> None:
-        self.waits: list[str] = []
-        self.uploads = self.largest_double = 0
-        self.products: set[torch.dtype] = set()
+        self.waits: list[str] = []  # "file.function" of values read, and of copies that block
+        self.uploads = 0  # copies to the device
+        self.largest_double = 0  # elements of the largest float64 tensor on the device
+        self.products: set[torch.dtype] = set()  # types in matrix products and attention kernels
         self.calls: Counter[str] = Counter()
-        self.large, self.passes = sys.maxsize, 0
+        self.large, self.passes = sys.maxsize, 0  # operations on `large` elements or more
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        # A torch without CUDA cannot guard such a device, nor has it a thread for its gradients. So
-        # whatever is compiled sees the meta device; this file, the rules of fake tensors and the
-        # code under test see the fake one.
+        # A torch without CUDA has no guard and no gradient thread for such a device, so compiled
+        # code sees the meta device.
         if function is torch.ops.prim.device.default:
             return torch.device("meta")
         kwargs = dict(kwargs or {})

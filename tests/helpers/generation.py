@@ -1,5 +1,8 @@
 """Rows to generate, engines for them, and a source of right and wrong drafts."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from bubblespec.engine.compiled import reduction_for
@@ -37,26 +40,15 @@ def make_runner(
     if page_size is None and num_pages is not None:
         page_size = PAGE
     pages = page_size and Pages.for_rows(num_slots, max_length, page_size, num_pages)
-    reduce = reduction_for(model.device, enforce_eager)
-    if tp is not None:
-        forward = ShardedForward(
-            model, tp, kernel, enforce_eager=enforce_eager, memory=memory, reduce=reduce
-        )
-    elif batch_invariant:
+    if batch_invariant:
         forward = InvariantForward(model, kernel, enforce_eager=enforce_eager)
     else:
-        forward = ModelForward(
-            model, kernel, enforce_eager=enforce_eager, memory=memory, reduce=reduce
-        )
-    return ModelRunner(
-        model,
-        num_slots,
-        max_length,
-        seed,
-        forward=forward,
-        max_num_batched_tokens=max_num_batched_tokens,
-        pages=pages,
-    )
+        make = ModelForward if tp is None else partial(ShardedForward, tp=tp)
+        reduce = reduction_for(model.device, enforce_eager)
+        options = {"enforce_eager": enforce_eager, "memory": memory, "reduce": reduce}
+        forward = make(model, kernel=kernel, **options)
+    sizes = {"max_num_batched_tokens": max_num_batched_tokens, "pages": pages}
+    return ModelRunner(model, num_slots, max_length, seed, forward=forward, **sizes)
 
 
 def make_engine(model, num_slots: int, *, seed=0, max_length=100, **options) -> Engine:
@@ -80,26 +72,34 @@ def as_dict(rows: list[Row]) -> dict:
     return {(row.id.uid, row.id.sample): (row.tokens.tolist(), row.finish) for row in rows}
 
 
-class Drafter:
-    """Proposes true continuations, each token replaced at random with probability `corrupted`."""
+class Drafts:
+    """A proposer of `draft(row, number of response tokens)` for each row, None for nothing."""
 
-    def __init__(self, wanted: dict, corrupted: float):
-        self.wanted, self.corrupted, self.rng = wanted, corrupted, np.random.default_rng(3)
-        self.num_draft = self.num_accepted = self.num_gained = 0
+    def __init__(self, draft: Callable[[Row, int], list | np.ndarray | None]):
+        self.draft, self.num_draft, self.num_accepted, self.num_gained = draft, 0, 0, 0
 
     def propose(self, rows, lengths, room, budget):
-        drafts = []
-        for row, length in zip(rows, lengths, strict=True):
-            truth = np.array(self.wanted[row.id.uid, row.id.sample][0])[length:]
-            draft = np.concatenate((truth, self.rng.integers(1, VOCAB, 3)))
-            draft = draft[: self.rng.integers(0, 9)]
-            wrong = self.rng.random(len(draft)) < self.corrupted
-            draft[wrong] = self.rng.integers(1, VOCAB, wrong.sum())
-            drafts.append(draft if self.rng.random() < 0.8 else None)
-        return packed(drafts)
+        return packed([self.draft(*of) for of in zip(rows, lengths.tolist(), strict=True)])
 
     def observe(self, rows, tokens, num_gained, num_draft, num_accepted):
-        assert (num_accepted <= num_gained).all() and num_gained.sum() == len(tokens)
+        assert (num_accepted <= num_draft).all() and num_gained.sum() == len(tokens)
+        assert (num_accepted <= num_gained).all()
         self.num_draft += num_draft.sum()
         self.num_accepted += num_accepted.sum()
         self.num_gained += len(tokens)
+
+
+class Drafter(Drafts):
+    """Proposes true continuations, each token replaced at random with probability `corrupted`."""
+
+    def __init__(self, wanted: dict, corrupted: float):
+        super().__init__(self.continuation)
+        self.wanted, self.corrupted, self.rng = wanted, corrupted, np.random.default_rng(3)
+
+    def continuation(self, row: Row, length: int) -> np.ndarray | None:
+        truth = np.array(self.wanted[row.id.uid, row.id.sample][0])[length:]
+        draft = np.concatenate((truth, self.rng.integers(1, VOCAB, 3)))
+        draft = draft[: self.rng.integers(0, 9)]
+        wrong = self.rng.random(len(draft)) < self.corrupted
+        draft[wrong] = self.rng.integers(1, VOCAB, wrong.sum())
+        return draft if self.rng.random() < 0.8 else None

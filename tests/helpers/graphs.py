@@ -33,10 +33,8 @@ def varlen_attn(
     query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k,
     num_splits=1, block_table=None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute torch's variable-length attention as documented, causal from the last key backwards.
-
-    A broken rule gives NaN. With a block table, a sequence's keys are those in its pages.
-    """
+    """Compute torch's documented attention, causal from the last key backwards; NaN for a broken
+    rule."""
     if block_table is not None:
         assert block_table.dtype == torch.int32 and len(block_table) == len(cu_q) - 1
         length = block_table.shape[1] * key.shape[1]
@@ -71,18 +69,9 @@ def varlen_attn(
 
 
 def flash_attn_varlen_func(
-    query,
-    key,
-    value,
-    cu_q,
-    cu_k,
-    max_q,
-    max_k,
-    softmax_scale,
-    causal,
-    window_size,
+    query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size,
     block_table=None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Compute the flash_attn package's attention over pages or whole sequences."""
     assert causal == (window_size[1] == 0)
     options = {"scale": softmax_scale, "window_size": window_size, "num_splits": 1}
@@ -107,10 +96,8 @@ def rehearse(run) -> None:
 
 
 def fail_at(monkeypatch, stage: str, times: list[int], applies=lambda: True) -> list[int]:
-    """Let memory run out in some calls, counted from 0, of `graphs.rehearse` or `graphs.capture`.
-
-    Calls count where `applies()`. Returns a list of all of them.
-    """
+    """Let memory run out in some calls of `graphs.rehearse` or `graphs.capture`. Returns a list of
+    all calls, which count from 0 where `applies()`."""
     original, calls = getattr(graphs, stage), []
 
     def short_of_memory(*arguments):
@@ -152,9 +139,7 @@ class Captures:
     """Stand-in for `graphs.capture` that counts; a replay overwrites all other graphs' results."""
 
     def __init__(self):
-        self.sizes: list[int] = []
-        self.results: list[torch.Tensor] = []
-        self.pools: list = []
+        self.sizes, self.results, self.pools = [], [], []
 
     def __call__(self, run, pool):
         tape = Tape()
@@ -166,9 +151,8 @@ class Captures:
                 other.fill_(float("nan"))
             tape.replay()
 
-        self.sizes.append(len(hidden))
-        self.results.append(hidden)
-        self.pools.append(pool)
+        for noted, value in ((self.sizes, len(hidden)), (self.results, hidden), (self.pools, pool)):
+            noted.append(value)
         return replay, hidden, POOL
 
 
@@ -221,10 +205,8 @@ def forward_of(model, kernel: str = "sdpa") -> ModelForward:
 
 def eager(model, kernel: str = "sdpa") -> Callable:
     """Return the forward without graphs, for `feed`."""
-    forward = forward_of(model, kernel)
-    return lambda tokens, packing: forward.hidden(
-        torch.from_numpy(tokens).to(model.device), packing
-    )
+    forward, device = forward_of(model, kernel), model.device
+    return lambda tokens, packing: forward.hidden(torch.from_numpy(tokens).to(device), packing)
 
 
 def prepared(make_model, name: str = "llama", device: torch.device | None = None):

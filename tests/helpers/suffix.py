@@ -2,13 +2,7 @@
 
 import numpy as np
 
-from bubblespec.draft.suffix import (
-    HISTORY,
-    HISTORY_OWNER,
-    PROMPT_OWNER,
-    SELF,
-    SuffixIndex,
-)
+from bubblespec.draft.suffix import HISTORY, HISTORY_OWNER, PROMPT_OWNER, SELF, SuffixIndex
 
 CAPACITY = 1000  # tokens of a row
 

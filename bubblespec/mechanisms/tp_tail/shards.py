@@ -28,11 +28,7 @@ from transformers import PreTrainedModel
 from bubblespec.distributed.ranks import Ranks, all_gather
 from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.engine import sampling
-from bubblespec.engine.forward import (
-    GraphMemory,
-    ModelForward,
-    Sampled,
-)
+from bubblespec.engine.forward import GraphMemory, ModelForward, Sampled
 from bubblespec.engine.kernels import cache_for
 from bubblespec.engine.model_checks import is_rounding, random_tokens, relative_difference
 from bubblespec.engine.output_head import output_head
@@ -50,8 +46,7 @@ class TPUnsupported(ValueError):
 
 def no_tp_tail(error: TPUnsupported) -> str:
     """Return the line for a run whose ranks compute no forwards together."""
-    instead = "no TP tail"
-    return fallback(instead, error, "rollout.tp_tail_max_rows=0")
+    return fallback("no TP tail", error, "rollout.tp_tail_max_rows=0")
 
 
 class TPGroup:
@@ -68,10 +63,8 @@ class TPGroup:
         """Whether sums may be part of a CUDA graph. Gloo's go through the host."""
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place.
-
-        On a GPU the host does not wait; the next gather in the stream finds a missing rank."""
-        if tensor.device.type == "cuda":
+        """Sum over ranks, in place."""
+        if tensor.device.type == "cuda":  # without a wait: the next gather finds a missing rank
             dist.all_reduce(tensor)
         elif self._shared is not None and tensor.dtype in (torch.float32, torch.float64):
             self._shared.sum_(tensor.view(-1).numpy())
@@ -169,10 +162,10 @@ class ShardedForward(ModelForward):
         num_generated: torch.Tensor,
         params: SamplingParams,
     ) -> Sampled:
-        """Sample as `sampling.sample` does, from this rank's logits [T, v]."""
-        vocab_size = output_head(self.model).num_tokens
+        """See `sample_shards`."""
+        size = output_head(self.model).num_tokens
         return sample_shards(
-            logits, keys, num_generated, params, self.reduce, vocab_size=vocab_size, tp=self.tp
+            logits, keys, num_generated, params, self.reduce, vocab_size=size, tp=self.tp
         )
 
     def gather_text(self, text: str) -> list[str]:
@@ -245,11 +238,9 @@ def partial_linear(
 
     x: [..., in], or [..., the part of in]. A layer with other products has a method `partial`."""
     bias = None if is_rowwise or layer.bias is None else layer.bias[part]
-    own = getattr(layer, "partial", None)
-    if own is not None:
+    if (own := getattr(layer, "partial", None)) is not None:
         return own(x, part, is_rowwise, bias)
-    weight = layer.weight[:, part] if is_rowwise else layer.weight[part]
-    return linear(x, weight, bias)
+    return linear(x, layer.weight[:, part] if is_rowwise else layer.weight[part], bias)
 
 
 def shard_of(count: int, rank: int, size: int) -> slice:
@@ -260,9 +251,8 @@ def shard_of(count: int, rank: int, size: int) -> slice:
 def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tuple[slice, slice]:
     """Return one rank's query heads, and the key/value heads that they read.
 
-    With at least as many key/value heads as ranks, a rank has whole groups of query heads. Else
-    ranks share a group: each has some query heads, and all have its key/value head. Raises
-    TPUnsupported if some rank would have none."""
+    With fewer key/value heads than ranks, ranks share a group's query heads, and all have its
+    key/value head. Raises TPUnsupported if some rank would have none."""
     fold = num_heads // num_key_heads
     if num_key_heads >= size:
         key = shard_of(num_key_heads, rank, size)
@@ -342,9 +332,8 @@ def sample_shards(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sample as `sampling.sample` does, from this rank's logits [T, v].
 
-    For each position the ranks exchange their best token, the largest perturbed logit, and sums of
-    exponentials; with top_k or top_p all logits. Each rank computes its result from the exchanged
-    values only, so results are bit-identical however ranks round.
+    Ranks exchange their best token, its perturbed logit, and sums of exponentials, with top_k or
+    top_p all logits, and compute from these alone: results are bit-identical however ranks round.
     """
     if 0 < params.top_k < vocab_size or params.top_p < 1.0:
         return sampling.sample(_whole(logits, vocab_size, tp), keys, num_generated, params)
