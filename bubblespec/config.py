@@ -296,11 +296,14 @@ class SpeculativeConfig:
         return [] if self.method == "none" else self.method.split("+")
 
 
+BITS = Bound(lambda value: value in ("auto", 8, 4), "auto, 8 or 4")
+
+
 @dataclass
 class QuantizedConfig:
     """The policy's quantised copy, where speculative.method names it. Affects time, not tokens."""
 
-    bits: Literal["auto", "8", "4"] = key("auto", resume=SAFE)
+    bits: int | str = key("auto", BITS, resume=SAFE)
     """Bits of its weights. A CPU has 8, a GPU 8 and 4, for bfloat16; auto: there 4 from 3 billion
     weights on."""
 

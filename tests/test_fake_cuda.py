@@ -387,7 +387,7 @@ def test_collectives(cuda, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
-@pytest.mark.parametrize("bits", ["8", "4"])
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("params", PARAMS)
 def test_quantised_copy_waits_once_for_each_token(cuda, monkeypatch, kernel, bits, params):
     """Its products, its drawing and its renewal; never run on a GPU."""

@@ -39,7 +39,7 @@ CEILINGS = {
     "bubblespec.checkpoint": 1900,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 23100, "tests": 26000}
+MAX_LINES = {"file": 400, "package": 24150, "tests": 26250}
 
 
 def name_of(path: Path) -> str:

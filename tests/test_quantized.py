@@ -22,6 +22,7 @@ from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.lora import add_adapter
 from bubblespec.mechanisms.quantized import products
+from bubblespec.mechanisms.quantized import runner as runner_module
 from bubblespec.mechanisms.quantized.chains import AHEAD, LEADS, Leads, rows_to_continue
 from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
 from bubblespec.mechanisms.quantized.lean import LeanForward, is_lean
@@ -31,12 +32,13 @@ from bubblespec.mechanisms.quantized.source import MAX_CHAIN_LENGTH, QuantizedSo
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.windows import MIN_GAIN
 from bubblespec.types import Row, SampleId
+from tests.helpers import graphs
 from tests.helpers.generation import make_runner
 from tests.helpers.models import ARCHITECTURES, VOCAB, random_model, small_config
 
 # A product that loses nothing: a copy with it computes what the policy does.
 EXACT = Product(
-    "exact", 64, lambda weight: weight, lambda x, w: linear(x, w.to(x)), lambda k, m: True
+    "exact", 64, lambda w: (w,), lambda x, packed: linear(x, packed[0].to(x)), lambda k, m: True
 )
 LIKE_LLAMA = {"llama", "qwen2", "qwen3", "mistral", "mistral-window"}
 MAX_LENGTH, SEED = 80, 5
@@ -96,11 +98,11 @@ def test_int8_product_is_near_the_exact_one(rows):
 def test_product_depends_on_device_type_bits_and_size():
     for wanted, *given in (
         ("int8", "cpu", torch.float32, "auto", 10**8),
-        (None, "cpu", torch.float32, "4", 10**8),
+        (None, "cpu", torch.float32, 4, 10**8),
         ("int8", "cuda", torch.bfloat16, "auto", 10**9),
         ("int4", "cuda", torch.bfloat16, "auto", 7 * 10**9),
-        ("int8", "cuda", torch.bfloat16, "8", 7 * 10**9),
-        ("int4", "cuda", torch.bfloat16, "4", 10**9),
+        ("int8", "cuda", torch.bfloat16, 8, 7 * 10**9),
+        ("int4", "cuda", torch.bfloat16, 4, 10**9),
         (None, "cuda", torch.float32, "auto", 7 * 10**9),
     ):
         found = products.product_for(*given)
@@ -157,7 +159,7 @@ def test_gradient_checkpointing_of_the_policy_is_left_out():
     copy = make_copy(model)
     with torch.no_grad():
         for part in copy.parts:
-            part.packed.zero_()  # the copy's layers, not the policy's, are what it runs
+            part.packed[0].zero_()  # the copy's layers, not the policy's, are what it runs
     tokens = random_tokens(model, 9)
     with torch.inference_mode():
         embedded = model.model.norm(model.get_input_embeddings()(tokens))
@@ -176,12 +178,14 @@ def test_renewal_takes_the_oldest_parts_first_and_all_in_the_end(adapters):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn_like(parameter))
-    before = [part.packed.clone() for part in copy.parts]
+    before = [part.packed[0].clone() for part in copy.parts]
     copy.note_update()
     ticks = itertools.count()
     count = len(copy.parts)
     copy.renew(lambda: next(ticks), count // 2)
-    changed = [not torch.equal(a, part.packed) for a, part in zip(before, copy.parts, strict=True)]
+    changed = [
+        not torch.equal(a, part.packed[0]) for a, part in zip(before, copy.parts, strict=True)
+    ]
     first = sum(changed)
     assert 0 < first < count and changed == sorted(changed, reverse=True)
     copy.renew(lambda: 0.0, 1.0)
@@ -305,6 +309,31 @@ def test_every_token_of_an_exact_copy_is_right(name, paged, params):
     tried, right = source.leads.survival.counts[2:, 1].sum(axis=1)
     assert tried == right > 100
     assert num_forwards < 7 * 40 / 3 / 4
+
+
+def test_renewed_copy_in_graphs_is_that_of_the_new_weights(monkeypatch):
+    """Graphs know weights by their addresses; the memory of graphs is the policy's."""
+    captures = graphs.stand_in(monkeypatch)
+    monkeypatch.setattr(runner_module, "is_lean", lambda *_: False)
+    model, params = make_policy("qwen2"), SamplingParams()
+    source = make_source(model, make_copy(model), params, 3, kernel="varlen")
+    copies, policy = source.runner, source.runner.runner
+    policy.followers.append(copies)
+    for seed in range(2):
+        rows, _ = generated(source, 5)
+        for row, other in zip(rows, plain(model, params, 5), strict=True):
+            assert row.tokens.tolist() == other.tokens.tolist()
+        tried, right = source.leads.survival.counts[2:, 1].sum(axis=1)
+        assert tried == right > 50
+        assert copies.graphs.num_replays > 5 * (seed + 1) and len(captures.sizes) > 2
+        source.runner.engine.reset()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        copies.copy.note_update()
+        copies.copy.renew(lambda: 0.0, 1.0)
+    policy.release()
+    assert not copies.graphs._graphs
 
 
 @pytest.mark.parametrize("kind", ["int8", "wrong"])

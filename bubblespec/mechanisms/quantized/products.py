@@ -36,7 +36,9 @@ class Product(NamedTuple):
     """Whether a weight of K inputs and M outputs can be packed."""
 
 
-def product_for(device: str, dtype: torch.dtype, bits: str, num_weights: int) -> Product | None:
+def product_for(
+    device: str, dtype: torch.dtype, bits: int | str, num_weights: int
+) -> Product | None:
     """Return the product of a copy, if a device has one for a policy of this type.
 
     device: cpu or cuda; bits: auto, 8 or 4; num_weights: of the policy."""
@@ -45,9 +47,9 @@ def product_for(device: str, dtype: torch.dtype, bits: str, num_weights: int) ->
     elif dtype != torch.bfloat16:
         found = None
     else:
-        is_int4 = bits == "4" or (bits == "auto" and num_weights >= LARGE)
+        is_int4 = bits == 4 or (bits == "auto" and num_weights >= LARGE)
         found = INT4 if is_int4 else INT8
-    return found if found is None or bits in ("auto", str(found.bits)) else None
+    return found if found is None or bits in ("auto", found.bits) else None
 
 
 NO_PRODUCT = "this device has no product with quantised weights for this type of policy"

@@ -1,0 +1,96 @@
+"""Whole runs with a quantised copy against the same without: it changes no token.
+
+With speculative.planning=always the copy drafts whatever its forwards take. More of its runs are in
+test_exact_runs.py and test_episode_runs.py.
+"""
+
+import numpy as np
+import pytest
+
+from bubblespec.mechanisms import batch_invariant
+from bubblespec.mechanisms.quantized import mechanism
+from bubblespec.mechanisms.quantized.copy import Layers
+from tests.helpers.clocks import train_in_virtual_time
+from tests.helpers.runs import ALWAYS_DRAFT, SHORT, digests, read, weights
+
+OPTIONS = [
+    *SHORT,
+    "rollout.num_prompts_per_step=6",
+    "rollout.max_completion_length=24",
+    "reward.functions=[tests.helpers.rewards.remainder]",
+    "optim.learning_rate=1e-3",
+]
+COPY = ["speculative.method=quantized", ALWAYS_DRAFT]
+SETTINGS = {
+    "lora and truncated sampling": [
+        "model.lora_r=4",
+        "rollout.top_k=20",
+        "rollout.top_p=0.9",
+        "rollout.temperature=0.7",
+        "rollout.min_completion_length=4",
+        "rollout.free_cache_engine=true",
+    ],
+    "batch-invariant": ["model.batch_invariant=true"],
+    "evaluations": [
+        "run.eval_steps=1",
+        "eval.num_prompts=4",
+        "eval.num_generations=2",
+        "eval.temperature=0.4",
+    ],
+}
+
+
+def num_drafted(folder) -> float:
+    return sum(line.get("drafts/quantized/tokens", 0.0) for line in read(folder))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_copy_changes_no_token(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(batch_invariant, "NUM_OTHERS", (0, 2))
+    options = [*OPTIONS, *SETTINGS[name]]
+    plain, drafted = tmp_path / "plain", tmp_path / "drafted"
+    train_in_virtual_time(*options, "speculative.method=none", f"run.output_dir={plain}")
+    train_in_virtual_time(*options, *COPY, f"run.output_dir={drafted}")
+    assert digests(drafted) == digests(plain) and len(set(digests(plain))) == 4
+    ours, wanted = weights(drafted), weights(plain)
+    assert all(np.allclose(ours[n], wanted[n], rtol=0, atol=1e-6) for n in wanted)
+    assert num_drafted(drafted) > 100
+    evaluations = [[line for line in read(of) if "eval/digest" in line] for of in (plain, drafted)]
+    for before, after in zip(*evaluations, strict=True):
+        assert after["eval/digest"] == before["eval/digest"]
+        assert after["eval/forwards"] < before["eval/forwards"]
+        assert after["eval/spec_accept_rate"] > 0.8
+    assert bool(evaluations[0]) == (name == "evaluations")
+
+
+def test_renewals_stay_within_their_share(monkeypatch, tmp_path):
+    """In virtual time each part takes a millisecond, and a rollout tens of them."""
+    renew, taken = Layers.renew, []
+
+    def timed(layers):
+        renew(layers)
+        taken.append(layers)
+
+    made = mechanism.QuantizedMechanism.begin_rollout
+    spent = []
+
+    def begin_rollout(self, plan):
+        before, clock = len(taken), self.clock
+        self.clock = type("Clock", (), {"perf_counter": lambda _: 1e-3 * len(taken)})()
+        made(self, plan)
+        self.clock = clock
+        spent.append(1e-3 * (len(taken) - before))
+
+    monkeypatch.setattr(Layers, "renew", timed)
+    monkeypatch.setattr(mechanism.QuantizedMechanism, "begin_rollout", begin_rollout)
+    options = [*OPTIONS, *COPY, "run.max_steps=12", "run.save_steps=0", "data.size=400"]
+    train_in_virtual_time(*options, f"run.output_dir={tmp_path}")
+    rollouts_s = sum(line["timing_s/gen"] for line in read(tmp_path) if "timing_s/gen" in line)
+    assert 0.0 < sum(spent) <= mechanism.RENEWAL_SHARE * rollouts_s + 1e-3
+
+
+def test_line_says_why_no_copy_drafts(tmp_path, capfd):
+    options = [*OPTIONS, "speculative.method=quantized", "quantized.bits=4", "run.max_steps=1"]
+    train_in_virtual_time(*options, f"run.output_dir={tmp_path}")
+    assert capfd.readouterr().err.count("no quantised copy drafts: this device has no product") == 1
+    assert not num_drafted(tmp_path)
