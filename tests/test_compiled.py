@@ -129,7 +129,7 @@ def test_without_triton_nothing_is_tried_on_cuda(monkeypatch):
 
 
 @torch.inference_mode()
-def test_nothing_is_eager_around_a_compiled_reduction():
+def test_sampling_around_compiled_reduction_has_no_pass():
     """Plain sampling from bfloat16 then needs no pass over the logits."""
 
     def compiled(logits, keys, ids):

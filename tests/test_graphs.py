@@ -68,7 +68,7 @@ def device(request) -> torch.device:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_padded_forwards_equal_plain_ones(make_model, device, name):
+def test_padded_forwards_equal_plain_forwards(make_model, device, name):
     """Forwards of five rows: hidden states and, in the slots of rows, keys and values."""
     model = prepared(make_model, name, device)
     sequences = np.random.default_rng(0).integers(1, VOCAB, (5, LENGTH))

@@ -108,7 +108,7 @@ def test_draft_is_followed_up_to_its_mismatch(tokens, truth, wanted):
 
 
 @pytest.mark.parametrize("asked_before", [True, False])
-def test_row_tracked_again_does_not_match_itself(asked_before):
+def test_row_tracked_again_has_no_match_in_own_tokens(asked_before):
     """As where a draft was interrupted, or a row comes back from another rank."""
     proposer, own = make("suffix"), row(tokens=range(10, 40))
     proposer.track(own, None, STEP)
@@ -151,7 +151,7 @@ def test_windows_follow_costs_and_budget_unless_they_are_fixed(always, costs, bu
         assert proposed == [list(range(begin, begin + wanted))]
 
 
-def test_counts_of_a_rollout():
+def test_rollout_counts_equal_hand_counts():
     """A row with an old draft that goes wrong, one without, and an uncounted one drafted ahead."""
     proposer = make("bubble")
     old, bare, ahead = row(0), row(1), row(0, visit=STEP + 1)

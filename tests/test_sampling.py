@@ -77,7 +77,7 @@ def test_stop_tokens_are_barred_before_min_length():
     assert torch.isin(late, torch.tensor([4, 9])).double().mean() > 0.5
 
 
-def test_chunked_samples_equal_whole_ones(monkeypatch):
+def test_chunks_leave_samples_unchanged(monkeypatch):
     logits = some_logits(4, rows=100)
     zero = np.zeros(100, np.int64)
     keys = torch.from_numpy(stream_keys(0, zero, zero, zero, np.arange(100)))
