@@ -297,8 +297,8 @@ def test_update_waits_only_at_the_end(cuda, monkeypatch, name):
     cuda.answer = lambda tensor: np.full(tuple(tensor.shape), 5.0)
     cuda.clear()
     ranks.sum_ = lambda tensor: cuda.waits.append("sum")
-    learner = Learner(config, ranks, model, reference, optimizer, kernel)
-    metrics, _ = learner.update(make_samples(), ADVANTAGES, 0)
+    parts = {"model": model, "reference": reference, "optimizer": optimizer, "kernel": kernel}
+    metrics, _ = Learner(config=config, ranks=ranks, **parts).update(make_samples(), ADVANTAGES, 0)
     assert metrics["grad_norm"] == 5.0 and metrics["skipped_updates"] == 0
     updates = extra.get("num_iterations", 1) * extra.get("num_minibatches", 1)
     waits = ["synchronize", "sum", "learner.sum_over_ranks", "optimizer.step"]

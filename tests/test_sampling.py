@@ -87,7 +87,7 @@ def test_chunks_leave_samples_unchanged(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(whole, sample(*arguments), strict=True))
 
 
-def test_nucleus_ends_where_its_probability_is_reached():
+def test_nucleus_ends_at_the_given_probability():
     """Of four equal tokens the first two have exactly half."""
     logits = torch.zeros(1, 4, dtype=torch.float64)
     for top_p, kept in ((0.5, 2), (0.500001, 3), (0.25, 1), (0.75, 3)):

@@ -174,7 +174,7 @@ def test_wrong_plan_is_found(make_model):
 
 
 @pytest.mark.parametrize("failing", [{0, 1}, {1}])
-def test_model_that_fails_in_shards_is_refused(make_model, failing):
+def test_model_failing_in_shards_is_refused(make_model, failing):
     """On all ranks, also where one rank alone fails, for which no other waits."""
     model = make_model("llama", max_length=LONGEST)
 

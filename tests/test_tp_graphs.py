@@ -124,7 +124,7 @@ def test_graphs_share_memory_and_return_after_release(captures):
     "stage, times, attempts",
     [("rehearse", [5, 6], 1), ("capture", [0, 1], 1), ("rehearse", [5], 0), ("capture", [3], 0)],
 )
-def test_out_of_memory_on_one_rank_is_agreed_on_by_all(
+def test_out_of_memory_of_a_rank_is_agreed_on(
     captures, monkeypatch, capsys, stage, times, attempts
 ):
     """The failing rank alone tries again; after two failures no rank has graphs until a release."""
