@@ -204,7 +204,7 @@ def test_mistake_in_cached_attention_is_refused(name, factor, has_window, monkey
 
 
 @pytest.mark.parametrize("at, is_refused", [(WINDOW, True), (LONGEST, False)])
-def test_model_is_checked_beyond_its_window(at, is_refused):
+def test_model_is_checked_beyond_the_window(at, is_refused):
     """A rule of the model's own that starts at a length is found if a run reaches that length."""
     model = build("Mistral", {**GQA, "sliding_window": WINDOW})
 
@@ -219,7 +219,7 @@ def test_model_is_checked_beyond_its_window(at, is_refused):
         prepare_model(model, LONGEST)
 
 
-def test_window_that_is_not_in_the_mask_is_refused():
+def test_window_missing_in_the_mask_is_refused():
     """transformers' own SDPA looks at masks alone, so such a model attends to everything."""
     model = build("Llama", GQA)
     for layer in model.model.layers:

@@ -25,6 +25,7 @@ from tests.helpers.graphs import (
     assert_equal,
     eager,
     feed,
+    flash_attn_varlen_func,
     forward_of,
     in_pages,
     install_flash_attn,
@@ -81,7 +82,7 @@ def test_groups_of_ragged_rows_equal_rows_one_by_one(heads, kv_heads, window):
     assert seen == {(False, False), (False, True), (True, False), (True, True)}
 
 
-def test_choice_of_kernel(monkeypatch):
+def test_kernel_choice_follows_device_and_type(monkeypatch):
     """By device, type and installed packages."""
     monkeypatch.setattr(kernels, "difference_of", lambda kernel, model: None)
     has_flash = importlib.util.find_spec("flash_attn") is not None
@@ -193,11 +194,6 @@ def test_attention_of_older_torch_equals_sdpa(make_model, kernels_on_cpu, monkey
     assert any(folded) == (name == "qwen2"), "a window bounds what is seen"
 
 
-def bound_of(kernel: str) -> tuple[int, int]:
-    """Right bound and splits of sequences of several tokens."""
-    return (0, 0) if kernel == "flash_attn" else (0, 1)
-
-
 @pytest.mark.parametrize("kernel", ["varlen", "flash_attn", ALONE])
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_decoding_folds_query_heads(make_model, kernels_on_cpu, monkeypatch, kernel, is_captured):
@@ -208,12 +204,8 @@ def test_decoding_folds_query_heads(make_model, kernels_on_cpu, monkeypatch, ker
 
     def note(query, key, *args, **options):
         calls.append((args[3], options["window_size"][1], options.get("num_splits", 0)))
-        names = {"softmax_scale": "scale"} if kernel == "flash_attn" else {}
-        options = {names.get(name, name): value for name, value in options.items()}
-        if kernel == "flash_attn":
-            assert options.pop("causal") == (options["window_size"][1] == 0)
-            options |= {"enable_gqa": True, "seqused_k": args[2].diff()}
-        return varlen_attn(query, key, *args, **options)
+        attend = flash_attn_varlen_func if kernel == "flash_attn" else varlen_attn
+        return attend(query, key, *args, **options)
 
     monkeypatch.setattr(attention, "varlen_attn", note)
     install_flash_attn(monkeypatch, note)
@@ -230,9 +222,7 @@ def test_decoding_folds_query_heads(make_model, kernels_on_cpu, monkeypatch, ker
             start += count
             bounds |= {max_q: (right, splits) for max_q, right, splits in calls}
     wide = {shape for max_q, shape in bounds.items() if max_q > 1}
-    assert captured.problem is None and 1 in bounds
-    if is_captured and kernel != ALONE:  # windows and short prompts are single tokens too
-        assert not wide
-        wide = {bound_of(kernel)}
+    # In a graph windows and short prompts are single tokens too.
+    bounded = set() if is_captured and kernel != ALONE else {(0, int(kernel != "flash_attn"))}
     none = {"flash_attn": (-1, 0), "varlen": (-1, None)}.get(kernel, (0, 1))
-    assert bounds[1] == none and wide == {bound_of(kernel)}
+    assert captured.problem is None and bounds[1] == none and wide == bounded

@@ -115,7 +115,7 @@ def test_batch_invariance_with_tp_tail_is_refused():
 
 
 @pytest.mark.parametrize("size", [1, 64, 100, 576])
-def test_means_in_a_fixed_order(size):
+def test_means_are_summed_in_a_fixed_order(size):
     x = torch.randn(5, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(fixed_mean(x), x.mean(-1, keepdim=True))
     halves = torch.nn.functional.pad(x, (0, 1024 - size))
@@ -135,7 +135,7 @@ def test_norms_use_fixed_means(monkeypatch):
     assert calls == [(3, 32)]
 
 
-def test_fixed_sums_equal_plain_ones():
+def test_fixed_sums_equal_plain_sums():
     given = compared(100, 300, torch.float32, torch.device("cpu"))
     got, wanted = fixed_best_and_sum(*given), best_and_sum(*given)
     assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])

@@ -64,7 +64,7 @@ def test_wrong_reduction_is_found_by_the_last_bit(what, expected):
 
 
 @pytest.mark.parametrize("failure", ["compiler", "difference"])
-def test_reduction_that_does_not_compile_is_eager(monkeypatch, capsys, failure):
+def test_failed_compilation_leaves_reduction_eager(monkeypatch, capsys, failure):
     def compile_(function, **options):
         if failure == "compiler":
             raise RuntimeError("no such\ncompiler")
@@ -122,14 +122,14 @@ def test_compiling_starts_no_worker_processes(monkeypatch):
     assert used == [1, 1] and config.compile_threads == 8
 
 
-def test_without_triton_nothing_is_tried_on_cuda(monkeypatch):
+def test_cuda_without_triton_is_eager(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     reduce, line = compile_reduction(100, torch.bfloat16, torch.device("cuda"))
     assert reduce is best_and_sum and "the package triton is not installed" in line
 
 
 @torch.inference_mode()
-def test_nothing_is_eager_around_a_compiled_reduction():
+def test_sampling_around_compiled_reduction_has_no_pass():
     """Plain sampling from bfloat16 then needs no pass over the logits."""
 
     def compiled(logits, keys, ids):

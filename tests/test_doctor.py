@@ -11,7 +11,6 @@ import torch
 from bubblespec.__main__ import main
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.sampling import best_and_sum
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.tools.doctor import checks, forwards
@@ -142,8 +141,7 @@ def test_rank_failing_alone_stops_collective_checks(tmp_path):
 def on_gpu(monkeypatch, make_model) -> Case:
     """A case on a pretended GPU: kernels and graphs are stand-ins on the CPU."""
     stand_ins.stand_in(monkeypatch)
-    model = make_model("llama")
-    prepare_model(model, 64)
+    model = make_model("llama", max_length=64)
     config = load_config(f"{ROOT}/{CONFIG}", [])
     return Case(config, Ranks(torch.device("cuda")), model, "varlen")
 

@@ -153,7 +153,7 @@ def check_chains(name: str, max_num_batched_tokens: int, kernel: str) -> Drafter
     return runner
 
 
-def test_disabled_drafter_keeps_nothing():
+def test_disabled_drafter_keeps_no_state():
     runner = make_engine(make_policy("llama"), 2)
     engine, rows = runner.engine, make_rows(2, 1)
     engine.run(rows, PARAMS)

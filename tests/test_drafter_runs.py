@@ -64,7 +64,7 @@ def drafted(tmp_path_factory):
     return folder
 
 
-def test_chains_change_nothing(plain, drafted, capfd):
+def test_chains_change_no_token(plain, drafted, capfd):
     assert_same_run(drafted, plain)
     lines = read(drafted)
     assert num_drafted(drafted) > 100
@@ -112,7 +112,7 @@ def test_slices_and_evaluations_change_no_token(monkeypatch, tmp_path, plain):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_a_continued_run_has_the_drafter_of_its_checkpoint(tmp_path, drafted, capfd, is_old):
+def test_resumed_run_has_the_drafter_of_the_checkpoint(tmp_path, drafted, capfd, is_old):
     """Before drafter.path; older checkpoints have the drafter next to the weights."""
     folder = shutil.copytree(drafted, tmp_path / "run")
     checkpoint = folder / "checkpoint-4"
@@ -152,7 +152,7 @@ SETTINGS = [
 ]
 
 
-def test_with_lora_truncated_sampling_and_freed_cache(monkeypatch, tmp_path, capfd):
+def test_lora_truncation_and_freed_cache_change_no_token(monkeypatch, tmp_path, capfd):
     options = [*OPTIONS, *SETTINGS, "run.max_steps=2"]
     patch = partial(monkeypatch.setattr, raising=False)
     without, folder = tmp_path / "without", tmp_path / "drafted"

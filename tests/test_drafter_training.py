@@ -158,7 +158,7 @@ def test_training_lowers_loss_and_keeps_policy(dtype):
     assert all(param.grad is None for param in policy.parameters())
 
 
-def test_slices_fit_their_limit_and_make_updates(llama):
+def test_slices_fit_the_limit_and_make_updates(llama):
     training = make_training(make_drafter(llama), Clock())
     assert training.slice_tokens() == 0 and training.run_slice(1.0) == 0.0
     for example in make_examples(llama, [(2, 4), (2, 30)] * 6):

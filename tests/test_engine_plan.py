@@ -102,7 +102,7 @@ class FixedDrafts(Drafts):
         self.seen += zip(uids, gained, num_draft.tolist(), num_accepted.tolist(), strict=True)
 
 
-def test_batches_equal_those_worked_out_by_hand():
+def test_batches_equal_hand_made_batches():
     """Two rows of one prompt, a third in the queue, a draft that is half right, a replaced row."""
     ids = [SampleId(uid, 2, sample) for uid, sample in ((1, 0), (1, 1), (5, 0))]
     runner = TextRunner(2, 10, 4, {ids[0]: [4, 3, 2, STOP], ids[1]: [6, 7, 6], ids[2]: [8]})
@@ -241,7 +241,7 @@ def test_youngest_row_is_preempted_when_pages_run_out():
     assert engine.runner.calls[-1] == again and pages.num_free == 6
 
 
-def test_drafts_leave_the_pages_that_rows_need():
+def test_drafts_leave_the_pages_needed_by_rows():
     """Five pages: two rows with a page each draft to the end of another; then one page is left."""
     ids = [SampleId(uid, 0, 0) for uid in range(2)]
     texts = {i: [*range(10, 25), STOP] for i in ids}

@@ -118,7 +118,7 @@ PARAMS = [
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("at_once", [1 << 26, 3 * VOCAB])
 @torch.inference_mode()
-def test_sampling_and_verification(cuda, monkeypatch, params, at_once):
+def test_sampling_and_verification_wait_once(cuda, monkeypatch, params, at_once):
     """Whole, and in chunks of three positions; nothing with a vocabulary is float64."""
     monkeypatch.setitem(sampling.MAX_LOGITS_AT_ONCE, "cuda", at_once)
     counts = np.array([0, 3, 0, 4])
@@ -299,8 +299,8 @@ def test_update_waits_only_at_the_end(cuda, monkeypatch, name):
     optimizer, ranks = Optimizer(model, config.optim, 10, Ranks(DEVICE)), Ranks(DEVICE)
     cuda.answer = lambda tensor: np.full(tuple(tensor.shape), 5.0)
     cuda.clear()
-    parts = {"model": model, "reference": reference, "optimizer": optimizer, "kernel": kernel}
     ranks.sum_ = lambda tensor: cuda.waits.append("sum")
+    parts = {"model": model, "reference": reference, "optimizer": optimizer, "kernel": kernel}
     metrics, _ = Learner(config=config, ranks=ranks, **parts).update(make_samples(), ADVANTAGES, 0)
     assert metrics["grad_norm"] == 5.0 and metrics["skipped_updates"] == 0
     updates = extra.get("num_iterations", 1) * extra.get("num_minibatches", 1)
@@ -351,7 +351,7 @@ def test_model_is_checked_on_the_device(cuda, monkeypatch):
     assert cuda.waits and cuda.products == {torch.bfloat16}
 
 
-def test_collectives(cuda, monkeypatch):
+def test_collectives_send_device_tensors(cuda, monkeypatch):
     """One rank exchanges nothing; two ranks send tensors of the device."""
     ranks = Ranks(DEVICE)
     tensor = torch.zeros(3, device=DEVICE)

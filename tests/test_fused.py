@@ -115,8 +115,7 @@ def test_other_functions_are_not_replaced(make_model):
     assert not computes_rotary(cohere.apply_rotary_pos_emb), "it rotates neighbours"
     assert not computes_rotary(lambda query, cos, sin: query), "it takes other arguments"
     kinds = {type(module) for module in make_model("qwen2").modules()}
-    model = make_model("qwen2")
-    prepare_model(model, 64)
+    model = make_model("qwen2", max_length=64)
     assert {type(module) for module in model.modules()} == kinds, "on a CPU nothing changes"
 
 

@@ -157,7 +157,7 @@ def test_limit_on_prefills_slows_prompts_only(model):
     assert forwards[1] >= forwards[0] + 8 and forwards[2] >= forwards[0] + 38
 
 
-def test_row_that_does_not_fit_is_refused(model):
+def test_too_long_row_is_refused(model):
     engine = make_engine(model, 2, max_length=20)
     with pytest.raises(ValueError, match="do not fit max_length = 20"):
         engine.add(make_rows([tuple(range(10))], 1, 11))

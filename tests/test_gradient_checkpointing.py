@@ -61,8 +61,7 @@ def test_checkpoints_leave_gradients_unchanged(name, dtype):
 
 
 def test_forward_without_gradients_is_not_checkpointed(make_model, monkeypatch):
-    model = make_model()
-    prepare_model(model, 64)
+    model = make_model(max_length=64)
     enable_gradient_checkpointing(model)
     monkeypatch.setattr("bubblespec.engine.model.checkpoint", None)
     with torch.no_grad():

@@ -68,7 +68,7 @@ def device(request) -> torch.device:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_padded_forwards_equal_plain_ones(make_model, device, name):
+def test_padded_forwards_equal_plain_forwards(make_model, device, name):
     """Forwards of five rows: hidden states and, in the slots of rows, keys and values."""
     model = prepared(make_model, name, device)
     sequences = np.random.default_rng(0).integers(1, VOCAB, (5, LENGTH))
@@ -92,7 +92,9 @@ def test_padded_forwards_equal_plain_ones(make_model, device, name):
     "kernel, length, page_size",
     [*((k, LENGTH, 26) for k in ("varlen", "flash_attn", "sdpa")), ("flash_attn", PAGE, None)],
 )
-def test_forwards_over_pages_equal_those_over_slots(make_model, on_cpu, kernel, length, page_size):
+def test_forwards_over_pages_equal_forwards_over_slots(
+    make_model, on_cpu, kernel, length, page_size
+):
     """Pages in no order, with graphs and without; flash_attn reads even slots by page tables."""
     model = prepared(make_model, "mistral-window")
     sequences = np.random.default_rng(0).integers(1, VOCAB, (5, length))
@@ -216,7 +218,7 @@ def run_thrice(make_model, capsys, model=None) -> tuple[list[int], list[str]]:
     return replays, capsys.readouterr().err.splitlines()
 
 
-def test_model_that_reads_from_the_gpu_is_eager(make_model, on_cpu, capsys):
+def test_model_reading_from_the_gpu_is_eager(make_model, on_cpu, capsys):
     model, read = prepared(make_model), []
     model.base_model.register_forward_pre_hook(
         lambda *call: read.append(model.lm_head.weight.sum().item())

@@ -93,7 +93,7 @@ def test_bits_are_uniform_and_independent():
         assert abs(correlation) < 5 / a.numel() ** 0.5
 
 
-def test_gumbel_law():
+def test_noise_has_the_gumbel_law():
     """Kolmogorov-Smirnov, and the far tail, which noise of low resolution would lack."""
     from scipy import stats
 

@@ -62,8 +62,7 @@ def test_own_loss_may_have_gradient_at_zero_advantage(make_model, give):
     samples, zero = make_samples(), np.zeros_like(ADVANTAGES)
     seen = []
     for advantages in (ADVANTAGES, zero):
-        model = make_model()
-        prepare_model(model, 64)
+        model = make_model(max_length=64)
         seen.append(gradients(make_learner(model, config), samples, advantages)[0][0])
     assert seen[0].any() and torch.equal(*seen)
 

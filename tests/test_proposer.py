@@ -81,7 +81,7 @@ def estimate(proposer: Proposer, kind: tuple) -> float:
     return float(survival.estimates[survival.kinds.index(kind)])
 
 
-def test_matches_follow_the_draft_behind_its_mismatch():
+def test_matches_follow_the_draft_behind_a_mismatch():
     """The second of four forwards meets a replaced token."""
     proposer, own = make(), row()
     proposer.track(own, draft(range(10, 40)), STEP)
@@ -101,14 +101,14 @@ def test_matches_follow_the_draft_behind_its_mismatch():
         ([10, 12], range(10, 40), [[], []]),
     ],
 )
-def test_draft_is_followed_up_to_its_mismatch(tokens, truth, wanted):
+def test_draft_is_followed_up_to_a_mismatch(tokens, truth, wanted):
     proposer, own = make("bubble"), row(tokens=tokens)
     proposer.track(own, draft(range(10, 40)), STEP)
     assert [forward(proposer, [own], [truth])[0] for _ in range(2)] == wanted
 
 
 @pytest.mark.parametrize("asked_before", [True, False])
-def test_row_tracked_again_does_not_match_itself(asked_before):
+def test_row_tracked_again_has_no_match_in_own_tokens(asked_before):
     """As where a draft was interrupted, or a row comes back from another rank."""
     proposer, own = make("suffix"), row(tokens=range(10, 40))
     proposer.track(own, None, STEP)
@@ -142,7 +142,7 @@ def test_suffix_alone_finds_other_samples_and_epochs():
         (True, cost(1e-6, 1.0, 1.0), 5, module.ALWAYS_WINDOW),
     ],
 )
-def test_windows_follow_costs_and_budget_unless_they_are_fixed(always, costs, budget, wanted):
+def test_windows_follow_costs_and_budget_unless_fixed(always, costs, budget, wanted):
     proposer, own = make(always=always, costs=costs), row()
     proposer.track(own, draft(range(1000)), STEP)
     for _ in range(2 if always else 1):
@@ -151,7 +151,7 @@ def test_windows_follow_costs_and_budget_unless_they_are_fixed(always, costs, bu
         assert proposed == [list(range(begin, begin + wanted))]
 
 
-def test_counts_of_a_rollout():
+def test_rollout_counts_equal_hand_counts():
     """A row with an old draft that goes wrong, one without, and an uncounted one drafted ahead."""
     proposer = make("bubble")
     old, bare, ahead = row(0), row(1), row(0, visit=STEP + 1)
@@ -180,7 +180,7 @@ def test_counts_of_a_rollout():
     assert forward(proposer, [ahead], [range(10, 40)]) == [[]], "rows are forgotten"
 
 
-def test_proposals_that_do_not_pay_pause_queries():
+def test_unprofitable_proposals_pause_queries():
     """Until queries take LOOK_SHARE of the time, at most MAX_PAUSE forwards; none once they pay."""
     dear, cheap = cost(1e-9, 0.0, 1.0), cost()  # a token costs what it brings at best
     proposer, own = make("bubble", always=False, costs=dear), row()
@@ -262,7 +262,7 @@ def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
     assert len(texts[1]) > 5 and drafts == [0, 2] and indexed == [0, 1, 2]
 
 
-def test_row_is_aligned_while_its_tokens_begin_its_draft():
+def test_row_is_aligned_while_the_draft_begins_with_tokens():
     """Random rows gain tokens together, most of them as in the drafts."""
     rng, tracked, texts, drafts = np.random.default_rng(0), TrackedRows(), [], []
     for number in range(40):

@@ -177,8 +177,7 @@ def test_minibatches_need_one_forward_more_except_first(
     config, samples = training_config("DAPO", tmp_path), make_samples(generations=GENERATIONS)
     config.loss.num_minibatches, config.loss.num_iterations = minibatches, iterations
     config.optim.max_tokens_per_microbatch = 10_000
-    model, seen = make_model(), []
-    prepare_model(model, 64)
+    model, seen = make_model(max_length=64), []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: seen.append(1))
     train(model, None, samples, np.linspace(-1, 1, len(samples)), config)
     assert len(seen) == forwards

@@ -77,7 +77,7 @@ def test_stop_tokens_are_barred_before_min_length():
     assert torch.isin(late, torch.tensor([4, 9])).double().mean() > 0.5
 
 
-def test_chunked_samples_equal_whole_ones(monkeypatch):
+def test_chunks_leave_samples_unchanged(monkeypatch):
     logits = some_logits(4, rows=100)
     zero = np.zeros(100, np.int64)
     keys = torch.from_numpy(stream_keys(0, zero, zero, zero, np.arange(100)))
@@ -87,7 +87,7 @@ def test_chunked_samples_equal_whole_ones(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(whole, sample(*arguments), strict=True))
 
 
-def test_nucleus_ends_where_its_probability_is_reached():
+def test_nucleus_ends_at_the_given_probability():
     """Of four equal tokens the first two have exactly half."""
     logits = torch.zeros(1, 4, dtype=torch.float64)
     for top_p, kept in ((0.5, 2), (0.500001, 3), (0.25, 1), (0.75, 3)):

@@ -174,7 +174,7 @@ def test_wrong_plan_is_found(make_model):
 
 
 @pytest.mark.parametrize("failing", [{0, 1}, {1}])
-def test_model_that_fails_in_shards_is_refused(make_model, failing):
+def test_model_failing_in_shards_is_refused(make_model, failing):
     """On all ranks, also where one rank alone fails, for which no other waits."""
     model = make_model("llama", max_length=LONGEST)
 
@@ -233,17 +233,26 @@ def rows() -> list[Row]:
     return [Row(SampleId(n // 2, 1, n), prompts[n // 2], 24) for n in range(8)]
 
 
+OF_ROWS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11))
+
+
 def plain_rows(model) -> list[Row]:
-    params = SamplingParams(temperature=0.9, stop_token_ids=(5, 11))
-    return Engine(ModelRunner(model, 8, LONGEST, 3)).run(rows(), params)
+    return Engine(ModelRunner(model, 8, LONGEST, 3)).run(rows(), OF_ROWS)
+
+
+def assert_same_rows(found: list[Row], wanted: list[Row]) -> None:
+    assert as_dict(found) == as_dict(wanted)
+    for row, of in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(row.logprob, of.logprob, rtol=1e-6)
+        np.testing.assert_allclose(row.full_logprob, of.full_logprob, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     "name, size", [("uneven, tied", 2), ("qwen3", 4), ("uneven, tied", 4), ("capped", 2)]
 )
-def test_rows_of_tp_engine_equal_plain_ones(name, size):
+def test_rows_of_tp_engine_equal_plain_rows(name, size):
     """Few slots, right and wrong drafts, and rows that already have tokens."""
-    model, params = build(name), SamplingParams(temperature=0.9, stop_token_ids=(5, 11))
+    model = build(name)
     wanted = plain_rows(model)
 
     def of_rank(tp):
@@ -255,15 +264,12 @@ def test_rows_of_tp_engine_equal_plain_ones(name, size):
         options = {"tp": tp, "max_num_batched_tokens": 24}
         runner = make_runner(copy.deepcopy(model), 4, LONGEST, 3, **options)
         runner.forward.check()
-        Engine(runner).run(own, params, drafts)
-        return own, drafts.num_accepted, runner.cache.keys[0].shape[2]
+        Engine(runner).run(own, OF_ROWS, drafts)
+        assert drafts.num_accepted > 30
+        return own, runner.cache.keys[0].shape[2]
 
-    for rank, (own, num_accepted, num_heads) in enumerate(run_together(size, of_rank)):
-        assert num_accepted > 30
-        assert as_dict(own) == as_dict(wanted)
-        config = model.config
+    config = model.config
+    for rank, (own, num_heads) in enumerate(run_together(size, of_rank)):
+        assert_same_rows(own, wanted)
         heads = shard_heads(config.num_attention_heads, config.num_key_value_heads, rank, size)[1]
         assert num_heads == heads.stop - heads.start, "a rank holds keys of its own heads alone"
-        for row, of in zip(own, wanted, strict=True):
-            np.testing.assert_allclose(row.logprob, of.logprob, rtol=1e-6)
-            np.testing.assert_allclose(row.full_logprob, of.full_logprob, rtol=1e-6)

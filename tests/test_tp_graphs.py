@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from test_tensor_parallel import LONGEST, build, plain_rows, rows
+from test_tensor_parallel import LONGEST, OF_ROWS, assert_same_rows, build, plain_rows, rows
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from bubblespec.distributed.ranks import Ranks
@@ -18,7 +18,6 @@ from bubblespec.engine import graphs
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import heads_per_key
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.mechanisms.tp_tail.shards import TPGroup
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import Drafter, as_dict, make_runner
@@ -27,7 +26,6 @@ from tests.helpers.models import VOCAB, random_model, small_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tp import ThreadTPGroup, run_together
 
-PARAMS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11))
 GRAPHS = {"kernel": "varlen", "max_num_batched_tokens": 32}
 
 
@@ -73,7 +71,7 @@ def captured(model, num_slots: int) -> list[int]:
 @pytest.mark.parametrize(
     "name, size", [("uneven, tied", 2), ("biases everywhere", 2), ("mistral-window", 4)]
 )
-def test_rows_of_replayed_shards_equal_plain_ones(captures, name, size):
+def test_rows_of_replayed_shards_equal_plain_rows(captures, name, size):
     """With right and wrong drafts every forward is a replay, with two sums in each layer."""
     model = build(name)
     wanted = plain_rows(model)
@@ -86,7 +84,7 @@ def test_rows_of_replayed_shards_equal_plain_ones(captures, name, size):
         record = runner.graphs._record
         count = lambda: sums.append(tp.num_sums)  # noqa: E731
         runner.graphs._record = lambda inputs: (count(), record(inputs), count())
-        engine.run(own, PARAMS, drafts)
+        engine.run(own, OF_ROWS, drafts)
         assert drafts.num_accepted > 30 and runner.graphs.problem is None
         assert runner.graphs.num_replays == engine.num_forwards > 10
         num_sizes = len(set(captured(model, 4)))
@@ -95,9 +93,7 @@ def test_rows_of_replayed_shards_equal_plain_ones(captures, name, size):
         return own
 
     for own in run_together(size, of_rank):
-        assert as_dict(own) == as_dict(wanted)
-        for row, of in zip(own, wanted, strict=True):
-            np.testing.assert_allclose(row.full_logprob, of.full_logprob, rtol=1e-6)
+        assert_same_rows(own, wanted)
     assert [captures[rank].sizes for rank in range(size)] == [captured(model, 4)] * size
 
 
@@ -111,11 +107,11 @@ def test_graphs_share_memory_and_return_after_release(captures):
         alone = Engine(make_runner(own_model, 8, LONGEST, 3, **GRAPHS))
         options = GRAPHS | {"tp": tp, "memory": alone.runner.forward.memory}
         together = Engine(make_runner(own_model, 8, LONGEST, 3, **options))
-        found = [as_dict(e.run(rows(), PARAMS)) for e in (alone, together, alone, together)]
+        found = [as_dict(e.run(rows(), OF_ROWS)) for e in (alone, together, alone, together)]
         for engine in (together, alone):
             engine.release()
             assert engine.runner.cache.num_bytes() == 0
-            found.append(as_dict(engine.run(rows(), PARAMS)))
+            found.append(as_dict(engine.run(rows(), OF_ROWS)))
         return found
 
     assert run_together(2, of_rank) == [[wanted] * 6] * 2
@@ -128,7 +124,7 @@ def test_graphs_share_memory_and_return_after_release(captures):
     "stage, times, attempts",
     [("rehearse", [5, 6], 1), ("capture", [0, 1], 1), ("rehearse", [5], 0), ("capture", [3], 0)],
 )
-def test_out_of_memory_on_one_rank_is_agreed_on_by_all(
+def test_out_of_memory_of_a_rank_is_agreed_on(
     captures, monkeypatch, capsys, stage, times, attempts
 ):
     """The failing rank alone tries again; after two failures no rank has graphs until a release."""
@@ -144,7 +140,7 @@ def test_out_of_memory_on_one_rank_is_agreed_on_by_all(
         engine = Engine(make_runner(copy.deepcopy(model), 8, LONGEST, 3, tp=tp, **GRAPHS))
         found, own = [], engine.runner.graphs
         for attempt in range(2):
-            found.append(as_dict(engine.run(rows(), PARAMS)))
+            found.append(as_dict(engine.run(rows(), OF_ROWS)))
             has_graphs = attempt >= attempts
             assert (own.problem is None) == bool(own._graphs) == has_graphs
             assert bool(own.num_replays) == has_graphs
@@ -198,7 +194,7 @@ def forwards_in_processes(ranks: Ranks, kernel: str) -> dict:
         assert replayed.graphs.num_replays == num_forwards and launched.graphs is None
         engine = Engine(replayed)
         engine.reset()
-        engine.run([Row(SampleId(n, 0, 0), (1, 2, 3 + n), 20) for n in range(5)], PARAMS)
+        engine.run([Row(SampleId(n, 0, 0), (1, 2, 3 + n), 20) for n in range(5)], OF_ROWS)
         assert replayed.graphs.num_replays == num_forwards + engine.num_forwards
         return {"launched": float(differences[0]), "replayed": float(differences[1])}
 
@@ -216,7 +212,7 @@ ON_GPUS = itertools.product(["cuda"], [1, 2], ["varlen", "flash_attn"])
     "device, num_ranks, kernel",
     [("cpu", 2, "varlen"), *(pytest.param(*case, marks=cards(case[1])) for case in ON_GPUS)],
 )
-def test_ranks_as_processes(tmp_path, device, num_ranks, kernel):
+def test_processes_replay_shards_like_the_whole_model(tmp_path, device, num_ranks, kernel):
     """Over gloo with tapes; on GPUs over NCCL, whose end waits until graphs with sums are gone."""
     if kernel == "flash_attn":
         pytest.importorskip("flash_attn")

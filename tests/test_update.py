@@ -160,8 +160,7 @@ def test_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, wher
     whole."""
     runs = []
     for is_broken in (False, True):
-        model, ranks = make_model(), Ranks(torch.device("cpu"))
-        prepare_model(model, 100)
+        model, ranks = make_model(max_length=100), Ranks(torch.device("cpu"))
         learner = make_learner(model, make_config(), ranks=ranks)
         before = [p.detach().clone() for p in model.parameters()]
         if is_broken:
@@ -213,8 +212,7 @@ def test_first_update_is_exactly_on_policy(make_model, monkeypatch):
 
     monkeypatch.setattr(update, "response_logprobs", rough_logprobs)
     monkeypatch.setattr(update, "importance_ratio", recorded_ratio)
-    model = make_model()
-    prepare_model(model, 64)
+    model = make_model(max_length=64)
     gradient(model, make_samples(), make_config(num_iterations=2))
     first, second = ratios[: len(ratios) // 2], ratios[len(ratios) // 2 :]
     assert len(first) == len(second) > 2
@@ -225,8 +223,7 @@ def test_first_update_is_exactly_on_policy(make_model, monkeypatch):
 @pytest.mark.parametrize("max_tokens", [32, 10_000])
 def test_only_samples_with_gradient_are_computed(make_model, max_tokens):
     """Neither masked ones nor those of zero advantage are fed to the model, in any forward."""
-    model, samples, fed = make_model(), make_samples(), []
-    prepare_model(model, 64)
+    model, samples, fed = make_model(max_length=64), make_samples(), []
     model.model.embed_tokens.register_forward_pre_hook(
         lambda _, inputs: fed.append(inputs[0].numel())
     )
@@ -246,8 +243,7 @@ def test_only_samples_with_gradient_are_computed(make_model, max_tokens):
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_step_without_gradient_has_loss_and_no_means(make_model, is_masked):
     """Whether no sample has an advantage or all are masked."""
-    model, samples = make_model(), make_samples()
-    prepare_model(model, 64)
+    model, samples = make_model(max_length=64), make_samples()
     samples.is_truncated[:] = is_masked
     config = make_config(loss_type="dapo", mask_truncated_completions=True)
     _, metrics = gradient(model, samples, config, ADVANTAGES * is_masked)

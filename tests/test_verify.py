@@ -146,11 +146,9 @@ def three_token_law(params: SamplingParams) -> np.ndarray:
     """Joint probability [V + 1] * 3 of the first three tokens, V standing for none."""
     first, second, third = (transition(params, step) for step in range(3))
     law = np.zeros((V + 1,) * 3)
-    for a in range(V):
-        for b in range(V):
-            law[a, b, :V] = first[START, a] * second[a, b] * third[b]
-        law[a, STOP] = 0.0
-        law[a, STOP, V] = first[START, a] * second[a, STOP]
+    law[:V, :V, :V] = first[START, :, None, None] * second[:, :, None] * third
+    law[:, STOP] = law[STOP] = 0.0
+    law[:V, STOP, V] = first[START] * second[:, STOP]
     law[STOP] = 0.0
     law[STOP, V, V] = first[START, STOP]
     return law
@@ -172,7 +170,7 @@ def assert_law(counts: np.ndarray, law: np.ndarray) -> None:
     "setting, drafter",
     [*(("plain", d) for d in DRAFTERS), *((s, "older weights") for s in PARAMS if s != "plain")],
 )
-def test_output_law(setting, drafter):
+def test_output_law_equals_enumeration(setting, drafter):
     params = PARAMS[setting]
     tokens, logprob, full_logprob, _ = decode(params, DRAFTERS[drafter])
     joint = np.zeros((V + 1,) * 3)
@@ -209,20 +207,16 @@ def test_coupled_tokens_equal_plain_sampling(setting):
         assert share == 1.0 if name == "same weights" else share < 1.0
 
 
-def test_verification_without_drafts_equals_sampling():
-    logits, keys = random_table(5, 50), keys_of(1, 50)[0]
-    num_generated, empty = torch.arange(50), np.empty(0, np.int64)
+@pytest.mark.parametrize("count", [50, 0])
+def test_verification_without_drafts_equals_sampling(count):
     params = SamplingParams(temperature=0.9, top_p=0.9, stop_token_ids=(3,), min_length=10)
-    plain = sample(logits, keys, num_generated, params)
-    got = verify(plain, empty, np.zeros(50, np.int64))
-    assert not got.accepted.any() and got.accepted.shape == (50,)
-    columns = (got.token, *got.logprobs)
-    assert all(np.array_equal(a, b.numpy()) for a, b in zip(columns, plain, strict=True))
-    nothing = verify(sample(logits[:0], keys[:0], num_generated[:0], params), empty, empty)
-    assert [t.shape for t in nothing] == [(0,), (0,), (2, 0)]
+    plain = sample(random_table(5, 50)[:count], keys_of(1, count)[0], torch.arange(count), params)
+    got = verify(plain, np.empty(0, np.int64), np.zeros(count, np.int64))
+    assert got.accepted.tolist() == [0] * count and got.logprobs.shape == (2, count)
+    assert all(map(np.array_equal, (got.token, *got.logprobs), plain))
 
 
-def test_tokens_gained():
+def test_num_gained_ends_at_stop_and_limit():
     rows = [  # tokens at the n + 1 positions, accepted, limit, tokens gained
         ([4, 5, 6, 7], 3, 10, 4),
         ([4, 9, 6, 7], 3, 10, 2),  # a stop token in the middle of the accepted draft
@@ -251,7 +245,7 @@ def finished_only(draft, num_passes):
     return np.where(is_stop.any(1) & (num_passes == 0), is_stop.argmax(1) + 1, 0)
 
 
-def test_selection_trap():
+def test_selected_drafts_keep_the_law_of_lengths():
     """Drafts selected because they finished leave the law of lengths unchanged."""
     limit, rows, params, drafter = 30, 4000, PARAMS["plain"], DRAFTERS["same weights"]
     keys, other_keys = (keys_of(rows, limit + LONGEST_DRAFT, seed) for seed in (1, 2))
@@ -262,7 +256,7 @@ def test_selection_trap():
 
 
 @pytest.mark.parametrize("distance", [0.05, 0.5, 2.0])
-def test_acceptance_rates(distance):
+def test_acceptance_rate_equals_exact_value(distance):
     """Gumbel-max picks token i for p and q at once with chance 1 / sum_j max(p_j / p_i, q_j / q_i),
     as i wins the races of exponential clocks of rates p and of rates q."""
     count = 10_000

@@ -7,7 +7,6 @@ from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import History
 from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
@@ -154,8 +153,7 @@ def rows_to_generate() -> list[Row]:
 )
 def test_simulated_forwards_equal_real_ones(make_model, slots, budget, has_drafts):
     """Both engines have shared prefills, chunks, a queue, and windows of suffix matches."""
-    model = make_model()
-    prepare_model(model, 128)
+    model = make_model(max_length=128)
     params = SamplingParams(0.8, stop_token_ids=tuple(range(6)))  # stops come soon enough
 
     drafts = {}

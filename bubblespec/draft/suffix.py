@@ -174,7 +174,7 @@ class SuffixIndex:
         return numbers
 
     def add_row(self, group: int, sample: int, max_tokens: int) -> int:
-        """Add a row of up to `max_tokens` tokens for `start_indexing`; return its number."""
+        """Add a row of up to `max_tokens` tokens, not indexed yet; return its number."""
         row = self.num_rows
         self.num_rows += 1
         if row == len(self.rows):
@@ -326,7 +326,7 @@ class SuffixIndex:
         return latest[chosen], second[chosen]
 
     def _common(self, ends: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Return common suffixes' lengths of texts at `ends` and contexts [R, MAX_MATCH]."""
+        """Return lengths of common suffixes of texts up to `ends` and contexts [R, MAX_MATCH]."""
         differs = self._before[ends - MAX_MATCH] != context
         return COMMON[np.packbits(differs, axis=1)[:, 0]]
 

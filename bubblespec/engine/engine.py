@@ -47,8 +47,8 @@ class Proposer(Protocol):
     ) -> None:
         """Take in the tokens that rows have gained, int64, row after row.
 
-        Of `num_gained` tokens the first `num_accepted` are of a draft of `num_draft`, int64 [rows]
-        each."""
+        Each row gained `num_gained` tokens, the first `num_accepted` of them from a draft of
+        `num_draft` tokens, int64 [rows] each."""
 
 
 class Engine(Slots):
@@ -90,10 +90,9 @@ class Engine(Slots):
     ) -> tuple[list[Row], Load | None]:
         """Run one forward: admit, feed every row's next tokens, sample behind its known tokens.
 
-        Returns the rows that have finished or paused, and the work of the forward, or None where
-        there is nothing to feed. max_prefill_tokens: limit on tokens of rows that do not decode
-        yet, by default max_num_batched_tokens; meanwhile: called while a GPU computes the forward,
-        must not change the engine or its rows."""
+        Returns the rows that have finished or paused, and the forward's work, or None with nothing
+        to feed. max_prefill_tokens: limit on tokens of rows that do not decode yet; meanwhile:
+        called while a GPU computes the forward, must not change the engine or its rows."""
         batch = self.schedule(proposer, max_prefill_tokens)
         if batch is None:
             return [], None
@@ -203,7 +202,7 @@ class Engine(Slots):
     def _append(
         self, batch: Batch, verified: Verified, stop_token_ids: tuple[int, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Write the tokens gained; return their number by row, int64 [M], and them, row by row."""
+        """Write the tokens gained; return counts int64 [M] and tokens int64, row after row."""
         accepted, token, logprobs = verified
         slots, num_draft, generated = batch.slots, batch.num_draft, batch.generated
         begin = self.length[slots]

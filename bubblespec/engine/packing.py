@@ -201,7 +201,7 @@ class Varlen:
 
 
 def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
-    """Cut rows of `count` tokens and `length` positions into groups, [begin, end), by padding."""
+    """Cut rows of `count` new and `length` attended tokens into groups, see MAX_PADDING."""
     alone = _row_cost(count, length)
     if len(count) * _row_cost(count.max(), length.max()) - alone.sum() <= MAX_PADDING:
         return [(0, len(count))]

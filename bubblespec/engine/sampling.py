@@ -61,10 +61,10 @@ class Verified(NamedTuple):
 def best_and_sum(
     logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor, is_greedy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the largest of logits [T, V] with noise, its index, and logsumexp without noise.
+    """Return the largest of logits [T, V] with noise, its index, and logsumexp without noise, [T].
 
-    float, int64, float [T]. keys: int32 [T, 4]; ids: int32 [V], see `gumbel`; is_greedy: without
-    noise. 28 passes over the logits, or two or three compiled (compiled.py)."""
+    keys: int32 [T, 4]; ids: int32 [V], see `gumbel`; is_greedy: without noise. 28 passes over the
+    logits, or two or three compiled (compiled.py)."""
     logits = widen(logits)
     best, index = (logits if is_greedy else add_gumbel(logits, keys, ids)).max(-1)
     return best, index, logits.logsumexp(-1)

@@ -125,14 +125,13 @@ class AlonePacking:
 
     def attend(self, layer: int, query, key, value, *, scaling, window) -> torch.Tensor:
         """Compute the attention of a layer. query: [N, H, D]; key, value: [N, K, D]."""
-        packing = self.packing
+        how, packing = {"scaling": scaling, "window": window}, self.packing
         key, value = packing.cache.write(layer, packing.place, key, value)
         if self.kernel == "sdpa":
-            return attend_alone(packing, query, key, value, scaling=scaling, window=window)
+            return attend_alone(packing, query, key, value, **how)
         if packing.cache.pages is None:
             key, value = key.flatten(0, 1), value.flatten(0, 1)
-        rows = packing.varlen
-        return varlen(rows, query, key, value, scaling=scaling, window=window, alone=True)
+        return varlen(packing.varlen, query, key, value, alone=True, **how)
 
 
 def attend_alone(

@@ -21,7 +21,7 @@ from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.drafter.training import DrafterTraining, Example
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import SampleId
-from tests.helpers.models import GQA, VOCAB, small_config
+from tests.helpers.models import VOCAB, config_of, random_model, small_config
 from tests.helpers.reference_step import gumbel as reference_gumbel
 from tests.helpers.reference_step import noise_key
 
@@ -34,13 +34,10 @@ ONE_RANK = Ranks(torch.device("cpu"))
 
 
 def make_policy(name: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    if name == "qwen3_moe":
-        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        config = transformers.Qwen3MoeConfig(**GQA, **experts, head_dim=16)
-    else:
-        config = small_config(name)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    is_mixture = name == "qwen3_moe"
+    config = config_of("Qwen3Moe", head_dim=16, **experts) if is_mixture else small_config(name)
+    model = random_model(config, dtype)
     prepare_model(model, MAX_LENGTH)
     return model
 
