@@ -119,21 +119,24 @@ class Copy:
         head = output_head(model)
         linear = made.get(head.linear, head.linear)
         vars(self.model)["to_logits"] = replace(head, linear=linear)
-        self._oldest = 0  # part that `renew` begins with
+        # The head only finds candidates, for which that of older weights is good enough; it would
+        # take as long as all others together.
+        self.renewed = [part for part in self.parts if head.linear not in part.layers]
+        self._oldest = 0  # of these, the one that `renew` begins with
         self._num_old = 0  # parts that are older than the weights
 
     def renew(self, clock: Callable[[], float], limit_s: float) -> float:
         """Quantise the parts that are oldest again, until time is over; return the seconds."""
         begin_s = clock()
         while self._num_old and clock() - begin_s < limit_s:
-            self.parts[self._oldest].renew()
-            self._oldest = (self._oldest + 1) % len(self.parts)
+            self.renewed[self._oldest].renew()
+            self._oldest = (self._oldest + 1) % len(self.renewed)
             self._num_old -= 1
         return clock() - begin_s
 
     def note_update(self) -> None:
         """Note that the policy's weights have changed."""
-        self._num_old = len(self.parts)
+        self._num_old = len(self.renewed)
 
 
 def linear_of(layer: torch.nn.Module) -> torch.nn.Linear:
