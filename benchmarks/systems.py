@@ -82,7 +82,7 @@ COLUMNS = {
     "rollouts": "{rollout_speedup:.2f}x",
     "us/token": "{us_per_token:.0f}",
     "idle time": "{idle_ratio:.1%}",
-    "tokens a forward and row": "{tokens_a_pass:.2f}",
+    "tokens per row and forward": "{tokens_a_pass:.2f}",
     "length ratio": "{length_ratio:.3f}",
     "memory": "{memory_gb:.1f} GB",
     "held-out reward": "{reward:.3f}",

@@ -255,7 +255,7 @@ def add_mechanisms(
             sampler.proposer.add(quantized.source)
             sampler.mechanisms.append(quantized)
             sampler.stats.chains = quantized.source.shortening
-            learner.after_update.append(quantized.note_update)
+            learner.after_update.append(quantized.copy.note_update)
     if "drafter" in config.speculative.sources:
         set_kernels = partial(linear.use_plans, plans=linear.read_plans(kernels))
         drafter = DrafterMechanism(config, learner.model, ranks, params, checkpoint, set_kernels)

@@ -17,7 +17,7 @@ from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.rollout.evaluate import Evaluator
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.drafting import chain_always, train_always
-from tests.helpers.runs import SHORT, digests, read, weights
+from tests.helpers.runs import LORA_AND_TRUNCATION, SHORT, digests, read, weights
 from tests.helpers.threads import train_on_threads
 
 OPTIONS = [
@@ -83,7 +83,7 @@ def test_chains_change_no_token(plain, drafted, capfd):
 
 
 def test_slices_and_evaluations_change_no_token(monkeypatch, tmp_path, plain):
-    """Slices beside rows, after a chain, and after evaluations, which copy no hidden states."""
+    """Train beside rows, after a chain and after evaluations, which keep no hidden states."""
     patch = partial(monkeypatch.setattr, raising=False)
     train_always(patch)
     chain_always(patch)
@@ -142,18 +142,8 @@ def test_a_stop_in_the_warm_start_ends_the_run(monkeypatch, tmp_path, capfd):
     assert not [name for name in os.listdir(tmp_path) if name.startswith("checkpoint")]
 
 
-SETTINGS = [
-    "model.lora_r=4",
-    "rollout.top_k=20",
-    "rollout.top_p=0.9",
-    "rollout.temperature=0.7",
-    "rollout.min_completion_length=4",
-    "rollout.free_cache_engine=true",
-]
-
-
 def test_lora_truncation_and_freed_cache_change_no_token(monkeypatch, tmp_path, capfd):
-    options = [*OPTIONS, *SETTINGS, "run.max_steps=2"]
+    options = [*OPTIONS, *LORA_AND_TRUNCATION, "run.max_steps=2"]
     patch = partial(monkeypatch.setattr, raising=False)
     without, folder = tmp_path / "without", tmp_path / "drafted"
     train_in_virtual_time(*options, "speculative.method=none", f"run.output_dir={without}")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from test_update import ADVANTAGES, make_config, make_samples
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers.models.llama import modeling_llama
 
 from bubblespec.distributed.ranks import Ranks
@@ -25,28 +24,14 @@ from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.sampling import SamplingParams, sample, verify
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.mechanisms.quantized import products
-from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
-from bubblespec.mechanisms.quantized.runner import CopyRunner
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.types import Row
 from tests.helpers import fake_cuda
-from tests.helpers.fake_cuda import DEVICE, FakeCuda, flash_attn_varlen_func, is_on_gpu, make_fake
+from tests.helpers.fake_cuda import DEVICE, is_on_gpu, make_fake
 from tests.helpers.generation import Drafts, make_prompts, make_rows, make_runner
-from tests.helpers.graphs import install_flash_attn
 from tests.helpers.models import VOCAB
 
 KERNELS = ("sdpa", "varlen", "flash_attn")
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    install_flash_attn(monkeypatch, flash_attn_varlen_func)
-    is_cuda = property(lambda tensor: tensor.fake_device.type == "cuda")
-    monkeypatch.setattr(FakeTensor, "is_cuda", is_cuda, raising=False)
-    with FakeCuda() as fake:
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: fake.waits.append("synchronize"))
-        yield fake
 
 
 def test_mistakes_on_fake_tensors_are_seen(cuda):
@@ -384,30 +369,3 @@ def test_collectives_send_device_tensors(cuda, monkeypatch):
         assert all(state.facts.tolist() == [1.0] * num_facts for state in states)
         assert cuda.waits == ["board.receive"] and cuda.uploads == 1
         assert sent[-1] == 2 + num_facts
-
-
-@pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("params", PARAMS)
-def test_quantised_copy_waits_once_for_each_token(cuda, monkeypatch, kernel, bits, params):
-    """Its products, its drawing and its renewal; never run on a GPU."""
-    monkeypatch.setattr(products, "GROUP", 32)  # as small as the model
-    monkeypatch.setattr(products, "INNER_TILES", 2)
-    model = make_fake("llama")
-    product = products.product_for("cuda", torch.bfloat16, bits, 1)
-    tokens = torch.zeros(60, dtype=torch.int64, device=DEVICE)
-    copy = Copy(model, product, *observe_inputs(model, tokens, kernel))
-    assert [len(part.layers) for part in copy.parts[:4]] == [3, 1, 2, 1]
-    engine = Engine(make_runner(model, 4, 2 * PAGE, 0, kernel=kernel, enforce_eager=True))
-    runner = CopyRunner(copy, engine, params)
-    place = np.array([0, 2]), np.array([9, 30]), np.array([7, 8]), np.array([4, 5])
-    runner.draw(*place)
-    packed = [part.packed for part in copy.parts]
-    copy.note_update()
-    cuda.clear()
-    copy.renew(iter(range(1000)).__next__, 1e9)
-    assert all(part.packed is old for part, old in zip(copy.parts, packed, strict=True))
-    assert cuda.waits == []
-    found, lead = runner.draw(*place)
-    assert found.shape == lead.shape == (2,) and found.dtype == np.int64
-    assert cuda.waits == ["packing.to_host"] and cuda.products <= {torch.bfloat16}

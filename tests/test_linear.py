@@ -330,7 +330,7 @@ def test_choice_can_be_switched_off(monkeypatch, tmp_path):
 
 
 def test_resumed_run_keeps_the_choice(monkeypatch, tmp_path):
-    """Weights are bit-identical to an uninterrupted run's; another processor chooses anew."""
+    """Resumed weights equal those of an uninterrupted run, bit for bit; another processor measures again."""
 
     def run(folder, seconds, *overrides: str):
         monkeypatch.setattr(linear_module, "measure", faked(seconds))

@@ -11,7 +11,7 @@ from bubblespec.mechanisms import batch_invariant
 from bubblespec.mechanisms.quantized import mechanism
 from bubblespec.mechanisms.quantized.copy import Layers
 from tests.helpers.clocks import train_in_virtual_time
-from tests.helpers.runs import ALWAYS_DRAFT, SHORT, digests, read, weights
+from tests.helpers.runs import ALWAYS_DRAFT, LORA_AND_TRUNCATION, SHORT, digests, read, weights
 
 OPTIONS = [
     *SHORT,
@@ -22,14 +22,7 @@ OPTIONS = [
 ]
 COPY = ["speculative.method=quantized", ALWAYS_DRAFT]
 SETTINGS = {
-    "lora and truncated sampling": [
-        "model.lora_r=4",
-        "rollout.top_k=20",
-        "rollout.top_p=0.9",
-        "rollout.temperature=0.7",
-        "rollout.min_completion_length=4",
-        "rollout.free_cache_engine=true",
-    ],
+    "lora and truncated sampling": LORA_AND_TRUNCATION,
     "batch-invariant": ["model.batch_invariant=true"],
     "evaluations": [
         "run.eval_steps=1",
@@ -94,3 +87,16 @@ def test_line_says_why_no_copy_drafts(tmp_path, capfd):
     train_in_virtual_time(*options, f"run.output_dir={tmp_path}")
     assert capfd.readouterr().err.count("no quantised copy drafts: this device has no product") == 1
     assert not num_drafted(tmp_path)
+
+
+def test_run_goes_on_where_no_copy_can_be_made(monkeypatch, tmp_path, capfd):
+    """A model's own code may do anything with its layers."""
+
+    def fail(*arguments):
+        raise AttributeError("'QuantizedLinear' object has no attribute 'weight'")
+
+    monkeypatch.setattr(mechanism, "Copy", fail)
+    train_in_virtual_time(*OPTIONS, *COPY, "run.max_steps=1", f"run.output_dir={tmp_path}")
+    (line,) = (x for x in capfd.readouterr().err.splitlines() if "no quantised copy" in x)
+    assert "'QuantizedLinear' object has no attribute 'weight'" in line
+    assert len(digests(tmp_path)) == 1 and not num_drafted(tmp_path)

@@ -79,6 +79,11 @@ class TrackedRows:
         begin = self.draft_begin[number]
         return self.tokens[begin : begin + self.draft_length[number]]
 
+    def slots(self, numbers: np.ndarray, rows: list[Row]) -> np.ndarray:
+        """Return where rows are in a list, int64 [R]; -1 for those that are not in it."""
+        place = {id(row): slot for slot, row in enumerate(rows)}
+        return np.array([place.get(id(self.rows[n]), -1) for n in numbers.tolist()], np.int64)
+
     def extend(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         """Append tokens, int [sum of counts], to different rows. numbers, counts: int64 [R]."""
         begin = self.num_gained[numbers]

@@ -56,7 +56,7 @@ class Slots:
         return self.length[: len(self.rows)].copy()
 
     def add(self, rows: list[Row]) -> None:
-        """Queue rows; those that share a prompt's prefill should be adjacent.
+        """Queue rows, those with one prompt next to each other, so that its prefill is shared.
 
         Raises ValueError for a row that does not fit, or that has all its tokens."""
         for row in rows:

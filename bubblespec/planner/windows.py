@@ -87,6 +87,17 @@ def choose_windows(
     return windows, bool(pays)
 
 
+def rate_below_which_chains_gain(
+    gained: np.ndarray, chain_s: np.ndarray, forward_s: np.ndarray
+) -> float:
+    """Return the acceptance rate of another proposal below which the best of n chains gains more.
+
+    All float64 [n]. gained: tokens expected of each chain; chain_s, forward_s: seconds of drafting
+    and of verifying it."""
+    net = float((gained - (1 + gained) * chain_s / (forward_s + chain_s)).max(initial=0.0))
+    return net / (1 + net)  # a long proposal with rate s gains s / (1 - s) tokens
+
+
 def choose_chain_length(
     acceptance_rates: np.ndarray,
     cost: CostModel,

@@ -45,6 +45,14 @@ SHORT = [
     "run.save_steps=2",
     "model.dtype=float64",
 ]
+LORA_AND_TRUNCATION = [
+    "model.lora_r=4",
+    "rollout.top_k=20",
+    "rollout.top_p=0.9",
+    "rollout.temperature=0.7",
+    "rollout.min_completion_length=4",
+    "rollout.free_cache_engine=true",
+]
 # Without it measured times decide whether anything is drafted.
 ALWAYS_DRAFT = "speculative.planning=always"
 

@@ -18,7 +18,7 @@ from bubblespec.engine.batch import Load
 from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, MAX_ROWS, DrafterRunner
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.survival import TRIED, Survival
-from bubblespec.planner.windows import choose_chain_length
+from bubblespec.planner.windows import choose_chain_length, rate_below_which_chains_gain
 
 NAME = "drafter"
 PRIOR = 0.6  # acceptance rate of each position before measurements: enough to be tried
@@ -80,11 +80,10 @@ class DrafterSource(DraftSource):
         length = self.choose_length(active, 1)
         if not length:
             return 0.0
-        gained = float(self.acceptance_rates()[:length].sum())
+        gained = self.acceptance_rates()[:length].sum()
         drafter_s = self.drafter_cost.seconds(length, length)
         forward_s = self.cost.seconds(active, active + length, 1)
-        net = gained - (1 + gained) * drafter_s / (forward_s + drafter_s)
-        return max(net / (1 + net), 0.0)  # a long proposal with rate s gains s / (1 - s) tokens
+        return rate_below_which_chains_gain(*np.array([[gained], [drafter_s], [forward_s]]))
 
     def begin(self, tracked: TrackedRows) -> None:
         """See `DraftSource`."""
@@ -94,16 +93,12 @@ class DrafterSource(DraftSource):
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
         """See `DraftSource`."""
-        nothing, rows = super().propose(numbers, limits), self.tracked.rows
-        slot_of = {id(row): slot for slot, row in enumerate(self.runner.engine.rows)}
-        index_of = {
-            slot_of[id(rows[number])]: index
-            for index, number in enumerate(numbers.tolist())
-            if id(rows[number]) in slot_of
-        }
-        if not index_of or len(slot_of) > MAX_ROWS:
+        nothing, rows = super().propose(numbers, limits), self.runner.engine.rows
+        slots = self.tracked.slots(numbers, rows).tolist()
+        index_of = {slot: index for index, slot in enumerate(slots) if slot >= 0}
+        if not index_of or len(rows) > MAX_ROWS:
             return nothing
-        length = self.choose_length(len(slot_of), len(index_of))
+        length = self.choose_length(len(rows), len(index_of))
         self.chain_lengths[length] += 1
         if not length:
             return nothing

@@ -17,7 +17,7 @@ from bubblespec.planner.windows import MIN_GAIN
 LEADS = np.array((0.1, 0.25, 0.5, 1.0, 2.0, 4.0))  # leads between two of these are alike
 PRIORS = (0.5, 0.6, 0.7, 0.85, 0.95, 0.98, 0.99)  # chance that a token with such a lead is right
 ANY, PRIOR = len(PRIORS), 0.93  # of a token of any lead
-AHEAD = np.array((1, 2, 4))  # tokens, beyond which nobody looks
+AHEAD = np.array((1, 2, 4))  # further tokens that a decision considers
 
 
 class Leads:

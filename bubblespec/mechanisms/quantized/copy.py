@@ -1,9 +1,9 @@
 """The copy: the policy's modules and parameters, with other linear layers.
 
-`make_copy` returns a model whose modules share everything with the policy's but the linear layers.
-These are quantised; layers with the same input, as queries, keys and values have, are one product.
-Which layers these are, and how large the inputs of each channel get, a forward of the policy shows.
-An input channel with large values costs all others their precision, so channels are divided by a
+The modules of `Copy.model` share everything with the policy's but the linear layers. These are
+quantised; layers with the same input, as queries, keys and values have, are one product. Which
+layers these are, and how large the inputs of each channel get, a forward of the policy shows. An
+input channel with large values costs all others their precision, so channels are divided by a
 factor and the weights multiplied by it (SmoothQuant, Xiao et al. 2023, arXiv 2211.10438, equation
 4, with alpha = 0.5).
 
@@ -19,9 +19,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.model_checks import is_rounding, relative_difference
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.mechanisms.quantized.products import Product
@@ -36,11 +38,12 @@ class Layers:
         """largest: of each input channel, float [K], in magnitude."""
         self.layers, self.product = layers, product
         self.widths = [linear_of(layer).out_features for layer in layers]
-        weight = torch.cat([current_weight(layer) for layer in layers])
-        factor = largest.to(weight) ** SMOOTHING
-        factor /= weight.abs().amax(dim=0).clamp_min(1e-5) ** (1 - SMOOTHING)
+        weights = [current_weight(layer) for layer in layers]
+        sizes = [torch.linalg.vector_norm(weight, torch.inf, dim=0).float() for weight in weights]
+        factor = largest**SMOOTHING
+        factor /= torch.stack(sizes).amax(dim=0).clamp_min(1e-5) ** (1 - SMOOTHING)
         self.factor = factor.clamp_min(1e-5)
-        self.inverse = (1 / self.factor).to(linear_of(layers[0]).weight.dtype)
+        self.inverse = (1 / self.factor).to(weights[0].dtype)
         self.packed: Any = None
         self.bias: torch.Tensor | None = None
         self._input: torch.Tensor | None = None
@@ -51,7 +54,7 @@ class Layers:
     def renew(self) -> None:
         """Quantise the current weights, in place where a CUDA graph knows their addresses."""
         weight = torch.cat([current_weight(layer) for layer in self.layers])
-        packed, bias = self.product.pack(weight * self.factor), self._current_bias()
+        packed, bias = self.product.pack(weight, self.factor), self._current_bias()
         if isinstance(self.packed, tuple):
             for old, new in zip(self.packed, packed, strict=True):
                 old.copy_(new)
@@ -106,7 +109,6 @@ class Copy:
 
     def __init__(self, model: PreTrainedModel, product: Product, groups: list, largest: dict):
         """Quantise the policy's layers. groups, largest: of `observe_inputs`."""
-        self.product = product
         self.parts: list[Layers] = []
         made: dict[torch.nn.Module, torch.nn.Module] = {}
         for group in groups:
@@ -117,8 +119,8 @@ class Copy:
                     made[layer] = QuantizedLinear(self.parts[-1], number)
         self.model = cast(PreTrainedModel, _with_layers(model, made))
         head = output_head(model)
-        linear = made.get(head.linear, head.linear)
-        vars(self.model)["to_logits"] = replace(head, linear=linear)
+        own = made.get(head.linear, head.linear)
+        vars(self.model)["to_logits"] = replace(head, linear=own)
         # The head only finds candidates, for which that of older weights is good enough; it would
         # take as long as all others together.
         self.renewed = [part for part in self.parts if head.linear not in part.layers]
@@ -146,10 +148,10 @@ def linear_of(layer: torch.nn.Module) -> torch.nn.Linear:
 
 @torch.no_grad()
 def current_weight(layer: torch.nn.Module) -> torch.Tensor:
-    """Return the weight [M, K] that a layer multiplies by, its adapters included, in float32."""
-    weight = linear_of(layer).weight.detach().float()
+    """Return the weight [M, K] that a layer multiplies by, its adapters included."""
+    weight = linear_of(layer).weight.detach()
     for name in getattr(layer, "active_adapters", ()):
-        weight = weight + cast(Any, layer).get_delta_weight(name).float()
+        weight = weight + cast(Any, layer).get_delta_weight(name)
     return weight
 
 
@@ -162,19 +164,32 @@ def linear_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield from linear_layers(child)
 
 
+def computes_product(layer: torch.nn.Module, x: torch.Tensor, output: object) -> bool:
+    """Whether a layer's output for x [..., K] is the product with its weight, and its bias."""
+    wanted = linear(x[..., -1:, :], current_weight(layer), linear_of(layer).bias)
+    if not isinstance(output, torch.Tensor) or output.shape[:-1] != x.shape[:-1]:
+        return False
+    found = output[..., -1:, :]
+    is_alike = found.shape == wanted.shape and found.dtype == wanted.dtype
+    return is_alike and is_rounding(relative_difference(found, wanted), wanted.dtype)
+
+
 @torch.no_grad()
 def observe_inputs(
     model: PreTrainedModel, tokens: torch.Tensor, kernel: str
 ) -> tuple[list[list[torch.nn.Module]], dict[torch.nn.Module, torch.Tensor]]:
     """Run the policy on tokens int64 [N]; return its linear layers in groups with the same input.
 
-    Also the largest magnitude of each input channel, float32 [K] by layer."""
+    Also the largest magnitude of each input channel, float32 [K] by layer. A layer that computes
+    more than its product, as routers of experts do, is left out."""
     groups: list[list[torch.nn.Module]] = []
     largest: dict[torch.nn.Module, torch.Tensor] = {}
     last: list[torch.Tensor] = []  # input of the latest group
 
-    def note(layer: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        size = args[0].abs().flatten(0, -2).amax(dim=0).float()
+    def note(layer: torch.nn.Module, args: tuple[torch.Tensor, ...], output: object) -> None:
+        if not args or not args[0].numel() or not computes_product(layer, args[0], output):
+            return
+        size = torch.linalg.vector_norm(args[0].flatten(0, -2), torch.inf, dim=0).float()
         if layer in largest:  # called again, with another input
             torch.maximum(largest[layer], size, out=largest[layer])
             return
@@ -185,7 +200,7 @@ def observe_inputs(
             groups.append([layer])
             last[:] = args[:1]
 
-    handles = [layer.register_forward_pre_hook(note) for layer in linear_layers(model)]
+    handles = [layer.register_forward_hook(note) for layer in linear_layers(model)]
     try:
         packing = pack_sequences([len(tokens)], model.device)
         output_head(model)(forward_hidden(model, tokens, packing, kernel))

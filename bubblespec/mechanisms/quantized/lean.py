@@ -50,7 +50,7 @@ class DecoderLayer(NamedTuple):
     before: Norm
     qkv: Multiply
     head_norms: tuple[Norm, Norm] | None
-    """Of queries and keys (Qwen3)."""
+    """Norms of queries and of keys (Qwen3)."""
     scaling: float
     window: int | None
     out: Multiply

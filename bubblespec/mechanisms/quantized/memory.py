@@ -16,8 +16,7 @@ def add_quantized(needs: Needs, config: Config, model: PreTrainedModel) -> Needs
     if "quantized" not in config.speculative.sources:
         return needs
     device = "cpu" if config.model.device == "cpu" else "cuda"
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
-    product = product_for(device, model.dtype, config.quantized.bits, num_weights)
+    product = product_for(model, device, config.quantized.bits)
     if product is None:
         return needs
     layers: list[Linear] = [linear_of(layer) for layer in linear_layers(model)]

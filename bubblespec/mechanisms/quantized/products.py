@@ -1,9 +1,8 @@
 """Products with quantised weights: int8 on a CPU, int8 and int4 on a GPU.
 
 Weights are rounded to a grid of their own for each output (int8), or for each group of inputs of
-an output (int4). On a CPU the inputs are rounded as well, to 8 bits on a grid that each product
-chooses anew, and integers are multiplied (`linear_dynamic` of FBGEMM). On a GPU they stay as they
-are.
+an output (int4). On a CPU the inputs are rounded as well, to 8 bits on a grid of each product's
+own, and integers are multiplied (`linear_dynamic` of FBGEMM). On a GPU inputs are not rounded.
 
 Rounding may be as coarse as it likes: a copy only proposes tokens.
 
@@ -20,6 +19,7 @@ import torch
 LARGE = 3e9
 GROUP = 128  # inputs of an output that share a grid of int4
 INNER_TILES = 8  # of torch's int4 layout, each of 16 inputs
+OUTPUTS_AT_ONCE = 4096  # that are rounded
 HALF = 8  # by which int4 weights, 0 to 15, are moved
 
 
@@ -28,27 +28,26 @@ class Product(NamedTuple):
 
     name: str
     bits: int
-    pack: Callable[[torch.Tensor], Any]
-    """Quantise a weight [M, K]; return a packed object, or a tuple of tensors."""
+    pack: Callable[[torch.Tensor, torch.Tensor], Any]
+    """Quantise a weight [M, K] times a factor [K]; return an object, or a tuple of tensors."""
     multiply: Callable[[torch.Tensor, Any], torch.Tensor]
     """Multiply x [..., K] by a packed weight; return [..., M] in the type of x."""
     fits: Callable[[int, int], bool]
     """Whether a weight of K inputs and M outputs can be packed."""
 
 
-def product_for(
-    device: str, dtype: torch.dtype, bits: int | str, num_weights: int
-) -> Product | None:
-    """Return the product of a copy, if a device has one for a policy of this type.
+def product_for(model: torch.nn.Module, device: str, bits: int | str) -> Product | None:
+    """Return the product of a policy's copy, if a device has one for its type.
 
-    device: cpu or cuda; bits: auto, 8 or 4; num_weights: of the policy."""
+    device: cpu or cuda, where the policy will be; bits: auto, 8 or 4."""
+    parameters = list(model.parameters())
     if device == "cpu":
         found = INT8_CPU if "x86" in torch.backends.quantized.supported_engines else None
-    elif dtype != torch.bfloat16:
+    elif parameters[0].dtype != torch.bfloat16:
         found = None
     else:
-        is_int4 = bits == 4 or (bits == "auto" and num_weights >= LARGE)
-        found = INT4 if is_int4 else INT8
+        is_large = sum(parameter.numel() for parameter in parameters) >= LARGE
+        found = INT4 if bits == 4 or (bits == "auto" and is_large) else INT8
     return found if found is None or bits in ("auto", found.bits) else None
 
 
@@ -61,8 +60,20 @@ def round_to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight / step[:, None]).round().to(torch.int8), step
 
 
-def _pack_cpu(weight: torch.Tensor) -> Any:
-    whole, step = round_to_int8(weight)
+def by_parts(
+    rounding: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+    weight: torch.Tensor,
+    factor: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Round a weight [M, K] times a factor [K] in float32, a few outputs at a time.
+
+    A float32 copy of a large model's output head would take gigabytes."""
+    parts = [rounding(part.float() * factor) for part in weight.split(OUTPUTS_AT_ONCE)]
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def _pack_cpu(weight: torch.Tensor, factor: torch.Tensor) -> Any:
+    whole, step = by_parts(round_to_int8, weight, factor)
     zeros = torch.zeros(len(step), dtype=torch.long)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch means to take out this type of tensor
@@ -71,42 +82,38 @@ def _pack_cpu(weight: torch.Tensor) -> Any:
 
 
 def _multiply_cpu(x: torch.Tensor, packed: Any) -> torch.Tensor:
-    if x.numel() > x.shape[-1]:  # one grid is for all rows, so they get the same size
-        size = x.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-9)
-        return _multiply_cpu_alike(x / size, packed) * size
-    return _multiply_cpu_alike(x, packed)
-
-
-def _multiply_cpu_alike(x: torch.Tensor, packed: Any) -> torch.Tensor:
+    size, given = None, x.float()
+    if x.numel() > x.shape[-1]:  # the rows share a grid, so they are brought to one size
+        size = given.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-9)
+        given = given / size
     # Without VNNI, FBGEMM adds up products in 16 bits, where 8-bit inputs would overflow.
-    out = torch.ops.quantized.linear_dynamic(x.float(), packed, not HAS_VNNI)
-    return out.to(x.dtype)
+    out = torch.ops.quantized.linear_dynamic(given, packed, not HAS_VNNI)
+    return (out if size is None else out * size).to(x.dtype)
 
 
-def _pack_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    whole, step = round_to_int8(weight.float())
-    return whole, step.to(weight.dtype)
+def _pack_int8(weight: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return by_parts(round_to_int8, weight, factor)  # torch's kernel wants the steps in float32
 
 
-def _multiply_int8(x: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _multiply_int8(x: torch.Tensor, packed: tuple[torch.Tensor, ...]) -> torch.Tensor:
     out = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), *packed)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def round_to_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round a weight [M, K] to 16 levels; return levels int32 [M, K], and each group's grid.
+    """Round a weight [M, K] to 16 levels; return levels uint8 [M, K], and each group's grid.
 
     A grid is (step, middle), [M, groups] each: level q stands for (q - 8) * step + middle."""
     groups = weight.unflatten(1, (-1, GROUP))
     low, high = groups.amin(dim=2), groups.amax(dim=2)
     step = ((high - low) / 15).clamp_min(1e-6)
-    levels = ((groups - low[..., None]) / step[..., None]).round().clamp(0, 15).int()
+    levels = ((groups - low[..., None]) / step[..., None]).round().clamp(0, 15).to(torch.uint8)
     return levels.flatten(1), step, low + HALF * step
 
 
-def _pack_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    levels, step, middle = round_to_int4(weight.float())
-    pairs = (levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8)
+def _pack_int4(weight: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    levels, step, middle = by_parts(round_to_int4, weight, factor)
+    pairs = levels[:, ::2] << 4 | levels[:, 1::2]
     packed = torch._convert_weight_to_int4pack(pairs, INNER_TILES)
     grids = torch.stack((step, middle), dim=2).transpose(0, 1).contiguous()
     return packed, grids.to(weight.dtype)  # [groups, M, 2]

@@ -9,6 +9,7 @@ from bubblespec.engine.batch import Load
 from bubblespec.mechanisms.quantized.chains import Leads, rows_to_continue
 from bubblespec.mechanisms.quantized.runner import CopyRunner
 from bubblespec.planner.costs import CHAIN_ROWS, CostModel
+from bubblespec.planner.windows import rate_below_which_chains_gain
 
 NAME = "quantized"
 MAX_CHAIN_LENGTH = 16  # tokens
@@ -62,8 +63,7 @@ class QuantizedSource(DraftSource):
         gained = np.cumsum(self.leads.mean**lengths)
         copy_s = lengths * self.copy_cost.seconds(1, 1, 0, kv_tokens / active)
         forward_s = self.cost.seconds(active, active + lengths, 1, kv_tokens)
-        net = float((gained - (1 + gained) * copy_s / (forward_s + copy_s)).max())
-        return max(net / (1 + net), 0.0)  # a long proposal with rate s gains s / (1 - s) tokens
+        return rate_below_which_chains_gain(gained, copy_s, forward_s)
 
     def shortening(self) -> np.ndarray:
         """Return seconds per token with chains over those without, see `CostModel.chains`."""
@@ -77,9 +77,7 @@ class QuantizedSource(DraftSource):
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
         """See `DraftSource`."""
-        rows, engine = self.tracked.rows, self.runner.engine
-        slot_of = {id(row): slot for slot, row in enumerate(engine.rows)}
-        slots = np.array([slot_of.get(id(rows[n]), -1) for n in numbers.tolist()], np.int64)
+        slots = self.tracked.slots(numbers, self.runner.engine.rows)
         limits = np.minimum(limits, MAX_CHAIN_LENGTH) * (slots >= 0)
         chains, leads, lengths = self._draft(slots, limits)
         self._numbers, self._chains, self._leads, self._lengths = numbers, chains, leads, lengths
@@ -142,9 +140,9 @@ class QuantizedSource(DraftSource):
         """See `DraftSource`."""
         if not len(self._numbers) or not self._lengths.any():
             return
-        place = {number: index for index, number in enumerate(self._numbers.tolist())}
-        index = np.array([place.get(number, -1) for number in numbers.tolist()], np.int64)
-        known = index >= 0
+        order = self._numbers.argsort()
+        index = order[self._numbers.searchsorted(numbers, sorter=order).clip(max=len(order) - 1)]
+        known = self._numbers[index] == numbers
         index, begin, counts = index[known], (counts.cumsum() - counts)[known], counts[known]
         self._numbers = self._numbers[:0]
         offset = np.arange(MAX_CHAIN_LENGTH)

@@ -266,8 +266,8 @@ class _Rank:
         proposer = self.sampler.proposer
         if proposer is not None and "quantized" in config.speculative.sources:
             copies: Any = SimulatedCopyRunner(engine, shared.quantized)
-            chains = QuantizedSource(copies, proposer.cost, profile_copy(copies, ranks.clock))
-            chains.clock = ranks.clock
+            copy_cost = profile_copy(copies, ranks.clock)
+            chains = QuantizedSource(copies, proposer.cost, copy_cost, clock=ranks.clock)
             proposer.add(chains)
             self.sampler.stats.chains = chains.shortening
         if proposer is not None and "drafter" in config.speculative.sources:
