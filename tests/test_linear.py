@@ -330,7 +330,7 @@ def test_choice_can_be_switched_off(monkeypatch, tmp_path):
 
 
 def test_resumed_run_keeps_the_choice(monkeypatch, tmp_path):
-    """Resumed weights equal those of an uninterrupted run, bit for bit; another processor measures again."""
+    """Resumed weights equal those of an uninterrupted run; another CPU measures again."""
 
     def run(folder, seconds, *overrides: str):
         monkeypatch.setattr(linear_module, "measure", faked(seconds))
