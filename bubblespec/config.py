@@ -22,6 +22,12 @@ from bubblespec.config_checks import (
     key,
     keys_of,
 )
+from bubblespec.config_mechanisms import (
+    DrafterConfig,
+    QuantizedConfig,
+    SpeculativeConfig,
+    TailBatchingConfig,
+)
 
 # of uid, visit, sample and position; a prompt has at most one visit per step
 COUNTER = "the noise counter's field"
@@ -275,59 +281,6 @@ class OptimConfig:
     one update per step. Weights then repeat up to the order of summation, not bit for bit."""
     max_tokens_per_microbatch: int = key(8192, at_most(1 << 32), resume=ROUNDING)
     """Maximum number of tokens (prompts and responses) in one forward and backward."""
-
-
-@dataclass
-class SpeculativeConfig:
-    """Drafts. Affects time, not tokens."""
-
-    method: str = key("bubble+suffix+quantized", resume=SAFE)
-    """Sources of drafts, joined by +: bubble (idle time), suffix (matches in earlier text),
-    quantized (a quantised copy of the policy) and drafter (a learned layer), see their sections,
-    dotted paths of classes (docs/extending.md); or none."""
-    planning: Literal["by_cost", "always", "idle_only"] = key("by_cost", resume=SAFE)
-    """Which drafts are co-scheduled with a rank's own rows, and how many draft tokens are verified.
-    by_cost: what measured costs say is faster; always: everything, whatever it costs; idle_only:
-    only waiting ranks draft."""
-
-    @property
-    def sources(self) -> list[str]:
-        """The names in `method`, none of them for none."""
-        return [] if self.method == "none" else self.method.split("+")
-
-
-BITS = Bound(lambda value: value in ("auto", 8, 4), "auto, 8 or 4")
-
-
-@dataclass
-class QuantizedConfig:
-    """The policy's quantised copy, where speculative.method names it. Affects time, not tokens."""
-
-    bits: int | str = key("auto", BITS, resume=SAFE)
-    """Bits of its weights. A CPU has 8, a GPU 8 and 4, for bfloat16; auto: there 4 from 3 billion
-    weights on."""
-
-
-@dataclass
-class DrafterConfig:
-    """The learned drafter, where speculative.method names it. Affects time, not tokens."""
-
-    path: str | None = key(None, resume=SAFE)
-    """Folder of a saved drafter of this policy (a checkpoint has one); without it, one is trained
-    before the first step. A resumed run uses that of its checkpoint."""
-    warm_start: int = key(50_000, at_least(1), resume=SAFE)
-    """Tokens of the policy's own responses that it is trained on before the first step."""
-
-
-@dataclass
-class TailBatchingConfig:
-    """Short rounds that defer their slowest prompts, and long rounds of deferred prompts."""
-
-    enabled: bool = False
-    """Train in short and long rounds instead of the data's order; the responses are the same."""
-    over_sampling_ratio: int | float | str = key("auto", at_least(1, "auto"), at_most(4))
-    """Prompts launched in a short round per prompt that it trains on; auto chooses by recent
-    lengths."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md, the reference of all keys, from the declarations in config.py and
+"""Write docs/configuration.md, the reference of all keys, from the declarations in config*.py and
 the names of other trainers in config_names.py:
 
 python -m scripts.write_configuration
@@ -27,7 +27,8 @@ START = f"""\
 After this page you can write a configuration file, override any key on the command line, and
 translate a configuration of TRL or verl. It lists every key with its type, default and meaning.
 `python -m scripts.write_configuration` generates it from
-[bubblespec/config.py](../bubblespec/config.py), so edit the docstrings there.
+[bubblespec/config.py](../bubblespec/config.py) and
+[bubblespec/config_mechanisms.py](../bubblespec/config_mechanisms.py), so edit the docstrings there.
 
 A configuration is a YAML file with the sections below. Only `model.path`, `run.output_dir` and
 either `data.path` or `data.tasks` must be given. Keys on the command line override the file, and

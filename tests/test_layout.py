@@ -24,6 +24,7 @@ FLOORS = [
     {"config_file", "engine"},
     {"distributed", "config"},
     {"config_combinations"},
+    {"config_mechanisms"},
     {"config_checks", "imports"},
     {"records"},
     {"samples"},
@@ -36,10 +37,10 @@ CEILINGS = {
     "bubblespec.rollout.loop": 5400,
     "bubblespec.rollout.sampler": 8500,
     "bubblespec.trainer": 11000,
-    "bubblespec.checkpoint": 1900,
+    "bubblespec.checkpoint": 1950,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 24150, "tests": 26250}
+MAX_LINES = {"file": 400, "package": 25800, "tests": 28000}
 
 
 def name_of(path: Path) -> str:
