@@ -297,8 +297,8 @@ class RunConfig:
     """Steps between evaluations, also before the first and after the last step; 0: never."""
     save_steps: int = key(50, at_least(0), resume=SAFE)
     """Steps between checkpoints, and one after the last step; 0: only that."""
-    timeline_steps: list[int] = key([], at_least(0), resume=SAFE)
-    """Steps (from 0) whose timeline of all ranks is written to output_dir/timeline."""
+    timeline_steps: list[int] = key([], at_least(1), resume=SAFE)
+    """Steps (from 1) whose timeline of all ranks is written to output_dir/timeline."""
     trace: bool = key(False, resume=SAFE)
     """Record responses, drafts, and the load and time of every forward in output_dir/trace, for the
     simulator."""

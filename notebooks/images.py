@@ -32,7 +32,7 @@ FOLDER = os.path.join(ROOT, "docs", "images")
 SIMULATED = os.path.join(ROOT, "docs", "results", "simulated_systems.json")
 REAL = os.path.join(ROOT, "notebooks", "data", "systems.json")
 RUNS = os.path.join(ROOT, "notebooks", "data", "runs")
-RECORDED_STEP = 13
+RECORDED_STEP = 14
 
 LONGEST = 16 * K  # tokens of the responses of the simulated step
 STEPS = 10  # of which one is drawn; the first has no drafts, and the last drafts nothing

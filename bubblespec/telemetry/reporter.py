@@ -63,6 +63,7 @@ class RunReporter:
                 num_prompts=len(self.schedule.prompts),
                 num_held_out=self.num_held_out,
                 num_dropped=self.schedule.prompts.num_dropped,
+                num_duplicates=self.schedule.prompts.num_duplicates,
                 num_updates=num_updates,
                 checkpoint=checkpoint,
                 num_deferred=len(self.schedule.deferred),
@@ -88,7 +89,7 @@ class RunReporter:
         metrics: of everything that is not measured here; accepted_by_age, store_tokens: see
         `speculation_metrics`; accepted_by_age is None where no drafts are verified.
         """
-        ranks, run, step = self.ranks, self.config.run, record.step
+        ranks, run, step = self.ranks, self.config.run, record.step + 1  # counted from 1
         is_dynamic = self.config.rollout.dynamic_sampling_max_batches > 1
         metrics |= report.rollout_metrics(record, self.functions, is_dynamic=is_dynamic)
         if accepted_by_age is None:
@@ -111,7 +112,7 @@ class RunReporter:
             return
         self.logger.log(step, metrics)
         self.console.show_step(step, metrics)
-        if step % SAMPLE_STEPS == 0 or step == run.max_steps - 1:
+        if record.step % SAMPLE_STEPS == 0 or step == run.max_steps:
             self.logger.log_samples(record, report.short_names(self.functions), self.tokenizer)
         if step in run.timeline_steps:
             is_long, title = metrics.get("tail/is_long_round"), self.config.speculative.method
