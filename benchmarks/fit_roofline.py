@@ -27,6 +27,7 @@ FIXED = ("memory_share",)
 COPY_PASSES = (3, 7)
 FACTOR = 2.0  # constants are sought between FITTED / FACTOR and FITTED * FACTOR
 OUTLIER = 0.05  # error from which on errors count linearly
+TICKS_MS = (3, 5, 10, 15, 20, 30, 50, 100)
 PANELS = {DECODE: "decode", VERIFY: "verify, 3 to 15 draft tokens per row", COPY: "int4 copy"}
 # gpt-fast's README (BSD-3): tokens per second of Llama-2-7B, bfloat16, by number of A100-80GB.
 GPT_FAST = {1: 104.9, 2: 168.8, 4: 254.0, 8: 328.4}
@@ -74,9 +75,10 @@ def draw(cases: list[Case], fit: Fit, fitted_model: str) -> Figure:
         axes.plot(ends, ends, color="0.5", linewidth=1, zorder=1)
         axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="fitted, ms")
         axes.set_title(title)
+        ticks = [ms for ms in TICKS_MS if ends[0] <= ms <= ends[1]]
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("{x:g}")
+            axis.set_ticks(ticks, labels=list(map(str, ticks)))
+            axis.set_ticks([], minor=True)
     panels[0].legend(fontsize=8)
     costs = {n: roofline("a100", "llama-2-7b", n, engine="gpt-fast", fit=fit) for n in GPT_FAST}
     speeds = [1 / cost.seconds(Load(1, 1, 0, 128)) for cost in costs.values()]
