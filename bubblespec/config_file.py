@@ -68,7 +68,7 @@ def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
             raise InputError(f"override '{override}': not valid YAML: {reason}") from error
     keys = keys_of(Config)
     sections = {key.partition(".")[0] for key in keys}
-    config = OmegaConf.structured(Config)
+    config, names = OmegaConf.structured(Config), set()
     for layer in layers:
         given = OmegaConf.to_container(layer)
         if not isinstance(given, dict):
@@ -87,12 +87,15 @@ def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
                     name = _innermost(name, value)
                     raise InputError(f"{name}: {_unknown(name, keys)}")
                 _put(config, name, value)
+                names.add(name)
     try:
         for name in sorted(OmegaConf.missing_keys(config)):
             raise InputError(f"{name}: is required")
         filled: Any = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # a reference ${...} to what does not exist
         raise InputError(f"{error.full_key}: {_first_line(error)}") from error
+    if filled.loss.loss_type == "distillation" and "reward.functions" not in names:
+        filled.reward.functions = []
     check_bounds(filled)
     return filled
 

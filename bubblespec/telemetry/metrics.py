@@ -37,7 +37,7 @@ class MetricsLogger:
         def is_kept(record: dict) -> bool:
             # An evaluation at `first_step` was made before the step of that number, by the run that
             # saved the checkpoint.
-            is_evaluation = "eval/reward" in record
+            is_evaluation = "eval/digest" in record
             return record["step"] < first_step + (is_evaluation and first_step > 0)
 
         paths = (os.path.join(output_dir, name) for name in ("metrics.jsonl", "samples.jsonl"))
@@ -48,7 +48,7 @@ class MetricsLogger:
         self._has_layout = False
         self._evaluated: set[int] = set()  # steps whose evaluations are in the file
         for record in self._lines.records:
-            if "eval/reward" in record:
+            if "eval/digest" in record:
                 self._evaluated.add(record["step"])
                 self._tags.update(map(tag_of, record))
             if record["step"] == first_step:  # the purge has just hidden this evaluation's points
