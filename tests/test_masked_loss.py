@@ -13,11 +13,11 @@ from test_update import (
     make_samples,
     moved,
     responses_of,
+    teacher_of,
 )
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.learn.distillation import Teacher
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.table import RowTable
 from bubblespec.samples import digest
@@ -55,13 +55,6 @@ CASES = {
 }
 
 
-def teacher_of(make_model, config) -> Teacher | None:
-    """A model of another architecture and width, prepared."""
-    if config.loss.loss_type != "distillation" and not config.loss.distillation_coef:
-        return None
-    return Teacher(make_model("gpt2", max_length=64).requires_grad_(False), "sdpa")
-
-
 def updates(make_model, config, samples, num_ranks: int):
     """Gradient and weights before it of each update of a step, on threads as ranks; and metrics."""
     world, results, models = World(num_ranks), {}, [make_model() for _ in range(num_ranks)]
@@ -69,8 +62,8 @@ def updates(make_model, config, samples, num_ranks: int):
     def work(rank: int) -> None:
         model, ranks, seen = models[rank], SimulatedRanks(world, rank), []
         prepare_model(model, 64)
-        learner = make_learner(model, config, reference_of(model, config), ranks)
-        learner.teacher = teacher_of(make_model, config)
+        teacher = teacher_of(make_model, config)
+        learner = make_learner(model, config, reference_of(model, config), ranks, teacher)
         optimizer, step = learner.optimizer, learner.optimizer.step
 
         def noting(*arguments):

@@ -56,8 +56,8 @@ MAX_SKIPPED_STEPS = 5
 
 # What each micro-batch measures, summed over the micro-batches of an update except the last, a
 # maximum. low, high and delta count bounded tokens (policy_loss).
-MEASURED = ("loss", "low", "high", "delta", "kl", "divergence", "mismatch", "tokens")
-MEASURED += ("max_mismatch",)
+MEASURED: tuple[str, ...] = ("loss", "low", "high", "delta", "kl", "divergence", "mismatch")
+MEASURED += ("tokens", "max_mismatch")
 
 
 def response_logprobs(

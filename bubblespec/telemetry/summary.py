@@ -119,6 +119,7 @@ def start_lines(config: Config, facts: Facts) -> list[str]:
     return [
         f"model: {config.model.path}, {count(facts.num_parameters)} parameters{trained}, "
         f"{config.model.dtype}",
+        *[f"teacher: {config.model.teacher_path}, frozen"] * bool(config.model.teacher_path),
         f"ranks: {facts.num_ranks} on {device}, {facts.kernel} attention",
         f"step: {num_prompts} prompts x {num_generations} responses of up to "
         f"{rollout.max_completion_length} tokens; "
