@@ -144,8 +144,9 @@ class EnvironmentConfig:
     """Dotted paths of functions with type hints and docstrings that the model may call."""
     max_turns: int = key(8, at_least(1))
     """Turns of the model in an episode; tool calls in the last are not run."""
-    max_observation_length: int = key(512, at_least(1))
-    """Tokens between two turns, or added to the prompt; longer text is cut."""
+    max_observation_length: int | str = key("auto", at_least(1, "auto"))
+    """Tokens between two turns, or added to the prompt; longer text is cut. auto: 512, or half of
+    rollout.max_completion_length if that is less."""
     num_workers: int = key(4, at_least(0), resume=SAFE)
     """Processes per rank that run environments, each one call at a time, and as many again for
     drafts; 0 runs them in the main process, unprotected from what hangs or crashes."""

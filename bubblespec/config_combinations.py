@@ -2,9 +2,6 @@
 
 from collections.abc import Iterator
 
-from bubblespec.config_checks import require
-from bubblespec.errors import InputError
-
 # Sources of drafts that speculative.method may name.
 METHODS = ("bubble", "suffix", "quantized", "drafter")
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -17,16 +14,15 @@ OF_REWARDS += ("reward.overlong_buffer_length", *CLIPS)
 EVAL_NAMES = ("reward", "digest", "forwards", "spec_accept_rate")  # of metrics eval/NAME
 
 
-def check_combinations(config):
-    """Return the same `Config`. Raises InputError with the key and its nearest valid value."""
+def combination_problems(config) -> Iterator[str]:
+    """Yield a line for each problem, with the key and its nearest valid value."""
     for holds, name, what in _conditions(config):
-        section, _, key = name.partition(".")
-        require(holds, name, getattr(getattr(config, section), key), what)
+        if not holds:
+            section, _, key = name.partition(".")
+            yield f"{name}: {getattr(getattr(config, section), key)} must be {what}"
     of_sections = (_loss_problems, _reward_problems, _data_problems, _environment_problems)
     for problems in (*of_sections, _streaming_problems):
-        for problem in problems(config):
-            raise InputError(problem)
-    return config
+        yield from problems(config)
 
 
 def _conditions(config) -> Iterator[tuple[bool, str, str]]:
@@ -62,12 +58,8 @@ def _conditions(config) -> Iterator[tuple[bool, str, str]]:
     holds = bool(config.run.eval_steps or config.run.save_best is None)
     yield holds, "run.save_best", "null, as run.eval_steps is 0"
     for name, valid in (("advantage_estimator", ESTIMATORS), ("loss_type", LOSS_TYPES)):
-        value = getattr(config.loss, name)
-        yield (
-            value in valid or "." in value,
-            f"loss.{name}",
-            f"{', '.join(valid)}, or a dotted path",
-        )
+        value, what = getattr(config.loss, name), f"{', '.join(valid)}, or a dotted path"
+        yield value in valid or "." in value, f"loss.{name}", what
 
 
 def _loss_problems(config) -> Iterator[str]:
@@ -137,7 +129,7 @@ def _reward_problems(config) -> Iterator[str]:
     for path in functions:
         if functions.count(path) > 1:
             yield f"reward.functions: '{path}' is listed twice; raise its weight instead"
-    for path in config.eval.functions:
+    for path in dict.fromkeys(config.eval.functions):
         name = path.rpartition(".")[2]
         if path in functions:
             why = f"is a reward function; its held-out mean is eval/rewards/{name}/mean"
@@ -165,16 +157,13 @@ def _environment_problems(config) -> Iterator[str]:
     if not environment.is_used:
         return
     limit, longest = rollout.max_completion_length, environment.max_observation_length
-    if longest >= limit:
+    if longest != "auto" and longest >= limit:
         yield (
             f"environment.max_observation_length: {longest} must be below "
             f"rollout.max_completion_length = {limit}, so that a turn fits after it"
         )
-    if rollout.tp_tail_max_rows not in ("auto", 0):
-        yield (
-            f"rollout.tp_tail_max_rows: {rollout.tp_tail_max_rows}, but episodes cannot move "
-            "to other ranks; set 0"
-        )
+    if (rows := rollout.tp_tail_max_rows) not in ("auto", 0):
+        yield f"rollout.tp_tail_max_rows: {rows}, but episodes cannot move to other ranks; set 0"
     if config.run.trace:
         yield "run.trace: traces have no turns of environments; set false"
 
