@@ -287,7 +287,7 @@ loss: {loss_type: gprpo, num_minibatches: 0}
         "loss.num_minibatches: 0 must be at least 1",
         "optim.max_tokens_per_microbatch: 8192 must be at least 100512, so that the longest prompt "
         "and response fit",
-        "loss.loss_type: gprpo must be grpo, dr_grpo, dapo, cispo, or a dotted path",
+        "loss.loss_type: gprpo must be grpo, dr_grpo, dapo, cispo, distillation, or a dotted path",
     ]
 
 

@@ -148,7 +148,12 @@ def test_teacher_with_other_tokens_is_refused(teacher, tmp_path):
 
 
 RUN = [*SHORT, "loss.loss_type=distillation", "loss.distillation_beta=0.7", "run.max_steps=3"]
-RUN += ["run.save_steps=1", "rollout.num_prompts_per_step=4", "data.size=8"]
+RUN += [
+    "run.save_steps=1",
+    "run.save_total_limit=9",
+    "rollout.num_prompts_per_step=4",
+    "data.size=8",
+]
 RUN += ["optim.learning_rate=4e-3", "optim.warmup_steps=0", "reward.functions=[]"]
 
 
