@@ -234,7 +234,7 @@ class _Shared:
 class _Rank:
     """One rank: its sampler and, as the sampler's scorer, the workload's rewards."""
 
-    sees_groups = takes_environments = False
+    takes_environments = False
 
     def __init__(self, shared: _Shared, ranks: SimulatedRanks):
         self.workload, self.texts, self.ranks = shared.workload, Texts(shared.workload), ranks
@@ -290,6 +290,10 @@ class _Rank:
                 of_tail: Any = SimulatedDrafterRunner(tail.engine, shared.drafter)
                 tail.companions.append(lambda engine: source.moved_to(of_tail))
         ranks.barrier()
+
+    def sees_groups(self, step: int | None) -> bool:
+        """See `Scorer`."""
+        return False
 
     def begin(self, launch: Launch, step: int) -> SimpleNamespace:
         """Begin to score a rollout, as `Scorer.begin` does; returns a `Scoring`."""
