@@ -64,7 +64,7 @@ def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
     if not isinstance(given, dict):
         found = type(given).__name__
         raise InputError(f"{source}: expected sections (model, data, ...), found {found}")
-    problems = list(_put_all(config, given, source))
+    problems, has_rewards = list(_put_all(config, given, source)), _sets_rewards(given)
     for override in overrides:
         if not override.partition("=")[0].strip(". ") or "=" not in override:
             problems.append(f"override '{override}' is not of the form section.key=value")
@@ -77,6 +77,7 @@ def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
             )
         else:
             problems += _put_all(config, given, source)
+            has_rewards |= _sets_rewards(given)
     # A key that an earlier line names is corrected with it: say nothing more about it.
     named = set(KEY.findall("\n".join(problems)))
     try:
@@ -88,6 +89,8 @@ def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
         problems.append(f"{error.full_key}: {str(error).strip().splitlines()[0]}")
         raise InputError("\n".join(problems)) from error
     problems += bound_problems(filled)
+    if filled.loss.loss_type == "distillation" and not has_rewards:
+        filled.reward.functions = []
     named = set(KEY.findall("\n".join(problems)))
     for name in named & KEYS.keys():  # a default, with which combinations can be checked
         section, _, leaf = name.partition(".")
@@ -101,6 +104,12 @@ def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
         half = filled.rollout.max_completion_length // 2
         filled.environment.max_observation_length = max(1, min(half, 512))
     return filled
+
+
+def _sets_rewards(given: dict) -> bool:
+    """Whether this part of a configuration names reward functions."""
+    rewards = given.get("reward")
+    return isinstance(rewards, dict) and "functions" in rewards
 
 
 def _put_all(config: Any, given: dict, source: str) -> Iterator[str]:

@@ -163,7 +163,19 @@ reward.overlong_buffer_length=513 | | at most rollout.max_completion_length = 51
 speculative.method=none+drafter | | none, or some of bubble, suffix, quantized, drafter
 loss.num_minibatches=3 | | a divisor of rollout.num_prompts_per_step = 16
 loss.delta=1.2 | | above 1 + loss.epsilon_high = 1.2
-loss.loss_type=gprpo | | grpo, dr_grpo, dapo, cispo, or a dotted path
+loss.loss_type=gprpo | | grpo, dr_grpo, dapo, cispo, distillation, or a dotted path
+loss.loss_type=distillation | model.teacher_path | is required for distillation
+loss.distillation_coef=1 | model.teacher_path | is required for distillation
+loss.distillation_beta=2 | | at most 1
+model.teacher_path=t | | set loss.loss_type=distillation, or a weight in loss.distillation_coef
+loss.loss_type=distillation model.teacher_path=t loss.delta=3 | loss.delta | without rewards
+loss.distillation_coef=1 loss.loss_type=distillation model.teacher_path=t | | without rewards
+rollout.dynamic_sampling_max_batches=2 loss.loss_type=distillation model.teacher_path=t | | without
+reward.overlong_buffer_length=2 loss.loss_type=distillation model.teacher_path=t | | without rewards
+eval.functions=[bubblespec.rewards.exact_match] | | eval/rewards/exact_match/mean
+eval.functions=[a.b,a.b] | | listed twice
+eval.functions=[a.reward] | | has the name of another metric, eval/reward
+run.save_best=eval/reward | | null, as run.eval_steps is 0
 loss.loss_type=my.loss loss.delta=3 | loss.delta | is not passed to my.loss; leave it out
 loss.loss_type=my.loss loss.epsilon_high=0.3 | loss.epsilon_high | is not passed to my.loss
 loss.advantage_estimator=group | | grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, or
@@ -179,6 +191,14 @@ data.path=null | data.path, data.tasks | exactly one
 data.path=null data.tasks=[{name:a},{name:a,weight:0}] | data.tasks[1].weight | above 0
 data.path=null data.tasks=[{name:a}] data.eval_path=b.jsonl | data.eval_path | leave it out
 """
+
+
+def test_distillation_has_no_rewards_unless_they_are_set(load):
+    options = (MINIMAL, "loss.loss_type=distillation", "model.teacher_path=t")
+    alone = (*options, "rollout.num_generations=1", "optim.stream_gradients=true")
+    assert load(*alone).reward.functions == []
+    assert load(*options, "reward.functions=[a.b]").reward.functions == ["a.b"]
+    assert load(MINIMAL).reward.functions == ["bubblespec.rewards.exact_match"]
 
 
 @pytest.mark.parametrize("overrides, key, what", rows_of(IMPOSSIBLE))
@@ -267,7 +287,7 @@ loss: {loss_type: gprpo, num_minibatches: 0}
         "loss.num_minibatches: 0 must be at least 1",
         "optim.max_tokens_per_microbatch: 8192 must be at least 100512, so that the longest prompt "
         "and response fit",
-        "loss.loss_type: gprpo must be grpo, dr_grpo, dapo, cispo, or a dotted path",
+        "loss.loss_type: gprpo must be grpo, dr_grpo, dapo, cispo, distillation, or a dotted path",
     ]
 
 

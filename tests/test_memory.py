@@ -275,3 +275,16 @@ def test_table_marks_what_does_not_fit():
     config.optim.shard_state = True
     *_, first, second = table(config, model, 8).splitlines()
     assert "8 x 80 GB: DOES NOT FIT" in first and "8 x 141 GB: fits" in second
+
+
+def test_teacher_is_counted_for_whole_run():
+    config = make_config("bfloat16")
+    model, teacher = (meta_model(small(hidden_size=n), torch.bfloat16) for n in (128, 256))
+    without, needs = (memory.estimate(config, model, 1, other) for other in (None, teacher))
+    size = sum(p.nbytes for p in teacher.parameters())
+    assert needs.lasting - without.lasting == needs.teacher == size
+    # its hidden states, and twice the logits, as no micro-batch needs chunks
+    assert needs.training - without.training == 8192 * (256 * 2 + 4 * 512 * 4)
+    (row,) = re.findall(r"([\d.]+)  teacher\n", table(config, model, 1, teacher))
+    assert float(row) == pytest.approx(size / 1e9, abs=0.005)
+    assert "teacher" not in table(config, model, 1)

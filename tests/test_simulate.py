@@ -234,7 +234,7 @@ def test_command_compares_method_with_no_drafts(monkeypatch, tmp_path, capsys):
     options = ["--ranks", "2", "--json", str(out)]
     assert call(monkeypatch, *options) == 0
     printed = capsys.readouterr().out
-    assert "roofline, not measured: Qwen2.5-7B" in printed and "speed-up of rollouts" in printed
+    assert "not measured: Qwen2.5-7B" in printed and "speed-up of rollouts" in printed
     report = json.loads(out.read_text())
     assert list(report["methods"]) == ["none", "bubble+suffix+quantized"]
     for found in report["methods"].values():

@@ -23,6 +23,11 @@ from bubblespec.telemetry.timeline import save_timeline
 ACCEPTED_LENGTHS = "rollout/spec_accepted_lengths"
 
 
+def is_evaluation(record: dict[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl is an evaluation's, not a step's."""
+    return any(key.startswith("eval/") for key in record)
+
+
 class MetricsLogger:
     """Writes the files of a run.
 
@@ -37,8 +42,7 @@ class MetricsLogger:
         def is_kept(record: dict) -> bool:
             # An evaluation at `first_step` was made before the step of that number, by the run that
             # saved the checkpoint.
-            is_evaluation = "eval/reward" in record
-            return record["step"] < first_step + (is_evaluation and first_step > 0)
+            return record["step"] < first_step + (is_evaluation(record) and first_step > 0)
 
         paths = (os.path.join(output_dir, name) for name in ("metrics.jsonl", "samples.jsonl"))
         self._lines, self._samples = (JsonLines(path, first_step, is_kept) for path in paths)
@@ -48,7 +52,7 @@ class MetricsLogger:
         self._has_layout = False
         self._evaluated: set[int] = set()  # steps whose evaluations are in the file
         for record in self._lines.records:
-            if "eval/reward" in record:
+            if is_evaluation(record):
                 self._evaluated.add(record["step"])
                 self._tags.update(map(tag_of, record))
             if record["step"] == first_step:  # the purge has just hidden this evaluation's points

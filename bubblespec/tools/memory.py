@@ -32,19 +32,24 @@ def main(arguments: list[str]) -> None:
         raise InputError(f"--world-size: {given.world_size} must be at least 1")
     config = load_config(given.config, given.overrides)
     config = with_dtype(config, "cpu" if config.model.device == "cpu" else "cuda")
-    architecture = from_pretrained(AutoConfig, config, config.model.path)
-    model = meta_model(architecture, getattr(torch, config.model.dtype))
-    print(table(config, model, given.world_size))
+    dtype, teacher = getattr(torch, config.model.dtype), None
+    model = meta_model(from_pretrained(AutoConfig, config, config.model.path), dtype)
+    if (path := config.model.teacher_path) is not None:
+        teacher = meta_model(from_pretrained(AutoConfig, config, path), dtype)
+    print(table(config, model, given.world_size, teacher))
 
 
-def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
+def table(
+    config: Config, model: PreTrainedModel, world_size: int, teacher: PreTrainedModel | None = None
+) -> str:
     """Return a table of what each rank needs, and of what fits on GPUs of two sizes."""
-    needs = add_drafter(estimate(config, model, world_size), config, model, world_size)
+    needs = estimate(config, model, world_size, teacher)
+    needs = add_drafter(needs, config, model, world_size)
     needs = add_quantized(needs, config, model)
     count = sum(p.numel() for p in model.parameters())
     rows = [(needs.weights, "weights"), (needs.gradients, "gradients")]
     rows += [(needs.optimizer, "optimizer state"), (needs.drafter, "drafter")]
-    rows += [(needs.quantized, "quantised copy of the policy")]
+    rows += [(needs.quantized, "quantised copy of the policy"), (needs.teacher, "teacher")]
     rows += [(needs.lasting, "total, for the whole run")]
     rows += [(needs.training, "gradient step, in addition (estimated)")]
     rows += [(needs.rollout, "forward of a rollout, in addition, at another time (estimated)")]
