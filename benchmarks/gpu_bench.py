@@ -18,8 +18,7 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.tools.doctor.forwards import median_s
-from bubblespec.tools.simulate.cost import ForwardCost
-from bubblespec.tools.simulate.roofline import GPUS, MODELS, roofline
+from bubblespec.tools.simulate.roofline import GPUS, MODELS, GPUCost, roofline
 from bubblespec.types import Row, SampleId
 
 SHAPE_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
@@ -121,7 +120,7 @@ class Bench:
         """Return the median wall seconds of a call, until the device is done."""
         return median_s(action, self.device)
 
-    def cost(self, name: str) -> ForwardCost | None:
+    def cost(self, name: str) -> GPUCost | None:
         """Return the cost of a model's forwards by the roofline, if it has this GPU and model."""
         is_known = self.gpu is not None and name.lower() in MODELS
         return roofline(self.gpu, name.lower()) if is_known else None

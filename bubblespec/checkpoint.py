@@ -40,6 +40,7 @@ CONFIG_FILE = "config.yaml"
 SPECULATION_FILE = "speculation.npz"
 PLANNER_FILE = "planner.npz"
 OPTIMIZER_FILE = "optimizer.pt"
+BEST = "checkpoint-best"
 FORMAT = 3
 NOT_THE_SAME = "resuming would not repeat the same run (set another run.output_dir for a new one)"
 # Errors of reading files that are torn or of another format.
@@ -71,11 +72,13 @@ def save_checkpoint(
     optimizer: Stateful,
     arrays: dict[str, dict[str, Any]],
     writers: Sequence[Callable[[str], None]] = (),
+    then: Callable[[], None] = lambda: None,
 ) -> str | None:
     """Save a checkpoint after `state["step"]` updates, on all ranks together.
 
     state: for trainer_state.json, see `read_state`; arrays: by file name; writers: add files of
-    their own to the folder that they are given, on rank 0.
+    their own to the folder that they are given, on rank 0; then: called there once the checkpoint
+    is complete, before older ones are deleted (but not the one that checkpoint-best leads to).
 
     Return None, or in one line why saving failed (a full disk, for instance), the same on every
     rank. A failed save leaves nothing, and earlier checkpoints stay.
@@ -101,10 +104,13 @@ def save_checkpoint(
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
             _commit(temporary, os.path.join(output_dir, f"checkpoint-{step}"))
+            then()
+            best = os.path.realpath(os.path.join(output_dir, BEST))
             # Later ones are damaged, or of a continuation that was given up: they do not count.
             saved = [folder for folder in list_checkpoints(output_dir) if step_of(folder) <= step]
             for old in saved[: -config.run.save_total_limit]:
-                shutil.rmtree(old, ignore_errors=True)
+                if os.path.realpath(old) != best:
+                    shutil.rmtree(old, ignore_errors=True)
             return None
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save
             shutil.rmtree(temporary, ignore_errors=True)
@@ -324,8 +330,9 @@ def load_arrays(folder: str, name: str) -> dict[str, np.ndarray]:
 def read_state(folder: str) -> dict:
     """Return the content of trainer_state.json. Raises InputError.
 
-    step: updates done; evaluated: updates before the last evaluation, or -1; progress: sums over
-    the run so far, by name; linear: see `choose_linear`; format; world_size; config: flat.
+    step: updates done; evaluated: updates before the last evaluation, or -1; best: metric, value
+    and step of the best evaluation by run.save_best, or None; progress: sums over the run so far,
+    by name; linear: see `choose_linear`; format; world_size; config: flat.
     """
     path = os.path.join(folder, STATE_FILE)
     with refuse_what_does_not_fit(folder), open(path, encoding="utf-8") as file:

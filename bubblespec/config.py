@@ -68,6 +68,9 @@ class ModelConfig:
     requirements-lora.txt); 0 trains all weights."""
     lora_alpha: int = key(32, at_least(1))
     """The adapter's output is scaled by lora_alpha / lora_r."""
+    teacher_path: str | None = None
+    """Folder or hub name of a model with the same tokenizer from which the policy learns, with
+    loss.loss_type=distillation or loss.distillation_coef; frozen, on every GPU."""
 
 
 @dataclass
@@ -114,7 +117,8 @@ class RewardConfig:
 
     functions: list[str] = key(["bubblespec.rewards.exact_match"])
     """Dotted paths of reward functions with TRL's signature. A call has the responses of one whole
-    group, unless a function is marked `@bubblespec.rewards.per_sample`."""
+    group, unless a function is marked `@bubblespec.rewards.per_sample`. With
+    loss.loss_type=distillation the default is none."""
     weights: list[float] | None = None
     """One weight per function (default: all 1)."""
     num_workers: int = key(2, at_least(0), resume=SAFE)
@@ -140,8 +144,9 @@ class EnvironmentConfig:
     """Dotted paths of functions with type hints and docstrings that the model may call."""
     max_turns: int = key(8, at_least(1))
     """Turns of the model in an episode; tool calls in the last are not run."""
-    max_observation_length: int = key(512, at_least(1))
-    """Tokens between two turns, or added to the prompt; longer text is cut."""
+    max_observation_length: int | str = key("auto", at_least(1, "auto"))
+    """Tokens between two turns, or added to the prompt; longer text is cut. auto: 512, or half of
+    rollout.max_completion_length if that is less."""
     num_workers: int = key(4, at_least(0), resume=SAFE)
     """Processes per rank that run environments, each one call at a time, and as many again for
     drafts; 0 runs them in the main process, unprotected from what hangs or crashes."""
@@ -217,6 +222,9 @@ class EvalConfig:
     """Responses per held-out prompt; pass@k is reported for k = 1, 2, 4, ... up to it."""
     temperature: float | None = key(None, *OR_GREEDY, resume=SAFE)
     """Sampling temperature of evaluation (default: the rollout's); 0 is greedy."""
+    functions: list[str] = key([], resume=SAFE)
+    """Dotted paths of functions, as in reward.functions, that score held-out responses alone. The
+    mean of each is eval/NAME, with the last part of its path."""
 
 
 @dataclass
@@ -232,8 +240,9 @@ class LossConfig:
     batch for reinforce_plus_plus)."""
     loss_type: str = "dapo"
     """How tokens are averaged: per sequence (grpo), by a constant (dr_grpo), over the update (dapo,
-    cispo); cispo also clips the weight of a token's gradient instead of the gradient. Or the dotted
-    path of a function that gives the loss of each token, see docs/extending.md."""
+    cispo); cispo also clips the weight of a token's gradient instead of the gradient. distillation:
+    the divergence from model.teacher_path alone, over the update; rewards are not needed. Or the
+    dotted path of a function that gives the loss of each token, see docs/extending.md."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """A probability ratio per token, or per sequence, the geometric mean of its tokens' (GSPO)."""
     epsilon_low: float = key(0.2, at_least(0), at_most(1e6))
@@ -247,6 +256,11 @@ class LossConfig:
     """Weight of the KL to the initial policy, of which a copy is kept (not with LoRA)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimate of that KL whose gradient is taken; see docs/recipes.md."""
+    distillation_coef: float = key(0.0, at_least(0), at_most(1e6))
+    """Weight of the divergence from model.teacher_path, added to a loss of rewards."""
+    distillation_beta: float = key(1.0, at_least(0), at_most(1))
+    """Which divergence (the `beta` of TRL's GKD): 1 is KL(policy || teacher), 0 is KL(teacher ||
+    policy), between them the generalized Jensen-Shannon divergence; see docs/recipes.md."""
     num_iterations: int = key(1, at_least(1), at_most(1 << 12))
     """Passes over a batch; 1, with one minibatch, is strictly on-policy."""
     num_minibatches: int = key(1, at_least(1))
@@ -306,7 +320,10 @@ class RunConfig:
     """Dotted path of a function that is called on rank 0 with the metrics of each step and of each
     evaluation, a dictionary (docs/metrics.md)."""
     save_total_limit: int = key(2, at_least(1), resume=SAFE)
-    """Checkpoints kept; older ones are deleted."""
+    """Checkpoints kept; older ones are deleted, except the best one of save_best."""
+    save_best: str | None = key(None, resume=SAFE)
+    """Metric of evaluations, eval/NAME: a checkpoint is saved whenever it is higher than after all
+    earlier steps, and output_dir/checkpoint-best is a link to it."""
     resume_from_checkpoint: str = key("auto", resume=SAFE)
     """auto: the newest checkpoint in output_dir; none: start a new run; or a checkpoint folder."""
     allow_changed_data: bool = key(False, resume=SAFE)

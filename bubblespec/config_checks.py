@@ -3,10 +3,9 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
-
-from bubblespec.errors import InputError
 
 MISSING: Any = "???"  # OmegaConf's value of a key without default
 # What may happen if a run is continued from a checkpoint with another value of a key.
@@ -60,33 +59,27 @@ def key(default: Any, *bounds: Bound, resume: str = EXACT) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def require(holds: bool, name: str, value: Any, what: str) -> None:
-    """Raise an InputError that names the key and its valid values unless the condition holds."""
-    if not holds:
-        raise InputError(f"{name}: {value} must be {what}")
-
-
 def keys_of(schema: type) -> dict[str, dataclasses.Field]:
     """Return the field of each "section.key"."""
     types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(schema)}
     return {f"{s}.{f.name}": f for s, type_ in types.items() for f in dataclasses.fields(type_)}
 
 
-def check_bounds(section: Any, prefix: str = "") -> None:
-    """Check each value against the bounds of its key, except null and auto.
+def bound_problems(section: Any, prefix: str = "") -> Iterator[str]:
+    """Yield a line for each value that violates a bound of its key, except null and auto.
 
     A text that cannot be null must not be empty."""
     for field in dataclasses.fields(section):
         name, value = f"{prefix}{field.name}", getattr(section, field.name)
         if field.type is str and not value.strip():
-            raise InputError(f"{name}: is empty")
+            yield f"{name}: is empty"
         bounds = (_FINITE, *field.metadata.get("bounds", ()))
         items = {name: value}
         if isinstance(value, list):
             items = {f"{name}[{index}]": item for index, item in enumerate(value)}
         for key, item in items.items():
             if dataclasses.is_dataclass(item):
-                check_bounds(item, f"{key}.")
+                yield from bound_problems(item, f"{key}.")
             elif item is not None and item != "auto":
-                for bound in bounds:
-                    require(bound.holds(item), key, item, bound.text)
+                violated = (bound.text for bound in bounds if not bound.holds(item))
+                yield from (f"{key}: {item} must be {text}" for text in islice(violated, 1))

@@ -2,25 +2,27 @@
 
 from collections.abc import Iterator
 
-from bubblespec.config_checks import require
-from bubblespec.errors import InputError
-
 # Sources of drafts that speculative.method may name.
 METHODS = ("bubble", "suffix", "quantized", "drafter")
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "cispo")
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "cispo", "distillation")
+CLIPS = ("loss.epsilon_low", "loss.epsilon_high", "loss.delta")
+# Keys without effect where rewards are not trained on.
+OF_REWARDS = ("loss.advantage_estimator", "loss.scale_rewards", "loss.importance_sampling_level")
+OF_REWARDS += ("loss.distillation_coef", "rollout.dynamic_sampling_max_batches")
+OF_REWARDS += ("reward.overlong_buffer_length", *CLIPS)
+EVAL_NAMES = ("reward", "digest", "forwards", "spec_accept_rate")  # of metrics eval/NAME
 
 
-def check_combinations(config):
-    """Return the same `Config`. Raises InputError with the key and its nearest valid value."""
+def combination_problems(config) -> Iterator[str]:
+    """Yield a line for each problem, with the key and its nearest valid value."""
     for holds, name, what in _conditions(config):
-        section, _, key = name.partition(".")
-        require(holds, name, getattr(getattr(config, section), key), what)
+        if not holds:
+            section, _, key = name.partition(".")
+            yield f"{name}: {getattr(getattr(config, section), key)} must be {what}"
     of_sections = (_loss_problems, _reward_problems, _data_problems, _environment_problems)
     for problems in (*of_sections, _streaming_problems):
-        for problem in problems(config):
-            raise InputError(problem)
-    return config
+        yield from problems(config)
 
 
 def _conditions(config) -> Iterator[tuple[bool, str, str]]:
@@ -53,19 +55,20 @@ def _conditions(config) -> Iterator[tuple[bool, str, str]]:
     yield len(config.optim.adam_betas) == 2, "optim.adam_betas", "two numbers"
     holds = bool(config.eval.num_prompts or not config.run.eval_steps)
     yield holds, "eval.num_prompts", "at least 1, as run.eval_steps is set"
+    holds = bool(config.run.eval_steps or config.run.save_best is None)
+    yield holds, "run.save_best", "null, as run.eval_steps is 0"
     for name, valid in (("advantage_estimator", ESTIMATORS), ("loss_type", LOSS_TYPES)):
-        value = getattr(config.loss, name)
-        yield (
-            value in valid or "." in value,
-            f"loss.{name}",
-            f"{', '.join(valid)}, or a dotted path",
-        )
+        value, what = getattr(config.loss, name), f"{', '.join(valid)}, or a dotted path"
+        yield value in valid or "." in value, f"loss.{name}", what
 
 
 def _loss_problems(config) -> Iterator[str]:
     loss, rollout = config.loss, config.rollout
     estimator, delta, high = loss.advantage_estimator, loss.delta, loss.epsilon_high
     is_own = "." in estimator
+    yield from _teacher_problems(config)
+    if loss.loss_type == "distillation":
+        return
     if rollout.num_generations == 1 and rollout.dynamic_sampling_max_batches > 1:
         needs = "needs rollout.num_generations of at least 2"
         yield f"rollout.dynamic_sampling_max_batches: above 1 {needs}"
@@ -79,9 +82,8 @@ def _loss_problems(config) -> Iterator[str]:
     if is_own and loss.scale_rewards is not None:
         yield f"loss.scale_rewards: {estimator} returns final advantages; leave it out"
     if "." in loss.loss_type:
-        for name in ("epsilon_low", "epsilon_high", "delta"):
-            if getattr(loss, name) != getattr(type(loss), name):
-                yield f"loss.{name}: is not passed to {loss.loss_type}; leave it out"
+        for name in _changed(config, CLIPS):
+            yield f"{name}: is not passed to {loss.loss_type}; leave it out"
         return
     if loss.loss_type != "cispo":
         if delta is not None and delta <= 1 + high:
@@ -95,13 +97,47 @@ def _loss_problems(config) -> Iterator[str]:
         yield f"loss.epsilon_high: {high} must be at least 1 with cispo (5, say)"
 
 
+def _teacher_problems(config) -> Iterator[str]:
+    """Yield problems of distillation, with rewards and without."""
+    loss, path = config.loss, config.model.teacher_path
+    is_alone = loss.loss_type == "distillation"
+    if path is None and (is_alone or loss.distillation_coef):
+        yield "model.teacher_path: is required for distillation"
+    if path is not None and not (is_alone or loss.distillation_coef):
+        keys = "loss.loss_type=distillation, or a weight in loss.distillation_coef"
+        yield f"model.teacher_path: nothing is learnt from {path}; set {keys}"
+    for name in _changed(config, OF_REWARDS) if is_alone else ():
+        yield f"{name}: loss.loss_type=distillation trains without rewards; leave it out"
+
+
+def _changed(config, names: tuple[str, ...]) -> list[str]:
+    """Return which of these keys have another value than their default."""
+    changed = []
+    for name in names:
+        section, _, leaf = name.partition(".")
+        values = getattr(config, section)
+        if getattr(values, leaf) != getattr(type(values), leaf):
+            changed.append(name)
+    return changed
+
+
 def _reward_problems(config) -> Iterator[str]:
     functions, weights = config.reward.functions, config.reward.weights
-    if not functions and config.environment.factory is None:
+    is_needed = config.loss.loss_type != "distillation"
+    if not functions and config.environment.factory is None and is_needed:
         yield "reward.functions: set at least one reward function"
     for path in functions:
         if functions.count(path) > 1:
             yield f"reward.functions: '{path}' is listed twice; raise its weight instead"
+    for path in dict.fromkeys(config.eval.functions):
+        name = path.rpartition(".")[2]
+        if path in functions:
+            why = f"is a reward function; its held-out mean is eval/rewards/{name}/mean"
+            yield f"eval.functions: '{path}' {why}"
+        if config.eval.functions.count(path) > 1:
+            yield f"eval.functions: '{path}' is listed twice"
+        if name in EVAL_NAMES:
+            yield f"eval.functions: '{path}' has the name of another metric, eval/{name}"
     num_possible = {len(functions), len(functions) + (config.environment.factory is not None)}
     if weights is not None and len(weights) not in num_possible:
         yield f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions"
@@ -121,16 +157,13 @@ def _environment_problems(config) -> Iterator[str]:
     if not environment.is_used:
         return
     limit, longest = rollout.max_completion_length, environment.max_observation_length
-    if longest >= limit:
+    if longest != "auto" and longest >= limit:
         yield (
             f"environment.max_observation_length: {longest} must be below "
             f"rollout.max_completion_length = {limit}, so that a turn fits after it"
         )
-    if rollout.tp_tail_max_rows not in ("auto", 0):
-        yield (
-            f"rollout.tp_tail_max_rows: {rollout.tp_tail_max_rows}, but episodes cannot move "
-            "to other ranks; set 0"
-        )
+    if (rows := rollout.tp_tail_max_rows) not in ("auto", 0):
+        yield f"rollout.tp_tail_max_rows: {rows}, but episodes cannot move to other ranks; set 0"
     if config.run.trace:
         yield "run.trace: traces have no turns of environments; set false"
 

@@ -1,24 +1,26 @@
 """Configuration files: YAML and dotted overrides into a checked `Config`, and back.
 
-A mistake is an `InputError` of one line that names the key. OmegaConf is imported where it is used,
-as tests on GPU machines run without it.
+All mistakes of a configuration make one `InputError`, with a line each that names the key.
+OmegaConf is imported where it is used, as tests on GPU machines run without it.
 """
 
 import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from bubblespec.config import Config
-from bubblespec.config_checks import check_bounds, keys_of
-from bubblespec.config_combinations import check_combinations
-from bubblespec.config_names import FOREIGN
+from bubblespec.config_checks import bound_problems, keys_of
+from bubblespec.config_combinations import combination_problems
+from bubblespec.config_names import answer_to, value_of
 from bubblespec.errors import InputError
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+KEYS = keys_of(Config)
+SECTIONS = {key.partition(".")[0] for key in KEYS}
+KEY = re.compile(r"[a-z_]+\.[a-z_0-9]+")
+SIMILAR = 0.85  # similarity with a key of the same section that makes a typing error likely
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
@@ -33,14 +35,14 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
         base = OmegaConf.load(path)
     except Exception as error:  # of many kinds; all mean a file that is not valid YAML
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    return check_combinations(_fill(base, overrides, path))
+    return _fill(base, overrides, path)
 
 
 def config_of_sections(sections: dict[str, dict], overrides: Sequence[str], source: str) -> Config:
     """Return the checked configuration of a dictionary of sections. source: its name in errors."""
     from omegaconf import OmegaConf
 
-    return check_combinations(_fill(OmegaConf.create(_escape(sections)), overrides, source))
+    return _fill(OmegaConf.create(_escape(sections)), overrides, source)
 
 
 def config_to_yaml(config: Config) -> str:
@@ -51,88 +53,128 @@ def config_to_yaml(config: Config) -> str:
 
 
 def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
-    """Fill a `Config` from `base` and then the overrides, and check bounds.
+    """Fill a `Config` from `base` and then the overrides, and check it.
 
-    source: the name of `base` in errors."""
+    source: the name of `base` in errors. Raises InputError with all problems."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    layers = [base]
+    config = OmegaConf.structured(Config)
+    given = OmegaConf.to_container(base)
+    if not isinstance(given, dict):
+        found = type(given).__name__
+        raise InputError(f"{source}: expected sections (model, data, ...), found {found}")
+    problems, has_rewards = list(_put_all(config, given, source)), _sets_rewards(given)
     for override in overrides:
         if not override.partition("=")[0].strip(". ") or "=" not in override:
-            raise InputError(f"override '{override}' is not of the form section.key=value")
+            problems.append(f"override '{override}' is not of the form section.key=value")
+            continue
         try:
-            layers.append(OmegaConf.from_dotlist([override]))
+            given = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
         except Exception as error:
-            reason = " ".join(str(error).split())
-            raise InputError(f"override '{override}': not valid YAML: {reason}") from error
-    keys = keys_of(Config)
-    sections = {key.partition(".")[0] for key in keys}
-    config = OmegaConf.structured(Config)
-    for layer in layers:
-        given = OmegaConf.to_container(layer)
-        if not isinstance(given, dict):
-            found = type(given).__name__
-            raise InputError(f"{source}: expected sections (model, data, ...), found {found}")
-        for section, values in given.items():
-            if not isinstance(section, str):  # YAML reads on, off, yes and no as true and false
-                raise InputError(f"{source}: the key {section!r} is not text")
-            if section in sections and not isinstance(values, dict):
-                raise InputError(f"{section}: is a section; set its keys")
-            if section not in sections and not (values and isinstance(values, dict)):
-                raise InputError(f"{section}: {_unknown(section, keys)}")
-            for leaf, value in values.items():
-                name = f"{section}.{leaf}"
-                if name not in keys:
-                    name = _innermost(name, value)
-                    raise InputError(f"{name}: {_unknown(name, keys)}")
-                _put(config, name, value)
+            problems.append(
+                f"override '{override}': not valid YAML: {' '.join(str(error).split())}"
+            )
+        else:
+            problems += _put_all(config, given, source)
+            has_rewards |= _sets_rewards(given)
+    # A key that an earlier line names is corrected with it: say nothing more about it.
+    named = set(KEY.findall("\n".join(problems)))
     try:
         for name in sorted(OmegaConf.missing_keys(config)):
-            raise InputError(f"{name}: is required")
+            problems += [f"{name}: is required"] if named.isdisjoint(KEY.findall(name)) else []
+            OmegaConf.update(config, name, "missing")
         filled: Any = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # a reference ${...} to what does not exist
-        raise InputError(f"{error.full_key}: {_first_line(error)}") from error
-    check_bounds(filled)
+        problems.append(f"{error.full_key}: {str(error).strip().splitlines()[0]}")
+        raise InputError("\n".join(problems)) from error
+    problems += bound_problems(filled)
+    if filled.loss.loss_type == "distillation" and not has_rewards:
+        filled.reward.functions = []
+    named = set(KEY.findall("\n".join(problems)))
+    for name in named & KEYS.keys():  # a default, with which combinations can be checked
+        section, _, leaf = name.partition(".")
+        default = getattr(type(filled)(), section)
+        setattr(getattr(filled, section), leaf, getattr(default, leaf))
+    for problem in combination_problems(filled):
+        problems += [problem] if named.isdisjoint(KEY.findall(problem)) else []
+    if problems:
+        raise InputError("\n".join(problems))
+    if filled.environment.max_observation_length == "auto":
+        half = filled.rollout.max_completion_length // 2
+        filled.environment.max_observation_length = max(1, min(half, 512))
     return filled
 
 
-def _put(config: "DictConfig", name: str, value: Any) -> None:
-    """Set a key. OmegaConf checks the type; its error may lack the whole name."""
+def _sets_rewards(given: dict) -> bool:
+    """Whether this part of a configuration names reward functions."""
+    rewards = given.get("reward")
+    return isinstance(rewards, dict) and "functions" in rewards
+
+
+def _put_all(config: Any, given: dict, source: str) -> Iterator[str]:
+    """Set the keys of all sections; yield a line for each that cannot be set."""
+    for section, values in given.items():
+        if not isinstance(section, str):  # YAML reads on, off, yes and no as true and false
+            yield f"{source}: the key {section!r} is not text"
+        elif section in SECTIONS and not isinstance(values, dict):
+            answer = answer_to(section, SECTIONS)
+            yield f"{section}: is a section; set its keys" + (f" ({answer})" if answer else "")
+        elif section not in SECTIONS and not (values and isinstance(values, dict)):
+            yield f"{section}: {_unknown(section, values)}"
+        else:
+            for leaf, value in values.items():
+                name = f"{section}.{leaf}"
+                if name in KEYS:
+                    yield from _put(config, name, value)
+                else:
+                    yield from (f"{key}: {_unknown(key, v)}" for key, v in _leaves(name, value))
+
+
+def _put(config: Any, name: str, value: Any) -> Iterator[str]:
+    """Set a key, or yield what is wrong.
+
+    OmegaConf checks the type; its error may lack the whole name."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    if answer := value_of(name, value):
+        yield f"{name}: here {answer}"
+        return
     try:
         OmegaConf.update(config, name, value)
     except OmegaConfBaseException as error:
         key = str(error.full_key)
         name = key if key.startswith(name) else name
-        problem = _first_line(error)
+        problem = str(error).strip().splitlines()[0]
         if "ListConfig" in problem or "container types" in problem:
             problem = "is a list or a mapping; set all of it, as in [...] or {...}"
-        raise InputError(f"{name}: {problem}") from error
+        yield f"{name}: {problem}"
 
 
-def _innermost(name: str, value: Any) -> str:
-    """Return the whole name of the first value, as other trainers nest keys deeper."""
-    while isinstance(value, dict) and value:
-        leaf, value = next(iter(value.items()))
-        name += f".{leaf}"
-    return name
+def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return whole name and value of all that is in an unknown key: others nest keys deeper."""
+    if not (value and isinstance(value, dict)):
+        return [(name, value)]
+    return [found for key, inner in value.items() for found in _leaves(f"{name}.{key}", inner)]
 
 
-def _unknown(name: str, keys: Iterable[str]) -> str:
-    """Return our name of a foreign key, the right section of a key, or the most similar key."""
+def _unknown(name: str, value: Any) -> str:
+    """Return the answer to a foreign key, the right section of a key, or the most similar key."""
+    if answer := answer_to(name, SECTIONS):
+        ours = value_of(answer.partition(",")[0], value)
+        here = "" if answer.startswith("not") else "here it is "
+        return f"unknown key; {here}{answer}" + (f", where {ours}" if ours else "")
     section, leaf = name.partition(".")[0], name.rpartition(".")[2]
-    matches = sorted(key for key in keys if key.partition(".")[2] == leaf)
-    if answer := FOREIGN.get(name) or (not matches and FOREIGN.get(leaf)):
-        return f"unknown key; here it is {answer}"
-    if len(matches) != 1:
-        matches = difflib.get_close_matches(name, sorted(keys), n=1) or matches
+    matches = sorted(key for key in KEYS if key.partition(".")[2] == leaf)
+    matches = difflib.get_close_matches(name, matches, 1, SIMILAR) or matches
+    of_section = sorted(key for key in KEYS if key.startswith(f"{section}."))
+    if not matches and (of_section or section == name):
+        by_leaf = {key.partition(".")[2]: key for key in of_section or KEYS}
+        matches = [by_leaf[leaf] for leaf in difflib.get_close_matches(leaf, by_leaf, 1, SIMILAR)]
     if matches:
         return f"unknown key; did you mean {' or '.join(matches)}?"
-    valid = [key for key in keys if key.startswith(f"{section}.")]
-    return f"unknown key; valid are {', '.join(sorted(valid or {k.split('.')[0] for k in keys}))}"
+    return f"unknown key; valid are {', '.join(of_section or sorted(SECTIONS))}"
 
 
 def _escape(value: Any) -> Any:
@@ -142,7 +184,3 @@ def _escape(value: Any) -> Any:
     if isinstance(value, list):
         return [_escape(v) for v in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

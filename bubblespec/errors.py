@@ -1,4 +1,4 @@
-"""Exceptions that end a run with one line instead of a traceback, and `log` for such lines."""
+"""Exceptions that end a run with lines instead of a traceback, and `log` for such lines."""
 
 import contextlib
 import json
@@ -17,15 +17,19 @@ class EndsRun(Exception):
     exit_code = 1
     is_logged = False  # whether this rank or another one has printed it
 
+    def lines(self) -> list[str]:
+        """Return what is printed: usually one line; an InputError may have several problems."""
+        return [f"error: {line}" for line in str(self).splitlines() or [""]]
+
 
 class InputError(EndsRun, ValueError):
-    """An invalid configuration, file, model or reward. The message names it."""
+    """An invalid configuration, file, model or reward. The message names it, a line for each."""
 
     exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython shows in a notebook instead of a traceback."""
-        return [f"error: {self}"]
+        return self.lines()
 
 
 class RewardsFailed(InputError):
@@ -57,7 +61,7 @@ def write_torchrun_error(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         is_line = isinstance(error, EndsRun)
-        text = f"error: {error}" if is_line else "".join(traceback.format_exception(error))
+        text = "\n".join(error.lines()) if is_line else "".join(traceback.format_exception(error))
         # The earliest is shown as the root cause, in whole seconds: not a rank that was left alone.
         second = int(time.time()) + isinstance(error, RankTimeout)
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:

@@ -67,10 +67,10 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     """
     has_adapter = config.model.lora_r > 0
     path = config.model.path if has_adapter or checkpoint is None else checkpoint
+    key = _key_of(config, path)
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         advice = "merge it into its base model (peft's merge_and_unload) and save that"
-        raise InputError(f"model.path: {path} is a LoRA adapter; {advice}")
-    key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
+        raise InputError(f"{key}: {path} is a LoRA adapter; {advice}")
     if getattr(from_pretrained(AutoConfig, config, path), "is_encoder_decoder", False):
         raise InputError(f"{key}: {path} is an encoder-decoder model, not a decoder-only one")
     # Each tensor goes from the file to the device at once: the ranks of a machine never hold their
@@ -91,6 +91,32 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     return model.to(device).eval()
 
 
+def load_teacher(
+    config: Config, tokenizer: PreTrainedTokenizerBase, num_tokens: int, device: torch.device
+) -> PreTrainedModel | None:
+    """Load the frozen model of distillation, if any. Raises InputError.
+
+    Its tokenizer must have the policy's tokens under the same ids, and it an embedding for each of
+    the policy's num_tokens. Other embeddings are padding, as of the policy.
+    """
+    path, key = config.model.teacher_path, "model.teacher_path"
+    if path is None:
+        return None
+    own, other = tokenizer.get_vocab(), from_pretrained(AutoTokenizer, config, path).get_vocab()
+    if differing := dict(own.items() ^ other.items()):
+        token = min(differing)
+        ids = f"{own.get(token, 'no token')} and {other.get(token, 'no token')}"
+        raise InputError(
+            f"{key}: the tokenizer of {path} is not that of model.path: {len(differing)} tokens "
+            f"differ, {token!r} for example ({ids}); distillation compares token by token"
+        )
+    of_teacher = replace(config, model=replace(config.model, path=path, lora_r=0))
+    teacher = load_model(of_teacher, None, device)
+    if (size := teacher.get_input_embeddings().num_embeddings) < num_tokens:
+        raise InputError(f"{key}: {path} has {size} embeddings for {num_tokens} tokens")
+    return teacher.requires_grad_(False)
+
+
 def from_pretrained(auto_class, config: Config, path: str, **options):
     """Load by transformers' `auto_class` from a folder, the cache or the hub. Raises InputError."""
     options["local_files_only"] = os.path.isdir(path) or not is_hub_reachable()
@@ -101,15 +127,20 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
     except Exception as error:  # someone else's files, and a dozen libraries that read them
         if "trust_remote_code" in str(error):
             advice = "has code of its own: read it, then set model.trust_remote_code=true"
-            raise InputError(f"model.path: {path} {advice}") from error
-        key = "model.path" if path == config.model.path else "run.resume_from_checkpoint"
+            raise InputError(f"{_key_of(config, path)}: {path} {advice}") from error
         reason = f"cannot load {auto_class.__name__} from {path}: {one_line(error)}"
         if not os.path.isdir(path):
             reason = f"there is no folder {path}"
             if path.count("/") < 2 and path[:1] not in "./~":  # else it is no name of a model
                 reason += ", and no such model is in the cache or on the Hugging Face hub"
                 reason += "" if is_hub_reachable() else f" ({constants.ENDPOINT} cannot be reached)"
-        raise InputError(f"{key}: {reason}") from error
+        raise InputError(f"{_key_of(config, path)}: {reason}") from error
+
+
+def _key_of(config: Config, path: str) -> str:
+    """Return the key that names a folder of a model."""
+    keys = {config.model.path: "model.path", config.model.teacher_path: "model.teacher_path"}
+    return keys.get(path, "run.resume_from_checkpoint")
 
 
 @functools.cache

@@ -44,10 +44,11 @@ class Needs:
     reference: int = 0  # the frozen copy that a KL term compares with
     drafter: int = 0  # a learned drafter with its optimizer; the mechanism fills it in
     quantized: int = 0  # a quantised copy of the policy; the mechanism fills it in
+    teacher: int = 0  # the model of distillation
 
     @property
     def lasting(self) -> int:
-        models = self.weights + self.reference + self.drafter + self.quantized
+        models = self.weights + self.reference + self.teacher + self.drafter + self.quantized
         return models + self.gradients + self.optimizer
 
     def room_for_cache(self, room: float, config: Config) -> float:
@@ -59,8 +60,10 @@ class Needs:
         return room - max(self.rollout, self.training)
 
 
-def estimate(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
-    """Estimate the needs of a model from its shapes; it may be on the meta device."""
+def estimate(
+    config: Config, model: PreTrainedModel, world_size: int, teacher: PreTrainedModel | None = None
+) -> Needs:
+    """Estimate the needs of a model and its teacher from their shapes, also on the meta device."""
     shape, size = model.config.get_text_config(decoder=True), model.dtype.itemsize
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     embeddings = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.numel()
@@ -69,7 +72,7 @@ def estimate(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
     grad_size, share = 4 if in_bfloat16 else size, float(sum(trained))
     if config.optim.shard_state:
         share = max(share / world_size, max(trained))
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights = num_bytes(model)
     slot = kv_bytes(shape, size) * max_length(config)
     heads = num_kv_heads(shape)
     # A decoder layer saves about this much per token for its backward: inputs of its projections,
@@ -81,7 +84,11 @@ def estimate(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
         per_token = layers * hidden * size + 1.5 * layer
     tokens = config.optim.max_tokens_per_microbatch
     # logits, their exponentials and two gradients, in float32 at least; the head's gradient twice
-    head = 4 * min(tokens * vocab, MAX_LOGITS) * max(size, 4) + 2 * embeddings * size
+    num_models = 1 if teacher is None else 2
+    head = 4 * num_models * min(tokens * vocab, MAX_LOGITS // num_models) * max(size, 4)
+    head += 2 * embeddings * size
+    if teacher is not None:  # its last hidden states
+        head += tokens * teacher.config.get_text_config(decoder=True).hidden_size * size
     return Needs(
         weights=weights,
         reference=weights if config.loss.kl_coef > 0 and not config.model.lora_r else 0,
@@ -91,7 +98,13 @@ def estimate(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
         rollout=int(config.rollout.max_num_batched_tokens * (vocab * size + layer)),
         slot=slot,
         tp_row=int(slot * -(-heads // world_size) / heads) if world_size > 1 else 0,
+        teacher=0 if teacher is None else num_bytes(teacher),
     )
+
+
+def num_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a model's weights."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def num_kv_heads(shape: PreTrainedConfig) -> int:

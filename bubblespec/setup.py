@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from bubblespec.best import check_save_best, find_best
 from bubblespec.checkpoint import (
     PLANNER_FILE,
     SPECULATION_FILE,
@@ -43,6 +44,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError, log
 from bubblespec.imports import import_function
 from bubblespec.learn.advantages import load_estimator
+from bubblespec.learn.distillation import Teacher
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import load_loss
 from bubblespec.learn.optimizer import Optimizer
@@ -50,6 +52,7 @@ from bubblespec.loading import (
     check_vocabulary,
     load_model,
     load_prompts,
+    load_teacher,
     load_tokenizer,
     stop_tokens,
     with_dtype,
@@ -100,12 +103,14 @@ def build(config: Config, ranks: Ranks) -> Trainer:
                 planner = load_arrays(checkpoint, PLANNER_FILE)
         hooks = load_own(config, ranks)
         functions = {path: load_reward(path) for path in config.reward.functions}
+        own = {path: load_reward(path, "eval.functions") for path in config.eval.functions}
         tokenizer = load_tokenizer(config)
         model = load_model(config, checkpoint, ranks.device)
         num_tokens, lines = check_vocabulary(config, model, tokenizer)
     with console.phase("checking the model"):
         kernel, slower = prepare(config, model, ranks, num_tokens)
         reference = make_reference(config, model, checkpoint, ranks)
+        teacher = make_teacher(config, ranks, tokenizer, num_tokens)
     if slower:
         lines.append(f"warning: {slower}")
     for line in lines if ranks.is_main else []:
@@ -125,7 +130,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         check_equal(data, ranks.gather)
         if checkpoint:
             check_continued(planner, data, checkpoint, config.run.allow_changed_data, warn)
-        check_prompts(config, functions, train_prompts, eval_prompts, ranks, has_reward)
+        check_prompts(config, functions, train_prompts, eval_prompts, ranks, has_reward, own)
         if form is not None:
             prompt = train_prompts.prompts[0]
             check_environment(config.environment, tokenizer, prompt.text, prompt.columns)
@@ -148,15 +153,17 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         reference=reference,
         optimizer=optimizer,
         kernel=kernel,
+        teacher=teacher,
     )
     if kernels is not None:
         learner.after_update.append(partial(linear.refresh_copies, model))
     schedule = make_schedule(config, train_prompts)
-    scorer = Scorer(config.reward, functions, tokenizer, ranks, has_reward)
+    scorer = Scorer(config.reward, functions, tokenizer, ranks, has_reward, own)
+    check_save_best(config, scorer.names)
     trial = {}  # in workers it goes on while the engine is timed
     if ranks.is_main:
         first, size = train_prompts.prompts[0], config.rollout.num_generations
-        trial = begin_trial(scorer, functions, first, size)
+        trial = begin_trial(scorer, functions | own, first, size)
     params = SamplingParams(
         config.rollout.temperature,
         config.rollout.top_p,
@@ -189,6 +196,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     ranks.agree(lambda: end_trial(scorer, trial))
     locks: list[IO] = []  # of rank 0; its error is raised on all ranks
     ranks.agree(lambda: locks.append(lock_output_dir(config)))
+    best = ranks.agree(lambda: find_best(config, state))
     return Trainer(
         config=config,
         ranks=ranks,
@@ -215,6 +223,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         num_updates=state["step"],
         saved=state["step"],
         evaluated=state["evaluated"],
+        best=best,
         **state.get("progress", {}),
     )
 
@@ -285,11 +294,16 @@ def load_own(config: Config, ranks: Ranks) -> list[Callable[[dict], object]]:
 
 
 def prepare(
-    config: Config, model: PreTrainedModel, ranks: Ranks, num_tokens: int | None = None
+    config: Config,
+    model: PreTrainedModel,
+    ranks: Ranks,
+    num_tokens: int | None = None,
+    key: str = "model.path",
 ) -> tuple[str, str | None]:
     """Prepare the model for packed forwards; return the result of `choose_kernel`.
 
-    num_tokens: see `prepare_model`. Raises InputError for a model that the engine cannot serve."""
+    num_tokens: see `prepare_model`; key: that the model is from. Raises InputError for a model that
+    the engine cannot serve."""
     attention = config.model.attention
     if config.model.batch_invariant:
         fix_libraries()
@@ -301,12 +315,12 @@ def prepare(
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         kernel, slower = choose_kernel(attention, model, head_sizes, ranks.gather_text)
-        if config.model.batch_invariant:
+        if config.model.batch_invariant and key == "model.path":
             check_invariance(config, model, kernel)
         return kernel, slower
     except ValueError as error:  # the engine's word for input errors: it does not know the keys
         names_key = str(error).startswith(("rollout.", "model."))
-        raise InputError(str(error) if names_key else f"model.path: {error}") from error
+        raise InputError(str(error) if names_key else f"{key}: {error}") from error
 
 
 def make_reference(
@@ -323,9 +337,20 @@ def make_reference(
     return reference.requires_grad_(False)
 
 
+def make_teacher(
+    config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, num_tokens: int
+) -> Teacher | None:
+    """Return the model of distillation, if any. num_tokens: of the policy's vocabulary."""
+    model = load_teacher(config, tokenizer, num_tokens, ranks.device)
+    if model is None:
+        return None
+    return Teacher(model, prepare(config, model, ranks, num_tokens, "model.teacher_path")[0])
+
+
 def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine, int]:
     """Return the engine, in the memory that is free now, and the rows of the TP tail."""
-    needs = estimate(config, learner.model, ranks.world_size)
+    teacher = learner.teacher and learner.teacher.model
+    needs = estimate(config, learner.model, ranks.world_size, teacher)
     needs = add_drafter(needs, config, learner.model, ranks.world_size)
     needs = add_quantized(needs, config, learner.model)
     num_slots, num_pages, max_tp_rows = choose_slots(config, learner, ranks, needs)

@@ -11,7 +11,8 @@ from typing import IO, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from bubblespec.checkpoint import PLANNER_FILE, SPECULATION_FILE, save_checkpoint
+from bubblespec.best import link_best
+from bubblespec.checkpoint import BEST, PLANNER_FILE, SPECULATION_FILE, save_checkpoint
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks, StopRequested
 from bubblespec.errors import RewardsFailed, SaveFailed, log
@@ -73,6 +74,8 @@ class Trainer:
     """Updates in the newest checkpoint."""
     evaluated: int
     """Updates before the last evaluation, or -1."""
+    best: dict | None = None
+    """Metric, value and step of the best evaluation so far, by run.save_best."""
     num_tokens: int = 0
     """Prompt and response tokens of all steps so far."""
     elapsed_s: float = 0.0
@@ -194,6 +197,7 @@ class Trainer:
             with self.reporter.phase("evaluating"):
                 evaluation = self.evaluate()
             self.reporter.report_evaluation(done, evaluation.metrics, evaluation.samples)
+            self.save_if_best(evaluation.metrics)
 
     def evaluate(self) -> Evaluation:
         """Evaluate on the held-out prompts. Raises StopRequested, before it counts as made."""
@@ -203,10 +207,35 @@ class Trainer:
         self.evaluated = self.num_updates
         return evaluation
 
+    def save_if_best(self, metrics: dict[str, float | str]) -> None:
+        """Save if an evaluation is better than those after all earlier steps, by run.save_best.
+
+        The initial policy does not count: it has no checkpoint."""
+        name, done, before = self.config.run.save_best, self.num_updates, self.best
+        value = metrics.get(name or "")
+        if not done or not isinstance(value, float) or (before and value <= before["value"]):
+            return
+        self.best = {"metric": name, "value": value, "step": done}
+        if self.saved == done:  # by a stop during this evaluation
+            self.ranks.agree(self.link_best)
+        else:
+            self.save(is_last=False)
+        if self.saved != done:
+            self.best = before
+        elif self.ranks.is_main:
+            log(f"best {name} so far: {value:.4g} after {done} steps, in {BEST}")
+
+    def link_best(self) -> None:
+        """Let checkpoint-best lead to the best checkpoint so far, if there is one."""
+        if self.best is not None:
+            link_best(self.config.run.output_dir, self.best)
+
     def save_if_due(self) -> None:
-        """Save according to run.save_steps, and at the end."""
+        """Save according to run.save_steps, and at the end, what is not saved yet."""
         run, done = self.config.run, self.num_updates
         is_last = done == run.max_steps
+        if self.saved == done:
+            return
         if is_last or (run.save_steps and done % run.save_steps == 0):
             self.save(is_last)
 
@@ -218,6 +247,7 @@ class Trainer:
         done, sampler = self.num_updates, self.sampler
         self.ranks.place = f"save after {done} updates"
         state = {"step": done, "evaluated": self.evaluated, "linear": self.linear}
+        state["best"] = self.best
         with self.reporter.phase(f"saving checkpoint-{done}"):
             problem = save_checkpoint(
                 self.config,
@@ -231,6 +261,7 @@ class Trainer:
                     SPECULATION_FILE: sampler.state_dict() | self.evaluator.state_dict(),
                 },
                 writers=[mechanism.save for mechanism in sampler.mechanisms],
+                then=self.link_best,
             )
         if problem is None:
             self.saved = done

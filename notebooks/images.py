@@ -219,7 +219,7 @@ def draw_tokens(text: str, said: list[str], true: list[str], first: int) -> Figu
 def memory_7b() -> Figure:
     """Draw the memory of one of eight GPUs for configs/qwen2.5_7b.yaml, on two cards."""
     config = load_config(os.path.join(ROOT, "configs", "qwen2.5_7b.yaml"))
-    needs = needs_of(config, planned_model(config), RANKS)
+    needs = needs_of(config, planned_model(config, config.model.path), RANKS)
     lasting = (needs.weights, needs.gradients, needs.optimizer, needs.quantized)
     figure, (axes,) = figure_of(11, 3.8)
     names = []

@@ -123,7 +123,7 @@ def read_run(folder: str) -> Run:
             raise InputError(f"{path}, line {number}: not JSON: {error.msg}") from error
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise InputError(f"{path}, line {number}: not a line of metrics: it names no step")
-        is_evaluation = "eval/reward" in record
+        is_evaluation = any(key.startswith("eval/") for key in record)
         absent = [key for key in NEEDED if key not in record]
         if absent and not is_evaluation:
             raise InputError(f"{path}, line {number}: not a line of metrics: it has no {absent[0]}")

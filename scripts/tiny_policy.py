@@ -8,6 +8,7 @@ is therefore still the likeliest one, for short and long problems alike, yet sam
 """
 
 import argparse
+import copy
 import json
 import random
 import sys
@@ -140,7 +141,21 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return model
 
 
-def supervised_batches(tokenizer: PreTrainedTokenizerFast, seed: int, pool: int = 0):
+@torch.no_grad()
+def add_layers(model: LlamaForCausalLM, num_layers: int) -> None:
+    """Make a policy deeper without changing what it computes: new layers add 0 to their input."""
+    while len(layers := model.model.layers) < num_layers:
+        layer = copy.deepcopy(layers[-1])
+        layer.self_attn.layer_idx = len(layers)
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        layers.append(layer)
+    model.config.num_hidden_layers = len(layers)
+
+
+def supervised_batches(
+    tokenizer: PreTrainedTokenizerFast, seed: int, pool: int = 0, slip_rate: float = SLIP_RATE
+):
     """Yield `(input_ids, attention_mask, labels)`, each int64 [rows, tokens], without end.
 
     pool: number of the first pool of problems; from RAMP_POOLS on, long problems have their final
@@ -157,7 +172,7 @@ def supervised_batches(tokenizer: PreTrainedTokenizerFast, seed: int, pool: int 
         # Two seeds share no pool before a thousand pools, far more than a run gets through.
         rows = reasoning_gym_rows(tasks, POOL_ROWS, SUPERVISED_SEED + 1000 * seed + pool)
         prompts = tokenizer([row["prompt"] for row in rows])["input_ids"]
-        texts = [worked_solution(row["entry"], shuffle) + EOS for row in rows]
+        texts = [worked_solution(row["entry"], shuffle, slip_rate) + EOS for row in rows]
         pairs = list(zip(prompts, tokenizer(texts)["input_ids"], strict=True))
         pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
         batches = []
@@ -230,7 +245,8 @@ def train(model, tokenizer, options: argparse.Namespace) -> list[float]:
     """Train until the policy is good enough or a limit is met; return every loss (nats)."""
     rate, seconds, max_steps = options.learning_rate, options.seconds, options.max_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
-    batches = supervised_batches(tokenizer, options.seed, RAMP_POOLS if options.start else 0)
+    first_pool = RAMP_POOLS if options.start else 0
+    batches = supervised_batches(tokenizer, options.seed, first_pool, options.slip_rate)
     losses: list[float] = []
     check_every, held_out = 400, float("nan")
     begin = time.monotonic()
@@ -305,6 +321,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         ("--stop-accuracy", 0.40, "held-out accuracy to stop at"),
         ("--problems", 512, "held-out problems measured at the end"),
         ("--learning-rate", 3e-3, "learning rate at its peak"),
+        ("--slip-rate", SLIP_RATE, "share of solutions with a slip"),
+        ("--layers", LAYERS, "decoder layers, with --start at least those of the earlier run"),
     ):
         parser.add_argument(option, type=type(default), default=default, help=meaning)
     options = parser.parse_args(arguments)
@@ -313,6 +331,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         sys.exit(f"error: {limits}")
     if not 0.0 < options.stop_accuracy <= 1.0:
         sys.exit("error: --stop-accuracy must be above 0 and at most 1")
+    if not 0.0 <= options.slip_rate <= 1.0 or options.layers < LAYERS:
+        sys.exit(f"error: --slip-rate must be 0 to 1, and --layers at least {LAYERS}")
     if options.learning_rate <= 0:
         sys.exit("error: --learning-rate must be positive")
     if options.start and not (options.start / "quality.json").is_file():
@@ -327,10 +347,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Train, save and measure the tiny policy."""
     options = parse_arguments(arguments)
     torch.manual_seed(options.seed)
-    tokenizer = build_tokenizer()
-    model = (
-        LlamaForCausalLM.from_pretrained(options.start) if options.start else build_model(tokenizer)
-    )
+    if options.start:  # ties between pairs may fall differently in another training of a tokenizer
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(options.start)
+        model = LlamaForCausalLM.from_pretrained(options.start)
+    else:
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer)
+    add_layers(model, options.layers)
     begin = time.monotonic()
     losses = train(model, tokenizer, options)
     seconds = time.monotonic() - begin
@@ -341,7 +364,7 @@ def main(arguments: list[str] | None = None) -> None:
     this_stage = {
         "seed": options.seed,
         "learning_rate": options.learning_rate,
-        "slip_rate": SLIP_RATE,
+        "slip_rate": options.slip_rate,
         "steps": len(losses),
         "seconds": round(seconds, 1),
         "first_loss": losses[0],

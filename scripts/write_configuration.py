@@ -15,7 +15,7 @@ from typing import Any
 
 from bubblespec import config as declarations
 from bubblespec.config_checks import ROUNDING, SAFE
-from bubblespec.config_names import TRL, VERL
+from bubblespec.config_names import ROWS, TRL, VALUES, VERL
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 VERL_PREFIX = "actor_rollout_ref."
@@ -25,7 +25,7 @@ START = f"""\
 # Configuration
 
 After this page you can write a configuration file, override any key on the command line, and
-translate a configuration of TRL or verl. It lists every key with its type, default and meaning.
+translate single keys of TRL or verl. It lists every key with its type, default and meaning.
 `python -m scripts.write_configuration` generates it from
 [bubblespec/config.py](../bubblespec/config.py) and
 [bubblespec/config_mechanisms.py](../bubblespec/config_mechanisms.py), so edit the docstrings there.
@@ -40,9 +40,10 @@ torchrun --nproc_per_node=8 train.py --config my_run.yaml run.seed=1 optim.learn
 ```
 
 An unknown key, a value of the wrong type or out of bounds, and keys that contradict each other end
-the run before anything is loaded, with one line that names the key. For a key of TRL or verl the
-line names ours. `config.yaml` in `run.output_dir` holds all keys as the run uses them.
-[recipes.md](recipes.md) has the keys of published recipes.
+the run before anything is loaded, with one line for each that names the key. For a key of TRL or
+verl the line names ours, or says why there is none. `config.yaml` in `run.output_dir` holds all
+keys as the run uses them. [recipes.md](recipes.md) has the keys of published recipes, and
+[coming-from.md](coming-from.md) whole scripts of TRL and verl next to the equal file.
 
 - **default**: *required* where there is none; `null` means not set.
 - **continued**: whether a run that is continued from a checkpoint may have another value. *may
@@ -50,7 +51,7 @@ line names ours. `config.yaml` in `run.output_dir` holds all keys as the run use
   taken in another order. Empty: no, the run is refused. `run.max_steps` may differ only if
   `optim.lr_scheduler_type` is `constant`.
 - **TRL**: arguments of TRL 1.16 (GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments).
-  **verl**: keys as of January 2026, where `{VERL_PREFIX}` is left out in front of `actor`,
+  **verl**: keys of 0.9.1 and earlier, where `{VERL_PREFIX}` is left out in front of `actor`,
   `rollout`, `model` and `nccl_timeout`. A remark in parentheses says what our value is where
   theirs means something else.
 """
@@ -60,8 +61,15 @@ HEADER = """\
 LEFT_OUT = """
 ## Keys of TRL and verl that have no counterpart
 
-| key | why |
+A key holds for all keys below it that are not listed: `critic` for `critic.optim.lr`.
+
+| keys | answer |
 |---|---|"""
+FOREIGN_VALUES = """
+## Values of TRL and verl that are written differently
+
+| value there | key | here |
+|---|---|---|"""
 
 
 def page() -> str:
@@ -73,9 +81,14 @@ def page() -> str:
         lines += [row(*of) for of in keys_of_section(section.type, f"{section.name}.")]
         lines.append("")
     lines[-1:] = [LEFT_OUT]
-    for name, answer in {**TRL, **VERL}.items():
-        if answer.startswith("left out: "):
-            lines.append(f"| `{name}` | {as_code(answer.removeprefix('left out: '))} |")
+    for names, answer in (item for table in ROWS.values() for item in table.items()):
+        if answer.startswith("not"):
+            quoted = ", ".join(f"`{name.removeprefix(VERL_PREFIX)}`" for name in names.split())
+            lines.append(f"| {quoted} | {with_links(as_code(answer))} |")
+    lines.append(FOREIGN_VALUES)
+    for key, values in VALUES.items():
+        rows = values.items()
+        lines += [f"| `{value}` | `{key}` | {with_links(answer)} |" for value, answer in rows]
     return "\n".join(lines) + "\n"
 
 
@@ -119,10 +132,9 @@ def row(name: str, field: dataclasses.Field, values: str, meaning: str) -> str:
     bounds = [bound.text for bound in field.metadata.get("bounds", ())]
     # larger limits are technical
     values = "; ".join([values, *(text for text in bounds if not re.search(r"\d{5}", text))])
-    meaning = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", meaning)
     continued = CONTINUED.get(field.metadata.get("resume"), "")
     elsewhere = (", ".join(names_elsewhere(name, names)) for names in (TRL, VERL))
-    cells = [f"`{name}`", values, default_text(field), meaning, continued, *elsewhere]
+    cells = [f"`{name}`", values, default_text(field), with_links(meaning), continued, *elsewhere]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -139,12 +151,16 @@ def names_elsewhere(name: str, names: dict[str, str]) -> Iterator[str]:
     """Yield the names of a key in another trainer, with remarks on differences."""
     for foreign, answer in names.items():
         keys, _, remark = answer.partition(", ")
-        if not answer.startswith("left out") and name in re.split(" and ", keys):
+        if not answer.startswith("not") and name in re.split(" and ", keys):
             yield f"`{foreign.removeprefix(VERL_PREFIX)}`" + (remark and f" ({remark})")
 
 
 def as_code(text: str) -> str:
-    return re.sub(r"([a-z_]+\.[a-z_]+|--\w+)", r"`\1`", text)
+    return re.sub(r"(?<![\w/])([a-z_]+(?:\.[a-z_]+)+|--\w+)", r"`\1`", text)
+
+
+def with_links(text: str) -> str:
+    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
 
 
 if __name__ == "__main__":

@@ -149,6 +149,15 @@ def test_bad_input_is_one_line(refusal, overrides, says):
     assert refusal(*overrides.split()).startswith(says)
 
 
+def test_all_problems_are_printed_and_exit_code_is_2(monkeypatch, tmp_path):
+    code, said = run(monkeypatch, tmp_path / "out", "beta=0.1", "rollout.num_generations=0")
+    assert code == 2 and not (tmp_path / "out").exists()
+    assert said.splitlines() == [
+        "error: beta: unknown key; here it is loss.kl_coef",
+        "error: rollout.num_generations: 0 must be at least 1",
+    ]
+
+
 def test_bad_data_is_one_line(refusal, data, tmp_path):
     assert "but data has chat prompts" in refusal(*data("chat.jsonl", CHAT))
     (tmp_path / "bad.jsonl").write_text('{"prompt": 3}\n')

@@ -149,7 +149,7 @@ def test_headers_equal_estimated_memory(size):
     """The comment at the top is what `python -m bubblespec memory` prints for the published
     model."""
     config = load_config(path_of(size))
-    model = planned_model(config)
+    model = planned_model(config, config.model.path)
     printed = table(config, model, 8)
     with open(path_of(size), encoding="utf-8") as file:
         header = [line.rstrip("\n") for line in file if line.startswith("#")]
@@ -160,6 +160,7 @@ def test_headers_equal_estimated_memory(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_shipped_shapes_are_the_published_ones(size):
     """They are taken for the hub names of the configurations, without the hub."""
-    shipped, wanted = planned_model(load_config(path_of(size))).config, full_size(size)
+    config, wanted = load_config(path_of(size)), full_size(size)
+    shipped = planned_model(config, config.model.path).config
     for key in (*SIZE_KEYS, "tie_word_embeddings", "model_type", "head_dim"):
         assert getattr(shipped, key, None) == getattr(wanted, key, None), key

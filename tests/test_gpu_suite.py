@@ -16,7 +16,7 @@ from benchmarks import gpu_forwards, gpu_programs, gpu_ranks, gpu_suite
 from benchmarks.gpu_bench import Bench, Figure, make_bench
 from bubblespec import memory
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.tools.simulate.roofline import MODELS, Model, decode_seconds, roofline
+from bubblespec.tools.simulate.roofline import FITTED, MODELS, Model, decode_seconds, roofline
 from tests.helpers.clocks import Clock
 from tests.helpers.graphs import stand_in
 
@@ -107,7 +107,7 @@ def test_file_is_not_overwritten_and_limits_add_up(run_suite, tmp_path):
 
 
 def test_expected_milliseconds_are_listed(run_suite, monkeypatch, capsys):
-    monkeypatch.setitem(MODELS, "tiny", Model(1e5, 2, 4, 2, 12))
+    monkeypatch.setitem(MODELS, "tiny", Model(2, 48, 64, 4, 2, 12, 300))
     bench = replace(make_bench(True), gpu="h200")
     monkeypatch.setattr(gpu_suite, "make_bench", lambda on_cpu: bench)
     assert run_suite("--only", "attention", "decode", "windows", "profile") == 0
@@ -122,7 +122,10 @@ def test_expected_milliseconds_are_listed(run_suite, monkeypatch, capsys):
     apart, in_groups = (
         float(of_case[f"tiny, 2 rows at 300, heads {how}"][3]) for how in ("apart", "in groups")
     )
-    assert apart == pytest.approx(1.2 * 12 / 128 * 300 / 64, rel=1e-3) and in_groups < apart / 10
+    block_us = 1e6 * FITTED.block_s * 0.8
+    assert (
+        apart == pytest.approx(block_us * 12 / 128 * 300 / 64, rel=1e-3) and in_groups < apart / 10
+    )
 
 
 @pytest.mark.parametrize("max_q, room", [(1, 3), (2, 3), (8, 8)])

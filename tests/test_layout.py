@@ -16,6 +16,7 @@ FLOORS = [
     {"setup"},
     {"mechanisms"},
     {"trainer"},
+    {"best"},
     {"rollout", "checkpoint"},
     {"memory"},
     {"idle", "telemetry", "rewards", "loading"},
@@ -37,7 +38,7 @@ CEILINGS = {
     "bubblespec.rollout.loop": 5400,
     "bubblespec.rollout.sampler": 8500,
     "bubblespec.trainer": 11000,
-    "bubblespec.checkpoint": 1950,
+    "bubblespec.checkpoint": 2030,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
 MAX_LINES = {"file": 400, "package": 25800, "tests": 28000}

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bubblespec.config import OptimConfig
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.output_head import OutputHead
+from bubblespec.learn.distillation import compare
 from bubblespec.learn.losses import kl_penalty, token_logprobs
 from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.reference_step import kl_estimate
@@ -91,22 +93,27 @@ def test_bfloat16_head_gradient_rounds_once(is_tied):
     assert chunked <= whole < 3e-3 and summed > 2 * whole, (whole, chunked, summed)
 
 
+class Largest(TorchDispatchMode):
+    """The largest tensor of 1000 columns that is made in the context."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (1000,):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
 def test_chunks_bound_number_of_live_logits():
-    """The largest tensor saved or made, watched through the dispatcher, in forward and backward."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (1000,):
-                    self.elements = max(self.elements, tensor.numel())
-            return out
-
+    """In forward and backward; of two distributions, each has half of them."""
     head = OutputHead(torch.nn.Linear(4, 1000, bias=False), num_tokens=1000, cap=9.0)
     hidden, target = torch.randn(64, 4, requires_grad=True), torch.randint(1000, (64,))
     with Largest() as watched:
         token_logprobs(hidden, head, target, temperature=1.0, max_logits=8_000).sum().backward()
     assert 0 < watched.elements <= 8_000
+    options = {"temperature": 1.0, "beta": 0.5, "max_logits": 8_000}
+    with Largest() as watched:
+        compare(hidden, head, hidden.detach(), head, target, **options).sum().backward()
+    assert 0 < watched.elements <= 4_000

@@ -13,6 +13,7 @@ from test_update import (
     make_samples,
     moved,
     responses_of,
+    teacher_of,
 )
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -21,7 +22,14 @@ from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.table import RowTable
 from bubblespec.samples import digest
 from bubblespec.tools.simulate.world import SimulatedRanks, World
-from tests.helpers.reference_step import kl_estimate, mean_loss, token_logprobs, token_losses
+from tests.helpers.reference_step import (
+    jensen_shannon,
+    kl_estimate,
+    log_distributions,
+    mean_loss,
+    token_logprobs,
+    token_losses,
+)
 from tests.helpers.rows import launch_of, with_observations
 
 SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04}
@@ -34,6 +42,14 @@ CASES = {
     "gspo": {"loss_type": "grpo", **SEQUENCE},
     "gspo averaged over tokens": {"loss_type": "dapo", **SEQUENCE},
     "kl": {"loss_type": "grpo", "kl_coef": 0.3},
+    "distillation": {"loss_type": "distillation"},
+    "distillation of what is likely": {"loss_type": "distillation", "distillation_beta": 0.0},
+    "distillation truncated": {
+        "loss_type": "distillation",
+        "distillation_beta": 0.3,
+        "mask_truncated_completions": True,
+    },
+    "distillation and rewards": {"loss_type": "grpo", "kl_coef": 0.3, "distillation_coef": 0.7},
     "truncated masked": {"loss_type": "dapo", "mask_truncated_completions": True},
     "truncated masked grpo": {"loss_type": "grpo", "mask_truncated_completions": True},
 }
@@ -46,7 +62,8 @@ def updates(make_model, config, samples, num_ranks: int):
     def work(rank: int) -> None:
         model, ranks, seen = models[rank], SimulatedRanks(world, rank), []
         prepare_model(model, 64)
-        learner = make_learner(model, config, reference_of(model, config), ranks)
+        teacher = teacher_of(make_model, config)
+        learner = make_learner(model, config, reference_of(model, config), ranks, teacher)
         optimizer, step = learner.optimizer, learner.optimizer.step
 
         def noting(*arguments):
@@ -64,10 +81,10 @@ def updates(make_model, config, samples, num_ranks: int):
     return results[0]
 
 
-def masked_loss(model, reference, samples, config, old: list[torch.Tensor]):
+def masked_loss(model, reference, teacher, samples, config, old: list[torch.Tensor]):
     """The loss of all samples, and values of the tokens that are trained on, by name."""
     loss, temperature, losses = config.loss, config.rollout.temperature, []
-    seen = {name: [] for name in ("low", "high", "delta", "kl", "mismatch")}
+    seen = {name: [] for name in ("low", "high", "delta", "kl", "divergence", "mismatch")}
     for i, response in enumerate(responses_of(samples)):
         generated = torch.from_numpy(samples.full_logprob[i])
         sampled = ~generated.isnan()
@@ -78,8 +95,13 @@ def masked_loss(model, reference, samples, config, old: list[torch.Tensor]):
         if reference is not None:
             other = token_logprobs(reference, response, temperature).detach()[sampled]
             seen["kl"] += kl_estimate(logprob, other, loss.kl_estimator).tolist()
-        before = old[i][sampled]
+        before, is_alone = old[i][sampled], loss.loss_type == "distillation"
         values, clips = token_losses(logprob, before, ADVANTAGES[i], loss, other)
+        if teacher is not None:
+            own, theirs = (log_distributions(m, response, temperature) for m in (model, teacher))
+            divergence = jensen_shannon(theirs.detach(), own, loss.distillation_beta)[sampled]
+            values = divergence if is_alone else values + loss.distillation_coef * divergence
+            seen["divergence"] += divergence.tolist()
         losses.append(values)
         for name in ("low", "high", "delta"):
             seen[name] += clips.get(name, torch.zeros(len(values))).tolist()
@@ -111,13 +133,14 @@ def test_gradients_and_metrics_equal_masked_sums(
     plain = make_model()
     plain.set_attn_implementation("sdpa")
     reference = moved(plain) if config.loss.kl_coef else None
+    teacher = teacher_of(make_model, config) and make_model("gpt2")
     with torch.no_grad():
         old = [token_logprobs(plain, response, 0.8) for response in responses_of(samples)]
     losses, values = [], {}
     for gradient, weights in seen:
         vector_to_parameters(weights, plain.parameters())
         plain.zero_grad()
-        loss, by_name = masked_loss(plain, reference, samples, config, old)
+        loss, by_name = masked_loss(plain, reference, teacher, samples, config, old)
         loss.backward()
         wanted = torch.cat([p.grad.flatten() for p in plain.parameters()])
         torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-11)
@@ -134,7 +157,9 @@ def test_gradients_and_metrics_equal_masked_sums(
     }
     if reference is not None:
         wanted["kl"] = mean["kl"]
-    if num_updates > 1:
+    if teacher is not None:
+        wanted["divergence"] = mean["divergence"]
+    if num_updates > 1 and config.loss.loss_type != "distillation":
         low, high = mean["low"], mean["high"]
         clips = {"low_mean": low, "high_mean": high, "region_mean": low + high}
         if config.loss.delta is not None:

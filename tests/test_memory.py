@@ -328,3 +328,16 @@ def test_advice_makes_a_run_fit_and_no_setting_is_spare():
         assert not fits({key: value for key, value in settings.items() if key != name})
     assert settings_that_fit(config, model, 8, 1e9) == {}
     assert not config.optim.shard_state, "the configuration stays as it is"
+
+
+def test_teacher_is_counted_for_whole_run():
+    config = make_config("bfloat16")
+    model, teacher = (meta_model(small(hidden_size=n), torch.bfloat16) for n in (128, 256))
+    without, needs = (memory.estimate(config, model, 1, other) for other in (None, teacher))
+    size = sum(p.nbytes for p in teacher.parameters())
+    assert needs.lasting - without.lasting == needs.teacher == size
+    # its hidden states, and twice the logits, as no micro-batch needs chunks
+    assert needs.training - without.training == 8192 * (256 * 2 + 4 * 512 * 4)
+    (row,) = re.findall(r"([\d.]+)  teacher\n", table(config, model, 1, teacher))
+    assert float(row) == pytest.approx(size / 1e9, abs=0.005)
+    assert "teacher" not in table(config, model, 1)

@@ -137,7 +137,7 @@ def test_colours_on_a_terminal(run, monkeypatch):
         ([*SUM, "--prompt", "64"], "--prompt: 64, but the data has"),
         ([*SUM, "--prompt", "-1"], "--prompt: -1"),
         ([*SUM, "environment.factory=nowhere.Game"], "cannot import"),
-        ([*SUM, "environment.turns=3"], "turns"),
+        ([*SUM, "environment.max_turns=0"], "max_turns"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(run, arguments, problem):

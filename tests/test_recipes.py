@@ -24,6 +24,7 @@ FRAGMENTS = dict(
 )
 LOSSES = ["GRPO", "Dr. GRPO", "DAPO", "GSPO", "CISPO"]
 RECIPES = [*LOSSES, "RLOO", "REINFORCE++", "REINFORCE++-baseline"]  # whose advantages differ
+ALL = [*RECIPES, "Distillation"]  # whose loss is in test_masked_loss.py
 GENERATIONS = 6
 REWARDS = np.random.default_rng(3).normal(size=(NUM_PROMPTS, GENERATIONS))
 REWARDS[2] = 0.5  # a group without a gradient, unless the baseline is the batch's
@@ -37,10 +38,10 @@ CLIPS = {
 
 def recipe_config(name: str, tmp_path: Path) -> Config:
     """The published fragment itself, as a user would load it."""
-    needed = "model: {path: some/model}\ndata: {path: train.jsonl}\nrun: {output_dir: out}\n"
     path = tmp_path / "recipe.yaml"
-    path.write_text(needed + FRAGMENTS[name])
-    return load_config(str(path))
+    path.write_text(FRAGMENTS[name])
+    needed = ["model.path=some/model", "data.path=train.jsonl", "run.output_dir=out"]
+    return load_config(str(path), needed)
 
 
 def training_config(name: str, tmp_path: Path, **loss) -> Config:
@@ -123,10 +124,15 @@ def test_recipe_fragments_equal_table(name, tmp_path):
     assert (loss.kl_estimator in row) == (loss.kl_coef > 0)
 
 
+def test_distillation_fragment_loads_without_rewards(tmp_path):
+    config = recipe_config("Distillation", tmp_path)
+    assert (config.loss.loss_type, config.reward.functions) == ("distillation", [])
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_loss_and_gradient_equal_formulas(make_model, tmp_path, name):
     metrics = check_against_the_page(make_model, training_config(name, tmp_path))
-    assert list(FRAGMENTS) == RECIPES and metrics["clip_ratio/high_mean"] > 0.02
+    assert list(FRAGMENTS) == ALL and metrics["clip_ratio/high_mean"] > 0.02
     if name != "CISPO":
         assert metrics["clip_ratio/low_mean"] > 0.02
 

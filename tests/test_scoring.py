@@ -132,7 +132,7 @@ def test_functions_of_groups_see_whole_groups(make_scorer, num_workers):
     for row, token in zip(rows, [3, 1, 2, 5, 6, 5], strict=True):
         row.tokens = np.array([token])
     scoring = make_scorer(functions=functions, num_workers=num_workers).begin(Launch(GROUPS, 2, 3))
-    assert scoring.scorer.sees_groups
+    assert scoring.scorer.sees_groups(0)
     for number in (3, 0, 5, 2):
         scoring.on_finished(rows[number])
     assert scoring.take_scored() == []

@@ -16,6 +16,7 @@ from test_update import (
     make_learner,
     make_samples,
     moved,
+    teacher_of,
 )
 
 from bubblespec.distributed.ranks import Ranks
@@ -42,6 +43,7 @@ CASES = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "rloo": {"advantage_estimator": "rloo"},
     "kl": {"loss_type": "grpo", "kl_coef": 0.3, "kl_estimator": "k2"},
+    "distillation": {"loss_type": "distillation", "distillation_beta": 0.5},
     "masked": {"mask_truncated_completions": True},
     "masked grpo": {"mask_truncated_completions": True, "loss_type": "grpo"},
 }
@@ -101,11 +103,12 @@ def test_gradient_and_metrics_equal_those_without_streaming(
     config.environment.tools = ["my.tool"] * has_turns
     advantages = advantages_of(REWARDS, config)
     plain = prepared(make_model, with_adapter)
+    teacher = teacher_of(make_model, config)
     wanted, wanted_metrics = gradient(
-        plain, samples, config, advantages, reference=reference_of(plain, config)
+        plain, samples, config, advantages, reference=reference_of(plain, config), teacher=teacher
     )
     model = prepared(make_model, with_adapter)
-    learner = make_learner(model, config, reference=reference_of(model, config))
+    learner = make_learner(model, config, reference=reference_of(model, config), teacher=teacher)
     streamed = StreamedGradients(learner)
     stream_groups(streamed, samples, groups)
     num_streamed = len(streamed.ids)

@@ -64,6 +64,21 @@ def test_short_run_learns_and_can_be_loaded(tmp_path, monkeypatch):
     assert logits.argmax().item() == tokenizer(" = ")["input_ids"][0]
 
 
+def test_deeper_policy_has_same_logits_and_tokenizer(tmp_path, monkeypatch):
+    """Before it is trained: the teacher of configs/tiny_distillation.yaml begins like this."""
+    monkeypatch.setattr(tiny, "train", lambda *arguments: [0.0])
+    monkeypatch.setattr(tiny, "measure_quality", lambda *arguments: {})
+    tiny.main(["--output", str(tmp_path), "--start", str(SHIPPED), "--layers", "5"])
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (SHIPPED, tmp_path)]
+    tokens = torch.arange(40)[None]
+    torch.testing.assert_close(*(model(tokens).logits for model in models))
+    cached = models[1].generate(tokens, max_new_tokens=3, do_sample=False)
+    assert torch.equal(cached, models[0].generate(tokens, max_new_tokens=3, do_sample=False))
+    assert [model.config.num_hidden_layers for model in models] == [3, 5]
+    first, second = (AutoTokenizer.from_pretrained(f).get_vocab() for f in (SHIPPED, tmp_path))
+    assert first == second
+
+
 def test_shipped_policy_is_small_and_half_good():
     assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 5_000_000
     model = AutoModelForCausalLM.from_pretrained(SHIPPED)

@@ -14,6 +14,7 @@ from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, Roll
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn import learner as update
+from bubblespec.learn.distillation import Teacher
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import policy_loss
 from bubblespec.learn.microbatch import plan_microbatches
@@ -68,7 +69,14 @@ def moved(model):
     return other
 
 
-def make_learner(model, config, reference=None, ranks=None) -> Learner:
+def teacher_of(make_model, config) -> Teacher | None:
+    """A model of another architecture, prepared, if the loss has one."""
+    if config.loss.loss_type != "distillation" and not config.loss.distillation_coef:
+        return None
+    return Teacher(make_model("gpt2", max_length=64).requires_grad_(False), "sdpa")
+
+
+def make_learner(model, config, reference=None, ranks=None, teacher=None) -> Learner:
     ranks = ranks or Ranks(torch.device("cpu"))
     return Learner(
         config=config,
@@ -77,6 +85,7 @@ def make_learner(model, config, reference=None, ranks=None) -> Learner:
         reference=reference,
         optimizer=Optimizer(model, config.optim, 10, ranks),
         kernel="sdpa",
+        teacher=teacher,
     )
 
 

@@ -186,7 +186,7 @@ def log_once(error: EndsRun) -> None:
         store = None
     if store is None and os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    log(f"error: {error}")
+    log("\n".join(error.lines()))
     if store is not None:
         with contextlib.suppress(RuntimeError):
             store.set("error_is_logged", "1")

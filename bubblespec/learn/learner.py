@@ -28,6 +28,7 @@ from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.errors import RunFailed, log
+from bubblespec.learn.distillation import Teacher, compare
 from bubblespec.learn.lora import adapter_disabled
 from bubblespec.learn.losses import (
     TokenLoss,
@@ -55,7 +56,8 @@ MAX_SKIPPED_STEPS = 5
 
 # What each micro-batch measures, summed over the micro-batches of an update except the last, a
 # maximum. low, high and delta count bounded tokens (policy_loss).
-MEASURED = ("loss", "low", "high", "delta", "kl", "mismatch", "tokens", "max_mismatch")
+MEASURED: tuple[str, ...] = ("loss", "low", "high", "delta", "kl", "divergence", "mismatch")
+MEASURED += ("tokens", "max_mismatch")
 
 
 def response_logprobs(
@@ -65,7 +67,18 @@ def response_logprobs(
     kernel: str,
     on_hidden: Callable[[Microbatch, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """Return the log-probability of every sampled token, float [M], in one packed forward.
+    """Return the log-probability of every sampled token, float [M]; see `sampled_hidden`."""
+    hidden = sampled_hidden(model, batch, kernel, on_hidden)
+    return token_logprobs(hidden, output_head(model), batch.target, temperature, MAX_LOGITS)
+
+
+def sampled_hidden(
+    model: PreTrainedModel,
+    batch: Microbatch,
+    kernel: str,
+    on_hidden: Callable[[Microbatch, torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """Return hidden states that predict the sampled tokens, [M, hidden], in one packed forward.
 
     kernel: attention kernel; on_hidden: called with the batch and its hidden states, [N, hidden].
     """
@@ -73,8 +86,7 @@ def response_logprobs(
     hidden = forward_hidden(model, batch.input_ids, packing, kernel)
     if on_hidden is not None:
         on_hidden(batch, hidden.detach())
-    hidden, head = hidden.index_select(0, batch.predicts), output_head(model)
-    return token_logprobs(hidden, head, batch.target, temperature, MAX_LOGITS)
+    return hidden.index_select(0, batch.predicts)
 
 
 @contextlib.contextmanager
@@ -123,6 +135,8 @@ class Learner:
     after_update: list[Callable[[], None]] = field(default_factory=list)
     """Functions called once the weights have changed. Copies of weights are renewed here: in the
     next forward, the time would be taken for the cost of its rows."""
+    teacher: Teacher | None = None
+    """Model of distillation; None without it."""
     early: EarlyGradients | None = None
     on_hidden: Callable[[Microbatch, torch.Tensor], None] | None = None
     """Function called with the policy's hidden states of each micro-batch, [N, hidden]."""
@@ -138,8 +152,8 @@ class Learner:
 
     @property
     def skips_zero_advantage(self) -> bool:
-        """Whether a zero advantage means no gradient: without a KL term and a user's own loss."""
-        return self.reference is None and self.own_loss is None
+        """Whether a zero advantage means no gradient: with a policy loss alone, not the user's."""
+        return self.reference is None and self.teacher is None and self.own_loss is None
 
     def has_gradient(self, samples: Samples, advantages: np.ndarray) -> np.ndarray:
         """Return which samples are trained on, bool [S]. advantages: float64 [S]."""
@@ -229,7 +243,7 @@ class Learner:
         advantages, weights: float64 [S].
         """
         loss = self.config.loss
-        logprob = self._logprobs(self.model, batch, on_hidden=self.on_hidden)
+        logprob, divergence = self._compare(batch)
         if batch.old is None:
             batch.old = logprob.detach()
         advantage, weight = (  # of each token, without waiting for the forward
@@ -239,10 +253,12 @@ class Learner:
             for values in (advantages, weights)
         )
         ratio = importance_ratio(logprob, batch.old, batch.lengths, loss.importance_sampling_level)
-        if self.own_loss is not None:
+        is_clipped = torch.zeros((3, len(logprob)), device=logprob.device)
+        if loss.loss_type == "distillation":
+            token_loss = divergence
+        elif self.own_loss is not None:
             token_loss = self.own_loss(logprob, ratio, advantage)
             check_token_loss(loss.loss_type, token_loss, logprob)
-            is_clipped = torch.zeros((3, len(logprob)), device=logprob.device)
         elif loss.loss_type == "cispo":
             token_loss, is_clipped = cispo_loss(logprob, ratio, advantage, loss.epsilon_high)
         else:
@@ -255,15 +271,36 @@ class Learner:
                 with torch.no_grad(), adapter_disabled(self.reference):
                     batch.reference = self._logprobs(self.reference, batch)
             kl = kl_penalty(logprob, batch.reference, loss.kl_estimator)
-        total = (weight * (token_loss + loss.kl_coef * kl)).sum()
+        token_loss = token_loss + loss.kl_coef * kl + loss.distillation_coef * divergence
+        total = (weight * token_loss).sum()
         invariant = self.config.model.batch_invariant
         with deterministic() if invariant else contextlib.nullcontext():
             total.backward()
         mismatch = (batch.old - batch.generated).abs()
-        sums = (t.detach().sum() for t in (*is_clipped, kl, mismatch))
+        sums = (t.detach().sum() for t in (*is_clipped, kl, divergence, mismatch))
         return torch.stack(
             [total.detach(), *sums, logprob.new_full((), len(logprob)), mismatch.max()]
         )
+
+    def _compare(self, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities, and divergences from the teacher or 0 without one, [M] each."""
+        temperature, teacher = self.config.rollout.temperature, self.teacher
+        if teacher is None:
+            logprob = self._logprobs(self.model, batch, on_hidden=self.on_hidden)
+            return logprob, torch.zeros_like(logprob)
+        with torch.no_grad():  # first, while the policy keeps no activations
+            hidden = sampled_hidden(teacher.model, batch, teacher.kernel)
+        logprob, divergence = compare(
+            sampled_hidden(self.model, batch, self.kernel, self.on_hidden),
+            output_head(self.model),
+            hidden,
+            output_head(teacher.model),
+            batch.target,
+            temperature=temperature,
+            beta=self.config.loss.distillation_beta,
+            max_logits=MAX_LOGITS,
+        )
+        return logprob, divergence
 
     def _logprobs(
         self, model: PreTrainedModel, batch: Microbatch, on_hidden: Callable | None = None
@@ -288,7 +325,10 @@ class Learner:
         }
         if self.reference is not None:
             metrics["kl"] = mean["kl"]
-        if len(totals) > 1 and self.own_loss is None:
+        if self.teacher is not None:
+            metrics["divergence"] = mean["divergence"]
+        clips = self.own_loss is None and self.config.loss.loss_type != "distillation"
+        if len(totals) > 1 and clips:
             metrics["clip_ratio/low_mean"] = mean["low"]
             metrics["clip_ratio/high_mean"] = mean["high"]
             metrics["clip_ratio/region_mean"] = mean["low"] + mean["high"]

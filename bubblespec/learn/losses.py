@@ -142,8 +142,8 @@ def common_factor(
 
     - grpo: the mean over sequences of the mean over their tokens (arXiv 2402.03300, equation 3);
     - dr_grpo: the sum over tokens / (S * max_completion_length) (arXiv 2503.20783);
-    - dapo, cispo, and the user's own: the mean over all used tokens (DAPO, arXiv 2503.14476,
-      equation 12; CISPO, arXiv 2506.13585, equation 4).
+    - dapo, cispo, distillation, and the user's own: the mean over all used tokens (DAPO, arXiv
+      2503.14476, equation 12; CISPO, arXiv 2506.13585, equation 4).
 
     lengths: sampled tokens of the update's S sequences; is_used: False for sequences that are
     masked out of the loss (they still count as sequences).
@@ -175,12 +175,22 @@ def token_logprobs(
     is added to that.
     """
     vocab = head.linear.get_parameter("weight").shape[0]
-    if hidden.shape[0] * vocab <= max_logits:
-        return _logprob(hidden, head, target, temperature)
-    rows = max(1, max_logits // vocab)
-    compute = partial(checkpoint, _logprob, use_reentrant=False, preserve_rng_state=False)
-    chunks = zip(hidden.split(rows), target.split(rows), strict=True)
-    return torch.cat([compute(h, head, t, temperature) for h, t in chunks])
+    compute = partial(_logprob, head=head, temperature=temperature)
+    return in_chunks(compute, max_logits // vocab, hidden, target)
+
+
+def in_chunks(
+    compute: Callable[..., torch.Tensor], rows: int, *tensors: torch.Tensor
+) -> torch.Tensor:
+    """Return compute(*tensors), [..., M], whose tensors are [M, ...], by chunks of `rows` tokens.
+
+    Several chunks are computed one by one, and again in the backward pass.
+    """
+    if len(tensors[0]) <= rows:
+        return compute(*tensors)
+    chunks = zip(*(tensor.split(max(1, rows)) for tensor in tensors), strict=True)
+    again = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([again(*chunk) for chunk in chunks], dim=-1)
 
 
 class _ToMainGrad(torch.autograd.Function):
@@ -200,9 +210,8 @@ class _ToMainGrad(torch.autograd.Function):
         return None, None
 
 
-def _logprob(
-    hidden: torch.Tensor, head: OutputHead, target: torch.Tensor, temperature: float
-) -> torch.Tensor:
+def logits_of(hidden: torch.Tensor, head: OutputHead, temperature: float) -> torch.Tensor:
+    """Return logits / temperature of hidden states, [M, num_tokens], in float32 at least."""
     params = {
         name: _ToMainGrad.apply(p, p.main_grad)
         for name, p in head.linear.named_parameters()
@@ -210,6 +219,11 @@ def _logprob(
     }
     logits = head.logits(functional_call(head.linear, params, (hidden,)))
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _logprob(
+    hidden: torch.Tensor, target: torch.Tensor, head: OutputHead, temperature: float
+) -> torch.Tensor:
+    logits = logits_of(hidden, head, temperature)
     return logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1)

@@ -91,9 +91,9 @@ def _signature_of(function: Callable) -> inspect.Signature | None:
         return None
 
 
-def load_reward(path: str) -> RewardFunction:
-    """Import `package.module.function`. Raises InputError naming the path."""
-    return import_function("reward.functions", path, "my_module.my_reward")
+def load_reward(path: str, key: str = "reward.functions") -> RewardFunction:
+    """Import `package.module.function`. Raises InputError naming the path and the key."""
+    return import_function(key, path, "my_module.my_reward")
 
 
 def check_arguments(
@@ -102,10 +102,12 @@ def check_arguments(
     columns: Collection[str],
     source: str,
     has_environments: bool = False,
+    key: str = "reward.functions",
 ) -> None:
     """Raise InputError if the function cannot be called with samples that have these columns.
 
-    source: of the data, for the error; has_environments: whether responses are episodes."""
+    source: of the data, for the error; has_environments: whether responses are episodes; key: that
+    names the function."""
     signature = _signature_of(function)
     given = dict.fromkeys([*ARGUMENTS, *columns])
     if has_environments and takes_environments(function):
@@ -116,7 +118,7 @@ def check_arguments(
     except TypeError as error:
         has = f"the columns {sorted(columns)}" if columns else "no further columns"
         raise InputError(
-            f"reward.functions: {path} cannot be called with prompts, completions, completion_ids "
+            f"{key}: {path} cannot be called with prompts, completions, completion_ids "
             f"and {has} of {source}: {error}"
         ) from error
 
@@ -192,7 +194,10 @@ def _failure_of(error: BaseException) -> RewardFailure:
 def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:
     """Return the weighted sum over the functions that apply: [samples, functions] -> [samples].
 
-    NaN where none applies: training such a sample on 0 would be a silent mistake."""
+    NaN where none applies: training such a sample on 0 would be a silent mistake. 0 without
+    functions, for a loss without rewards."""
+    if not weights:
+        return np.zeros(len(rewards))
     total = np.nansum(rewards * np.asarray(weights), axis=1)
     return np.where(np.isnan(rewards).all(axis=1), np.nan, total)
 

@@ -32,7 +32,9 @@ POLL_STOP_S = 0.2  # how often a waiting rank checks whether the run is to stop
 
 
 class Scorer:
-    """The reward functions of a run, called in workers or here (`reward.num_workers`)."""
+    """The reward functions of a run, called in workers or here (`reward.num_workers`).
+
+    Evaluations have functions of their own besides; see `eval.functions`."""
 
     def __init__(
         self,
@@ -41,18 +43,21 @@ class Scorer:
         tokenizer: PreTrainedTokenizerBase,
         ranks: Ranks,
         has_environment: bool = False,
+        eval_functions: dict[str, RewardFunction] | None = None,
     ):
         """has_environment: episodes have rewards of their own, which come after the functions'."""
         self.config, self.paths, self.tokenizer = config, list(functions), tokenizer
         self.ranks, self.has_environment = ranks, has_environment
+        functions = functions | (eval_functions or {})
+        self.all_paths = list(functions)
         self.are_of_groups = [sees_groups(function) for function in functions.values()]
         self.takes_environments = any(map(takes_environments, functions.values()))
         # Over all ranks and the batches of a step: seconds inside the functions, those of them
         # before the end of the rollouts, rows, and failures by function.
-        self._totals = np.zeros(3 + len(self.names))
+        self._totals = np.zeros(3 + len(self.names_of(None)))
         self.pool: RewardWorkers | InProcess
-        if config.num_workers:
-            self.pool = RewardWorkers(self.paths, config.num_workers, config.timeout_s)
+        if config.num_workers and functions:
+            self.pool = RewardWorkers(self.all_paths, config.num_workers, config.timeout_s)
         else:
             self.pool = InProcess(functions.values(), ranks.clock)
         atexit.register(self.pool.close)
@@ -63,13 +68,16 @@ class Scorer:
 
     @property
     def names(self) -> list[str]:
-        """Names of all rewards."""
+        """Names of the rewards."""
         return self.paths + ["environment"] * self.has_environment
 
-    @property
-    def sees_groups(self) -> bool:
-        """Whether a rank must have whole groups."""
-        return any(self.are_of_groups)
+    def names_of(self, step: int | None) -> list[str]:
+        """Return the names of the scores of a step's samples, or of an evaluation's (None)."""
+        return self.names + (self.all_paths[len(self.paths) :] if step is None else [])
+
+    def sees_groups(self, step: int | None) -> bool:
+        """Whether a rank must have whole groups. step: see `names_of`."""
+        return any(self.are_of_groups[: None if step is None else len(self.paths)])
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of all ranks since the last call, once per step."""
@@ -86,7 +94,7 @@ class Scorer:
         Raises RewardsFailed, on all ranks, if a function has failed for every row."""
         local = np.zeros_like(self._totals)
         local[2] = len(answers)
-        examples = [""] * len(self.names)
+        examples = [""] * (len(local) - 3)
         for row_answers in answers:
             for number, answer in enumerate(row_answers):
                 begin_s = answer.ended_s - answer.seconds
@@ -97,7 +105,8 @@ class Scorer:
                     examples[number] = f"; {answer.reward.message}"
         self._totals += self.ranks.gather(local).sum(axis=0)
         num_rows = int(self._totals[2])
-        for path, num_failed, example in zip(self.names, self._totals[3:], examples, strict=True):
+        names = self.names_of(None)
+        for path, num_failed, example in zip(names, self._totals[3:], examples, strict=True):
             if num_rows and num_failed == num_rows:
                 raise RewardsFailed(
                     f"reward {path}: failed for all {num_rows} responses of a step{example}"
@@ -117,10 +126,11 @@ class Scoring:
 
     def __init__(self, scorer: Scorer, launch: Launch, step: int | None):
         self.scorer, self.step, self._num_generations = scorer, step, launch.num_generations
+        self._names = scorer.names_of(step)
         self._prompts = {group.prompt.uid: group.prompt for group in launch.groups}
-        # Of each finished row: the call of each reward, by its number, and the row's index in it.
+        # Of each finished row: the call of each score, by its name, and the row's index in it.
         # A function that sees groups is called once all rows of a group have finished.
-        self._calls: dict[SampleId, dict[int, tuple[Future, int]]] = {}
+        self._calls: dict[SampleId, dict[str, tuple[Future, int]]] = {}
         self._finished: dict[tuple, dict[SampleId, Sample]] = {}  # by group
         self._new: list[Row] = []  # finished rows whose last score has not come yet
         self.outcomes: dict[Row, Future] = {}
@@ -146,7 +156,7 @@ class Scoring:
                 packed = outcome.result().environment
                 self._begin(row, row.tokens[begin:], {"environment": packed} if packed else {})
                 if self.scorer.has_environment:
-                    self._calls[row.id][len(self.scorer.paths)] = (_answered(outcome), 0)
+                    self._calls[row.id]["environment"] = (_answered(outcome), 0)
             else:
                 self._ending.append(row)
 
@@ -156,8 +166,10 @@ class Scoring:
         sample = Sample(prompt.text, text, ids, prompt.columns, **environment)
         group = self._finished.setdefault(row.id[:2], {})
         group[row.id] = sample
-        for number, is_of_groups in enumerate(self.scorer.are_of_groups):
-            if not is_of_groups:
+        for number, path in enumerate(self.scorer.all_paths):
+            if path not in self._names:
+                continue
+            if not self.scorer.are_of_groups[number]:
                 self._submit(number, {row.id: sample})
             elif len(group) == self._num_generations:
                 self._submit(number, {name: group[name] for name in sorted(group)})
@@ -165,7 +177,7 @@ class Scoring:
     def _submit(self, function: int, samples: dict[SampleId, Sample]) -> None:
         future = self.scorer.pool.submit(function, list(samples.values()))
         for number, name in enumerate(samples):
-            self._calls[name][function] = (future, number)
+            self._calls[name][self.scorer.all_paths[function]] = (future, number)
 
     def take_scored(self) -> list[tuple[Row, np.ndarray]]:
         """Return finished rows whose last score has come since the last call, with their scores.
@@ -180,7 +192,7 @@ class Scoring:
         waiting, self._new, taken = self._new, [], []
         for row in waiting:
             calls = self._calls[row.id]
-            is_complete = len(calls) == len(self.scorer.names)
+            is_complete = len(calls) == len(self._names)
             if not is_complete or not all(future.done() for future, _ in calls.values()):
                 self._new.append(row)
             elif not any(future.exception() for future, _ in calls.values()):
@@ -207,7 +219,7 @@ class Scoring:
         # Before any exchange: a rank that stops lacks some scores.
         scorer.ranks.barrier_or_stop()
         for name, group in self._finished.items():
-            if scorer.sees_groups and len(group) != self._num_generations:
+            if scorer.sees_groups(self.step) and len(group) != self._num_generations:
                 raise ValueError(f"{len(group)} of {self._num_generations} samples of group {name}")
         answers = [self._answers(row) for row in rows]
         self._report(rows, answers)
@@ -217,13 +229,12 @@ class Scoring:
             [on_error if isinstance(a.reward, RewardFailure) else a.reward for a in row_answers]
             for row_answers in answers
         ]
-        return np.array(rewards, np.float64).reshape(len(rows), len(scorer.names))
+        return np.array(rewards, np.float64).reshape(len(rows), len(self._names))
 
     def _answers(self, row: Row) -> list[Answer]:
-        """Return the answer of each reward, by number."""
-        return [
-            future.result()[index] for _, (future, index) in sorted(self._calls[row.id].items())
-        ]
+        """Return the answer of each score, in the order of the names."""
+        calls = [self._calls[row.id][name] for name in self._names]
+        return [future.result()[index] for future, index in calls]
 
     def _wait(self, pending: set[Future]) -> None:
         """Wait for all or a stop request. Raises InputError if a worker cannot be started."""
@@ -243,7 +254,7 @@ class Scoring:
         failed = [
             (row, path, answer.reward)
             for row, row_answers in zip(rows, answers, strict=True)
-            for path, answer in zip(self.scorer.names, row_answers, strict=True)
+            for path, answer in zip(self._names, row_answers, strict=True)
             if isinstance(answer.reward, RewardFailure)
         ]
         when = "evaluation" if self.step is None else f"step {self.step + 1}"

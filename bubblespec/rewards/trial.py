@@ -59,7 +59,7 @@ def check_references(
 def check_weights(config: Config, has_environment: bool) -> list[float]:
     """Return the weights of the reward functions and of the environment's own reward, if any."""
     count, weights = len(config.reward.functions) + has_environment, config.reward.weights
-    if not count:
+    if not count and config.loss.loss_type != "distillation":
         problem = "is empty, and environment.factory has no get_reward"
         raise InputError(f"reward.functions: {problem}; one of the two must score responses")
     if weights is not None and len(weights) != count:
@@ -75,8 +75,9 @@ def check_prompts(
     eval_prompts: list[Prompt],
     ranks: Ranks,
     has_reward: bool,
+    eval_functions: dict[str, RewardFunction],
 ) -> None:
-    """Raise InputError where rewards lack columns or there are too few prompts."""
+    """Raise InputError where functions lack columns or there are too few prompts."""
     sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
     for source, prompts in sources.items():
         if not prompts:
@@ -85,6 +86,9 @@ def check_prompts(
         check_columns(columns, config.data.columns.values(), source)
         for path, function in functions.items():
             check_arguments(path, function, columns, source, is_used)
+        if prompts is eval_prompts:
+            for path, function in eval_functions.items():
+                check_arguments(path, function, columns, source, is_used, "eval.functions")
         if not has_reward:  # of environments, which may score any row
             ranks.agree(partial(check_references, functions, prompts, source))
     num_prompts = config.rollout.num_prompts_per_step
@@ -126,5 +130,6 @@ def end_trial(scorer: Scorer, trial: dict[str, Future]) -> None:
             continue
         problem = f"{path}: {reward.message}"
         if reward.kind == "result":
-            raise InputError(f"reward.functions: {problem}")
+            key = "reward" if path in scorer.paths else "eval"
+            raise InputError(f"{key}.functions: {problem}")
         log(f"warning: reward {problem} ({reward.kind}, in a trial on the response {RESPONSE!r})")

@@ -16,7 +16,7 @@ from bubblespec.records import RolloutRecord
 from bubblespec.rewards.functions import combine
 from bubblespec.rollout.sampler import Sampler, track, vocab_size_of
 from bubblespec.samples import Samples, has_rewards
-from bubblespec.telemetry.report import evaluation_metrics, function_metrics
+from bubblespec.telemetry.report import evaluation_metrics, function_metrics, short_names
 from bubblespec.types import Draft, Group, Launch, Prompt
 
 
@@ -49,9 +49,9 @@ class Evaluator:
                 proposer.add(source)
 
     def evaluate(self, prompts: list[Prompt], version: int) -> Evaluation:
-        """Return mean reward and pass@k of held-out prompts.
+        """Return mean reward, pass@k and the means of eval.functions of held-out prompts.
 
-        pass@k is the expected best of k samples by the first reward function: for a 0/1 reward the
+        pass@k is the expected best of k samples by the first function: for a 0/1 reward the
         usual unbiased estimator (Chen et al. 2021, arXiv 2107.03374, equation 1). version: updates
         of the weights. Raises StopRequested, and RewardsFailed if no sample has a reward.
         """
@@ -63,21 +63,30 @@ class Evaluator:
         groups = [Group(prompt, EVALUATION) for prompt in prompts]
         samples, rollout = self.generate(groups, settings.num_generations, params, version)
         seconds = ranks.clock.perf_counter() - began_s
-        rewards = combine(samples.rewards, sampler.reward_weights).reshape(len(groups), -1)
+        names = sampler.scorer.names
+        scores, others = np.split(samples.rewards, [len(names)], axis=1)
+        rewards = combine(scores, sampler.reward_weights).reshape(len(groups), -1)
         if not (is_scored := has_rewards(rewards)).any():
             problem = f"no function returned a number for any of {len(groups)} held-out prompts"
             raise RewardsFailed(f"reward.functions: {problem}")
         metrics: dict[str, float | str] = {
-            "eval/reward": float(rewards[is_scored].mean()),
             "eval/completions/mean_length": float(samples.num_sampled.mean()),
             "eval/completions/clipped_ratio": float(samples.is_truncated.mean()),
             "eval/reward/errors": sampler.scorer.take_metrics()["reward/errors"],
         }
-        by_prompt = np.nan_to_num(samples.rewards[:, 0]).reshape(len(groups), -1)[is_scored]
-        for k in (1 << i for i in range(settings.num_generations.bit_length())):
-            metrics[f"eval/pass@{k}"] = float(expected_best(by_prompt, k).mean())
-        by_function = function_metrics(samples.rewards, sampler.scorer.names)
+        if names:  # distillation may have none
+            metrics["eval/reward"] = float(rewards[is_scored].mean())
+        for first in samples.rewards.T[:1]:
+            by_prompt = np.nan_to_num(first).reshape(len(groups), -1)[is_scored]
+            for k in numbers_of_samples(settings.num_generations):
+                metrics[f"eval/pass@{k}"] = float(expected_best(by_prompt, k).mean())
+        by_function = function_metrics(scores, names)
         metrics |= {f"eval/{key}": value for key, value in by_function.items()}
+        for name, values in zip(short_names(settings.functions), others.T, strict=True):
+            if not np.isnan(values).all():
+                metrics[f"eval/{name}"] = float(np.nanmean(values))
+            if num_missing := int(np.isnan(values).sum()):
+                metrics[f"eval/{name}/missing"] = num_missing
         has_drafts = self.proposer is not None
         metrics |= evaluation_metrics(ranks, samples, rollout, seconds, has_drafts=has_drafts)
         return Evaluation(samples, rewards, metrics)
@@ -135,6 +144,11 @@ def make_evaluator(sampler: Sampler) -> Evaluator:
             vocab_size=vocab_size_of(sampler.engine),
         )
     return Evaluator(sampler, proposer)
+
+
+def numbers_of_samples(num_generations: int) -> list[int]:
+    """Return the k of pass@k: 1, 2, 4, ... up to the number of samples."""
+    return [1 << i for i in range(num_generations.bit_length())]
 
 
 def expected_best(rewards: np.ndarray, k: int) -> np.ndarray:

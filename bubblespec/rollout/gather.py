@@ -43,7 +43,8 @@ def gather_samples(
     rows = [by_index[index] for index in trained.tolist()]
     all_rewards = np.empty((len(rows), rewards.shape[1]))
     for rank, flat in enumerate(ranks.gather_ragged(rewards.ravel())):
-        all_rewards[table.rank_of[trained] == rank] = flat.reshape(-1, rewards.shape[1])
+        are_from_rank = table.rank_of[trained] == rank
+        all_rewards[are_from_rank] = flat.reshape(are_from_rank.sum(), rewards.shape[1])
     groups = trained[:: launch.num_generations] // launch.num_generations
     return Samples(
         groups=[launch.groups[group] for group in groups.tolist()],

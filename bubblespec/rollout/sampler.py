@@ -135,7 +135,7 @@ class Sampler:
                     stats.survival.rates,
                     num_ranks=ranks.world_size,
                     num_slots=self.engine.num_slots,
-                    keeps_groups=self.scorer.sees_groups,
+                    keeps_groups=self.scorer.sees_groups(step),
                 )
         table = RowTable(launch, rank_of, ranks.rank, expected)
         rows = table.make_rows(self.config.rollout.max_completion_length)

@@ -21,7 +21,9 @@ class Scoring(Protocol):
         """Return rows scored since the last call, with their scores, float64 [functions]."""
 
     def collect(self, rows: list[Row]) -> np.ndarray:
-        """Return all scores of complete rows, float64 [rows, functions], on all ranks together."""
+        """Return all scores of complete rows, float64 [rows, functions], on all ranks together.
+
+        In an evaluation those of eval.functions come after the rewards."""
 
 
 class Scorer(Protocol):
@@ -34,9 +36,10 @@ class Scorer(Protocol):
     def names(self) -> list[str]:
         """Names of the rewards."""
 
-    @property
-    def sees_groups(self) -> bool:
-        """Whether functions see whole groups, so that one rank must generate all of a group."""
+    def sees_groups(self, step: int | None) -> bool:
+        """Whether functions see whole groups, so that one rank must generate all of a group.
+
+        step: None in an evaluation."""
 
     def begin(self, launch: Launch, step: int | None) -> Scoring:
         """Begin with a rollout. step: None in an evaluation."""

@@ -170,7 +170,9 @@ def find_hints(config: Config, history: summary.History) -> dict[str, str]:
     hints, latest = {}, history.steps[-EQUAL_STEPS:]
     # other estimators compare responses to different prompts
     compares_groups = config.loss.advantage_estimator in ("grpo", "rloo")
-    is_equal = len(latest) == EQUAL_STEPS and all(m["frac_reward_zero_std"] == 1 for m in latest)
+    compares_groups &= config.loss.loss_type != "distillation"
+    is_equal = len(latest) == EQUAL_STEPS
+    is_equal &= all(m.get("frac_reward_zero_std") == 1 for m in latest)
     if compares_groups and is_equal:
         hints["equal"] = (
             f"in the latest {EQUAL_STEPS} steps all responses to each prompt got equal rewards, "

@@ -23,6 +23,11 @@ from bubblespec.telemetry.timeline import save_timeline
 ACCEPTED_LENGTHS = "rollout/spec_accepted_lengths"
 
 
+def is_evaluation(record: dict[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl is an evaluation's, not a step's."""
+    return any(key.startswith("eval/") for key in record)
+
+
 class MetricsLogger:
     """Writes the files of a run.
 
@@ -46,7 +51,7 @@ class MetricsLogger:
         self._has_layout = False
         self._evaluated: set[int] = set()  # steps whose evaluations are in the file
         for record in self._lines.records:
-            if "eval/reward" in record:
+            if is_evaluation(record):
                 self._evaluated.add(record["step"])
                 self._tags.update(map(tag_of, record))
         self._shown = Counter(sample["uid"] for sample in self._samples.records)

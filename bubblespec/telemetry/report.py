@@ -30,9 +30,6 @@ def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: boo
     terminated = lengths[~samples.is_truncated]
     prompts = prompt_lengths(samples)
     metrics: dict = {
-        "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std(axis=1, ddof=1).mean()) if rewards.shape[1] > 1 else 0.0,
-        "frac_reward_zero_std": float(has_zero_std(rewards).mean()),
         # the mean of -log p over tokens sampled from p estimates the entropy
         "entropy": -float(np.nanmean(np.concatenate(samples.full_logprob), dtype=np.float64)),
         "completions/median_length": float(np.median(lengths)),
@@ -46,9 +43,13 @@ def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: boo
     for key, values in counts.items():
         numbers = {"mean": values.mean(), "min": values.min(), "max": values.max()}
         metrics |= {key.format(name): number.item() for name, number in numbers.items()}
-    for name, values in {"rewards": rewards, "advantages": record.advantages}.items():
-        metrics[f"critic/{name}/min"] = float(values.min())
-        metrics[f"critic/{name}/max"] = float(values.max())
+    if functions:  # distillation may have none
+        spread = rewards.std(axis=1, ddof=1).mean() if rewards.shape[1] > 1 else 0.0
+        metrics |= {"reward": float(rewards.mean()), "reward_std": float(spread)}
+        metrics["frac_reward_zero_std"] = float(has_zero_std(rewards).mean())
+        for name, values in {"rewards": rewards, "advantages": record.advantages}.items():
+            metrics[f"critic/{name}/min"] = float(values.min())
+            metrics[f"critic/{name}/max"] = float(values.max())
     if not is_scored.all():
         metrics["reward/left_out"] = int((~is_scored).sum())
     if is_dynamic:

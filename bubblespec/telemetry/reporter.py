@@ -123,9 +123,8 @@ class RunReporter:
         """Report an evaluation after `num_updates` updates."""
         if self.logger is not None:
             self.logger.log_evaluation(num_updates, metrics)
-            self.console.show_evaluation(
-                num_updates, metrics, samples, self.functions, self.tokenizer
-            )
+            functions = self.functions + self.config.eval.functions
+            self.console.show_evaluation(num_updates, metrics, samples, functions, self.tokenizer)
 
     def close(self) -> None:
         """Close files and console, however the run ends."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bubblespec.config import Config
+from bubblespec.config_combinations import EVAL_NAMES
 from bubblespec.telemetry.samples import references
 from bubblespec.telemetry.table import Metric, rows
 
@@ -120,6 +121,7 @@ def start_lines(config: Config, facts: Facts) -> list[str]:
     return [
         f"model: {config.model.path}, {count(facts.num_parameters)} parameters{trained}, "
         f"{config.model.dtype}",
+        *[f"teacher: {config.model.teacher_path}, frozen"] * bool(config.model.teacher_path),
         f"ranks: {facts.num_ranks} on {device}, {facts.kernel} attention",
         f"step: {num_prompts} prompts x {num_generations} responses of up to "
         f"{rollout.max_completion_length} tokens; "
@@ -162,7 +164,8 @@ def step_parts(metrics: dict[str, Any], history: History, left_s: float) -> list
     step_s = metrics["timing_s/step"]
     generate_s, train_s = seconds_of(metrics, GENERATE), seconds_of(metrics, TRAIN)
     rest_s = max(step_s - generate_s - train_s, 0.0)  # rewards, and gathering of samples
-    parts = [f"reward {compact(metrics['reward'])}, {length_text(metrics)}"]
+    named = [f"{key} {compact(metrics[key])}" for key in ("reward", "divergence") if key in metrics]
+    parts = [", ".join([*named, length_text(metrics)])]
     if left_s > 0:
         parts.append(f"{duration(left_s)} left")
     times = f"generate {generate_s:.2f}, train {train_s:.2f}, rest {rest_s:.2f}"
@@ -196,12 +199,13 @@ def length_text(metrics: dict[str, Any], prefix: str = "") -> str:
 
 def evaluation_line(step: int, metrics: dict[str, Any]) -> str:
     """Return the result of an evaluation after `step` updates."""
-    best = "".join(
-        f", {key.removeprefix('eval/')} {compact(metrics[key])}" for key in pass_keys(metrics)[-1:]
-    )
+    shown = ["eval/reward"] * ("eval/reward" in metrics)
+    shown += own_keys(metrics) + pass_keys(metrics)[-1:]
+    named = [f"{key.removeprefix('eval/')} {compact(metrics[key])}" for key in shown]
+    named[:1] = [f"held-out {text}" for text in named[:1]]
     return (
-        f"evaluation after {several(step, 'step')}: held-out reward "
-        f"{compact(metrics['eval/reward'])}{best}, {length_text(metrics, 'eval/')} "
+        f"evaluation after {several(step, 'step')}: "
+        f"{', '.join([*named, length_text(metrics, 'eval/')])} "
         f"({duration(metrics['timing_s/eval'])})"
     )
 
@@ -218,7 +222,7 @@ def sample_lines(
         f"  prompt: {shorten(text)}",
         f"  response: {shorten(reply)}",
         *(f"  {name}: {shorten(value)}" for name, value in references(columns)[:1]),
-        f"  reward: {', '.join(scores)}",
+        *[f"  reward: {', '.join(scores)}"] * bool(scores),
     ]
 
 
@@ -316,9 +320,10 @@ def evaluation_table(evaluations: list[tuple[int, dict[str, Any]]]) -> list[str]
         return []
     shown = evaluations[:1] + evaluations[1:][1 - MAX_EVALUATIONS :]
     first, *others = rows(of_evaluations=True)
-    passes = [Metric(key, "", key.removeprefix("eval/")) for key in pass_keys(shown[0][1])]
+    keys = own_keys(shown[0][1]) + pass_keys(shown[0][1])
+    named = [Metric(key, "", key.removeprefix("eval/")) for key in keys]
     columns = {f"after {step}": metrics for step, metrics in shown}
-    return ["", *grid(columns, [first, *passes, *others])]
+    return ["", *grid(columns, [first, *named, *others])]
 
 
 def grid(columns: dict[str, dict[str, float]], metrics: list[Metric]) -> list[str]:
@@ -337,6 +342,16 @@ def pass_keys(metrics: dict[str, Any]) -> list[str]:
     """Return the pass@k of an evaluation by k, without pass@1, which is the reward."""
     keys = (key for key in metrics if key.startswith("eval/pass@") and key != "eval/pass@1")
     return sorted(keys, key=lambda key: int(key.removeprefix("eval/pass@")))
+
+
+def own_keys(metrics: dict[str, Any]) -> list[str]:
+    """Return the metrics of eval.functions."""
+    named = {key: key.removeprefix("eval/") for key in metrics if key.startswith("eval/")}
+    return [
+        key
+        for key, name in named.items()
+        if "/" not in name and not name.startswith("pass@") and name not in EVAL_NAMES
+    ]
 
 
 def curves_lines(config: Config) -> list[str]:

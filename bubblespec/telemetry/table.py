@@ -6,6 +6,8 @@ besides.
 
 from dataclasses import dataclass
 
+from bubblespec.config_combinations import EVAL_NAMES
+
 OWN_GROUP = "z_bubblespec"  # TensorBoard sorts groups by name: after reward, train and all others
 # Beginnings of the keys that only this trainer has.
 OWN = ("rollout/", "bubble/", "drafts/", "quantized/", "drafter/", "idle/", "guard/", "tail/")
@@ -52,6 +54,7 @@ SHOWN = {
         Metric("rewards/.*/mean", "Rewards by function"),
         Metric("eval/rewards/.*/mean", "Held-out rewards by function"),
         Metric("eval/pass@.*", "Held-out pass@k"),
+        Metric(f"eval/(?!({'|'.join(EVAL_NAMES)})$|pass@)[^/]*", "Held-out scores"),
         Metric("reward_std", "Spread of rewards"),
         Metric("rewards/.*/std", "Spread of rewards"),
         Metric("critic/rewards/.*", "Range of rewards"),
@@ -73,6 +76,7 @@ SHOWN = {
     "Is the update sound?": (
         Metric("loss", "Loss"),
         Metric("kl", "KL to the initial policy"),
+        Metric("divergence", "Divergence from the teacher", "divergence from the teacher"),
         Metric("clip_ratio/.*", "Share of tokens clipped"),
         Metric("critic/advantages/.*", "Range of advantages"),
         Metric("sampling/logp_difference/.*", "Generation against training, log-probabilities"),

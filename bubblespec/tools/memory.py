@@ -45,29 +45,32 @@ def main(arguments: list[str]) -> int:
         raise InputError(f"--world-size: {given.world_size} must be at least 1")
     config = load_config(given.config, given.overrides)
     config = with_dtype(config, "cpu" if config.model.device == "cpu" else "cuda")
-    model = planned_model(config)
-    print(table(config, model, given.world_size))
-    needs = needs_of(config, model, given.world_size)
+    model, teacher = planned_model(config, config.model.path), None
+    if config.model.lora_r:
+        add_adapter(model, config.model, seed=0)
+    if (path := config.model.teacher_path) is not None:
+        teacher = planned_model(config, path)
+    print(table(config, model, given.world_size, teacher))
+    needs = needs_of(config, model, given.world_size, teacher)
     fitting = (fit(config, needs, given.world_size, total)[0] for total in CARDS.values())
     return 0 if any(fitting) else 1
 
 
-def planned_model(config: Config) -> PreTrainedModel:
-    """Return the model of a run on the meta device, adapter included. Raises InputError."""
-    path = config.model.path
+def planned_model(config: Config, path: str) -> PreTrainedModel:
+    """Return the model of a folder or hub name on the meta device. Raises InputError."""
     shipped = SHAPES / Path(path).name
     if not Path(path).exists() and f"Qwen/{shipped.name}" == path and shipped.exists():
         path = str(shipped)
     architecture = from_pretrained(AutoConfig, config, path)
-    model = meta_model(architecture, getattr(torch, config.model.dtype))
-    if config.model.lora_r:
-        add_adapter(model, config.model, seed=0)
-    return model
+    return meta_model(architecture, getattr(torch, config.model.dtype))
 
 
-def needs_of(config: Config, model: PreTrainedModel, world_size: int) -> Needs:
+def needs_of(
+    config: Config, model: PreTrainedModel, world_size: int, teacher: PreTrainedModel | None = None
+) -> Needs:
     """Return what a rank needs, mechanisms included."""
-    needs = add_drafter(estimate(config, model, world_size), config, model, world_size)
+    needs = estimate(config, model, world_size, teacher)
+    needs = add_drafter(needs, config, model, world_size)
     return add_quantized(needs, config, model)
 
 
@@ -91,13 +94,17 @@ def changed(config: Config, settings: dict[str, Any]) -> Config:
 
 
 def settings_that_fit(
-    config: Config, model: PreTrainedModel, world_size: int, total: float
+    config: Config,
+    model: PreTrainedModel,
+    world_size: int,
+    total: float,
+    teacher: PreTrainedModel | None = None,
 ) -> dict[str, Any]:
     """Return settings with which a run fits, by section.key; empty if none of them is enough."""
 
     def fits(settings: dict[str, Any]) -> bool:
         other = changed(config, settings)
-        return fit(other, needs_of(other, model, world_size), world_size, total)[0]
+        return fit(other, needs_of(other, model, world_size, teacher), world_size, total)[0]
 
     sources = [s for s in config.speculative.sources if s not in ("quantized", "drafter")]
     settings = {
@@ -118,14 +125,16 @@ def settings_that_fit(
     return settings
 
 
-def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
+def table(
+    config: Config, model: PreTrainedModel, world_size: int, teacher: PreTrainedModel | None = None
+) -> str:
     """Return a table of what each rank needs, and of what fits on GPUs of two sizes."""
-    needs = needs_of(config, model, world_size)
+    needs = needs_of(config, model, world_size, teacher)
     count = sum(p.numel() for p in model.parameters())
     rows = [(needs.weights, "weights"), (needs.gradients, "gradients")]
     rows += [(needs.optimizer, "optimizer state"), (needs.reference, "reference model of the KL")]
     rows += [(needs.drafter, "drafter")]
-    rows += [(needs.quantized, "quantised copy of the policy")]
+    rows += [(needs.quantized, "quantised copy of the policy"), (needs.teacher, "teacher")]
     rows += [(needs.lasting, "total, for the whole run")]
     rows += [(needs.training, "gradient step, in addition (estimated)")]
     rows += [(needs.rollout, "forward of a rollout, in addition, at another time (estimated)")]
@@ -147,7 +156,7 @@ def table(config: Config, model: PreTrainedModel, world_size: int) -> str:
         fits = "fits" if has_fit else "DOES NOT FIT"
         lines.append(f"{world_size} x {name}: {fits}; {what}")
         if not has_fit:
-            settings = settings_that_fit(config, model, world_size, total)
+            settings = settings_that_fit(config, model, world_size, total, teacher)
             keys = " ".join(f"{name}={value}".lower() for name, value in settings.items())
             lora = (
                 "model.lora_r=8, a smaller model" if not config.model.lora_r else "a smaller model"

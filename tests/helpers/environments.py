@@ -93,7 +93,8 @@ def call_text(family: str, name: str, **arguments) -> str:
 def make_config(factory: str | None = None, **options) -> EnvironmentConfig:
     """Configure a class of this module, in process unless an option says otherwise."""
     path = factory and f"{HERE}.{factory}"
-    return EnvironmentConfig(factory=path, **{"num_workers": 0, **options})
+    defaults = {"num_workers": 0, "max_observation_length": 512}
+    return EnvironmentConfig(factory=path, **{**defaults, **options})
 
 
 def make_prompt(text="What is", base=(), **columns) -> Prompt:

@@ -171,6 +171,16 @@ def kl_estimate(logprob: torch.Tensor, reference: torch.Tensor, estimator: str) 
     return {"k1": -r, "k2": r**2 / 2, "k3": r.exp() - 1 - r}[estimator]
 
 
+def jensen_shannon(teacher: torch.Tensor, policy: torch.Tensor, beta: float) -> torch.Tensor:
+    """Generalized Jensen-Shannon divergence of each token (GKD, arXiv 2306.13649, equation 1), its
+    limits divided by beta or 1 - beta at the ends, as in TRL. Log-probabilities [T, V] -> [T]."""
+    p, q = teacher.exp(), policy.exp()
+    if beta in (0, 1):
+        return (q * (q / p).log() if beta else p * (p / q).log()).sum(-1)
+    m = beta * p + (1 - beta) * q
+    return (beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()).sum(-1)
+
+
 def token_losses(
     logprob: torch.Tensor,
     old: torch.Tensor,

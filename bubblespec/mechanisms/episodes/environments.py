@@ -76,7 +76,8 @@ def check_environment(
     columns: names of the data's further columns."""
     form = load_form(config.factory, config.tools)
     form.check_columns(columns)
-    check_tokens(tokenizer, prompt, form.schemas(), form.is_text, config.max_observation_length)
+    longest = int(config.max_observation_length)
+    check_tokens(tokenizer, prompt, form.schemas(), form.is_text, longest)
 
 
 class Environments:
@@ -202,7 +203,7 @@ class Environments:
 
     def _observe(self, episode: Episode, reply: dict) -> Observation:
         """Tokenize a worker's reply."""
-        seconds, limit = reply["seconds"], self._config.max_observation_length
+        seconds, limit = reply["seconds"], int(self._config.max_observation_length)
         calls, episode.calls = episode.calls, []
         problem, prompt = _problem_in(reply), episode.prompt
         if episode.num_turns == 0:

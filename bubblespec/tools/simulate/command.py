@@ -4,6 +4,8 @@ python -m bubblespec simulate --synthetic mean=2000,max=16000,run=500 --ranks 8 
 [section.key=value ...]
 
 python -m bubblespec simulate --trace RUN_DIR --ranks 8 --cost-model RUN_DIR [section.key=value ...]
+
+python -m bubblespec simulate --check FILE.csv
 """
 
 import argparse
@@ -17,7 +19,9 @@ from bubblespec.config import Config
 from bubblespec.config_file import config_of_sections
 from bubblespec.errors import InputError, log
 from bubblespec.telemetry.trace import FOLDER
+from bubblespec.tools.simulate.check import OTHER_MODES, compare, read_cases
 from bubblespec.tools.simulate.recorded import (
+    load_copy_cost,
     load_cost,
     read_meta,
     read_workload,
@@ -28,6 +32,8 @@ from bubblespec.tools.simulate.runner import CopyModel, DrafterModel
 from bubblespec.tools.simulate.workload import Spec, Workload, make_synthetic, parse
 
 SECTIONS = ("rollout", "speculative", "tail_batching", "environment")  # that overrides may change
+# Seconds in which a rank's forward is simulated, on average over methods (AMD EPYC, one thread).
+FORWARD_S = 2e-4
 LABELS = {
     "seconds": "seconds of all rollouts",
     "forwards": "forwards on the slowest rank",
@@ -50,6 +56,7 @@ def main(arguments: list[str]) -> None:
     source.add_argument("--trace", metavar="RUN_DIR", help="output_dir of a run with run.trace")
     names = ", ".join(f.name for f in dataclasses.fields(Spec))
     source.add_argument("--synthetic", metavar="NAME=VALUE,...", help=f"of {names}")
+    source.add_argument("--check", metavar="FILE.csv", help="compare GPU costs with measured ones")
     names = ", ".join(f.name for f in dataclasses.fields(DrafterModel))
     parser.add_argument("--drafter", default="", metavar="NAME=VALUE,...", help=f"of {names}")
     names = ", ".join(f.name for f in dataclasses.fields(CopyModel))
@@ -58,7 +65,22 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--cost-model", metavar="COST", help="GPU:MODEL or RUN_DIR to fit it on")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this new file")
     parser.add_argument("overrides", nargs="*", help=f"section.key=value of {', '.join(SECTIONS)}")
-    run(parser.parse_intermixed_args(arguments))
+    given = parser.parse_intermixed_args(arguments)
+    if given.check:
+        check(given)
+    else:
+        run(given)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Print GPU costs next to measured ones. Raises InputError."""
+    names = [name for name, value in vars(arguments).items() if value and name != "check"]
+    if names:
+        raise InputError(f"--check: simulates nothing; leave out {', '.join(names)}")
+    cases, num_left_out = read_cases(arguments.check)
+    print(compare(cases))
+    if num_left_out:
+        print(f"left out: {num_left_out} lines of {', '.join(OTHER_MODES)} or of all batches")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -83,13 +105,16 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.quantized and "quantized" not in config.speculative.sources:
         raise InputError(f"--quantized: speculative.method={config.speculative.method} has none")
     cost_model = arguments.cost_model or arguments.trace
-    cost, together = load_cost(cost_model), None
+    cost, together, copy_cost = load_cost(cost_model), None, load_copy_cost(cost_model)
     if config.rollout.tp_tail_max_rows and num_ranks > 1 and not workload.has_tools:
         try:
             together = load_cost(cost_model, num_ranks)
         except InputError as error:
             if config.rollout.tp_tail_max_rows != "auto":
                 log(f"warning: no TP tail is simulated: {error}")
+    arms = arms_of(config)
+    minutes = len(arms) * wall_seconds(workload, num_ranks) / 60
+    log(f"about {max(round(minutes), 1)} min of one core: {', '.join(arms)}")
     results = {
         method: simulate(
             arm,
@@ -99,9 +124,10 @@ def run(arguments: argparse.Namespace) -> None:
             together=None if together is None else together.seconds,
             drafter=drafter,
             quantized=quantized,
+            copy_cost=None if copy_cost is None else copy_cost.seconds,
             shows_progress=True,
         )
-        for method, arm in arms_of(config).items()
+        for method, arm in arms.items()
     }
     num_counted = len(counted([*results.values()][-1]))
     sums = {method: totals(steps[:num_counted]) for method, steps in results.items()}
@@ -161,6 +187,18 @@ def arms_of(config: Config) -> dict[str, Config]:
     )
     name = method if not is_tail else "tail" if method == "none" else f"tail+{method}"
     return {"none": none, name: config}
+
+
+def wall_seconds(workload: Workload, num_ranks: int) -> float:
+    """Return about how long a simulation takes, on one core.
+
+    Its forwards decide. In the TP tail all ranks share forwards until the longest response ends.
+    """
+    longest = dict.fromkeys(range(workload.num_steps), 0)
+    for (step, _, _), tokens in workload.responses.items():
+        if step in longest:
+            longest[step] = max(longest[step], len(tokens))
+    return FORWARD_S * num_ranks * sum(longest.values())
 
 
 def totals(steps: list[SimulatedStep]) -> dict[str, Any]:

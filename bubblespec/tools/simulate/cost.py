@@ -8,7 +8,7 @@ the last knot f continues with its last slope. All coefficients are at least 0.
 
 Pairs: a row that feeds n tokens over p positions attends to about n * p of them, where a decoding
 row attends to p. A load has sums over rows only, so tokens * positions / rows is taken, less the
-positions themselves. The kernels of a GPU are not linear in either: see `Attention`.
+positions themselves. The kernels of a GPU are not linear in either: see roofline.py.
 """
 
 import math
@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bubblespec.engine.graphs import FEW
-
 RATES = ("rows", "wide_rows", "positions", "prompt_tokens", "draft_tokens", "pairs")
 # A forward that takes this many times its prediction was interrupted, and is left out.
 INTERRUPTED = 3.0
@@ -28,51 +26,6 @@ MIN_FORWARDS = 10
 # Penalties, in squared relative errors: on every rate, so that tokens get the cost where forwards
 # do not tell two causes apart; and on changes of slope, which decide where nothing was measured.
 RIDGE, SMOOTHING = 1e-5, 1e-4
-# A block of FlashAttention-2 computes this many queries, whether they are real or not, against so
-# many keys at a time. Two blocks on a multiprocessor take 1.5 times as long as one (see roofline).
-TILE_QUERIES, TILE_KEYS, OVERLAP = 64, 64, 4 / 3
-
-
-@dataclass
-class Attention:
-    """Seconds that attention takes as FlashAttention-2 computes it for the engine.
-
-    Where each token is a sequence of its own (engine/graphs.py), the query heads of a key/value
-    head are queries of one block, and few long rows are split. Otherwise each query head has blocks
-    of its own, of TILE_QUERIES queries, and a block goes through all keys of its row.
-    """
-
-    layers: int
-    heads: int
-    kv_heads: int
-    num_processors: int
-    """Multiprocessors, each of which computes a block or more."""
-    block_s: float
-    """Seconds of a block for TILE_KEYS keys in one layer."""
-    position_s: float
-    """Seconds in which keys and values of one position are read, all layers."""
-
-    def are_single(self, tokens: float, pieces: float) -> bool:
-        """Whether the engine makes each token a sequence, see `ForwardGraphs.shape_of`."""
-        return tokens <= max(FEW, pieces * self.heads / self.kv_heads)
-
-    def seconds(
-        self, rows: float, tokens: float, positions: float, is_single: bool | None = None
-    ) -> float:
-        """Return the seconds of all layers, as if all rows were alike.
-
-        positions: attended to, summed over rows; is_single: replaces `are_single`.
-        """
-        queries = max(tokens / rows, 1.0)
-        pieces = rows * math.ceil(queries / TILE_QUERIES)
-        if self.are_single(tokens, pieces) if is_single is None else is_single:
-            waves = queries * rows * self.kv_heads / self.num_processors / OVERLAP
-        else:
-            blocks = pieces * self.heads
-            waves = max(math.ceil(blocks / self.num_processors) / OVERLAP, 1.0)
-        keys = max(positions / rows - (queries - 1) / 2, 0.0)  # causal
-        computed_s = self.layers * waves * keys / TILE_KEYS * self.block_s
-        return max(computed_s, positions * self.position_s)
 
 
 @dataclass
@@ -89,8 +42,6 @@ class ForwardCost:
     """Seconds by name (RATES)."""
     source: str = ""
     """Where the figures are from."""
-    attention: Attention | None = None
-    """Replaces the rates of positions and pairs, which are 0 then."""
 
     def __post_init__(self):
         rises = np.diff(self.knots) * np.array(self.slopes[:-1])
@@ -104,10 +55,7 @@ class ForwardCost:
         pairs = max(tokens / rows - 1.0, 0.0) * positions
         counts = (rows, wide_rows, positions, prompt_tokens, draft_tokens, pairs)
         by_tokens = self._at_knots[i] + self.slopes[i] * (tokens - self.knots[i])
-        total_s = by_tokens + sum(map(float.__mul__, self._rates, map(float, counts)))
-        if self.attention is not None:
-            total_s += self.attention.seconds(rows, tokens, positions)
-        return total_s
+        return by_tokens + sum(map(float.__mul__, self._rates, map(float, counts)))
 
 
 def fit_cost(loads: np.ndarray, seconds: np.ndarray, source: str) -> ForwardCost:

@@ -17,7 +17,7 @@ from bubblespec.engine.batch import Load
 from bubblespec.errors import InputError, one_line
 from bubblespec.telemetry.trace import FOLDER, FORMAT, META_FILE
 from bubblespec.tools.simulate.cost import ForwardCost, fit_cost
-from bubblespec.tools.simulate.roofline import GPUS, MODELS, roofline
+from bubblespec.tools.simulate.roofline import GPUS, MODELS, GPUCost, copy_roofline, roofline
 from bubblespec.tools.simulate.workload import STOP, Spec, Workload
 from bubblespec.types import Prompt
 
@@ -118,7 +118,7 @@ def sections_of(config: dict[str, Any], names: tuple[str, ...]) -> dict[str, dic
     return sections
 
 
-def load_cost(name: str, num_ranks: int = 1) -> ForwardCost:
+def load_cost(name: str, num_ranks: int = 1) -> ForwardCost | GPUCost:
     """Return the cost of one rank's forwards, or of forwards of `num_ranks` ranks together.
 
     name: GPU:MODEL, of GPUS and MODELS, for a roofline; or a run's output_dir, to fit its forwards
@@ -134,6 +134,12 @@ def load_cost(name: str, num_ranks: int = 1) -> ForwardCost:
         raise InputError(f"{name}: {error}") from error
     valid = f"{', '.join(GPUS)} : {', '.join(MODELS)}"
     raise InputError(f"{name}: neither the folder of a recorded run nor a roofline ({valid})")
+
+
+def load_copy_cost(name: str) -> GPUCost | None:
+    """Return the cost of forwards of the quantised copy; None for a recorded run."""
+    gpu, _, model = name.partition(":")
+    return copy_roofline(gpu, model) if gpu in GPUS and model in MODELS else None
 
 
 def _fit_recorded(folder: str, num_ranks: int) -> ForwardCost:

@@ -1,18 +1,27 @@
-"""Seconds of forwards on GPUs by their data sheets (Williams, Waterman and Patterson 2009).
+"""Seconds of forwards on GPUs: a roofline (Williams, Waterman and Patterson 2009) with a soft knee.
 
-Nothing is measured by this project. The rest is fitted to forwards that others have measured on an
-A100 (tests/test_roofline.py), or counted, or estimated where a comment says so.
+`FITTED` is fitted by benchmarks/fit_roofline.py to forwards of Qwen2.5-7B that others have measured
+on an A100, and compared with other models and several GPUs (docs/simulator.md names the sources).
+Other GPUs follow by data sheet, see `GPU`. The rest is counted, or estimated where a comment says
+so.
 """
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from bubblespec.engine.batch import Load
+from bubblespec.engine.graphs import FEW
+from bubblespec.mechanisms.quantized.products import GROUP, LARGE
 from bubblespec.mechanisms.tp_tail.shards import shard_heads
-from bubblespec.tools.simulate.cost import RATES, Attention, ForwardCost
+
+# A block of FlashAttention-2 computes this many queries, whether they are real or not, against so
+# many keys at a time. Two blocks on a multiprocessor take 1.5 times as long as one.
+TILE_QUERIES, TILE_KEYS, OVERLAP = 64, 64, 4 / 3
 
 
 class GPU(NamedTuple):
-    """Data sheet, and the time of a block of attention."""
+    """Data sheet: shares of bandwidth and peak, and seconds per layer, are those of the A100."""
 
     memory: float
     """Bytes per second."""
@@ -21,85 +30,254 @@ class GPU(NamedTuple):
     link: float
     """Bytes per second of NVLink in each direction."""
     num_processors: int
-    block_s: float
-    """Seconds of a block of attention for TILE_KEYS keys and heads of 128. On the A100 what rows
-    that verify add with each position (1.47 us); an estimate by clock rates for the others."""
+    block_time: float
+    """Time of a block of attention over that on an A100. FlashAttention-2 reaches 73% of the peak
+    of an A100 (Dao 2023) and 35% of that of an H100 (Shah et al. 2024), here by multiprocessor."""
 
 
 class Model(NamedTuple):
-    """Shape of a Qwen2.5."""
+    """Shape of a Llama or Qwen2."""
 
-    parameters: float
     layers: int
+    hidden: int
+    intermediate: int
     heads: int
     kv_heads: int
     dimension: int
     """Numbers of a head."""
+    vocabulary: int
+
+    @property
+    def layer_weights(self) -> float:
+        """Weights of one layer's products."""
+        projections = 2 * self.heads + 2 * self.kv_heads
+        return self.hidden * (projections * self.dimension + 3 * self.intermediate)
+
+    @property
+    def parameters(self) -> float:
+        """Weights of all products, the head's included."""
+        return self.layers * self.layer_weights + self.hidden * self.vocabulary
 
 
+class Fit(NamedTuple):
+    """Constants of a forward on an A100."""
+
+    memory_share: float
+    """Share of the bandwidth at which weights, keys and values are read."""
+    peak_share: float
+    """Share of the peak that products reach with many tokens."""
+    knee: float
+    """Products of r seconds of reading and c of computing take (r**knee + c**knee)**(1 / knee)."""
+    layer_s: float
+    """Seconds of a layer beyond its products and attention: small kernels, and each kernel's begin
+    and end."""
+    block_s: float
+    """Seconds of a block of attention for TILE_KEYS keys and heads of 128 numbers."""
+    copy_memory_share: float
+    """`memory_share` of int4 weights."""
+    copy_peak_share: float
+    """`peak_share` of products with int4 weights."""
+    shared_speed: float
+    """Speed of reading keys that all rows have in common, from the L2 cache; in vLLM only."""
+    cascade_s: float
+    """Seconds per layer of vLLM's cascade attention beyond that over the common keys."""
+
+
+FITTED = Fit(0.8, 0.747, 1.61, 52.7e-6, 1.41e-6, 0.576, 0.386, 1.9, 33.7e-6)
 GPUS = {
-    "h200": GPU(4.8e12, 989e12, 450e9, 132, 1.2e-6),
-    "h100": GPU(3.35e12, 989e12, 450e9, 132, 1.2e-6),
-    "a100": GPU(2.04e12, 312e12, 300e9, 108, 1.47e-6),
+    "h200": GPU(4.8e12, 989e12, 450e9, 132, 0.8),
+    "h100": GPU(3.35e12, 989e12, 450e9, 132, 0.8),
+    "a100": GPU(2.04e12, 312e12, 300e9, 108, 1.0),
 }
+# Sizes without a name are Qwen2.5's.
 MODELS = {
-    "32b": Model(32.76e9, 64, 40, 8, 128),
-    "7b": Model(7.62e9, 28, 28, 4, 128),
-    "1.5b": Model(1.54e9, 28, 12, 2, 128),
-    "0.5b": Model(0.49e9, 24, 14, 2, 64),
+    "32b": Model(64, 5120, 27648, 40, 8, 128, 152064),
+    "14b": Model(48, 5120, 13824, 40, 8, 128, 152064),
+    "7b": Model(28, 3584, 18944, 28, 4, 128, 152064),
+    "1.5b": Model(28, 1536, 8960, 12, 2, 128, 151936),
+    "0.5b": Model(24, 896, 4864, 14, 2, 64, 151936),
+    "llama-3.1-8b": Model(32, 4096, 14336, 32, 8, 128, 128256),
+    "llama-2-7b": Model(32, 4096, 11008, 32, 32, 128, 32000),
 }
-BANDWIDTH_SHARE, COMPUTE_SHARE = 0.8, 0.8  # of the data sheet, that kernels reach
-# Linear layers do not go from reading weights to computing at one number of tokens, the knee: from
-# this share of it on, a token already costs that share of its operations.
-RISE_FROM, RISE = 0.1, 0.5
-# Operations of a layer next to its seven products and attention (of a Qwen2, 22 in all), and
-# seconds of one in a graph, an estimate: for vLLM's six per layer on an A100, 1.7 us fit best.
-SMALL_KERNELS, KERNEL_S = 14, 2e-6
-# Host time of a forward in which the GPU waits: 0.12 ms by benchmarks/host_time.py, the rest is an
-# estimate of copies and launches; 4 us more for each row that verifies. Seconds in which a token is
-# sampled from 152k logits, an estimate.
-HOST_S, VERIFY_S, SAMPLE_S = 4e-4, 4e-6, 2e-6
-# Seconds of a small all-reduce over NVLink: at all, and for each rank beyond the first. NCCL's ring
-# on a DGX A100 was measured at 10 us on 2 GPUs, 16.9 us on 4 and 33.7 us on 8 (NVIDIA/nccl-tests,
-# issue 123). Newer links and other algorithms take less.
-ALL_REDUCE_S, ALL_REDUCE_RANK_S = 6e-6, 4e-6
+ENGINES = ("bubblespec", "vllm", "gpt-fast")
+# Small operations of a layer that vLLM's has not (14 to its 6), and seconds of one in a graph, an
+# estimate.
+MORE_KERNELS, KERNEL_S = 8, 2e-6
+# Host time of a forward in which the GPU waits (docs/benchmarks.md): 0.11 ms by
+# benchmarks/host_time.py and an estimate of 0.29 ms for copies and launches; if rows verify,
+# 0.35 ms and 0.8 us for each of them more. Seconds in which a token is sampled from 152k logits,
+# an estimate.
+HOST_S, VERIFY_S, VERIFY_ROW_S, SAMPLE_S = 4e-4, 3.5e-4, 8e-7, 2e-6
+# Seconds of a small all-reduce over NVLink: at all, and for each rank beyond the first. These are
+# what gpt-fast's tokens per second on 2, 4 and 8 A100s leave for its all-reduces (6.8, 7.3 and
+# 9.2 us) with `memory_share` and the layers of its run on one. NCCL's ring was measured at 10, 17
+# and 34 us (NVIDIA/nccl-tests, issue 123).
+ALL_REDUCE_S, ALL_REDUCE_RANK_S = 6.4e-6, 0.41e-6
+# Share of the bandwidth at which int8 weights are read, by gpt-fast's 155.6 tokens per second.
+INT8_MEMORY_SHARE = 0.68
 
 
-def roofline(gpu: str, model: str, num_ranks: int = 1) -> ForwardCost:
-    """Return the cost of a forward with its sampling, captured as a graph.
+@dataclass
+class Attention:
+    """Seconds that attention takes as FlashAttention-2 computes it.
 
-    Linear layers read all weights once, or compute, whichever takes longer; see `Attention` for the
-    rest. If several ranks compute a forward together, each does its share, of which the largest
-    counts, and there are two all-reduces per layer and one exchange of samples. gpu, model: of GPUS
-    and MODELS. Raises TPUnsupported for a model that so many ranks cannot share.
+    Where each token is a sequence of its own (engine/graphs.py), the query heads of a key/value
+    head are queries of one block, and few long rows are split. Otherwise each query head has blocks
+    of its own, of TILE_QUERIES queries, and a block goes through all keys of its row.
     """
-    card, shape = GPUS[gpu], MODELS[model]
-    bandwidth, compute = card.memory * BANDWIDTH_SHARE, card.peak * COMPUTE_SHARE
-    _, layers, heads, kv_heads, dimension = shape
+
+    layers: int
+    heads: int
+    kv_heads: int
+    num_processors: int
+    """Multiprocessors, each of which computes a block or more."""
+    block_s: float
+    """Seconds of a block for TILE_KEYS keys in one layer."""
+    position_s: float
+    """Seconds in which keys and values of one position are read, all layers."""
+    splits_windows: bool = True
+    """Whether the tokens of short windows are sequences of their own, as in this engine."""
+
+    def are_single(self, tokens: float, pieces: float) -> bool:
+        """Whether each token is a sequence, see `ForwardGraphs.shape_of`."""
+        if not self.splits_windows:
+            return tokens <= pieces
+        return tokens <= max(FEW, pieces * self.heads / self.kv_heads)
+
+    def seconds(
+        self, rows: float, tokens: float, positions: float, is_single: bool | None = None
+    ) -> float:
+        """Return the seconds of all layers, as if all rows were alike.
+
+        positions: attended to, summed over rows; is_single: replaces `are_single`.
+        """
+        queries = max(tokens / rows, 1.0)
+        pieces = rows * math.ceil(queries / TILE_QUERIES)
+        if self.are_single(tokens, pieces) if is_single is None else is_single:
+            waves = queries * rows * self.kv_heads / self.num_processors / OVERLAP
+        else:
+            blocks = pieces * self.heads
+            waves = max(math.ceil(blocks / self.num_processors) / OVERLAP, 1.0)
+        keys = max(positions / rows - (queries - 1) / 2, 0.0)  # causal
+        computed_s = self.layers * waves * keys / TILE_KEYS * self.block_s
+        return max(computed_s, positions * self.position_s)
+
+
+@dataclass
+class Products:
+    """Seconds of matrix products of some tokens with the same weights."""
+
+    read_s: float
+    """Seconds in which the weights are read."""
+    token_s: float
+    """Seconds in which a token is computed."""
+    knee: float
+
+    def seconds(self, tokens: float) -> float:
+        return (self.read_s**self.knee + (tokens * self.token_s) ** self.knee) ** (1 / self.knee)
+
+
+@dataclass
+class GPUCost:
+    """Seconds of forwards on one GPU, or on several that compute each forward together."""
+
+    layers: Products
+    head: Products | None
+    """Products of the tokens that are sampled."""
+    attention: Attention
+    constant_s: float
+    """Seconds of a forward beyond `layers`, `head` and `attention`."""
+    token_s: float
+    """Seconds of a token in all-reduces."""
+    sample_s: float
+    verify_s: tuple[float, float]
+    """Seconds of the host if any row verifies, and for each that does."""
+    source: str
+    """Where the figures are from."""
+
+    def seconds(self, load: Load) -> float:
+        """Return the seconds of a forward."""
+        rows, tokens, wide_rows, positions, _, draft_tokens = load
+        sampled = rows + draft_tokens
+        total_s = self.constant_s + self.token_s * tokens + self.sample_s * sampled
+        total_s += self.layers.seconds(tokens) + self.attention.seconds(rows, tokens, positions)
+        if self.head is not None:
+            total_s += self.head.seconds(sampled)
+        if wide_rows:
+            total_s += self.verify_s[0] + self.verify_s[1] * wide_rows
+        return total_s
+
+
+def roofline(
+    gpu: str,
+    model: str | Model,
+    num_ranks: int = 1,
+    *,
+    engine: str = "bubblespec",
+    bits: int = 16,
+    fit: Fit = FITTED,
+) -> GPUCost:
+    """Return the cost of a forward, captured as a graph.
+
+    If several ranks compute a forward together, each does its share, of which the largest counts,
+    and there are two all-reduces per layer and one exchange of samples. gpu, model: of GPUS and
+    MODELS, or a shape; bits: of a weight, 8 or 4 for a quantised copy, with a grid for each GROUP
+    inputs; engine: of ENGINES: "vllm" is its layers alone, as its forwards were measured,
+    "gpt-fast" has no host time and samples for nothing. Raises TPUnsupported for a model that so
+    many ranks cannot share.
+    """
+    card, shape = GPUS[gpu], MODELS[model] if isinstance(model, str) else model
+    layers, hidden, _, heads, kv_heads, dimension, vocabulary = shape
     own = [shard_heads(heads, kv_heads, rank, num_ranks) for rank in range(num_ranks)]
     own_heads, own_kv_heads = (max(s.stop - s.start for s in of) for of in zip(*own, strict=True))
-    weights_s = 2 * shape.parameters / num_ranks / bandwidth  # bfloat16
-    token_s = 2 * shape.parameters / num_ranks / compute
-    knee = weights_s / token_s  # tokens that compute for as long as the weights are read
-    position_s = 2 * 2 * layers * own_kv_heads * dimension / bandwidth
-    block_s = card.block_s * dimension / 128
-    processors = card.num_processors
-    attention = Attention(layers, own_heads, own_kv_heads, processors, block_s, position_s)
-    rates = dict.fromkeys(RATES, 0.0)
-    rates |= {"rows": SAMPLE_S, "draft_tokens": SAMPLE_S, "wide_rows": VERIFY_S}
-    constant_s = weights_s + layers * SMALL_KERNELS * KERNEL_S + HOST_S
+    shares = {
+        16: (fit.memory_share, fit.peak_share),
+        8: (INT8_MEMORY_SHARE, fit.peak_share),
+        4: (fit.copy_memory_share, fit.copy_peak_share),
+    }
+    memory_share, peak_share = shares[bits]
+    weight_bytes = bits / 8 + (4 / GROUP if bits == 4 else 0)  # step and middle, 2 bytes each
+
+    def products(weights: float) -> Products:
+        read_s = weight_bytes * weights / num_ranks / (memory_share * card.memory)
+        return Products(read_s, 2 * weights / num_ranks / (peak_share * card.peak), fit.knee)
+
+    position_s = 2 * 2 * layers * own_kv_heads * dimension / (fit.memory_share * card.memory)
+    block_s = fit.block_s * card.block_time * dimension / 128
+    is_ours = engine == "bubblespec"
+    constant_s = layers * (fit.layer_s + is_ours * MORE_KERNELS * KERNEL_S) + is_ours * HOST_S
     summed_s, where = 0.0, f"one {gpu.upper()}"
     if num_ranks > 1:
         latency_s = ALL_REDUCE_S + ALL_REDUCE_RANK_S * (num_ranks - 1)
         constant_s += (2 * layers + 1) * latency_s
         # A ring sends each sum to and from all ranks but one (bus bandwidth of nccl-tests).
-        sent = 2 * (num_ranks - 1) / num_ranks * 2 * heads * dimension
-        summed_s = 2 * layers * sent / (card.link * BANDWIDTH_SHARE)
+        sent = 2 * (num_ranks - 1) / num_ranks * 2 * hidden
+        summed_s = 2 * layers * sent / (card.link * fit.memory_share)
         where = f"{num_ranks} {gpu.upper()}s together"
-    source = f"roofline, not measured: Qwen2.5-{model.upper()}, bfloat16, on {where}"
-    knots = [1, round(RISE_FROM * knee), round(knee)]
-    slopes = [summed_s, RISE * token_s + summed_s, token_s + summed_s]
-    return ForwardCost(knots, slopes, constant_s, rates, source, attention)
+    return GPUCost(
+        layers=products(layers * shape.layer_weights),
+        head=products(hidden * vocabulary) if engine != "vllm" else None,
+        attention=Attention(
+            layers, own_heads, own_kv_heads, card.num_processors, block_s, position_s, is_ours
+        ),
+        constant_s=constant_s,
+        token_s=summed_s,
+        sample_s=is_ours * SAMPLE_S,
+        verify_s=(is_ours * VERIFY_S, is_ours * VERIFY_ROW_S),
+        source=f"roofline fitted on an A100, not measured: {title_of(model)}, bfloat16, on {where}",
+    )
+
+
+def copy_roofline(gpu: str, model: str) -> GPUCost:
+    """Return the cost of a forward of the policy's quantised copy, see `Product`."""
+    return roofline(gpu, model, bits=4 if MODELS[model].parameters >= LARGE else 8)
+
+
+def title_of(model: str | Model) -> str:
+    """Return a model's name for people."""
+    if not isinstance(model, str):
+        return "a model"
+    return f"Qwen2.5-{model.upper()}" if model[0].isdigit() else model.title()
 
 
 def decode_seconds(gpu: str, model: str, rows: int, context: int) -> float:

@@ -83,12 +83,14 @@ def simulate(
     together: Cost | None = None,
     drafter: DrafterModel | None = None,
     quantized: CopyModel | None = None,
+    copy_cost: Cost | None = None,
     shows_progress: bool = False,
 ) -> list[SimulatedStep]:
     """Simulate the steps of a workload. Raises InputError if the configuration does not fit it.
 
     cost(load): seconds of a forward; together(load): seconds of a forward of all ranks together,
-    None for no TP tail; drafter, quantized: used if the method has them. Training, rewards and the
+    None for no TP tail; drafter, quantized: used if the method has them; copy_cost(load): seconds
+    of a forward of the quantised copy, if its model has no share. Training, rewards and the
     exchange of drafts take no time.
     """
     config = copy.deepcopy(config)
@@ -99,11 +101,19 @@ def simulate(
         config.rollout.tp_tail_max_rows = 0
     _check(config, workload, num_ranks)
     shared = _Shared(
-        config, workload, cost, together, drafter or DrafterModel(), quantized or CopyModel()
+        config,
+        workload,
+        cost,
+        together,
+        drafter or DrafterModel(),
+        quantized or CopyModel(),
+        copy_cost,
     )
     shared.time_forwards()
     world, steps = World(num_ranks), []
-    with tqdm(total=num_steps, unit="step", disable=None if shows_progress else True) as bar:
+    is_hidden = None if shows_progress else True  # None: where nobody watches
+    method = config.speculative.method
+    with tqdm(total=num_steps, desc=method, unit="step", disable=is_hidden) as bar:
 
         def run_rank(rank: int) -> None:
             own = _Rank(shared, SimulatedRanks(world, rank))
@@ -176,6 +186,7 @@ class _Shared:
     together: Cost | None
     drafter: DrafterModel
     quantized: CopyModel
+    copy_cost: Cost | None
     profiled: CostModel = field(default_factory=CostModel)
     """Cost that a run fits to forwards at its start."""
     tp_cost: CostModel | None = None
@@ -223,7 +234,7 @@ class _Shared:
 class _Rank:
     """One rank: its sampler and, as the sampler's scorer, the workload's rewards."""
 
-    sees_groups = takes_environments = False
+    takes_environments = False
 
     def __init__(self, shared: _Shared, ranks: SimulatedRanks):
         self.workload, self.texts, self.ranks = shared.workload, Texts(shared.workload), ranks
@@ -265,7 +276,7 @@ class _Rank:
             )
         proposer = self.sampler.proposer
         if proposer is not None and "quantized" in config.speculative.sources:
-            copies: Any = SimulatedCopyRunner(engine, shared.quantized)
+            copies: Any = SimulatedCopyRunner(engine, shared.quantized, shared.copy_cost)
             copy_cost = profile_copy(copies, ranks.clock)
             chains = QuantizedSource(copies, proposer.cost, copy_cost, clock=ranks.clock)
             proposer.add(chains)
@@ -279,6 +290,10 @@ class _Rank:
                 of_tail: Any = SimulatedDrafterRunner(tail.engine, shared.drafter)
                 tail.companions.append(lambda engine: source.moved_to(of_tail))
         ranks.barrier()
+
+    def sees_groups(self, step: int | None) -> bool:
+        """See `Scorer`."""
+        return False
 
     def begin(self, launch: Launch, step: int) -> SimpleNamespace:
         """Begin to score a rollout, as `Scorer.begin` does; returns a `Scoring`."""

@@ -87,6 +87,7 @@ class SimulatedRunner:
         return lambda: Verified(accepted, token, np.zeros((2, len(token))))
 
 
+COPY_SHARE = 0.4  # of a copy without a cost of its own, see `CopyModel`
 UNSURE_RIGHT = 0.6  # of a copy's tokens that win by little, see `SimulatedCopyRunner`
 
 
@@ -163,12 +164,13 @@ class CopyModel:
 
     acceptance: float = 0.93
     """Chance that a token of a chain is right if all before it are."""
-    share: float = 0.4
-    """Seconds of a forward of the copy over those of the policy with the same load."""
+    share: float | None = None
+    """Seconds of a forward of the copy over those of the policy with the same load. None: by the
+    copy's own cost, COPY_SHARE without one."""
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if not 0 <= value <= 1:
+            if value is not None and not 0 <= value <= 1:
                 raise InputError(f"{name}: {value} must be from 0 to 1")
 
 
@@ -178,18 +180,22 @@ class SimulatedCopyRunner:
     The sample and the position decide whether a token is right, and its lead: UNSURE_RIGHT of the
     tokens with a small lead are, and almost all others."""
 
-    def __init__(self, engine: Engine, model: CopyModel):
-        self.engine, self.model = engine, model
-        self.runner: Any = engine.runner  # a SimulatedRunner
+    def __init__(self, engine: Engine, model: CopyModel, cost: Cost | None = None):
+        """cost: of the copy's forwards, if `model.share` is None."""
+        runner: Any = engine.runner  # a SimulatedRunner
+        self.engine, self.model, self.runner = engine, model, runner
+        self.share = 1.0 if cost else COPY_SHARE
+        if model.share is not None:
+            cost, self.share = None, model.share
+        self.cost: Cost = cost or runner.cost
 
     def draw(
         self, slots: np.ndarray, start: np.ndarray, tokens: np.ndarray, generated: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Propose a token for each of some rows, as `CopyRunner.draw` does."""
         runner, size = self.runner, len(slots)
-        runner.advance(
-            self.model.share * runner.cost(Load(size, size, 0, int(start.sum()) + size, 0, 0))
-        )
+        load = Load(size, size, 0, int(start.sum()) + size, 0, 0)
+        runner.advance(self.share * self.cost(load))
         uid, visit, sample = runner.name[slots].T
         bits = stream_keys(1, uid, visit, sample, generated)[:, :2].view(np.uint32)
         unsure, right = ((bits + 0.5) * 2.0**-32).T

@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -306,7 +306,9 @@ def _with_turns(spec: Spec, tokens: np.ndarray, random: np.random.Generator) -> 
 
 def parse(kind: type, text: str, option: str):
     """Parse `name=value,name=value` into a dataclass of numbers. Raises InputError."""
-    types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(kind)}
+    types: dict[str, Any] = {
+        field.name: (*get_args(field.type), field.type)[0] for field in dataclasses.fields(kind)
+    }
     given = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")

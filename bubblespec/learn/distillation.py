@@ -1,0 +1,75 @@
+"""On-policy distillation: how far the policy is from a teacher on the policy's own responses.
+
+Both distributions are over the whole vocabulary, at the temperature of the rollout, at each sampled
+token (GKD, Agarwal et al. 2024, arXiv 2306.13649). As there, no gradient flows through sampling.
+
+Shape legend: M sampled tokens of a micro-batch, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from bubblespec.engine.output_head import OutputHead
+from bubblespec.learn.losses import in_chunks, logits_of
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A frozen model that the policy learns from."""
+
+    model: PreTrainedModel
+    kernel: str
+    """Attention kernel; see `choose_kernel`."""
+
+
+def divergence(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the generalized Jensen-Shannon divergence per token, [M] (GKD, equation 1).
+
+    With p of the teacher, q of the student and m = beta p + (1 - beta) q it is beta KL(p || m) +
+    (1 - beta) KL(q || m). As in TRL, beta 0 is KL(p || q) and beta 1 is KL(q || p), of which it is
+    beta and 1 - beta times near these ends. student, teacher: logits [M, V].
+    """
+    log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
+    if beta == 0:
+        return _kl(log_p, log_q)
+    if beta == 1:
+        return _kl(log_q, log_p)
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
+
+
+def _kl(log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
+    """Return KL(a || b) of each row."""
+    return (log_a.exp() * (log_a - log_b)).sum(-1)
+
+
+def compare(
+    hidden: torch.Tensor,
+    head: OutputHead,
+    teacher_hidden: torch.Tensor,
+    teacher_head: OutputHead,
+    target: torch.Tensor,
+    *,
+    temperature: float,
+    beta: float,
+    max_logits: int,
+) -> torch.Tensor:
+    """Return log-probabilities of the targets, and divergences from the teacher, float [2, M].
+
+    hidden, teacher_hidden: [M, hidden size of the model]. Chunks as in `token_logprobs`, of half
+    the tokens, as there are two distributions; the teacher's logits, too, are computed again in the
+    backward pass.
+    """
+
+    def of_chunk(own: torch.Tensor, other: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        student = logits_of(own, head, temperature)
+        with torch.no_grad():
+            teacher = logits_of(other, teacher_head, temperature)
+        logprob = student.gather(-1, target[:, None])[:, 0] - student.logsumexp(-1)
+        return torch.stack((logprob, divergence(student, teacher, beta)))
+
+    vocab = max(h.linear.get_parameter("weight").shape[0] for h in (head, teacher_head))
+    return in_chunks(of_chunk, max_logits // (2 * vocab), hidden, teacher_hidden, target)

@@ -1,0 +1,163 @@
+"""Scores of evaluations apart from rewards, and the best checkpoint by one of them."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bubblespec.checkpoint import BEST, find_damage, list_checkpoints, read_state, step_of
+from bubblespec.config_file import load_config
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.setup import build
+from bubblespec.trainer import Trainer
+from tests.helpers.checks import refusal
+from tests.helpers.rewards import better_than, with_gaps
+from tests.helpers.runs import SHORT, digests, read, run, same_weights, train_here, weights
+
+EVALUATES = [*SHORT, "rollout.num_prompts_per_step=4", "rollout.max_completion_length=16"]
+EVALUATES += ["eval.num_prompts=3", "eval.num_generations=2", "run.eval_steps=1"]
+FUNCTIONS = "eval.functions=[tests.helpers.rewards.with_gaps,tests.helpers.rewards.better_than]"
+SAVES_BEST = [*EVALUATES, "run.save_best=eval/reward", "run.save_total_limit=1"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_own_functions_score_held_out_responses_alone(tmp_path, monkeypatch, num_workers):
+    """One with gaps, one that sees groups; training has the tokens and rewards that it has
+    without."""
+    options = [*EVALUATES, "speculative.method=none"]
+    train_here(tmp_path / "without", short=options)
+    seen, evaluate = [], Trainer.evaluate
+
+    def noting(trainer):
+        seen.append(evaluate(trainer))
+        return seen[-1]
+
+    monkeypatch.setattr(Trainer, "evaluate", noting)
+    workers = f"reward.num_workers={num_workers}"
+    train_here(tmp_path / "with", FUNCTIONS, workers, short=options)
+    assert digests(tmp_path / "with") == digests(tmp_path / "without")
+    assert len(seen) == 5
+    for samples, _, metrics in seen:
+        groups = [[t.tolist() for t in samples.tokens[i : i + 2]] for i in (0, 2, 4)]
+        gaps = [value for group in groups for value in with_gaps(group)]
+        known = [value for value in gaps if value is not None]
+        assert metrics.get("eval/with_gaps") == (np.mean(known) if known else None)
+        assert metrics.get("eval/with_gaps/missing", 0) == len(gaps) - len(known)
+        wanted = [value for group in groups for value in better_than(["a", "a"], group)]
+        assert metrics["eval/better_than"] == np.mean(wanted)
+    assert any("eval/with_gaps/missing" in metrics for _, _, metrics in seen)
+    lines = [read(tmp_path / name) for name in ("without", "with")]
+    own = {"eval/with_gaps", "eval/with_gaps/missing", "eval/better_than"}
+    for before, after in zip(*lines, strict=True):
+        assert after.keys() - before.keys() <= own
+        for key in before.keys() & after.keys():
+            if key.startswith(("rewards/", "eval/reward", "eval/pass")) or key == "reward":
+                assert before[key] == after[key]
+
+
+def test_unknown_metric_and_column_are_refused(tmp_path):
+    def refused(*options: str) -> str:
+        config = load_config(
+            "configs/tiny_cpu_bulk.yaml", [*EVALUATES, f"run.output_dir={tmp_path}", *options]
+        )
+        return refusal(build, config, Ranks(torch.device("cpu")))
+
+    message = refused(FUNCTIONS, "run.save_best=eval/remainder")
+    assert message.startswith("run.save_best: eval/remainder is not measured; ")
+    for name in ("with_gaps", "better_than", "reward", "rewards/exact_match/mean", "pass@2"):
+        assert f"eval/{name}" in message
+    message = refused("eval.functions=[bubblespec.rewards.code.passes_tests]")
+    assert message.startswith(
+        "eval.functions: bubblespec.rewards.code.passes_tests cannot be called"
+    )
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """scored(scores): eval/reward is these after 0, 1, ... updates."""
+    evaluate = Trainer.evaluate
+
+    def score(scores: list[float]) -> None:
+        def scored_evaluate(trainer):
+            evaluation = evaluate(trainer)
+            evaluation.metrics["eval/reward"] = scores[trainer.num_updates]
+            return evaluation
+
+        monkeypatch.setattr(Trainer, "evaluate", scored_evaluate)
+
+    return score
+
+
+def steps_and_best(folder) -> tuple[list[int], str | None]:
+    """Steps of the checkpoints, and where checkpoint-best leads to."""
+    link = os.path.join(folder, BEST)
+    best = os.readlink(link) if os.path.islink(link) else None
+    assert best is None or find_damage(link) is None
+    return [step_of(path) for path in list_checkpoints(str(folder))], best
+
+
+def test_best_checkpoint_outlives_rotation_and_resume(tmp_path, scored):
+    """The initial policy does not count, equal scores do not move the link, and a better one does,
+    after a resume too."""
+    scored([9.0, 0.2, 0.5, 0.5, 0.4])
+    train_here(tmp_path, "run.save_steps=1", short=SAVES_BEST)
+    assert steps_and_best(tmp_path) == ([2, 4], "checkpoint-2")
+    best = {"metric": "eval/reward", "value": 0.5, "step": 2}
+    assert read_state(str(tmp_path / "checkpoint-4"))["best"] == best
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / BEST, dtype=torch.float64)
+    saved = weights(tmp_path, 2)
+    assert all(torch.equal(policy.state_dict()[name], saved[name]) for name in saved)
+    scored([9.0, 0.2, 0.5, 0.5, 0.4, 0.45, 0.6, 0.1])
+    train_here(tmp_path, "run.save_steps=1", "run.max_steps=5", short=SAVES_BEST)
+    assert steps_and_best(tmp_path) == ([2, 5], "checkpoint-2")
+    train_here(tmp_path, "run.save_steps=0", "run.max_steps=7", short=SAVES_BEST)
+    assert steps_and_best(tmp_path) == ([6, 7], "checkpoint-6")
+
+
+def test_better_evaluation_saves_between_save_steps(tmp_path, scored):
+    scored([0.0, 0.3, 0.2, 0.4, 0.1])
+    train_here(tmp_path, "run.save_steps=0", "run.save_total_limit=9", short=SAVES_BEST)
+    assert steps_and_best(tmp_path) == ([1, 3, 4], "checkpoint-3")
+
+
+def test_resume_before_the_best_forgets_it(tmp_path, scored):
+    """Its checkpoint is damaged, so that the run goes back, and another one becomes the best."""
+    scored([0.0, 0.3, 0.2, 0.4, 0.1])
+    options = ("run.save_steps=1", "run.save_total_limit=9")
+    train_here(tmp_path, *options, "run.max_steps=3", short=SAVES_BEST)
+    assert steps_and_best(tmp_path)[1] == "checkpoint-3"
+    os.truncate(tmp_path / "checkpoint-3" / "model.safetensors", 100)
+    scored([0.0, 0.3, 0.2, 0.1, 0.1])
+    train_here(tmp_path, *options, short=SAVES_BEST)
+    assert steps_and_best(tmp_path) == ([1, 2, 3, 4], "checkpoint-1")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run in which the third step is better than the first."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder, 2, short=SAVES_BEST, script=scripted("ranks-die", 99))
+    assert steps_and_best(folder) == ([3, 4], "checkpoint-3")
+    return folder
+
+
+def scripted(kind: str, at: int) -> tuple[str, ...]:
+    scores = map(str, (0.3, 0.2, 0.5, 0.4))
+    options = ("--at", str(at), "--kind", kind, "--scores", *scores)
+    return ("tests/system/signalled_train.py", *options)
+
+
+@pytest.mark.parametrize("kind, saved", [("save-dies", [1, 2]), ("best-dies", [1, 2, 3])])
+def test_kill_leaves_previous_best(whole, tmp_path, kind, saved):
+    """Before the new best has its name, and before the link leads to it; the run then ends as an
+    undisturbed one."""
+    run(tmp_path, 2, short=SAVES_BEST, script=scripted(kind, 2), check=False)
+    assert steps_and_best(tmp_path) == (saved, "checkpoint-1")
+    run(tmp_path, 2, short=SAVES_BEST, script=scripted("ranks-die", 99))
+    assert steps_and_best(tmp_path) == steps_and_best(whole)
+    assert digests(tmp_path) == digests(whole)
+    assert same_weights(weights(tmp_path, 3), weights(whole, 3))
+    states = [read_state(str(folder / "checkpoint-4"))["best"] for folder in (tmp_path, whole)]
+    assert states[0] == states[1]

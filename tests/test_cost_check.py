@@ -1,0 +1,122 @@
+"""`simulate --check`, which compares GPU costs with measured ones, and the script of the fit."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks import fit_roofline
+from bubblespec.__main__ import main
+from bubblespec.tools.simulate.check import compare, predict, read_cases
+from bubblespec.tools.simulate.roofline import FITTED, MODELS, Model
+
+COLUMNS = "model,batch,seq,gamma,mode,mean_ms,median_ms"
+LINES = [
+    "Qwen2.5-7B,0,0,0,target_decode,9.5,9.5",
+    "Qwen2.5-7B,1,256,0,target_decode,9.5,9.53",
+    "Qwen/Qwen2.5-7B-Instruct,64,4096,7,target_verify,40.5,40.44",
+    "Qwen2.5-7B,16,256,3,target_decode_sd,9.5,9.53",
+    "Qwen2.5-7B,16,256,3,drafter_decode,5.3,5.31",
+]
+
+
+@pytest.fixture
+def check(monkeypatch, tmp_path, capsys):
+    """Run the command on such a file; return its exit code, output and error."""
+
+    def run(text: str | None, *options: str) -> tuple[int, str, str]:
+        path = tmp_path / "measured.csv"
+        if text is not None:
+            path.write_text(text)
+        monkeypatch.setattr(sys, "argv", ["", "simulate", "--check", str(path), *options])
+        code = main()
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_check_prints_errors_by_model_and_mode(check):
+    code, out, _ = check("\n".join([COLUMNS, *LINES]))
+    lines = out.splitlines()
+    assert code == 0 and len(lines) == 5
+    assert lines[1].split()[:3] == ["Qwen2.5-7B", "target_decode", "1"]
+    assert "Qwen/Qwen2.5-7B-Instruct" in lines[3] or "Qwen/Qwen2.5-7B-Instruct" in lines[2]
+    assert "1 of 1" in lines[1] and "(1 rows x 1 at 256)" in lines[1]
+    assert lines[4].startswith("left out: 2 lines")
+
+
+def test_error_and_ratio_are_those_of_predictions(tmp_path):
+    path = tmp_path / "measured.csv"
+    path.write_text("\n".join([COLUMNS, LINES[1]]))
+    (case,), _ = read_cases(str(path))
+    milliseconds = 1e3 * predict(case)
+    table = compare([case._replace(seconds=predict(case) / 1.25)])
+    assert "25.0%" in table and "1.25" in table
+    assert milliseconds == pytest.approx(9.53, rel=0.02)
+
+
+def test_shape_by_columns_equals_known_model(tmp_path):
+    path = tmp_path / "measured.csv"
+    columns = f"{COLUMNS},{','.join(Model._fields)},gpu,ranks,engine,shared"
+    shape = ",".join(map(str, MODELS["7b"]))
+    path.write_text(f"{columns}\nMine,4,512,0,target_decode,,5.0,{shape},h100,2,bubblespec,0\n")
+    (case,), _ = read_cases(str(path))
+    assert case.shape == MODELS["7b"]
+    assert (case.gpu, case.num_ranks, case.engine, case.shared) == ("h100", 2, "bubblespec", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ("", "has no model, batch, seq, mode, median_ms"),
+        ("model,batch\na,1\n", "has no seq, mode, median_ms"),
+        (f"{COLUMNS}\nMine,1,256,0,target_decode,1,1\n", "line 2: unknown model 'Mine'; give the"),
+        (f"{COLUMNS}\n7b,1,256,0,decode,1,1\n", "line 2: mode: 'decode'; valid are target_decode"),
+        (f"{COLUMNS}\n7b,x,256,0,target_decode,1,1\n", "line 2: could not convert"),
+        (f"{COLUMNS}\n7b,1.5,256,0,target_decode,1,1\n", "line 2: batch: 1.5 must be an integer"),
+        (f"{COLUMNS}\n7b,1,256,0,target_verify,1,1\n", "line 2: gamma: 0 must be"),
+        (f"{COLUMNS}\n7b,1,256,0,target_decode,1,0\n", "line 2: median_ms: 0 must be above 0"),
+        (f"{COLUMNS}\n7b,1,256,0,target_decode,1,\n", "line 2: no median_ms"),
+        (f"{COLUMNS}\n7b,1,256\n", "line 2: no mode"),
+        (f"{COLUMNS},gpu\n7b,1,256,0,target_decode,1,1,v100\n", "line 2: gpu: 'v100'; valid are"),
+        (f"{COLUMNS},ranks\n7b,1,256,0,target_decode,1,1,64\n", "line 2: 28 query heads"),
+        (f"{COLUMNS}\n7b,0,0,0,target_decode,1,1\n", "has no line of target_decode"),
+    ],
+)
+def test_bad_file_ends_in_one_line(check, text, message):
+    code, _, error = check(text)
+    assert code == 2 and error.count("\n") == 1
+    assert error.startswith("error: --check: ") and message in error
+
+
+def test_check_refuses_options_of_a_simulation(check):
+    code, _, error = check("\n".join([COLUMNS, *LINES]), "--ranks", "4")
+    assert code == 2 and "--check: simulates nothing; leave out ranks" in error
+
+
+def test_fit_recovers_constants_despite_noise(tmp_path):
+    """Forwards of a machine with other constants, measured with errors of 2%."""
+    truth = FITTED._replace(peak_share=0.6, knee=2.0, layer_s=70e-6, copy_memory_share=0.45)
+    lines = [
+        f"7b,{rows},{context},{drafts},{mode},,1"
+        for rows in (1, 4, 16, 64)
+        for context in (256, 4096)
+        for mode, drafts in (
+            ("target_decode", 0),
+            ("target_verify", 3),
+            ("target_verify", 15),
+            ("drafter_decode", 3),
+        )
+    ]
+    path = tmp_path / "measured.csv"
+    path.write_text("\n".join([COLUMNS, *lines]))
+    noise = np.random.default_rng(0).normal(1.0, 0.02, len(lines))
+    cases = [
+        case._replace(seconds=predict(case, truth) * factor)
+        for case, factor in zip(read_cases(str(path))[0], noise, strict=True)
+    ]
+    found = fit_roofline.fit_cases(cases)
+    for name in ("peak_share", "layer_s", "block_s", "copy_memory_share"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.1), name
+    assert found.knee == pytest.approx(2.0, rel=0.2)
