@@ -319,6 +319,8 @@ class RunConfig:
     log_to: str | None = key(None, resume=SAFE)
     """Dotted path of a function that is called on rank 0 with the metrics of each step and of each
     evaluation, a dictionary (docs/metrics.md)."""
+    save_rollouts: bool = key(False, resume=SAFE)
+    """Write all samples of each step to a Parquet file in output_dir/rollouts (docs/metrics.md)."""
     save_total_limit: int = key(2, at_least(1), resume=SAFE)
     """Checkpoints kept; older ones are deleted, except the best one of save_best."""
     save_best: str | None = key(None, resume=SAFE)

@@ -24,7 +24,7 @@ class JsonLines:
         self.name = os.path.basename(path)
         try:
             if num_updates == 0:
-                _keep_aside(path)
+                keep_aside(path)
             self.records = _cut(path, is_kept)
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (kept open for the run)
         except OSError as error:
@@ -72,8 +72,8 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _keep_aside(path: str) -> None:
-    """Rename the file of an earlier run, so that a new run does not overwrite it."""
+def keep_aside(path: str) -> None:
+    """Rename a file or folder of an earlier run, so that a new run does not overwrite it."""
     if not os.path.exists(path) or not os.path.getsize(path):
         return
     kept = next(name for n in itertools.count(1) if not os.path.exists(name := f"{path}.{n}"))

@@ -16,6 +16,7 @@ from bubblespec.telemetry import report
 from bubblespec.telemetry.console import Console
 from bubblespec.telemetry.flops import ModelFlops, peak_flops
 from bubblespec.telemetry.metrics import MetricsLogger
+from bubblespec.telemetry.rollouts import Rollouts
 from bubblespec.telemetry.summary import Facts
 from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder, describe_hardware
@@ -43,6 +44,7 @@ class RunReporter:
         self.schedule, self.tokenizer, self.functions = schedule, tokenizer, functions
         self.num_held_out, self.log_to = num_held_out, log_to
         self.logger: MetricsLogger | None = None  # of rank 0, while the run is open
+        self.rollouts: Rollouts | None = None  # of rank 0, where run.save_rollouts is set
         self.recorder: Recorder | None = None  # where run.trace is set
 
     def phase(self, name: str) -> AbstractContextManager:
@@ -53,6 +55,8 @@ class RunReporter:
         """Show what is about to run, and open the files. checkpoint: folder that is resumed."""
         if self.ranks.is_main:
             self.logger = MetricsLogger(self.config.run.output_dir, num_updates, self.log_to)
+            if self.config.run.save_rollouts:
+                self.rollouts = Rollouts(self.config.run.output_dir, num_updates)
             parameters = list(self.learner.model.parameters())
             facts = Facts(
                 num_ranks=self.ranks.world_size,
@@ -114,6 +118,8 @@ class RunReporter:
         self.console.show_step(step, metrics)
         if record.step % SAMPLE_STEPS == 0 or step == run.max_steps:
             self.logger.log_samples(record, report.short_names(self.functions), self.tokenizer)
+        if self.rollouts is not None:
+            self.rollouts.write(record, report.short_names(self.functions), self.tokenizer)
         if step in run.timeline_steps:
             is_long, title = metrics.get("tail/is_long_round"), self.config.speculative.method
             title += "" if is_long is None else (", long round" if is_long else ", short round")
