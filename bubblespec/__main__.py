@@ -1,4 +1,4 @@
-"""The commands beside training: python -m bubblespec doctor|memory|simulate|play ..."""
+"""The commands: python -m bubblespec train|doctor|memory|simulate|play ..."""
 
 import importlib
 import logging
@@ -14,6 +14,7 @@ COMMANDS = {
     "doctor": "bubblespec.tools.doctor.command",
     "memory": "bubblespec.tools.memory",
     "simulate": "bubblespec.tools.simulate.command",
+    "train": "bubblespec.tools.launch",
     "play": "bubblespec.tools.play",
 }
 

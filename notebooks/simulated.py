@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from bubblespec.tools.simulate.command import synthetic_run
 from bubblespec.tools.simulate.cost import ForwardCost
+from bubblespec.tools.simulate.roofline import GPUCost
 from bubblespec.tools.simulate.run import SimulatedStep, simulate
 from bubblespec.tools.simulate.workload import Spec
 
@@ -26,7 +27,7 @@ class Case:
     steps: int
 
 
-def run_case(case: Case, cost: ForwardCost, method: str) -> list[SimulatedStep]:
+def run_case(case: Case, cost: ForwardCost | GPUCost, method: str) -> list[SimulatedStep]:
     """Its steps with a speculative.method, prompts in turn."""
     spec = Spec(case.mean, case.longest, prompt=64, run=case.mismatch, steps=case.steps)
     prompts = case.ranks * case.rows // GENERATIONS

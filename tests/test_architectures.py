@@ -1,6 +1,9 @@
 """Architectures of many families: served ones give the tokens of `model.generate`, also beyond a
 sliding window; others are refused with the reason in one line."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -42,6 +45,10 @@ INKLING |= {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
 MOSHI = dict(SMALL, ffn_dim=96, sliding_window=WINDOW)
 for name in ("intermediate_size", "eos_token_id", "bos_token_id"):
     del MOSHI[name]
+LINEAR = {**GQA, **HEAD, "layer_types": ["linear_attention", "full_attention"]}
+LINEAR |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+FALCON = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 MAMBA = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 T5 = {"vocab_size": VOCAB, "d_model": 32, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 1, "n_head": 2}
@@ -69,6 +76,20 @@ SERVED = ARCHITECTURES | {
     # A window that never slides within LONGEST.
     "phimoe": ("Phimoe", {**GQA, "num_local_experts": 4, "sliding_window": LONGEST}),
     "qwen2_moe": ("Qwen2Moe", {**QWEN, "use_sliding_window": False}),
+    "qwen3_moe": ("Qwen3Moe", GQA | EXPERTS | HEAD | {"num_experts": 4}),
+    "gemma": ("Gemma", GQA | HEAD),
+    "gemma4": ("Gemma4Text", GQA | HYBRID | {"tie_word_embeddings": False}),
+    "phi": ("Phi", GQA),
+    "olmoe": ("Olmoe", GQA | EXPERTS | {"num_experts": 4}),
+    "glm4": ("Glm4", GQA | HEAD),
+    "smollm3": ("SmolLM3", GQA),
+    "granite": ("Granite", GQA),
+    "cohere2": ("Cohere2", GQA | HYBRID),
+    "starcoder2": ("Starcoder2", {**GQA, "sliding_window": WINDOW}),
+    "seed_oss": ("SeedOss", GQA | HEAD),
+    "ernie4_5": ("Ernie4_5", GQA),
+    "exaone4": ("Exaone4", GQA | HYBRID),
+    "hunyuan": ("HunYuanDenseV1", GQA | HEAD),
 }
 
 
@@ -126,7 +147,75 @@ REFUSED = {
     "bloom": ("Bloom", BLOOM, "attention interface"),
     "gemma2": ("Gemma2", GQA | HEAD, "softcap"),
     "dynamic": ("Llama", {**SMALL, "rope_parameters": DYNAMIC}, "dynamic rotary scaling"),
+    "qwen3_next": ("Qwen3Next", LINEAR | EXPERTS | {"num_experts": 4}, "a recurrent state"),
+    "qwen3_5": ("Qwen3_5Text", LINEAR, "a recurrent state"),
+    "granite_hybrid": ("GraniteMoeHybrid", GQA, "a recurrent state"),
+    "nemotron_h": ("NemotronH", GQA, "a recurrent state"),
+    "lfm2": ("Lfm2", GQA | {"layer_types": ["conv", "full_attention"]}, "a recurrent state"),
+    "jamba": ("Jamba", GQA, "a recurrent state"),
+    "falcon": ("Falcon", FALCON, "attention interface"),
 }
+# Models of these architectures by the names that users know; the table of docs/exactness.md has
+# them in this order.
+NAMES = {
+    "qwen2": "Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-30B-A3B and other Qwen3-MoE",
+    "llama": "Llama 2, 3.x, SmolLM2, DeepSeek-R1-Distill-Llama",
+    "mistral-window": "Mistral 7B, Nemo, Small (text)",
+    "mixtral": "Mixtral",
+    "ministral3": "Ministral 3 (text)",
+    "gemma": "Gemma 1",
+    "gemma3": "Gemma 3 (text)",
+    "gemma4": "Gemma 4 (text)",
+    "phi": "Phi-1.5, Phi-2",
+    "phi3": "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3, R1, Kimi K2",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "olmoe": "OLMoE",
+    "glm4": "GLM-4 (0414)",
+    "glm4_moe": "GLM-4.5, GLM-4.6",
+    "smollm3": "SmolLM3",
+    "granite": "Granite 3",
+    "cohere2": "Command R7B, Command A",
+    "exaone4": "EXAONE 4",
+    "hunyuan": "Hunyuan (dense)",
+    "seed_oss": "Seed-OSS",
+    "ernie4_5": "ERNIE 4.5 (dense)",
+    "minimax_m2": "MiniMax-M2",
+    "starcoder2": "StarCoder2",
+    "gpt_neox": "Pythia, GPT-NeoX",
+    "gpt2": "GPT-2",
+    "llama4": "Llama 4 (text)",
+    "gemma2": "Gemma 2",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v32": "DeepSeek-V3.2",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5": "Qwen3.5 (text)",
+    "granite_hybrid": "Granite 4 hybrid",
+    "nemotron": "Minitron, Nemotron-4",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2",
+    "lfm2": "LFM2",
+    "jamba": "Jamba",
+    "mamba": "Mamba",
+    "falcon": "Falcon 7B",
+    "bloom": "BLOOM",
+}
+PAGE = Path(__file__).parents[1] / "docs" / "exactness.md"
+TABLE = re.compile(r"(?<=\| models \| class \| result \|\n\|---\|---\|---\|\n)(\|.*\n)+")
+
+
+def row_of(name: str) -> str:
+    """Build the model; return its line of the page's table."""
+    model, result = build(*(SERVED.get(name) or REFUSED[name])[:2]), "served"
+    try:
+        prepare_model(model, LONGEST)
+    except UnsupportedModel as error:
+        result = f"refused: {str(error).partition(': ')[2]}".replace("|", "\\|")
+    return f"| {NAMES[name]} | `{type(model).__name__}` | {result} |"
 
 
 def check_refused(model, why: str, length: int = LONGEST) -> None:
@@ -141,6 +230,13 @@ def check_refused(model, why: str, length: int = LONGEST) -> None:
 def test_unsupported_architecture_is_refused(name, dtype):
     kind, base, why = REFUSED[name]
     check_refused(build(kind, base, dtype), why)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_table_has_the_result_of_each_family(name):
+    table = TABLE.search(PAGE.read_text(encoding="utf-8"))[0].splitlines()
+    assert len(table) == len(NAMES)
+    assert table[list(NAMES).index(name)] == row_of(name), "run python -m tests.test_architectures"
 
 
 def test_model_of_another_kind_or_too_long_is_refused():
@@ -228,3 +324,8 @@ def test_window_missing_in_the_mask_is_refused():
         )
     check_refused(model, r"passes a sliding window of 40 tokens .* own mask differs")
     prepare_model(model, 40)
+
+
+if __name__ == "__main__":  # write the page's table
+    rows = "".join(f"{row_of(name)}\n" for name in NAMES)
+    PAGE.write_text(TABLE.sub(lambda _: rows, PAGE.read_text(encoding="utf-8")), encoding="utf-8")

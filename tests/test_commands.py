@@ -11,6 +11,8 @@ def test_command_has_one_name(name):
     done = python("-m", "bubblespec", name, "--help")
     assert done.returncode == 0
     assert done.stdout.startswith(f"usage: python -m bubblespec {name} ")
+    if name == "train":
+        return  # the newest
     done = python("-m", f"bubblespec.{name}", "--config", "configs/tiny_cpu.yaml")
     assert done.returncode == 1 and not done.stdout
     error = f"error: python -m bubblespec.{name} is now python -m bubblespec {name}\n"
@@ -18,7 +20,7 @@ def test_command_has_one_name(name):
 
 
 def test_unknown_command_lists_names():
-    for arguments in ([], ["train"]):
+    for arguments in ([], ["learn"]):
         done = launch(1, ["-m", "bubblespec", *arguments])
         assert done.returncode == 1
-        assert done.stderr == "usage: python -m bubblespec doctor|memory|simulate|play ...\n"
+        assert done.stderr == "usage: python -m bubblespec doctor|memory|simulate|train|play ...\n"

@@ -13,6 +13,7 @@ from bubblespec.engine.batch import Load
 from bubblespec.planner.place import place_in_turn
 from bubblespec.rollout import board as boards
 from bubblespec.telemetry.timeline import KINDS
+from bubblespec.tools.simulate.command import FORWARD_S, wall_seconds
 from bubblespec.tools.simulate.run import counted, simulate
 from bubblespec.tools.simulate.runner import CopyModel, DrafterModel
 from bubblespec.tools.simulate.workload import STOP, Spec, Texts, Workload
@@ -233,7 +234,8 @@ def test_command_compares_method_with_no_drafts(monkeypatch, tmp_path, capsys):
     out = tmp_path / "out.json"
     options = ["--ranks", "2", "--json", str(out)]
     assert call(monkeypatch, *options) == 0
-    printed = capsys.readouterr().out
+    printed, progress = capsys.readouterr()
+    assert "about 1 min of one core: none, bubble+suffix+quantized" in progress
     assert "not measured: Qwen2.5-7B" in printed and "speed-up of rollouts" in printed
     report = json.loads(out.read_text())
     assert list(report["methods"]) == ["none", "bubble+suffix+quantized"]
@@ -261,3 +263,26 @@ def test_wrong_arguments_end_in_one_line(monkeypatch, capsys, options, message):
     assert call(monkeypatch, *options) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
+
+
+def test_copy_cost_replaces_default_share_only():
+    """A copy costs what its cost says, unless a share is given."""
+    spec = {"sigma": 1.5, "run": 1.0}
+    by_cost, by_share, default = (
+        run("quantized", 2, quantized=CopyModel(0.95, share), copy_cost=cost, **spec)
+        for share, cost in ((None, LinearCost(3e-3, 0.0, 6e-6, 3e-9)), (0.3, None), (None, None))
+    )
+    assert seconds_of(by_cost) == pytest.approx(seconds_of(by_share))
+    ignored = run("quantized", 2, quantized=CopyModel(0.95, 0.3), copy_cost=LinearCost(), **spec)
+    assert seconds_of(ignored) == seconds_of(by_share)
+    expected = run("quantized", 2, quantized=CopyModel(0.95, 0.4), **spec)
+    assert seconds_of(default) == seconds_of(expected)
+
+
+def test_wall_seconds_count_longest_responses():
+    workload = make_workload(steps=3, mean=50.0)
+    longest = [
+        max(len(text) for (of, _, _), text in workload.responses.items() if of == step)
+        for step in range(3)
+    ]
+    assert wall_seconds(workload, 4) == pytest.approx(FORWARD_S * 4 * sum(longest))

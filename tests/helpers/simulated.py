@@ -54,12 +54,14 @@ def run(
     config: dict | None = None,
     drafter: DrafterModel | None = None,
     quantized: CopyModel | None = None,
+    copy_cost=None,
     together=None,
     **workload,
 ):
     config = make_config(method, **(config or {}))
     parts = (config, make_workload(**workload), cost or LinearCost(), num_ranks)
-    return simulate(*parts, together=together, drafter=drafter, quantized=quantized)
+    models = {"drafter": drafter, "quantized": quantized, "copy_cost": copy_cost}
+    return simulate(*parts, together=together, **models)
 
 
 def figures(steps) -> list[dict]:

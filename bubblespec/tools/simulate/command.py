@@ -32,6 +32,8 @@ from bubblespec.tools.simulate.runner import CopyModel, DrafterModel
 from bubblespec.tools.simulate.workload import Spec, Workload, make_synthetic, parse
 
 SECTIONS = ("rollout", "speculative", "tail_batching", "environment")  # that overrides may change
+# Seconds in which a rank's forward is simulated, on average over methods (AMD EPYC, one thread).
+FORWARD_S = 2e-4
 LABELS = {
     "seconds": "seconds of all rollouts",
     "forwards": "forwards on the slowest rank",
@@ -110,6 +112,9 @@ def run(arguments: argparse.Namespace) -> None:
         except InputError as error:
             if config.rollout.tp_tail_max_rows != "auto":
                 log(f"warning: no TP tail is simulated: {error}")
+    arms = arms_of(config)
+    minutes = len(arms) * wall_seconds(workload, num_ranks) / 60
+    log(f"about {max(round(minutes), 1)} min of one core: {', '.join(arms)}")
     results = {
         method: simulate(
             arm,
@@ -122,7 +127,7 @@ def run(arguments: argparse.Namespace) -> None:
             copy_cost=None if copy_cost is None else copy_cost.seconds,
             shows_progress=True,
         )
-        for method, arm in arms_of(config).items()
+        for method, arm in arms.items()
     }
     num_counted = len(counted([*results.values()][-1]))
     sums = {method: totals(steps[:num_counted]) for method, steps in results.items()}
@@ -182,6 +187,18 @@ def arms_of(config: Config) -> dict[str, Config]:
     )
     name = method if not is_tail else "tail" if method == "none" else f"tail+{method}"
     return {"none": none, name: config}
+
+
+def wall_seconds(workload: Workload, num_ranks: int) -> float:
+    """Return about how long a simulation takes, on one core.
+
+    Its forwards decide. In the TP tail all ranks share forwards until the longest response ends.
+    """
+    longest = dict.fromkeys(range(workload.num_steps), 0)
+    for (step, _, _), tokens in workload.responses.items():
+        if step in longest:
+            longest[step] = max(longest[step], len(tokens))
+    return FORWARD_S * num_ranks * sum(longest.values())
 
 
 def totals(steps: list[SimulatedStep]) -> dict[str, Any]:

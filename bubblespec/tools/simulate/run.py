@@ -111,7 +111,9 @@ def simulate(
     )
     shared.time_forwards()
     world, steps = World(num_ranks), []
-    with tqdm(total=num_steps, unit="step", disable=None if shows_progress else True) as bar:
+    is_hidden = None if shows_progress else True  # None: where nobody watches
+    method = config.speculative.method
+    with tqdm(total=num_steps, desc=method, unit="step", disable=is_hidden) as bar:
 
         def run_rank(rank: int) -> None:
             own = _Rank(shared, SimulatedRanks(world, rank))

@@ -1,0 +1,51 @@
+"""Start train.py on several ranks, as torchrun does, but end with the last line of the run.
+
+python -m bubblespec train --nproc-per-node 8 --config FILE [section.key=value ...]
+
+torchrun's options may stand before --config. After an error or Ctrl-C its own log and traceback
+would hide what the ranks have printed.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from bubblespec.errors import InputError, log
+
+SCRIPT = Path(__file__).parents[2] / "train.py"
+
+
+def main(arguments: list[str]) -> None:
+    """Run all ranks to their end. Exit with the code of the first that failed, or 128 + signal."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bubblespec train",
+        usage="%(prog)s [torchrun's options, such as --nproc-per-node 8] --config FILE "
+        "[section.key=value ...]",
+        description="Train on several ranks, as torchrun does with train.py.",
+    )
+    names = [argument.partition("=")[0] for argument in arguments]
+    if "--config" not in names:
+        parser.parse_known_args(arguments)  # --help
+        parser.error("--config is required")
+    at = names.index("--config")
+    if not SCRIPT.exists():
+        raise InputError(f"{SCRIPT} does not exist; install the package with pip install -e")
+    given = [*arguments[:at], str(SCRIPT), *arguments[at:]]
+    options = run.get_args_parser().parse_args(given)
+    if options.training_script != str(SCRIPT):
+        parser.error(f"{options.training_script} must come after --config")
+    logging.disable(logging.ERROR)  # in this process, which does nothing but launch
+    try:
+        run.run(options)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:  # it could print nothing
+            log(f"error: rank {rank} was killed by {failure.signal_name()}")
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+    except SignalException as end:
+        sys.exit(128 + end.sigval)
