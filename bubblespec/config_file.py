@@ -170,8 +170,9 @@ def _unknown(name: str, value: Any) -> str:
     matches = difflib.get_close_matches(name, matches, 1, SIMILAR) or matches
     of_section = sorted(key for key in KEYS if key.startswith(f"{section}."))
     if not matches and (of_section or section == name):
-        by_leaf = {key.partition(".")[2]: key for key in of_section or KEYS}
-        matches = [by_leaf[leaf] for leaf in difflib.get_close_matches(leaf, by_leaf, 1, SIMILAR)]
+        leaves = {key.partition(".")[2] for key in of_section or KEYS}
+        similar = difflib.get_close_matches(leaf, leaves, 1, SIMILAR)
+        matches = sorted(k for k in of_section or KEYS if k.partition(".")[2] in similar)
     if matches:
         return f"unknown key; did you mean {' or '.join(matches)}?"
     return f"unknown key; valid are {', '.join(of_section or sorted(SECTIONS))}"

@@ -116,12 +116,13 @@ def test_configuration_after_trl_runs(folder):
     with open("my_data.jsonl", "a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     names = ["my_rewards.is_right", "my_rewards.has_box", "trl.rewards.think_format_reward"]
+    names.append("trl.rewards.accuracy_reward")
     functions = ["reward.weights=null", f"reward.functions=[{','.join(names)}]"]
-    for options, folder_of_run in ([], "runs/my_run"), (functions, "runs/functions"):
-        overrides = [*SMALL, *options, f"run.output_dir={folder_of_run}"]
+    for options, output_dir in ([], "runs/my_run"), (functions, "runs/functions"):
+        overrides = [*SMALL, *options, f"run.output_dir={output_dir}"]
         done = launch(2, ["train.py", "--config", "from_trl.yaml", *overrides], folder)
         assert done.returncode == 0, done.stderr[-3000:]
-        assert [line["step"] for line in read(folder / folder_of_run)] == [0, 1]
+        assert [line["step"] for line in read(folder / output_dir)] == [0, 1]
     line = read(folder / "runs/my_run")[0]
     assert line["reward"] == pytest.approx(
         line["rewards/is_right/mean"] + 0.2 * line["rewards/has_box/mean"]
@@ -130,8 +131,9 @@ def test_configuration_after_trl_runs(folder):
         samples = [json.loads(line) for line in file]
     for sample in samples:
         chat = [[{"role": "assistant", "content": sample["completion"]}]]
-        wanted = trl_rewards.think_format_reward(chat)
-        assert [sample["rewards"]["think_format_reward"]] == wanted
+        assert [sample["rewards"]["think_format_reward"]] == trl_rewards.think_format_reward(chat)
+        wanted = trl_rewards.accuracy_reward(chat, [sample["columns"]["solution"]])
+        assert [sample["rewards"]["accuracy_reward"]] == wanted
 
 
 def test_configuration_after_verl_runs(folder):

@@ -97,6 +97,7 @@ rollout.max_new_token=8 | rollout.max_new_token | valid are rollout.dynamic_samp
 loss.entropy_coef=0.1 | loss.entropy_coef | not supported: the entropy is a metric
 critic.optim.lr=1e-5 | critic.optim.lr | not supported: there is no critic
 actor_rollout_ref.actor.optim.lr=1 | actor_rollout_ref.actor.optim.lr | is optim.learning_rate
+num_generatons=8 | num_generatons | did you mean eval.num_generations or rollout.num_generations?
 max_prompt_lenght=8 | max_prompt_lenght | did you mean rollout.max_prompt_length?
 actor.kl_loss_type=low_var_kl | actor.kl_loss_type | loss.kl_estimator, where low_var_kl is k3
 """
