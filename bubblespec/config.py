@@ -313,6 +313,9 @@ class RunConfig:
     """Steps between checkpoints, and one after the last step; 0: only that."""
     timeline_steps: list[int] = key([], at_least(1), resume=SAFE)
     """Steps (from 1) whose timeline of all ranks is written to output_dir/timeline."""
+    profile_steps: list[int] = key([], at_least(1), resume=SAFE)
+    """Steps (from 1) of which torch.profiler writes a Chrome trace per rank to output_dir/profile.
+    They take longer."""
     trace: bool = key(False, resume=SAFE)
     """Record responses, drafts, and the load and time of every forward in output_dir/trace, for the
     simulator."""

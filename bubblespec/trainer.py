@@ -33,6 +33,8 @@ class Reporter(Protocol):
 
     def end_set_up(self, num_updates: int) -> None: ...
 
+    def begin_step(self, step: int) -> None: ...
+
     def report(
         self,
         record: StepRecord,
@@ -125,6 +127,7 @@ class Trainer:
         timeline_steps = self.config.run.timeline_steps
         if step + 1 in timeline_steps or step in timeline_steps:
             self.ranks.barrier()  # lanes begin together; drawing does not count as idle time
+        self.reporter.begin_step(step)
         record = self.sampler.sample(step)
         self.warn_of_missing(record.generated.groups, record.all_rewards, f"step {step + 1}")
         return record

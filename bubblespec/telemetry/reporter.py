@@ -16,6 +16,7 @@ from bubblespec.telemetry import report
 from bubblespec.telemetry.console import Console
 from bubblespec.telemetry.flops import ModelFlops, peak_flops
 from bubblespec.telemetry.metrics import MetricsLogger
+from bubblespec.telemetry.profiler import StepProfiler
 from bubblespec.telemetry.rollouts import Rollouts
 from bubblespec.telemetry.summary import Facts
 from bubblespec.telemetry.timeline import gather_lanes
@@ -45,6 +46,7 @@ class RunReporter:
         self.num_held_out, self.log_to = num_held_out, log_to
         self.logger: MetricsLogger | None = None  # of rank 0, while the run is open
         self.rollouts: Rollouts | None = None  # of rank 0, where run.save_rollouts is set
+        self.profiler = StepProfiler(config.run.output_dir, ranks)
         self.recorder: Recorder | None = None  # where run.trace is set
 
     def phase(self, name: str) -> AbstractContextManager:
@@ -81,6 +83,11 @@ class RunReporter:
         if self.ranks.is_main:
             self.console.end_set_up(num_updates)
 
+    def begin_step(self, step: int) -> None:
+        """Begin to profile a step (from 0) of run.profile_steps."""
+        if step + 1 in self.config.run.profile_steps:
+            self.profiler.begin()
+
     def report(
         self,
         record: StepRecord,
@@ -94,6 +101,7 @@ class RunReporter:
         `speculation_metrics`; accepted_by_age is None where no drafts are verified.
         """
         ranks, run, step = self.ranks, self.config.run, record.step + 1  # counted from 1
+        self.profiler.end(step)
         is_dynamic = self.config.rollout.dynamic_sampling_max_batches > 1
         metrics |= report.rollout_metrics(record, self.functions, is_dynamic=is_dynamic)
         if accepted_by_age is None:
@@ -134,6 +142,7 @@ class RunReporter:
 
     def close(self) -> None:
         """Close files and console, however the run ends."""
+        self.profiler.end(None)
         self.console.close()
         if self.logger is not None:
             self.logger.close()
