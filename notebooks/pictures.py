@@ -247,7 +247,7 @@ def draw_learning(runs: list[Run]) -> Figure:
         width = 1 + 3 * (len(runs) - 1 - number) / max(len(runs) - 1, 1)
         steps = run.column("step") + 1
         updates = np.array([line["step"] for line in run.evaluations], float)
-        held_out = [line["eval/reward"] for line in run.evaluations]
+        held_out = [line.get("eval/reward", np.nan) for line in run.evaluations]
         style = {"color": f"C{number}", "linewidth": width}
         seconds = [seconds_so_far(run, steps), seconds_so_far(run, updates)]
         for one, (x, x_held_out) in zip(axes, ([steps, updates], seconds), strict=True):

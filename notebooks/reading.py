@@ -20,7 +20,7 @@ from bubblespec.errors import InputError, log
 from bubblespec.telemetry.timeline import LABELS
 
 # Metrics that every step's line has.
-NEEDED = ("timing_s/gen", "timing_s/bubble", "timing_s/step", "reward", "rollout/digest")
+NEEDED = ("timing_s/gen", "timing_s/bubble", "timing_s/step", "rollout/digest")
 SOURCES = {
     "none": "no drafts",
     "bubble": "drafts from idle time",
@@ -232,10 +232,12 @@ def learning_table(runs: list[Run]) -> str:
     rows = []
     for run in runs:
         reward, share = run.column("reward"), max(1, len(run.steps) // 10)
-        held_out = [line["eval/reward"] for line in run.evaluations] or [math.nan]
+        held_out = [line.get("eval/reward", math.nan) for line in run.evaluations] or [math.nan]
+        tenths = [part[~np.isnan(part)] for part in (reward[:share], reward[-share:])]
+        first, last = (part.mean() if len(part) else math.nan for part in tenths)
         figures = {
-            "reward, first tenth": np.nanmean(reward[:share]),
-            "reward, last tenth": np.nanmean(reward[-share:]),
+            "reward, first tenth": first,
+            "reward, last tenth": last,
             "held out, first": held_out[0],
             "held out, last": held_out[-1],
         }

@@ -22,6 +22,7 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.noise import gumbel, random_bits
 from bubblespec.engine.packing import PAGE, pack_rows, pack_sequences
 from bubblespec.engine.sampling import SamplingParams, sample, verify
+from bubblespec.learn.distillation import Teacher
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.rollout.board import ProgressBoard, RankState
@@ -267,6 +268,7 @@ EXTRAS = {
     "cispo": {"loss_type": "cispo"},
     "gspo, updates": {"importance_sampling_level": "sequence", "num_minibatches": 2},
     "kl, checkpoints": {"kl_coef": 0.1},
+    "distillation": {"loss_type": "distillation", "distillation_beta": 0.5},
 }
 
 
@@ -276,9 +278,11 @@ def test_update_waits_only_at_the_end(cuda, monkeypatch, name):
     extra, kernel = EXTRAS[name], "varlen"
     model, config = make_fake(), make_config(100, **extra)
     reference = make_fake().requires_grad_(False) if "kl_coef" in extra else None
+    teacher = Teacher(make_fake().requires_grad_(False), kernel) if name == "distillation" else None
     config.optim.max_grad_norm = 1.0
-    if name == "kl, checkpoints":
+    if name in ("kl, checkpoints", "distillation"):
         monkeypatch.setattr("bubblespec.learn.learner.MAX_LOGITS", 25 * VOCAB)
+    if name == "kl, checkpoints":
         config.model.gradient_checkpointing, kernel = True, "sdpa"
         enable_gradient_checkpointing(model)
     optimizer, ranks = Optimizer(model, config.optim, 10, Ranks(DEVICE)), Ranks(DEVICE)
@@ -286,6 +290,7 @@ def test_update_waits_only_at_the_end(cuda, monkeypatch, name):
     cuda.clear()
     ranks.sum_ = lambda tensor: cuda.waits.append("sum")
     parts = {"model": model, "reference": reference, "optimizer": optimizer, "kernel": kernel}
+    parts["teacher"] = teacher
     metrics, _ = Learner(config=config, ranks=ranks, **parts).update(make_samples(), ADVANTAGES, 0)
     assert metrics["grad_norm"] == 5.0 and metrics["skipped_updates"] == 0
     updates = extra.get("num_iterations", 1) * extra.get("num_minibatches", 1)

@@ -61,6 +61,13 @@ def test_runs_are_compared_over_common_steps(tmp_path):
     assert compare(plain, plain).tokens == "the same in all 4 steps"
 
 
+def test_run_without_rewards_is_read(tmp_path):
+    lines = [{"step": 0, "eval/digest": "a"}, line(0, 1.0)]
+    del lines[1]["reward"]
+    run = read_run(make_run(tmp_path / "a", lines))
+    assert "| a | 1 | - | - | - | - | 4.0 |" in reading.learning_table([run])
+
+
 def test_evaluations_by_update_and_seconds_by_step(tmp_path):
     held_out = [{"step": n, "eval/reward": r} for n, r in ((0, 0.25), (2, 0.75))]
     lines = [held_out[0], line(0, 1.0), line(1, 3.0, reward=0.7), held_out[1]]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,8 +113,8 @@ class Ranks:
         encoded = np.frombuffer(text.encode(), np.uint8)
         return [row.tobytes().decode() for row in self.gather_ragged(encoded)]
 
-    def agree(self, find: Callable[[], str | None]) -> str | None:
-        """Call `find` on rank 0; return its result, or raise its InputError, on all ranks."""
+    def agree(self, find: Callable[[], Any]) -> Any:
+        """Call `find` on rank 0; return its result (JSON) or raise its InputError on all ranks."""
         answer = {}
         if self.is_main:
             try:

@@ -25,14 +25,13 @@ class Teacher:
     """Attention kernel; see `choose_kernel`."""
 
 
-def divergence(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
+def divergence(log_q: torch.Tensor, log_p: torch.Tensor, beta: float) -> torch.Tensor:
     """Return the generalized Jensen-Shannon divergence per token, [M] (GKD, equation 1).
 
     With p of the teacher, q of the student and m = beta p + (1 - beta) q it is beta KL(p || m) +
     (1 - beta) KL(q || m). As in TRL, beta 0 is KL(p || q) and beta 1 is KL(q || p), of which it is
-    beta and 1 - beta times near these ends. student, teacher: logits [M, V].
+    beta and 1 - beta times near these ends. log_q, log_p: log-probabilities [M, V].
     """
-    log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
     if beta == 0:
         return _kl(log_p, log_q)
     if beta == 1:
@@ -65,11 +64,11 @@ def compare(
     """
 
     def of_chunk(own: torch.Tensor, other: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        student = logits_of(own, head, temperature)
+        log_q = logits_of(own, head, temperature).log_softmax(-1)
         with torch.no_grad():
-            teacher = logits_of(other, teacher_head, temperature)
-        logprob = student.gather(-1, target[:, None])[:, 0] - student.logsumexp(-1)
-        return torch.stack((logprob, divergence(student, teacher, beta)))
+            log_p = logits_of(other, teacher_head, temperature).log_softmax(-1)
+        logprob = log_q.gather(-1, target[:, None])[:, 0]
+        return torch.stack((logprob, divergence(log_q, log_p, beta)))
 
     vocab = max(h.linear.get_parameter("weight").shape[0] for h in (head, teacher_head))
     return in_chunks(of_chunk, max_logits // (2 * vocab), hidden, teacher_hidden, target)
