@@ -314,14 +314,11 @@ class RunConfig:
     timeline_steps: list[int] = key([], at_least(1), resume=SAFE)
     """Steps (from 1) whose timeline of all ranks is written to output_dir/timeline."""
     profile_steps: list[int] = key([], at_least(1), resume=SAFE)
-    """Steps (from 1) of which torch.profiler writes a Chrome trace per rank to output_dir/profile.
-    They take longer."""
+    """Steps (from 1) of which torch.profiler writes a trace per rank to output_dir/profile."""
     trace: bool = key(False, resume=SAFE)
-    """Record responses, drafts, and the load and time of every forward in output_dir/trace, for the
-    simulator."""
+    """Record responses, drafts, and load and time of forwards in output_dir/trace (simulator)."""
     log_to: str | None = key(None, resume=SAFE)
-    """Dotted path of a function that is called on rank 0 with the metrics of each step and of each
-    evaluation, a dictionary (docs/metrics.md)."""
+    """Dotted path of a function called on rank 0 with each line of metrics (docs/metrics.md)."""
     save_rollouts: bool = key(False, resume=SAFE)
     """Write all samples of each step to a Parquet file in output_dir/rollouts (docs/metrics.md)."""
     save_total_limit: int = key(2, at_least(1), resume=SAFE)
