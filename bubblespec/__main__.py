@@ -28,12 +28,11 @@ def main() -> int:
     if os.environ.get("RANK", "0") != "0":
         logging.disable(logging.WARNING)
     try:
-        importlib.import_module(COMMANDS[name]).main(arguments)
+        return importlib.import_module(COMMANDS[name]).main(arguments) or 0
     except EndsRun as error:  # one line
         return report(error)
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 if __name__ == "__main__":

@@ -311,14 +311,16 @@ class RunConfig:
     """Steps between evaluations, also before the first and after the last step; 0: never."""
     save_steps: int = key(50, at_least(0), resume=SAFE)
     """Steps between checkpoints, and one after the last step; 0: only that."""
-    timeline_steps: list[int] = key([], at_least(0), resume=SAFE)
-    """Steps (from 0) whose timeline of all ranks is written to output_dir/timeline."""
+    timeline_steps: list[int] = key([], at_least(1), resume=SAFE)
+    """Steps (from 1) whose timeline of all ranks is written to output_dir/timeline."""
     trace: bool = key(False, resume=SAFE)
     """Record responses, drafts, and the load and time of every forward in output_dir/trace, for the
     simulator."""
     log_to: str | None = key(None, resume=SAFE)
     """Dotted path of a function that is called on rank 0 with the metrics of each step and of each
     evaluation, a dictionary (docs/metrics.md)."""
+    save_rollouts: bool = key(False, resume=SAFE)
+    """Write all samples of each step to a Parquet file in output_dir/rollouts (docs/metrics.md)."""
     save_total_limit: int = key(2, at_least(1), resume=SAFE)
     """Checkpoints kept; older ones are deleted, except the best one of save_best."""
     save_best: str | None = key(None, resume=SAFE)

@@ -34,21 +34,22 @@ DRAFT_TOKEN_BYTES, HISTORY_TOKEN_BYTES = 4, 100  # a token of history is in a su
 class Needs:
     """Bytes of one rank."""
 
-    weights: int  # the policy, and the reference model of a KL term
+    weights: int  # with a LoRA adapter
     gradients: int
     optimizer: int  # this rank's AdamW moments and, for bfloat16, float32 master weights
     training: int  # activations and logits of a gradient step
     rollout: int  # activations and logits of a rollout's forward
     slot: int  # keys and values of one row
     tp_row: int  # keys and values of one row of the TP tail: only those of this rank's heads
+    reference: int = 0  # the frozen copy that a KL term compares with
     drafter: int = 0  # a learned drafter with its optimizer; the mechanism fills it in
     quantized: int = 0  # a quantised copy of the policy; the mechanism fills it in
     teacher: int = 0  # the model of distillation
 
     @property
     def lasting(self) -> int:
-        others = self.drafter + self.quantized + self.teacher
-        return self.weights + self.gradients + self.optimizer + others
+        models = self.weights + self.reference + self.teacher + self.drafter + self.quantized
+        return models + self.gradients + self.optimizer
 
     def room_for_cache(self, room: float, config: Config) -> float:
         """Return the bytes for keys and values, where `lasting` leaves `room` bytes."""
@@ -89,7 +90,8 @@ def estimate(
     if teacher is not None:  # its last hidden states
         head += tokens * teacher.config.get_text_config(decoder=True).hidden_size * size
     return Needs(
-        weights=weights * (2 if config.loss.kl_coef > 0 and not config.model.lora_r else 1),
+        weights=weights,
+        reference=weights if config.loss.kl_coef > 0 and not config.model.lora_r else 0,
         gradients=sum(trained) * grad_size,
         optimizer=int(share * grad_size * (3 if in_bfloat16 else 2)),
         training=int(tokens * per_token + head),

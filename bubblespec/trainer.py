@@ -123,10 +123,10 @@ class Trainer:
     def sample(self, step: int) -> StepRecord:
         """Return the step's samples and rewards, the same on all ranks. Raises StopRequested."""
         timeline_steps = self.config.run.timeline_steps
-        if step in timeline_steps or step - 1 in timeline_steps:
+        if step + 1 in timeline_steps or step in timeline_steps:
             self.ranks.barrier()  # lanes begin together; drawing does not count as idle time
         record = self.sampler.sample(step)
-        self.warn_of_missing(record.generated.groups, record.all_rewards, f"step {step}")
+        self.warn_of_missing(record.generated.groups, record.all_rewards, f"step {step + 1}")
         return record
 
     def warn_of_missing(self, groups: list[Group], rewards: np.ndarray, when: str) -> None:
@@ -148,7 +148,7 @@ class Trainer:
         """Apply all updates of a step, also after a stop request; see `Learner.update`.
 
         Raises RunFailed after too many steps without an update."""
-        self.ranks.place = f"training of step {record.step}"
+        self.ranks.place = f"training of step {record.step + 1}"
         if "." in self.config.loss.advantage_estimator:  # a user's own may differ between ranks
             advantages = self.ranks.gather(advantages)[0]
         record.advantages = advantages

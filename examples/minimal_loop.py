@@ -163,8 +163,13 @@ def train(num_steps: int, use_drafts: bool) -> list[tuple[str, int, float]]:
 
 
 if __name__ == "__main__":
-    both = zip(train(NUM_STEPS, False), train(NUM_STEPS, True), strict=True)
+    plain, drafted = train(NUM_STEPS, False), train(NUM_STEPS, True)
     print("step  reward  forwards without drafts, with   digests")
-    for step, ((digest, without, reward), (other, drafted, _)) in enumerate(both):
-        same = f"{digest} both" if digest == other else f"{digest} and {other}: NOT EQUAL"
-        print(f"{step:4}  {reward:6.2f}  {without:23}  {drafted:4}   {same}")
+    for step, (one, other) in enumerate(zip(plain, drafted, strict=True), start=1):
+        same = f"{one[0]} both" if one[0] == other[0] else f"{one[0]} and {other[0]}: NOT EQUAL"
+        print(f"{step:4}  {one[2]:6.2f}  {one[1]:23}  {other[1]:4}   {same}")
+    without, with_drafts = (sum(forwards for _, forwards, _ in steps) for steps in (plain, drafted))
+    num_equal = sum(one[0] == other[0] for one, other in zip(plain, drafted, strict=True))
+    print(
+        f" all  {'':6}  {without:23}  {with_drafts:4}   equal in {num_equal} of {NUM_STEPS} steps"
+    )

@@ -8,7 +8,6 @@ import os
 import sys
 
 import numpy as np
-import transformers
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
 
@@ -17,7 +16,7 @@ from benchmarks.simulated_systems import GENERATIONS, MISMATCH, RANKS, SHARE_OF_
 from bubblespec import memory
 from bubblespec.config_file import load_config
 from bubblespec.telemetry.timeline import KINDS
-from bubblespec.tools.memory import CARDS, meta_model
+from bubblespec.tools.memory import CARDS, needs_of, planned_model
 from bubblespec.tools.simulate.roofline import GPUS, MODELS
 from bubblespec.tools.simulate.run import SimulatedStep
 from bubblespec.types import Group
@@ -32,7 +31,7 @@ FOLDER = os.path.join(ROOT, "docs", "images")
 SIMULATED = os.path.join(ROOT, "docs", "results", "simulated_systems.json")
 REAL = os.path.join(ROOT, "notebooks", "data", "systems.json")
 RUNS = os.path.join(ROOT, "notebooks", "data", "runs")
-RECORDED_STEP = 13
+RECORDED_STEP = 14
 
 LONGEST = 16 * K  # tokens of the responses of the simulated step
 STEPS = 10  # of which one is drawn; the first has no drafts, and the last drafts nothing
@@ -49,21 +48,11 @@ EXPLAINED = {
     "idle": "idle (wait for the slowest rank)",
 }
 
-# Qwen2.5-7B as published, as far as memory depends on it.
-QWEN_7B = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152_064,
-    "max_position_embeddings": 131_072,
-    "tie_word_embeddings": False,
-}
 PARTS = {
     "weights": "#08519c",
     "gradients": "#7b52ab",
     "optimizer state (this rank's share)": "#c9a9e8",
+    "quantised copy for drafts": "#8c9bb5",
     "one forward (logits, activations)": "#e78ac3",
     "keys and values": "#1b9e77",
     "one gradient step (activations, logits)": "#e3701a",
@@ -230,9 +219,8 @@ def draw_tokens(text: str, said: list[str], true: list[str], first: int) -> Figu
 def memory_7b() -> Figure:
     """Draw the memory of one of eight GPUs for configs/qwen2.5_7b.yaml, on two cards."""
     config = load_config(os.path.join(ROOT, "configs", "qwen2.5_7b.yaml"))
-    model = meta_model(transformers.Qwen2Config(**QWEN_7B), "bfloat16")
-    needs = memory.estimate(config, model, RANKS)
-    lasting = (needs.weights, needs.gradients, needs.optimizer)
+    needs = needs_of(config, planned_model(config, config.model.path), RANKS)
+    lasting = (needs.weights, needs.gradients, needs.optimizer, needs.quantized)
     figure, (axes,) = figure_of(11, 3.8)
     names = []
     for card, total in CARDS.items():

@@ -245,7 +245,7 @@ def draw_learning(runs: list[Run]) -> Figure:
     figure, axes = figure_of(10, 3.4, 1, 2, sharey=True)
     for number, run in enumerate(runs):
         width = 1 + 3 * (len(runs) - 1 - number) / max(len(runs) - 1, 1)
-        steps = run.column("step") + 1
+        steps = run.column("step")
         updates = np.array([line["step"] for line in run.evaluations], float)
         held_out = [line.get("eval/reward", np.nan) for line in run.evaluations]
         style = {"color": f"C{number}", "linewidth": width}

@@ -250,7 +250,7 @@ def learning_table(runs: list[Run]) -> str:
 def seconds_so_far(run: Run, updates: np.ndarray) -> np.ndarray:
     """Return the seconds of training steps before as many updates, float64; NaN beyond the run."""
     ends = {
-        line["step"] + 1: total
+        line["step"]: total
         for line, total in zip(run.steps, np.cumsum(run.column("timing_s/step")), strict=True)
     }
     return np.array([0.0 if n == 0 else ends.get(int(n), math.nan) for n in updates])

@@ -352,7 +352,7 @@ def test_more_ranks_than_gpus_is_refused_by_all_ranks(monkeypatch):
 
 
 PROMPTS = "rollout.num_prompts_per_step"
-NO_REWARD = "in step 0 no function returned a number for any of 2 prompts"
+NO_REWARD = "in step 1 no function returned a number for any of 2 prompts"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ METRICS = {
     "entropy": 0.5,
     "timing_s/gen": 2.0,
     "timing_s/bubble": 1.0,
+    "timing_s/reward": 0.125,
     "timing_s/train": 0.5,
     "timing_s/sync": 0.25,
     "timing_s/step": 4.0,
@@ -41,6 +42,7 @@ DRAFTS = {
 HARDWARE = {"gpu": None, "cpu": "Fast 9000", "threads": 1, "cores": 8}
 SIZES = {"num_parameters": 1_540_000_000, "num_trained": 1_540_000_000, "num_deferred": 0}
 SIZES |= {"num_prompts": 9872, "num_held_out": 128, "num_dropped": 0, "num_updates": 0}
+SIZES["num_duplicates"] = 0
 FACTS = Facts(num_ranks=4, hardware=HARDWARE, kernel="sdpa", checkpoint=None, **SIZES)
 
 
@@ -75,12 +77,13 @@ def test_start_names_model_ranks_step_and_data():
     assert "(bubble)" in said["drafts"] and "(suffix)" in said["drafts"]
     assert said["output"] == "runs/a, a new run of 60 steps" and "tail batching" not in said
     assert said["TensorBoard"] == "tensorboard --logdir runs/a/tensorboard"
+    assert said["eight main charts"].endswith("/#custom_scalars")
     tasks = [TaskConfig(name="chain_sum"), TaskConfig(name="gcd"), TaskConfig(name="chain_sum")]
     config = make_config(data__tasks=tasks, speculative__method="none", tail_batching__enabled=True)
     hardware = FACTS.hardware | {"gpu": "Card 1"}
-    said = start(config, hardware=hardware, num_trained=8_000_000, num_dropped=3)
+    said = start(config, hardware=hardware, num_trained=8_000_000, num_dropped=3, num_duplicates=5)
     assert "8 M of them trained" in said["model"] and "4 on Card 1" in said["ranks"]
-    assert "(chain_sum, gcd), 128 held out; 3 dropped" in said["data"]
+    assert "(chain_sum, gcd), 128 held out, 5 left out as equal to these; 3 dropped" in said["data"]
     assert said["drafts"] == "none (speculative.method=none)" and "tail batching" in said
 
 
@@ -119,15 +122,17 @@ def test_step_shows_seconds_saved_by_drafts():
     """In steps without drafts the model's error is 1.5 in the median, so the two with drafts,
     modelled as 4 s each, would have taken 6 s each instead of 3 s."""
     metrics, off = METRICS | DRAFTS, {"guard/is_on": 0}
-    text = summary.step_text(metrics, history_of(metrics), 0.0)
+    text = "; ".join(summary.step_parts(metrics, history_of(metrics), 0.0))
     assert text.endswith("; 3,000 draft tokens accepted (75%)")
     plain = [without_drafts(ratio) | off for ratio in (9.0, 1.5)]
     history = history_of(metrics | off, *plain, without_drafts(1.0), metrics)
-    text = summary.step_text(metrics, history, 83.0)
-    assert text.startswith("reward 0.250, length 38.1, clipped 12%; 1 min 23 s left; 4.00 s (")
+    text = "; ".join(summary.step_parts(metrics, history, 83.0))
+    assert text.startswith("reward 0.250, length 38.1, clipped 12%; 1 min 23 s left; 4.00 s; gen")
     assert "generate 3.00, train 0.75, rest 0.25" in text and text.endswith(" 6.0 s saved so far")
-    last = summary.step_text(METRICS, History(), 0.0)
+    last = " ".join(summary.step_parts(METRICS, History(), 0.0))
     assert "left" not in last and "draft" not in last
+    slow = history_of(metrics | off | {"rollout/modelled_s": 1.0}, plain[1])
+    assert summary.step_parts(metrics, slow, 0.0)[-1].endswith(", 1.5 s lost so far")
 
 
 def test_tail_batching_counts_deferred_prompts_and_rounds():
@@ -137,7 +142,7 @@ def test_tail_batching_counts_deferred_prompts_and_rounds():
     for is_long, waiting in [(0, 5), (0, 5), (0, 12), (1, 2)]:
         metrics = METRICS | {"tail/is_long_round": is_long, "tail/num_deferred": waiting}
         history.add(metrics)
-        texts.append(summary.step_text(metrics, history, 0.0).rpartition("; ")[2])
+        texts.append(summary.step_parts(metrics, history, 0.0)[-1])
     assert texts[1].startswith("short round, 5 prompts") and texts[3] == "long round"
     assert re.findall(r"\d+", summary.deferred_text(history)) == ["10", "3", "1", "2"]
     nothing = history_of(METRICS | {"tail/is_long_round": 0, "tail/num_deferred": 0})
@@ -187,9 +192,10 @@ def test_end_compares_first_and_last_steps_and_evaluations():
     assert rows["longest response"] == ["400", "400"]
     assert rows["groups of equal rewards"] == ["50%", "50%"]
     assert rows["held-out reward"] == ["0.500", "0.750"] and rows["pass@16"] == ["0.875"] * 2
-    assert not {"entropy", "rewards that failed", "pass@1"} & rows.keys(), "zeros, or double"
+    assert rows["entropy"] == rows["rewards that failed"] == ["0.000"] * 2 and "pass@1" not in rows
+    assert rows["waiting for rewards"] == ["0.125"] * 2
     assert lines[lines.index("") + 1].split() == ["after", "0", "after", "60"]
-    facts = {name: text for name, _, text in (line.partition(": ") for line in lines[-6:])}
+    facts = {name: text for name, _, text in (line.partition(": ") for line in lines[-7:])}
     assert facts["finished"] == "60 of 60 steps"
     times = re.findall(r"(?:\d+ min )?\d+ s\b", facts["time"])
     assert times == ["3 min 20 s", "10 s", "1 min 0 s", "15 s", "1 min 55 s"]
@@ -202,12 +208,17 @@ def test_end_compares_first_and_last_steps_and_evaluations():
 def test_end_of_runs_with_few_steps():
     files = ["metrics: runs/a/metrics.jsonl"]
     files.append("TensorBoard: tensorboard --logdir runs/a/tensorboard")
+    files.append(f"eight main charts: {summary.CHARTS_URL}")
     assert end(make_config(), History(), checkpoint=None) == files
     options = {"num_updates": 0, "checkpoint": None, "is_stopped": True}
     stopped = "stopped after 0 of 60 updates; run the same command to resume"
     assert end(make_config(), History(), **options) == [stopped, *files]
     lines = end(make_config(), history_of(METRICS), num_updates=1)
     assert lines[0].split() == ["step", "1"] and "drafts: none were verified" in lines
+    nothing = end(make_config(), history_of(METRICS | {"reward": 0.0}))
+    assert ["reward", "0.000"] in [line.split() for line in nothing]
+    assert any("it-does-not-learn.md" in line for line in nothing)
+    assert not any("it-does-not-learn.md" in line for line in lines)
     lost = METRICS | DRAFTS | {"rollout/modelled_s": 2.0, "guard/is_on": 0}
     accepted = {"drafter/accepted_1": 0.46, "drafter/accepted_2": 0.24, "drafter/accepted_3": 0.12}
     history = history_of(lost, without_drafts(0.5) | accepted)
@@ -262,7 +273,7 @@ def test_hint_is_given_once_when_due(capsys, steps, first, parts):
     """Bad steps in a row, or the latest 2,000 draft tokens, count; good ones before do not."""
     shown = Console(make_config(), is_on=True)
     shown.end_set_up(0)
-    for step, metrics in enumerate(steps):
+    for step, metrics in enumerate(steps, start=1):
         shown.show_step(step, METRICS | metrics)
     lines = capsys.readouterr().err.splitlines()
     hints = [line for line in lines if line.startswith("hint: ")]
@@ -327,13 +338,16 @@ def test_lines_do_not_tear_the_bar(monkeypatch):
     with shown.phase("loading the model"):
         log("a warning")
     shown.end_set_up(0)
-    for step in range(2):
-        shown.show_step(step, METRICS | {"completions/clipped_ratio": 1.0})
+    for step in (1, 2):
+        shown.show_step(step, DRAFTS | METRICS | {"completions/clipped_ratio": 1.0})
         log(f"line {step}")
     shown.close()
     assert "loading the model ..." in screen.getvalue(), "it was there"
     warning, set_up, hint, *lines, bar, end = screen.lines()
     assert warning == "a warning" and set_up.startswith("set-up took ")
     assert hint.startswith("hint: after 1 step: all responses") and end == ""
-    assert lines == ["line 0", "line 1"]
-    assert bar.startswith("2/2 steps |") and "reward 0.250, length 38.1, clipped 100%" in bar
+    assert lines == ["line 1", "line 2"]
+    assert (
+        bar.startswith("2/2 steps |") and "reward 0.250, length 38.1, clipped 100%; 4.00 s" in bar
+    )
+    assert len(bar) <= 100 and "(75%)" not in bar, "there is no room for all"

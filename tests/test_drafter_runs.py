@@ -124,7 +124,7 @@ def test_resumed_run_has_the_drafter_of_the_checkpoint(tmp_path, drafted, capfd,
     options = [*OPTIONS, *DRAFTER, ALONE, "drafter.path=/nowhere", "run.max_steps=5"]
     train_in_virtual_time(*options, f"run.output_dir={folder}")
     assert TRAINED not in capfd.readouterr().err
-    assert read(folder)[-1]["step"] == 4
+    assert read(folder)[-1]["step"] == 5
     assert read(folder)[-1]["drafter/num_updates"] >= int(saved["num_updates"]) > 0
 
 

@@ -76,7 +76,7 @@ def test_second_ctrl_c_ends_all_ranks(tmp_path, kind):
 def test_hanging_rank_ends_with_rank_that_reports(tmp_path):
     codes, said, root = run_failing(tmp_path, "hangs")
     assert codes == {"0": 3, "1": 3}
-    line = "error: rank 1 missing in training of step 0 (no answer for 1 s); last heard: in "
+    line = "error: rank 1 missing in training of step 1 (no answer for 1 s); last heard: in "
     assert said.count(line) == 1 and "exitcode  : 3" in root and line in root
 
 

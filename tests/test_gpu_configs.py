@@ -5,14 +5,13 @@ import json
 import os
 
 import pytest
-import torch
 import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bubblespec.config_file import load_config
 from bubblespec.rewards import math_equivalence
-from bubblespec.tools.memory import meta_model, table
+from bubblespec.tools.memory import planned_model, table
 from tests.helpers.runs import digests, read, same_weights, steps_of, train_here, weights
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -150,9 +149,18 @@ def test_headers_equal_estimated_memory(size):
     """The comment at the top is what `python -m bubblespec memory` prints for the published
     model."""
     config = load_config(path_of(size))
-    model = meta_model(full_size(size), torch.bfloat16)
+    model = planned_model(config, config.model.path)
     printed = table(config, model, 8)
     with open(path_of(size), encoding="utf-8") as file:
         header = [line.rstrip("\n") for line in file if line.startswith("#")]
     assert header[-len(printed.splitlines()) :] == [f"#   {line}" for line in printed.splitlines()]
     assert "DOES NOT FIT" not in printed
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_shipped_shapes_are_the_published_ones(size):
+    """They are taken for the hub names of the configurations, without the hub."""
+    config, wanted = load_config(path_of(size)), full_size(size)
+    shipped = planned_model(config, config.model.path).config
+    for key in (*SIZE_KEYS, "tie_word_embeddings", "model_type", "head_dim"):
+        assert getattr(shipped, key, None) == getattr(wanted, key, None), key

@@ -180,7 +180,7 @@ def fail_from(monkeypatch, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "how, says", [("none", "in step 3 no function returned a number"), ("raise", "failed for all")]
+    "how, says", [("none", "in step 4 no function returned a number"), ("raise", "failed for all")]
 )
 @pytest.mark.parametrize("null", [False, True])
 def test_failing_rewards_end_run_after_save(tmp_path, monkeypatch, how, says, null):
@@ -196,7 +196,7 @@ def test_failing_rewards_end_run_after_save(tmp_path, monkeypatch, how, says, nu
         RewardsFailed, match="raised ValueError" if null and how == "raise" else says
     ):
         train_here(broken, *options)
-    assert [line["step"] for line in read(broken) if "reward" in line] == [0, 1, 2]
+    assert [line["step"] for line in read(broken) if "reward" in line] == [1, 2, 3]
     assert os.listdir(broken).count("checkpoint-3") == 1
     assert find_damage(str(broken / "checkpoint-3")) is None
     monkeypatch.undo()

@@ -19,8 +19,17 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.packing import pack_rows, pack_sequences
 from bubblespec.engine.sampling import sample
 from bubblespec.learn.learner import Learner
+from bubblespec.learn.lora import add_adapter
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.tools.memory import meta_model, table
+from bubblespec.tools.memory import (
+    CARDS,
+    changed,
+    fit,
+    meta_model,
+    needs_of,
+    settings_that_fit,
+    table,
+)
 from tests.helpers.checks import refusal
 from tests.helpers.models import small_config
 from tests.helpers.warm import ROOT
@@ -71,6 +80,26 @@ def test_lasting_needs_equal_real_tensors(dtype):
     assert needs.weights == sum(p.nbytes for p in learner.model.parameters())
     assert needs.gradients == learner.optimizer.flat_grad.nbytes
     assert needs.optimizer == sum(t.nbytes for t in state)
+
+
+def test_lora_and_reference_needs_equal_real_tensors():
+    """With LoRA the reference is the base itself, else a copy of the policy."""
+    config = make_config("bfloat16")
+    config.model.lora_r = 4
+    config.loss.kl_coef = 0.1
+    planned = meta_model(small(), torch.bfloat16)
+    add_adapter(planned, config.model, seed=0)
+    model = transformers.AutoModelForCausalLM.from_config(small()).to(torch.bfloat16)
+    add_adapter(model, config.model, seed=0)
+    optimizer = Optimizer(model, config.optim, 10, CPU)
+    needs = memory.estimate(config, planned, 1)
+    adapter = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    assert needs.weights == sum(p.nbytes for p in model.parameters()) and needs.reference == 0
+    assert needs.gradients == optimizer.flat_grad.nbytes == 4 * adapter
+    assert needs.optimizer == 3 * 4 * adapter
+    config.model.lora_r = 0
+    model = meta_model(small(), torch.bfloat16)
+    assert memory.estimate(config, model, 1).reference == sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3", "gpt_neox", "gpt2"])
@@ -261,6 +290,12 @@ def test_command_prints_a_table_or_one_line(monkeypatch, tmp_path, capsys):
     names = set(re.findall(r"^ *[\d.]+  (\w+)", printed, re.M))
     assert {"weights", "gradients", "optimizer", "total", "gradient", "keys"} <= names
     assert "4 x 80 GB: fits; " in printed and "4 x 141 GB: fits; " in printed
+    small(hidden_size=16384, num_hidden_layers=80).save_pretrained(tmp_path)
+    assert call(monkeypatch, "--world-size", "1", f"model.path={tmp_path}") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("DOES NOT FIT") == 2 and "try model.lora_r=8, a smaller model" in printed
+    assert call(monkeypatch) == 0, "the shapes of the hub's model are shipped"
+    assert "7.62 B parameters" in capsys.readouterr().out
     assert call(monkeypatch, "model.path=/nowhere") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: model.path: there is no folder /nowhere")
@@ -273,8 +308,26 @@ def test_table_marks_what_does_not_fit():
     model = meta_model(large, torch.bfloat16)
     assert table(config, model, 8).count("DOES NOT FIT") == 2
     config.optim.shard_state = True
-    *_, first, second = table(config, model, 8).splitlines()
+    *_, first, advice, second = table(config, model, 8).splitlines()
     assert "8 x 80 GB: DOES NOT FIT" in first and "8 x 141 GB: fits" in second
+    assert advice.startswith("  fits with ") and "shard_state" not in advice
+
+
+def test_advice_makes_a_run_fit_and_no_setting_is_spare():
+    config = make_config("bfloat16")
+    large = small(hidden_size=8192, intermediate_size=20_000, num_hidden_layers=10)
+    model, total = meta_model(large, torch.bfloat16), CARDS["80 GB"]
+
+    def fits(settings: dict) -> bool:
+        other = changed(config, settings)
+        return fit(other, needs_of(other, model, 8), 8, total)[0]
+
+    settings = settings_that_fit(config, model, 8, total)
+    assert settings["optim.shard_state"] and fits(settings) and not fits({})
+    for name in settings:
+        assert not fits({key: value for key, value in settings.items() if key != name})
+    assert settings_that_fit(config, model, 8, 1e9) == {}
+    assert not config.optim.shard_state, "the configuration stays as it is"
 
 
 def test_teacher_is_counted_for_whole_run():

@@ -55,8 +55,8 @@ def curves(folder) -> dict[str, list[tuple[int, float]]]:
 TAGS = {
     "reward": "train/reward",
     "grad_norm": "train/grad_norm",
-    "rollout/forwards": "bubblespec/rollout/forwards",
-    "timing_s/gen/rank_1": "bubblespec/timing_s/gen/rank_1",
+    "rollout/forwards": "z_bubblespec/rollout/forwards",
+    "timing_s/gen/rank_1": "z_bubblespec/timing_s/gen/rank_1",
 }
 
 
@@ -78,7 +78,7 @@ def run(folder, steps: range, evaluate_at: tuple[int, ...] = (), **more) -> None
     if steps.start == 0 and 0 in evaluate_at:
         logger.log_evaluation(0, {"eval/reward": 0.0})
     for step in steps:
-        logger.log(step, {**BASE, "reward": step / 4, **more})
+        logger.log(step + 1, {**BASE, "reward": step / 4, **more})
         if step + 1 in evaluate_at:
             logger.log_evaluation(step + 1, {"eval/reward": (step + 1) / 8})
     logger.close()
@@ -92,10 +92,10 @@ def test_step_and_evaluation_are_one_line_and_one_point(tmp_path):
     step = {**BASE, **more}
     assert lines == [
         {"step": 0, "eval/reward": 0.0},
-        {"step": 0, **step, "reward": 0.0},
-        {"step": 1, **step, "reward": 0.25},
+        {"step": 1, **step, "reward": 0.0},
+        {"step": 2, **step, "reward": 0.25},
         {"step": 2, "eval/reward": 0.25},
-        {"step": 2, **step, "reward": 0.5},
+        {"step": 3, **step, "reward": 0.5},
     ]
     assert curves(tmp_path) == curves_of_lines(lines)
     assert set(TAGS.values()) - {"train/grad_norm"} <= set(curves(tmp_path))
@@ -142,17 +142,17 @@ def test_layout_has_charts_with_curves_in_order(tmp_path):
 @pytest.mark.parametrize("value", [math.nan, -math.inf, np.float32("inf")])
 def test_nonfinite_numbers_are_null_constants_not_drawn(tmp_path, value):
     run(tmp_path, range(1), **{"grad_norm": value, "data/num_dropped": 3})
-    wanted = {"step": 0, **BASE, "reward": 0.0, "grad_norm": None, "data/num_dropped": 3}
+    wanted = {"step": 1, **BASE, "reward": 0.0, "grad_norm": None, "data/num_dropped": 3}
     assert read(tmp_path) == [wanted]
     found = curves(tmp_path)
     (point,) = found["train/grad_norm"]
-    assert point[0] == 0 and (math.isnan(point[1]) if math.isnan(value) else point[1] == value)
+    assert point[0] == 1 and (math.isnan(point[1]) if math.isnan(value) else point[1] == value)
     assert "data/num_dropped" not in found
 
 
 @pytest.mark.parametrize("lost", [0, 1, 40])
 def test_resumed_run_writes_each_step_once(tmp_path, lost):
-    """A run is killed in step 6, perhaps in the middle of its last line, and continues from the
+    """A run is killed in step 7, perhaps in the middle of its last line, and continues from the
     checkpoint after step 4."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(whole, range(8), (0, 2, 4, 6, 8))
@@ -168,7 +168,7 @@ def test_fresh_start_renames_earlier_files(tmp_path, capsys):
     run(tmp_path, range(3), (0, 2))
     run(tmp_path, range(2), (0,))
     found = [(line["step"], "eval/reward" in line) for line in read(tmp_path)]
-    assert found == [(0, True), (0, False), (1, False)]
+    assert found == [(0, True), (1, False), (2, False)]
     assert curves(tmp_path) == curves_of_lines(read(tmp_path))
     kept = tmp_path / "metrics.jsonl.1"
     assert kept.read_text(encoding="utf-8").count("\n") > len(read(tmp_path)) > 0
@@ -202,7 +202,7 @@ def test_samples_and_accepted_lengths_are_written(tmp_path):
     logger.log(0, BASE | {"rollout/spec_accepted_lengths": counts})
     logger.close()
     first, second = read(tmp_path, "samples")
-    numbers = {"step": 3, "uid": 0, "visit": 0, "sample": 0, "num_tokens": 1, "reward": 10.0}
+    numbers = {"step": 4, "uid": 0, "visit": 0, "sample": 0, "num_tokens": 1, "reward": 10.0}
     texts = {"prompt": "question 0", "completion": "a", "columns": {"answer": 0}}
     rewards = {"rewards": {"match": 0.0, "form": 0.5}, "advantage": -1.0, "is_truncated": False}
     assert first == numbers | texts | rewards
@@ -214,9 +214,9 @@ def test_samples_and_accepted_lengths_are_written(tmp_path):
         (event,) = drawn.Tensors(f"sample_{i}/text_summary")
         text = event.tensor_proto.string_val[0].decode()
         assert f"reward {sample['reward']:.3f}" in text and f"question {i}" in text
-        assert text.endswith(f" {sample['completion']}")
+        assert text.endswith(f" {sample['completion']}\n    \n    answer: {i}")
     # Counts by bin become so many values of each bin's lowest length.
-    found = drawn.Histograms("bubblespec/rollout/spec_accepted_lengths")[0].histogram_value
+    found = drawn.Histograms("z_bubblespec/rollout/spec_accepted_lengths")[0].histogram_value
     values = [0, 0, 0, 1, 1, 4, 128]
     assert (found.num, found.max, found.sum) == (len(values), 128, sum(values))
 
@@ -304,7 +304,7 @@ def test_lines_wait_for_room(quiet_threads, tmp_path, capsys):
     logger.log_samples(a_record(10), NAMES, LETTERS)
     logger.close()
     assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3, 4]
-    assert [sample["step"] for sample in read(tmp_path, "samples")] == [0, 0, 10, 10]
+    assert [sample["step"] for sample in read(tmp_path, "samples")] == [1, 1, 11, 11]
     said = capsys.readouterr().err
     assert said.count("metrics.jsonl cannot be written") == 1 and "lost" not in said
     assert said.count("samples.jsonl cannot be written") == 1

@@ -46,7 +46,7 @@ def test_mismatch_warning_depends_on_dtype_and_temperature(
     for step in (4, 5):
         learner.warn_of_mismatch({MEAN: warns}, step)
     said = capsys.readouterr().err
-    assert said.startswith("warning: in step 4 log-probabilities in training differ from those in")
+    assert said.startswith("warning: in step 5 log-probabilities in training differ from those in")
     assert f" by {warns:.1e} " in said
     assert said.count("\n") == 1 and f"rounding of {dtype}" in said and "dropout" in said
 

@@ -70,7 +70,7 @@ def test_run_without_rewards_is_read(tmp_path):
 
 def test_evaluations_by_update_and_seconds_by_step(tmp_path):
     held_out = [{"step": n, "eval/reward": r} for n, r in ((0, 0.25), (2, 0.75))]
-    lines = [held_out[0], line(0, 1.0), line(1, 3.0, reward=0.7), held_out[1]]
+    lines = [held_out[0], line(1, 1.0), line(2, 3.0, reward=0.7), held_out[1]]
     run = read_run(make_run(tmp_path / "a", lines))
     assert len(run.steps) == 2 and [e["eval/reward"] for e in run.evaluations] == [0.25, 0.75]
     seconds = reading.seconds_so_far(run, np.array([0, 1, 2, 3]))

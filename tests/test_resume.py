@@ -107,7 +107,7 @@ class Life:
 
 def check_same(life: Life, whole: Life) -> None:
     assert life.batches == whole.batches
-    assert [line["step"] for line in read(life.folder)] == list(range(STEPS))
+    assert [line["step"] for line in read(life.folder)] == list(range(1, STEPS + 1))
     assert digests(life.folder) == digests(whole.folder)
     assert same_weights(weights(life.folder, STEPS), weights(whole.folder, STEPS))
 

@@ -243,6 +243,11 @@ def test_equal_problems_are_held_out_together(tmp_path):
     config = config_of_rows(tmp_path, [*rows, rows[3]], 2, [{**rows[0], "start": 17}, rows[3]])
     train, _ = load_prompts(config, load_tokenizer(config))
     assert starts(train.prompts) == [1, 2]
+    assert train.num_duplicates == 3
+    config = config_of_rows(tmp_path, [*rows, rows[3], rows[3]], 2)
+    train, held_out = load_prompts(config, load_tokenizer(config))
+    assert train.num_duplicates == 6 - len(train) - len(held_out)
+    assert (train.num_duplicates > 0) == (3 in starts(held_out)), "a held-out row is no duplicate"
 
 
 def test_different_rows_on_ranks_are_refused():

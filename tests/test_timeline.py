@@ -95,12 +95,12 @@ def test_lanes_with_different_clocks_are_aligned():
 
 
 def test_two_ranks_write_timelines_of_chosen_steps(tmp_path):
-    keys = ["speculative.method=bubble+suffix", "run.timeline_steps=[1,9]", "run.max_steps=2"]
+    keys = ["speculative.method=bubble+suffix", "run.timeline_steps=[2,9]", "run.max_steps=2"]
     run(tmp_path, 2, *keys, "run.save_steps=0")
-    names = ["step_00001.json", "step_00001.png"]
+    names = ["step_00002.json", "step_00002.png"]
     assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == names
     kinds, line, zeros = set(), read(tmp_path)[1], []
-    text = (tmp_path / "timeline" / "step_00001.json").read_text(encoding="utf-8")
+    text = (tmp_path / "timeline" / "step_00002.json").read_text(encoding="utf-8")
     for rank in range(2):
         events = [e for e in json.loads(text)["traceEvents"] if (e["ph"], e["tid"]) == ("X", rank)]
         kinds |= {event["name"] for event in events}
@@ -127,4 +127,4 @@ def test_two_ranks_write_timelines_of_chosen_steps(tmp_path):
     wanted = {"prefill", "idle", "reward", "exchange drafts", "train", "sum gradients"}
     assert wanted <= kinds <= set(LABELS.values())
     images = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("timeline")
-    assert [image.step for image in images] == [1]
+    assert [image.step for image in images] == [2]

@@ -102,7 +102,7 @@ def test_drafts_and_costs_of_a_recorded_run(drafting):
         responses = rows_of(drafting, "responses", step=line["step"])
         drafts = [row for row in responses if row["draft_tokens"] is not None]
         assert sum(len(row["draft_tokens"]) for row in drafts) <= before["bubble/store_tokens"]
-        assert all(row["draft_version"] <= before["step"] for row in drafts)
+        assert all(row["draft_version"] < line["step"] for row in drafts)
         num_drafts += len(drafts)
     assert num_drafts > 40
     cost = load_cost(str(drafting))
@@ -150,9 +150,9 @@ def one_step(step: int, drafts: dict[SampleId, Draft] | None = None) -> StepReco
     return record_of(samples, rewards, owners=np.array([0, 1, 0, 0]), **fields)
 
 
-def make_recorder(folder, first_step: int = 0) -> Recorder:
+def make_recorder(folder, num_updates: int = 0) -> Recorder:
     config = Config(run=RunConfig(output_dir=str(folder)))
-    return Recorder(config, Ranks(torch.device("cpu")), first_step)
+    return Recorder(config, Ranks(torch.device("cpu")), num_updates)
 
 
 def test_round_trip_of_one_step(tmp_path):
@@ -177,20 +177,20 @@ def test_resumed_run_records_later_steps_again(tmp_path):
     recorder = make_recorder(tmp_path)
     for step in range(3):
         recorder.write(one_step(step))
-    (tmp_path / "trace" / "forwards-00000.parquet.tmp").touch()
-    make_recorder(tmp_path, first_step=1)
-    assert list_steps(str(tmp_path / "trace")) == [0]
+    (tmp_path / "trace" / "forwards-00001.parquet.tmp").touch()
+    make_recorder(tmp_path, num_updates=1)
+    assert list_steps(str(tmp_path / "trace")) == [1]
     assert len(os.listdir(tmp_path / "trace")) == 3
 
 
 def test_recording_stops_on_write_error(tmp_path, capsys):
     recorder = make_recorder(tmp_path)
     recorder.write(one_step(0))
-    os.mkdir(tmp_path / "trace" / "forwards-00001.parquet.tmp")  # where the file would go
+    os.mkdir(tmp_path / "trace" / "forwards-00002.parquet.tmp")  # where the file would go
     recorder.write(one_step(1))
     recorder.write(one_step(2))
-    assert list_steps(str(tmp_path / "trace")) == [0]
-    assert capsys.readouterr().err.count("Is a directory; recording stops before step 1") == 1
+    assert list_steps(str(tmp_path / "trace")) == [1]
+    assert capsys.readouterr().err.count("Is a directory; recording stops before step 2") == 1
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ def test_recording_stops_on_write_error(tmp_path, capsys):
         ("", None, "neither the folder of a recorded run nor a roofline"),
         ("meta.json", "{", "is not a trace: JSONDecodeError"),
         ("meta.json", '{"format": 99}', "not a trace of this version"),
-        ("responses-00000.parquet", None, "no complete step is recorded"),
-        ("forwards-00000.parquet", None, "00000.parquet: cannot be read"),
+        ("responses-00001.parquet", None, "no complete step is recorded"),
+        ("forwards-00001.parquet", None, "00001.parquet: cannot be read"),
         ("other", "", "1 forwards are too few to fit a cost"),
     ],
 )

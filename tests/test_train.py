@@ -41,7 +41,7 @@ def two_ranks(tmp_path_factory):
 
 def test_run_writes_documented_files(two_ranks):
     lines = read(two_ranks)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(key in line for line in lines for key in PROMISED.split())
     parts = ("gen", "bubble", "reward", "train", "sync")
     for line in lines:
@@ -131,7 +131,7 @@ def test_tokens_epochs_and_time_add_up(two_ranks):
 def test_the_first_and_the_last_step_leave_samples(two_ranks):
     with open(two_ranks / "samples.jsonl", encoding="utf-8") as file:
         samples = [json.loads(line) for line in file]
-    assert [sample["step"] for sample in samples] == [0] * 4 + [3] * 4
+    assert [sample["step"] for sample in samples] == [1] * 4 + [4] * 4
     assert len({sample["uid"] for sample in samples}) == 8
     for sample in samples:
         assert sample["rewards"] == {"exact_match": sample["reward"]}
@@ -157,7 +157,7 @@ def drafted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafted")
     options = (
         "speculative.method=bubble+suffix",
-        "run.timeline_steps=[0,1,2]",
+        "run.timeline_steps=[1,2,3]",
         f"run.output_dir={folder}",
     )
     train_in_virtual_time(*SHORT, ALWAYS_DRAFT, *options)
@@ -177,7 +177,7 @@ def test_drafts_are_made_verified_and_accepted(two_ranks, drafted):
         assert line["drafts/aligned/accept_rate"] > 0.8 and line["rollout/spec_accept_length"] > 2
         assert line["rollout/forwards"] < 0.7 * other["rollout/forwards"]
     timelines = sorted((drafted / "timeline").glob("*.json"))
-    assert [path.name for path in timelines] == [f"step_{step:05d}.json" for step in range(3)]
+    assert [path.name for path in timelines] == [f"step_{step:05d}.json" for step in (1, 2, 3)]
     events = [json.loads(path.read_text())["traceEvents"] for path in timelines]
     kinds = {event["name"] for of_step in events for event in of_step if event["ph"] == "X"}
     assert {"prefill", "verify drafts", "exchange drafts"} <= kinds

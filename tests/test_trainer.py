@@ -144,7 +144,7 @@ def test_an_evaluation_by_hand(monkeypatch):
     rewards = np.array([first, second]).T
     scoring = SimpleNamespace(on_finished=lambda row: None, collect=lambda rows: rewards)
     scorer = SimpleNamespace(
-        sees_groups=False,
+        sees_groups=lambda step: False,
         names=["my.first", "my.second"],
         begin=lambda groups, step: used.append(step) or scoring,
         take_metrics=lambda: {"reward/errors": 3},

@@ -28,6 +28,8 @@ class PromptSet:
     prompts: list[Prompt]
     num_dropped: int
     """Prompts left out because they have more than `max_prompt_length` tokens."""
+    num_duplicates: int = 0
+    """Prompts left out because they are held out, too; the held-out rows themselves not counted."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -189,7 +191,9 @@ def leave_out(
 
     out = set(map(identity, held_out))
     left = [prompt for prompt in prompts.prompts if identity(prompt) not in out]
-    return PromptSet(left, prompts.num_dropped)
+    ids = set(map(id, held_out))  # of the objects: rows of another file have equal uids
+    num_taken = sum(id(prompt) in ids for prompt in prompts.prompts)
+    return PromptSet(left, prompts.num_dropped, len(prompts) - num_taken - len(left))
 
 
 def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:

@@ -211,7 +211,7 @@ class Learner:
         if self.num_skipped_in_a_row > MAX_SKIPPED_STEPS:
             raise RunFailed(
                 f"loss or gradient was not finite in {self.num_skipped_in_a_row} steps in a row, "
-                f"the last of them step {step}; these updates were skipped. Check "
+                f"the last of them step {step + 1}; these updates were skipped. Check "
                 "optim.learning_rate, the rewards and model.dtype"
             )
         metrics = self.training_metrics(totals)
@@ -346,7 +346,7 @@ class Learner:
         self.has_warned_of_mismatch = True
         if self.ranks.is_main:
             log(
-                f"warning: in step {step} log-probabilities in training differ from those in "
+                f"warning: in step {step + 1} log-probabilities in training differ from those in "
                 f"generation by {mean:.1e} on average (sampling/logp_difference/mean), far above "
                 f"the rounding of {str(dtype).removeprefix('torch.')}: the two forwards differ. "
                 "Look for randomness in the model's own code (dropout, router noise), and try "

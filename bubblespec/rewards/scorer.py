@@ -257,7 +257,7 @@ class Scoring:
             for path, answer in zip(self._names, row_answers, strict=True)
             if isinstance(answer.reward, RewardFailure)
         ]
-        when = "evaluation" if self.step is None else f"step {self.step}"
+        when = "evaluation" if self.step is None else f"step {self.step + 1}"
         num_alike, problem = Counter((path, failure.kind) for _, path, failure in failed), None
         for row, path, failure in failed:
             count = num_alike.pop((path, failure.kind), None)

@@ -54,7 +54,7 @@ def select_trained(record: StepRecord) -> StepRecord:
     order = order[has_rewards(record.all_rewards)[order]]
     if not len(order):
         raise RewardsFailed(
-            f"reward.functions: in step {record.step} no function returned a number for any of "
+            f"reward.functions: in step {record.step + 1} no function returned a number for any of "
             f"{len(record.all_rewards)} prompts, so there is nothing to train on"
         )
     chosen = sorted(order[: record.batch_sizes[0]].tolist())

@@ -302,7 +302,7 @@ class Sampler:
         parts = {"drafts": self.store, "history": self.history, "stats": self.stats}
         parts |= {mechanism.name: mechanism for mechanism in self.mechanisms}
         if self.proposer is not None:
-            parts["survival"] = self.proposer.survival
+            parts["survival"] = self.proposer
         return parts
 
 

@@ -22,6 +22,7 @@ from bubblespec.telemetry import summary
 from bubblespec.telemetry.samples import completion_of
 
 BAR = "{n_fmt}/{total_fmt} steps |{bar:10}| {desc}"
+BAR_WIDTH = 100  # columns, whatever the terminal has
 MIN_SHOWN_S = 0.05  # phases that took less are not listed
 NUM_TIMED = 10  # latest steps, whose mean tells how long the others will take
 MAY_FAIL = contextlib.suppress(OSError)  # the screen may be a log on a full disk
@@ -76,21 +77,25 @@ class Console:
             self._bar = _bar(total=max_steps, initial=num_updates, bar_format=BAR)
 
     def show_step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Move the bar or print a line for a finished step (from 0), and hints."""
+        """Move the bar or print a line for a finished step, and hints."""
         max_steps, ends = self.config.run.max_steps, self._step_ends
         ends.append(time.monotonic())
-        left_s = (max_steps - step - 1) * (ends[-1] - ends[0]) / (len(ends) - 1)
+        left_s = (max_steps - step) * (ends[-1] - ends[0]) / (len(ends) - 1)
         self.history.add(metrics)
-        text = summary.step_text(metrics, self.history, left_s)
+        parts = summary.step_parts(metrics, self.history, left_s)
         if self._bar is None:
-            log(f"{step + 1}/{max_steps} steps: {text}")
+            log(f"{step}/{max_steps} steps: {'; '.join(parts)}")
         else:
+            room = BAR_WIDTH - len(
+                BAR.format(n_fmt=step, total_fmt=max_steps, bar="=" * 10, desc="")
+            )
+            text = summary.shortened(parts, room)
             with MAY_FAIL:
                 self._bar.set_description_str(text, refresh=False)
                 self._bar.update()
                 self._bar.refresh()
         hints = find_hints(self.config, self.history)
-        after = summary.several(step + 1, "step")
+        after = summary.several(step, "step")
         new = {name: text for name, text in hints.items() if name not in self._hinted}
         _log_all([f"hint: after {after}: {text}" for text in new.values()])
         self._hinted |= new.keys()

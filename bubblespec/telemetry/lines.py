@@ -16,15 +16,15 @@ from bubblespec.errors import InputError, log
 class JsonLines:
     """A file of one run on rank 0.
 
-    With `first_step` > 0 it is continued: `records` are its lines for which `is_kept` holds, and
+    With `num_updates` > 0 it is continued: `records` are its lines for which `is_kept` holds, and
     other lines are cut off. With 0 an existing file is kept under another name. Raises InputError
     if it cannot be written."""
 
-    def __init__(self, path: str, first_step: int, is_kept: Callable[[dict], bool]):
+    def __init__(self, path: str, num_updates: int, is_kept: Callable[[dict], bool]):
         self.name = os.path.basename(path)
         try:
-            if first_step == 0:
-                _keep_aside(path)
+            if num_updates == 0:
+                keep_aside(path)
             self.records = _cut(path, is_kept)
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (kept open for the run)
         except OSError as error:
@@ -72,8 +72,8 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _keep_aside(path: str) -> None:
-    """Rename the file of an earlier run, so that a new run does not overwrite it."""
+def keep_aside(path: str) -> None:
+    """Rename a file or folder of an earlier run, so that a new run does not overwrite it."""
     if not os.path.exists(path) or not os.path.getsize(path):
         return
     kept = next(name for n in itertools.count(1) if not os.path.exists(name := f"{path}.{n}"))

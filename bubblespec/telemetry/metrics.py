@@ -31,22 +31,21 @@ def is_evaluation(record: dict[str, Any]) -> bool:
 class MetricsLogger:
     """Writes the files of a run.
 
-    `first_step` > 0 resumes it: later lines of its files are cut off. With 0, existing files are
-    kept under other names. log_to: the user's hook, see `run.log_to`."""
+    `num_updates` > 0 resumes it: lines of later steps are cut off. With 0, existing files are kept
+    under other names. Steps count from 1, and an evaluation is that of the step before it.
+    log_to: the user's hook, see `run.log_to`."""
 
     def __init__(
-        self, output_dir: str, first_step: int, log_to: Callable[[dict], object] | None = None
+        self, output_dir: str, num_updates: int, log_to: Callable[[dict], object] | None = None
     ):
         self.output_dir = output_dir
 
         def is_kept(record: dict) -> bool:
-            # An evaluation at `first_step` was made before the step of that number, by the run that
-            # saved the checkpoint.
-            return record["step"] < first_step + (is_evaluation(record) and first_step > 0)
+            return record["step"] <= num_updates
 
         paths = (os.path.join(output_dir, name) for name in ("metrics.jsonl", "samples.jsonl"))
-        self._lines, self._samples = (JsonLines(path, first_step, is_kept) for path in paths)
-        self._tensorboard = TensorBoard(output_dir, first_step)
+        self._lines, self._samples = (JsonLines(path, num_updates, is_kept) for path in paths)
+        self._tensorboard = TensorBoard(output_dir, num_updates + 1 if num_updates else 0)
         self._log_to, self._has_warned = log_to, False
         self._tags: set[str] = set()  # tags of evaluations, until the first step draws its layout
         self._has_layout = False
@@ -55,12 +54,10 @@ class MetricsLogger:
             if is_evaluation(record):
                 self._evaluated.add(record["step"])
                 self._tags.update(map(tag_of, record))
-            if record["step"] == first_step:  # the purge has just hidden this evaluation's points
-                self._tensorboard.scalars(record.pop("step"), record)
         self._shown = Counter(sample["uid"] for sample in self._samples.records)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write a step (from 0): a line of metrics.jsonl and a point of each curve."""
+        """Write a step: a line of metrics.jsonl and a point of each curve."""
         if not self._has_layout:  # TensorBoard takes the first of a run
             self._tags.update(map(tag_of, metrics))
             self._tensorboard.draw("add_custom_scalars", layout_of(self._tags))
@@ -85,7 +82,7 @@ class MetricsLogger:
         """Write a few responses with their rewards, and a histogram of lengths.
 
         names: of the reward functions."""
-        samples, step = record.samples, record.step
+        samples, step = record.samples, record.step + 1
         self._tensorboard.draw("add_histogram", "completions/length", samples.num_sampled, step)
         for number, index in enumerate(choose(samples, self._shown)):
             sample = describe(record, index, names, tokenizer)

@@ -16,6 +16,7 @@ from bubblespec.telemetry import report
 from bubblespec.telemetry.console import Console
 from bubblespec.telemetry.flops import ModelFlops, peak_flops
 from bubblespec.telemetry.metrics import MetricsLogger
+from bubblespec.telemetry.rollouts import Rollouts
 from bubblespec.telemetry.summary import Facts
 from bubblespec.telemetry.timeline import gather_lanes
 from bubblespec.telemetry.trace import Recorder, describe_hardware
@@ -43,6 +44,7 @@ class RunReporter:
         self.schedule, self.tokenizer, self.functions = schedule, tokenizer, functions
         self.num_held_out, self.log_to = num_held_out, log_to
         self.logger: MetricsLogger | None = None  # of rank 0, while the run is open
+        self.rollouts: Rollouts | None = None  # of rank 0, where run.save_rollouts is set
         self.recorder: Recorder | None = None  # where run.trace is set
 
     def phase(self, name: str) -> AbstractContextManager:
@@ -53,6 +55,8 @@ class RunReporter:
         """Show what is about to run, and open the files. checkpoint: folder that is resumed."""
         if self.ranks.is_main:
             self.logger = MetricsLogger(self.config.run.output_dir, num_updates, self.log_to)
+            if self.config.run.save_rollouts:
+                self.rollouts = Rollouts(self.config.run.output_dir, num_updates)
             parameters = list(self.learner.model.parameters())
             facts = Facts(
                 num_ranks=self.ranks.world_size,
@@ -63,6 +67,7 @@ class RunReporter:
                 num_prompts=len(self.schedule.prompts),
                 num_held_out=self.num_held_out,
                 num_dropped=self.schedule.prompts.num_dropped,
+                num_duplicates=self.schedule.prompts.num_duplicates,
                 num_updates=num_updates,
                 checkpoint=checkpoint,
                 num_deferred=len(self.schedule.deferred),
@@ -88,7 +93,7 @@ class RunReporter:
         metrics: of everything that is not measured here; accepted_by_age, store_tokens: see
         `speculation_metrics`; accepted_by_age is None where no drafts are verified.
         """
-        ranks, run, step = self.ranks, self.config.run, record.step
+        ranks, run, step = self.ranks, self.config.run, record.step + 1  # counted from 1
         is_dynamic = self.config.rollout.dynamic_sampling_max_batches > 1
         metrics |= report.rollout_metrics(record, self.functions, is_dynamic=is_dynamic)
         if accepted_by_age is None:
@@ -111,8 +116,10 @@ class RunReporter:
             return
         self.logger.log(step, metrics)
         self.console.show_step(step, metrics)
-        if step % SAMPLE_STEPS == 0 or step == run.max_steps - 1:
+        if record.step % SAMPLE_STEPS == 0 or step == run.max_steps:
             self.logger.log_samples(record, report.short_names(self.functions), self.tokenizer)
+        if self.rollouts is not None:
+            self.rollouts.write(record, report.short_names(self.functions), self.tokenizer)
         if step in run.timeline_steps:
             is_long, title = metrics.get("tail/is_long_round"), self.config.speculative.method
             title += "" if is_long is None else (", long round" if is_long else ", short round")

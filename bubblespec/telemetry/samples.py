@@ -10,6 +10,7 @@ from bubblespec.samples import Samples
 from bubblespec.types import is_sampled
 
 NUM_SHOWN = 4  # of a step
+REFERENCES = ("answer", "solution", "ground_truth", "reference")  # columns, as the field names them
 
 
 def choose(samples: Samples, shown: Counter[int], count: int = NUM_SHOWN) -> list[int]:
@@ -36,7 +37,7 @@ def describe(
     rewards = zip(names, samples.rewards[index].tolist(), strict=True)
     assert record.advantages is not None
     return {
-        "step": record.step,
+        "step": record.step + 1,
         "uid": group.prompt.uid,
         "visit": group.visit,
         "sample": number,
@@ -57,7 +58,14 @@ def as_text(sample: dict) -> str:
     head = ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
     prompt, completion = sample["prompt"], sample["completion"]
     text = f"{head}\n\nprompt: {prompt}\n\ncompletion:\n{completion}"
+    text += "".join(f"\n\n{name}: {value}" for name, value in references(sample["columns"]))
     return "    " + text.replace("\n", "\n    ")
+
+
+def references(columns: dict) -> list[tuple[str, str]]:
+    """Return names and texts of the columns with a prompt's right answer."""
+    found = ((name, columns.get(name)) for name in REFERENCES)
+    return [(name, str(value)) for name, value in found if value is not None]
 
 
 def completion_of(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase) -> str:

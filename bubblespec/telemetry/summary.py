@@ -1,8 +1,4 @@
-"""The lines of the console: from the numbers of a run to text.
-
-Steps are counted as finished ones: "3/60 steps" is printed after the third, whose line in
-metrics.jsonl has `step` 2.
-"""
+"""The lines of the console: from the numbers of a run to text."""
 
 import itertools
 import math
@@ -13,6 +9,7 @@ from typing import Any
 
 from bubblespec.config import Config
 from bubblespec.config_combinations import EVAL_NAMES
+from bubblespec.telemetry.samples import references
 from bubblespec.telemetry.table import Metric, rows
 
 COPY_KEY = "quantized/acceptance_rate"
@@ -25,7 +22,7 @@ MODELLED, HAS_DRAFTS = "rollout/modelled_s", "has_drafts"
 KEPT = {metric.key for metric in rows(of_evaluations=False)}
 KEPT |= {COPY_KEY, *DRAFTER_KEYS, *GENERATE, *TRAIN, ACCEPTED, WASTED, IS_LONG, DEFERRED}
 KEPT |= {MODELLED, "guard/is_on"}
-SMALL = 5e-4  # numbers below it are shown as 0
+SMALL = 5e-4  # smaller numbers are shown as 0
 MAX_EVALUATIONS = 6  # in the table: the first, and the latest
 METHODS = {
     "bubble": "generated ahead in idle time",
@@ -33,7 +30,7 @@ METHODS = {
     "quantized": "from a quantised copy of the policy",
     "drafter": "from a learned drafter",
 }
-REFERENCES = ("answer", "solution", "ground_truth", "reference")  # columns, as the field names them
+CHARTS_URL = "http://localhost:6006/#custom_scalars"
 WIDTH = 100  # characters of a prompt or response
 
 
@@ -54,6 +51,8 @@ class Facts:
     num_held_out: int
     num_dropped: int
     """Prompts of more than rollout.max_prompt_length tokens."""
+    num_duplicates: int
+    """Training prompts left out because they are held out, too."""
     num_updates: int
     """Updates before this start of the run."""
     checkpoint: str | None
@@ -115,6 +114,9 @@ def start_lines(config: Config, facts: Facts) -> list[str]:
     if data.tasks:
         source = f"reasoning-gym ({', '.join(dict.fromkeys(task.name for task in data.tasks))})"
     dropped = f"{facts.num_dropped:,}" if facts.num_dropped else "none"
+    held_out = f"{facts.num_held_out:,} held out"
+    if facts.num_duplicates:
+        held_out += f", {facts.num_duplicates:,} left out as equal to these"
     sources = [f"{METHODS.get(s, 'your own')} ({s})" for s in config.speculative.sources]
     return [
         f"model: {config.model.path}, {count(facts.num_parameters)} parameters{trained}, "
@@ -124,13 +126,13 @@ def start_lines(config: Config, facts: Facts) -> list[str]:
         f"step: {num_prompts} prompts x {num_generations} responses of up to "
         f"{rollout.max_completion_length} tokens; "
         f"{num_prompts * num_generations / facts.num_ranks:.4g} responses per rank",
-        f"data: {facts.num_prompts:,} prompts from {source}, {facts.num_held_out:,} held out; "
+        f"data: {facts.num_prompts:,} prompts from {source}, {held_out}; "
         f"{dropped} dropped as longer than rollout.max_prompt_length = {rollout.max_prompt_length}",
         f"drafts: {', '.join(sources) or 'none (speculative.method=none)'}",
         *["tail batching: short rounds defer their slowest prompts to long rounds"]
         * config.tail_batching.enabled,
         f"output: {config.run.output_dir}, {progress_text(config, facts)}",
-        curves_line(config),
+        *curves_lines(config),
     ]
 
 
@@ -155,8 +157,8 @@ def set_up_line(seconds: float, phases: dict[str, float]) -> str:
     return f"set-up took {duration(seconds)}: {', '.join(parts)}"
 
 
-def step_text(metrics: dict[str, Any], history: History, left_s: float) -> str:
-    """Return a step's numbers, the most important first, as terminals may be narrow.
+def step_parts(metrics: dict[str, Any], history: History, left_s: float) -> list[str]:
+    """Return a step's numbers, the most important first, as a bar has no room for all.
 
     history: with this step."""
     step_s = metrics["timing_s/step"]
@@ -167,15 +169,26 @@ def step_text(metrics: dict[str, Any], history: History, left_s: float) -> str:
     if left_s > 0:
         parts.append(f"{duration(left_s)} left")
     times = f"generate {generate_s:.2f}, train {train_s:.2f}, rest {rest_s:.2f}"
-    parts.append(f"{step_s:.2f} s ({times})")
+    parts += [f"{step_s:.2f} s", times]
     accepted = metrics.get(ACCEPTED, 0)
     if drafted := accepted + metrics.get(WASTED, 0):
-        saved = f", {duration(savings[0])} saved so far" if (savings := history.savings()) else ""
+        saved = f", {saved_text(savings[0])} so far" if (savings := history.savings()) else ""
         parts.append(f"{accepted:,} draft tokens accepted ({accepted / drafted:.0%}){saved}")
     if DEFERRED in metrics:
         short = f"short round, {metrics[DEFERRED]} prompts wait for a long one"
         parts.append("long round" if metrics[IS_LONG] else short)
-    return "; ".join(parts)
+    return parts
+
+
+def shortened(parts: list[str], room: int) -> str:
+    """Return the leading parts that fit into `room` characters, of the first at least a piece."""
+    texts = ["; ".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    return next((text for text in texts if len(text) <= room), texts[-1][:room])
+
+
+def saved_text(saved_s: float, of: str = "") -> str:
+    """Return the seconds that drafts saved, or lost where they are negative."""
+    return f"{duration(abs(saved_s))}{of} {'saved' if saved_s >= 0 else 'lost'}"
 
 
 def length_text(metrics: dict[str, Any], prefix: str = "") -> str:
@@ -205,11 +218,10 @@ def sample_lines(
     prompt, columns: see `Prompt`; rewards: by the function's path, NaN where it does not apply."""
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
     scores = [f"{path.rsplit('.', 1)[-1]} {value:.3g}" for path, value in rewards.items()]
-    references = [name for name in REFERENCES if columns.get(name) is not None][:1]
     return [
         f"  prompt: {shorten(text)}",
         f"  response: {shorten(reply)}",
-        *(f"  {name}: {shorten(str(columns[name]))}" for name in references),
+        *(f"  {name}: {shorten(value)}" for name, value in references(columns)[:1]),
         *[f"  reward: {', '.join(scores)}"] * bool(scores),
     ]
 
@@ -228,6 +240,8 @@ def end_lines(
     seconds: of this process; checkpoint: folder of the newest."""
     of = f"{num_updates} of {config.run.max_steps}"
     lines = [*step_table(history.steps, num_updates), *evaluation_table(history.evaluations)]
+    if history.steps and abs(history.steps[-1]["reward"]) < SMALL:
+        lines.append("reward 0: docs/it-does-not-learn.md has what to check, in order")
     if is_stopped:
         lines.append(f"stopped after {of} updates; run the same command to resume")
     elif history.steps:
@@ -253,7 +267,7 @@ def end_lines(
     if checkpoint is not None:
         lines.append(f"checkpoint: {checkpoint} (a folder that from_pretrained loads)")
     path = os.path.join(config.run.output_dir, "metrics.jsonl")
-    return [*lines, f"metrics: {path}", curves_line(config)]
+    return [*lines, f"metrics: {path}", *curves_lines(config)]
 
 
 def drafted_text(history: History) -> str:
@@ -264,8 +278,8 @@ def drafted_text(history: History) -> str:
     text = f"{accepted:,} of {drafted:,} draft tokens accepted ({accepted / drafted:.0%})"
     if savings := history.savings():
         saved_s, steps = savings[0], several(savings[1], "step")
-        text += f"; about {duration(abs(saved_s))} of generation "
-        text += f"{'saved' if saved_s > 0 else 'lost'}, compared with {steps} without drafts"
+        saved = saved_text(saved_s, " of generation")
+        text += f"; about {saved}, compared with {steps} without drafts"
     return text
 
 
@@ -283,7 +297,7 @@ def deferred_text(history: History) -> str:
 
 
 def step_table(steps: list[dict[str, Any]], num_updates: int) -> list[str]:
-    """Return means of the first and of the last tenth of the steps, without rows of zeros."""
+    """Return means of the first and of the last tenth of the steps."""
     if not steps:
         return []
     share, columns = max(1, len(steps) // 10), {}
@@ -301,7 +315,7 @@ def mean_of(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def evaluation_table(evaluations: list[tuple[int, dict[str, Any]]]) -> list[str]:
-    """Return the first and the latest evaluations, without rows of zeros."""
+    """Return the first and the latest evaluations."""
     if not evaluations:
         return []
     shown = evaluations[:1] + evaluations[1:][1 - MAX_EVALUATIONS :]
@@ -313,12 +327,12 @@ def evaluation_table(evaluations: list[tuple[int, dict[str, Any]]]) -> list[str]
 
 
 def grid(columns: dict[str, dict[str, float]], metrics: list[Metric]) -> list[str]:
-    """Return a table, without rows of zeros. columns: metrics by title."""
+    """Return a table of the metrics that are known. columns: metrics by title."""
     width = max(12, *(len(title) + 2 for title in columns))
     table = [("", list(columns))]
     for metric in metrics:
         values = [column.get(metric.key, math.nan) for column in columns.values()]
-        if any(abs(value) >= SMALL for value in values):  # false for NaN
+        if any(map(math.isfinite, values)):
             texts = [f"{value:.0%}" if metric.is_share else compact(value) for value in values]
             table.append((metric.row, texts))
     return [f"{name:28}" + "".join(f"{t:>{width}}" for t in texts) for name, texts in table]
@@ -340,10 +354,10 @@ def own_keys(metrics: dict[str, Any]) -> list[str]:
     ]
 
 
-def curves_line(config: Config) -> str:
-    """Return the command that shows the run's curves."""
+def curves_lines(config: Config) -> list[str]:
+    """Return the command that shows the run's curves, and where the main ones are then."""
     folder = os.path.join(config.run.output_dir, "tensorboard")
-    return f"TensorBoard: tensorboard --logdir {folder}"
+    return [f"TensorBoard: tensorboard --logdir {folder}", f"eight main charts: {CHARTS_URL}"]
 
 
 def compact(value: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bubblespec.config_combinations import EVAL_NAMES
 
-OWN_GROUP = "bubblespec"
+OWN_GROUP = "z_bubblespec"  # TensorBoard sorts groups by name: after reward, train and all others
 # Beginnings of the keys that only this trainer has.
 OWN = ("rollout/", "bubble/", "drafts/", "quantized/", "drafter/", "idle/", "guard/", "tail/")
 OWN += ("tp_tail/",)
@@ -47,6 +47,7 @@ SHOWN = {
         Metric("timing_s/step", "Seconds per step", "seconds per step"),
         Metric("timing_s/gen", "Seconds per step", "  generating"),
         Metric("timing_s/bubble", "Seconds per step", "  waiting for other ranks"),
+        Metric("timing_s/reward", "Seconds per step", "  waiting for rewards"),
         Metric("timing_s/train", "Seconds per step", "  training"),
     ),
     "Is it learning?": (

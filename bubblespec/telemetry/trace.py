@@ -42,15 +42,15 @@ FILE_NAME = re.compile(r"(responses|forwards)-(\d{5,})\.parquet(\.tmp)?")
 class Recorder:
     """Writes the trace of a run. Made by all ranks together; only rank 0 writes."""
 
-    def __init__(self, config: Config, ranks: Ranks, first_step: int):
-        """first_step: steps from here on are removed. Raises InputError."""
+    def __init__(self, config: Config, ranks: Ranks, num_updates: int):
+        """num_updates: later steps are removed. Raises InputError."""
         self.ranks = ranks
         self.folder = os.path.join(config.run.output_dir, FOLDER)
         self.is_on = True  # the same on all ranks
         if ranks.is_main:
             try:
                 os.makedirs(self.folder, exist_ok=True)
-                self._remove_from(first_step)
+                self._remove_from(num_updates + 1)
                 self._write_meta(config)
             except OSError as error:
                 reason = f"cannot write to {self.folder}: {error.strerror}"
@@ -62,7 +62,7 @@ class Recorder:
         All ranks continue together, so that no rank counts the writing as waiting for rank 0."""
         if not self.is_on:
             return
-        step = record.step
+        step = record.step + 1
         self.ranks.place = f"recording of step {step}"
         forwards = self.ranks.gather_ragged(_own_forwards(record.rollouts).ravel())
         if self.ranks.is_main:
@@ -126,7 +126,7 @@ def _response_columns(record: StepRecord) -> dict[str, Any]:
     batches = np.repeat(np.arange(len(record.batch_sizes)), record.batch_sizes)
     drafts = [record.drafts.get(name) for name in names]
     return {
-        "step": [record.step] * len(samples),
+        "step": [record.step + 1] * len(samples),
         "batch": np.repeat(batches, samples.num_generations),
         **{field: [getattr(name, field) for name in names] for field in SampleId._fields},
         "owner": record.owners,

@@ -4,6 +4,9 @@ python -m bubblespec memory --config FILE [--world-size N] [section.key=value ..
 """
 
 import argparse
+import copy
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -12,16 +15,26 @@ from bubblespec.config import Config
 from bubblespec.config_file import load_config
 from bubblespec.engine.packing import PAGE
 from bubblespec.errors import InputError
+from bubblespec.learn.lora import add_adapter
 from bubblespec.loading import from_pretrained, with_dtype
 from bubblespec.mechanisms.drafter.memory import add_drafter
 from bubblespec.mechanisms.quantized.memory import add_quantized
-from bubblespec.memory import cache_unit, estimate, has_pages, max_length, max_slots, num_rows
+from bubblespec.memory import (
+    Needs,
+    cache_unit,
+    estimate,
+    has_pages,
+    max_length,
+    max_slots,
+    num_rows,
+)
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # usable bytes of an H100, an H200
+SHAPES = Path(__file__).parents[2] / "configs" / "shapes"  # config.json of models in configs/
 
 
-def main(arguments: list[str]) -> None:
-    """Print the table."""
+def main(arguments: list[str]) -> int:
+    """Print the table. Return 1 if the run fits on no card, else 0."""
     description = "Memory of one rank, before a run"
     parser = argparse.ArgumentParser("python -m bubblespec memory", description=description)
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
@@ -32,44 +45,124 @@ def main(arguments: list[str]) -> None:
         raise InputError(f"--world-size: {given.world_size} must be at least 1")
     config = load_config(given.config, given.overrides)
     config = with_dtype(config, "cpu" if config.model.device == "cpu" else "cuda")
-    dtype, teacher = getattr(torch, config.model.dtype), None
-    model = meta_model(from_pretrained(AutoConfig, config, config.model.path), dtype)
+    model, teacher = planned_model(config, config.model.path), None
+    if config.model.lora_r:
+        add_adapter(model, config.model, seed=0)
     if (path := config.model.teacher_path) is not None:
-        teacher = meta_model(from_pretrained(AutoConfig, config, path), dtype)
+        teacher = planned_model(config, path)
     print(table(config, model, given.world_size, teacher))
+    needs = needs_of(config, model, given.world_size, teacher)
+    fitting = (fit(config, needs, given.world_size, total)[0] for total in CARDS.values())
+    return 0 if any(fitting) else 1
+
+
+def planned_model(config: Config, path: str) -> PreTrainedModel:
+    """Return the model of a folder or hub name on the meta device. Raises InputError."""
+    shipped = SHAPES / Path(path).name
+    if not Path(path).exists() and f"Qwen/{shipped.name}" == path and shipped.exists():
+        path = str(shipped)
+    architecture = from_pretrained(AutoConfig, config, path)
+    return meta_model(architecture, getattr(torch, config.model.dtype))
+
+
+def needs_of(
+    config: Config, model: PreTrainedModel, world_size: int, teacher: PreTrainedModel | None = None
+) -> Needs:
+    """Return what a rank needs, mechanisms included."""
+    needs = estimate(config, model, world_size, teacher)
+    needs = add_drafter(needs, config, model, world_size)
+    return add_quantized(needs, config, model)
+
+
+def fit(config: Config, needs: Needs, world_size: int, total: float) -> tuple[bool, int]:
+    """Return whether a run fits on cards of `total` bytes, and its pages or slots."""
+    unit, spare, per_row = cache_unit(config, needs, has_pages(config))
+    wanted = config.rollout.max_num_seqs
+    needed = per_row if isinstance(wanted, str) or has_pages(config) else wanted
+    room = total * config.rollout.gpu_memory_utilization - needs.lasting
+    fitting = max(int(needs.room_for_cache(room, config) // unit) - spare, 0)
+    return room >= needs.training and fitting >= needed, fitting
+
+
+def changed(config: Config, settings: dict[str, Any]) -> Config:
+    """Return a copy of the configuration with other values. settings: by section.key."""
+    config = copy.deepcopy(config)
+    for name, value in settings.items():
+        section, key = name.split(".")
+        setattr(getattr(config, section), key, value)
+    return config
+
+
+def settings_that_fit(
+    config: Config,
+    model: PreTrainedModel,
+    world_size: int,
+    total: float,
+    teacher: PreTrainedModel | None = None,
+) -> dict[str, Any]:
+    """Return settings with which a run fits, by section.key; empty if none of them is enough."""
+
+    def fits(settings: dict[str, Any]) -> bool:
+        other = changed(config, settings)
+        return fit(other, needs_of(other, model, world_size, teacher), world_size, total)[0]
+
+    sources = [s for s in config.speculative.sources if s not in ("quantized", "drafter")]
+    settings = {
+        "optim.shard_state": True,
+        "optim.max_tokens_per_microbatch": min(
+            config.optim.max_tokens_per_microbatch, max_length(config)
+        ),
+        "rollout.max_num_batched_tokens": min(config.rollout.max_num_batched_tokens, 2048),
+        "model.gradient_checkpointing": True,
+        "rollout.free_cache_engine": True,
+        "speculative.method": "+".join(sources) or "none",
+    }
+    if not fits(settings):
+        return {}
+    for name in reversed(settings.copy()):  # keep the first, which cost least time
+        if fits(rest := {key: value for key, value in settings.items() if key != name}):
+            settings = rest
+    return settings
 
 
 def table(
     config: Config, model: PreTrainedModel, world_size: int, teacher: PreTrainedModel | None = None
 ) -> str:
     """Return a table of what each rank needs, and of what fits on GPUs of two sizes."""
-    needs = estimate(config, model, world_size, teacher)
-    needs = add_drafter(needs, config, model, world_size)
-    needs = add_quantized(needs, config, model)
+    needs = needs_of(config, model, world_size, teacher)
     count = sum(p.numel() for p in model.parameters())
     rows = [(needs.weights, "weights"), (needs.gradients, "gradients")]
-    rows += [(needs.optimizer, "optimizer state"), (needs.drafter, "drafter")]
+    rows += [(needs.optimizer, "optimizer state"), (needs.reference, "reference model of the KL")]
+    rows += [(needs.drafter, "drafter")]
     rows += [(needs.quantized, "quantised copy of the policy"), (needs.teacher, "teacher")]
     rows += [(needs.lasting, "total, for the whole run")]
     rows += [(needs.training, "gradient step, in addition (estimated)")]
     rows += [(needs.rollout, "forward of a rollout, in addition, at another time (estimated)")]
     rows += [(needs.slot, f"keys and values of one response of {max_length(config)} tokens")]
     title = f"{config.model.path}: {count / 1e9:.2f} B parameters in {config.model.dtype}"
+    if config.model.lora_r:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        title += f", {trained / 1e6:.1f} M of them trained (LoRA)"
     lines = [f"{title}, {world_size} ranks; GB on each"]
     lines += [f"{size / 1e9:8.2f}  {name}" for size, name in rows if size]
-    count, wanted = num_rows(config, world_size), config.rollout.max_num_seqs
-    unit, spare, per_row = cache_unit(config, needs, has_pages(config))
-    needed = per_row if isinstance(wanted, str) or has_pages(config) else wanted
+    count = num_rows(config, world_size)
     for name, total in CARDS.items():
-        room = total * config.rollout.gpu_memory_utilization - needs.lasting
-        fitting = max(int(needs.room_for_cache(room, config) // unit) - spare, 0)
+        has_fit, fitting = fit(config, needs, world_size, total)
         what = f"room for {fitting} responses at once, {max_slots(config, world_size)} are useful"
         if has_pages(config):
             # On average a row leaves half of its last page empty.
             mean = min(max(int((fitting / count - 0.5) * PAGE), 0), max_length(config))
             what = f"{fitting} pages of {PAGE} tokens: {count} responses of {mean} on average"
-        fits = "fits" if room >= needs.training and fitting >= needed else "DOES NOT FIT"
+        fits = "fits" if has_fit else "DOES NOT FIT"
         lines.append(f"{world_size} x {name}: {fits}; {what}")
+        if not has_fit:
+            settings = settings_that_fit(config, model, world_size, total, teacher)
+            keys = " ".join(f"{name}={value}".lower() for name, value in settings.items())
+            lora = (
+                "model.lora_r=8, a smaller model" if not config.model.lora_r else "a smaller model"
+            )
+            advice = f"try {lora} or shorter responses (rollout.max_completion_length)"
+            lines.append(f"  fits with {keys}" if keys else f"  {advice}")
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ if [ -e runs/notebooks ]; then
 fi
 for method in none bubble+suffix suffix bubble; do
     .venv/bin/torchrun --nproc_per_node=2 --standalone train.py --config configs/tiny_cpu_bulk.yaml \
-        rollout.num_prompts_per_step=8 rollout.num_generations=4 run.max_steps=30 run.eval_steps=10 "run.timeline_steps=[4,13,22]" \
+        rollout.num_prompts_per_step=8 rollout.num_generations=4 run.max_steps=30 run.eval_steps=10 "run.timeline_steps=[5,14,23]" \
         speculative.method=$method run.output_dir=runs/notebooks/$method
     kept=notebooks/data/runs/$method
     mkdir -p "$kept"

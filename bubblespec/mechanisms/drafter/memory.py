@@ -17,9 +17,9 @@ def add_drafter(needs: Needs, config: Config, model: PreTrainedModel, world_size
         return needs
     shape = model.config.get_text_config(decoder=True)
     size, layers = model.dtype.itemsize, shape.num_hidden_layers
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
     embedding: Any = model.get_input_embeddings()
-    parameters = (trained - embedding.weight.numel()) / layers + 2 * shape.hidden_size**2
+    parameters = (total - embedding.weight.numel()) / layers + 2 * shape.hidden_size**2
     # weights, gradients, moments and, for bfloat16, float32 masters
     drafter = parameters * (2 * size + 16 if model.dtype == torch.bfloat16 else 4 * size)
     slot = needs.slot
