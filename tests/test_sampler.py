@@ -177,7 +177,7 @@ def test_control_rollout_verifies_nothing_and_drafts_when_idle(no_controls, monk
     monkeypatch.setattr(drafts_module, "MAX_LOOKAHEAD", 1)  # there is something left to draft
     sampler = start("bubble", new_model(), BoardWithSlowRank(120))
     first = sampler.sample(0).rollouts[0]
-    sampler.stats.guard._until_control = 0
+    sampler.stats.guard._to_control = 1
     control = sampler.sample(1).rollouts[0]
     assert sampler.stats.is_on  # that was one rollout
     assert first.drafted_tokens and control.drafted_tokens
@@ -186,8 +186,9 @@ def test_control_rollout_verifies_nothing_and_drafts_when_idle(no_controls, monk
 
 
 def test_no_drafts_are_made_for_control_rollout():
-    """The second rollout is one, and the step after it is drafted for in the first."""
+    """The step after it is drafted for in the rollout before it."""
     sampler = start("bubble", new_model(), BoardWithSlowRank(120))
+    sampler.stats.guard._to_control = 2
     assert sampler.stats.is_next_without
     sampler.sample(0)
     coming = [ids_of(batch, 2) for batch in sampler.schedule.upcoming(0, 2)]
