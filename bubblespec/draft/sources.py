@@ -71,7 +71,8 @@ class TrackedRows:
         self.draft_begin[number], self.draft_length[number] = begin, len(tokens)
         self.age[number], self.is_counted[number] = age, is_counted
         self.is_aligned[number] = len(tokens) > 0
-        self.extend(np.array([number]), row.tokens, np.array([len(row.tokens)]))
+        if len(row.tokens):
+            self.extend(np.array([number]), row.tokens, np.array([len(row.tokens)]))
         return number
 
     def draft(self, number: int) -> np.ndarray:
@@ -248,7 +249,8 @@ class SuffixMatches(DraftSource):
         else:
             self._add(number)
         tokens = row.tokens[index.num_tokens(text) :]
-        index.extend(np.array([text]), tokens, np.array([len(tokens)]))
+        if len(tokens):
+            index.extend(np.array([text]), tokens, np.array([len(tokens)]))
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
         """Return what follows the longest matches."""

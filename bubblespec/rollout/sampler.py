@@ -161,8 +161,9 @@ class Sampler:
         plan = self.plan_rollout(table.launch, step, used, scoring)
         self.planning_s += self.ranks.clock.perf_counter() - begin_s
         if self.proposer is not None:
-            track(self.proposer, rows, self.store, step)
-            if self.proposer.enabled_sources and plan.is_on:
+            is_used = bool(self.proposer.enabled_sources) and plan.is_on
+            track(self.proposer, rows if is_used else {}, self.store, step)
+            if is_used:
                 plan.proposer = self.proposer
         cost = self.stats.cost if self.needs_timings else None
         return self.carry_out(plan, table, rows, self.params, cost), plan.tasks
