@@ -32,8 +32,9 @@ def test_faster_mechanism_stays_on_despite_model_bias(bias, noise, share):
     assert np.mean([seconds for *_, seconds in runs]) < 1 / 1.3 + 0.03
 
 
-@pytest.mark.parametrize("speedup, count, most", [(0.86, 60, 1.05), (0.93, 60, 1.03)])
+@pytest.mark.parametrize("speedup, count, most", [(0.86, 60, 1.07), (0.93, 60, 1.04)])
 def test_slower_mechanism_pauses_for_most_rollouts(speedup, count, most):
+    """Always on it would cost 0.16 and 0.075."""
     runs = [play(speedup, seed=seed, noise=0.1, count=count) for seed in range(100)]
     assert np.mean([seconds for *_, seconds in runs]) < most
 

@@ -56,15 +56,18 @@ class Guard:
     def lead(self) -> tuple[float, float]:
         """Return the share by which rollouts with the mechanism are faster, and its standard error.
 
-        Until enough is measured, the model counts as one rollout without the mechanism."""
+        Before MIN_WITHOUT are measured, the model counts as a rollout without the mechanism."""
         if not self._with:
             return 0.0, 1.0
         measured_s, modelled_s = np.sum(self._with, axis=0)
+        without = self._without
+        if len(without) < MIN_WITHOUT:
+            without = [(1.0, 1.0), *without]
         logs = [
             np.log([measured / modelled for measured, modelled in of_setting])
-            for of_setting in (self._with, [(1.0, 1.0), *self._without])
+            for of_setting in (self._with, without)
         ]
-        centre = float(np.median(logs[1]) if len(logs[1]) > 2 else logs[1].mean())
+        centre = float(np.median(logs[1]))
         error = sum(max(float(of.std()), MIN_NOISE) ** 2 / len(of) for of in logs) ** 0.5
         return 1.0 - float(measured_s / modelled_s) / np.exp(centre), error
 
@@ -101,8 +104,8 @@ class Guard:
             return
         lead, error = self.lead()
         if lead < -error:
-            trial = WARM_UP + MIN_WITH
-            pause = self._pause_growth * max(MIN_PAUSE, trial * -lead / BUDGET)
+            certain = (WARM_UP + MIN_WITH) * -(lead + error)  # loss of a trial, in rollouts
+            pause = self._pause_growth * max(MIN_PAUSE, certain / BUDGET)
             self._pause_left, self._to_control = int(min(pause, MAX_PAUSE)), 0
             self._pause_growth *= GROWTH
         elif lead > error:
