@@ -270,10 +270,11 @@ def _newest_whole(folders: list[str]) -> str | None:
 def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
     """Return differences that change rounding alone; raise InputError for relevant others."""
     current, classes, rounding = flatten(config), resume_classes(config), []
-    for key in sorted(saved.keys() | current.keys()):
+    saved = flatten(Config()) | saved  # keys that a later version has added had their defaults
+    for key in sorted(saved):
         if key not in current:
             raise InputError(f"{key}: unknown key in {where}, written by another version")
-        here, there = current[key], saved.get(key)
+        here, there = current[key], saved[key]
         if key.endswith("path") and _is_the_same_data(here, there):
             continue
         if here != there and classes[key] == EXACT:

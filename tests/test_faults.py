@@ -62,7 +62,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "place, done", [("rollout of step 1", 1), ("evaluation after 2 updates", 2)]
+    "place, done", [("rollout of step 2", 1), ("evaluation after 2 updates", 2)]
 )
 def test_stopped_run_resumes(alone, tmp_path, place, done):
     """What was abandoned is made again: no line is missing, none is there twice, and the bits are

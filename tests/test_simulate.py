@@ -3,6 +3,7 @@ the command line."""
 
 import hashlib
 import json
+import math
 import sys
 
 import numpy as np
@@ -184,12 +185,25 @@ def test_deferred_sample_continues_under_later_weights():
     np.testing.assert_array_equal(texts.text(sample, 300), draft)
 
 
-@pytest.mark.parametrize("distance", [-7, 3])
-def test_first_mismatch_has_given_mean(distance):
-    spec, true = Spec(run=100.0), true_text(4000)
+@pytest.mark.parametrize("distance, drift", [(-1, 0.7), (-7, 0.0), (3, 0.0), (-7, 0.7)])
+def test_first_mismatch_has_given_mean(distance, drift):
+    spec, true = Spec(run=100.0, drift=drift), true_text(4000)
     texts = [spec.other((0, uid, 0), true, 9000, STOP, distance) for uid in range(400)]
     found = [first_mismatch(text, true) for text in texts]
-    assert np.mean(found) == pytest.approx(100.0, rel=0.15)  # 3 standard errors
+    # Of a geometric distribution; 3 standard errors.
+    wanted = 1 / math.expm1(abs(distance) ** drift / 100.0)
+    assert np.mean(found) == pytest.approx(wanted, rel=0.15)
+
+
+def test_older_weights_never_get_further():
+    """So an old draft that newer weights mend only gains."""
+    spec, true = Spec(run=50.0), true_text(300)
+    for uid in range(20):
+        at = [
+            first_mismatch(spec.other((0, uid, 0), true, 9000, STOP, -age), true)
+            for age in range(9)
+        ]
+        assert at[0] == len(true) and at == sorted(at, reverse=True) and at[8] < at[1]
 
 
 @pytest.mark.parametrize("accept_length", [1.5, 4.0])

@@ -82,7 +82,7 @@ class Sampler:
         ranks, clock = self.ranks, self.ranks.clock
         began_s = clock.perf_counter()
         table, rows, scoring = self.begin(launch, step, self.store)
-        ranks.place = f"rollout of step {step}"
+        ranks.place = f"rollout of step {step + 1}"
         drafts = {name: draft for name in launch.ids if (draft := self.store.get(name)) is not None}
         expected_s = self._expected_s(table)
         rollout, tasks = self.roll_out(table, rows, step, used, scoring)

@@ -1,11 +1,11 @@
 """Prompts and responses of a simulated run, and the texts of other weights.
 
 Other weights generate the response up to a first mismatch, and then an edited text: each token
-changes with a probability of 1 / run. Whether a token stays is one number per position, compared
-with that probability: drafts by all older weights get equally far. After the mismatch tokens are
-replaced, inserted and omitted, so that positions shift; suffix matching follows the text for a
-while and loses it again. All of this is a function of (seed, step, uid, sample), the distance in
-updates, and the tokens so far.
+changes with a probability of distance**drift / run. Whether a token stays is one number per
+position, compared with that probability, which grows with the distance in updates: drafts by older
+weights get less far. After the mismatch tokens are replaced, inserted and omitted, so that
+positions shift; suffix matching follows the text for a while and loses it again. All of this is a
+function of (seed, step, uid, sample), the distance in updates, and the tokens so far.
 """
 
 import dataclasses
@@ -55,7 +55,10 @@ class Spec:
     prompt: int = 256
     """Mean tokens of a prompt."""
     run: float = 500.0
-    """Mean tokens to the first mismatch with the text of other weights; inf for none."""
+    """Mean tokens to the first mismatch with the text of weights one update away; inf for none."""
+    drift: float = 0.7
+    """Power of the distance in updates by which mismatches are more frequent; 0: none. Measured,
+    see docs/simulator.md."""
     accept_length: float = 2.0
     """Approximate tokens per forward after the mismatch, by suffix matches."""
     steps: int = 6
@@ -75,7 +78,7 @@ class Spec:
     seed: int = 0
 
     def __post_init__(self):
-        at_least_0 = dict.fromkeys(("sigma", "edited", "seed", "tool_s", "tool_sigma"), 0)
+        at_least_0 = dict.fromkeys(("sigma", "drift", "edited", "seed", "tool_s", "tool_sigma"), 0)
         minimum = {"max": MIN_LENGTH, "prompt": 2, **at_least_0}
         for name, value in vars(self).items():
             if not value >= minimum.get(name, 1):
@@ -103,7 +106,8 @@ class Spec:
         """
         step, uid, sample = key
         key = (step, uid, sample + max(distance, 0) * LATER)
-        chance = -math.expm1(-min(abs(distance), 1) / self.run)
+        hazard = abs(distance) ** self.drift / self.run if distance else 0.0
+        chance = -math.expm1(-hazard)
         leaves = self.random(key, MISMATCH).random(len(true)) < chance
         leaves[:-1] &= ~_is_fixed(true, stop)[:-1]
         leaves[-1] &= true[-1] < OBSERVED
