@@ -1,7 +1,8 @@
 """Draws pictures of docs/images: python -m notebooks.images [NAME ...]
 
-By default all that need no training run: from the simulator (step_eight_ranks takes
-MINUTES_OF_PICTURE), from the estimate of memory, from the tiny policy, and from what benchmarks and runs have recorded.
+By default all that need no training run: from the simulator (step_eight_ranks takes a quarter of an
+hour), from the estimate of memory, from the tiny policy, and from what benchmarks and runs have
+recorded.
 """
 
 import os
@@ -108,8 +109,8 @@ def step_eight_ranks() -> Figure:
         f"Qwen2.5-7B in bfloat16 on H200s by a roofline; {PROMPTS} prompts x {GENERATIONS} "
         f"responses, lengths lognormal, mean {LONGEST // SHARE_OF_LONGEST:,} and at most "
         f"{LONGEST:,} tokens;\na fresh draft is right for {spec.run:.0f} tokens on average; "
-        f"training by its operations at {TRAINING_SHARE:.0%} of peak.\nOf {STEPS} steps, the one in the "
-        f"middle whose gain is closest to that of all of them, {overall:.2f}x; "
+        f"training by its operations at {TRAINING_SHARE:.0%} of peak.\nOf {STEPS} steps, the one "
+        f"in the middle whose gain is closest to that of all of them, {overall:.2f}x; "
         f"idle in all rollouts: {idle[0]} and {idle[1]}",
         fontsize=SIZE,
     )

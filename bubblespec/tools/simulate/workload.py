@@ -56,7 +56,7 @@ class Spec:
     """Mean tokens of a prompt."""
     run: float = 500.0
     """Mean tokens to the first mismatch with the text of weights one update away; inf for none."""
-    drift: float = 0.7
+    drift: float = 0.5
     """Power of the distance in updates by which mismatches are more frequent; 0: none. Measured,
     see docs/simulator.md."""
     accept_length: float = 2.0
