@@ -122,7 +122,7 @@ def test_configuration_after_trl_runs(folder):
         overrides = [*SMALL, *options, f"run.output_dir={output_dir}"]
         done = launch(2, ["train.py", "--config", "from_trl.yaml", *overrides], folder)
         assert done.returncode == 0, done.stderr[-3000:]
-        assert [line["step"] for line in read(folder / output_dir)] == [0, 1]
+        assert [line["step"] for line in read(folder / output_dir)] == [1, 2]
     line = read(folder / "runs/my_run")[0]
     assert line["reward"] == pytest.approx(
         line["rewards/is_right/mean"] + 0.2 * line["rewards/has_box/mean"]
@@ -156,5 +156,5 @@ def test_configuration_after_verl_runs(folder):
     lines = read(folder / "runs/gsm8k")
     steps = [line for line in lines if "rewards/score/mean" in line]
     evaluations = [line for line in lines if "eval/reward" in line]
-    assert [line["step"] for line in steps] == [0, 1]
+    assert [line["step"] for line in steps] == [1, 2]
     assert [line["step"] for line in evaluations] == [0, 1, 2]

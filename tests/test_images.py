@@ -15,7 +15,7 @@ SLOW = "step_eight_ranks"  # a minute of simulation
 
 def test_documented_pictures_exist():
     stored = {path.stem for path in Path(images.FOLDER).glob("*.png")}
-    of_runs = {"reward_vs_trl", "tiny_run", "smollm2_run", "tensorboard"}
+    of_runs = {"reward_vs_trl", "tiny_run", "smollm2_run", "tensorboard", "fitted_costs"}
     assert set(images.IMAGES) <= stored <= set(images.IMAGES) | of_runs
 
 
@@ -33,8 +33,10 @@ def test_pictures_are_drawn_by_name(monkeypatch, tmp_path, capsys):
 def test_eight_rank_picture_equals_simulation(monkeypatch):
     """Both arms of one step are there, in real seconds, with training at the end."""
     seen = {}
-    for name, value in {"LONGEST": 100, "PROMPTS": 8, "GENERATIONS": 2, "STEPS": 6}.items():
-        monkeypatch.setattr(images, name, value)
+    parser = images.simulated_systems.make_parser()
+    parser.set_defaults(longest=100, prompts=8)
+    monkeypatch.setattr(images, "STEPS", 4)
+    monkeypatch.setattr(images.simulated_systems, "make_parser", lambda: parser)
     draw = images.draw_timelines
     monkeypatch.setattr(
         images, "draw_timelines", lambda lanes, columns: seen.update(lanes) or draw(lanes, columns)
@@ -53,10 +55,11 @@ def test_eight_rank_picture_equals_simulation(monkeypatch):
 
 
 def test_training_flops_are_eight_per_parameter_and_token():
-    """7.62e9 parameters, 32 x 400 tokens on eight ranks, half of an H200's 989e12 operations."""
-    step = SimpleNamespace(response_tokens=32 * 400)
-    wanted = 8 * 7.62e9 * (32 * 400 / 8) / 494.5e12
-    assert images.train_s(step) == pytest.approx(wanted, rel=1e-9)
+    """7.07e9 parameters without those of the input embedding, 32 x 400 tokens on eight ranks, half
+    of an H200's 989e12 operations."""
+    step = SimpleNamespace(response_tokens=400)
+    wanted = 8 * (7_615_616_512 - 152_064 * 3_584) * (32 * 400 / 8) / 494.5e12
+    assert images.train_s(32.0, step) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_first_mismatch_is_drawn_inside_drafts_only():

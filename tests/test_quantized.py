@@ -42,6 +42,7 @@ EXACT = Product(
     "exact", 64, lambda w, f: (w * f,), lambda x, w: linear(x, w[0].to(x)), lambda k, m: True
 )
 LIKE_LLAMA = {"llama", "qwen2", "qwen3", "mistral", "mistral-window", "ministral3"}
+LIKE_LLAMA |= {"granite", "seed_oss", "smollm3"}
 MAX_LENGTH, SEED = 80, 5
 
 

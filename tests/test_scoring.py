@@ -107,7 +107,7 @@ def test_number_of_workers_changes_no_reward_or_failure(make_scorer, capsys, num
     assert scorer.take_metrics() == {"reward/errors": 0, "reward/function_s": 0.0}
     warnings = [w for w in capsys.readouterr().err.splitlines() if w.startswith("warning: ")]
     assert len(warnings) == 2, "one for each kind"
-    assert "(exception, step 7, prompt 900, sample 1); 2 of 6" in warnings[0]
+    assert "(exception, step 8, prompt 900, sample 1); 2 of 6" in warnings[0]
     scorer.config.reward_on_error = None
     with pytest.raises(InputError, match=r"raised ZeroDivisionError .* sample 1\)$"):
         scores(scorer, rows)

@@ -90,7 +90,7 @@ def test_successive_skipped_updates_end_run(
         assert (line["learning_rate"] == 0) == is_skipped
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     if exit_code:
-        assert len(errors) == 1 and "in 3 steps in a row, the last of them step 4" in errors[0]
+        assert len(errors) == 1 and "in 3 steps in a row, the last of them step 5" in errors[0]
     else:
         assert not errors and all(torch.isfinite(t).all() for t in weights(tmp_path, 6).values())
 

@@ -240,7 +240,7 @@ def end_lines(
     seconds: of this process; checkpoint: folder of the newest."""
     of = f"{num_updates} of {config.run.max_steps}"
     lines = [*step_table(history.steps, num_updates), *evaluation_table(history.evaluations)]
-    if history.steps and abs(history.steps[-1]["reward"]) < SMALL:
+    if history.steps and abs(history.steps[-1].get("reward", 1.0)) < SMALL:
         lines.append("reward 0: docs/it-does-not-learn.md has what to check, in order")
     if is_stopped:
         lines.append(f"stopped after {of} updates; run the same command to resume")

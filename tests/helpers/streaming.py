@@ -30,7 +30,7 @@ def stream_always(patch=setattr) -> None:
 
     def wait_and_take_scored(scoring):
         if scoring.scorer.config.num_workers:  # they take as long as the machine's load wants
-            calls = [call for row in scoring._new for call in scoring._calls[row.id] if call]
+            calls = [call for row in scoring._new for call in scoring._calls[row.id].values()]
             wait([future for future, _ in calls], timeout=60)
         return take_scored(scoring)
 
