@@ -55,10 +55,11 @@ def test_eight_rank_picture_equals_simulation(monkeypatch):
 
 
 def test_training_flops_are_eight_per_parameter_and_token():
-    """7.07e9 parameters without those of the input embedding, 32 x 400 tokens on eight ranks, half
+    """7.07e9 parameters in products, 28 layers and the head; 32 x 400 tokens on eight ranks, half
     of an H200's 989e12 operations."""
     step = SimpleNamespace(response_tokens=400)
-    wanted = 8 * (7_615_616_512 - 152_064 * 3_584) * (32 * 400 / 8) / 494.5e12
+    layer = 3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 3584 * 18944
+    wanted = 8 * (28 * layer + 152_064 * 3584) * (32 * 400 / 8) / 494.5e12
     assert images.train_s(32.0, step) == pytest.approx(wanted, rel=1e-9)
 
 
