@@ -60,7 +60,7 @@ def test_divergence_equals_definition_and_trl(beta):
 
 
 def test_gradient_by_logits_equals_closed_form():
-    """Of KL(q || p): q (log q - log p - KL); of KL(p || q): q - p."""
+    """By the student's logits: q (log q - log p - KL) for KL(q || p), and q - p for KL(p || q)."""
     student, teacher = logits(0, 2.0, requires_grad=True), logits(1, 2.0)
     p, q = teacher.softmax(-1), student.detach().softmax(-1)
     difference = q.log() - p.log()

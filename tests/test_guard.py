@@ -4,7 +4,7 @@ wrong about both settings alike."""
 import numpy as np
 import pytest
 
-from bubblespec.planner.guard import BUDGET, FIRST_CONTROL, MIN_PAUSE, Guard
+from bubblespec.planner.guard import FIRST_CONTROL, FIRST_INTERVAL, MIN_PAUSE, Guard
 from bubblespec.planner.stats import RunStats
 from tests.helpers.rollouts import fixed_cost
 
@@ -41,21 +41,21 @@ def test_slower_mechanism_pauses_for_most_rollouts(speedup, count, most):
 
 def test_loss_of_two_hundredths_is_found_in_long_runs():
     runs = [play(0.98, seed=seed, noise=0.1, count=400) for seed in range(50)]
-    assert np.mean([settings.count(False) / 400 for _, settings, _ in runs]) > 0.4
-    assert np.mean([seconds for *_, seconds in runs]) < 1.01
+    assert np.mean([settings.count(False) / 400 for _, settings, _ in runs]) > 0.3
+    assert np.mean([seconds for *_, seconds in runs]) < 1.015
 
 
 @pytest.mark.parametrize("speedup", [1.05, 1.3, 2.0])
-def test_comparisons_stay_within_their_budget(speedup):
-    """Of a mechanism whose measurements have no noise, in a run of 200 rollouts."""
-    _, settings, seconds = play(speedup, seed=0, noise=0.001, count=200)
+def test_comparisons_take_two_hundredths_at_most(speedup):
+    """A run of 400 rollouts, whose seconds have almost no noise."""
+    _, settings, seconds = play(speedup, seed=0, noise=0.001, count=400)
     assert True in settings and settings.count(False) >= 2
-    assert seconds < (1 + BUDGET) / speedup
+    assert seconds < 1.02 / speedup
 
 
 def test_paused_mechanism_is_tried_again():
     _, settings, _ = play(0.5, seed=0, noise=0.01, count=600)
-    first = settings.index(False, 2 * FIRST_CONTROL + 2)
+    first = settings.index(False, FIRST_INTERVAL + 4)
     assert settings[first : first + MIN_PAUSE].count(True) == 0
     assert True in settings[first + MIN_PAUSE :], "what it saves may have changed"
 

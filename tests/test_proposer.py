@@ -13,11 +13,19 @@ from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposals, TrackedR
 from bubblespec.draft.store import History
 from bubblespec.draft.suffix import SuffixIndex
 from bubblespec.engine.ragged import packed, unpacked
+from bubblespec.planner.costs import CostModel
 from bubblespec.planner.windows import WINDOWS
-from bubblespec.types import Row, SampleId
+from bubblespec.types import Draft, Row, SampleId
 from tests.helpers.clocks import Clock
-from tests.helpers.proposals import STEP, cost, draft, forward, row
 from tests.helpers.rollouts import tried_ages
+
+STEP = 5
+
+
+def cost(a: float = 1.0, b: float = 1e-6, c: float = 1e-6) -> CostModel:
+    parameters = np.zeros_like(CostModel().parameters)
+    parameters[:3] = a, b, c
+    return CostModel.from_parameters(parameters)
 
 
 def make(method: str = "bubble+suffix", always=True, costs=None, history=None) -> Proposer:
@@ -32,6 +40,34 @@ def with_sources(*sources: DraftSource) -> Proposer:
     proposer = Proposer(sources, cost(), always=True, clock=Clock())
     proposer.begin()
     return proposer
+
+
+def row(sample: int = 0, visit: int = STEP, uid: int = 70, tokens=()) -> Row:
+    return Row(SampleId(uid, visit, sample), (1, 2, 3), 500, np.array(tokens, np.int64))
+
+
+def draft(tokens, version: int = 4) -> Draft:
+    return Draft(np.array(tokens, np.int32), True, version)
+
+
+def forward(
+    proposer: Proposer, rows: list[Row], truths: list, room: int = 3, budget: int = 4000
+) -> list[list[int]]:
+    """Return each row's proposal in a forward, in which it gains accepted tokens and one more."""
+    lengths = np.array([len(r.tokens) for r in rows])
+    tokens, counts = proposer.propose(rows, lengths, np.full(len(rows), room), budget)
+    proposed = [of.tolist() for of in unpacked(tokens, counts)]
+    gained, accepted = [], []
+    for r, truth, tokens in zip(rows, truths, proposed, strict=True):
+        rest = list(truth)[len(r.tokens) :]
+        right = 0
+        while right < min(len(tokens), len(rest) - 1) and tokens[right] == rest[right]:
+            right += 1
+        accepted.append(right)
+        gained.append(np.array(rest[: right + 1], np.int64))
+        r.tokens = np.concatenate((r.tokens, gained[-1]))
+    proposer.observe(list(rows), *packed(gained), counts, np.array(accepted))
+    return proposed
 
 
 def nothing(proposer: Proposer, one: Row, length: int) -> bool:
@@ -142,6 +178,47 @@ def test_rollout_counts_equal_hand_counts():
     proposer.begin()
     assert proposer.acceptance.row_forwards == 0 and not tried_ages(proposer)
     assert forward(proposer, [ahead], [range(10, 40)]) == [[]], "rows are forgotten"
+
+
+def test_unprofitable_proposals_pause_queries():
+    """Until queries take LOOK_SHARE of the time, at most MAX_PAUSE forwards; none once they pay."""
+    dear, cheap = cost(1e-9, 0.0, 1.0), cost()  # a token costs what it brings at best
+    proposer, own = make("bubble", always=False, costs=dear), row()
+    proposer.track(own, draft(range(1000)), STEP)
+
+    def looked_at(num_forwards: int, overhead_s: float) -> list[int]:
+        looked = []
+        for number in range(num_forwards):
+            proposer._overhead_s = overhead_s
+            assert forward(proposer, [own], [range(1000)]) == [[]]
+            if proposer.take_spent()[1]:
+                looked.append(number)
+        return looked
+
+    assert looked_at(4, 0.9 * module.LOOK_SHARE) == [0, 1, 2, 3]
+    assert looked_at(12, 3.5 * module.LOOK_SHARE) == [0, 4, 8]
+    assert looked_at(20, 99 * module.LOOK_SHARE) == [0, 17]
+    proposer.cost = cheap
+    found = [bool(forward(proposer, [own], [range(1000)])[0]) for _ in range(17)]
+    assert found == [False] * 14 + [True] * 3, "14 are left of 16 forwards"
+
+
+def test_found_drafts_are_used_whatever_the_query_took():
+    """A pause follows, except where the source weighs its own time."""
+    proposer, own = make("bubble", always=False, costs=cost()), row()
+    proposer.track(own, draft(range(1000)), STEP)
+    proposer._overhead_s = 100.0  # of a forward's second
+    found = [len(forward(proposer, [own], [range(1000)])[0]) for _ in range(module.MAX_PAUSE + 2)]
+    assert found[0] and found[-1] and not any(found[1:-1])
+    (source,), seconds = proposer.sources, 7.0
+    propose = source.propose
+    source.propose = lambda *of: proposer.clock.sleep(seconds) or propose(*of)
+    source.weighs_its_time = True
+    proposer.begin()
+    proposer.track(own, draft(range(1000)), STEP)
+    proposer._overhead_s = 0.0
+    assert all(len(forward(proposer, [own], [range(1000)])[0]) for _ in range(9))
+    assert proposer._overhead_s < 1e-3 and proposer.take_spent()[0] >= 9 * seconds
 
 
 def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
@@ -302,7 +379,6 @@ def test_given_up_source_is_tried_again():
             guesses.guesses[each.id] = list(range(50, 550)) if rollout else [7] * 500
         for _ in range(8):
             forward(proposer, rows, [range(50, 600)] * len(rows))
-            proposer.clock.sleep(1.0)
         drafted, right = proposer.acceptance.by_source.get("guess", (0, 0))
         assert drafted or rollout, "it is tried before anything is known"
         accepted.append(right)

@@ -33,6 +33,7 @@ from bubblespec.types import Draft, Row
 PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6}  # survival by source
 PRIOR = 0.5  # survival of another source
 LOOK_SHARE = 0.01  # maximum share of time spent on queries that do not pay
+MAX_PAUSE = 16  # forwards
 ALWAYS_WINDOW = 6  # draft tokens that are verified whatever the cost
 
 
@@ -54,10 +55,7 @@ class Proposer:
         self._kinds: list[np.ndarray] = []  # numbers in `survival` of each source's kinds
         for source in sources:
             self.add(source)
-        # Seconds of queries that did not pay, less LOOK_SHARE of the time since. Above 0,
-        # only free sources are asked, from the begin of a rollout and while they pay.
-        self._debt_s, self._is_free_worth = 0.0, False
-        self._asked_s: float | None = None  # when `propose` was last called in this rollout
+        self._pause = 0  # forwards to go without a query
         # Seconds of a query, exponentially weighted; without sources that weigh their own time.
         self._overhead_s = 0.0
         self._start()
@@ -78,7 +76,8 @@ class Proposer:
         self._start()
         for source in self.sources:
             source.begin(self.tracked)
-        self._asked_s, self._is_free_worth = None, any(s.is_free for s in self.sources)
+        # The end of a rollout, beyond its drafts, says nothing about the next one's beginning.
+        self._pause = 0
         self.survival.begin()
 
     def _start(self) -> None:
@@ -139,13 +138,10 @@ class Proposer:
         """See the engine's `Proposer`.
 
         The windows of all rows are planned together; rows that are not tracked get none."""
-        started = self.clock.perf_counter()
-        if self._asked_s is not None:
-            self._debt_s = max(self._debt_s - LOOK_SHARE * (started - self._asked_s), 0.0)
-        self._asked_s = started
-        is_short = self._debt_s > 0.0
-        if is_short and not self._is_free_worth:
+        if self._pause:
+            self._pause -= 1
             return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
+        started = self.clock.perf_counter()
         self._read()
         self._num_queried += len(rows)
         numbers, prompt_tokens = self._known(rows)
@@ -157,7 +153,7 @@ class Proposer:
         text, begin, count, kind = np.zeros((4, len(rows)), np.int64)
         chances = self.survival.estimates
         for source, kinds in zip(self.sources, self._kinds, strict=True):
-            if not source.is_enabled or (is_short and not source.is_free):
+            if not source.is_enabled:
                 continue
             is_open = count[asked] == 0
             if chance := source.chance:
@@ -179,13 +175,15 @@ class Proposer:
             self.survival.counts[OFFERED, 1, kind[some]] += 1
             texts.append(found.tokens)
         self.tracked.kind[numbers[asked]] = kind[asked]
-        pays = True
         if not self.always:
             kv_tokens = int(lengths.sum()) + prompt_tokens
             rates, spent_s = chances[kind], self._overhead_s
             count, pays = choose_windows(
                 rates, count, self.cost, kv_tokens, budget=budget, overhead_s=spent_s
             )
+            if not pays:
+                forward_s = float(self.cost.seconds(len(rows), len(rows), 0, kv_tokens))
+                self._pause = int(min(self._overhead_s / (LOOK_SHARE * forward_s), MAX_PAUSE))
         place = spans(begin, count)
         if len(texts) == 1:
             tokens = texts[0][place].astype(np.int64)
@@ -198,11 +196,6 @@ class Proposer:
         self._spent_s += seconds
         looking_s, self._caught_up_s = seconds - weighed_s + self._caught_up_s, 0.0
         self._overhead_s += 0.1 * (looking_s - self._overhead_s)
-        self._is_free_worth = pays
-        if not pays:
-            self._debt_s += looking_s
-        elif not is_short:
-            self._debt_s = 0.0
         return tokens, count
 
     def observe(
@@ -240,15 +233,6 @@ class Proposer:
             seconds = self.clock.perf_counter() - started
             self._spent_s += seconds
             self._caught_up_s += seconds
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Return what is known of the sources."""
-        return self.survival.state_dict() | {"debt_s": np.array(self._debt_s)}
-
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Restore a saved state."""
-        self.survival.load_state_dict(state)
-        self._debt_s = float(state.get("debt_s", 0.0))
 
     def _read(self) -> None:
         """Take in the tokens of forwards without drafts."""

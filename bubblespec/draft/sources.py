@@ -120,7 +120,6 @@ class DraftSource:
     kinds: Sequence[tuple] = ()
     is_enabled = True  # whether the source is queried and gets new tokens
     chance = 0.0  # acceptance rate below which another source's proposal is replaced
-    is_free = False  # whether a query takes no time to speak of
     weighs_its_time = False  # whether the source proposes only where that pays for its time
     path: str | None = None  # dotted path of a user's source, whose proposals are checked
     vocab_size: int | None = None  # number of the policy's tokens, for that check
@@ -203,7 +202,6 @@ class OwnDrafts(DraftSource):
     """The sample's own draft, made with the same noise, as long as the row follows it."""
 
     kinds = tuple((ALIGNED, age) for age in range(MAX_AGE + 1))
-    is_free = True
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
         """Return the next tokens of the drafts."""

@@ -28,9 +28,9 @@ class Teacher:
 def divergence(log_q: torch.Tensor, log_p: torch.Tensor, beta: float) -> torch.Tensor:
     """Return the generalized Jensen-Shannon divergence per token, [M] (GKD, equation 1).
 
-    With p of the teacher, q of the student and m = beta p + (1 - beta) q it is beta KL(p || m) +
-    (1 - beta) KL(q || m). As in TRL, beta 0 is KL(p || q) and beta 1 is KL(q || p), of which it is
-    beta and 1 - beta times near these ends. log_q, log_p: log-probabilities [M, V].
+    For the teacher's p, the student's q and the mixture m = beta p + (1 - beta) q the divergence is
+    beta KL(p || m) + (1 - beta) KL(q || m), which vanishes as beta goes to 0 or 1. So beta 0 stands
+    for KL(p || q) and beta 1 for KL(q || p), as in TRL. log_q, log_p: log-probabilities [M, V].
     """
     if beta == 0:
         return _kl(log_p, log_q)

@@ -6,21 +6,23 @@ error is in both settings alike. Costs and savings of a mechanism come in differ
 rollouts with it count by their sums, rollouts without it one by one.
 
 The guard tests after every rollout, on all that it remembers: the mechanism pauses if it is slower
-by more than the standard error. Single rollouts without it, and trials after a pause, take at most
-BUDGET of the time by what it has measured.
+by more than the standard error. Single rollouts without it become rarer, and so do trials after a
+pause.
 """
 
 import numpy as np
 
-BUDGET = 0.02  # share of the time that comparisons may cost
-FIRST_CONTROL = 6  # rollouts up to the first one without the mechanism, and the least between two
-MAX_INTERVAL = 64  # rollouts between two without the mechanism
+# Rollouts before the first one without the mechanism, while there is little to lose; rollouts from
+# there to the second. While the mechanism is not slower, intervals double.
+FIRST_CONTROL, FIRST_INTERVAL, MAX_INTERVAL = 1, 10, 128
 WARM_UP = 4  # rollouts of a trial that are not counted: the first drafts are an investment
 MIN_WITH, MIN_WITHOUT = 8, 2  # rollouts of each setting before anything is decided
 MIN_PAUSE, MAX_PAUSE = 24, 384  # rollouts
-GROWTH = 2.0  # of intervals and pauses, each time that the same is found again
+TRIAL_SHARE = 0.02  # of a pause, that the trial after it may lose
+GROWTH = 2.0  # of pauses, each time that the same is found again
 MIN_NOISE = 0.1  # standard deviation of log ratios, while few are known
 MEMORY = 48  # latest rollouts kept by setting
+NUMBERS = ("_num_tried", "_until_control", "_interval", "_pause_left", "_pause_growth")
 
 
 class Guard:
@@ -32,16 +34,15 @@ class Guard:
         self._with: list[tuple[float, float]] = []  # measured and modelled seconds by rollout
         self._without: list[tuple[float, float]] = []
         self._num_tried = 0  # rollouts with the mechanism since the run or the trial began
-        self._since_control = 0  # the same since the last rollout without it
-        self._to_control = 0  # 2: the rollout after the next one is without, 1: the next; 0: none
-        self._growth = 1.0  # of the interval between two rollouts without the mechanism
+        self._until_control = FIRST_CONTROL  # rollouts to come before the next one without it
+        self._interval = FIRST_INTERVAL
         self._pause_left = 0  # rollouts of the current pause still to come
         self._pause_growth = 1.0
 
     @property
     def setting(self) -> bool:
         """Whether the mechanism is on in the next rollout."""
-        return not self._pause_left and self._to_control != 1
+        return not self._pause_left and self._until_control > 0
 
     @property
     def is_paused(self) -> bool:
@@ -51,7 +52,7 @@ class Guard:
     @property
     def is_next_without(self) -> bool:
         """Whether the guard plans the rollout after the next one without the mechanism."""
-        return self._to_control == 2
+        return self.setting and self._until_control == 1
 
     def lead(self) -> tuple[float, float]:
         """Return the share by which rollouts with the mechanism are faster, and its standard error.
@@ -75,29 +76,25 @@ class Guard:
         """Learn a rollout with `setting`: its seconds, and those predicted without drafts."""
         if min(measured_s, modelled_s) <= 0.0:
             return
-        if not self.setting:
+        is_with = self.setting
+        if not is_with:
             self._without = [*self._without, (measured_s, modelled_s)][-MEMORY:]
         if self._pause_left:
             self._pause_left -= 1
             if not self._pause_left:  # try again: the savings may have changed
-                self._with, self._num_tried, self._since_control = [], 0, 0
+                self._with, self._num_tried = [], 0
+                self._until_control = WARM_UP + MIN_WITH
             return
-        if self._to_control == 1:
-            lead, error = self.lead()
-            self._growth = self._growth * GROWTH if lead > 2 * error else 1.0
-            self._to_control = self._since_control = 0
-        else:
+        if is_with:
             self._num_tried += 1
             if self._num_tried > WARM_UP:
                 self._with = [*self._with, (measured_s, modelled_s)][-MEMORY:]
-            self._since_control += 1
-            self._to_control = 1 if self._to_control else 2 * self._is_control_due()
+            self._until_control -= 1
+        else:
+            self._until_control = self._interval
+            if self.lead()[0] >= 0.0:
+                self._interval = min(2 * self._interval, MAX_INTERVAL)
         self._decide()
-
-    def _is_control_due(self) -> bool:
-        """Whether to announce a rollout without the mechanism, which begins after one more."""
-        interval = max(self._growth * self.lead()[0] / BUDGET, FIRST_CONTROL)
-        return self._since_control >= min(interval, MAX_INTERVAL) - 1
 
     def _decide(self) -> None:
         if len(self._with) < MIN_WITH or len(self._without) < MIN_WITHOUT:
@@ -105,8 +102,8 @@ class Guard:
         lead, error = self.lead()
         if lead < -error:
             certain = (WARM_UP + MIN_WITH) * -(lead + error)  # loss of a trial, in rollouts
-            pause = self._pause_growth * max(MIN_PAUSE, certain / BUDGET)
-            self._pause_left, self._to_control = int(min(pause, MAX_PAUSE)), 0
+            pause = self._pause_growth * max(MIN_PAUSE, certain / TRIAL_SHARE)
+            self._pause_left = int(min(pause, MAX_PAUSE))
             self._pause_growth *= GROWTH
         elif lead > error:
             self._pause_growth = 1.0
@@ -126,13 +123,3 @@ class Guard:
                 setattr(self, name, type(getattr(self, name))(number))
         self._with = [tuple(pair) for pair in state["with"].tolist()]
         self._without = [tuple(pair) for pair in state["without"].tolist()]
-
-
-NUMBERS = (
-    "_num_tried",
-    "_since_control",
-    "_to_control",
-    "_growth",
-    "_pause_left",
-    "_pause_growth",
-)

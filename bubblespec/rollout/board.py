@@ -33,7 +33,7 @@ LINGER_S = 2e-3
 NAP_S = 2e-4
 # The slowest rank pays for ticks with everyone's time: their minimum distance and maximum share.
 INTERVAL_S = 1e-2
-MAX_SHARE = 0.02
+MAX_SHARE = 0.04
 # While no rank could act on a tick, their distance is this share of the rollout so far, up to a
 # multiple of the minimum: the first rank that becomes idle loses no more than that.
 RELAXED_SHARE, MAX_RELAXED = 0.01, 10.0
@@ -224,7 +224,7 @@ class ProgressBoard:
 
         interval_s: least seconds between two ticks of a rank that has work."""
         self.ranks, self.timeout_s, self.interval_s = ranks, timeout_s, interval_s
-        self._tick_s = 0.0  # moving average of the seconds that a tick takes a busy rank
+        self._tick_s = 0.0  # moving average of the seconds that a busy rank needs to post a tick
         self._clock = ranks.clock
         self._in_flight = False
         if isinstance(transport, str):
@@ -242,7 +242,6 @@ class ProgressBoard:
         self.last_states: list[RankState] = []
         self.is_over = self.is_relaxed = False
         self._began_s, self._last_tick_s = self._clock.monotonic(), -math.inf
-        self._is_new, self._acted_s = False, 0.0
         self.go_on()
 
     def go_on(self) -> None:
@@ -265,20 +264,18 @@ class ProgressBoard:
         """
         if self.is_over:
             return None
-        own, begin_s = None, self._clock.monotonic()
-        if self._is_new:  # the caller has acted on the tick before
-            self._is_new, self._acted_s = False, begin_s - self._last_tick_s
+        own = None
         if not self._in_flight:
             if not is_done and self._is_too_soon():
                 return None
             own = state().numbers()
+        begin_s = self._clock.monotonic()
         try:
             if own is not None:
                 self._in_flight = True
                 self.transport.post(own, self._tick_name())
                 if not is_done:
-                    taken_s = self._acted_s + self._clock.monotonic() - begin_s
-                    self._tick_s += 0.1 * (taken_s - self._tick_s)
+                    self._tick_s += 0.1 * (self._clock.monotonic() - begin_s - self._tick_s)
                     return None  # there is work to do, and no tick completes at once
                 self.transport.linger()
             if self.transport.is_complete():
@@ -313,7 +310,7 @@ class ProgressBoard:
         self.num_ticks += 1
         states = self.last_states
         self.is_over = any(s.must_stop for s in states) or all(s.is_done for s in states)
-        self._last_tick_s, self._is_new = self._clock.monotonic(), True
+        self._last_tick_s = self._clock.monotonic()
         self.go_on()
         return self.last_states
 

@@ -303,7 +303,7 @@ class Sampler:
         parts = {"drafts": self.store, "history": self.history, "stats": self.stats}
         parts |= {mechanism.name: mechanism for mechanism in self.mechanisms}
         if self.proposer is not None:
-            parts["survival"] = self.proposer
+            parts["survival"] = self.proposer.survival
         return parts
 
 

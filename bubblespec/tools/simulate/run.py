@@ -111,7 +111,7 @@ def simulate(
     )
     shared.time_forwards()
     world, steps = World(num_ranks), []
-    is_hidden = None if shows_progress else True  # None: where nobody watches
+    is_hidden = None if shows_progress else True  # None: hidden unless standard error is a screen
     method = config.speculative.method
     with tqdm(total=num_steps, desc=method, unit="step", disable=is_hidden) as bar:
 
