@@ -25,7 +25,7 @@ KNOT_PRIOR = 4.0  # weight of a step of 0 at a knot, in forwards
 MAX_STEP = 0.6  # relative; larger errors are disturbances
 ANCHOR_WEIGHT = 4.0  # weight of a forward of the profile
 FORGETTING = 0.99  # per forward of the run; at a knot, per forward near the knot
-REFRESH = 40  # forwards from one fit to the next
+REFRESH = 20  # forwards from one fit to the next
 # Active rows at which it is known how much chains of a drafter shorten decoding.
 CHAIN_ROWS = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.float64)
 NO_DRAFTS = acceptance_rates(np.zeros((2, 2)))  # for rows without drafts
