@@ -26,6 +26,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared
 from bubblespec import memory
+from bubblespec.config import Config, flatten
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import InputError
@@ -49,11 +50,14 @@ OFF = (
     "tail_batching.enabled=false",
     "optim.stream_gradients=false",
     "rollout.placement=in_turn",
+    "rollout.tp_tail_max_rows=0",
 )
 DRAFTS, DRAFTER = "speculative.method=bubble+suffix", "speculative.method=drafter"
 TAIL, BALANCED = "tail_batching.enabled=true", "rollout.placement=balanced"
-STREAMED = "optim.stream_gradients=true"
-ALL = "speculative.method=bubble+suffix+drafter"
+STREAMED, SHARED = "optim.stream_gradients=true", "rollout.tp_tail_max_rows=auto"
+DEFAULTS = flatten(Config())
+DEFAULT = tuple(f"{key}={DEFAULTS[key]}" for key in (option.partition("=")[0] for option in OFF))
+ALL = (*DEFAULT, f"speculative.method={DEFAULTS['speculative.method']}+drafter", TAIL, BALANCED)
 BUBBLESPEC = "rollouts up to 1.8x, -50% decoding steps (arXiv 2605.08862)"
 RHYMERL = "2.6x end to end; placement alone 1.43x (arXiv 2508.18588)"
 TLT = "1.7x end to end (arXiv 2511.16665)"
@@ -66,15 +70,17 @@ SYSTEMS = {
     "bubble": System(("speculative.method=bubble",), BUBBLESPEC),
     "history": System(("speculative.method=suffix",), RHYMERL),
     "drafts": System((DRAFTS,), BUBBLESPEC),
-    "default": System((DRAFTS, BALANCED)),
+    "quantized": System(("speculative.method=quantized",)),
+    "default": System(DEFAULT),
     "placement": System((BALANCED,), RHYMERL),
     "drafter": System((DRAFTER,), TLT),
     "tail": System((TAIL,), ROLLPACKER + DEFERRED),
     "tail+placement": System((TAIL, BALANCED)),
     "tail+drafts": System((TAIL, DRAFTS)),
+    "shared": System((SHARED,)),
     "streamed": System((STREAMED,), ROLLPACKER + "streamed gradients alone 1.08x"),
-    "all": System((ALL, TAIL, BALANCED)),
-    "all+streamed": System((ALL, TAIL, BALANCED, STREAMED)),
+    "all": System(ALL),
+    "all+streamed": System((*ALL, STREAMED)),
 }
 COLUMNS = {
     "system": "{system}",
@@ -266,6 +272,7 @@ if __name__ == "__main__":
     one_by_one = "one system after the other, not their steps in turn"
     parser.add_argument("--one-by-one", action="store_true", help=one_by_one)
     systems = f"the others are compared with the first; of {', '.join(SYSTEMS)}"
-    default = "plain,bubble,history,placement,drafter,tail,streamed,all"
+    default = "plain,bubble,history,quantized,placement,drafter,shared,tail,streamed,"
+    default += "default,all,again"
     parser.add_argument("--systems", default=default, help=systems)
     sys.exit(shared.main(run, parser))

@@ -3,17 +3,18 @@ benchmarks/vs_trl.py --config F [--json OUT] [--every N --picture PNG] [override
 
 TRL is a dependency of this comparison alone: pip install --no-deps trl==1.16.0 (into a folder of
 its own, given by PYTHONPATH). Arms: trl (generation by `model.generate`), none (this trainer
-without speculation), bubble+suffix and bubble+suffix+drafter (with it), all and all+drafter (with
-tail batching too). All have the same model, prompts in the same order (but for tail batching, which
-defers some), group size, limits, reward functions, global batch, loss (one update per batch, no
-KL), AdamW and clipping, in float32 on two ranks with one thread each. Tokens differ: each samples
-in its own way. TRL gets SDPA, a K/V cache, no gradient checkpointing, no logging, no old-policy
-forward, and the --trl-microbatches that suit it.
+without speculation), default (as the configuration says), and tail (with tail batching too). All
+have the same model, prompts in the same order (but for tail batching, which defers some), group
+size, limits, reward functions, global batch, loss (one update per batch, no KL), AdamW and
+clipping, in float32 on two ranks with one thread each. Tokens differ: each samples in its own way.
+TRL gets SDPA, a K/V cache, no gradient checkpointing, no logging, no old-policy forward, and the
+--trl-microbatches that suit it.
 
-Each arm has a job of its own for each of --seeds. A step lasts from the end of one to the end of
-the next. The first --warmup steps of a job are not counted. With tail batching steps differ in
-size, so what counts there are tokens per second. With --tool-game responses are episodes of
-`tool_game.py`: TRL's environment class, run by both. Its tokens are the policy's own.
+Each arm has a job of its own for each of --seeds; a seed given twice shows the noise. A step lasts
+from the end of one to the end of the next. The first --warmup steps of a job are not counted. With
+tail batching steps differ in size, so what counts there are tokens per second. With --tool-game
+responses are episodes of `tool_game.py`: TRL's environment class, run by both. Its tokens are the
+policy's own.
 
 With --every N the weights after every N steps are evaluated as well, on this trainer's held-out
 problems with the same noise for all arms; --picture draws the rewards over the seconds of training.
@@ -21,7 +22,6 @@ Neither saving nor evaluating counts.
 """
 
 import argparse
-import itertools
 import json
 import os
 import resource
@@ -45,25 +45,20 @@ from bubblespec.errors import InputError
 from bubblespec.records import StepRecord
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
+from notebooks.reading import time_to
 from notebooks.report_pictures import draw_rewards
 
-DRAFTS, DRAFTER = (f"speculative.method=bubble+suffix{rest}" for rest in ("", "+drafter"))
-TAIL = "tail_batching.enabled=true"
-OWN = {  # arms of this trainer, and what is switched on
+OWN = {  # arms of this trainer, and what is switched
     "none": ("speculative.method=none",),
-    "bubble+suffix": (DRAFTS,),
-    "bubble+suffix+drafter": (DRAFTER,),
-    "all": (DRAFTS, TAIL),
-    "all+drafter": (DRAFTER, TAIL),
+    "default": (),
+    "tail": ("tail_batching.enabled=true",),
 }
 ARMS = ("trl", *OWN)
 LABELS = {
     "trl": "TRL 1.16 (generate)",
     "none": "ours, no drafts",
-    "bubble+suffix": "ours, with drafts",
-    "bubble+suffix+drafter": "ours, with drafts and the learned drafter",
-    "all": "ours, with drafts and tail batching",
-    "all+drafter": "ours, with drafts, the learned drafter and tail batching",
+    "default": "ours, with drafts (the default)",
+    "tail": "ours, with drafts and tail batching",
 }
 COMPARED = {  # what the arm of TRL is set up for
     "loss.advantage_estimator": "grpo",
@@ -87,6 +82,7 @@ COLUMNS = {
     "tokens per step": "{tokens:.0f}",
     "median length": "{median_length:.0f}",
     "tokens/s": "{tokens_per_second:.0f}",
+    "of each job": "{by_job}",
     "against trl: all steps, median step, by tokens": "{against}",
     "peak GB": "{peak_memory_gb:.2f}",
     "reward": "{rewards:.2f}",
@@ -217,6 +213,9 @@ def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
         total_s = counted["seconds"].sum()
         found = {key: float(np.median(values)) for key, values in counted.items()}
         found["tokens_per_second"] = float(counted["tokens"].sum() / total_s)
+        found["tokens_per_second_by_job"] = [
+            sum(run["tokens"][num_warmup:]) / sum(run["seconds"][num_warmup:]) for run in runs
+        ]
         found["peak_memory_gb"] = max(run["peak_memory_gb"] for run in runs)
         found["steps"] = len(counted["seconds"])
         if len(base) == len(runs):
@@ -236,16 +235,9 @@ def print_table(summary: dict[str, dict]) -> None:
     rows, ratios = [], ("speedup", "speedup_median_step", "speedup_by_tokens")
     for arm, found in sorted(summary.items(), key=lambda each: "error" in each[1]):
         against = [f"{found[name]:.2f}x" for name in ratios if name in found]
-        rows.append({"arm": arm, "against": ", ".join(against) or "-"} | found)
+        by_job = " ".join(f"{rate:.0f}" for rate in found.get("tokens_per_second_by_job", ()))
+        rows.append({"arm": arm, "against": ", ".join(against) or "-", "by_job": by_job} | found)
     print(shared.tabulate(rows, COLUMNS))
-
-
-def time_to(curve: list[tuple[float, float]], reward: float) -> float | None:
-    """Return the seconds until a reward, on straight lines between evaluations; None if never."""
-    for (begin_s, before), (end_s, after) in itertools.pairwise(curve):
-        if before < reward <= after:
-            return begin_s + (end_s - begin_s) * (reward - before) / (after - before)
-    return None
 
 
 def curve_of(job: dict, trainer: Trainer, folder: str, every: int) -> list[tuple[float, float]]:
@@ -297,7 +289,7 @@ def run(arguments: argparse.Namespace, base: str) -> None:
         trainer = build(config, ranks) if arguments.every else None
         for turn, seed in enumerate(tqdm(arguments.seeds, unit="seed")):
             for arm in arguments.arms[:: -1 if turn % 2 else 1]:
-                folder = os.path.join(base, f"{arm}_{seed}")
+                folder = os.path.join(base, f"{arm}_{turn}")
                 os.mkdir(folder)
                 job = run_job(arguments, arm, seed, folder)
                 jobs[arm].append(job)
@@ -320,7 +312,7 @@ def main() -> int:
     )
     parser.add_argument("--config", required=True)
     parser.add_argument("--json")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["trl", "none", "all"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--steps", type=int, default=5, help="of each job")
     parser.add_argument("--warmup", type=int, default=1, help="first steps that are not counted")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a job of each arm each")

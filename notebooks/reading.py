@@ -6,9 +6,11 @@ also timeline/step_*.json.
 """
 
 import glob
+import itertools
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +27,7 @@ SOURCES = {
     "none": "no drafts",
     "bubble": "drafts from idle time",
     "suffix": "suffix matches",
+    "quantized": "quantised copy",
     "drafter": "learned drafter",
 }
 
@@ -227,7 +230,22 @@ def settings_table(runs: list[Run]) -> str:
     return markdown([{"run": run.name} | {key: str(f[key]) for key in keys} for run, f in pairs])
 
 
-def learning_table(runs: list[Run]) -> str:
+def time_to(curve: Iterable[tuple[float, float]], reward: float) -> float | None:
+    """Return the seconds until a reward, on straight lines between evaluations; None if never."""
+    for (begin_s, before), (end_s, after) in itertools.pairwise(curve):
+        if before < reward <= after:
+            return begin_s + (end_s - begin_s) * (reward - before) / (after - before)
+    return None
+
+
+def held_out_curve(run: Run) -> list[tuple[float, float]]:
+    """Return seconds of training steps before each evaluation, and its reward."""
+    seconds = seconds_so_far(run, np.array([line["step"] for line in run.evaluations]))
+    rewards = [line.get("eval/reward", math.nan) for line in run.evaluations]
+    return list(zip(seconds.tolist(), rewards, strict=True))
+
+
+def learning_table(runs: list[Run], reward_to_reach: float | None = None) -> str:
     """Return training and held-out rewards of every run, as a Markdown table."""
     rows = []
     for run in runs:
@@ -243,7 +261,11 @@ def learning_table(runs: list[Run]) -> str:
         }
         row = {"run": run.name, "steps": str(len(run.steps))}
         row |= {name: _or_dash(float(x), "{:.3f}") for name, x in figures.items()}
-        rows.append(row | {"seconds of steps": f"{run.column('timing_s/step').sum():.1f}"})
+        row["seconds of steps"] = f"{run.column('timing_s/step').sum():.1f}"
+        if reward_to_reach is not None:
+            found = time_to(held_out_curve(run), reward_to_reach)
+            row[f"seconds until {reward_to_reach}"] = "-" if found is None else f"{found:.1f}"
+        rows.append(row)
     return markdown(rows)
 
 

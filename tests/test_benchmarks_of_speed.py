@@ -197,13 +197,6 @@ def test_tool_game_reads_the_same_calls_as_trl(tmp_path):
         assert environments.end("a").result().reward == pytest.approx(2 / 3)
 
 
-def test_time_to_a_reward_is_on_straight_lines():
-    curve = [(0.0, 0.4), (10.0, 0.6), (20.0, 0.5), (30.0, 0.9)]
-    assert vs_trl.time_to(curve, 0.5) == 5.0
-    assert vs_trl.time_to(curve, 0.7) == pytest.approx(25.0)
-    assert vs_trl.time_to(curve, 0.95) is None
-
-
 def test_first_steps_are_not_counted():
     run = {"seconds": [9.0, 1.0, 2.0, 3.0], "tokens": [5, 10, 20, 30], "peak_memory_gb": 0.5}
     slow = {**run, "seconds": [9.0, 4.0, 4.0, 4.0]}

@@ -76,6 +76,16 @@ def test_evaluations_by_update_and_seconds_by_step(tmp_path):
     seconds = reading.seconds_so_far(run, np.array([0, 1, 2, 3]))
     assert seconds[:3].tolist() == [0.0, 4.0, 10.0] and np.isnan(seconds[3])
     assert "| a | 2 | 0.500 | 0.700 | 0.250 | 0.750 | 10.0 |" in reading.learning_table([run])
+    table = reading.learning_table([run], reward_to_reach=0.5)
+    assert "| seconds until 0.5 |" in table and "| 0.750 | 10.0 | 5.0 |" in table
+    assert "| 0.750 | 10.0 | - |" in reading.learning_table([run], reward_to_reach=0.9)
+
+
+def test_time_to_a_reward_is_on_straight_lines():
+    curve = [(0.0, 0.4), (10.0, 0.6), (20.0, 0.5), (30.0, 0.9)]
+    assert reading.time_to(curve, 0.5) == 5.0
+    assert reading.time_to(curve, 0.7) == pytest.approx(25.0)
+    assert reading.time_to(curve, 0.95) is None
 
 
 @pytest.mark.parametrize(
