@@ -240,7 +240,8 @@ def draw_steps(runs: list[Run]) -> Figure:
 def draw_learning(runs: list[Run]) -> Figure:
     """Draw training and held-out reward (dots), over steps and over seconds.
 
-    Equal curves lie on one another, the first one widest.
+    Equal curves lie on one another, the first one widest. Training rewards of long runs are means
+    of the last twentieth of the steps.
     """
     figure, axes = figure_of(10, 3.4, 1, 2, sharey=True)
     for number, run in enumerate(runs):
@@ -250,8 +251,11 @@ def draw_learning(runs: list[Run]) -> Figure:
         held_out = [line.get("eval/reward", np.nan) for line in run.evaluations]
         style = {"color": f"C{number}", "linewidth": width}
         seconds = [seconds_so_far(run, steps), seconds_so_far(run, updates)]
+        num_averaged = max(1, len(steps) // 20)
+        weights = np.full(num_averaged, 1 / num_averaged)
+        reward = np.convolve(run.column("reward"), weights, "valid")
         for one, (x, x_held_out) in zip(axes, ([steps, updates], seconds), strict=True):
-            one.plot(x, run.column("reward"), alpha=0.35, **style)
+            one.plot(x[num_averaged - 1 :], reward, alpha=0.35, **style)
             one.plot(x_held_out, held_out, "o-", markersize=3 + width, label=run.label, **style)
     label_axes(axes[0], "over steps", "updates", "reward: training (pale), held-out (dots)")
     label_axes(axes[1], "over time", "seconds of training steps")
