@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import simulated_combinations as module
 from benchmarks.shared import main
+from bubblespec.tools.simulate.workload import Spec
 
 SMALL = ["--synthetic", "mean=20,max=60,steps=2", "--ranks", "2", "--rows", "4"]
 
@@ -39,6 +40,13 @@ def test_all_combinations_are_distinct():
     keys = [tuple(module.overrides(parts)) for parts in found]
     assert len(set(keys)) == 32
     assert set(itertools.chain(*module.combinations(False))) == set(module.PARTS)
+
+
+def test_shortened_workload_keeps_its_proportions():
+    spec = Spec(mean=2000, max=16000, run=500, prompt=256)
+    short = module.shortened(spec, 32)
+    assert (short.mean, short.max, short.prompt, short.run) == (62.5, 500, 8, 15.625)
+    assert module.shortened(spec, 1) == spec
 
 
 def test_rows_that_are_no_whole_groups_end_in_one_line(command, capsys):
