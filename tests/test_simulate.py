@@ -148,8 +148,15 @@ def test_good_drafter_saves_time_and_bad_one_costs_little():
 def test_good_copy_saves_time_and_bad_one_costs_little():
     spec = {"sigma": 1.5, "run": 1.0}
     none_s = seconds_of(run("none", 2, **spec))
-    for model, limit in (((0.95, 0.3), 0.6), ((0.95, 0.9), 1.01), ((0.3, 0.5), 1.1)):
+    for model, limit in (((0.95, 0.3), 0.6), ((0.95, 0.7), 1.01), ((0.3, 0.5), 1.1)):
         assert seconds_of(run("quantized", 2, quantized=CopyModel(*model), **spec)) < limit * none_s
+
+
+def test_slow_copy_is_left_out():
+    spec = {"sigma": 1.5, "run": 1.0}
+    models = (CopyModel(acceptance, share=0.8) for acceptance in (1.0, 0.5))
+    better, worse = (seconds_of(run("quantized", 2, quantized=of, **spec)) for of in models)
+    assert better == worse
 
 
 def test_tail_batching_saves_time_and_drafts_keep_tokens():

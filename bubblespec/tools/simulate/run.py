@@ -17,6 +17,7 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
+from bubblespec.mechanisms.quantized.mechanism import MIN_SPEEDUP
 from bubblespec.mechanisms.quantized.mechanism import profile as profile_copy
 from bubblespec.mechanisms.quantized.source import QuantizedSource
 from bubblespec.mechanisms.tail_batching import MAX_OVER_SAMPLING, scaled
@@ -278,9 +279,10 @@ class _Rank:
         if proposer is not None and "quantized" in config.speculative.sources:
             copies: Any = SimulatedCopyRunner(engine, shared.quantized, shared.copy_cost)
             copy_cost = profile_copy(copies, ranks.clock)
-            chains = QuantizedSource(copies, proposer.cost, copy_cost, clock=ranks.clock)
-            proposer.add(chains)
-            self.sampler.stats.chains = chains.shortening
+            if proposer.cost.seconds(1, 1) >= MIN_SPEEDUP * copy_cost.seconds(1, 1):
+                chains = QuantizedSource(copies, proposer.cost, copy_cost, clock=ranks.clock)
+                proposer.add(chains)
+                self.sampler.stats.chains = chains.shortening
         if proposer is not None and "drafter" in config.speculative.sources:
             runner: Any = SimulatedDrafterRunner(engine, shared.drafter)
             source = DrafterSource(runner, proposer.cost, ranks.clock)
