@@ -72,7 +72,7 @@ def test_rows_in_any_company_are_bit_identical(make_model, few, name, dtype):
 
 
 @pytest.mark.parametrize("page_size", [None, 5])
-def test_forward_equals_the_models_own(make_model, page_size):
+def test_forward_equals_the_model_forward(make_model, page_size):
     """Within rounding, with a window and in pages too; training goes through the plain product."""
     for name in ("llama", "mistral-window"):
         model = make_model(name, max_length=128)

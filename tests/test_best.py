@@ -122,7 +122,7 @@ def test_better_evaluation_saves_between_save_steps(tmp_path, scored):
     assert steps_and_best(tmp_path) == ([1, 3, 4], "checkpoint-3")
 
 
-def test_resume_before_the_best_forgets_it(tmp_path, scored):
+def test_resume_before_the_best_forgets_the_best(tmp_path, scored):
     """Its checkpoint is damaged, so that the run goes back, and another one becomes the best."""
     scored([0.0, 0.3, 0.2, 0.4, 0.1])
     options = ("run.save_steps=1", "run.save_total_limit=9")

@@ -186,7 +186,7 @@ def test_without_a_whole_checkpoint_a_run_does_not_start_over(saver):
         find_checkpoint(saver.config, ALONE)
 
 
-def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(saver):
+def test_damaged_checkpoint_replaces_no_whole_checkpoint(saver):
     """With save_total_limit 1 and a damaged checkpoint-5, checkpoint-3 must not be deleted as the
     older of two."""
     saver.config.run.save_total_limit = 1
@@ -260,7 +260,7 @@ def test_changed_key_is_handled_by_class(saver, capfd):
         setattr(getattr(saver.config, section), name, value)
 
 
-def test_max_steps_may_grow_unless_schedule_depends_on_them(saver):
+def test_max_steps_with_linear_schedule_cannot_grow(saver):
     saver.config.optim.lr_scheduler_type = "linear"
     saver(1)
     saver.config.run.max_steps += 1
@@ -268,7 +268,7 @@ def test_max_steps_may_grow_unless_schedule_depends_on_them(saver):
         find_checkpoint(saver.config, ALONE)
 
 
-def test_another_number_of_ranks_is_said(saver, capfd):
+def test_resume_prints_a_changed_number_of_ranks(saver, capfd):
     saver(1)
     two = Ranks(torch.device("cpu"))
     two.world_size, two.gather_text = 2, lambda text: [text]

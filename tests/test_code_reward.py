@@ -71,7 +71,7 @@ def test_passes_tests(text, tests, wanted, chat):
         "with open('big', 'wb') as file:\n    for _ in range(64): file.write(bytes(1 << 20))",
     ],
 )
-def test_program_that_ends_before_the_tests_fails(program):
+def test_program_ending_before_the_tests_fails(program):
     assert not run_program(program, "pass")
 
 
@@ -85,7 +85,7 @@ def test_input_is_empty_and_output_goes_nowhere(capfd):
     "cpu_s, wall_s, program",
     [(1, 3600.0, "x = 9 ** 9 ** 9"), (60, 1.0, "import time; time.sleep(3600)")],
 )
-def test_busy_and_idle_programs_end_at_their_limit(monkeypatch, cpu_s, wall_s, program):
+def test_busy_and_idle_programs_end_at_the_limit(monkeypatch, cpu_s, wall_s, program):
     monkeypatch.setattr(module, "CPU_LIMIT_S", cpu_s)
     monkeypatch.setattr(module, "WALL_LIMIT_S", wall_s)
     assert not run_program(program, "pass")
@@ -104,7 +104,7 @@ for n in range(8):
 """
 
 
-def test_children_end_with_their_program():
+def test_children_end_with_the_program():
     """A bounded fork bomb. For users other than root no process can be started at all."""
     mark = f"bubblespec-test-{os.getpid()}-{time.time_ns()}"
     # PR_SET_NAME, which children inherit

@@ -194,7 +194,7 @@ data.path=null data.tasks=[{name:a}] data.eval_path=b.jsonl | data.eval_path | l
 """
 
 
-def test_distillation_has_no_rewards_unless_they_are_set(load):
+def test_distillation_has_no_rewards_by_default(load):
     options = (MINIMAL, "loss.loss_type=distillation", "model.teacher_path=t")
     alone = (*options, "rollout.num_generations=1", "optim.stream_gradients=true")
     assert load(*alone).reward.functions == []
@@ -355,7 +355,7 @@ def test_resolved_configuration_round_trips(load, text):
     assert config_to_yaml(load(written)) == written
 
 
-def test_every_field_has_a_docstring_line_below_it():
+def test_every_field_has_a_docstring_line():
     sources = (inspect.getsource(module), inspect.getsource(config_mechanisms))
     for section in [node for source in sources for node in ast.parse(source).body]:
         if not isinstance(section, ast.ClassDef) or section.name == "Config":

@@ -45,7 +45,7 @@ def test_check_prints_errors_by_model_and_mode(check):
     assert lines[4].startswith("left out: 2 lines")
 
 
-def test_error_and_ratio_are_those_of_predictions(tmp_path):
+def test_error_and_ratio_compare_with_predictions(tmp_path):
     path = tmp_path / "measured.csv"
     path.write_text("\n".join([COLUMNS, LINES[1]]))
     (case,), _ = read_cases(str(path))

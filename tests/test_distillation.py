@@ -71,7 +71,7 @@ def test_gradient_by_logits_equals_closed_form():
         torch.testing.assert_close(found, closed, rtol=1e-10, atol=1e-13)
 
 
-def test_chunks_and_padding_change_nothing():
+def test_chunks_and_padding_change_no_divergence():
     """Heads of other widths and numbers of padded rows, with factor and cap; against whole logits
     of the common vocabulary."""
     torch.manual_seed(0)
@@ -172,7 +172,7 @@ def alone(teacher, tmp_path_factory):
     return folder
 
 
-def test_ranks_drafts_and_kills_change_nothing(teacher, alone, tmp_path):
+def test_distilled_runs_equal_with_ranks_drafts_and_kills(teacher, alone, tmp_path):
     """Two ranks with drafts, killed in the third step and resumed: the tokens of one rank without,
     and the weights up to the order of summation."""
     options = (f"model.teacher_path={teacher}", "speculative.method=bubble+suffix", ALWAYS_DRAFT)

@@ -186,7 +186,7 @@ def test_cuda_error_in_collective_is_raised_unchanged(kind):
     assert raised.value is error
 
 
-def test_rank_that_never_starts_is_one_error_line(monkeypatch):
+def test_missing_rank_at_start_is_one_error_line(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(distributed, "die_with_parent", lambda: None)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "0"}

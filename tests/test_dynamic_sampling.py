@@ -61,7 +61,7 @@ def uids_of(samples: Samples) -> list[int]:
 
 @pytest.mark.parametrize("step", range(4))
 @pytest.mark.parametrize("useful_every", [1, 2, 3])
-def test_useless_groups_are_replaced_by_the_first_useful_ones(monkeypatch, useful_every, step):
+def test_useless_groups_are_replaced_by_first_useful_groups(monkeypatch, useful_every, step):
     record, batches = sample_with(monkeypatch, useful_every, step=step)
     generated = list(itertools.chain(*batches))
     assert len(set(generated)) == len(generated), "a prompt's noise keys would be used twice"

@@ -125,7 +125,7 @@ def test_good_environments_pass(tokenizer):
     check_environment(make_config(None, tools=[f"{HERE}.search"]), tokenizer, CHAT, [])
 
 
-def test_configured_template_replaces_one_without_tools(tmp_path):
+def test_configured_template_replaces_template_without_tools(tmp_path):
     """That of configs/smollm2_calculator.yaml, for its environment."""
     make_tokenizer(template=NO_TOOLS).save_pretrained(tmp_path)
     config = load_config("configs/smollm2_calculator.yaml", [f"model.path={tmp_path}"])
@@ -143,7 +143,7 @@ def test_configured_template_replaces_one_without_tools(tmp_path):
 @pytest.mark.parametrize(
     "expression, reward", [("3 + 4", 1.0), ("-3*(2 - 4) + 2", 0.2), ("2 ** 9", 0.0), ("a", 0.0)]
 )
-def test_calculator_scores_its_last_result(expression, reward):
+def test_calculator_scores_the_last_result(expression, reward):
     calculator = Calculator()
     calculator.reset(answer="7")
     with contextlib.suppress(ValueError):

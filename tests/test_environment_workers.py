@@ -163,7 +163,7 @@ def test_crash_is_retried_once_and_then_an_error(make_player, tmp_path):
     assert int(player.call("a", "draw")) == player.reward("a")
 
 
-def test_random_environments_are_counted_if_they_differ(make_player):
+def test_differing_environments_are_counted(make_player):
     player = make_player(deterministic=False)
     player.begin("a", kind="random")
     player.call("a", "draw")

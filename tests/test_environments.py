@@ -123,7 +123,7 @@ def test_turn_begun_by_the_prompt_is_continued(tokenizer):
         add_text(CHAT, [{"type": "image"}])
 
 
-def test_base_is_the_whole_prompt_if_nothing_is_added(tokenizer):
+def test_base_is_the_whole_prompt_without_additions(tokenizer):
     assert list(base_ids(tokenizer, CHAT, [], False)) == make_tokenize(tokenizer)(CHAT)
     assert not load_form(f"{HERE}.Silent", []).adds_text
     assert not load_form(None, [f"{HERE}.search"]).adds_text

@@ -73,7 +73,7 @@ def test_second_ctrl_c_ends_all_ranks(tmp_path, kind):
     assert "exitcode  : 130" in root or kind == "terminal"  # then torchrun has no summary
 
 
-def test_hanging_rank_ends_with_rank_that_reports(tmp_path):
+def test_hanging_rank_ends_with_the_reporting_rank(tmp_path):
     codes, said, root = run_failing(tmp_path, "hangs")
     assert codes == {"0": 3, "1": 3}
     line = "error: rank 1 missing in training of step 1 (no answer for 1 s); last heard: in "
@@ -152,7 +152,7 @@ def test_error_leaves_text_file_and_exit_code(
     assert report.startswith(f"rank 0 failed ({type(error).__name__}")
 
 
-def test_error_while_freeing_graphs_shuts_nothing_down(codes, capsys):
+def test_error_while_freeing_graphs_leaves_process_running(codes, capsys):
     with pytest.raises(Left), ranks_from_environment("cpu", 60.0) as ranks:
         ranks.before_end.append(lambda: [][0])
     assert codes == [1] and dist.is_initialized()

@@ -93,7 +93,7 @@ def signalled(kind: str, at: int) -> tuple[str, ...]:
     return ("tests/system/signalled_train.py", "--at", str(at), "--kind", kind)
 
 
-def test_stopped_and_killed_runs_end_as_an_undisturbed_one(tmp_path):
+def test_stopped_and_killed_runs_end_as_undisturbed(tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "run"
     run(whole, 2, short=RUN)
 

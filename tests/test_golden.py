@@ -8,7 +8,7 @@ from tests.helpers.golden import PATH, RUNS, differences, run
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_run_equals_recorded_one(name, tmp_path):
+def test_run_equals_recorded_run(name, tmp_path):
     """If a change of tokens or updates is wanted: python tests/helpers/golden.py --accept."""
     with open(PATH, encoding="utf-8") as file:
         wanted = json.load(file)

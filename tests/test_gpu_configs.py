@@ -158,7 +158,7 @@ def test_headers_equal_estimated_memory(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_shipped_shapes_are_the_published_ones(size):
+def test_shipped_shapes_are_the_published_shapes(size):
     """They are taken for the hub names of the configurations, without the hub."""
     config, wanted = load_config(path_of(size)), full_size(size)
     shipped = planned_model(config, config.model.path).config

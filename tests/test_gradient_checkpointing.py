@@ -68,7 +68,7 @@ def test_forward_without_gradients_is_not_checkpointed(make_model, monkeypatch):
         forward_hidden(model, torch.arange(5), pack_sequences([5], torch.device("cpu")))
 
 
-def test_copy_has_layers_of_its_own(make_model):
+def test_copied_model_has_separate_layers(make_model):
     """The reference of a KL term is a copy of the model."""
     model, tokens = make_model(), torch.arange(5)[None]
     enable_gradient_checkpointing(model)

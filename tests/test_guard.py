@@ -49,7 +49,7 @@ def test_paused_mechanism_is_tried_again():
     assert True in settings[first + FIRST_PAUSE :], "what it saves may have changed"
 
 
-def test_rollout_without_seconds_changes_nothing():
+def test_rollout_without_seconds_leaves_guard_unchanged():
     guard = Guard()
     guard.observe(0.0, 1.0)
     guard.observe(1.0, 0.0)

@@ -48,7 +48,7 @@ def end_of(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, said
 
 
-def test_bad_key_is_the_last_line_with_its_exit_code(start):
+def test_bad_key_is_the_last_line_with_exit_code_2(start):
     code, said = end_of(start(["--nproc-per-node", "2"], "loss.beta=1"))
     assert (code, said) == (2, "error: loss.beta: unknown key; here it is loss.kl_coef\n")
 

@@ -112,7 +112,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_ranks_leave_out_the_same(tmp_path, capfd, rule):
+def test_ranks_leave_out_the_same_prompts(tmp_path, capfd, rule):
     options, folders = [*BULK, *RULES[rule]], [tmp_path / "one", tmp_path / "two"]
     for ranks, folder in enumerate(folders, start=1):
         train_on_threads(ranks, *options, f"run.output_dir={folder}")

@@ -94,7 +94,7 @@ class Merged(torch.nn.Module):
 # One model
 
 
-def test_new_adapter_changes_nothing_and_is_reproducible(make_model):
+def test_new_adapter_keeps_logits_and_is_reproducible(make_model):
     """To the bit, whatever random numbers were drawn before; and it draws none itself."""
     plain, first, second = make_model(), make_model(), make_model()
     before = torch.get_rng_state()
@@ -162,7 +162,7 @@ def test_adapter_is_off_only_within_context(make_model):
         assert all(p.requires_grad for p in base.parameters())
 
 
-def test_adapter_that_cannot_be_added_is_refused(make_model, monkeypatch):
+def test_impossible_adapter_is_refused(make_model, monkeypatch):
     message = refusal(add_adapter, make_model(), ModelConfig(path="", lora_r=65), 0)
     assert message.startswith("model.lora_r: 65 must be at most 64, the model's hidden size")
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -113,7 +113,7 @@ def test_kv_bytes_equal_cache(name):
     assert memory.kv_bytes(model.config, 4) == cache.num_bytes()
 
 
-def test_activations_are_within_twice_what_a_forward_keeps():
+def test_activations_are_within_twice_the_kept_memory():
     config, tokens = make_config("bfloat16"), 512
     config.optim.max_tokens_per_microbatch = tokens
     model = make_model(torch.bfloat16, tokens)
@@ -302,7 +302,7 @@ def test_command_prints_a_table_or_one_line(monkeypatch, tmp_path, capsys):
     assert error.count("\n") == 1
 
 
-def test_table_marks_what_does_not_fit():
+def test_table_marks_gpus_with_too_little_memory():
     config = make_config("bfloat16")
     large = small(hidden_size=8192, intermediate_size=20_000, num_hidden_layers=10)
     model = meta_model(large, torch.bfloat16)

@@ -5,7 +5,7 @@ import runpy
 from tests.helpers.warm import ROOT
 
 
-def test_tokens_equal_those_without_drafts():
+def test_minimal_loop_tokens_equal_without_drafts():
     train = runpy.run_path(f"{ROOT}/examples/minimal_loop.py")["train"]
     train.__globals__["MAX_NEW_TOKENS"] = 64
     plain, drafted = train(3, use_drafts=False), train(3, use_drafts=True)

@@ -36,7 +36,7 @@ def run_on_two_nodes(output_dir, *overrides: str) -> None:
         assert [node.exitcode for node in nodes] == [0, 0], output.read()[-3000:]
 
 
-def test_two_nodes_give_the_bits_of_one(tmp_path):
+def test_two_nodes_give_the_bits_of_one_node(tmp_path):
     """And whatever else only saves memory changes nothing: sharded state, slots chosen by free
     memory, a cache that is freed."""
     run(tmp_path / "one", 2, short=SHORTER)

@@ -106,7 +106,7 @@ def test_useless_drafts_are_never_worth_co_scheduling(terms):
 
 
 @pytest.mark.parametrize("terms", [(1e-2, 1e-4, 1e-4, 0.0, 0.0), GPU])
-def test_drafts_are_worth_more_as_more_of_them_holds(terms):
+def test_draft_value_grows_with_acceptance(terms):
     rows, saved_s = random_rows(0, 16), []
     for share in (0.0, 0.9, 0.99, 0.999, 1.0):
         rates = acceptance_rates(1e7 * np.array([[1.0, share], [1.0, 0.0]]))
@@ -197,7 +197,7 @@ def test_tp_tail_pays_where_joint_forwards_are_faster():
     assert not pays([0, 0, 0, 1], [50, 50, 50, 100], together(1.2))
 
 
-def test_tp_tail_pays_only_above_its_overhead():
+def test_tp_tail_pays_only_above_the_overhead():
     """10 s are to be gained: by entering it at once, or for less than half of them. Long prompts do
     not matter, as they are not fed again."""
     for overhead_s, expected in ((0.0, True), (4.5, True), (5.5, False)):
@@ -244,7 +244,7 @@ def test_no_other_windows_give_more_tokens_per_second(seed):
     assert limited.sum() <= 9 and (limited <= available).all()
 
 
-def test_queries_pay_only_if_they_gain_more_than_they_take():
+def test_queries_pay_only_above_the_overhead():
     options = {"cost": cost_of(GPU), "kv_tokens": 1000, "budget": 99}
     for overhead_s, wanted in ((0.0, True), (10.0, False)):
         windows, pays = choose_windows(

@@ -90,7 +90,7 @@ def test_counts_add_up(run):
 
 
 @pytest.mark.parametrize("text", ["1 " * 200, "1 " * 20 + "\n\n" + "1 " * 20])
-def test_response_ends_at_its_limit(run, text):
+def test_response_ends_at_the_limit(run, text):
     code, said, _ = run([*SUM, "rollout.max_completion_length=70"], text)
     assert code == 0 and "reached); response: 70 of 70 tokens" in said
 

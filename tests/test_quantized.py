@@ -86,7 +86,7 @@ def test_int4_weights_are_off_by_half_a_step():
 
 
 @pytest.mark.parametrize("rows", [1, 3, 12])
-def test_int8_product_is_near_the_exact_one(rows):
+def test_int8_product_is_near_the_exact_product(rows):
     """Also of rows of very different sizes, which share the grid of their inputs."""
     weight, x = torch.randn(64, 96), torch.randn(rows, 96)
     x *= 10.0 ** torch.linspace(0, -3, rows)[:, None]
@@ -320,7 +320,7 @@ def test_every_token_of_an_exact_copy_is_right(name, paged, params):
     assert num_forwards < 7 * 40 / 3 / 4
 
 
-def test_renewed_copy_in_graphs_is_that_of_the_new_weights(monkeypatch):
+def test_renewed_copy_in_graphs_has_the_new_weights(monkeypatch):
     """Graphs know weights by their addresses; the memory of graphs is the policy's."""
     captures = graphs.stand_in(monkeypatch)
     monkeypatch.setattr(runner_module, "is_lean", lambda *_: False)
@@ -366,7 +366,7 @@ def test_a_bad_copy_changes_no_token(kind):
     assert tried > right and (right > 0.5 * tried) == (kind == "int8")
 
 
-def test_chains_end_at_limits_and_where_they_cost_more():
+def test_chains_end_at_limits_and_at_high_cost():
     model = make_policy("llama")
     source = make_source(model, make_copy(model), SamplingParams(), 4)
     rows, _ = generated(source, 4, limit=6)

@@ -56,7 +56,7 @@ def test_copy_changes_no_token(monkeypatch, tmp_path, name):
     assert bool(evaluations[0]) == (name == "evaluations")
 
 
-def test_renewals_stay_within_their_share(monkeypatch, tmp_path):
+def test_renewals_stay_within_the_share_of_time(monkeypatch, tmp_path):
     """In virtual time each part takes a millisecond, and a rollout tens of them."""
     renew, taken = Layers.renew, []
 

@@ -153,7 +153,7 @@ def test_kl_estimators(make_model, tmp_path, estimator, loss_type):
 
 
 @pytest.mark.parametrize("name, world_size", list(zip(LOSSES, itertools.cycle((2, 4)))))
-def test_number_of_ranks_changes_nothing_but_rounding(make_model, tmp_path, name, world_size):
+def test_number_of_ranks_changes_only_rounding(make_model, tmp_path, name, world_size):
     """All updates, so that later minibatches and their old log-probabilities are those of every
     rank."""
     config = training_config(name, tmp_path)

@@ -25,7 +25,7 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
         ("by_name", "returned {'0': 1.0}, not a list of 2 values"),
     ],
 )
-def test_function_that_returns_no_rewards_is_refused(refusal, num_workers, name, says):  # noqa: F811
+def test_function_without_rewards_is_refused(refusal, num_workers, name, says):  # noqa: F811
     message = refusal(f"reward.functions=[{HERE}.{name}]", f"reward.num_workers={num_workers}")
     assert message.startswith(f"reward.functions: {HERE}.{name}: ") and says in message
 
@@ -49,7 +49,7 @@ def test_hanging_trial_does_not_stop_a_run(monkeypatch, tmp_path):
     assert code == 0 and "no answer within 4 s (timeout, in a trial on" in said
 
 
-def test_worker_that_cannot_start_is_refused(refusal, monkeypatch):  # noqa: F811
+def test_failed_worker_start_is_refused(refusal, monkeypatch):  # noqa: F811
     """Its module exists in this process alone."""
     module = type(sys)("only_here")
     module.f = lambda completions, **columns: [1.0] * len(completions)
@@ -76,7 +76,7 @@ def note_columns(prompts, completions, completion_ids, **columns):
     return [float(len(text)) for text in completions]
 
 
-def test_column_with_a_dot_in_its_name(data, monkeypatch, tmp_path):  # noqa: F811
+def test_column_name_may_have_a_dot(data, monkeypatch, tmp_path):  # noqa: F811
     rows = [{"prompt": row["prompt"], "extra.answer": row["answer"]} for row in GOOD]
     options = [*data("rows.jsonl", rows), "data.columns={answer: extra.answer}"]
     assert run(monkeypatch, tmp_path / "out", *options)[0] == 0

@@ -91,7 +91,7 @@ def clock(monkeypatch) -> ClockThatSkips:
     return clock
 
 
-def test_hanging_worker_is_killed_with_all_its_children(make_workers, clock, tmp_path):
+def test_hanging_worker_is_killed_with_all_children(make_workers, clock, tmp_path):
     """Workers ignore SIGTERM, are stuck in C, or have children; other samples are scored."""
     notes = {how: tmp_path / how for how in ("sleeping", "in-C", "children")}
     workers = make_workers(num_workers=3, timeout_s=900.0)
@@ -105,7 +105,7 @@ def test_hanging_worker_is_killed_with_all_its_children(make_workers, clock, tmp
     assert not any(is_alive(pid) for path in notes.values() for pid in pids_in(path))
 
 
-def test_values_equal_a_call_in_this_process(make_workers, tmp_path):
+def test_worker_values_equal_a_local_call(make_workers, tmp_path):
     """Bit by bit, for strings and chats, of each function. The first sample waits for the last one,
     and with two workers the others do not queue behind it."""
     samples = [sample(f"value {1 / (n + 1)!r}") for n in range(10)] + [sample("none")]
@@ -161,7 +161,7 @@ WAYS = ("fork", "setsid", "twice", "command")
 
 
 @pytest.mark.parametrize("end", ["die exit code", "close"])
-def test_detached_process_ends_with_its_worker(make_workers, tmp_path, end):
+def test_detached_process_ends_with_the_worker(make_workers, tmp_path, end):
     """Processes that leave their group, session or parent and ignore SIGTERM end with a crash, and
     with `close` of idle and busy workers."""
     path, mark = tmp_path / "pids", tmp_path / "mark"

@@ -122,7 +122,7 @@ def test_math_equivalence_has_a_time_limit(monkeypatch):
 
 
 @both
-def test_reasoning_gym_score_equals_its_own_scorers(chat):
+def test_reasoning_gym_score_equals_the_gym_scorers(chat):
     names = ("chain_sum", "countdown")
     tasks = [{"name": name, "weight": 1.0, "config": {}} for name in names]
     rows = reasoning_gym_rows(tasks, 12, 1)
@@ -233,7 +233,7 @@ def test_wrong_length_fails_all_samples():
     assert score(lambda **kwargs: [1.0], SAMPLES) == [RewardFailure("result", message)] * 3
 
 
-def test_call_that_raises_is_repeated_for_each_sample():
+def test_failed_call_is_repeated_for_each_sample():
     sizes = []
 
     @per_sample

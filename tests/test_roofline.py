@@ -60,7 +60,7 @@ def measured(tmp_path):
 
 
 @pytest.mark.parametrize("model", A100_MS)
-def test_a100_forwards_are_near_measured_ones(measured, model):
+def test_a100_forwards_are_near_measurements(measured, model):
     """Only the 7B has been fitted."""
     lines = [
         f"{model},{rows},{context},{drafts},target_{'verify' if drafts else 'decode'},{ms}"
@@ -75,7 +75,7 @@ def test_a100_forwards_are_near_measured_ones(measured, model):
 
 
 @pytest.mark.parametrize("model", COPY_MS)
-def test_copy_forwards_are_near_measured_ones(measured, model):
+def test_copy_forwards_are_near_measurements(measured, model):
     lines = [
         f"{model},{rows},{context},3,drafter_decode,{ms}"
         for (rows, context), ms in zip(COPY_CASES, COPY_MS[model], strict=True)

@@ -173,7 +173,7 @@ def test_paused_guard_disables_drafts(no_controls):
         assert any(record.acceptance.draft_tokens for record in records) != is_off
 
 
-def test_control_rollout_verifies_nothing_and_drafts_when_idle(no_controls, monkeypatch):
+def test_control_rollout_only_drafts_when_idle(no_controls, monkeypatch):
     monkeypatch.setattr(drafts_module, "MAX_LOOKAHEAD", 1)  # there is something left to draft
     sampler = start("bubble", new_model(), BoardWithSlowRank(120))
     first = sampler.sample(0).rollouts[0]

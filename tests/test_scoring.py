@@ -75,7 +75,7 @@ def scores(scorer: Scorer, rows: list[Row], told=(), step: int | None = 7) -> np
     return scoring.collect(rows)
 
 
-def test_rows_are_scored_with_text_and_columns_of_their_prompt(make_scorer):
+def test_rows_are_scored_with_text_and_prompt_columns(make_scorer):
     rows = make_rows(GROUPS, 2, 10)
     for row in rows:
         row.tokens = np.array([row.id.uid, row.id.sample])
@@ -115,7 +115,7 @@ def test_number_of_workers_changes_no_reward_or_failure(make_scorer, capsys, num
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_function_that_fails_for_a_whole_step_ends_the_run(make_scorer, num_workers):
+def test_function_failing_for_a_whole_step_ends_the_run(make_scorer, num_workers):
     """For instance by asking for a missing column; another function that works does not help."""
     functions = ["bubblespec.rewards.answer_format", "bubblespec.rewards.code.passes_tests"]
     scorer = make_scorer(functions=functions, num_workers=num_workers)

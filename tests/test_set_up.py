@@ -199,7 +199,7 @@ def test_optimizer_of_another_model(tmp_path, edit, says):
         ("{# nothing #}", "data.path: the prompt of row 0 has no tokens"),
     ],
 )
-def test_template_that_rejects_prompts_is_refused(policy, tmp_path, template, says):
+def test_template_rejecting_prompts_is_refused(policy, tmp_path, template, says):
     (policy / "chat_template.jinja").write_text(template)
     config = make_config(policy)
     config.data.path = str(tmp_path / "chat.jsonl")

@@ -98,6 +98,6 @@ def test_full_memory_falls_back_to_gloo_with_warning(monkeypatch, capsys):
     assert map_shared(ranks, 4096).tolist() == [0] * 4096
 
 
-def test_processor_that_reorders_writes_uses_gloo(monkeypatch):
+def test_processor_reordering_writes_uses_gloo(monkeypatch):
     monkeypatch.setattr(shared_memory.platform, "machine", lambda: "aarch64")
     assert open_collectives(Ranks(torch.device("cpu"))) is None

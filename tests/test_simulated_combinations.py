@@ -49,6 +49,6 @@ def test_shortened_workload_keeps_its_proportions():
     assert module.shortened(spec, 1) == spec
 
 
-def test_rows_that_are_no_whole_groups_end_in_one_line(command, capsys):
+def test_incomplete_groups_end_in_one_line(command, capsys):
     assert command("--generations", "3") == 2
     assert "--rows: a multiple of --generations" in capsys.readouterr().err

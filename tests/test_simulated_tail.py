@@ -46,7 +46,7 @@ def without():
     return steps
 
 
-def test_last_row_takes_what_the_costs_imply(without):
+def test_last_row_takes_the_seconds_of_the_costs(without):
     """A tick ends the forwards of one rank alone once the short rows are done."""
     tail = simulate_one_long_row(1)
     assert [step.digest for step in tail] == [step.digest for step in without]
@@ -70,7 +70,7 @@ def test_auto_enters_once_lengths_are_known(without):
 
 
 @pytest.mark.parametrize("together_s", [ALONE_S, 3 * ALONE_S])
-def test_auto_never_enters_where_it_does_not_pay(without, together_s):
+def test_auto_never_enters_an_unprofitable_tail(without, together_s):
     assert figures(simulate_one_long_row("auto", together_s)) == figures(without)
 
 

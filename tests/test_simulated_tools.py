@@ -14,7 +14,7 @@ from tests.helpers.simulated import LinearCost, make_config, make_workload, run
 TOOLS = {"turns": 3.0, "observation": 12, "tool_s": 0.2}
 
 
-def test_episode_takes_its_forwards_and_its_calls(monkeypatch):
+def test_episode_takes_forwards_and_calls(monkeypatch):
     """One row at a time: a forward per sampled token, and one wait for each call's seconds."""
     records, run_loop = [], RolloutLoop.run
 

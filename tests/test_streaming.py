@@ -95,7 +95,7 @@ def reference_of(model, config):
     [([3, 0], True, False), ([0, 1, 2, 3], False, False), ([3, 0], False, True)],
 )
 @pytest.mark.parametrize("case", CASES)
-def test_gradient_and_metrics_equal_those_without_streaming(
+def test_gradient_and_metrics_equal_without_streaming(
     make_model, case, groups, with_adapter, has_turns
 ):
     config = make_config(**CASES[case])

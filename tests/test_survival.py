@@ -59,7 +59,7 @@ def test_merged_ranks_agree_on_decayed_counts_of_all_rows():
     assert again.rates == ranks[0].rates, "a saved rollout has been counted"
 
 
-def test_current_rollout_of_this_rank_counts_in_windows_alone():
+def test_current_local_rollout_counts_in_windows_alone():
     survival = new_survival()
     rates = survival.rates
     for _ in range(50):

@@ -153,7 +153,7 @@ def check(ranks: list[dict]) -> None:
         (3, 7, None, False),
     ],
 )
-def test_responses_equal_those_without_tail(monkeypatch, num_ranks, max_rows, page_size, can_move):
+def test_responses_equal_without_tail(monkeypatch, num_ranks, max_rows, page_size, can_move):
     """Keys and values move to the tail, from pages to pages too; where one rank cannot move them,
     tokens of all rows are fed again."""
     if not can_move:
@@ -212,7 +212,7 @@ def test_all_ranks_leave_the_tail_on_a_stop_request(stop_at):
             assert row.tokens.tolist() == wanted[row.id][0][: len(row.tokens)]
 
 
-def test_tail_is_due_with_few_rows_that_are_all_trained_on():
+def test_tail_is_due_with_few_rows_all_trained_on():
     launch = launch_of(groups_of(0, FOUR_PROMPTS), 3)
     table, states = RowTable(launch, place_in_turn(4, 3, 2), 0), [RankState(2), RankState(0)]
     tail = TPTail(Engine(ModelRunner(new_model(), 4, MAX_LENGTH, SEED)), None, None, 3)
@@ -287,7 +287,7 @@ def test_auto_decides_by_measured_forwards(rows, slowdown, is_there):
         assert tails[0].engine.runner.cache.num_bytes() == 0
 
 
-def test_auto_enters_the_tail_where_it_pays():
+def test_auto_enters_a_profitable_tail():
     """Two rows, each of which needs 30 tokens more, one on each rank: 30 forwards alone, 30 at a
     third of the time together."""
     tail, _ = set_up_tail("auto", 0.3)
@@ -304,7 +304,7 @@ def test_auto_enters_the_tail_where_it_pays():
     assert not tail.is_due(table, states), "lengths are unknown"
 
 
-def test_model_that_cannot_be_cut_is_named_once(capfd):
+def test_uncuttable_model_is_named_once(capfd):
     assert set_up_tail(8, 0.1, "gpt2") == [None, None]
     lines = capfd.readouterr().err.strip().splitlines()
     assert lines == [

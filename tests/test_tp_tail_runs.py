@@ -78,7 +78,7 @@ def table_of(folder) -> list[dict]:
     return read_table(str(folder / "trace"), "forwards").to_pylist()
 
 
-def test_digests_with_tail_are_those_without(runs):
+def test_digests_with_and_without_tail_are_equal(runs):
     assert digests(runs.shared) == digests(runs.plain)
     found = [
         [line["eval/digest"] for line in read(folder) if "eval/digest" in line]

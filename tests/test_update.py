@@ -164,7 +164,7 @@ NOT_FINITE += ["another rank's loss alone"]
 
 
 @pytest.mark.parametrize("where", NOT_FINITE)
-def test_update_that_is_not_finite_changes_nothing(make_model, monkeypatch, where):
+def test_nonfinite_update_leaves_weights_unchanged(make_model, monkeypatch, where):
     """Weights and the optimizer's moments are as if the step had not been, and the next one is
     whole."""
     runs = []

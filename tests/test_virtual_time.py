@@ -103,7 +103,7 @@ def test_tick_completes_after_last_post_and_wakes_waiters(set_tick_s):
     assert seen == {"first": (2.25, [False, True]), "lingered": (True, LINGER_S), "over": over}
 
 
-def test_tick_is_not_complete_before_its_post_in_time(set_tick_s):
+def test_tick_completes_at_the_last_post_in_virtual_time(set_tick_s):
     """A thread that runs ahead and posts does not complete the tick for ranks behind it in time."""
     set_tick_s(0.0)
     world, complete = World(2), []
@@ -151,7 +151,7 @@ def rows_to_generate() -> list[Row]:
     ("slots", "budget", "has_drafts"),
     [(6, 16, False), (15, 2048, False), (4, 9, True), (15, 64, True)],
 )
-def test_simulated_forwards_equal_real_ones(make_model, slots, budget, has_drafts):
+def test_simulated_forwards_equal_real_forwards(make_model, slots, budget, has_drafts):
     """Both engines have shared prefills, chunks, a queue, and windows of suffix matches."""
     model = make_model(max_length=128)
     params = SamplingParams(0.8, stop_token_ids=tuple(range(6)))  # stops come soon enough
