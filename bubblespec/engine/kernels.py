@@ -5,12 +5,14 @@ Shape legend: N packed tokens, V vocabulary.
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from bubblespec.engine.attention import VARLEN_KERNELS, reads_pages
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.model_checks import is_rounding, random_tokens, relative_difference
@@ -22,6 +24,7 @@ from bubblespec.errors import fallback, first_problem, one_line
 HALF = (torch.bfloat16, torch.float16)  # types of the CUDA kernels
 MAX_HEAD_SIZE = 256  # in the CUDA kernels
 PROMPTS, MORE, ONE = [8, 5, 3], [1, 4, 2], [1, 1, 1]  # tokens fed to rows of `packed_logits`
+CHECKED = 12  # tokens fed by `random_hidden`
 LONG = 160  # tokens of a prompt whose keys are so many that a kernel splits them if it can
 
 
@@ -97,6 +100,15 @@ def cache_for(kernel: str, num_spare: int = 0) -> KVCache:
     rows = len(PROMPTS)
     pages = Pages(rows, PAGE, rows, PAGE) if reads_pages(kernel) else None
     return KVCache(rows, PAGE, num_spare, pages)
+
+
+@torch.inference_mode()
+def random_hidden(forward: ModelForward) -> torch.Tensor:
+    """Compute the hidden states [N, hidden] of random tokens, one prompt over an empty cache."""
+    model, count = cast(PreTrainedModel, forward.model), np.array([CHECKED])
+    tokens = random_tokens(model, CHECKED)
+    packing = pack_rows(cache_for(forward.kernel), 0 * count, count, tokens.device)
+    return forward.hidden(tokens, packing)
 
 
 @torch.inference_mode()

@@ -11,19 +11,17 @@ Shape legend: N packed tokens, D head dimension.
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from bubblespec.engine.attention import cached_sdpa
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model_checks import is_rounding, random_tokens, relative_difference
+from bubblespec.engine.kernels import random_hidden
+from bubblespec.engine.model_checks import is_rounding, relative_difference
 from bubblespec.engine.output_head import OutputHead, output_head
-from bubblespec.engine.packing import CachePacking, Packing, pack_rows
+from bubblespec.engine.packing import CachePacking, Packing
 from bubblespec.mechanisms.quantized.copy import Layers
 
-CHECKED = 12  # tokens
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -154,16 +152,11 @@ def _decoder_layer(layer: Any, products: dict[tuple, Multiply]) -> DecoderLayer:
     )
 
 
-@torch.inference_mode()
 def is_lean(model: PreTrainedModel, parts: list[Layers]) -> bool:
     """Whether `LeanForward` computes what the policy's own forward does, on random tokens."""
     try:
         lean = LeanForward(model, parts)
     except ValueError:
         return False
-    tokens, count = random_tokens(model, CHECKED), np.array([CHECKED])
-    found, wanted = (
-        forward.hidden(tokens, pack_rows(KVCache(1, CHECKED), 0 * count, count, model.device))
-        for forward in (lean, ModelForward(model))
-    )
-    return is_rounding(relative_difference(found, wanted), model.dtype)
+    difference = relative_difference(random_hidden(lean), random_hidden(ModelForward(model)))
+    return is_rounding(difference, model.dtype)

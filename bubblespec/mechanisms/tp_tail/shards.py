@@ -29,15 +29,14 @@ from bubblespec.distributed.ranks import Ranks, all_gather
 from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.engine import sampling
 from bubblespec.engine.forward import GraphMemory, ModelForward, Sampled
-from bubblespec.engine.kernels import cache_for
-from bubblespec.engine.model_checks import is_rounding, random_tokens, relative_difference
+from bubblespec.engine.kernels import random_hidden
+from bubblespec.engine.model_checks import is_rounding, relative_difference
 from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import CachePacking, Packing, pack_rows
+from bubblespec.engine.packing import Packing
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import fallback, first_problem, one_line
 
 KEYS_AND_VALUES = ("k_proj", "v_proj")  # sharded by key/value heads, other layers by query heads
-CHECKED = 12  # tokens
 
 
 class TPUnsupported(ValueError):
@@ -188,27 +187,20 @@ class ShardedForward(ModelForward):
             self.tp.sum_(zeros)
         self._zeros = []
 
-    @torch.inference_mode()
     def check(self) -> None:
         """Compare shards with the whole model; if they differ, raise TPUnsupported on all ranks."""
-        model, name, kernel = self.model, type(self.model).__name__, self.kernel
-        tokens, count = random_tokens(model, CHECKED), np.array([CHECKED])
-
-        def packing() -> CachePacking:
-            return pack_rows(cache_for(kernel), 0 * count, count, model.device)
-
-        problem = None
+        model, name, problem = self.model, type(self.model).__name__, None
         try:  # without sums nobody waits for a rank that fails alone
             with self._alone():
-                self.hidden(tokens, packing())
+                random_hidden(self)
         except Exception as error:  # the model's own code runs here
             problem = one_line(error)
         problem = first_problem(problem, self.tp.gather_text)
         if problem is not None:
             raise TPUnsupported(f"the forward of {name} in shards fails: {problem}")
-        sharded, whole = self.hidden(tokens, packing()), super().hidden(tokens, packing())
-        difference = torch.tensor([relative_difference(sharded, whole)]).to(model.device)
-        largest = self.tp.gather(difference).max().item()
+        whole = random_hidden(ModelForward(model, self.kernel))
+        difference = torch.tensor([relative_difference(random_hidden(self), whole)])
+        largest = self.tp.gather(difference.to(model.device)).max().item()
         if not is_rounding(largest, model.dtype):
             raise TPUnsupported(
                 f"{name} computed in shards by its base_model_tp_plan differs from the whole "
