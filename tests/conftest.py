@@ -15,6 +15,7 @@ SHOWN_LINES = 10
 # Which take longest, the longest first: no worker begins with one when the others are done.
 LONG_FILES = [
     "exact_runs",
+    "episode_runs",
     "drafter_runs",
     "resume",
     "streamed_runs",
@@ -25,6 +26,10 @@ LONG_FILES = [
     "quantized",
     "lora",
     "nodes",
+    "distillation",
+    "best",
+    "launch",
+    "failures",
     "train",
     "reference_step",
     "benchmarks_of_speed",
@@ -34,6 +39,7 @@ LONG_FILES = [
     "tiny_workload",
     "extending",
     "bad_input",
+    "architectures",
     "gpu_configs",
     "gpu_imports",
     "gpu_suite",

@@ -14,7 +14,7 @@ from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from tests.helpers.checks import refusal
 from tests.helpers.rewards import better_than, with_gaps
-from tests.helpers.runs import SHORT, digests, read, run, same_weights, train_here, weights
+from tests.helpers.runs import SHORT, digests, read, run, train_here, weights
 
 EVALUATES = [*SHORT, "rollout.num_prompts_per_step=4", "rollout.max_completion_length=16"]
 EVALUATES += ["eval.num_prompts=3", "eval.num_generations=2", "run.eval_steps=1"]
@@ -134,30 +134,19 @@ def test_resume_before_the_best_forgets_the_best(tmp_path, scored):
     assert steps_and_best(tmp_path) == ([1, 2, 3, 4], "checkpoint-1")
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run in which the third step is better than the first."""
-    folder = tmp_path_factory.mktemp("whole")
-    run(folder, 2, short=SAVES_BEST, script=scripted("ranks-die", 99))
-    assert steps_and_best(folder) == ([3, 4], "checkpoint-3")
-    return folder
-
-
-def scripted(kind: str, at: int) -> tuple[str, ...]:
-    scores = map(str, (0.3, 0.2, 0.5, 0.4))
-    options = ("--at", str(at), "--kind", kind, "--scores", *scores)
-    return ("tests/system/signalled_train.py", *options)
+THIRD_IS_BEST = (0.3, 0.2, 0.5, 0.4)
 
 
 @pytest.mark.parametrize("kind, saved", [("save-dies", [1, 2]), ("best-dies", [1, 2, 3])])
-def test_kill_leaves_previous_best(whole, tmp_path, kind, saved):
-    """Before the new best has its name, and before the link leads to it; the run then ends as an
-    undisturbed one."""
-    run(tmp_path, 2, short=SAVES_BEST, script=scripted(kind, 2), check=False)
+def test_kill_leaves_previous_best(tmp_path, scored, kind, saved):
+    """Before the new best has its name, and before the link leads to it; the run then goes on. Runs
+    that end as undisturbed ones are in test_faults.py."""
+    options = ("--at", "2", "--kind", kind, "--scores", *map(str, THIRD_IS_BEST))
+    script = ("tests/system/signalled_train.py", *options)
+    run(tmp_path, 0, short=SAVES_BEST, script=script, check=False)
     assert steps_and_best(tmp_path) == (saved, "checkpoint-1")
-    run(tmp_path, 2, short=SAVES_BEST, script=scripted("ranks-die", 99))
-    assert steps_and_best(tmp_path) == steps_and_best(whole)
-    assert digests(tmp_path) == digests(whole)
-    assert same_weights(weights(tmp_path, 3), weights(whole, 3))
-    states = [read_state(str(folder / "checkpoint-4"))["best"] for folder in (tmp_path, whole)]
-    assert states[0] == states[1]
+    scored([0.0, *THIRD_IS_BEST])
+    train_here(tmp_path, short=SAVES_BEST)
+    assert steps_and_best(tmp_path) == ([3, 4], "checkpoint-3")
+    best = {"metric": "eval/reward", "value": 0.5, "step": 3}
+    assert read_state(str(tmp_path / "checkpoint-4"))["best"] == best

@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.experimental.gkd import GKDTrainer
 
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.engine.output_head import OutputHead
@@ -20,13 +19,12 @@ from tests.helpers.runs import (
     SHORT,
     digests,
     max_change,
-    run,
-    run_until_killed,
     same_weights,
     steps_of,
     train_here,
     weights,
 )
+from tests.helpers.threads import Killed, train_on_threads
 
 TINY, CPU = "configs/tiny_policy", torch.device("cpu")
 
@@ -42,6 +40,8 @@ def logits(seed: int, scale: float, requires_grad: bool = False) -> torch.Tensor
 @pytest.mark.parametrize("beta", BETAS)
 def test_divergence_equals_definition_and_trl(beta):
     """Values and gradients, also of near certain distributions."""
+    from trl.experimental.gkd import GKDTrainer  # takes a second
+
     for scale in (1.0, 8.0):
         student, teacher = logits(0, scale, requires_grad=True), logits(1, scale)
         log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
@@ -176,8 +176,10 @@ def test_distilled_runs_equal_with_ranks_drafts_and_kills(teacher, alone, tmp_pa
     """Two ranks with drafts, killed in the third step and resumed: the tokens of one rank without,
     and the weights up to the order of summation."""
     options = (f"model.teacher_path={teacher}", "speculative.method=bubble+suffix", ALWAYS_DRAFT)
-    run_until_killed(tmp_path, 2, 2, *options, short=RUN)
-    run(tmp_path, 2, *options, short=RUN)
+    options = (*RUN, *options, f"run.output_dir={tmp_path}")
+    with pytest.raises(Killed):
+        train_on_threads(2, *options, ends_in=2, is_killed=True)
+    train_on_threads(2, *options)
     assert digests(tmp_path) == digests(alone)
     assert max_change(weights(tmp_path, 3), weights(alone, 3)) < 1e-8
     drafted = sum(line["rollout/spec_accepted_tokens"] for line in steps_of(tmp_path))

@@ -62,18 +62,29 @@ def test_all_checks_of_the_default_run(ranks, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_failed_check_leaves_other_checks(monkeypatch, capsys):
+def test_failed_checks_leave_other_checks(monkeypatch, capsys):
+    """A check that raises, and a token that differs with drafts."""
+    roll_out = Sampler.roll_out
+
+    def wrong(sampler, table, rows, *rest):
+        result = roll_out(sampler, table, rows, *rest)
+        rows[0].tokens[-1] += 1
+        return result
+
     def broken(case):
         yield forwards.ok("so far")
         raise RuntimeError("CUDA error:\n  no such thing")
 
     monkeypatch.setitem(CHECKS, "attention", CHECKS["attention"]._replace(make=broken))
+    monkeypatch.setattr(Sampler, "roll_out", wrong)
     failed, lines = failing(monkeypatch, capsys)
-    assert failed == "attention" and {name for name, _, _ in lines} == CHECKS.keys()
+    assert failed == "attention, rollouts" and {name for name, _, _ in lines} == CHECKS.keys()
     why = "RuntimeError: CUDA error: no such thing; model.attention=sdpa"
     own = [line[1:] for line in lines if line[0] == "attention"]
     assert own == [("ok", "so far"), ("failed", why)]
-    assert sum(verdict == "failed" for _, verdict, _ in lines) == 1
+    assert sum(verdict == "failed" for _, verdict, _ in lines) == 2
+    assert lines[-1][2].startswith("1 of 6 responses of up to 64 tokens differ with drafts")
+    assert lines[-1][2].endswith("; speculative.method=none")
 
 
 def test_failed_model_stops_dependent_checks(monkeypatch, capsys):
@@ -94,21 +105,6 @@ def test_gpu_unusable_by_torch_is_slower(monkeypatch):
             monkeypatch.setattr(f"bubblespec.{module}.cuda_of_driver", lambda driver=driver: driver)
         found = [text for verdict, text in checks.devices(case) if verdict == "slower"]
         assert any("model.device=cpu" in text for text in found) == (driver is not None)
-
-
-def test_differing_tokens_with_drafts_fail(monkeypatch, capsys):
-    roll_out = Sampler.roll_out
-
-    def wrong(sampler, table, rows, *rest):
-        result = roll_out(sampler, table, rows, *rest)
-        rows[0].tokens[-1] += 1
-        return result
-
-    monkeypatch.setattr(Sampler, "roll_out", wrong)
-    failed, lines = failing(monkeypatch, capsys)
-    assert failed == "rollouts"
-    assert lines[-1][2].startswith("1 of 6 responses of up to 64 tokens differ with drafts")
-    assert lines[-1][2].endswith("; speculative.method=none")
 
 
 def test_rank_failing_alone_stops_collective_checks(tmp_path):

@@ -19,6 +19,7 @@ from tests.helpers.runs import (
     train_here,
     weights,
 )
+from tests.helpers.threads import train_on_threads
 from tests.helpers.warm import TIMEOUT_S
 
 OPTIONS = [
@@ -95,7 +96,7 @@ def signalled(kind: str, at: int) -> tuple[str, ...]:
 
 def test_stopped_and_killed_runs_end_as_undisturbed(tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "run"
-    run(whole, 2, short=RUN)
+    train_on_threads(2, *RUN, f"run.output_dir={whole}")
 
     # Told to stop: the state of the step that was done is saved.
     said = run(folder, 2, short=RUN, script=signalled("ranks", 0)).stderr

@@ -2,9 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
+from test_gpu_suite import check_figures
 
 from benchmarks.gpu_suite import PARTS
 
@@ -42,11 +46,48 @@ def test_gpu_tests_are_collected_with_few_packages():
     assert "1 passed, 1 skipped" in got.stdout, got.stdout
 
 
+# What one rank measures is measured in this process; ticks are of two others.
+DRIVER = """
+import sys
+import torch.distributed as dist
+from benchmarks import gpu_ranks, gpu_suite
+from benchmarks.gpu_bench import make_bench
+from bubblespec.distributed.ranks import Ranks
+
+run_processes = gpu_ranks.run_processes
+
+def run_here(measure, backend, world_size, is_small):
+    if measure is gpu_ranks.measure_ticks:
+        return run_processes(measure, backend, world_size, is_small)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        bench = make_bench(is_small)
+        return measure(bench, Ranks(bench.device, 60.0))
+    finally:
+        dist.destroy_process_group()
+
+if __name__ == "__main__":
+    gpu_ranks.run_processes = run_here
+    sys.exit(gpu_suite.main())
+"""
+
+
 def test_whole_gpu_suite_runs_with_few_packages(tmp_path):
-    out = tmp_path / "cpu.json"
-    got = run_with_few_packages("benchmarks/gpu_suite.py", "--cpu", "--json", str(out))
+    out, driver = tmp_path / "cpu.json", tmp_path / "driver.py"
+    driver.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{DRIVER}")
+    got = run_with_few_packages(str(driver), "--cpu", "--json", str(out))
     assert got.returncode == 0, got.stderr
-    parts = json.loads(out.read_text())["parts"]
-    assert {name: part["error"] for name, part in parts.items()} == dict.fromkeys(PARTS)
-    assert "skipped" in parts["tests"]["rows"][0]["note"]
-    assert parts["programs"]["rows"][0]["note"].startswith("not run without omegaconf, datasets")
+    result = json.loads(out.read_text())
+    assert list(result["parts"]) == list(PARTS)
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["kernels"] == ["sdpa"] and result["is_small"]
+    programs = result["parts"].pop("programs")
+    assert programs["rows"][0]["note"].startswith("not run without omegaconf, datasets")
+    cases = check_figures(result, got.stdout)
+    assert "skipped" in cases["tests", "pytest -m gpu"]["note"]
+    parted = [row["value"] for (name, _), row in cases.items() if name == "composition"]
+    assert set(parted) == {0}, "float32"
+    assert cases["updates", "parameters that differ when repeated"]["value"] == 0
+    assert re.fullmatch(
+        r"\d+ ticks in 10 steps", cases["ticks", "gloo, 2 processes, ticks"]["note"]
+    )

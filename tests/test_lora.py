@@ -21,19 +21,18 @@ from tests.helpers.runs import (
     EPOCHS,
     digests,
     max_change,
-    run,
     same_weights,
     steps_of,
     train_here,
     weights,
 )
+from tests.helpers.threads import train_on_threads
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
 
 RANK, ALPHA = 4, 12
 STEPS = 4
 LORA = ("model.lora_r=4", "model.lora_alpha=8", "optim.learning_rate=5e-3")
-CONFIG = "configs/tiny_cpu_bulk.yaml"
 OPTIONS = [*EPOCHS, *LORA, "rollout.max_completion_length=24", "loss.kl_coef=0.02"]
 SAVED = (f"run.max_steps={STEPS}", "run.save_steps=2")
 TOKENS = torch.arange(1, 13)[None]
@@ -187,7 +186,7 @@ def test_ranks_drafts_and_resume_leave_lora_run_unchanged(resumed, tmp_path):
     """Against a run on one rank without drafts: drafts are verified by the adapted model."""
     proposing = (*SAVED, "speculative.planning=always")  # whatever a forward takes on this machine
     two, reference = tmp_path / "two", tmp_path / "reference"
-    run(two, 2, *proposing, config=CONFIG, short=OPTIONS)
+    train_on_threads(2, *OPTIONS, *proposing, f"run.output_dir={two}")
     train_here(reference, "speculative.method=none", short=[*OPTIONS, *SAVED])
     assert sum(line["rollout/spec_accepted_tokens"] for line in steps_of(two)) > 0
     assert digests(two) == digests(resumed[0]) == digests(reference)

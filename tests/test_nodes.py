@@ -8,12 +8,12 @@ from tests.helpers.runs import (
     SHORT,
     digests,
     read,
-    run,
     same_weights,
     start_launcher,
     steps_of,
     weights,
 )
+from tests.helpers.threads import train_on_threads
 from tests.helpers.warm import TIMEOUT_S
 
 SHORTER = [*SHORT, "run.max_steps=2", "run.save_steps=0", "eval.num_prompts=0"]
@@ -39,7 +39,7 @@ def run_on_two_nodes(output_dir, *overrides: str) -> None:
 def test_two_nodes_give_the_bits_of_one_node(tmp_path):
     """And whatever else only saves memory changes nothing: sharded state, slots chosen by free
     memory, a cache that is freed."""
-    run(tmp_path / "one", 2, short=SHORTER)
+    train_on_threads(2, *SHORTER, f"run.output_dir={tmp_path / 'one'}")
     saving = ("rollout.max_num_seqs=auto", "rollout.free_cache_engine=true")
     run_on_two_nodes(tmp_path / "two", "optim.shard_state=true", *saving)
     assert digests(tmp_path / "two") == digests(tmp_path / "one")

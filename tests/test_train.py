@@ -20,6 +20,7 @@ from tests.helpers.runs import (
     train_here,
     weights,
 )
+from tests.helpers.threads import train_on_threads
 
 PROMISED = """
 reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio grad_norm
@@ -206,7 +207,7 @@ def evaluated(tmp_path_factory):
 
 def test_overlong_penalty_and_iterations_on_any_ranks(tmp_path, evaluated):
     """Evaluation is not penalised."""
-    run(tmp_path, 2, *SEVERAL_UPDATES)
+    train_on_threads(2, *SHORT, *SEVERAL_UPDATES, f"run.output_dir={tmp_path}")
     assert digests(evaluated) == digests(tmp_path)
     compared = ["loss", "grad_norm", "entropy", "reward"]
     compared += ["clip_ratio/low_mean", "clip_ratio/high_mean"]

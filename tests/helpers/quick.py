@@ -8,6 +8,7 @@ import itertools
 
 from bubblespec import trainer
 from bubblespec.engine.batch import Load
+from bubblespec.mechanisms import cpu_linear
 from bubblespec.planner.costs import CostModel
 from bubblespec.rollout import make_sampler
 from tests.helpers.clocks import forward_seconds
@@ -36,4 +37,5 @@ class Collector:
 def start_quickly() -> None:
     """All runs of this process and its forks."""
     make_sampler.profile = given_costs
+    cpu_linear.BUDGET_S = 0.0  # two rounds, not as many as fit into two seconds
     trainer.gc = Collector()
