@@ -57,7 +57,7 @@ def make_rows() -> list[Row]:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_tokens_and_gradients_equal_those_from_own_logits(name):
+def test_tokens_and_gradients_follow_own_logits(name):
     """Every token drawn with the row's noise from the model's own logits, with right and wrong
     drafts; the loss and gradient of an update of the same model by its own logits."""
     config, factor, cap = HEADS[name]
