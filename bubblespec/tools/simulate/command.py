@@ -33,7 +33,7 @@ from bubblespec.tools.simulate.workload import Spec, Workload, make_synthetic, p
 
 SECTIONS = ("rollout", "speculative", "tail_batching", "environment")  # that overrides may change
 # Seconds in which a rank's forward is simulated, on average over methods (AMD EPYC, one thread).
-FORWARD_S = 2e-4
+FORWARD_S = 5e-4
 LABELS = {
     "seconds": "seconds of all rollouts",
     "forwards": "forwards on the slowest rank",
