@@ -3,19 +3,22 @@
 
 Eight H200s by a roofline, 64 prompts of 8 responses per step, lognormal lengths whose mean is an
 eighth of the maximum, first mismatch of a draft after 500 tokens, and a mean acceptance length of 2
-by suffix matches after it. Each system is one switch of this trainer; what is compared are seconds
-of rollout for each token that is trained on, with those without tail batching and with prompts in
-turn. Updates take no time, so streamed gradients are missing. A learned drafter is as good as
---drafter says, from the first step on.
+by suffix matches after it. Each system is one switch of this trainer, or several; what is compared
+are seconds of rollout for each token that is trained on, with those without any mechanism and with
+prompts in turn. Updates take no time, so streamed gradients are missing. A learned drafter is as
+good as --drafter says, and a token of the quantised copy's chain as --quantized says, from the
+first step on.
 
 A simulated token stands for max / --longest real ones, so prompts, responses and first mismatches
 are that much shorter, an attended position costs that much more, and seconds count that many times.
 
---picture draws the systems by length, --ablation the best combination with each part taken out or
-changed, for the first of --sizes, at 16k if that is among --lengths, else at the last.
+--picture draws the systems by length, --ablation the combination of all with each part taken out or
+changed, for the first of --sizes, at 16k if that is among --lengths, else at the last. Runs are
+added to the file of --json one by one, and what it has already is not run again.
 """
 
 import argparse
+import json
 import os
 import sys
 from typing import Any, NamedTuple
@@ -27,11 +30,11 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared
-from bubblespec.errors import InputError
+from bubblespec.errors import InputError, log
 from bubblespec.tools.simulate.command import synthetic_run, totals
-from bubblespec.tools.simulate.roofline import roofline
+from bubblespec.tools.simulate.roofline import copy_roofline, roofline
 from bubblespec.tools.simulate.run import SimulatedStep, counted, simulate
-from bubblespec.tools.simulate.runner import Cost, DrafterModel
+from bubblespec.tools.simulate.runner import CopyModel, Cost, DrafterModel
 from bubblespec.tools.simulate.workload import Spec, parse
 from notebooks import report_pictures
 
@@ -41,14 +44,17 @@ SHARE_OF_LONGEST = 8  # the mean of the lengths is so much below their maximum
 PROMPT, MISMATCH, ACCEPT_LENGTH, EDITED = 256, 500, 2.0, 0.2
 K = 1000
 
-IDLE, TAIL = "speculative.method", "tail_batching.enabled"
+METHOD, TAIL = "speculative.method", "tail_batching.enabled"
 RATIO, PLACEMENT = "tail_batching.over_sampling_ratio", "rollout.placement"
+TP = "rollout.tp_tail_max_rows"
 PROMPTS, SAMPLES = "rollout.num_prompts_per_step", "rollout.num_generations"
-BEST = {IDLE: "bubble+suffix+drafter", TAIL: True, RATIO: 1.25, PLACEMENT: "balanced"}
+PLAIN = {METHOD: "none", PLACEMENT: "in_turn", TP: 0}
+DEFAULT = {METHOD: "bubble+suffix+quantized", PLACEMENT: "balanced", TP: "auto"}
+ALL = {**DEFAULT, METHOD: "bubble+suffix+quantized+drafter", TAIL: True, RATIO: 1.25}
 
 
 class System(NamedTuple):
-    """Keys that differ from no tail batching with prompts in turn."""
+    """Keys that differ from no mechanism with prompts in turn."""
 
     keys: dict[str, Any] = {}  # noqa: RUF012
     drafter: DrafterModel | None = None
@@ -62,11 +68,11 @@ class System(NamedTuple):
 SYSTEMS = {
     "plain": System(),
     "drafts of idle time": System(
-        {IDLE: "bubble+suffix"},
+        {METHOD: "bubble+suffix"},
         paper="BubbleSpec (2605.08862): rollouts up to 1.8x, decoding steps -50%",
     ),
     "drafts of the epoch before": System(
-        {IDLE: "suffix"},
+        {METHOD: "suffix"},
         second_epoch=True,
         paper="RhymeRL (2508.18588), HistoSpec alone: 1.50x (2.34x over 1.56x)",
     ),
@@ -74,41 +80,54 @@ SYSTEMS = {
         {PLACEMENT: "balanced"},
         paper="RhymeRL, HistoPipe: 1.43x, two-tier 1.56x (a step off-policy)",
     ),
-    "learned drafter": System({IDLE: "drafter"}, paper="TLT (2511.16665): 1.7x end to end"),
+    "learned drafter": System({METHOD: "drafter"}, paper="TLT (2511.16665): 1.7x end to end"),
     "tail batching": System(
         {TAIL: True, RATIO: 1.25},
         paper="RollPacker (2509.21009), prompts deferred only: 1.14x / 1.64x / 2.60x at "
         "8k / 16k / 32k; all 2.03x to 2.56x",
     ),
-    "all": System(BEST),
-    "all, acceptance length 3": System(BEST, DrafterModel(3.0)),
+    "quantised copy": System(
+        {METHOD: "quantized"}, paper="EfficientRollout (2606.18967): 1.24x, with int4 on 8 A100s"
+    ),
+    "TP tail": System({TP: "auto"}),
+    "drafts of idle time, copy": System({METHOD: DEFAULT[METHOD]}),
+    "default": System(DEFAULT),
+    "learned drafter, copy": System({METHOD: "quantized+drafter"}),
+    "default, drafter": System({**DEFAULT, METHOD: ALL[METHOD]}),
+    "all": System(ALL),
+    "all, acceptance length 3": System(ALL, DrafterModel(3.0)),
 }
 LABELS = {
     "plain": "no drafts, prompts in turn",
     "drafts of idle time": "drafts from idle time",
     "drafts of the epoch before": "drafts from the previous epoch",
-    "all": "all together",
-    "all, acceptance length 3": "all together, acceptance length 3",
+    "drafts of idle time, copy": "drafts from idle time, quantised copy",
+    "default": "default (these two, placement, TP tail)",
+    "learned drafter, copy": "learned drafter, quantised copy",
+    "default, drafter": "default with learned drafter",
+    "all": "all: that with tail batching",
     "without drafts of idle time": "without drafts from idle time",
     "without any drafts but the drafter's": "with the drafter's drafts alone",
-    "ratio 1.125": "over-sampling ratio 1.125 in place of 1.25",
-    "ratio 1.5": "over-sampling ratio 1.5",
+    "ratio 1.5": "over-sampling ratio 1.5 in place of 1.25",
     "ratio auto": "over-sampling ratio auto",
 }
 BASELINES = {"plain": SYSTEMS["plain"], "plain, second epoch": System(second_epoch=True)}
 CHANGED = "all, acceptance length 3"  # what the changes are made to
 CHANGES = {
     "without tail batching": {TAIL: False},
-    "without the drafter": {IDLE: "bubble+suffix"},
-    "without drafts of idle time": {IDLE: "suffix+drafter"},
-    "without any drafts but the drafter's": {IDLE: "drafter"},
+    "without the drafter": {METHOD: "bubble+suffix+quantized"},
+    "without the copy": {METHOD: "bubble+suffix+drafter"},
+    "without drafts of idle time": {METHOD: "suffix+quantized+drafter"},
+    "without any drafts but the drafter's": {METHOD: "drafter"},
     "without placement": {PLACEMENT: "in_turn"},
-    "ratio 1.125": {RATIO: 1.125},
+    "without the TP tail": {TP: 0},
     "ratio 1.5": {RATIO: 1.5},
     "ratio auto": {RATIO: "auto"},
-    "one slot per row": {"rollout.max_num_seqs": 64},
-    "four slots per row": {"rollout.max_num_seqs": 256},
 }
+# In pictures.
+SHOWN = ("plain", "drafts of idle time", "drafts of the epoch before", "balanced placement")
+SHOWN += ("learned drafter", "quantised copy", "tail batching", "default", "all")
+RUN_S = 60  # seconds of one run, with 500 simulated tokens (a core of an AMD EPYC)
 
 
 def scaled(cost: Cost, scale: float) -> Cost:
@@ -135,12 +154,20 @@ def simulate_steps(
         edited=EDITED,
         seed=arguments.seed,
     )
-    keys = {PLACEMENT: "in_turn", IDLE: "none"} | system.keys
-    keys |= {PROMPTS: arguments.prompts, SAMPLES: GENERATIONS}
+    keys = PLAIN | system.keys | {PROMPTS: arguments.prompts, SAMPLES: GENERATIONS}
     config, workload = synthetic_run(spec, [f"{key}={value}" for key, value in keys.items()])
-    cost = scaled(roofline("h200", size).seconds, scale)
-    drafter = system.drafter or parse(DrafterModel, arguments.drafter, "--drafter")
-    return simulate(config, workload, cost, RANKS, drafter=drafter), scale
+    alone, together = (roofline("h200", size, ranks) for ranks in (1, RANKS))
+    steps = simulate(
+        config,
+        workload,
+        scaled(alone.seconds, scale),
+        RANKS,
+        together=scaled(together.seconds, scale),
+        drafter=system.drafter or parse(DrafterModel, arguments.drafter, "--drafter"),
+        quantized=parse(CopyModel, arguments.quantized, "--quantized"),
+        copy_cost=scaled(copy_roofline("h200", size).seconds, scale),
+    )
+    return steps, scale
 
 
 def simulate_run(arguments: argparse.Namespace, size: str, longest: int, system: System) -> dict:
@@ -214,10 +241,18 @@ def table_of_changes(runs: list[dict]) -> str:
 
 
 def draw_systems(runs: list[dict], heading: str) -> Figure:
-    """Draw speed-ups by maximum length: a panel for each size, a line for each system."""
+    """Draw speed-ups by maximum length: a panel for each size, a line for each system.
+
+    Bars, the default first, where there is one length of one size."""
+    if len({(run["size"], run["longest"]) for run in runs}) == 1:
+        by_name = {run["system"]: run["speedup"] for run in runs}
+        shown = ["default", *(name for name in SYSTEMS if name in by_name and name != "default")]
+        return report_pictures.draw_parts(
+            {LABELS.get(name, name): by_name[name] for name in shown}, heading
+        )
     panels: dict[str, dict] = {}
     for run in sorted(runs, key=lambda run: run["longest"]):
-        if run["system"] in SYSTEMS:
+        if run["system"] in SHOWN:
             lines = panels.setdefault(f"{run['size'].upper()} model", {})
             label = LABELS.get(run["system"], run["system"])
             lines.setdefault(label, []).append((run["longest"], run["speedup"]))
@@ -240,11 +275,25 @@ def heading_of(settings: dict) -> str:
     return f"Simulated, not measured: {RANKS} H200s by a roofline; {prompts}"
 
 
-def drafter_of(settings: dict) -> str:
-    """Return a heading's line on the learned drafter."""
-    drafter = parse(DrafterModel, settings["drafter"], "--drafter")
-    text = f"the learned drafter's mean acceptance length is given: {drafter.accept_length:g}"
-    return f"{text}, where nothing else is said"
+def drafts_of(settings: dict) -> str:
+    """Return a heading's line on the drafts whose quality is given."""
+    drafter = parse(DrafterModel, settings["drafter"], "--drafter").accept_length
+    text = f"given, not simulated: the learned drafter's mean acceptance length, {drafter:g}"
+    if "quantized" in settings:  # not in earlier files
+        copy = parse(CopyModel, settings["quantized"], "--quantized").acceptance
+        text += f", and the chance that a token of the copy is right, {copy:g}"
+    return text
+
+
+def known_runs(path: str | None, settings: dict) -> list[dict]:
+    """Return the runs that a file has already, none without one. Raises InputError."""
+    if not path or not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8") as file:
+        report = json.load(file)
+    if report["settings"] != settings:
+        raise InputError(f"--json: {path} has runs with other settings")
+    return report["runs"]
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
@@ -253,12 +302,19 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     if arguments.longest < 100 or arguments.steps % 2 or arguments.prompts < RANKS:
         raise InputError(f"--longest: at least 100; --steps: even; --prompts: at least {RANKS}")
     parse(DrafterModel, arguments.drafter, "--drafter")
-    names = ("longest", "steps", "prompts", "seed", "drafter")
+    parse(CopyModel, arguments.quantized, "--quantized")
+    names = ("longest", "steps", "prompts", "seed", "drafter", "quantized")
     settings = {name: getattr(arguments, name) for name in names}
-    runs = []
-    for size, longest, name, system in tqdm(wanted_runs(sizes, lengths, bool(arguments.ablation))):
+    runs = known_runs(arguments.json, settings)
+    known = {(run["size"], run["longest"], run["system"]) for run in runs}
+    wanted = wanted_runs(sizes, lengths, bool(arguments.ablation))
+    missing = [named for named in wanted if named[:3] not in known]
+    seconds = RUN_S * len(missing) * arguments.longest / 500 * arguments.steps / 10
+    log(f"{len(missing)} runs, about {max(round(seconds / 60), 1)} min of one core")
+    for size, longest, name, system in tqdm(missing, unit="run"):
         found = simulate_run(arguments, size, longest, system)
         runs.append({"size": size, "longest": longest, "system": name} | found)
+        shared.write_json(arguments.json, {"settings": settings, "runs": runs})
     compare(runs)
     shared.write_json(arguments.json, {"settings": settings, "runs": runs})
     for size in sizes:
@@ -266,7 +322,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     print(table_of_changes(runs))
     heading = heading_of(settings)
     if arguments.picture:
-        figure = draw_systems(runs, f"{heading}\n{drafter_of(settings)}")
+        figure = draw_systems(runs, f"{heading}\n{drafts_of(settings)}")
         figure.savefig(arguments.picture, dpi=120)
     if arguments.ablation:
         draw_changes(runs, heading).savefig(arguments.ablation, dpi=120)
@@ -290,6 +346,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--longest", type=int, default=500, help="simulated tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drafter", default="accept_length=2.5,share=0.05", metavar="NAME=VALUE")
+    parser.add_argument("--quantized", default="acceptance=0.93", metavar="NAME=VALUE")
     parser.add_argument("--picture", help="PNG of the systems by length")
     parser.add_argument("--ablation", help="PNG of the best combination without its parts")
     return parser

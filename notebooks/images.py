@@ -70,7 +70,7 @@ def step_eight_ranks() -> Figure:
     methods = {"none": "without drafts", "bubble+suffix": "with drafts from idle time"}
     steps = {}
     for method, words in methods.items():
-        system = System(keys | {simulated_systems.IDLE: method})
+        system = System(keys | {simulated_systems.METHOD: method})
         steps[words], scale = simulated_systems.simulate_steps(arguments, "7b", LONGEST, system)
     totals_s = np.array(
         [
@@ -282,7 +282,7 @@ def simulated_systems_figure() -> Figure:
     """The systems, simulated, by the length of the longest response."""
     report = read_report(SIMULATED, SIMULATED_KEYS)
     settings = report["settings"]
-    heading = f"{simulated_systems.heading_of(settings)}\n{simulated_systems.drafter_of(settings)}"
+    heading = f"{simulated_systems.heading_of(settings)}\n{simulated_systems.drafts_of(settings)}"
     return simulated_systems.draw_systems(report["runs"], heading)
 
 

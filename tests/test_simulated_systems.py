@@ -37,9 +37,27 @@ def test_every_system_is_compared_and_drawn(command, tmp_path, capsys):
     before, drafts = runs["plain, second epoch"], runs["drafts of the epoch before"]
     ratio = before["seconds_per_token"] / drafts["seconds_per_token"]
     assert drafts["speedup"] == pytest.approx(ratio)
-    assert runs["learned drafter"]["speedup"] > 1.2
+    assert runs["learned drafter"]["speedup"] > 1.2 and runs["quantised copy"]["speedup"] > 1.05
+    assert runs["TP tail"]["shared_forwards"] > 0 == runs["quantised copy"]["shared_forwards"]
     printed = capsys.readouterr().out
     assert "TLT (2511.16665): 1.7x end to end" in printed and "| without placement | " in printed
+
+
+def test_runs_in_the_file_are_not_run_again(command, tmp_path, capsys, monkeypatch):
+    out = str(tmp_path / "out.json")
+    kept = {
+        name: simulated_systems.SYSTEMS[name]
+        for name in ("plain", "quantised copy", "all, acceptance length 3")
+    }
+    monkeypatch.setattr(simulated_systems, "SYSTEMS", kept)
+    assert command("--json", out) == 0
+    first = capsys.readouterr()
+    assert first.err.startswith("4 runs, about 1 min of one core")
+    assert command("--json", out) == 0
+    again = capsys.readouterr()
+    assert again.err.startswith("0 runs") and again.out == first.out
+    assert command("--json", out, "--seed", "1") == 2
+    assert "runs with other settings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -49,6 +67,7 @@ def test_every_system_is_compared_and_drawn(command, tmp_path, capsys):
         (["--sizes", "70b"], "--sizes: 70b unknown"),
         (["--steps", "3"], "--steps: even"),
         (["--drafter", "accept_length=9"], "--drafter: accept_length: 9.0 must be from 1 to 6"),
+        (["--quantized", "acceptance=2"], "--quantized: acceptance: 2.0 must be from 0 to 1"),
     ],
 )
 def test_wrong_arguments_end_in_one_line(command, capsys, options, message):
