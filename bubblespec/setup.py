@@ -246,15 +246,7 @@ def add_mechanisms(
     if config.environment.is_used:
         environments = Environments(config.environment, tokenizer)
         atexit.register(environments.close)
-        episodes = EpisodesMechanism(
-            config,
-            environments,
-            engine,
-            sampler.schedule,
-            ranks.clock,
-            with_environment=sampler.scorer.takes_environments,
-        )
-        sampler.mechanisms.append(episodes)
+        sampler.mechanisms.append(EpisodesMechanism(sampler, environments))
     if config.optim.stream_gradients:
         sampler.mechanisms.append(StreamGradientsMechanism(learner, sampler.combined))
     if "quantized" in config.speculative.sources and sampler.proposer is not None:
@@ -267,7 +259,7 @@ def add_mechanisms(
             learner.after_update.append(quantized.copy.note_update)
     if "drafter" in config.speculative.sources:
         set_kernels = partial(linear.use_plans, plans=linear.read_plans(kernels))
-        drafter = DrafterMechanism(config, learner.model, ranks, params, checkpoint, set_kernels)
+        drafter = DrafterMechanism(sampler, learner.model, checkpoint, set_kernels)
         sampler.mechanisms.append(drafter)
         if tail is not None:
             tail.companions.append(drafter.moved_to)

@@ -19,7 +19,8 @@ from tests.helpers.clocks import Clock
 def test_complete_run_has_no_drafter_to_move(monkeypatch):
     """An evaluation of a run that is complete may still enter the TP tail."""
     monkeypatch.setattr(mechanism, "read_drafter", lambda *args, **options: None)
-    drafter = mechanism.DrafterMechanism(None, None, SimpleNamespace(is_main=True), None, None, id)
+    sampler = SimpleNamespace(config=None, ranks=SimpleNamespace(is_main=True), params=None)
+    drafter = mechanism.DrafterMechanism(sampler, None, None, id)
     with drafter.moved_to(engine=None):
         assert drafter.training is None
 

@@ -2,16 +2,11 @@
 
 import math
 
-from bubblespec.config import Config
-from bubblespec.data.schedule import StepSchedule
-from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
-from bubblespec.draft.store import DraftStore
-from bubblespec.engine.engine import Engine
 from bubblespec.idle.draft_ahead import MAX_SLOWDOWN, DraftAhead
 from bubblespec.planner.drafts import choose_lookahead, plan_drafts
-from bubblespec.planner.stats import RunStats
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.sampler import Sampler
 
 
 class Drafting(Mechanism):
@@ -19,31 +14,22 @@ class Drafting(Mechanism):
 
     name = "drafting"
 
-    def __init__(
-        self,
-        config: Config,
-        ranks: Ranks,
-        engine: Engine,
-        schedule: StepSchedule,
-        stats: RunStats,
-        store: DraftStore,
-        proposer: Proposer,
-    ):
-        self.config, self.ranks, self.engine, self.schedule = config, ranks, engine, schedule
-        self.stats, self.store, self.proposer = stats, store, proposer
+    def __init__(self, sampler: Sampler, proposer: Proposer):
+        self.sampler, self.proposer = sampler, proposer
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Plan what to draft in a rollout of a step; nothing while the guard has paused drafts."""
-        if plan.step is None or self.stats.is_paused:
+        sampler, stats, step = self.sampler, self.sampler.stats, plan.step
+        if step is None or stats.is_paused:
             return
-        config, stats, step = self.config, self.stats, plan.step
+        config, schedule, store = sampler.config, sampler.schedule, sampler.store
         depth = choose_lookahead(
             step,
             steps_left=config.run.max_steps - step - 1,
-            steps_stored=self.store.max_tokens / max(stats.tokens_per_step, 1.0),
+            steps_stored=store.max_tokens / max(stats.tokens_per_step, 1.0),
             accepted=stats.survival.by_age,
         )
-        batches = self.schedule.upcoming(step, depth, plan.used) if depth else []
+        batches = schedule.upcoming(step, depth, plan.used) if depth else []
         if batches and stats.is_next_without:
             batches[0] = []  # the guard runs the next rollout without drafts
         if not any(batches):
@@ -55,20 +41,20 @@ class Drafting(Mechanism):
         jobs = plan_drafts(
             batches,
             config.rollout.num_generations,
-            self.store.get,
+            store.get,
             stats.lengths,
             cost=stats.shared_cost,
             rates=stats.survival.rates,
             forwards_per_step=stats.forwards,
-            num_ranks=self.ranks.world_size,
-            num_slots=self.engine.num_slots,
+            num_ranks=sampler.ranks.world_size,
+            num_slots=sampler.engine.num_slots,
             oldest_verified=max(stats.survival.by_age, default=0),
             planning=planning,
-            deferred={group.name for group in self.schedule.deferred},
+            deferred={group.name for group in schedule.deferred},
         )
         task = DraftAhead(
             jobs,
-            self.store,
+            store,
             self.proposer,
             stats.cost,
             version=step,

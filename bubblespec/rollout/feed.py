@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from bubblespec.engine.engine import Proposer
+from bubblespec.engine.engine import Engine, Proposer
 from bubblespec.idle.task import RankView
 from bubblespec.records import Acceptance
 from bubblespec.types import Row
@@ -28,49 +28,31 @@ class RolloutProposer(Proposer, Protocol):
         """Note tokens that a row has not sampled."""
 
 
-class RowFeed(Protocol):
-    """Feeds the rows of one rollout on one rank."""
+class RowFeed:
+    """Feeds the rows of one rollout on one rank.
 
-    @property
-    def is_running(self) -> bool:
-        """Whether rows may have to wait for something outside the engine."""
+    This one puts all rows into the engine at once; they are complete when they leave it.
+    """
+
+    engine: Engine
+    is_running = False
+    """Whether rows may have to wait for something outside the engine."""
 
     def start(self, view: RankView, proposer: RolloutProposer | None) -> None:
         """Begin with the rows of `view.unfinished`, in their order."""
+        self.engine = view.engine
+        self.engine.add(list(view.unfinished))
 
     def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
         """Return complete rows. finished: rows that the engine has just returned."""
+        return list(finished)
 
     def drop(self, row: Row) -> None:
         """Take an unfinished row out of the rollout; the row keeps its tokens."""
+        self.engine.drop(row)
 
     def wait(self) -> None:
         """Wait a moment for whatever blocks rows. Called while `is_running`."""
 
     def close(self) -> None:
         """End the rollout."""
-
-
-class PlainFeed:
-    """All rows enter the engine at once, and are complete when they leave it."""
-
-    is_running = False
-
-    def start(self, view: RankView, proposer: RolloutProposer | None) -> None:
-        """See `RowFeed`."""
-        self.engine = view.engine
-        self.engine.add(list(view.unfinished))
-
-    def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
-        """See `RowFeed`."""
-        return list(finished)
-
-    def drop(self, row: Row) -> None:
-        """See `RowFeed`."""
-        self.engine.drop(row)
-
-    def wait(self) -> None:
-        """See `RowFeed`."""
-
-    def close(self) -> None:
-        """See `RowFeed`."""

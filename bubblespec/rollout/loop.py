@@ -20,7 +20,7 @@ from bubblespec.idle.task import IdleTask, RankView, assign
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.feed import PlainFeed, RolloutProposer, RowFeed
+from bubblespec.rollout.feed import RolloutProposer, RowFeed
 from bubblespec.rollout.table import Cutoff, RowTable
 from bubblespec.types import Row
 
@@ -70,7 +70,7 @@ class RolloutLoop:
     on_finished: Callable[[Row], None] | None = None
     """Called with each complete row of this rank that is certain to be trained on."""
     take_over: TakeOver | None = None
-    feed: RowFeed = field(default_factory=PlainFeed)
+    feed: RowFeed = field(default_factory=RowFeed)
 
     def __post_init__(self) -> None:
         self.clock, self.selects = self.ranks.clock, self.table.launch.selects

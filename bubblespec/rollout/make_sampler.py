@@ -14,7 +14,6 @@ from bubblespec.planner.stats import RunStats
 from bubblespec.planner.survival import Survival
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.drafting import Drafting
-from bubblespec.rollout.mechanism import Mechanism
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.sampler import Sampler, vocab_size_of
 from bubblespec.rollout.scoring import Scorer
@@ -71,10 +70,7 @@ def make_sampler(
     guard = Guard() if is_guarded else None
     survival = Survival() if proposer is None else proposer.survival
     stats, store = RunStats(cost, survival, guard=guard), DraftStore(max_draft_tokens)
-    mechanisms: list[Mechanism] = []
-    if "bubble" in sources and drafts_ahead and proposer is not None:
-        mechanisms.append(Drafting(config, ranks, engine, schedule, stats, store, proposer))
-    return Sampler(
+    sampler = Sampler(
         config=config,
         ranks=ranks,
         engine=engine,
@@ -87,5 +83,7 @@ def make_sampler(
         history=history,
         proposer=proposer,
         board=board,
-        mechanisms=mechanisms,
     )
+    if "bubble" in sources and drafts_ahead and proposer is not None:
+        sampler.mechanisms.append(Drafting(sampler, proposer))
+    return sampler

@@ -14,7 +14,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import DraftSource
 from bubblespec.idle.task import IdleTask
 from bubblespec.records import RolloutRecord, StepRecord
-from bubblespec.rollout.feed import PlainFeed, RolloutProposer, RowFeed
+from bubblespec.rollout.feed import RolloutProposer, RowFeed
 from bubblespec.rollout.loop import TakeOver
 from bubblespec.rollout.scoring import Scoring
 from bubblespec.types import Group, Launch
@@ -37,7 +37,7 @@ class RolloutPlan:
     """Source of draft tokens; set after all mechanisms have amended the plan."""
     take_over: TakeOver | None = None
     """Common decoding of the last rows of all ranks."""
-    feed: RowFeed = field(default_factory=PlainFeed)
+    feed: RowFeed = field(default_factory=RowFeed)
     tasks: list[IdleTask] = field(default_factory=list)
     """Uses of idle time, the same on all ranks."""
 

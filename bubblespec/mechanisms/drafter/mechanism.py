@@ -7,25 +7,18 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError, log
+from bubblespec.mechanisms.drafter import warm_start
 from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
 from bubblespec.mechanisms.drafter.layer import DRAFTER_FOLDER, Drafter, read_drafter, save_drafter
 from bubblespec.mechanisms.drafter.runner import DrafterRunner
 from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.drafter.training import DrafterTraining
-from bubblespec.mechanisms.drafter.warm_start import (
-    VOCAB_SIZE,
-    examples_from,
-    frequent_ids,
-    generate,
-    train,
-)
 from bubblespec.records import StepRecord
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Row
 
 
@@ -36,19 +29,17 @@ class DrafterMechanism(Mechanism):
 
     def __init__(
         self,
-        config: Config,
+        sampler: Sampler,
         model: PreTrainedModel,
-        ranks: Ranks,
-        params: SamplingParams,
         checkpoint: str | None,
         set_kernels: Callable[[torch.nn.Module], None],
     ):
         """set_kernels: chooses kernels for the drafter's linear layers.
 
         Raises InputError for a saved drafter that does not fit."""
-        self.config, self.model, self.ranks, self.params = config, model, ranks, params
-        self.set_kernels = set_kernels
-        self._saved = read_drafter(config, model, checkpoint, warns=ranks.is_main)
+        self.sampler, self.model, self.set_kernels = sampler, model, set_kernels
+        self.config, self.ranks, self.params = sampler.config, sampler.ranks, sampler.params
+        self._saved = read_drafter(self.config, model, checkpoint, warns=self.ranks.is_main)
         self.training: DrafterTraining | None = None
         """None until `start`, and in a run that is complete already."""
         self._moved: dict[int, DrafterRunner] = {}  # by id() of the engine
@@ -57,27 +48,26 @@ class DrafterMechanism(Mechanism):
         """Take the drafter of the checkpoint, else of drafter.path, else train one.
 
         Raises StopRequested, and InputError for a policy that cannot have a drafter."""
-        config, sampler, step = self.config, trainer.sampler, trainer.num_updates
+        config, sampler, step = self.config, self.sampler, trainer.num_updates
         if step >= config.run.max_steps:
             return
         with trainer.reporter.phase("preparing the drafter"):
             rows: list[Row] = []
             if self._saved is None:
                 self.ranks.place = "warm start of the drafter"
-                engine, schedule = sampler.engine, sampler.schedule
-                rows = generate(config, self.ranks, engine, self.params, schedule, step)
-            training = self.training = self._make_training(sampler, rows)
+                rows = warm_start.generate(sampler, step)
+            training = self.training = self._make_training(rows)
             # The warm start generates the beginnings of episodes alone.
             if "bubble" in config.speculative.sources and not config.environment.is_used:
                 sampler.keep_as_drafts(rows, step, are_deferred=False)
-            sampler.proposer.add(training.source)
             trainer.learner.on_hidden = training.take
 
-    def _make_training(self, sampler, rows: list[Row]) -> DrafterTraining:
+    def _make_training(self, rows: list[Row]) -> DrafterTraining:
         """Create the training and its source. rows: to learn from where none was saved."""
-        config, ranks, params = self.config, self.ranks, self.params
+        config, ranks, params, sampler = self.config, self.ranks, self.params, self.sampler
+        assert sampler.proposer is not None
         if self._saved is None:
-            ids = frequent_ids(rows, params.stop_token_ids, VOCAB_SIZE, ranks)
+            ids = warm_start.frequent_ids(rows, params.stop_token_ids, ranks)
             try:
                 drafter, num_updates = Drafter(self.model, ids, config.run.seed), 0
             except ValueError as error:
@@ -91,13 +81,15 @@ class DrafterMechanism(Mechanism):
         training = DrafterTraining(source, config.run.seed)
         training.num_updates = num_updates
         if self._saved is None:
-            train(training, examples_from(self.model, rows, training.kernel), ranks)
+            examples = warm_start.examples_from(self.model, rows, training.kernel)
+            warm_start.train(training, examples, ranks)
             if ranks.is_main:
                 responses = f"(drafter.warm_start = {config.drafter.warm_start})"
                 of = f"the policy's own responses {responses}"
                 log(f"drafter: trained with {training.num_updates} updates on {of}")
         source.enable(True)
         source.profile()
+        sampler.proposer.add(source)
         return training
 
     def begin_rollout(self, plan: RolloutPlan) -> None:

@@ -10,13 +10,9 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from bubblespec.config import Config
-from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import pack_sequences, to_device
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.mechanisms.drafter.training import (
     EXAMPLES_PER_UPDATE,
     FINAL_RATE,
@@ -25,6 +21,7 @@ from bubblespec.mechanisms.drafter.training import (
     Example,
     examples_of,
 )
+from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Row
 
 VOCAB_SIZE = 16_384  # token ids that a new drafter can draft
@@ -33,19 +30,13 @@ MERGE_EVERY = 40  # updates of a rank
 MAX_STEPS = 256  # whose prompts are answered
 
 
-def generate(
-    config: Config,
-    ranks: Ranks,
-    engine: Engine,
-    params: SamplingParams,
-    schedule: StepSchedule,
-    step: int,
-) -> list[Row]:
+def generate(sampler: Sampler, step: int) -> list[Row]:
     """Return this rank's share of drafter.warm_start tokens of responses to coming prompts.
 
     The nearest steps come first; the last responses are unfinished. Raises StopRequested."""
+    config, ranks, engine = sampler.config, sampler.ranks, sampler.engine
+    schedule, rollout, rows = sampler.schedule, config.rollout, []
     depth = min(MAX_STEPS, config.run.max_steps - step - 1)
-    rollout, rows = config.rollout, []
     for groups in [schedule.launch(step).groups, *schedule.upcoming(step, depth)]:
         samples = list(itertools.product(groups, range(rollout.num_generations)))
         rows += [
@@ -57,7 +48,7 @@ def generate(
     engine.add(rows)
     with _progress("tokens of responses to learn from", wanted, ranks) as bar:
         while num_tokens < wanted and not engine.is_idle and not ranks.must_stop:
-            load = engine.step(params)[1]
+            load = engine.step(sampler.params)[1]
             assert load is not None
             num_tokens += load.tokens - load.prompt_tokens
             bar.update(load.tokens - load.prompt_tokens)
@@ -67,13 +58,11 @@ def generate(
     return [row for row in rows if len(row.tokens)]
 
 
-def frequent_ids(
-    rows: Sequence[Row], stop_token_ids: Sequence[int], count: int, ranks: Ranks
-) -> np.ndarray:
-    """Return the `count` most frequent tokens of all ranks, with stop tokens, int64 ascending."""
+def frequent_ids(rows: Sequence[Row], stop_token_ids: Sequence[int], ranks: Ranks) -> np.ndarray:
+    """Return the VOCAB_SIZE most frequent tokens of all ranks, with stop tokens, ascending."""
     tokens = np.concatenate([np.array(stop_token_ids, np.int64), *(row.tokens for row in rows)])
     ids, counts = np.unique(np.concatenate(ranks.gather_ragged(tokens)), return_counts=True)
-    return np.sort(ids[np.argsort(-counts, kind="stable")[:count]])
+    return np.sort(ids[np.argsort(-counts, kind="stable")[:VOCAB_SIZE]])
 
 
 @torch.no_grad()

@@ -12,16 +12,15 @@ from functools import partial
 
 import numpy as np
 
-from bubblespec.config import Config
-from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.idle.task import RankView
 from bubblespec.mechanisms.episodes.environments import Environments, Observation
 from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.records import StepRecord
-from bubblespec.rollout.feed import RolloutProposer
+from bubblespec.rollout.feed import RolloutProposer, RowFeed
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Prompt, Row
 
 WAIT_S = 1e-3  # until a rank without anything to feed looks after other things
@@ -70,8 +69,8 @@ class _Episode:
     """Whether the environment failed at the beginning, so that the first turn ends the episode."""
 
 
-class Episodes:
-    """The `RowFeed` of one rollout with environments."""
+class Episodes(RowFeed):
+    """The feed of one rollout with environments."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class Episodes:
         self._num_differing = environments.num_differing  # before this rollout
 
     @property
-    def is_running(self) -> bool:
+    def is_running(self) -> bool:  # type: ignore[override]  # it depends on the episodes
         """Whether any episode is unfinished."""
         return bool(self._running)
 
@@ -213,33 +212,22 @@ class EpisodesMechanism(Mechanism):
 
     name = "episodes"
 
-    def __init__(
-        self,
-        config: Config,
-        environments: Environments,
-        engine: Engine,
-        schedule: StepSchedule,
-        clock,
-        *,
-        with_environment: bool = False,
-    ):
-        """with_environment: whether reward functions take the environments themselves."""
-        self.config, self.environments, self.engine = config, environments, engine
-        self.schedule, self.clock, self.with_environment = schedule, clock, with_environment
+    def __init__(self, sampler: Sampler, environments: Environments):
+        self.sampler, self.environments = sampler, environments
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Feed the rollout's rows, and those drafted for coming steps, through environments."""
-        batches = [plan.launch.groups]
+        sampler, config, batches = self.sampler, self.sampler.config, [plan.launch.groups]
         if plan.step is not None:
-            batches += self.schedule.upcoming(plan.step, MAX_LOOKAHEAD, plan.used)
+            batches += sampler.schedule.upcoming(plan.step, MAX_LOOKAHEAD, plan.used)
         plan.feed = episodes = Episodes(
             self.environments,
-            self.engine,
+            sampler.engine,
             [group.prompt for batch in batches for group in batch],
-            seed=self.config.run.seed,
-            clock=self.clock,
-            with_environment=self.with_environment,
-            runs_drafts=self.config.environment.draft,
+            seed=config.run.seed,
+            clock=sampler.ranks.clock,
+            with_environment=sampler.scorer.takes_environments,
+            runs_drafts=config.environment.draft,
         )
         if plan.scoring is not None:
             plan.scoring.outcomes = episodes.outcomes

@@ -272,9 +272,7 @@ class _Rank:
         if self.workload.has_tools:
             num_workers = max(config.environment.num_workers, 1)
             environments: Any = SimulatedEnvironments(ranks, self.texts, num_workers)
-            self.sampler.mechanisms.append(
-                EpisodesMechanism(config, environments, engine, schedule, ranks.clock)
-            )
+            self.sampler.mechanisms.append(EpisodesMechanism(self.sampler, environments))
         proposer = self.sampler.proposer
         if proposer is not None and "quantized" in config.speculative.sources:
             copies: Any = SimulatedCopyRunner(engine, shared.quantized, shared.copy_cost)
