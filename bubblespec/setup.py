@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from bubblespec import loading
 from bubblespec.best import check_save_best, find_best
 from bubblespec.checkpoint import (
     PLANNER_FILE,
@@ -48,15 +49,6 @@ from bubblespec.learn.distillation import Teacher
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import load_loss
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.loading import (
-    check_vocabulary,
-    load_model,
-    load_prompts,
-    load_teacher,
-    load_tokenizer,
-    stop_tokens,
-    with_dtype,
-)
 from bubblespec.mechanisms import cpu_linear as linear
 from bubblespec.mechanisms.batch_invariant import (
     InvariantForward,
@@ -90,7 +82,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     """Build a run on all ranks together, from its configuration and newest checkpoint.
 
     Raises InputError for bad input."""
-    config = with_dtype(config, ranks.device.type)
+    config = loading.with_dtype(config, ranks.device.type)
     console = Console(config, ranks.is_main)
     torch.manual_seed(config.run.seed)
     with console.phase("loading the model"):
@@ -104,13 +96,17 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         hooks = load_own(config, ranks)
         functions = {path: load_reward(path) for path in config.reward.functions}
         own = {path: load_reward(path, "eval.functions") for path in config.eval.functions}
-        tokenizer = load_tokenizer(config)
-        model = load_model(config, checkpoint, ranks.device)
-        num_tokens, lines = check_vocabulary(config, model, tokenizer)
+        tokenizer = loading.load_tokenizer(config)
+        model = loading.load_model(config, checkpoint, ranks.device)
+        num_tokens, lines = loading.check_vocabulary(config, model, tokenizer)
     with console.phase("checking the model"):
         kernel, slower = prepare(config, model, ranks, num_tokens)
         reference = make_reference(config, model, checkpoint, ranks)
-        teacher = make_teacher(config, ranks, tokenizer, num_tokens)
+        teacher = None
+        source = loading.load_teacher(config, tokenizer, num_tokens, ranks.device)
+        if source is not None:
+            of_source = prepare(config, source, ranks, num_tokens, "model.teacher_path")
+            teacher = Teacher(source, of_source[0])
     if slower:
         lines.append(f"warning: {slower}")
     for line in lines if ranks.is_main else []:
@@ -123,7 +119,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     weights = check_weights(config, has_reward)
     with console.phase("reading the data"):
         warn = log if ranks.is_main else lambda line: None
-        train_prompts, eval_prompts = load_prompts(
+        train_prompts, eval_prompts = loading.load_prompts(
             config, tokenizer, tokenize, saved_held_out=planner.get(HELD_OUT), warn=warn
         )
         data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts)
@@ -134,7 +130,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         if form is not None:
             prompt = train_prompts.prompts[0]
             check_environment(config.environment, tokenizer, prompt.text, prompt.columns)
-    stops = stop_tokens(config, model, tokenizer)
+    stops = loading.stop_tokens(config, model, tokenizer)
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
@@ -323,20 +319,11 @@ def make_reference(
         return None
     if config.model.lora_r:
         return model
-    reference = load_model(config, None, ranks.device) if checkpoint else copy.deepcopy(model)
+    device = ranks.device
+    reference = loading.load_model(config, None, device) if checkpoint else copy.deepcopy(model)
     fuses = not config.model.batch_invariant
     prepare_model(reference, max_length(config), output_head(model).num_tokens, fuses)
     return reference.requires_grad_(False)
-
-
-def make_teacher(
-    config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, num_tokens: int
-) -> Teacher | None:
-    """Return the model of distillation, if any. num_tokens: of the policy's vocabulary."""
-    model = load_teacher(config, tokenizer, num_tokens, ranks.device)
-    if model is None:
-        return None
-    return Teacher(model, prepare(config, model, ranks, num_tokens, "model.teacher_path")[0])
 
 
 def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine, int]:

@@ -235,8 +235,10 @@ def _find_problem(prompt) -> str | None:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             return f"has {message!r}, not a message with 'role' and 'content'"
         content = message["content"]
-        if isinstance(content, list) and not all(map(_is_text_part, content)):
-            return f"has {content!r:.200}, which has parts that are not text"
+        for part in content if isinstance(content, list) else []:
+            is_text = isinstance(part, dict) and part.get("type") == "text"
+            if not is_text or not isinstance(part.get("text"), str):
+                return f"has {content!r:.200}, which has parts that are not text"
         if not isinstance(message["role"], str) or not (
             isinstance(content, (str, list)) or (content is None and message.get("tool_calls"))
         ):
@@ -246,11 +248,6 @@ def _find_problem(prompt) -> str | None:
     except UnicodeEncodeError as error:
         return f"has an incomplete character: {error}"
     return None
-
-
-def _is_text_part(part) -> bool:
-    is_text = isinstance(part, dict) and part.get("type") == "text"
-    return is_text and isinstance(part.get("text"), str)
 
 
 def _join_parts(content):

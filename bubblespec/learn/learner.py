@@ -28,18 +28,9 @@ from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.errors import RunFailed, log
+from bubblespec.learn import losses
 from bubblespec.learn.distillation import Teacher, compare
 from bubblespec.learn.lora import adapter_disabled
-from bubblespec.learn.losses import (
-    TokenLoss,
-    check_token_loss,
-    cispo_loss,
-    importance_ratio,
-    kl_penalty,
-    load_loss,
-    policy_loss,
-    token_logprobs,
-)
 from bubblespec.learn.microbatch import Microbatch, is_in_loss, make_minibatches
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.records import Span
@@ -69,7 +60,7 @@ def response_logprobs(
 ) -> torch.Tensor:
     """Return the log-probability of every sampled token, float [M]; see `sampled_hidden`."""
     hidden = sampled_hidden(model, batch, kernel, on_hidden)
-    return token_logprobs(hidden, output_head(model), batch.target, temperature, MAX_LOGITS)
+    return losses.token_logprobs(hidden, output_head(model), batch.target, temperature, MAX_LOGITS)
 
 
 def sampled_hidden(
@@ -143,12 +134,12 @@ class Learner:
     num_skipped_in_a_row: int = 0
     """Latest consecutive steps in which an update was skipped."""
     has_warned_of_mismatch: bool = False
-    own_loss: TokenLoss | None = None
+    own_loss: losses.TokenLoss | None = None
     """The user's own loss, where loss.loss_type is a dotted path."""
 
     def __post_init__(self):
         if "." in self.config.loss.loss_type:
-            self.own_loss = load_loss(self.config.loss.loss_type)
+            self.own_loss = losses.load_loss(self.config.loss.loss_type)
 
     @property
     def skips_zero_advantage(self) -> bool:
@@ -252,17 +243,19 @@ class Learner:
             .repeat_interleave(batch.lengths, output_size=len(logprob))
             for values in (advantages, weights)
         )
-        ratio = importance_ratio(logprob, batch.old, batch.lengths, loss.importance_sampling_level)
+        ratio = losses.importance_ratio(
+            logprob, batch.old, batch.lengths, loss.importance_sampling_level
+        )
         is_clipped = torch.zeros((3, len(logprob)), device=logprob.device)
         if loss.loss_type == "distillation":
             token_loss = divergence
         elif self.own_loss is not None:
             token_loss = self.own_loss(logprob, ratio, advantage)
-            check_token_loss(loss.loss_type, token_loss, logprob)
+            losses.check_token_loss(loss.loss_type, token_loss, logprob)
         elif loss.loss_type == "cispo":
-            token_loss, is_clipped = cispo_loss(logprob, ratio, advantage, loss.epsilon_high)
+            token_loss, is_clipped = losses.cispo_loss(logprob, ratio, advantage, loss.epsilon_high)
         else:
-            token_loss, is_clipped = policy_loss(
+            token_loss, is_clipped = losses.policy_loss(
                 ratio, advantage, loss.epsilon_low, loss.epsilon_high, loss.delta
             )
         kl = torch.zeros_like(logprob)
@@ -270,7 +263,7 @@ class Learner:
             if batch.reference is None:
                 with torch.no_grad(), adapter_disabled(self.reference):
                     batch.reference = self._logprobs(self.reference, batch)
-            kl = kl_penalty(logprob, batch.reference, loss.kl_estimator)
+            kl = losses.kl_penalty(logprob, batch.reference, loss.kl_estimator)
         token_loss = token_loss + loss.kl_coef * kl + loss.distillation_coef * divergence
         total = (weight * token_loss).sum()
         invariant = self.config.model.batch_invariant

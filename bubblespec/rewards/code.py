@@ -49,11 +49,7 @@ def passes_tests(prompts, completions, completion_ids, tests, **columns) -> list
     return scores
 
 
-def _has_tests(columns: dict) -> bool:
-    return bool(columns.get("tests"))
-
-
-passes_tests.can_score = _has_tests  # type: ignore[attr-defined]  # as `per_sample`
+passes_tests.can_score = lambda columns: bool(columns.get("tests"))  # type: ignore[attr-defined]
 
 
 def program_in(text: str) -> str:

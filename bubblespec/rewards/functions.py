@@ -145,7 +145,12 @@ def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
         raise
     except BaseException as error:  # such as SystemExit, CancelledError, panics of extensions
         if len(samples) == 1 or sees_groups(function):
-            return [_failure_of(error)] * len(samples)
+            frame, text = (
+                traceback.extract_tb(error.__traceback__)[-1],
+                " ".join(str(error).split()),
+            )
+            message = f"raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {text}"
+            return [RewardFailure("exception", message, traceback.format_exc())] * len(samples)
         return [reward for sample in samples for reward in score(function, [sample])]
     try:
         if isinstance(returned, str | bytes | dict | set) or len(returned) != len(samples):
@@ -181,14 +186,6 @@ def _checked(value) -> Reward:
     if math.isfinite(number):
         return number
     return RewardFailure("value", f"value {value!r:.200} is neither a finite number nor None")
-
-
-def _failure_of(error: BaseException) -> RewardFailure:
-    """Describe an exception that is being handled."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split())
-    message = f"raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {text}"
-    return RewardFailure("exception", message, traceback.format_exc())
 
 
 def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:

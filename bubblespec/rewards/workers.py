@@ -100,20 +100,17 @@ class RewardWorkers:
         begin_s = time.monotonic()
         try:
             replies = worker.ask(request, num_samples * self.timeout_s)
-            answers = [answer_from(reply) for reply in replies]
-        except (WorkerFailure, ValueError, TypeError) as error:
+            answers = [
+                Answer(RewardFailure(*reward) if isinstance(reward, list) else reward, *times)
+                for reward, *times in replies
+            ]
+        except (WorkerFailure, ValueError, TypeError) as error:  # of a malformed reply, too
             ended_s = time.monotonic()
             worker.end()
             kind = "timeout" if isinstance(error, WorkerTimeout) else "crash"
             failure = RewardFailure(kind, str(error))
             answers = [Answer(failure, (ended_s - begin_s) / num_samples, ended_s)] * num_samples
         future.set_result(answers)
-
-
-def answer_from(reply: list) -> Answer:
-    """Return an answer from its JSON. Raises ValueError or TypeError for anything else."""
-    reward, seconds, ended_s = reply
-    return Answer(RewardFailure(*reward) if isinstance(reward, list) else reward, seconds, ended_s)
 
 
 def make_answer(paths: list[str]) -> Callable[[bytes], list[Answer]]:

@@ -70,8 +70,9 @@ class Console:
         """Show what set-up took, and begin the bar after `num_updates` of a resumed run."""
         self._step_ends.append(time.monotonic())
         self.history.set_up_s = self._step_ends[0] - self._began_s
-        slow = {name: phase_s for name, phase_s in self._phases.items() if phase_s >= MIN_SHOWN_S}
-        log(summary.set_up_line(self.history.set_up_s, slow))
+        slow = [(name, of_s) for name, of_s in self._phases.items() if of_s >= MIN_SHOWN_S]
+        parts = ", ".join(f"{name} {summary.duration(of_s)}" for name, of_s in slow)
+        log(f"set-up took {summary.duration(self.history.set_up_s)}: {parts}")
         max_steps = self.config.run.max_steps
         if self.is_terminal and num_updates < max_steps:
             self._bar = _bar(total=max_steps, initial=num_updates, bar_format=BAR)

@@ -151,12 +151,6 @@ def progress_text(config: Config, facts: Facts) -> str:
     )
 
 
-def set_up_line(seconds: float, phases: dict[str, float]) -> str:
-    """Return how long set-up took. phases: seconds of its parts by name."""
-    parts = [f"{name} {duration(phase_s)}" for name, phase_s in phases.items()]
-    return f"set-up took {duration(seconds)}: {', '.join(parts)}"
-
-
 def step_parts(metrics: dict[str, Any], history: History, left_s: float) -> list[str]:
     """Return a step's numbers, the most important first, as a bar has no room for all.
 
@@ -297,21 +291,17 @@ def deferred_text(history: History) -> str:
 
 
 def step_table(steps: list[dict[str, Any]], num_updates: int) -> list[str]:
-    """Return means of the first and of the last tenth of the steps."""
+    """Return means over the first and the last tenth of the steps, of those that have a metric."""
     if not steps:
         return []
     share, columns = max(1, len(steps) // 10), {}
     for begin in sorted({0, len(steps) - share}):
         number = num_updates - len(steps) + begin + 1  # counted from 1
         title = f"step {number}" if share == 1 else f"steps {number}-{number + share - 1}"
-        columns[title] = mean_of(steps[begin : begin + share])
+        shown = steps[begin : begin + share]
+        known = {key: [metrics[key] for metrics in shown if key in metrics] for key in KEPT}
+        columns[title] = {key: statistics.fmean(found) for key, found in known.items() if found}
     return grid(columns, rows(of_evaluations=False))
-
-
-def mean_of(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the mean of each metric over the steps that have it."""
-    known = {key: [metrics[key] for metrics in steps if key in metrics] for key in KEPT}
-    return {key: statistics.fmean(values) for key, values in known.items() if values}
 
 
 def evaluation_table(evaluations: list[tuple[int, dict[str, Any]]]) -> list[str]:

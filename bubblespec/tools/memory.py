@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from bubblespec import memory
 from bubblespec.config import Config
 from bubblespec.config_file import load_config
 from bubblespec.engine.packing import PAGE
@@ -19,15 +20,6 @@ from bubblespec.learn.lora import add_adapter
 from bubblespec.loading import from_pretrained, with_dtype
 from bubblespec.mechanisms.drafter.memory import add_drafter
 from bubblespec.mechanisms.quantized.memory import add_quantized
-from bubblespec.memory import (
-    Needs,
-    cache_unit,
-    estimate,
-    has_pages,
-    max_length,
-    max_slots,
-    num_rows,
-)
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # usable bytes of an H100, an H200
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"  # config.json of models in configs/
@@ -67,18 +59,18 @@ def planned_model(config: Config, path: str) -> PreTrainedModel:
 
 def needs_of(
     config: Config, model: PreTrainedModel, world_size: int, teacher: PreTrainedModel | None = None
-) -> Needs:
+) -> memory.Needs:
     """Return what a rank needs, mechanisms included."""
-    needs = estimate(config, model, world_size, teacher)
+    needs = memory.estimate(config, model, world_size, teacher)
     needs = add_drafter(needs, config, model, world_size)
     return add_quantized(needs, config, model)
 
 
-def fit(config: Config, needs: Needs, world_size: int, total: float) -> tuple[bool, int]:
+def fit(config: Config, needs: memory.Needs, world_size: int, total: float) -> tuple[bool, int]:
     """Return whether a run fits on cards of `total` bytes, and its pages or slots."""
-    unit, spare, per_row = cache_unit(config, needs, has_pages(config))
+    unit, spare, per_row = memory.cache_unit(config, needs, memory.has_pages(config))
     wanted = config.rollout.max_num_seqs
-    needed = per_row if isinstance(wanted, str) or has_pages(config) else wanted
+    needed = per_row if isinstance(wanted, str) or memory.has_pages(config) else wanted
     room = total * config.rollout.gpu_memory_utilization - needs.lasting
     fitting = max(int(needs.room_for_cache(room, config) // unit) - spare, 0)
     return room >= needs.training and fitting >= needed, fitting
@@ -107,11 +99,10 @@ def settings_that_fit(
         return fit(other, needs_of(other, model, world_size, teacher), world_size, total)[0]
 
     sources = [s for s in config.speculative.sources if s not in ("quantized", "drafter")]
+    longest, tokens = memory.max_length(config), config.optim.max_tokens_per_microbatch
     settings = {
         "optim.shard_state": True,
-        "optim.max_tokens_per_microbatch": min(
-            config.optim.max_tokens_per_microbatch, max_length(config)
-        ),
+        "optim.max_tokens_per_microbatch": min(tokens, longest),
         "rollout.max_num_batched_tokens": min(config.rollout.max_num_batched_tokens, 2048),
         "model.gradient_checkpointing": True,
         "rollout.free_cache_engine": True,
@@ -138,30 +129,30 @@ def table(
     rows += [(needs.lasting, "total, for the whole run")]
     rows += [(needs.training, "gradient step, in addition (estimated)")]
     rows += [(needs.rollout, "forward of a rollout, in addition, at another time (estimated)")]
-    rows += [(needs.slot, f"keys and values of one response of {max_length(config)} tokens")]
+    rows += [(needs.slot, f"keys and values of one response of {memory.max_length(config)} tokens")]
     title = f"{config.model.path}: {count / 1e9:.2f} B parameters in {config.model.dtype}"
     if config.model.lora_r:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         title += f", {trained / 1e6:.1f} M of them trained (LoRA)"
     lines = [f"{title}, {world_size} ranks; GB on each"]
     lines += [f"{size / 1e9:8.2f}  {name}" for size, name in rows if size]
-    count = num_rows(config, world_size)
+    count = memory.num_rows(config, world_size)
     for name, total in CARDS.items():
         has_fit, fitting = fit(config, needs, world_size, total)
-        what = f"room for {fitting} responses at once, {max_slots(config, world_size)} are useful"
-        if has_pages(config):
+        useful = memory.max_slots(config, world_size)
+        what = f"room for {fitting} responses at once, {useful} are useful"
+        if memory.has_pages(config):
             # On average a row leaves half of its last page empty.
-            mean = min(max(int((fitting / count - 0.5) * PAGE), 0), max_length(config))
+            mean = min(max(int((fitting / count - 0.5) * PAGE), 0), memory.max_length(config))
             what = f"{fitting} pages of {PAGE} tokens: {count} responses of {mean} on average"
         fits = "fits" if has_fit else "DOES NOT FIT"
         lines.append(f"{world_size} x {name}: {fits}; {what}")
         if not has_fit:
             settings = settings_that_fit(config, model, world_size, total, teacher)
             keys = " ".join(f"{name}={value}".lower() for name, value in settings.items())
-            lora = (
-                "model.lora_r=8, a smaller model" if not config.model.lora_r else "a smaller model"
-            )
-            advice = f"try {lora} or shorter responses (rollout.max_completion_length)"
+            lora = "" if config.model.lora_r else "model.lora_r=8, "
+            advice = f"try {lora}a smaller model or shorter responses "
+            advice += "(rollout.max_completion_length)"
             lines.append(f"  fits with {keys}" if keys else f"  {advice}")
     return "\n".join(lines)
 

@@ -261,18 +261,17 @@ def make_synthetic(spec: Spec, num_prompts: int, num_generations: int) -> Worklo
     for step in range(spec.steps + SPARE_STEPS):
         epoch, first = divmod(step, steps_per_epoch)  # `first` has the same prompts first
         uids = range(first * num_prompts + 1, (first + 1) * num_prompts + 1)
-        batches.append([_prompt(spec, first, uid) for uid in uids])
-        steps |= {(uid, epoch): step for uid in uids}
+        batches.append([])
+        for uid in uids:
+            random = spec.random((first, uid, 0), TEXT)
+            length = random.integers(max(spec.prompt // 2, 1), spec.prompt * 3 // 2 + 1)
+            ids = tuple(random.integers(0, VOCABULARY, length).tolist())
+            batches[-1].append(Prompt(uid, "", ids, {}))
+            steps[uid, epoch] = step
         for uid, sample in itertools.product(uids, range(num_generations)):
             before = responses.get((step - steps_per_epoch, uid, sample))
             responses[step, uid, sample] = _response(spec, (step, uid, sample), before)
     return Workload(batches, responses, steps, spec.steps, 2 * spec.prompt, spec)
-
-
-def _prompt(spec: Spec, step: int, uid: int) -> Prompt:
-    random = spec.random((step, uid, 0), TEXT)
-    length = int(random.integers(max(spec.prompt // 2, 1), spec.prompt * 3 // 2 + 1))
-    return Prompt(uid, "", tuple(random.integers(0, VOCABULARY, length).tolist()), {})
 
 
 def _response(spec: Spec, key: Key, before: np.ndarray | None) -> np.ndarray:
