@@ -15,6 +15,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES, Bench, Figure, make_rows
 from bubblespec.engine.attention import VARLEN_KERNELS, reads_pages
+from bubblespec.engine.batch import Load
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import ForwardGraphs, capture, rehearse
 from bubblespec.engine.kv_cache import KVCache
@@ -22,7 +23,7 @@ from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.packing import PAGE, Varlen, pack_rows
 from bubblespec.engine.ragged import packed
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.tools.simulate.roofline import HOST_S, decode_seconds
+from bubblespec.tools.simulate.roofline import HOST_S, roofline
 
 # Models, and the positions that each row attends to: docs/gpu-guide.md has their expected times.
 CONTEXTS = {"0.5B": 400, "1.5B": 3072, "7B": 4096}
@@ -152,6 +153,11 @@ def decoding(bench: Bench) -> Iterator[Figure]:
                 expected = 1e3 * decode_seconds(bench.gpu, name.lower(), rows, context)
             how, note = "eager" if eager else "graphs", f"{rows / step_s:.0f} tokens/s"
             yield Figure(f"{case}, {how}", step_s * 1e3, "ms per step", note, expected)
+
+
+def decode_seconds(gpu: str, model: str, rows: int, context: int) -> float:
+    """Return the seconds of a decode step: `rows` that each attend to `context` positions."""
+    return roofline(gpu, model).seconds(Load(rows, rows, 0, rows * context, 0, 0))
 
 
 class FixedDrafts:

@@ -193,23 +193,17 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     locks: list[IO] = []  # of rank 0; its error is raised on all ranks
     ranks.agree(lambda: locks.append(lock_output_dir(config)))
     best = ranks.agree(lambda: find_best(config, state))
+    names, hook = scorer.names, hooks[0] if hooks else None
+    reporter = RunReporter(
+        config, ranks, console, learner, schedule, tokenizer, names, len(eval_prompts), hook
+    )
     return Trainer(
         config=config,
         ranks=ranks,
         learner=learner,
         sampler=sampler,
         evaluator=evaluator,
-        reporter=RunReporter(
-            config,
-            ranks,
-            console,
-            learner,
-            schedule,
-            tokenizer,
-            scorer.names,
-            len(eval_prompts),
-            hooks[0] if hooks else None,
-        ),
+        reporter=reporter,
         tokenizer=tokenizer,
         data=data,
         eval_prompts=eval_prompts,

@@ -175,7 +175,8 @@ def test_evaluation_and_sample_lines():
 
 def end(config: Config, history: History, seconds: float = 0.0, **run) -> list[str]:
     options = {"num_updates": 60, "checkpoint": "runs/a/checkpoint-60", "is_stopped": False}
-    return summary.end_lines(config, history, seconds=seconds, **options | run)
+    history.seconds = seconds
+    return summary.end_lines(config, history, **options | run)
 
 
 def test_end_compares_first_and_last_steps_and_evaluations():

@@ -14,7 +14,7 @@ import torch
 from benchmarks import gpu_forwards, gpu_programs, gpu_suite
 from benchmarks.gpu_bench import Bench, Figure, make_bench
 from bubblespec import memory
-from bubblespec.tools.simulate.roofline import FITTED, MODELS, Model, decode_seconds, roofline
+from bubblespec.tools.simulate.roofline import FITTED, MODELS, Model, roofline
 from tests.helpers.clocks import Clock
 from tests.helpers.graphs import stand_in
 from tests.helpers.warm import launch
@@ -174,7 +174,8 @@ def test_guide_lists_expected_figures():
     for model, rows, context, *figures in re.findall(row, text, re.MULTILINE):
         case = model, int(rows), int(context.replace(",", ""))
         found[case] = list(map(float, figures))
-        h200, h100 = (decode_seconds(g, model.lower(), *case[1:]) for g in ("h200", "h100"))
+        gpus, of = ("h200", "h100"), (model.lower(), *case[1:])
+        h200, h100 = (gpu_forwards.decode_seconds(gpu, *of) for gpu in gpus)
         load = case[1], case[1], case[1] * case[2]
         attention_s = roofline("h200", model.lower()).attention.seconds(*load)
         assert found[case] == pytest.approx([1e3 * h200, 1e3 * attention_s, h100 / h200], rel=0.05)

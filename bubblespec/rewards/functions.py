@@ -145,10 +145,8 @@ def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
         raise
     except BaseException as error:  # such as SystemExit, CancelledError, panics of extensions
         if len(samples) == 1 or sees_groups(function):
-            frame, text = (
-                traceback.extract_tb(error.__traceback__)[-1],
-                " ".join(str(error).split()),
-            )
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = " ".join(str(error).split())
             message = f"raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {text}"
             return [RewardFailure("exception", message, traceback.format_exc())] * len(samples)
         return [reward for sample in samples for reward in score(function, [sample])]

@@ -129,15 +129,9 @@ class Console:
         """Show the summary of a run that is complete or stopped.
 
         checkpoint: folder of the newest."""
-        lines = summary.end_lines(
-            self.config,
-            self.history,
-            seconds=time.monotonic() - self._began_s,
-            num_updates=num_updates,
-            checkpoint=checkpoint,
-            is_stopped=is_stopped,
-        )
-        _log_all(lines)
+        self.history.seconds = time.monotonic() - self._began_s
+        end = summary.end_lines(self.config, self.history, num_updates, checkpoint, is_stopped)
+        _log_all(end)
 
 
 def _log_all(lines: list[str]) -> None:

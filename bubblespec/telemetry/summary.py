@@ -66,6 +66,8 @@ class History:
     """What this process has done so far."""
 
     set_up_s: float = 0.0
+    seconds: float = 0.0
+    """Seconds of this process, known at its end."""
     num_waiting: int = 0
     """Prompts that waited for a long round of tail batching at the start."""
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -221,17 +223,11 @@ def sample_lines(
 
 
 def end_lines(
-    config: Config,
-    history: History,
-    *,
-    seconds: float,
-    num_updates: int,
-    checkpoint: str | None,
-    is_stopped: bool,
+    config: Config, history: History, num_updates: int, checkpoint: str | None, is_stopped: bool
 ) -> list[str]:
     """Return the result of a run, and where its files are.
 
-    seconds: of this process; checkpoint: folder of the newest."""
+    checkpoint: folder of the newest."""
     of = f"{num_updates} of {config.run.max_steps}"
     lines = [*step_table(history.steps, num_updates), *evaluation_table(history.evaluations)]
     if history.steps and abs(history.steps[-1].get("reward", 1.0)) < SMALL:
@@ -243,10 +239,10 @@ def end_lines(
     if history.steps:
         parts = {"set-up": history.set_up_s, "generate": history.total(*GENERATE)}
         parts["train"] = history.total(*TRAIN)
-        parts["evaluations, saves and all else"] = max(seconds - sum(parts.values()), 0.0)
+        parts["evaluations, saves and all else"] = max(history.seconds - sum(parts.values()), 0.0)
         text = ", ".join(f"{name} {duration(part_s)}" for name, part_s in parts.items())
         steps = several(len(history.steps), "step")
-        lines.append(f"time: {duration(seconds)} for {steps}: {text}")
+        lines.append(f"time: {duration(history.seconds)} for {steps}: {text}")
         if config.speculative.method != "none":
             lines.append(f"drafts: {drafted_text(history)}")
         if all(key in history.steps[-1] for key in DRAFTER_KEYS):

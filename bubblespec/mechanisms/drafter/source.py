@@ -131,11 +131,5 @@ class DrafterSource(DraftSource):
 
     def choose_length(self, active: int, count: int) -> int:
         """Return the length of chains for `count` of `active` rows, 0 for none."""
-        return choose_chain_length(
-            self.acceptance_rates(),
-            self.cost,
-            self.drafter_cost,
-            active,
-            count,
-            int(self.runner.engine.lengths.sum()),
-        )
+        rates, positions = self.acceptance_rates(), int(self.runner.engine.lengths.sum())
+        return choose_chain_length(rates, self.cost, self.drafter_cost, active, count, positions)

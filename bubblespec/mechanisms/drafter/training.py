@@ -79,16 +79,7 @@ class UnrolledPacking:
         self._keys: list[torch.Tensor] = []  # [S, heads, T, D] of each pass, and their values
         self._values: list[torch.Tensor] = []
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query, key, value, *, scaling, window) -> torch.Tensor:
         """Return [N, heads, D] of query [N, heads, D] and key and value [N, key/value heads, D]."""
         fold = query.shape[1] // key.shape[1]
         query, key, value = (

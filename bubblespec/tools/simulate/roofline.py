@@ -228,6 +228,9 @@ def roofline(
     """
     card, shape = GPUS[gpu], MODELS[model] if isinstance(model, str) else model
     layers, hidden, _, heads, kv_heads, dimension, vocabulary = shape
+    title = "a model"
+    if isinstance(model, str):
+        title = f"Qwen2.5-{model.upper()}" if model[0].isdigit() else model.title()
     own = [shard_heads(heads, kv_heads, rank, num_ranks) for rank in range(num_ranks)]
     own_heads, own_kv_heads = (max(s.stop - s.start for s in of) for of in zip(*own, strict=True))
     shares = {
@@ -264,22 +267,10 @@ def roofline(
         token_s=summed_s,
         sample_s=is_ours * SAMPLE_S,
         verify_s=(is_ours * VERIFY_S, is_ours * VERIFY_ROW_S),
-        source=f"roofline fitted on an A100, not measured: {title_of(model)}, bfloat16, on {where}",
+        source=f"roofline fitted on an A100, not measured: {title}, bfloat16, on {where}",
     )
 
 
 def copy_roofline(gpu: str, model: str) -> GPUCost:
     """Return the cost of a forward of the policy's quantised copy, see `Product`."""
     return roofline(gpu, model, bits=4 if MODELS[model].parameters >= LARGE else 8)
-
-
-def title_of(model: str | Model) -> str:
-    """Return a model's name for people."""
-    if not isinstance(model, str):
-        return "a model"
-    return f"Qwen2.5-{model.upper()}" if model[0].isdigit() else model.title()
-
-
-def decode_seconds(gpu: str, model: str, rows: int, context: int) -> float:
-    """Return the seconds of a decode step: `rows` that each attend to `context` positions."""
-    return roofline(gpu, model).seconds(Load(rows, rows, 0, rows * context, 0, 0))

@@ -101,15 +101,8 @@ def simulate(
     if together is None or num_ranks == 1 or workload.has_tools:
         config.rollout.tp_tail_max_rows = 0
     _check(config, workload, num_ranks)
-    shared = _Shared(
-        config,
-        workload,
-        cost,
-        together,
-        drafter or DrafterModel(),
-        quantized or CopyModel(),
-        copy_cost,
-    )
+    models = drafter or DrafterModel(), quantized or CopyModel()
+    shared = _Shared(config, workload, cost, together, *models, copy_cost)
     shared.time_forwards()
     world, steps = World(num_ranks), []
     is_hidden = None if shows_progress else True  # None: hidden unless standard error is a screen
