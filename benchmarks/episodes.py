@@ -86,8 +86,8 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
             sampler.conclude(records[arm], tasks, table, rows[arm], step)
             return records[arm].own_forwards
         environments = lock_step if arm == "lock_step" else mechanism.environments
-        options = {"seed": config.run.seed, "clock": ranks.clock, "runs_drafts": False}
-        episodes = Episodes(environments, plain, prompts, **options)
+        episodes = Episodes(sampler, environments, prompts)
+        episodes.engine, episodes.runs_drafts = plain, False
         records[arm] = RolloutLoop(
             plain, ranks, sampler.params, rows[arm], table, feed=episodes
         ).run()

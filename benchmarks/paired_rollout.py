@@ -113,9 +113,10 @@ def paired_step(
         spans=[exchange],
         drafts={},
     )
-    ages = sampler.stats.survival.by_age
-    store_tokens = sampler.store.num_tokens
-    result |= speculation_metrics(ranks, record, store_tokens=store_tokens, accepted_by_age=ages)
+    result |= speculation_metrics(ranks, record, has_store=True)
+    result["bubble/store_tokens"] = sampler.store.num_tokens
+    for age, share in sampler.stats.survival.by_age.items():
+        result[f"drafts/accept_rate/age_{age}"] = share
     lengths = samples.lengths
     result |= {"rows": len(samples), "tokens": int(lengths.sum()), "longest": int(lengths.max())}
     return result | {"exchange_s": result["timing_s/exchange"], "reward": float(rewards.mean())}

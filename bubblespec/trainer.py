@@ -35,13 +35,7 @@ class Reporter(Protocol):
 
     def begin_step(self, step: int) -> None: ...
 
-    def report(
-        self,
-        record: StepRecord,
-        metrics: dict[str, float],
-        accepted_by_age: dict[int, float] | None,
-        store_tokens: int | None,
-    ) -> None: ...
+    def report(self, record: StepRecord, metrics: dict[str, float]) -> None: ...
 
     def report_evaluation(self, num_updates: int, metrics: dict, samples: Samples) -> None: ...
 
@@ -170,7 +164,6 @@ class Trainer:
     def report(self, record: StepRecord, metrics: dict[str, float]) -> None:
         """Report a step. metrics: of the update."""
         sampler, schedule = self.sampler, self.sampler.schedule
-        accepted_by_age = store_tokens = None
         metrics |= sampler.scorer.take_metrics() | schedule.metrics()
         if sampler.needs_timings:
             metrics |= sampler.stats.metrics()
@@ -182,10 +175,11 @@ class Trainer:
         if schedule.prompts.num_dropped:
             metrics["data/num_dropped"] = schedule.prompts.num_dropped
         if sampler.proposer is not None:
-            accepted_by_age = sampler.stats.survival.by_age
+            for age, share in sorted(sampler.stats.survival.by_age.items()):
+                metrics[f"drafts/accept_rate/age_{age}"] = share
             if "bubble" in self.config.speculative.sources or self.config.tail_batching.enabled:
-                store_tokens = sampler.store.num_tokens
-        self.reporter.report(record, metrics, accepted_by_age, store_tokens)
+                metrics["bubble/store_tokens"] = sampler.store.num_tokens
+        self.reporter.report(record, metrics)
 
     def progress(self) -> dict[str, float]:
         """Return sums over the run so far, those before a resume included."""

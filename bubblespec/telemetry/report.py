@@ -110,17 +110,10 @@ def evaluation_metrics(
     return metrics
 
 
-def speculation_metrics(
-    ranks: Ranks,
-    record: StepRecord,
-    *,
-    store_tokens: int | None,
-    accepted_by_age: dict[int, float],
-) -> dict:
+def speculation_metrics(ranks: Ranks, record: StepRecord, *, has_store: bool) -> dict:
     """Return the step's speculation, summed over ranks; forwards are those of the slowest rank.
 
-    store_tokens: in the store of drafts after the step, None where nothing comes into it;
-    accepted_by_age: share of draft tokens, by updates since they were last extended.
+    has_store: whether drafts are kept for coming steps.
     """
     rollouts = record.rollouts
     own: Any = Counter()  # int, and seconds
@@ -153,15 +146,12 @@ def speculation_metrics(
         "timing_s/propose": sums["propose_s"] / ranks.world_size,
         "timing_s/exchange": total_s(record.spans, "exchange"),
     }
-    if store_tokens is not None:
+    if has_store:
         metrics["bubble/drafted_tokens"] = sums["ahead_tokens"]
-        metrics["bubble/store_tokens"] = store_tokens
     for key in sorted(key for key in sums if key.startswith("proposed/")):
         name = key.removeprefix("proposed/")
         metrics[f"drafts/{name}/accept_rate"] = sums[f"accepted/{name}"] / max(sums[key], 1)
         metrics[f"drafts/{name}/tokens"] = sums[key]
-    for age, share in sorted(accepted_by_age.items()):
-        metrics[f"drafts/accept_rate/age_{age}"] = share
     return metrics
 
 

@@ -88,28 +88,18 @@ class RunReporter:
         if step + 1 in self.config.run.profile_steps:
             self.profiler.begin()
 
-    def report(
-        self,
-        record: StepRecord,
-        metrics: dict[str, float],
-        accepted_by_age: dict[int, float] | None,
-        store_tokens: int | None,
-    ) -> None:
-        """Report a step.
-
-        metrics: of everything that is not measured here; accepted_by_age, store_tokens: see
-        `speculation_metrics`; accepted_by_age is None where no drafts are verified.
-        """
+    def report(self, record: StepRecord, metrics: dict[str, float]) -> None:
+        """Report a step. metrics: of everything that is not measured here."""
         ranks, run, step = self.ranks, self.config.run, record.step + 1  # counted from 1
         self.profiler.end(step)
         is_dynamic = self.config.rollout.dynamic_sampling_max_batches > 1
         metrics |= report.rollout_metrics(record, self.functions, is_dynamic=is_dynamic)
-        if accepted_by_age is None:
-            metrics |= report.forward_metrics(ranks, record)
+        sources, is_tail = self.config.speculative.sources, self.config.tail_batching.enabled
+        if sources or is_tail:
+            has_store = "bubble" in sources or is_tail
+            metrics |= report.speculation_metrics(ranks, record, has_store=has_store)
         else:
-            metrics |= report.speculation_metrics(
-                ranks, record, store_tokens=store_tokens, accepted_by_age=accepted_by_age
-            )
+            metrics |= report.forward_metrics(ranks, record)
         metrics |= report.timing_metrics(ranks, record, metrics.pop("timing_s/sync"))
         metrics |= report.placement_metrics(ranks, record) | report.idle_metrics(ranks, record)
         metrics["perf/max_memory_gb"] = report.peak_memory_gb(ranks)

@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.engine import Engine
 from bubblespec.idle.task import RankView
 from bubblespec.mechanisms.episodes.environments import Environments, Observation
 from bubblespec.planner.drafts import MAX_LOOKAHEAD
@@ -72,24 +71,11 @@ class _Episode:
 class Episodes(RowFeed):
     """The feed of one rollout with environments."""
 
-    def __init__(
-        self,
-        environments: Environments,
-        engine: Engine,
-        prompts: Iterable[Prompt],
-        *,
-        seed: int,
-        clock,
-        with_environment: bool = False,
-        runs_drafts: bool = True,
-    ):
-        """Prepare one rollout.
-
-        prompts: of all rows that may be begun; with_environment: whether outcomes include it;
-        runs_drafts: whether rows of coming steps continue after their first turn."""
-        self.environments, self.engine, self.clock = environments, engine, clock
-        self.seed, self.with_environment = seed, with_environment
-        self.runs_drafts = runs_drafts
+    def __init__(self, sampler: Sampler, environments: Environments, prompts: Iterable[Prompt]):
+        """Prepare one rollout. prompts: of all rows that may be begun."""
+        self.environments, self.engine = environments, sampler.engine
+        self.clock, self.with_environment = sampler.ranks.clock, sampler.scorer.takes_environments
+        self.seed, self.runs_drafts = sampler.config.run.seed, sampler.config.environment.draft
         self.prompts = {prompt.uid: prompt for prompt in prompts}
         self.proposer: RolloutProposer | None = None
         self.counts = EpisodeCounts()
@@ -217,18 +203,11 @@ class EpisodesMechanism(Mechanism):
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Feed the rollout's rows, and those drafted for coming steps, through environments."""
-        sampler, config, batches = self.sampler, self.sampler.config, [plan.launch.groups]
+        batches = [plan.launch.groups]
         if plan.step is not None:
-            batches += sampler.schedule.upcoming(plan.step, MAX_LOOKAHEAD, plan.used)
-        plan.feed = episodes = Episodes(
-            self.environments,
-            sampler.engine,
-            [group.prompt for batch in batches for group in batch],
-            seed=config.run.seed,
-            clock=sampler.ranks.clock,
-            with_environment=sampler.scorer.takes_environments,
-            runs_drafts=config.environment.draft,
-        )
+            batches += self.sampler.schedule.upcoming(plan.step, MAX_LOOKAHEAD, plan.used)
+        prompts = [group.prompt for batch in batches for group in batch]
+        plan.feed = episodes = Episodes(self.sampler, self.environments, prompts)
         if plan.scoring is not None:
             plan.scoring.outcomes = episodes.outcomes
 
