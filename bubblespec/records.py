@@ -190,7 +190,7 @@ class StepRecord:
     """Drafts that the step's samples had before they were generated."""
     expected_s: float = math.nan
     """Predicted seconds until this rank finishes its rows; NaN if unknown."""
-    advantages: np.ndarray | None = None
+    advantages: np.ndarray = field(default_factory=lambda: np.empty(0))
     """float64 [samples], of `samples`; set by the update."""
     deferred: dict[SampleId, int] = field(default_factory=dict)
     """Deferred samples, with their length when the rollout ended."""

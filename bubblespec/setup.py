@@ -50,11 +50,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import load_loss
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.mechanisms import cpu_linear as linear
-from bubblespec.mechanisms.batch_invariant import (
-    InvariantForward,
-    check_invariance,
-    fix_libraries,
-)
+from bubblespec.mechanisms.batch_invariant import InvariantForward, check_invariance, fix_libraries
 from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
 from bubblespec.mechanisms.drafter.memory import add_drafter
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
@@ -228,9 +224,7 @@ def add_mechanisms(
 ) -> None:
     """Add the run's mechanisms to its sampler, and connect them. kernels: see `choose_linear`."""
     config, ranks, engine, params = sampler.config, sampler.ranks, sampler.engine, sampler.params
-    tail = make_tp_tail(
-        config, ranks, engine, params, sampler.board, sampler.stats, max_rows=max_tp_rows
-    )
+    tail = make_tp_tail(sampler, max_tp_rows)
     if tail is not None:
         sampler.mechanisms.append(tail)
     if config.environment.is_used:

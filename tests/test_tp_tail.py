@@ -1,6 +1,8 @@
 """The TP tail within a rollout, in virtual time, with rows of all lengths, drafts and stops: the
 responses and the end of the loop are those without the tail."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -248,9 +250,9 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
         pass_time(engine, ranks)
         board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=5e-3)
         stats = RunStats(shared_cost=CostModel.from_parameters(FORWARDS))
-        found[rank] = make_tp_tail(
-            config, ranks, engine, PARAMS, board, stats, max_rows=16 if rows == "auto" else rows
-        )
+        parts = {"config": config, "ranks": ranks, "engine": engine, "params": PARAMS}
+        sampler = SimpleNamespace(**parts, board=board, stats=stats)
+        found[rank] = make_tp_tail(sampler, 16 if rows == "auto" else rows)
         if found[rank] is not None:
             assert (found[rank].is_worth_it is not None) == (rows == "auto")
 

@@ -125,23 +125,17 @@ class Evaluator:
     def _parts(self) -> dict:
         if self.proposer is None:
             return {}
-        return {
-            "evaluation.drafts": self.store,
-            "evaluation.survival": self.proposer.survival,
-        }
+        return {"evaluation.drafts": self.store, "evaluation.survival": self.proposer.survival}
 
 
 def make_evaluator(sampler: Sampler) -> Evaluator:
     """Create a run's evaluator. Without draft sources evaluations have no drafts either."""
     sources, proposer = sampler.config.speculative.sources, None
     if sources:
+        clock, size = sampler.ranks.clock, vocab_size_of(sampler.engine)
+        cost, history = sampler.stats.cost, History(0)
         proposer = make_proposer(
-            sources,
-            History(0),
-            sampler.stats.cost,
-            has_drafts=True,
-            clock=sampler.ranks.clock,
-            vocab_size=vocab_size_of(sampler.engine),
+            sources, history, cost, has_drafts=True, clock=clock, vocab_size=size
         )
     return Evaluator(sampler, proposer)
 

@@ -34,20 +34,10 @@ class TakeOver(Protocol):
     def is_due(self, table: RowTable, states: list[RankState]) -> bool:
         """Whether the take-over begins at this tick: a pure function of shared data."""
 
-    def run(
-        self,
-        own: dict[int, Row],
-        table: RowTable,
-        params: SamplingParams,
-        proposer: RolloutProposer | None,
-        *,
-        own_engine: Engine,
-        on_finished: Callable[[Row], None],
-        record: RolloutRecord,
-    ) -> None:
+    def run(self, loop: "RolloutLoop") -> None:
         """Generate the unfinished rows of all ranks to their end.
 
-        own: this rank's, by index, which leave own_engine; on_finished: called with each."""
+        Those of this rank leave the loop's engine; `finish` is called with each."""
 
 
 @dataclass
@@ -141,6 +131,8 @@ class RolloutLoop:
 
     def _act_on(self, states: list[RankState]) -> None:
         """Apply a tick to this rank."""
+        board = self.board
+        assert board is not None
         capacities, lengths, *published = zip(
             *(np.split(state.facts, self._ends) for state in states), strict=True
         )
@@ -150,7 +142,9 @@ class RolloutLoop:
         if self.selects:
             self._select()
         if self.take_over is not None and self.take_over.is_due(self.table, states):
-            self._let_take_over(self.take_over)
+            self.take_over.run(self)
+            board.go_on()
+            self._last_s = self.clock.perf_counter()
             return
         jobs = [task.jobs() for task in self.tasks]
         given = assign(jobs, capacities, [not state.is_done for state in states])
@@ -162,8 +156,7 @@ class RolloutLoop:
         # Jobs may follow jobs; the cutoff and the take-over wait for lengths. The end needs no
         # frequent ticks: a rank that is done posts at once.
         is_near = self.take_over is not None and self.take_over.is_near(self.table)
-        assert self.board is not None
-        self.board.is_relaxed = not (self.selects or is_near or any(given))
+        board.is_relaxed = not (self.selects or is_near or any(given))
 
     def _select(self) -> None:
         """Abort rows that the cutoff excludes; submit finished ones that it includes."""
@@ -182,20 +175,9 @@ class RolloutLoop:
             self.feed.drop(row)
             self._note_end(row)
 
-    def _let_take_over(self, take_over: TakeOver) -> None:
-        """Finish the unfinished rows of all ranks on all of them together."""
-        assert self.board is not None
-        take_over.run(
-            {index: row for row, index in self.unfinished.items()},
-            self.table,
-            self.params,
-            self.proposer,
-            own_engine=self.engine,
-            on_finished=lambda row: self._submit(self._note_end(row)),
-            record=self.record,
-        )
-        self.board.go_on()
-        self._last_s = self.clock.perf_counter()
+    def finish(self, row: Row) -> None:
+        """Note and pass on a row of this rank that a take-over has finished."""
+        self._submit(self._note_end(row))
 
     def _submit(self, index: int) -> None:
         """Pass a complete row that is trained on to `on_finished`, once."""

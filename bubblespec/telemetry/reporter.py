@@ -149,7 +149,6 @@ class RunReporter:
         model = self.learner.model
         peak = peak_flops(torch.cuda.get_device_name(self.ranks.device), model.dtype)
         model_flops = ModelFlops.of(model)
-        assert record.advantages is not None
         if peak is None or model_flops is None:
             return None
         has_gradient = self.learner.has_gradient(record.samples, record.advantages)

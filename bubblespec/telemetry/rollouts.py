@@ -62,7 +62,6 @@ def columns_of(
     and the data's columns are JSON."""
     import pyarrow
 
-    assert record.advantages is not None
     samples, ids = record.generated, record.generated.ids
     advantages = dict(zip(record.samples.ids, record.advantages.tolist(), strict=True))
     prompts = [samples.prompt_of(i) for i in range(len(samples))]

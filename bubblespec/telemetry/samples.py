@@ -35,7 +35,6 @@ def describe(
     samples, number = record.samples, index % record.samples.num_generations
     group = samples.groups[index // samples.num_generations]
     rewards = zip(names, samples.rewards[index].tolist(), strict=True)
-    assert record.advantages is not None
     return {
         "step": record.step + 1,
         "uid": group.prompt.uid,

@@ -13,7 +13,7 @@ chain.
 """
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -66,16 +66,12 @@ class DrafterRunner(SlotFollower):
             length = -(-length // PAGE) * PAGE
         self.cache = KVCache(self.num_slots, length, int(runner.graphs is not None))
         kernel, memory = runner.forward.kernel, runner.forward.memory
-        self.forward = DrafterForward(drafter, kernel, memory=memory)
+        # Any: it has a second input.
+        self.forward = cast(Any, DrafterForward(drafter, kernel, memory=memory))
         self.graphs: ForwardGraphs | None = None
         if runner.graphs is not None:
             size = drafter.fuse.out_features
-            self.graphs = ForwardGraphs(
-                self.forward,  # type: ignore[arg-type]  # it has a second input
-                self.cache,
-                MAX_GRAPH_TOKENS,
-                size,
-            )
+            self.graphs = ForwardGraphs(self.forward, self.cache, MAX_GRAPH_TOKENS, size)
         self._hidden: torch.Tensor | None = None  # [slots, NUM_KEPT, H], by position % NUM_KEPT
         # Per slot: hidden states have been kept without a gap for positions in [_first, _end); the
         # drafter's cache begins at position _base (-1: it is empty) and holds _num_cached.

@@ -43,7 +43,6 @@ class StreamGradientsMechanism(Mechanism):
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
         """See `Mechanism`."""
-        assert record.advantages is not None
         has_gradient = self.learner.has_gradient(record.samples, record.advantages)
         tokens = record.samples.lengths * has_gradient
         share = tokens @ self.gradients.is_covered / max(tokens.sum(), 1)

@@ -9,14 +9,13 @@ rows' results, and the rollout ends with the next tick.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import cast
 
 import numpy as np
 
-from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine, Proposer
@@ -24,22 +23,17 @@ from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log
+from bubblespec.mechanisms.tp_tail import shards
 from bubblespec.mechanisms.tp_tail.kv_transfer import can_transfer_kv, transfer_kv
-from bubblespec.mechanisms.tp_tail.shards import (
-    ShardedForward,
-    TPGroup,
-    TPUnsupported,
-    no_tp_tail,
-)
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
-from bubblespec.planner.stats import RunStats
-from bubblespec.records import ForwardRecord, RolloutRecord, Span, StepRecord, total_s
-from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.feed import RolloutProposer
+from bubblespec.records import ForwardRecord, Span, StepRecord, total_s
+from bubblespec.rollout.board import RankState
 from bubblespec.rollout.gather import gather_rows
+from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
 from bubblespec.rollout.profile import profile
+from bubblespec.rollout.sampler import Sampler
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Row, SampleId
 
@@ -110,26 +104,16 @@ class TPTail(Mechanism):
         """Whether rows are left, and few enough."""
         return bool(0 < (table.synced >= 0).sum() <= self.max_rows)
 
-    def run(
-        self,
-        own: dict[int, Row],
-        table: RowTable,
-        params: SamplingParams,
-        proposer: RolloutProposer | None,
-        *,
-        own_engine: Engine,
-        on_finished: Callable[[Row], None],
-        record: RolloutRecord,
-    ) -> None:
+    def run(self, loop: RolloutLoop) -> None:
         """Generate the unfinished rows of all ranks to their end, all ranks together.
 
-        On a stop request on any rank all leave, and rows keep their tokens so far. own: this
-        rank's rows, by index, which leave own_engine; proposer: on all ranks or on none;
-        on_finished: called with each own row."""
+        On a stop request on any rank all leave, and rows keep their tokens so far. All ranks or
+        none have a proposer."""
         ranks, engine, clock = self.ranks, self.engine, self.ranks.clock
-        began_s = clock.perf_counter()
+        own_engine, proposer, record = loop.engine, loop.proposer, loop.record
+        unfinished, began_s = loop.unfinished, clock.perf_counter()
         own_engine.collect()
-        rows, unfinished = gather_rows(own, table, ranks), set(own.values())
+        rows = gather_rows({i: row for row, i in unfinished.items()}, loop.table, ranks)
         if rows:  # otherwise all have ended since the tick
             self._insert([rows[index] for index in sorted(rows)], unfinished, own_engine)
         for row in [*own_engine.queue, *own_engine.rows[::-1]]:
@@ -138,7 +122,7 @@ class TPTail(Mechanism):
         if not rows:
             return
         drafts = None if proposer is None else OwnersPropose(proposer, unfinished, self.gather)
-        record.extras[ROWS], last_s = len(own), clock.perf_counter()
+        record.extras[ROWS], last_s = len(unfinished), clock.perf_counter()
         with contextlib.ExitStack() as stack:
             for follow in self.companions:
                 stack.enter_context(follow(engine))
@@ -147,7 +131,7 @@ class TPTail(Mechanism):
                 if is_asked and self.gather(np.array([ranks.must_stop], np.uint8)).any():
                     break
                 step_s, own_rows = clock.perf_counter(), len(unfinished)
-                finished, load = engine.step(params, drafts)
+                finished, load = engine.step(loop.params, drafts)
                 end_s = clock.perf_counter()
                 assert load is not None, "the engine is not idle"
                 propose_s, looked_up = (0.0, 0) if proposer is None else proposer.take_spent()
@@ -157,13 +141,12 @@ class TPTail(Mechanism):
                 last_s = end_s
                 for row in finished:
                     if row in unfinished:
-                        unfinished.remove(row)
-                        on_finished(row)
+                        loop.finish(row)
         engine.collect()
         engine.reset()  # memory and graphs stay: capturing may take as long as the tail saves
         record.shared.append(Span("shared", began_s, clock.perf_counter()))
 
-    def _insert(self, rows: list[Row], own: set[Row], own_engine: Engine) -> None:
+    def _insert(self, rows: list[Row], own: Container[Row], own_engine: Engine) -> None:
         """Insert the rows of all ranks, with the keys and values that their ranks have."""
         engine, place = self.engine, enumerate(own_engine.rows)
         slots = {row: slot for slot, row in place if row in own}
@@ -184,7 +167,7 @@ class TPTail(Mechanism):
 class OwnersPropose:
     """The engine's `Proposer` where all ranks have all rows: owners propose, all get all drafts."""
 
-    def __init__(self, proposer: Proposer, own_rows: set[Row], gather: Callable):
+    def __init__(self, proposer: Proposer, own_rows: Container[Row], gather: Callable):
         """gather: `Ranks.gather`, between two forwards."""
         self.proposer, self.own_rows, self.gather = proposer, own_rows, gather
 
@@ -215,36 +198,28 @@ class OwnersPropose:
         return np.array([i for i, row in enumerate(rows) if row in self.own_rows], np.int64)
 
 
-def make_tp_tail(
-    config: Config,
-    ranks: Ranks,
-    engine: Engine,
-    params: SamplingParams,
-    board: ProgressBoard | None,
-    stats: RunStats,
-    *,
-    max_rows: int,
-) -> TPTail | None:
+def make_tp_tail(sampler: Sampler, max_rows: int) -> TPTail | None:
     """Create the tail; None with one rank, by its key, or where the model cannot be sharded.
 
     With auto also None where measured forwards show no gain. All ranks must call this together.
     max_rows: of `choose_slots`."""
-    wanted = config.rollout.tp_tail_max_rows
+    config, ranks, engine = sampler.config, sampler.ranks, sampler.engine
+    wanted, eager = config.rollout.tp_tail_max_rows, config.rollout.enforce_eager
     is_wanted = max_rows > 0 and not config.model.batch_invariant  # sums over ranks round
     is_wanted &= not config.environment.is_used  # an episode stays where its environment is
-    if ranks.world_size == 1 or not is_wanted or board is None:
+    if ranks.world_size == 1 or not is_wanted or sampler.board is None:
         return None
     alone = cast(ModelRunner, engine.runner)
     ranks.place = "set-up of the TP tail"
     try:
-        tp = TPGroup(ranks)
-        forward = ShardedForward(
+        tp = shards.TPGroup(ranks)
+        forward = shards.ShardedForward(
             alone.model,
             tp,
             alone.forward.kernel,
-            enforce_eager=config.rollout.enforce_eager,
+            enforce_eager=eager,
             memory=alone.forward.memory,
-            reduce=reduction_for(alone.device, config.rollout.enforce_eager),
+            reduce=reduction_for(alone.device, eager),
         )
         runner = ModelRunner(
             alone.model,
@@ -255,28 +230,28 @@ def make_tp_tail(
             max_num_batched_tokens=max(alone.max_num_batched_tokens, max_rows),
         )
         forward.check()
-    except TPUnsupported as error:
+    except shards.TPUnsupported as error:
         if wanted != "auto" and ranks.is_main:
-            log(f"warning: {no_tp_tail(error)}")
+            log(f"warning: {shards.no_tp_tail(error)}")
         return None
     tail = TPTail(Engine(runner), ranks, tp.gather_array, max_rows)
     if wanted == "auto":
-        tp_cost = measure(tail.engine, engine, params, ranks)
+        tp_cost = measure(tail.engine, engine, sampler.params, ranks)
         if tp_cost is None:
             tail.engine.release()
             return None
-        enter_by_cost(tail, tp_cost, stats, engine.num_slots, board)
+        enter_by_cost(tail, tp_cost, sampler)
     ranks.before_end.append(runner.release)
     return tail
 
 
-def enter_by_cost(
-    tail: TPTail, tp_cost: CostModel, stats: RunStats, num_slots: int, board: ProgressBoard
-) -> None:
+def enter_by_cost(tail: TPTail, tp_cost: CostModel, sampler: Sampler) -> None:
     """Enter the tail where costs and predicted lengths of rows promise a gain.
 
-    tp_cost: of forwards of all ranks together; num_slots: of one rank."""
-    entering_s = OVERHEAD_TICKS * board.interval_s
+    tp_cost: of forwards of all ranks together."""
+    assert sampler.board is not None
+    stats, num_slots = sampler.stats, sampler.engine.num_slots
+    entering_s = OVERHEAD_TICKS * sampler.board.interval_s
 
     def is_worth_it(table: RowTable) -> bool:
         if table.rows is None or stats.shared_cost is None:

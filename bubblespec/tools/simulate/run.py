@@ -258,9 +258,8 @@ class _Rank:
             gather = SimulatedRanks(ranks.world, ranks.rank, meeting_s=0.0).gather
             together = shared.engine(ranks, self.texts.of_row, is_tail=True)
             tail = TPTail(together, ranks, gather, shared.tail_rows, has_keys=False)
-            if shared.tp_cost is not None and board is not None:
-                stats = self.sampler.stats
-                enter_by_cost(tail, shared.tp_cost, stats, engine.num_slots, board)
+            if shared.tp_cost is not None:
+                enter_by_cost(tail, shared.tp_cost, self.sampler)
             self.sampler.mechanisms.append(tail)
         if self.workload.has_tools:
             num_workers = max(config.environment.num_workers, 1)
