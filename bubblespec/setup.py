@@ -232,7 +232,7 @@ def add_mechanisms(
         atexit.register(environments.close)
         sampler.mechanisms.append(EpisodesMechanism(sampler, environments))
     if config.optim.stream_gradients:
-        sampler.mechanisms.append(StreamGradientsMechanism(learner, sampler.combined))
+        sampler.mechanisms.append(StreamGradientsMechanism(sampler, learner))
     if "quantized" in config.speculative.sources and sampler.proposer is not None:
         prompts = sampler.schedule.prompts.prompts[:8]
         quantized = make_quantized(config, ranks, engine, params, sampler.stats.cost, prompts)

@@ -129,13 +129,13 @@ def test_resumed_run_has_the_drafter_of_the_checkpoint(tmp_path, drafted, capfd,
 
 
 def test_a_stop_in_the_warm_start_ends_the_run(monkeypatch, tmp_path, capfd):
-    train_drafter = drafter_mechanism.train
+    train_drafter = drafter_mechanism.warm_start.train
 
     def stopped(training, examples, ranks):
         ranks.must_stop |= ranks.rank == 1
         train_drafter(training, examples, ranks)
 
-    monkeypatch.setattr(drafter_mechanism, "train", stopped)
+    monkeypatch.setattr(drafter_mechanism.warm_start, "train", stopped)
     train_on_threads(2, *OPTIONS, *DRAFTER, ALL, f"run.output_dir={tmp_path}")
     assert capfd.readouterr().err.count("stopped after 0 of 4 updates") == 1
     assert not digests(tmp_path)

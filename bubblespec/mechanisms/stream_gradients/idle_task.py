@@ -63,7 +63,7 @@ class StreamGradients(SliceTask):
         scoring: Scoring,
         combine_rewards: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ):
-        """Create the task of one rollout. combine_rewards: see `StreamGradientsMechanism`."""
+        """Create the task of one rollout. combine_rewards: see `Sampler.combined`."""
         self.gradients, self.scoring, self.combine_rewards = gradients, scoring, combine_rewards
         self.config, self.cost = gradients.learner.config, gradients.cost
         self.shape = (len(launch.groups), launch.num_generations)

@@ -1,15 +1,12 @@
 """Streamed gradients in a run: what the sampler and the trainer see of them."""
 
-from collections.abc import Callable
-
-import numpy as np
-
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.learner import Learner
 from bubblespec.mechanisms.stream_gradients.gradients import StreamedGradients
 from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
 from bubblespec.records import StepRecord
 from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.sampler import Sampler
 
 
 class StreamGradientsMechanism(Mechanism):
@@ -20,16 +17,9 @@ class StreamGradientsMechanism(Mechanism):
 
     name = "stream_gradients"
 
-    def __init__(
-        self, learner: Learner, combine_rewards: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    ):
-        """Make `gradients` the learner's early gradients.
-
-        combine_rewards: returns training rewards, float64 [S], given each function's rewards,
-        [S, functions], and lengths, [S].
-        """
-        self.learner, self.combine_rewards = learner, combine_rewards
-        self.gradients = StreamedGradients(learner)
+    def __init__(self, sampler: Sampler, learner: Learner):
+        """Make `gradients` the learner's early gradients."""
+        self.sampler, self.learner, self.gradients = sampler, learner, StreamedGradients(learner)
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """See `Mechanism`."""
@@ -38,7 +28,7 @@ class StreamGradientsMechanism(Mechanism):
             return
         self.gradients.forget()  # of a rollout that was abandoned
         plan.tasks.append(
-            StreamGradients(plan.launch, self.gradients, plan.scoring, self.combine_rewards)
+            StreamGradients(plan.launch, self.gradients, plan.scoring, self.sampler.combined)
         )
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
