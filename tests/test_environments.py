@@ -249,7 +249,7 @@ def test_calls_of_one_turn_run_in_order_and_coroutines_last(chatml):
 def test_last_turn_is_not_run(chatml):
     turn = call_text("chatml", "add", a=1, b=2)
     (*_, last), outcome = play("Calculator", chatml, make_prompt(), [turn] * 3, max_turns=3)
-    assert (last.is_done, last.reason, last.num_calls, len(last.ids)) == (True, "max_turns", 0, 0)
+    assert (last.reason, last.num_calls, len(last.ids)) == ("max_turns", 0, 0)
     assert outcome.reward == 6
 
 
@@ -269,7 +269,7 @@ def test_text_environment(chatml, is_chat):
     around = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n" if is_chat else "{}"
     assert chatml.decode(less.ids) == around.format("less")
     assert chatml.decode(more.ids) == around.format("more")
-    assert (last.is_done, last.reason, last.num_calls) == (True, "done", 0)
+    assert (last.reason, last.num_calls) == ("done", 0)
     assert outcome.reward == 1.5
     assert pickle.loads(outcome.environment).number == 5
 
@@ -284,7 +284,7 @@ def test_seed_and_errors_of_a_text_environment(chatml):
     (_, last), _ = play("WordGame", chatml, make_prompt(), ["9"], seed=9)
     assert last.reason == "done"
     (_, last), outcome = play("Guess", chatml, make_prompt(number=5), ["break"])
-    assert last.is_done and last.reason == "error" and "broken" in outcome.problem
+    assert last.reason == "error" and "broken" in outcome.problem
 
 
 @pytest.mark.parametrize("kind, same", [("seeded", True), ("random", False)])
@@ -297,7 +297,7 @@ def test_seed_reaches_reset(chatml, kind, same):
 
 def test_error_of_reset_ends_the_episode(chatml):
     (begin,), outcome = play("Unruly", chatml, make_prompt(kind="raises"), [])
-    assert begin.is_done and begin.reason == "error" and len(begin.ids)
+    assert begin.reason == "error" and len(begin.ids)
     assert outcome.reward is None and "no such game" in outcome.problem
 
 
@@ -316,7 +316,7 @@ def test_long_observations_are_cut_within_the_template(chatml, limit):
 def test_too_many_observations_for_one_turn(chatml):
     turn = call_text("chatml", "flood", size=1).removesuffix("<|im_end|>") * 20 + "<|im_end|>"
     (_, observation), _ = play("Unruly", chatml, make_prompt(), [turn], max_observation_length=40)
-    assert observation.is_done and observation.reason == "too_long"
+    assert observation.reason == "too_long"
 
 
 def test_long_text_of_reset_is_cut(chatml):

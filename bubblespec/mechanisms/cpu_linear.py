@@ -67,11 +67,6 @@ class Plan(NamedTuple):
     calls: tuple[Call, ...] = ()  # in generation, for each of ROWS; none for torch's products
     trains: bool = False  # whether training uses oneDNN
 
-    @property
-    def packs(self) -> bool:
-        """Whether generation needs a packed copy."""
-        return any(call.kernel == PACKED for call in self.calls)
-
     def by_rows(self) -> tuple[Call, ...]:
         """Return the calls for 0, 1, 2, ... rows, up to the last of ROWS."""
         counts = range(ROWS[-1] + 1)
@@ -231,7 +226,7 @@ def use_plans(model: torch.nn.Module, plans: dict[str, Plan]) -> None:
 def refresh_copies(model: torch.nn.Module) -> None:
     """Renew copies after an update, so that the next forward's measured time excludes them."""
     for module in model.modules():
-        if isinstance(module, FastLinear) and module.plan.packs:
+        if isinstance(module, FastLinear) and any(c.kernel == PACKED for c in module.plan.calls):
             module.packed()
 
 

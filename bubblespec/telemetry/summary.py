@@ -319,7 +319,8 @@ def grid(columns: dict[str, dict[str, float]], metrics: list[Metric]) -> list[st
     for metric in metrics:
         values = [column.get(metric.key, math.nan) for column in columns.values()]
         if any(map(math.isfinite, values)):
-            texts = [f"{value:.0%}" if metric.is_share else compact(value) for value in values]
+            is_share = "share" in metric.chart.lower()
+            texts = [f"{value:.0%}" if is_share else compact(value) for value in values]
             table.append((metric.row, texts))
     return [f"{name:28}" + "".join(f"{t:>{width}}" for t in texts) for name, texts in table]
 

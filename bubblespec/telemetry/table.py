@@ -25,11 +25,6 @@ class Metric:
     row: str = ""
     """Name of its row at the end of a run; empty: none."""
 
-    @property
-    def is_share(self) -> bool:
-        """Whether its row has percents."""
-        return "share" in self.chart.lower()
-
 
 # By the question that they answer, which is the title of a group of charts.
 SHOWN = {

@@ -50,11 +50,6 @@ class Observation(NamedTuple):
     seconds: float = 0.0
     """Time spent in the environment."""
 
-    @property
-    def is_done(self) -> bool:
-        """Whether no turn follows."""
-        return self.reason is not None
-
 
 class Outcome(NamedTuple):
     """What remains of an episode."""

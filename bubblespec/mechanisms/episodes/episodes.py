@@ -161,7 +161,7 @@ class Episodes(RowFeed):
             self.counts.calls += observation.num_calls
             self.counts.failed_calls += observation.num_failed
         if episode.num_turns == 0:
-            episode.is_broken = observation.is_done
+            episode.is_broken = observation.reason is not None
             unknown = np.full(len(ids), np.nan, np.float32)
             row.tokens, row.logprob, row.full_logprob = ids, unknown, unknown.copy()
             self.engine.add([row])
