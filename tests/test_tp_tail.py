@@ -104,11 +104,11 @@ def play(
                 proposer.track(row, None, version=1)
         run, launch = tail.run, shared.launch
 
-        def noted(own, *arguments, **options):
+        def noted(loop):
             engine.collect()
-            entered.append({place: len(row.tokens) for place, row in own.items()})
+            entered.append({place: len(row.tokens) for row, place in loop.unfinished.items()})
             before = 0 if source is None else int(source.chain_lengths[1:].sum())
-            run(own, *arguments, **options)
+            run(loop)
             num_chains.append(0 if source is None else int(source.chain_lengths[1:].sum()) - before)
 
         def watched(*arguments):

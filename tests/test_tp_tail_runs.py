@@ -49,18 +49,19 @@ def runs(tmp_path_factory):
     calls, run = [], TPTail.run
     observed, observe = [], RunStats.observe_rollout
 
-    def noted(tail, own, table, *arguments, **options):
+    def noted(tail, loop):
+        own = list(loop.unfinished)
         call = SimpleNamespace(rank=tail.ranks.rank, num_rows=len(own))
-        call.is_evaluation = table.launch.groups[0].visit == EVALUATION
+        call.is_evaluation = loop.table.launch.groups[0].visit == EVALUATION
         others = [c for c in calls if c.rank == 1 and c.is_evaluation]
         call.stops = call.is_evaluation and call.rank == 1 and len(others) == 1
         tail.ranks.must_stop |= call.stops
         before = tail.engine.num_forwards
-        options["own_engine"].collect()
-        call.tokens = -sum(len(row.tokens) for row in own.values())
-        run(tail, own, table, *arguments, **options)
+        loop.engine.collect()
+        call.tokens = -sum(len(row.tokens) for row in own)
+        run(tail, loop)
         call.forwards = tail.engine.num_forwards - before
-        call.tokens += sum(len(row.tokens) for row in own.values())
+        call.tokens += sum(len(row.tokens) for row in own)
         calls.append(call)
 
     keys = ["rollout.tp_tail_max_rows=6", "run.trace=true", f"run.output_dir={shared}"]
