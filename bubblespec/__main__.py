@@ -31,8 +31,9 @@ def main() -> int:
         return importlib.import_module(COMMANDS[name]).main(arguments) or 0
     except EndsRun as error:  # one line
         return report(error)
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt:  # Python ends by the signal, here without a traceback
+        sys.excepthook = lambda *error: None
+        raise
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ PLANNER_FILE = "planner.npz"
 OPTIMIZER_FILE = "optimizer.pt"
 BEST = "checkpoint-best"
 FORMAT = 3
-NOT_THE_SAME = "resuming would not repeat the same run (set another run.output_dir for a new one)"
+ADVICE = "set the same to resume, or another run.output_dir for a new run"
 # Errors of reading files that are torn or of another format.
 UNREADABLE: tuple[type[Exception], ...] = (
     OSError,
@@ -241,10 +241,8 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
         return None
     state = read_state(folder)
     if state.get("format") != FORMAT:
-        raise InputError(
-            f"run.resume_from_checkpoint: {folder} was written by another version of this package: "
-            f"{NOT_THE_SAME}"
-        )
+        reason = "was written by another version of this package; set another run.output_dir"
+        raise InputError(f"run.resume_from_checkpoint: {folder} {reason}")
     differences = _check_same_run(config, state["config"], folder)
     if world_size != state["world_size"]:
         differences.append(f"{world_size} ranks here, but {state['world_size']}")
@@ -270,7 +268,9 @@ def _newest_whole(folders: list[str]) -> str | None:
 def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
     """Return differences that change rounding alone; raise InputError for relevant others."""
     current, classes, rounding = flatten(config), resume_classes(config), []
-    saved = flatten(Config()) | saved  # keys that a later version has added had their defaults
+    # Keys added since had their defaults. This one had another, which environments alone use.
+    same = () if config.environment.is_used else ("environment.max_observation_length",)
+    saved = flatten(Config()) | saved | {key: current[key] for key in same}
     for key in sorted(saved):
         if key not in current:
             raise InputError(f"{key}: unknown key in {where}, written by another version")
@@ -278,7 +278,7 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
         if key.endswith("path") and _is_the_same_data(here, there):
             continue
         if here != there and classes[key] == EXACT:
-            raise InputError(f"{key}: {here} here, but {there} in {where}; {NOT_THE_SAME}")
+            raise InputError(f"{key}: {here} here, but {there} in {where}; {ADVICE}")
         if here != there and classes[key] == ROUNDING:
             rounding.append(f"{key}: {here} here, but {there}")
     return rounding

@@ -21,7 +21,7 @@ def answer_to(name: str, sections: set[str]) -> str | None:
     """Return the answer to a foreign key by its whole name, its beginning, or its end.
 
     sections: ours, in which a key is taken for one of the same section only."""
-    name, leaf = name.lstrip("+"), name.rpartition(".")[2]  # +: Hydra's sign for new keys
+    name, leaf = name.lstrip("+").removeprefix("args."), name.rpartition(".")[2]  # Hydra, TRL
     first, parent = name.partition(".")[0], name
     while parent and (parent == name or parent not in sections):
         if answer := _ALL.get(parent) or ("." in parent and _by_end(f".{parent}")):

@@ -131,13 +131,14 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
     with console.phase("timing linear layers"):
-        kernels = linear.choose_linear(config, ranks, model, state.get("linear"))
+        models = torch.nn.ModuleList([model] if teacher is None else [model, teacher.model])
+        kernels = linear.choose_linear(config, ranks, models, state.get("linear"))
     if kernels is not None:
         plans = linear.read_plans(kernels)
         linear.use_plans(model, plans)
-        if reference not in (None, model):  # it generates nothing
-            trained = {shape: linear.Plan(trains=plan.trains) for shape, plan in plans.items()}
-            linear.use_plans(reference, trained)
+        trained = {shape: linear.Plan(trains=plan.trains) for shape, plan in plans.items()}
+        for frozen in {reference, *models} - {None, model}:  # they generate nothing
+            linear.use_plans(frozen, trained)
     learner = Learner(
         config=config,
         ranks=ranks,

@@ -1,7 +1,8 @@
 """Draws pictures of docs/images: python -m notebooks.images [NAME ...]
 
-By default all that need no training run: from the simulator (step_eight_ranks takes a minute), from
-the estimate of memory, from the tiny policy, and from what benchmarks and runs have recorded.
+By default all that need no training run: from the simulator (step_eight_ranks takes three
+minutes), from the estimate of memory, from the tiny policy, and from what benchmarks and runs have
+recorded.
 """
 
 import os
@@ -12,29 +13,30 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
 
 from benchmarks import simulated_systems
-from benchmarks.simulated_systems import GENERATIONS, MISMATCH, RANKS, SHARE_OF_LONGEST, K, System
+from benchmarks.simulated_systems import GENERATIONS, MISMATCH, RANKS, SHARE_OF_LONGEST, K, scaled
 from bubblespec import memory
 from bubblespec.config_file import load_config
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.memory import CARDS, needs_of, planned_model
+from bubblespec.tools.simulate.command import synthetic_run
+from bubblespec.tools.simulate.recorded import load_copy_cost, load_cost
 from bubblespec.tools.simulate.roofline import GPUS, MODELS
-from bubblespec.tools.simulate.run import SimulatedStep
+from bubblespec.tools.simulate.run import SimulatedStep, simulate
+from bubblespec.tools.simulate.workload import Spec
 from bubblespec.types import Group
 from notebooks import experiments
 from notebooks.pictures import SIZE, draw_timelines, figure_of, label_axes, legend_below
-from notebooks.reading import read_run, read_timeline
-from notebooks.report_pictures import draw_training
-from notebooks.reports import REAL_KEYS, SIMULATED_KEYS, read_report
+from notebooks.reports import SIMULATED_KEYS, read_report
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOLDER = os.path.join(ROOT, "docs", "images")
 SIMULATED = os.path.join(ROOT, "docs", "results", "simulated_systems.json")
-REAL = os.path.join(ROOT, "notebooks", "data", "systems.json")
-RUNS = os.path.join(ROOT, "notebooks", "data", "runs")
-RECORDED_STEP = 14
 
+COST = "h200:7b"
 LONGEST = 16 * K  # tokens of the responses of the simulated step
-STEPS = 10  # of which one is drawn; the first has no drafts, and the last drafts nothing
+SCALE = 32  # real tokens for each simulated one, to have fewer forwards
+PROMPTS = 16  # of a step
+STEPS = 30  # one from the middle is drawn: the first has no drafts, and the last drafts nothing
 # Operations per parameter and token: forward, backward, and a forward to recompute activations.
 TRAINING_OPERATIONS = 2 + 4 + 2
 TRAINING_SHARE = 0.5  # of peak operations
@@ -43,9 +45,9 @@ TRAINING_SHARE = 0.5  # of peak operations
 EXPLAINED = {
     "prefill": "prefill (read the prompts)",
     "verify drafts": "verify drafts of earlier steps",
-    "draft (co-scheduled)": "generate or verify, and draft (co-scheduled)",
+    "draft (co-scheduled)": "generate or verify, and draft",
     "draft (idle)": "draft coming steps (idle)",
-    "idle": "idle (wait for the slowest rank)",
+    "idle": "idle (wait for others)",
 }
 
 PARTS = {
@@ -64,60 +66,81 @@ ACCEPTED, WRONG, DROPPED = "#1b9e77", "#d62728", "#bbbbbb"
 
 
 def step_eight_ranks() -> Figure:
-    """Draw a step of a 7B on eight GPUs, without drafts and with drafts from idle time."""
-    arguments = simulated_systems.make_parser().parse_args(["--steps", str(STEPS)])
-    keys = {simulated_systems.PLACEMENT: "balanced"}
-    methods = {"none": "without drafts", "bubble+suffix": "with drafts from idle time"}
-    steps = {}
-    for method, words in methods.items():
-        system = System(keys | {simulated_systems.METHOD: method})
-        steps[words], scale = simulated_systems.simulate_steps(arguments, "7b", LONGEST, system)
+    """Draw a step of a 7B on eight GPUs, without drafts and with the default configuration."""
+    spec = Spec(
+        mean=LONGEST / SHARE_OF_LONGEST / SCALE,
+        max=LONGEST // SCALE,
+        prompt=256 // SCALE,
+        run=MISMATCH / SCALE,
+        steps=STEPS,
+    )
+    costs = [load_cost(COST), load_cost(COST, RANKS), load_copy_cost(COST)]
+    cost, together, copy_cost = (scaled(of.seconds, SCALE) for of in costs)
+    sizes = [f"rollout.num_prompts_per_step={PROMPTS}", f"rollout.num_generations={GENERATIONS}"]
+    plain = ["speculative.method=none", "rollout.placement=in_turn", "rollout.tp_tail_max_rows=0"]
+    of_method = []
+    for overrides in (plain, []):
+        config, workload = synthetic_run(spec, sizes + overrides)
+        of_method.append(
+            simulate(
+                config,
+                workload,
+                cost,
+                RANKS,
+                together=together,
+                copy_cost=copy_cost,
+                shows_progress=True,
+            )
+        )
     totals_s = np.array(
-        [
-            [scale * step.seconds + train_s(scale, step) for step in of_method]
-            for of_method in steps.values()
-        ]
+        [[SCALE * step.seconds + train_s(step) for step in steps] for steps in of_method]
     )
     before_s, after_s = totals_s
     overall = before_s.sum() / after_s.sum()
-    number = int(np.argmin(np.abs(before_s / after_s - overall)))
-    titles = [f"{words}: {s:.0f} s" for words, s in zip(steps, totals_s[:, number], strict=True)]
+    middle = slice(STEPS // 3, 2 * STEPS // 3)
+    number = middle.start + int(np.argmin(np.abs((before_s / after_s)[middle] - overall)))
+    words = ("without drafts", "default configuration")
+    titles = [f"{word}: {s:.0f} s" for word, s in zip(words, totals_s[:, number], strict=True)]
     titles[1] += f", {before_s[number] / after_s[number]:.2f}x as fast, with the same tokens"
-    lanes = {}
-    for title, of_method in zip(titles, steps.values(), strict=True):
-        step = of_method[number]
-        lanes[title] = [with_training(scale, lane, step) for lane in step.lanes]
+    lanes = {
+        title: [with_training(lane, steps[number]) for lane in steps[number].lanes]
+        for title, steps in zip(titles, of_method, strict=True)
+    }
     figure = draw_timelines(lanes, columns=4)
     for text in figure.legends[0].get_texts():
         text.set_text(EXPLAINED.get(text.get_text(), text.get_text()))
+    idle = [f"{idle_share(steps):.0%}" for steps in of_method]
     figure.suptitle(
         f"One training step of a 7B model on {RANKS} GPUs. SIMULATED, not measured:\n"
-        f"Qwen2.5-7B in bfloat16 on H200s by a roofline; {arguments.prompts} prompts x "
-        f"{GENERATIONS} responses, lengths lognormal, mean {LONGEST // SHARE_OF_LONGEST:,} and at "
-        f"most {LONGEST:,} tokens;\na draft is right for {MISMATCH} tokens on average; training by "
-        f"its operations at {TRAINING_SHARE:.0%} of peak.\nOf {STEPS} steps, the one whose gain is "
-        f"closest to that of all of them, {overall:.2f}x",
+        f"Qwen2.5-7B in bfloat16 on H200s by a roofline; {PROMPTS} prompts x {GENERATIONS} "
+        f"responses, lengths lognormal, mean {LONGEST // SHARE_OF_LONGEST:,} and at most "
+        f"{LONGEST:,} tokens;\na fresh draft is right for {MISMATCH} tokens on average; "
+        f"training by its operations at {TRAINING_SHARE:.0%} of peak.\nOf {STEPS} steps, the one "
+        f"in the middle whose gain is closest to that of all of them, {overall:.2f}x; "
+        f"idle in all rollouts: {idle[0]} and {idle[1]}",
         fontsize=SIZE,
     )
     return figure
 
 
-def train_s(scale: float, step: SimulatedStep) -> float:
-    """Return the seconds in which each H200 trains a 7B on its share of a step's tokens.
+def idle_share(steps: list[SimulatedStep]) -> float:
+    """Return the share of the rollouts in which ranks have nothing to do."""
+    seconds = np.array([step.seconds for step in steps])
+    return float(seconds @ [step.idle_share for step in steps] / seconds.sum())
 
-    scale: real tokens for each simulated one.
-    """
-    operations = (
-        TRAINING_OPERATIONS * MODELS["7b"].parameters * scale * step.response_tokens / RANKS
-    )
+
+def train_s(step: SimulatedStep) -> float:
+    """Return the seconds in which each H200 trains a 7B on its share of a step's tokens."""
+    tokens = SCALE * step.response_tokens / RANKS
+    operations = TRAINING_OPERATIONS * MODELS["7b"].parameters * tokens
     return operations / (TRAINING_SHARE * GPUS["h200"].peak)
 
 
-def with_training(scale: float, lane: np.ndarray, step: SimulatedStep) -> np.ndarray:
+def with_training(lane: np.ndarray, step: SimulatedStep) -> np.ndarray:
     """Return a rank's lane, float64 [spans, 3], in real seconds and with the training."""
-    begin_s = scale * step.seconds
-    train = (KINDS.index("train"), begin_s, begin_s + train_s(scale, step))
-    return np.vstack((lane * (1.0, scale, scale), train))
+    begin_s = SCALE * step.seconds
+    train = (KINDS.index("train"), begin_s, begin_s + train_s(step))
+    return np.vstack((lane * (1.0, SCALE, SCALE), train))
 
 
 def drafted_tokens() -> Figure:
@@ -261,23 +284,6 @@ def memory_7b() -> Figure:
     return figure
 
 
-def step() -> Figure:
-    """Draw the same step of two recorded runs of the tiny policy on two ranks."""
-    methods = {"none": "without drafts", "bubble+suffix": "with drafts from idle time"}
-    lanes = {}
-    for method, words in methods.items():
-        of_step = read_timeline(read_run(os.path.join(RUNS, method)), RECORDED_STEP)
-        seconds = max(lane[:, 2].max() for lane in of_step)
-        lanes[f"{words}: {seconds:.2f} s"] = of_step
-    return draw_timelines(lanes)
-
-
-def systems_tiny() -> Figure:
-    """Draw the systems, as whole steps of the tiny policy."""
-    report = read_report(REAL, REAL_KEYS)
-    return draw_training(report["systems"], report["seeds"])
-
-
 def simulated_systems_figure() -> Figure:
     """The systems, simulated, by the length of the longest response."""
     report = read_report(SIMULATED, SIMULATED_KEYS)
@@ -297,8 +303,6 @@ IMAGES = {
     "step_eight_ranks": step_eight_ranks,
     "drafted_tokens": drafted_tokens,
     "memory_7b": memory_7b,
-    "step": step,
-    "systems_tiny": systems_tiny,
     "simulated_systems": simulated_systems_figure,
     "simulated_ablation": simulated_ablation,
 }

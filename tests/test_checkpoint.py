@@ -241,7 +241,16 @@ def changed(value):
     return [1] if isinstance(value, list) else f"{value}x"
 
 
+def test_former_default_resumes_without_environment(saver):
+    """Once environment.max_observation_length was 512; now it depends on another key."""
+    saver.config.environment.max_observation_length = 512
+    saver(1)
+    saver.config.environment.max_observation_length = 256
+    assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 1)
+
+
 def test_changed_key_is_handled_by_class(saver, capfd):
+    saver.config.environment.factory = "my.Environment"
     saver(1)
     classes = resume_classes(saver.config)
     for key, value in flatten(saver.config).items():
@@ -252,7 +261,8 @@ def test_changed_key_is_handled_by_class(saver, capfd):
         if classes[key] != EXACT:
             assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 1), key
         else:
-            with pytest.raises(InputError, match=rf"^{key}: .* here, but .* in .*checkpoint-1"):
+            said = rf"^{key}: .* here, but .* in .*checkpoint-1; set the same to resume"
+            with pytest.raises(InputError, match=said):
                 find_checkpoint(saver.config, ALONE)
         said = capfd.readouterr().err
         is_said = said.startswith(f"warning: {key}: ") and said.count("\n") == 1

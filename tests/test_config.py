@@ -262,6 +262,7 @@ def test_unknown_key_below_own_section_is_not_foreign():
     sections = {key.partition(".")[0] for key in flatten(Config())}
     assert answer_to("reward.tools", sections) is None
     assert answer_to("model.something", sections) is None
+    assert answer_to("args.beta", sections) == "loss.kl_coef"
 
 
 def test_all_problems_are_reported_at_once(load):

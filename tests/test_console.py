@@ -213,7 +213,7 @@ def test_end_of_runs_with_few_steps():
     assert end(make_config(), History(), checkpoint=None) == files
     options = {"num_updates": 0, "checkpoint": None, "is_stopped": True}
     stopped = "stopped after 0 of 60 updates; run the same command to resume"
-    assert end(make_config(), History(), **options) == [stopped, *files]
+    assert end(make_config(), History(), **options) == [*files, stopped]
     lines = end(make_config(), history_of(METRICS), num_updates=1)
     assert lines[0].split() == ["step", "1"] and "drafts: none were verified" in lines
     nothing = end(make_config(), history_of(METRICS | {"reward": 0.0}))

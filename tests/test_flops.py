@@ -59,6 +59,8 @@ def test_step_flops_count_shared_prompts_once():
     trained = 3 * (forward(1 + 3) + forward(2 + 5))
     has_gradient = np.array([False, True, False, True])
     assert flops.step(samples, samples, has_gradient, 3) == generated + trained
+    teacher = ModelFlops(num_parameters=500.0, attention_width=0)
+    assert teacher.of_samples(samples, has_gradient) == 1000 * (1 + 3 + 2 + 5)
 
 
 PEAKS = {"H100 80GB HBM3": 989, "H100 PCIe": 756, "H100 NVL": 835, "H200": 989, "L40S": 362}

@@ -1,5 +1,6 @@
 """The pictures of docs/images that need no training run."""
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 
 from bubblespec.telemetry.timeline import KINDS
 from notebooks import images
+from tests.helpers.warm import ROOT
 
 SLOW = "step_eight_ranks"  # a minute of simulation
 
@@ -17,6 +19,9 @@ def test_documented_pictures_exist():
     stored = {path.stem for path in Path(images.FOLDER).glob("*.png")}
     of_runs = {"reward_vs_trl", "tiny_run", "smollm2_run", "tensorboard", "fitted_costs"}
     assert set(images.IMAGES) <= stored <= set(images.IMAGES) | of_runs
+    pages = [Path(ROOT, "README.md"), *Path(ROOT, "docs").rglob("*.md")]
+    shown = set(re.findall(r"images/(\w+)\.png", "".join(page.read_text() for page in pages)))
+    assert shown == stored
 
 
 def test_pictures_are_drawn_by_name(monkeypatch, tmp_path, capsys):
@@ -33,10 +38,8 @@ def test_pictures_are_drawn_by_name(monkeypatch, tmp_path, capsys):
 def test_eight_rank_picture_equals_simulation(monkeypatch):
     """Both arms of one step are there, in real seconds, with training at the end."""
     seen = {}
-    parser = images.simulated_systems.make_parser()
-    parser.set_defaults(longest=100, prompts=8)
-    monkeypatch.setattr(images, "STEPS", 4)
-    monkeypatch.setattr(images.simulated_systems, "make_parser", lambda: parser)
+    for name, value in {"LONGEST": 3200, "PROMPTS": 8, "GENERATIONS": 2, "STEPS": 6}.items():
+        monkeypatch.setattr(images, name, value)
     draw = images.draw_timelines
     monkeypatch.setattr(
         images, "draw_timelines", lambda lanes, columns: seen.update(lanes) or draw(lanes, columns)
@@ -60,7 +63,7 @@ def test_training_flops_are_eight_per_parameter_and_token():
     step = SimpleNamespace(response_tokens=400)
     layer = 3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 3584 * 18944
     wanted = 8 * (28 * layer + 152_064 * 3584) * (32 * 400 / 8) / 494.5e12
-    assert images.train_s(32.0, step) == pytest.approx(wanted, rel=1e-9)
+    assert images.train_s(step) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_first_mismatch_is_drawn_inside_drafts_only():

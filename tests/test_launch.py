@@ -59,12 +59,11 @@ def test_ctrl_c_ends_with_the_summary_of_the_run(start, tmp_path):
     wait_until(lambda: metrics.exists() and metrics.stat().st_size)
     os.killpg(process.pid, signal.SIGINT)
     code, said = end_of(process)
-    assert code == 128 + signal.SIGINT
+    assert code == -signal.SIGINT  # for a shell 130, and the end of its script
     (steps,) = re.findall(
-        r"^stopped after (\d+) of 100000 updates; run the same", said, re.MULTILINE
+        r"^stopped after (\d+) of 100000 updates; run the same", said.splitlines()[-1]
     )
     assert (tmp_path / "out" / f"checkpoint-{steps}").exists()
-    assert said.splitlines()[-2].startswith("TensorBoard: ")
 
 
 def test_killed_rank_is_named(start, tmp_path):

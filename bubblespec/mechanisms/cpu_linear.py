@@ -26,7 +26,6 @@ import torch
 from torch import is_inference_mode_enabled
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
-from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
@@ -342,7 +341,7 @@ def _beats(other_s: float, simple_s: float) -> bool:
 
 
 def choose_linear(
-    config: Config, ranks: Ranks, model: PreTrainedModel, saved: dict | None
+    config: Config, ranks: Ranks, model: torch.nn.Module, saved: dict | None
 ) -> dict | None:
     """Choose the kernels of linear layers, the same on all ranks; None where there is no choice.
 

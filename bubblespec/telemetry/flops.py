@@ -85,7 +85,7 @@ class ModelFlops:
         """Return the FLOPs of a step on all ranks.
 
         Counted are one forward of what was generated, with each group's prompt once, and `passes`
-        of each sample that was trained on; not drafts, recomputation and reference models.
+        of each sample that was trained on; not drafts, recomputation and other models.
         has_gradient: bool [S of trained]; passes: 3 for a forward and a backward, 2 with LoRA,
         times the passes over the batch.
         """
@@ -93,8 +93,12 @@ class ModelFlops:
         num_repeated = generated.num_generations - 1
         lengths = np.repeat(prompts, generated.num_generations) + generated.lengths
         total = self.forward(lengths) - num_repeated * self.forward(prompts)
-        lengths = np.repeat(prompt_lengths(trained), trained.num_generations) + trained.lengths
-        return total + passes * self.forward(lengths[has_gradient])
+        return total + passes * self.of_samples(trained, has_gradient)
+
+    def of_samples(self, samples: Samples, which: np.ndarray) -> float:
+        """Return the FLOPs of a forward of some samples, each with its prompt; which: bool [S]."""
+        lengths = np.repeat(prompt_lengths(samples), samples.num_generations) + samples.lengths
+        return self.forward(lengths[which])
 
 
 def prompt_lengths(samples: Samples) -> np.ndarray:

@@ -146,12 +146,16 @@ class RunReporter:
         """Return the share of the GPUs' peak that a step has used; None if the peak is unknown."""
         if self.ranks.device.type != "cuda":
             return None
-        model = self.learner.model
+        model, teacher = self.learner.model, self.learner.teacher
         peak = peak_flops(torch.cuda.get_device_name(self.ranks.device), model.dtype)
-        model_flops = ModelFlops.of(model)
-        if peak is None or model_flops is None:
+        models = [ModelFlops.of(model)]
+        models += [] if teacher is None else [ModelFlops.of(teacher.model)]
+        if peak is None or None in models:
             return None
         has_gradient = self.learner.has_gradient(record.samples, record.advantages)
-        passes = (2 if self.config.model.lora_r else 3) * self.config.loss.num_iterations
-        flops = model_flops.step(record.generated, record.samples, has_gradient, passes)
+        num_iterations = self.config.loss.num_iterations
+        passes = (2 if self.config.model.lora_r else 3) * num_iterations
+        flops = models[0].step(record.generated, record.samples, has_gradient, passes)
+        for other in models[1:]:
+            flops += num_iterations * other.of_samples(record.samples, has_gradient)
         return flops / (step_s * peak * self.ranks.world_size)

@@ -232,9 +232,7 @@ def end_lines(
     lines = [*step_table(history.steps, num_updates), *evaluation_table(history.evaluations)]
     if history.steps and abs(history.steps[-1].get("reward", 1.0)) < SMALL:
         lines.append("reward 0: docs/it-does-not-learn.md has what to check, in order")
-    if is_stopped:
-        lines.append(f"stopped after {of} updates; run the same command to resume")
-    elif history.steps:
+    if history.steps and not is_stopped:
         lines.append(f"finished: {of} steps")
     if history.steps:
         parts = {"set-up": history.set_up_s, "generate": history.total(*GENERATE)}
@@ -257,7 +255,8 @@ def end_lines(
     if checkpoint is not None:
         lines.append(f"checkpoint: {checkpoint} (a folder that from_pretrained loads)")
     path = os.path.join(config.run.output_dir, "metrics.jsonl")
-    return [*lines, f"metrics: {path}", *curves_lines(config)]
+    end = [f"stopped after {of} updates; run the same command to resume"] * is_stopped
+    return [*lines, f"metrics: {path}", *curves_lines(config), *end]
 
 
 def drafted_text(history: History) -> str:

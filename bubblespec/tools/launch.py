@@ -3,11 +3,12 @@
 python -m bubblespec train --nproc-per-node 8 --config FILE [section.key=value ...]
 
 torchrun's options may stand before --config. After an error or Ctrl-C its own log and traceback
-would hide what the ranks have printed.
+would hide what the ranks have printed. After Ctrl-C the ranks have five minutes to save.
 """
 
 import argparse
 import logging
+import signal
 import sys
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from bubblespec.errors import InputError, log
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
+SAVE_S = 300
 
 
 def main(arguments: list[str]) -> None:
-    """Run all ranks to their end. Exit with the code of the first that failed, or 128 + signal."""
+    """Run all ranks to their end. Exit with the code of the first that failed, or by a signal."""
     parser = argparse.ArgumentParser(
         prog="python -m bubblespec train",
         usage="%(prog)s [torchrun's options, such as --nproc-per-node 8] --config FILE "
@@ -36,7 +38,9 @@ def main(arguments: list[str]) -> None:
     if not SCRIPT.exists():
         raise InputError(f"{SCRIPT} does not exist; install the package with pip install -e")
     given = [*arguments[:at], str(SCRIPT), *arguments[at:]]
-    options = run.get_args_parser().parse_args(given)
+    launcher = run.get_args_parser()
+    launcher.set_defaults(shutdown_timeout=SAVE_S)
+    options = launcher.parse_args(given)
     if options.training_script != str(SCRIPT):
         parser.error(f"{options.training_script} must come after --config")
     logging.disable(logging.ERROR)  # in this process, which does nothing but launch
@@ -48,4 +52,6 @@ def main(arguments: list[str]) -> None:
             log(f"error: rank {rank} was killed by {failure.signal_name()}")
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
     except SignalException as end:
-        sys.exit(128 + end.sigval)
+        # Die of the signal as the ranks cannot, so that a shell ends its script or loop, too.
+        signal.signal(end.sigval, signal.SIG_DFL)
+        signal.raise_signal(end.sigval)
