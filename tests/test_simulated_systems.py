@@ -38,6 +38,8 @@ def test_every_system_is_compared_and_drawn(command, tmp_path, capsys):
     ratio = before["seconds_per_token"] / drafts["seconds_per_token"]
     assert drafts["speedup"] == pytest.approx(ratio)
     assert runs["learned drafter"]["speedup"] > 1.2 and runs["quantised copy"]["speedup"] > 1.05
+    both = runs["learned drafter, copy"]["speedup"]
+    assert both > 0.97 * runs["learned drafter"]["speedup"]
     printed = capsys.readouterr().out
     assert "TLT (2511.16665): 1.7x end to end" in printed and "| without placement | " in printed
 
