@@ -14,6 +14,7 @@ from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, Roll
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn import learner as update
+from bubblespec.learn import losses
 from bubblespec.learn.distillation import Teacher
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import policy_loss
@@ -182,7 +183,7 @@ def test_nonfinite_update_leaves_weights_unchanged(make_model, monkeypatch, wher
                 elif where == "gradient":
                     hook = model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
                 elif where == "the loss alone":  # a constant has no gradient
-                    patch.setattr(update, "policy_loss", infinite_loss)
+                    patch.setattr(losses, "policy_loss", infinite_loss)
                 elif where == "another rank's loss alone":
                     nan = functools.partial(np.full_like, fill_value=math.nan)
                     patch.setattr(
@@ -210,7 +211,7 @@ def test_first_update_is_exactly_on_policy(make_model, monkeypatch):
     """Its ratio is 1 whatever a forward's rounding is: here each forward is off by more than the
     one before."""
     calls, ratios = itertools.count(), []
-    exact_logprobs, exact_ratio = update.response_logprobs, update.importance_ratio
+    exact_logprobs, exact_ratio = update.response_logprobs, losses.importance_ratio
 
     def rough_logprobs(*arguments, **options):
         return exact_logprobs(*arguments, **options) + 1e-3 * next(calls)
@@ -220,7 +221,7 @@ def test_first_update_is_exactly_on_policy(make_model, monkeypatch):
         return ratios[-1]
 
     monkeypatch.setattr(update, "response_logprobs", rough_logprobs)
-    monkeypatch.setattr(update, "importance_ratio", recorded_ratio)
+    monkeypatch.setattr(losses, "importance_ratio", recorded_ratio)
     model = make_model(max_length=64)
     gradient(model, make_samples(), make_config(num_iterations=2))
     first, second = ratios[: len(ratios) // 2], ratios[len(ratios) // 2 :]
