@@ -281,7 +281,7 @@ def drafts_of(settings: dict) -> str:
     text = f"given, not simulated: the learned drafter's mean acceptance length, {drafter:g}"
     if "quantized" in settings:  # not in earlier files
         copy = parse(CopyModel, settings["quantized"], "--quantized").acceptance
-        text += f", and the chance that a token of the copy is right, {copy:g}"
+        text += f",\nand the chance that a token of the copy is right, {copy:g}"
     return text
 
 
