@@ -1,4 +1,4 @@
-"""Sources outside the engine of rows, and of draft tokens for them."""
+"""The feed of a rollout's rows, and the interface of their proposer, as the loop sees both."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -16,7 +16,7 @@ class RolloutProposer(Proposer, Protocol):
 
     @property
     def acceptance(self) -> Acceptance:
-        """Acceptance of drafts in this rollout, counted on."""
+        """Acceptance of drafts in this rollout so far."""
 
     def take_spent(self) -> tuple[float, int]:
         """Return seconds spent and rows queried since the last call."""
@@ -25,13 +25,13 @@ class RolloutProposer(Proposer, Protocol):
         """Do postponed work. is_free: a GPU computes meanwhile."""
 
     def extend(self, row: Row, ids: np.ndarray) -> None:
-        """Note tokens that a row has not sampled."""
+        """Note tokens that an environment has appended to a row."""
 
 
 class RowFeed:
     """Feeds the rows of one rollout on one rank.
 
-    This one puts all rows into the engine at once; they are complete when they leave it.
+    By default all rows go into the engine at once, and are complete when they leave it.
     """
 
     engine: Engine

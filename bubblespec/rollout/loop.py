@@ -1,9 +1,9 @@
 """The rollout loop: forwards, the ticks between them, and idle time given to tasks.
 
 A rank generates its rows of a step. At every tick the ranks exchange the lengths of their rows and
-their capacity for idle work. All ranks draw the same conclusions: they abort rows that this
-step is not going to train on, and assign the jobs of idle tasks. All ranks leave at the same tick;
-unfinished idle jobs end there. A rollout without tasks is the same loop without ticks.
+their capacity for idle work, and draw the same conclusions: they abort rows that this step is not
+going to train on, begin a take-over, or assign the jobs of idle tasks. All leave at the same tick;
+unfinished idle jobs end there. A rollout that needs none of these is the same loop without ticks.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class TakeOver(Protocol):
     def run(self, loop: "RolloutLoop") -> None:
         """Generate the unfinished rows of all ranks to their end.
 
-        Those of this rank leave the loop's engine; `finish` is called with each."""
+        Rows of this rank leave the loop's engine, and `loop.finish` gets each complete one."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class RolloutLoop:
     proposer: RolloutProposer | None = None
     """Source of draft tokens, which tracks the rows already."""
     board: ProgressBoard | None = None
-    """Needed where there are tasks, a take-over, or rows to choose from."""
+    """Needed for tasks, a take-over, or a launch that selects groups."""
     tasks: list[IdleTask] = field(default_factory=list)
     cost: CostModel | None = None
     """Learns from every forward."""
@@ -67,10 +67,10 @@ class RolloutLoop:
         self.record = RolloutRecord()
         self.unfinished = {row: index for index, row in self.rows.items()}
         self.view = RankView(self.ranks.rank, self.engine, self.unfinished, self.record)
-        self._submitted: set[int] = set()  # indices of rows that on_finished has had
+        self._submitted: set[int] = set()  # indices of rows passed to on_finished
         self._unlearned: tuple[Load, float] | None = None  # load and seconds of the last forward
         self._cutoff: Cutoff | None = self.table.cutoff() if self.selects else None
-        self._ends = np.empty(0, np.int64)  # of the parts of a state's facts but the last
+        self._ends = np.empty(0, np.int64)  # ends of the parts of a state's facts, but for the last
         self._last_s = 0.0  # when the last forward, wait or slice ended
 
     def run(self) -> RolloutRecord:
@@ -133,10 +133,10 @@ class RolloutLoop:
         """Apply a tick to this rank."""
         board = self.board
         assert board is not None
-        capacities, lengths, *published = zip(
+        capacities, row_states, *published = zip(
             *(np.split(state.facts, self._ends) for state in states), strict=True
         )
-        self.table.sync(lengths)
+        self.table.sync(row_states)
         for task, by_rank in zip(self.tasks, published, strict=True):
             task.receive(by_rank)
         if self.selects:
@@ -153,8 +153,8 @@ class RolloutLoop:
                 self.tasks[number].accept(job, rank)
                 if rank == self.ranks.rank:
                     self.record.idle[self.tasks[number].name].expected_s += job.saves_s
-        # Jobs may follow jobs; the cutoff and the take-over wait for lengths. The end needs no
-        # frequent ticks: a rank that is done posts at once.
+        # Ticks stay frequent while jobs are assigned, or a cutoff or take-over waits for lengths.
+        # The end of the rollout does not need that: a rank that is done posts at once.
         is_near = self.take_over is not None and self.take_over.is_near(self.table)
         board.is_relaxed = not (self.selects or is_near or any(given))
 
@@ -196,7 +196,7 @@ class RolloutLoop:
         longest = 0
         for row, length in zip(self.engine.rows, self.engine.lengths.tolist(), strict=True):
             if (index := self.unfinished.get(row)) is not None:
-                # The row gets at least one more token than this, though a turn may have ended.
+                # `cutoff` adds a token to each unfinished row, but a paused one may get none.
                 length -= len(row.prompt) + (row.finish is not None)
                 self.table.note(index, length, False)
                 longest = max(longest, length)
@@ -204,7 +204,7 @@ class RolloutLoop:
 
     def _run_slices(self) -> bool:
         """Run a slice of each task; return whether any has more to do."""
-        goes_on = any([task.run_slice() for task in self.tasks])  # noqa: C419 (of each)
+        goes_on = any([task.run_slice() for task in self.tasks])  # noqa: C419 (each one runs)
         if self.record.slices:
             self._last_s = max(self._last_s, self.record.slices[-1].end_s)
         return goes_on

@@ -36,8 +36,8 @@ def make_sampler(
 ) -> Sampler:
     """Create the sampler of a run, on all ranks together.
 
-    drafts_ahead: whether idle time may generate samples of coming steps, if speculative.method has
-    them; board, cost: given in virtual time, where nothing is measured.
+    drafts_ahead: whether idle time may draft samples of coming steps, if speculative.method names
+    bubble; board, cost: given in virtual time, where nothing is measured.
     """
     max_draft_tokens, max_history_tokens = VIRTUAL_TOKENS if cost else host_token_budget(ranks)
     sources = config.speculative.sources
@@ -65,7 +65,7 @@ def make_sampler(
         )
     by_cost = config.speculative.planning == "by_cost"
     is_guarded = bool(sources) and by_cost and not config.tail_batching.enabled
-    # Without drafts the guard is for a TP tail that costs decide about.
+    # Without drafts the guard is for a TP tail that is entered by cost.
     is_guarded |= not has_drafts and uses_tail and config.rollout.tp_tail_max_rows == "auto"
     guard = Guard() if is_guarded else None
     survival = Survival() if proposer is None else proposer.survival

@@ -1,8 +1,8 @@
 """The interface of mechanisms, which can be switched off without changing what is trained on.
 
-A mechanism lives in one folder of bubblespec/mechanisms/ and subclasses `Mechanism`. Before each
-rollout the sampler makes a `RolloutPlan`, each mechanism amends the plan, and the loop carries it
-out. Of the core only setup.py imports mechanisms.
+A mechanism that takes part in rollouts subclasses `Mechanism`. Before each rollout the sampler
+makes a `RolloutPlan`, each mechanism amends the plan, and the loop carries it out. `Drafting` is
+part of the core; the others live in bubblespec/mechanisms/, which only setup.py and tools/ import.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class RolloutPlan:
     scoring: Scoring | None
     """Scoring of the responses; None where they are not scored."""
     is_on: bool
-    """Whether the guard allows mechanisms whose only purpose is speed."""
+    """Whether the guard allows drafts, and a TP tail that is entered by cost."""
     proposer: RolloutProposer | None = None
     """Source of draft tokens; set after all mechanisms have amended the plan."""
     take_over: TakeOver | None = None
@@ -70,11 +70,11 @@ class Mechanism:
         return {}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return what a checkpoint keeps. It changes no token, only how soon it is there."""
+        """Return what a checkpoint keeps: it changes no token, only the time of a step."""
         return {}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Take over a saved state."""
+        """Restore a saved state."""
 
     def save(self, folder: str) -> None:
         """Write files of the mechanism's own into a checkpoint; called on rank 0."""

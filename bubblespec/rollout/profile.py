@@ -33,8 +33,8 @@ class _MeaninglessDrafts:
 def profile(engine: Engine, params: SamplingParams, cost: CostModel, *, clock) -> None:
     """Time forwards of few and many rows, short and long ones, with short and long drafts.
 
-    Long rows have no longest drafts: the cost of their positions shows without. Short rows that
-    feed few tokens have drafts of more lengths. Each kind is run once before it counts.
+    Long rows are not timed with the longest drafts: the others show the cost of positions. Short
+    rows that feed few tokens have drafts of more lengths. Each kind is run once before it counts.
     """
     params = replace(params, stop_token_ids=())  # otherwise a stop token would end rows early
     capacity, length = engine.num_slots, engine.max_length

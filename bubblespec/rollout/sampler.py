@@ -48,7 +48,7 @@ class Sampler:
     history: History
     """Responses of earlier epochs."""
     proposer: Proposer | None = None
-    """Source of draft tokens; None without drafts and deferred samples."""
+    """Source of draft tokens; None without draft sources and tail batching."""
     board: ProgressBoard | None = None
     """None where no rollout needs ticks."""
     mechanisms: list[Mechanism] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Sampler:
         began_s = clock.perf_counter()
         table, rows, scoring = self.begin(launch, step, self.store)
         ranks.place = f"rollout of step {step + 1}"
-        drafts = {name: draft for name in launch.ids if (draft := self.store.get(name)) is not None}
+        drafts = {id_: draft for id_ in launch.ids if (draft := self.store.get(id_)) is not None}
         expected_s = self._expected_s(table)
         rollout, tasks = self.roll_out(table, rows, step, used, scoring)
         generated_s = clock.perf_counter()
@@ -91,7 +91,7 @@ class Sampler:
         met_s = clock.perf_counter()
         samples = self.gather(table, rows, scoring)
         trained, ids = table.trained(), launch.ids
-        others = np.setdiff1d(np.arange(len(ids)), trained).tolist()
+        deferred = np.setdiff1d(np.arange(len(ids)), trained).tolist()
         spans = [self.conclude(rollout, tasks, table, rows, step)]
         rewards = self.combined(samples.rewards, samples.lengths)
         rewards = rewards.reshape(len(samples.groups), samples.num_generations)
@@ -113,7 +113,7 @@ class Sampler:
             spans=spans,
             drafts=drafts,
             expected_s=expected_s,
-            deferred={ids[index]: int(table.generated[index]) for index in others},
+            deferred={ids[index]: int(table.generated[index]) for index in deferred},
         )
 
     def begin(
@@ -126,7 +126,7 @@ class Sampler:
         rank_of = place_in_turn(len(launch.groups), launch.num_generations, ranks.world_size)
         expected = None
         if stats.lengths.knows_lengths:
-            drafts = [store.get(name) for name in launch.ids]
+            drafts = [store.get(id_) for id_ in launch.ids]
             expected = stats.lengths.predict(launch.groups, launch.num_generations, drafts)
             if self.is_balanced and stats.shared_cost is not None:
                 rank_of = place(
@@ -227,7 +227,7 @@ class Sampler:
         rows: dict[int, Row],
         step: int,
     ) -> Span:
-        """Exchange a rollout's timings and drafts on all ranks; return the spans of this.
+        """Exchange a rollout's timings and drafts between all ranks; return the span of this.
 
         Tokens of deferred samples become drafts."""
         begin_s = self.ranks.clock.perf_counter()
@@ -264,7 +264,7 @@ class Sampler:
         exchange(self.store, drafts, self.ranks, are_deferred=are_deferred)
 
     def observe_samples(self, samples: Samples, rewards: np.ndarray) -> None:
-        """Learn lengths and keep histories of prompts, the same on every rank. rewards: [S]."""
+        """Learn lengths, drop drafts and keep the history of a step's samples. rewards: float64 [S]."""
         self.store.drop(samples.ids)
         self.stats.observe_samples(samples)
         if "suffix" in self.config.speculative.sources:
@@ -281,7 +281,7 @@ class Sampler:
         return rollout_seconds(own, cost, self.engine.num_slots, stats.survival.rates)
 
     def combined(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return the weighted sum of rewards with the overlong penalty, float64 [S], NaN without.
+        """Return weighted rewards plus the overlong penalty, float64 [S]; NaN without a reward.
 
         rewards, lengths: see `Samples`."""
         return combine(rewards, self.reward_weights) + self.overlong(lengths)
