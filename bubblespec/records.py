@@ -64,7 +64,7 @@ class ForwardRecord(NamedTuple):
 ACCEPT_BINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # Source of a proposal: the sample's own draft up to the first difference (aligned), else suffix
 # matches in that draft (own), in another sample's draft or tokens (sibling), in the prompt or the
-# row's tokens (self), in earlier epochs (history); the drafter.
+# row's tokens (self), in earlier epochs (history); the quantised copy; the learned drafter.
 SOURCES = ("aligned", "own", "sibling", "self", "history", "quantized", "drafter")
 
 
@@ -75,7 +75,7 @@ class Acceptance:
     row_forwards: int = 0
     """Decodes and verifications, counted once per row of a forward."""
     gained_tokens: int = 0
-    """Tokens that rows gained in these."""
+    """Tokens that rows gained in these forwards."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     covered_tokens: int = 0

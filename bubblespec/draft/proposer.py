@@ -61,7 +61,7 @@ class Proposer:
         self._start()
 
     def add(self, source: DraftSource) -> None:
-        """Add a source that is trusted less than all others. Only between rollouts."""
+        """Add a source that is queried after all others. Only between rollouts."""
         priors = [PRIORS.get(name, PRIOR) for name, *_ in source.kinds]
         self.sources.append(source)
         self._kinds.append(self.survival.add(source.kinds, priors))
@@ -305,8 +305,8 @@ def make_proposer(
 ) -> Proposer:
     """Create a proposer with the sources that `speculative.method` names, in order of trust.
 
-    has_drafts: whether samples have drafts of their own; vocab_size: number of the policy's tokens,
-    None in virtual time. Raises InputError."""
+    Mechanisms add theirs later. has_drafts: whether samples have drafts of their own; vocab_size:
+    number of the policy's tokens, None in virtual time. Raises InputError."""
     sources: list[DraftSource] = []
     if has_drafts:
         sources.append(OwnDrafts())

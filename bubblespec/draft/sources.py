@@ -1,7 +1,7 @@
 """Draft sources: tokens that may come next in rows.
 
 `OwnDrafts` proposes a sample's own draft up to the first mismatch. `SuffixMatches` looks for the
-last tokens of a row in that draft and in other texts. Users may have sources of their own. A source
+last tokens of a row in that draft and in other texts. Mechanisms and users add others. A source
 changes time alone: the engine accepts just the tokens that a row would have sampled.
 
 Work in a forward is done for all rows together, by array.

@@ -69,8 +69,8 @@ class DraftAhead(IdleTask):
     def run_slice(self) -> bool:
         """Put queued jobs into free slots.
 
-        Alongside own rows their prompts are fed a little at a time, and only once all own prompts
-        are, which the same limit would slow down.
+        Prompts of drafts are fed a little at a time, and only once all prompts of own rows are fed,
+        which the same limit would slow down.
         """
         view, engine = self.view, self.view.engine
         prefilling = [*engine.queue, *engine.prefilling()]
@@ -91,7 +91,7 @@ class DraftAhead(IdleTask):
         if draft is not None and self.view.begin is None:
             row.tokens, draft = draft.tokens.astype(np.int64), None
         self._rows.add(row)
-        # The row's own environment has to repeat the draft's turns, so the draft is verified.
+        # With an environment the row repeats the turns of its draft: tokens are verified, not kept.
         self.proposer.track(row, draft, self.version, is_counted=False)
         self.view.add(row)
 

@@ -34,7 +34,7 @@ class RankView:
     """Maximum number of prompt tokens in one forward, None for no limit. Set by tasks that feed
     prompts of their own a little at a time."""
     begin: Callable[[Row], None] | None = None
-    """Begins a row of a coming step, where the feed does not put rows into the engine itself."""
+    """The feed's own way to begin a row of a coming step; None: the row goes into the engine."""
 
     @property
     def is_idle(self) -> bool:

@@ -127,8 +127,8 @@ def plan_drafts(
     first.
 
     batches: groups of the coming steps, nearest first; cost: None where nothing is known yet;
-    oldest_verified: maximum age in updates of verified drafts, beyond which only one update is
-    co-scheduled; deferred: names of groups; planning: see `SpeculativeConfig`.
+    oldest_verified: largest age, in updates, of drafts verified so far; co-scheduled drafts are at
+    most one update older; deferred: names of groups; planning: see `SpeculativeConfig`.
     """
     planned: list[tuple[tuple, Job]] = []
     for ahead, groups in enumerate(batches):

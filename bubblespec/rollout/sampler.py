@@ -264,7 +264,7 @@ class Sampler:
         exchange(self.store, drafts, self.ranks, are_deferred=are_deferred)
 
     def observe_samples(self, samples: Samples, rewards: np.ndarray) -> None:
-        """Learn lengths, drop drafts and keep the history of a step's samples. rewards: float64 [S]."""
+        """Learn lengths, drop drafts and keep the history of a step's samples. rewards: [S]."""
         self.store.drop(samples.ids)
         self.stats.observe_samples(samples)
         if "suffix" in self.config.speculative.sources:
