@@ -75,7 +75,7 @@ AttentionInterface.register(NAME, bubblespec_attention)
 def cached_sdpa(
     packing: CachePacking, query, cached_key, cached_value, *, scaling, window
 ) -> torch.Tensor:
-    """Query heads of one key/value head are folded into the query axis: nothing is repeated."""
+    """Attend to the cache by SDPA; query heads are folded into the query axis, so no key repeats."""
     num_heads, kv_heads = query.shape[1], cached_key.shape[2]
     fold, padding, attended = num_heads // kv_heads, packing.padding, []
     if padding is not None:
@@ -128,7 +128,7 @@ def _has_one_query(v: Varlen, window: int | None) -> bool:
 
 
 def varlen(v: Varlen, query, key, value, *, scaling, window, alone=False) -> torch.Tensor:
-    """torch's variable-length kernel. alone: a row's result does not depend on the other rows."""
+    """Attend by torch's variable-length kernel. alone: a row's result is independent of others."""
     tensors: tuple = query.contiguous(), key.contiguous(), value.contiguous(), v.cu_q, v.cu_k
     back, right = -1 if window is None else window - 1, 0
     has_groups = query.shape[1] != key.shape[-2]

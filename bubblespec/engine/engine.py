@@ -142,7 +142,7 @@ class Engine(Slots):
         return Batch(start, count, index, tokens, slots, generated, num_draft, draft, load)
 
     def _num_unfed(self) -> np.ndarray:
-        """Known tokens of each active row to feed, int64 [R]; of a paused one all but the last."""
+        """Count the tokens to feed of each active row, int64 [R]; a paused one keeps its last."""
         active = len(self.rows)
         return self.length[:active] - self.is_paused[:active] - self.cached[:active]
 

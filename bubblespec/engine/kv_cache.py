@@ -109,7 +109,7 @@ class KVCache:
         self._table = None
 
     def num_bytes(self) -> int:
-        """Bytes of the tensors that exist; 0 before the first forward."""
+        """Return the bytes of the tensors that exist; 0 before the first forward."""
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def _tensors(self) -> list[torch.Tensor]:

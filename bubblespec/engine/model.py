@@ -22,7 +22,7 @@ class UnsupportedModel(ValueError):
 def forward_hidden(
     model: PreTrainedModel, input_ids: torch.Tensor, packing: Packing, kernel: str = "sdpa"
 ) -> torch.Tensor:
-    """Last hidden states [N, hidden] of packed input_ids [N]; positions come from the packing."""
+    """Return last hidden states [N, hidden] of packed input_ids [N], at the packing's positions."""
     out = model.base_model(
         input_ids=input_ids[None],
         position_ids=packing.position[None],

@@ -28,7 +28,7 @@ class Slots:
         self.num_slots, self.max_length = runner.num_slots, runner.max_length
         shape = (self.num_slots, self.max_length)
         self.queue: deque[Row] = deque()  # rows that wait for a slot
-        # Active rows, by slot; `collect` and the end of a row write their tokens into them.
+        # Active rows, by slot. A row's `tokens` are current after `collect` and once it has left.
         self.rows: list[Row] = []
         # Per slot: tokens[:length] are known, and the first `cached` of them have keys and values.
         self.tokens = np.zeros(shape, np.int64)
@@ -132,7 +132,7 @@ class Slots:
 
     def _can_admit(self) -> bool:
         """Whether a row waits and there are pages for it, and one more for each active row."""
-        # Those pages keep a preempted row from being preempted again soon.
+        # The pages for active rows keep a preempted row from being preempted again soon.
         if not self.queue or self.pages is None or not self.rows:
             return bool(self.queue)
         row, active = self.queue[0], len(self.rows)

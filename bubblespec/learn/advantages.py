@@ -63,8 +63,8 @@ def estimate_advantages(
     number per sample.
     """
     if "." not in estimator:
-        one = np.zeros_like(rewards)
-        return one if rewards.size == 1 else ESTIMATORS[estimator](rewards, scale_rewards)
+        zeros = np.zeros_like(rewards)
+        return zeros if rewards.size == 1 else ESTIMATORS[estimator](rewards, scale_rewards)
     returned = load_estimator(estimator)(samples, rewards.copy())
     problem = f"{KEY}: {estimator} returned"
     try:

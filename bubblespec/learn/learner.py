@@ -45,8 +45,8 @@ MAX_MISMATCH = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
 MAX_LOGITS = 1 << 26  # tokens x vocabulary of a micro-batch that exist at once
 MAX_SKIPPED_STEPS = 5
 
-# What each micro-batch measures, summed over the micro-batches of an update except the last, a
-# maximum. low, high and delta count bounded tokens (policy_loss).
+# What each micro-batch measures, summed over the micro-batches of an update except the last name, a
+# maximum. low, high and delta count bounded tokens (`losses.policy_loss`).
 MEASURED: tuple[str, ...] = ("loss", "low", "high", "delta", "kl", "divergence", "mismatch")
 MEASURED += ("tokens", "max_mismatch")
 
@@ -218,7 +218,7 @@ class Learner:
     def accumulate_gradients(
         self, microbatches: list[Microbatch], advantages: np.ndarray, weights: np.ndarray
     ) -> list[torch.Tensor]:
-        """Do `accumulate_gradient` for each micro-batch, and time them for `early`."""
+        """Call `accumulate_gradient` for each micro-batch, and let `early` observe the seconds."""
         begin_s = self.ranks.clock.perf_counter()
         measured = [self.accumulate_gradient(b, advantages, weights) for b in microbatches]
         if self.early is not None and measured:

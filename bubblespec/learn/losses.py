@@ -7,8 +7,8 @@ docs/recipes.md maps recipes to these functions.
 Tokens are sampled ones throughout: what an environment has added to a response is in no loss, no
 mean and no length here.
 
-Shape legend: M sampled tokens of a micro-batch, S sequences of the global minibatch (of the batch,
-if it has one), V vocabulary.
+Shape legend: M sampled tokens of a micro-batch, S sequences of the global minibatch (all of the
+batch, if that is one minibatch), V vocabulary.
 """
 
 from collections.abc import Callable
