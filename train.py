@@ -18,7 +18,7 @@ from bubblespec.trainer import Trainer
 
 
 def train(trainer: Trainer) -> None:
-    """The loop of a run, from where it is to its last step."""
+    """Run the training loop from the current step to the last one."""
     loss = trainer.config.loss
     with trainer.open():
         trainer.warm_start()
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_intermixed_args()
-    # The user's own reward functions are there; a file next to this one must not come before them.
+    # Make modules in the working directory importable, ahead of files next to this one.
     sys.path.insert(0, os.getcwd())
     transformers.utils.logging.disable_progress_bar()
     if os.environ.get("RANK", "0") != "0":

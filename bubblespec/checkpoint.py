@@ -3,7 +3,7 @@
 A folder named checkpoint-N is complete unless the disk fails. SHA256SUMS detects that (`sha256sum
 -c SHA256SUMS`), so a run never resumes from a damaged checkpoint.
 
-Noise is a function of a sample's name, and a batch of the step and of what was drawn before.
+Noise is a function of a sample's id, and a batch is one of the step and of earlier draws.
 Exactness therefore needs weights, optimizer state, the step number and the schedule's state. Drafts
 and histories are saved for speed.
 """

@@ -96,8 +96,8 @@ def load_teacher(
 ) -> PreTrainedModel | None:
     """Load the frozen model of distillation, if any. Raises InputError.
 
-    Its tokenizer must have the policy's tokens under the same ids, and it an embedding for each of
-    the policy's num_tokens. Other embeddings are padding, as of the policy.
+    Its tokenizer must have the policy's tokens under the same ids, and its model an embedding for
+    each of the policy's num_tokens. Further embeddings are padding, as in the policy.
     """
     path, key = config.model.teacher_path, "model.teacher_path"
     if path is None:
@@ -138,7 +138,7 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
 
 
 def _key_of(config: Config, path: str) -> str:
-    """Return the key that names a folder of a model."""
+    """Return the configuration key that a model's folder is from."""
     keys = {config.model.path: "model.path", config.model.teacher_path: "model.teacher_path"}
     return keys.get(path, "run.resume_from_checkpoint")
 
@@ -146,7 +146,7 @@ def _key_of(config: Config, path: str) -> str:
 @functools.cache
 def is_hub_reachable() -> bool:
     """Whether one attempt to connect succeeds; the hub's library would try for half a minute."""
-    if getproxies():  # whether there is one to answer shows when it is asked
+    if getproxies():  # behind a proxy only a request shows whether the hub answers
         return True
     address = urlsplit(constants.ENDPOINT)
     port = address.port or (443 if address.scheme == "https" else 80)

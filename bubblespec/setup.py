@@ -1,6 +1,6 @@
 """Set-up of a run: model, data, rewards, engine and mechanisms, from a checkpoint if there is one.
 
-The only file that imports both the core and the mechanisms."""
+Apart from tools/, the only file that imports both the core and the mechanisms."""
 
 import atexit
 import copy
@@ -99,10 +99,10 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         kernel, slower = prepare(config, model, ranks, num_tokens)
         reference = make_reference(config, model, checkpoint, ranks)
         teacher = None
-        source = loading.load_teacher(config, tokenizer, num_tokens, ranks.device)
-        if source is not None:
-            of_source = prepare(config, source, ranks, num_tokens, "model.teacher_path")
-            teacher = Teacher(source, of_source[0])
+        teacher_model = loading.load_teacher(config, tokenizer, num_tokens, ranks.device)
+        if teacher_model is not None:
+            of_teacher = prepare(config, teacher_model, ranks, num_tokens, "model.teacher_path")
+            teacher = Teacher(teacher_model, kernel=of_teacher[0])
     if slower:
         lines.append(f"warning: {slower}")
     for line in lines if ranks.is_main else []:
@@ -153,7 +153,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     schedule = make_schedule(config, train_prompts)
     scorer = Scorer(config.reward, functions, tokenizer, ranks, has_reward, own)
     check_save_best(config, scorer.names)
-    trial = {}  # in workers it goes on while the engine is timed
+    trial = {}  # in workers, the trial goes on while the engine is timed
     if ranks.is_main:
         first, size = train_prompts.prompts[0], config.rollout.num_generations
         trial = begin_trial(scorer, functions | own, first, size)
@@ -166,8 +166,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     )
     with console.phase("timing the engine"):
         engine, max_tp_rows = build_engine(config, learner, ranks)
-        # How a response begins may be the environment's decision.
-        knows_beginnings = form is None or not form.adds_text or config.environment.draft
+        # An environment may add text before the first turn: drafts then need copies of it.
+        can_draft_ahead = form is None or not form.adds_text or config.environment.draft
         sampler = make_sampler(
             config,
             ranks,
@@ -176,7 +176,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             schedule,
             scorer,
             reward_weights=weights,
-            drafts_ahead=knows_beginnings,
+            drafts_ahead=can_draft_ahead,
         )
         add_mechanisms(sampler, learner, tokenizer, max_tp_rows, checkpoint, kernels)
         evaluator = make_evaluator(sampler)
@@ -280,7 +280,7 @@ def prepare(
 ) -> tuple[str, str | None]:
     """Prepare the model for packed forwards; return the result of `choose_kernel`.
 
-    num_tokens: see `prepare_model`; key: that the model is from. Raises InputError for a model that
+    num_tokens: see `prepare_model`; key: of the model's path. Raises InputError for a model that
     the engine cannot serve."""
     attention = config.model.attention
     if config.model.batch_invariant:
@@ -296,7 +296,7 @@ def prepare(
         if config.model.batch_invariant and key == "model.path":
             check_invariance(config, model, kernel)
         return kernel, slower
-    except ValueError as error:  # the engine's word for input errors: it does not know the keys
+    except ValueError as error:  # the engine raises these for input errors, without their key
         names_key = str(error).startswith(("rollout.", "model."))
         raise InputError(str(error) if names_key else f"{key}: {error}") from error
 

@@ -75,7 +75,7 @@ AttentionInterface.register(NAME, bubblespec_attention)
 def cached_sdpa(
     packing: CachePacking, query, cached_key, cached_value, *, scaling, window
 ) -> torch.Tensor:
-    """Attend to the cache by SDPA; query heads are folded into the query axis, so no key repeats."""
+    """Attend to the cache by SDPA; query heads are folded into the query axis: no key is copied."""
     num_heads, kv_heads = query.shape[1], cached_key.shape[2]
     fold, padding, attended = num_heads // kv_heads, packing.padding, []
     if padding is not None:

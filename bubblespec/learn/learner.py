@@ -45,8 +45,8 @@ MAX_MISMATCH = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
 MAX_LOGITS = 1 << 26  # tokens x vocabulary of a micro-batch that exist at once
 MAX_SKIPPED_STEPS = 5
 
-# What each micro-batch measures, summed over the micro-batches of an update except the last name, a
-# maximum. low, high and delta count bounded tokens (`losses.policy_loss`).
+# What each micro-batch measures. An update has the sums, but for the last name the maximum. low,
+# high and delta count bounded tokens (`losses.policy_loss`).
 MEASURED: tuple[str, ...] = ("loss", "low", "high", "delta", "kl", "divergence", "mismatch")
 MEASURED += ("tokens", "max_mismatch")
 

@@ -52,7 +52,7 @@ class Scorer:
         self.all_paths = list(functions)
         self.are_of_groups = [sees_groups(function) for function in functions.values()]
         self.takes_environments = any(map(takes_environments, functions.values()))
-        # Over all ranks and the batches of a step: seconds inside the functions, those of them
+        # Sums over all ranks and batches of a step: seconds inside the functions, the part of these
         # before the end of the rollouts, rows, and failures by function.
         self._totals = np.zeros(3 + len(self.names_of(None)))
         self.pool: RewardWorkers | InProcess

@@ -18,7 +18,7 @@ MAX_CHAIN_LENGTH = 16  # tokens
 class QuantizedSource(DraftSource):
     """Chains of the copy for the rows of an engine.
 
-    Shape legend: R rows that are asked about, L longest chain."""
+    Shape legend: R queried rows, L longest chain."""
 
     kinds = ((NAME,),)
     weighs_its_time = True
@@ -40,7 +40,7 @@ class QuantizedSource(DraftSource):
         self.runner, self.cost, self.copy_cost, self.clock = runner, cost, copy_cost, clock
         self.leads = Leads()
         self.chain_lengths = np.zeros(MAX_CHAIN_LENGTH + 1, np.int64)
-        """Chains by length, of rows that were asked about, since the last reset."""
+        """Chains of queried rows by length, since the last reset."""
         self.drafting_s = 0.0
         # The latest proposals: tokens [R, L] of the rows' numbers, their leads and lengths.
         self._numbers = np.empty(0, np.int64)

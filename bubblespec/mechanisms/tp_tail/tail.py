@@ -43,7 +43,7 @@ MAX_DRAFT_TOKENS = 64  # of a row
 # Latest tokens of a row that are fed again for companions, which may need their hidden states.
 FED_AGAIN = 16
 ROWS = "tp_tail_rows"  # in a rollout's extras: rows of this rank that were unfinished on entry
-NUM_TIMED = 3  # forwards that count, the last of those at the start
+NUM_TIMED = 3  # last forwards of a timing at the start, which count
 
 
 class TPTail(Mechanism):
@@ -268,7 +268,7 @@ def measure(
     together: Engine, alone: Engine, params: SamplingParams, ranks: Ranks
 ) -> CostModel | None:
     """Measure forwards of all ranks together; None where one row is no faster than alone."""
-    params = replace(params, stop_token_ids=())  # no stop tokens
+    params = replace(params, stop_token_ids=())  # otherwise a stop token would end rows early
     seconds = [_seconds_of_a_forward(engine, params, ranks) for engine in (alone, together)]
     alone_s, together_s = ranks.gather(np.array(seconds)).max(axis=0).tolist()
     if together_s >= (1 - MIN_TAIL_GAIN) * alone_s:
