@@ -22,8 +22,7 @@ def add_adapter(
     """Put an adapter into a freshly loaded model, in its dtype, and freeze everything else.
 
     The adapter is that of `checkpoint`, or a new one: B = 0, so the model computes what it did
-    before, and A from `seed`, equal on all ranks. Call before the model goes to a GPU, whose random
-    numbers differ. Raises InputError.
+    before, and A from `seed`, drawn on the CPU, so equal on all ranks. Raises InputError.
     """
     try:
         from peft import LoraConfig, load_peft_weights, set_peft_model_state_dict

@@ -52,11 +52,10 @@ class Example(NamedTuple):
 
 
 def examples_of(tokens: np.ndarray, prompt_length: int, hidden: torch.Tensor) -> Iterator[Example]:
-    """Return the pieces of one response.
+    """Yield the pieces of one response.
 
-    Observations are learned from too: what the policy would say
-    there is as good a teacher. tokens: int64 [L], prompt and response without its last token;
-    hidden: [L, H]."""
+    Observations are learned from too: the policy is as good a teacher for them. tokens: int64 [L],
+    prompt and response without its last token; hidden: [L, H]."""
     for begin in range(prompt_length, len(tokens) + 1, PIECE):
         start, stop = max(begin - CONTEXT, 0), min(begin + PIECE - 1, len(tokens))
         if stop - start > 1:  # a state, and the next one to predict
