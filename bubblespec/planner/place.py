@@ -1,7 +1,7 @@
 """Placement of rows on ranks before a rollout, so that the slowest rank ends soon.
 
-Longest rows first, each to the rank that is expected to end first with it. And the decision whether
-all ranks decode the last rows together.
+Rows go longest first, each to the rank that is expected to end first with it. `use_tp_tail` decides
+whether all ranks decode the last rows together.
 
 In a forward of all ranks together each rank reads a share of the weights, every layer has
 collectives, and the rows of all ranks take part. A cost model of its own, measured at the start of

@@ -47,7 +47,7 @@ NUM_TIMED = 3  # last forwards of a timing at the start, which count
 
 
 class TPTail(Mechanism):
-    """The engine of all ranks together, and when to use it."""
+    """The engine of all ranks together, and the `TakeOver` that uses it."""
 
     name = "tp_tail"
     needs_timings = True
@@ -71,7 +71,7 @@ class TPTail(Mechanism):
         """Contexts in which draft sources follow the rows to another engine."""
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
-        """Take over at the end of the rollout; the guard may forbid a tail entered by cost."""
+        """Take over the end of the rollout, unless the guard forbids a tail entered by cost."""
         if self.is_worth_it is None or plan.is_on:
             plan.take_over = self
 
