@@ -234,13 +234,6 @@ def add_mechanisms(
         sampler.mechanisms.append(EpisodesMechanism(sampler, environments))
     if config.optim.stream_gradients:
         sampler.mechanisms.append(StreamGradientsMechanism(sampler, learner))
-    if "drafter" in config.speculative.sources:
-        set_kernels = partial(linear.use_plans, plans=linear.read_plans(kernels))
-        drafter = DrafterMechanism(sampler, learner.model, checkpoint, set_kernels)
-        sampler.mechanisms.append(drafter)
-        if tail is not None:
-            tail.companions.append(drafter.moved_to)
-    # After the drafter, whose chains cost less: the copy drafts where it gains more all the same.
     if "quantized" in config.speculative.sources and sampler.proposer is not None:
         prompts = sampler.schedule.prompts.prompts[:8]
         quantized = make_quantized(config, ranks, engine, params, sampler.stats.cost, prompts)
@@ -249,6 +242,12 @@ def add_mechanisms(
             sampler.mechanisms.append(quantized)
             sampler.stats.chains = quantized.source.shortening
             learner.after_update.append(quantized.copy.note_update)
+    if "drafter" in config.speculative.sources:
+        set_kernels = partial(linear.use_plans, plans=linear.read_plans(kernels))
+        drafter = DrafterMechanism(sampler, learner.model, checkpoint, set_kernels)
+        sampler.mechanisms.append(drafter)
+        if tail is not None:
+            tail.companions.append(drafter.moved_to)
 
 
 def load_own(config: Config, ranks: Ranks) -> list[Callable[[dict], object]]:

@@ -61,10 +61,13 @@ class Proposer:
         self._start()
 
     def add(self, source: DraftSource) -> None:
-        """Add a source that is queried after all others. Only between rollouts."""
+        """Add a source that is queried after all others but last ones. Only between rollouts."""
         priors = [PRIORS.get(name, PRIOR) for name, *_ in source.kinds]
-        self.sources.append(source)
-        self._kinds.append(self.survival.add(source.kinds, priors))
+        place = len(self.sources)
+        if not source.is_last:
+            place -= sum(known.is_last for known in self.sources)
+        self.sources.insert(place, source)
+        self._kinds.insert(place, self.survival.add(source.kinds, priors))
 
     @property
     def enabled_sources(self) -> list[DraftSource]:

@@ -22,6 +22,7 @@ class QuantizedSource(DraftSource):
 
     kinds = ((NAME,),)
     weighs_its_time = True
+    is_last = True  # chains of a learned drafter cost less
 
     def __init__(
         self,

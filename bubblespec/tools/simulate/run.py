@@ -266,6 +266,13 @@ class _Rank:
             environments: Any = SimulatedEnvironments(ranks, self.texts, num_workers)
             self.sampler.mechanisms.append(EpisodesMechanism(self.sampler, environments))
         proposer = self.sampler.proposer
+        if proposer is not None and "quantized" in config.speculative.sources:
+            copies: Any = SimulatedCopyRunner(engine, shared.quantized, shared.copy_cost)
+            copy_cost = profile_copy(copies, ranks.clock)
+            if proposer.cost.seconds(1, 1) >= MIN_SPEEDUP * copy_cost.seconds(1, 1):
+                chains = QuantizedSource(copies, proposer.cost, copy_cost, clock=ranks.clock)
+                proposer.add(chains)
+                self.sampler.stats.chains = chains.shortening
         if proposer is not None and "drafter" in config.speculative.sources:
             runner: Any = SimulatedDrafterRunner(engine, shared.drafter)
             source = DrafterSource(runner, proposer.cost, ranks.clock)
@@ -274,13 +281,6 @@ class _Rank:
             if tail is not None:
                 of_tail: Any = SimulatedDrafterRunner(tail.engine, shared.drafter)
                 tail.companions.append(lambda engine: source.moved_to(of_tail))
-        if proposer is not None and "quantized" in config.speculative.sources:
-            copies: Any = SimulatedCopyRunner(engine, shared.quantized, shared.copy_cost)
-            copy_cost = profile_copy(copies, ranks.clock)
-            if proposer.cost.seconds(1, 1) >= MIN_SPEEDUP * copy_cost.seconds(1, 1):
-                chains = QuantizedSource(copies, proposer.cost, copy_cost, clock=ranks.clock)
-                proposer.add(chains)
-                self.sampler.stats.chains = chains.shortening
         ranks.barrier()
 
     def sees_groups(self, step: int | None) -> bool:
