@@ -30,7 +30,7 @@ from bubblespec.records import SOURCES
 
 # Source of a proposal: own draft, other sample, prompt or own tokens, earlier epoch.
 OWN, SIBLING, SELF, HISTORY = range(4)
-SOURCE_NAMES = SOURCES[1:]
+SOURCE_NAMES = SOURCES[1:5]
 
 PAD = -1  # never a token
 PROMPT_PAD = -2  # before the prompt: responses do not begin where the prompt begins
