@@ -87,7 +87,6 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
             return records[arm].own_forwards
         environments = lock_step if arm == "lock_step" else mechanism.environments
         episodes = Episodes(sampler, environments, prompts)
-        episodes.engine, episodes.runs_drafts = plain, False
         records[arm] = RolloutLoop(
             plain, ranks, sampler.params, rows[arm], table, feed=episodes
         ).run()

@@ -13,7 +13,6 @@ core; without it 25 minutes with the default workload, and longer in proportion 
 """
 
 import argparse
-import dataclasses
 import itertools
 import os
 import sys
@@ -23,7 +22,7 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared
-from benchmarks.simulated_systems import scaled
+from benchmarks.simulated_systems import scaled, shortened
 from bubblespec.errors import InputError
 from bubblespec.tools.simulate.command import synthetic_run, totals
 from bubblespec.tools.simulate.recorded import load_copy_cost, load_cost
@@ -51,17 +50,6 @@ def overrides(parts: tuple[str, ...]) -> list[str]:
     if "tail" not in parts:
         keys.append("rollout.tp_tail_max_rows=0")
     return keys
-
-
-def shortened(spec: Spec, scale: float) -> Spec:
-    """Return a workload, a token of which stands for `scale` tokens of `spec`."""
-    return dataclasses.replace(
-        spec,
-        mean=spec.mean / scale,
-        max=round(spec.max / scale),
-        prompt=max(round(spec.prompt / scale), 2),
-        run=max(spec.run / scale, 1.0),
-    )
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:

@@ -18,6 +18,7 @@ added to the file of --json one by one, and what it has already is not run again
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -135,6 +136,17 @@ def scaled(cost: Cost, scale: float) -> Cost:
     return lambda load: cost(load._replace(positions=scale * load.positions))
 
 
+def shortened(spec: Spec, scale: float) -> Spec:
+    """Return a workload, a token of which stands for `scale` tokens of `spec`."""
+    return dataclasses.replace(
+        spec,
+        mean=spec.mean / scale,
+        max=round(spec.max / scale),
+        prompt=max(round(spec.prompt / scale), 2),
+        run=max(spec.run / scale, 1.0),
+    )
+
+
 def simulate_steps(
     arguments: argparse.Namespace, size: str, longest: int, system: System
 ) -> tuple[list[SimulatedStep], float]:
@@ -144,10 +156,10 @@ def simulate_steps(
     """
     scale = longest / arguments.longest
     spec = Spec(
-        mean=arguments.longest / SHARE_OF_LONGEST,
-        max=arguments.longest,
-        prompt=max(round(PROMPT / scale), 2),
-        run=max(MISMATCH / scale, 1.0),
+        mean=longest / SHARE_OF_LONGEST,
+        max=longest,
+        prompt=PROMPT,
+        run=MISMATCH,
         accept_length=ACCEPT_LENGTH,
         steps=arguments.steps,
         epochs=2 if system.second_epoch else 1,
@@ -155,7 +167,9 @@ def simulate_steps(
         seed=arguments.seed,
     )
     keys = PLAIN | system.keys | {PROMPTS: arguments.prompts, SAMPLES: GENERATIONS}
-    config, workload = synthetic_run(spec, [f"{key}={value}" for key, value in keys.items()])
+    config, workload = synthetic_run(
+        shortened(spec, scale), [f"{key}={value}" for key, value in keys.items()]
+    )
     alone, together = (roofline("h200", size, ranks) for ranks in (1, RANKS))
     steps = simulate(
         config,

@@ -13,7 +13,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
 
 from benchmarks import simulated_systems
-from benchmarks.simulated_systems import GENERATIONS, MISMATCH, RANKS, SHARE_OF_LONGEST, K, scaled
+from benchmarks.simulated_systems import (
+    GENERATIONS,
+    MISMATCH,
+    PROMPT,
+    RANKS,
+    SHARE_OF_LONGEST,
+    K,
+    scaled,
+    shortened,
+)
 from bubblespec import memory
 from bubblespec.config_file import load_config
 from bubblespec.telemetry.timeline import KINDS
@@ -68,11 +77,7 @@ ACCEPTED, WRONG, DROPPED = "#1b9e77", "#d62728", "#bbbbbb"
 def step_eight_ranks() -> Figure:
     """Draw a step of a 7B on eight GPUs, without drafts and with the default configuration."""
     spec = Spec(
-        mean=LONGEST / SHARE_OF_LONGEST / SCALE,
-        max=LONGEST // SCALE,
-        prompt=256 // SCALE,
-        run=MISMATCH / SCALE,
-        steps=STEPS,
+        mean=LONGEST / SHARE_OF_LONGEST, max=LONGEST, prompt=PROMPT, run=MISMATCH, steps=STEPS
     )
     costs = [load_cost(COST), load_cost(COST, RANKS), load_copy_cost(COST)]
     cost, together, copy_cost = (scaled(of.seconds, SCALE) for of in costs)
@@ -80,7 +85,7 @@ def step_eight_ranks() -> Figure:
     plain = ["speculative.method=none", "rollout.placement=in_turn", "rollout.tp_tail_max_rows=0"]
     of_method = []
     for overrides in (plain, []):
-        config, workload = synthetic_run(spec, sizes + overrides)
+        config, workload = synthetic_run(shortened(spec, SCALE), sizes + overrides)
         of_method.append(
             simulate(
                 config,

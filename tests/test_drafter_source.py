@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bubblespec.draft.sources import TrackedRows
+from bubblespec.draft.proposer import Proposer
+from bubblespec.draft.sources import DraftSource, TrackedRows
 from bubblespec.mechanisms.drafter import mechanism
 from bubblespec.mechanisms.drafter import source as drafter_source
 from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, MAX_ROWS
 from bubblespec.mechanisms.drafter.source import DrafterSource
+from bubblespec.mechanisms.quantized.source import QuantizedSource
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.windows import choose_chain_length
 from bubblespec.types import Row, SampleId
@@ -23,6 +25,14 @@ def test_complete_run_has_no_drafter_to_move(monkeypatch):
     drafter = mechanism.DrafterMechanism(sampler, None, None, id)
     with drafter.moved_to(engine=None):
         assert drafter.training is None
+
+
+def test_drafter_is_asked_before_the_copy_though_added_later():
+    own, copy, drafter = (DraftSource() for _ in range(3))
+    copy.is_last, drafter.is_last = QuantizedSource.is_last, DrafterSource.is_last
+    proposer = Proposer([own, copy], CostModel())
+    proposer.add(drafter)
+    assert proposer.sources == [own, drafter, copy]
 
 
 def made_cost(*coefficients: float) -> CostModel:

@@ -346,25 +346,6 @@ def test_source_is_queried_for_unserved_rows_alone():
     assert len(guesses.asked) == 3, "no room, no question"
 
 
-def test_last_source_is_asked_after_later_ones():
-    both, one = row(0), row(1)
-    last = Guesses({both.id: [*range(50, 70)], one.id: [*range(70, 90)]})
-    last.is_last = True
-    proposer = with_sources(OwnDrafts(), last)
-    later = Guesses({both.id: [*range(10, 30)]})
-    later.kinds = (("later",),)
-    proposer.add(later)
-    proposer.begin()
-    for each in (both, one):
-        proposer.track(each, None, STEP)
-    assert forward(proposer, [both, one], [range(10, 30), range(70, 90)]) == [
-        [10, 11, 12],
-        [70, 71, 72],
-    ]
-    assert later.asked == [[both.id, one.id]] and last.asked == [[one.id]]
-    assert proposer.acceptance.by_source == {"guess": [3, 3], "later": [3, 3]}
-
-
 def with_guess(guess: list[int], tokens) -> tuple[Proposer, Row, Guesses]:
     """Make a proposer that prefers a guess to the row's own draft."""
     one = row()

@@ -286,7 +286,7 @@ def deferred_text(history: History) -> str:
 
 
 def step_table(steps: list[dict[str, Any]], num_updates: int) -> list[str]:
-    """Return means over the first and the last tenth of the steps, of those that have a metric."""
+    """Return a metric's means over the first and the last tenth of the steps that have it."""
     if not steps:
         return []
     share, columns = max(1, len(steps) // 10), {}

@@ -73,7 +73,7 @@ class Episodes(RowFeed):
 
     def __init__(self, sampler: Sampler, environments: Environments, prompts: Iterable[Prompt]):
         """Prepare one rollout. prompts: of all rows that may be begun."""
-        self.environments, self.engine = environments, sampler.engine
+        self.environments = environments
         self.clock, self.with_environment = sampler.ranks.clock, sampler.scorer.takes_environments
         self.seed, self.runs_drafts = sampler.config.run.seed, sampler.config.environment.draft
         self.prompts = {prompt.uid: prompt for prompt in prompts}
@@ -91,7 +91,7 @@ class Episodes(RowFeed):
 
     def start(self, view: RankView, proposer: RolloutProposer | None) -> None:
         """Begin an episode for each row of this step."""
-        self.proposer = proposer
+        self.engine, self.proposer = view.engine, proposer
         view.record.extras["episodes"] = self.counts
         if self.runs_drafts:
             view.begin = partial(self.begin, is_own=False)
