@@ -94,9 +94,8 @@ class RunReporter:
         self.profiler.end(step)
         is_dynamic = self.config.rollout.dynamic_sampling_max_batches > 1
         metrics |= report.rollout_metrics(record, self.functions, is_dynamic=is_dynamic)
-        sources, is_tail = self.config.speculative.sources, self.config.tail_batching.enabled
-        if sources or is_tail:
-            has_store = "bubble" in sources or is_tail
+        if self.config.speculative.sources or self.config.tail_batching.enabled:
+            has_store = "bubble/store_tokens" in metrics
             metrics |= report.speculation_metrics(ranks, record, has_store=has_store)
         else:
             metrics |= report.forward_metrics(ranks, record)

@@ -255,8 +255,10 @@ def end_lines(
     if checkpoint is not None:
         lines.append(f"checkpoint: {checkpoint} (a folder that from_pretrained loads)")
     path = os.path.join(config.run.output_dir, "metrics.jsonl")
-    end = [f"stopped after {of} updates; run the same command to resume"] * is_stopped
-    return [*lines, f"metrics: {path}", *curves_lines(config), *end]
+    lines += [f"metrics: {path}", *curves_lines(config)]
+    if is_stopped:
+        lines.append(f"stopped after {of} updates; run the same command to resume")
+    return lines
 
 
 def drafted_text(history: History) -> str:
