@@ -81,6 +81,11 @@ SYSTEMS = {
     "streamed": System((STREAMED,), ROLLPACKER + "streamed gradients alone 1.08x"),
     "all": System(ALL),
     "all+streamed": System((*ALL, STREAMED)),
+    "no idle drafts": System((*DEFAULT, "speculative.method=suffix+quantized")),
+    "no suffix matches": System((*DEFAULT, "speculative.method=bubble+quantized")),
+    "no copy": System((*DEFAULT, DRAFTS)),
+    "no placement": System((*DEFAULT, "rollout.placement=in_turn")),
+    "no TP tail": System((*DEFAULT, "rollout.tp_tail_max_rows=0")),
 }
 COLUMNS = {
     "system": "{system}",

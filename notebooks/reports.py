@@ -27,6 +27,11 @@ SYSTEMS = {
     "streamed": "streamed gradients",
     "all": "all but streamed gradients",
     "all+streamed": "all together",
+    "no idle drafts": "the default without drafts from idle time",
+    "no suffix matches": "the default without suffix matches",
+    "no copy": "the default without the quantised copy",
+    "no placement": "the default without placement",
+    "no TP tail": "the default without the TP tail",
 }
 
 
