@@ -79,6 +79,20 @@ def test_kept_groups_are_spread_over_ranks():
     assert placed[0] == placed[1] != placed[2] == placed[3]
 
 
+def test_groups_with_matches_are_split_for_a_large_gain_alone():
+    rates, cost, shape = acceptance_rates(NO_COUNTS), cost_of(CPU), {"num_ranks": 2, "num_slots": 8}
+    lengths = {"little": [400.0] * 4 + [300.0] * 4, "much": [400.0] * 4 + [10.0] * 4}
+    for gain, expected in lengths.items():
+        rows = make_rows(expected, num_generations=4)
+        for matches in (False, True):
+            placed = place(rows, cost, rates, matches_siblings=matches, **shape)
+            is_split = len(np.unique(placed[:4])) == 2
+            assert is_split == (gain == "much" or not matches), (gain, matches)
+    one_group = make_rows([100.0] * 4, num_generations=4)
+    placed = place(one_group, cost, rates, matches_siblings=True, **shape)
+    assert set(placed.tolist()) == {0, 1}, "no rank without rows"
+
+
 def test_admission_is_longest_first_likely_excluded_last():
     rows = make_rows([5.0, 9.0, 50.0, 40.0, 7.0, 6.0, 30.0, 80.0], num_generations=2)
     groups = groups_of(range(4))

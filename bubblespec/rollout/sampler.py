@@ -136,6 +136,7 @@ class Sampler:
                     num_ranks=ranks.world_size,
                     num_slots=self.engine.num_slots,
                     keeps_groups=self.scorer.sees_groups(step),
+                    matches_siblings=self.matches_texts,
                 )
         table = RowTable(launch, rank_of, ranks.rank, expected)
         rows = table.make_rows(self.config.rollout.max_completion_length)
@@ -208,6 +209,11 @@ class Sampler:
         return self.config.rollout.placement != "in_turn" and self.ranks.world_size > 1
 
     @property
+    def matches_texts(self) -> bool:
+        """Whether rows find drafts in other texts: of their group on this rank, and of history."""
+        return "suffix" in self.config.speculative.sources
+
+    @property
     def needs_timings(self) -> bool:
         """Whether later rollouts use the measured costs."""
         uses = self.proposer is not None or self.is_balanced
@@ -267,7 +273,7 @@ class Sampler:
         """Learn lengths, drop drafts and keep the history of a step's samples. rewards: [S]."""
         self.store.drop(samples.ids)
         self.stats.observe_samples(samples)
-        if "suffix" in self.config.speculative.sources:
+        if self.matches_texts:
             for index, tokens in enumerate(samples.tokens):
                 uid = samples.prompt_of(index).uid
                 self.history.add(uid, tokens, float(np.nan_to_num(rewards[index], nan=-np.inf)))
