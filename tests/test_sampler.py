@@ -277,14 +277,14 @@ def test_lengths_are_learned_with_any_drafts():
     assert expected["none"] == expected["suffix"] and len(set(expected["none"])) > 1
 
 
-def play_two_ranks(num_steps: int, **options) -> list[list[StepRecord]]:
-    """Steps without drafts, in virtual time."""
+def play_two_ranks(num_steps: int, method="none", **options) -> list[list[StepRecord]]:
+    """Steps in virtual time."""
     time, results = VirtualTime(2), {}
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(time, rank)
         board = ProgressBoard(ranks, 100, SimulatedTicks(ranks), interval_s=0)
-        sampler = start("none", new_model(), board, ranks, **options)
+        sampler = start(method, new_model(), board, ranks, **options)
         results[rank] = [sampler.sample(step) for step in range(num_steps)]
 
     time.run(work)
@@ -303,6 +303,9 @@ def test_placement_uses_lengths_of_earlier_epochs():
     assert all(record.owners.tolist() == [0, 0, 1, 1] for record in in_turn[0])
     assert any(record.owners.tolist() != [0, 0, 1, 1] for record in balanced[0][2:])
     assert not any(math.isnan(record.expected_s) for record in balanced[0][2:])
+    matching, _ = play_two_ranks(4, "suffix")
+    of_groups = [record.owners.reshape(2, 2) for record in matching]
+    assert all((ranks[:, 0] == ranks[:, 1]).all() for ranks in of_groups), "siblings together"
 
 
 def test_stats_count_shared_forwards():
