@@ -60,7 +60,8 @@ def test_groups_of_ragged_rows_equal_rows_one_by_one(heads, kv_heads, window):
     randn = partial(torch.randn, generator=generator, dtype=torch.float64)
     for case in range(3 * len(widths)):
         cache, rows = KVCache(24, 160), int(rng.integers(1, 24))
-        cache.keys[0], cache.values[0] = (randn(24, 160, kv_heads, d) for d in (8, 5))
+        past = cache.layer(0, *(randn(1, kv_heads, d) for d in (8, 5)))
+        past.joint.copy_(randn(past.joint.shape))
         count = rng.choice(widths[case % len(widths)], rows)
         count[rng.integers(rows)] = max(count.max(), 1)
         if case >= len(widths):  # groups without padding
@@ -75,7 +76,7 @@ def test_groups_of_ragged_rows_equal_rows_one_by_one(heads, kv_heads, window):
         )
         options = {"scaling": 0.3, "sliding_window": window, "packing": packing}
         got = bubblespec_attention(layer, query, key, value, None, **options)[0][0]
-        past = (cache.keys[0], cache.values[0], start, count)
+        past = (past.keys, past.values, start, count)
         wanted = attend_row_by_row(query[0].transpose(0, 1), *past, scaling=0.3, window=window)
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
         seen.add((len(packing.groups) > 1, packing.padding is not None))

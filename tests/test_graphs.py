@@ -83,8 +83,8 @@ def test_padded_forwards_equal_plain_forwards(make_model, device, name):
             assert_equal(got[: len(wanted)], wanted)
             start += count
         for layer in plain.keys:
-            assert_equal(padded.keys[layer][:5], plain.keys[layer])
-            assert_equal(padded.values[layer][:5], plain.values[layer])
+            assert_equal(padded.layers[layer].keys[:5], plain.keys[layer])
+            assert_equal(padded.layers[layer].values[:5], plain.values[layer])
     assert captured.num_replays == len(MIXES) and captured.problem is None
 
 

@@ -46,7 +46,7 @@ def test_shared_positions_equal_the_source(has_pages):
     source = np.array([0, 1, 2, 0])
     cache.share(source, target, LENGTHS[source])
     for layer in range(NUM_LAYERS):
-        for cached in (cache.keys[layer], cache.values[layer]):
+        for cached in (cache.layers[layer].keys, cache.layers[layer].values):
             for one, other in zip(source.tolist(), target.tolist(), strict=True):
                 wanted, got = (
                     cache.read(cached, slice(slot, slot + 1), int(LENGTHS[one]))

@@ -266,7 +266,7 @@ def test_rows_of_tp_engine_equal_plain_rows(name, size):
         runner.forward.check()
         Engine(runner).run(own, OF_ROWS, drafts)
         assert drafts.num_accepted > 30
-        return own, runner.cache.keys[0].shape[2]
+        return own, runner.cache.layers[0].keys.shape[2]
 
     config = model.config
     for rank, (own, num_heads) in enumerate(run_together(size, of_rank)):

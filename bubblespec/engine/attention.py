@@ -59,7 +59,8 @@ def bubblespec_attention(
         packing = packing if kernel == "sdpa" else packing.varlen
         out = attend(packing, query, key, value, **how)
     else:
-        key, value = packing.cache.write(module.layer_idx, packing.place, key, value)
+        layer = packing.cache.write(module.layer_idx, packing.place, key, value)
+        key, value = layer.keys, layer.values
         if kernel == "sdpa":
             out = cached_sdpa(packing, query, key, value, **how)
         else:

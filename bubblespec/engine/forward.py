@@ -16,9 +16,10 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.engine.batch import Batch
+from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import Packing
+from bubblespec.engine.packing import CachePacking, Packing
 from bubblespec.engine.sampling import SamplingParams, best_and_sum, sample
 
 Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `sampling.sample`
@@ -110,12 +111,20 @@ class ModelForward:
     ):
         """memory: of other forwards' graphs; reduce: see `best_and_sum` and compiled.py."""
         self.model, self.kernel, self.reduce = model, kernel, reduce
+        self.decoder = self.make_decoder()
         self.memory = memory or GraphMemory()
         self.is_eager = enforce_eager or not can_capture(self.weight().device, kernel)
         self.heads_per_key = heads_per_key(model)
 
+    def make_decoder(self) -> Decoder | None:
+        """Return the written-out layers of a model that is like Llama."""
+        model = cast(PreTrainedModel, self.model)
+        return Decoder(model, stacked(model)) if is_like_llama(model) else None
+
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
         """See `Forward`."""
+        if self.decoder is not None and self.kernel == "sdpa":
+            return self.decoder.hidden(tokens, cast(CachePacking, packing))
         return forward_hidden(cast(PreTrainedModel, self.model), tokens, packing, self.kernel)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 The caller tracks lengths; lowering one rolls the row back."""
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -10,24 +10,43 @@ import torch
 from bubblespec.engine.pages import Pages
 
 
+class LayerCache(NamedTuple):
+    """Keys and values of one layer; those of a position lie next to each other."""
+
+    joint: torch.Tensor  # [places, K * (key dimension + value dimension)]
+    keys: torch.Tensor  # [pages and spare ones, page_size, K, dimension], a view
+    values: torch.Tensor
+
+    def store(self, place: torch.Tensor, keys_values: torch.Tensor) -> None:
+        """Write N tokens to places int64 [N]; keys_values: [N, 2K, D], keys first."""
+        self.joint[place] = keys_values.flatten(1)
+
+
 class KVCache:
-    """`keys[layer]` and `values[layer]`: [pages and spare ones, page_size, heads, dimension].
+    """`LayerCache`s of all layers, in one tensor where they have one shape.
 
     Without `pages`, a page is a slot. Padding of fixed-size forwards is written to spare ones.
 
-    A layer's tensors are made at its first write, as zeros: masked positions are multiplied by zero
-    and must be finite."""
+    Memory is taken at the first write, as zeros: masked positions are multiplied by zero and must
+    be finite."""
 
     def __init__(
-        self, num_slots: int, slot_length: int, num_spare: int = 0, pages: Pages | None = None
+        self,
+        num_slots: int,
+        slot_length: int,
+        num_spare: int = 0,
+        pages: Pages | None = None,
+        num_layers: int = 1,
     ):
+        """num_layers: layers for which the first write takes memory."""
         self.num_slots, self.slot_length, self.num_spare = num_slots, slot_length, num_spare
-        self.pages = pages
+        self.pages, self.num_layers = pages, num_layers
         self.num_pages, self.page_size = num_slots, slot_length
         if pages is not None:
             self.num_pages, self.page_size = pages.num_pages, pages.page_size
-        self.keys: dict[int, torch.Tensor] = {}
-        self.values: dict[int, torch.Tensor] = {}
+        self.layers: dict[int, LayerCache] = {}
+        # [layers, pages and spare ones, page_size, width] each; the first one has `num_layers`.
+        self._tensors: list[torch.Tensor] = []
         self._table: torch.Tensor | None = None
         self._version = -1  # version of the pages in `_table`
 
@@ -38,19 +57,30 @@ class KVCache:
         page, offset = np.divmod(position, self.page_size)
         return self.pages.table[slot, page] * np.int64(self.page_size) + offset
 
-    def write(
-        self, layer: int, place: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values [N, heads, dimension] at `places`; return all of the layer."""
-        if layer not in self.keys:
+    def layer(self, number: int, key: torch.Tensor, value: torch.Tensor) -> LayerCache:
+        """Return a layer's cache, for keys and values like these, [N, heads, dimension]."""
+        if number not in self.layers:
+            widths = [new.shape[1] * new.shape[2] for new in (key, value)]
             pages = self.num_pages + (self.num_spare if self.pages is None else 1)
-            shape = pages, self.page_size
-            made = [new.new_zeros(*shape, *new.shape[1:]) for new in (key, value)]
-            # Both or none, should memory run out in between.
-            self.keys[layer], self.values[layer] = made
-        self.keys[layer].flatten(0, 1)[place] = key
-        self.values[layer].flatten(0, 1)[place] = value
-        return self.keys[layer], self.values[layer]
+            shape = pages, self.page_size, sum(widths)
+            joint = self._tensors[0] if self._tensors else None
+            if joint is None or number >= len(joint) or joint.shape[1:] != shape:
+                count = 1 if self._tensors else max(self.num_layers, number + 1)
+                joint = key.new_zeros(count, *shape)
+                self._tensors.append(joint)
+            own = joint[number if joint is self._tensors[0] else 0]
+            parts = zip(own.split(widths, dim=-1), (key, value), strict=True)
+            views = (part.unflatten(-1, new.shape[1:]) for part, new in parts)
+            self.layers[number] = LayerCache(own.flatten(0, 1), *views)
+        return self.layers[number]
+
+    def write(
+        self, number: int, place: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> LayerCache:
+        """Store keys and values [N, heads, dimension] at places int64 [N]; return the layer."""
+        layer = self.layer(number, key, value)
+        layer.joint[place] = torch.cat((key.flatten(1), value.flatten(1)), dim=-1)
+        return layer
 
     def read(self, cached: torch.Tensor, slots: slice, length: int) -> torch.Tensor:
         """Read first positions of adjacent slots, [R, length, heads, dimension]; gather pages."""
@@ -90,27 +120,24 @@ class KVCache:
             return
         # All rows at once, as a GPU takes as long for one. Positions beyond a row's length are
         # overwritten before they are read.
-        device, longest = next(iter(self.keys.values())).device, int(length.max())
+        device, longest = self._tensors[0].device, int(length.max())
         read, write = torch.from_numpy(np.array((source, target))).to(device, non_blocking=True)
-        for tensor in self._tensors():
-            part = tensor[:, :longest]
-            part.index_copy_(0, write, part.index_select(0, read))
+        for tensor in self._tensors:
+            part = tensor[:, :, :longest]
+            part.index_copy_(1, write, part.index_select(1, read))
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a page (without pages: slot) to another."""
-        for tensor in self._tensors():
-            tensor[target, :length] = tensor[source, :length]
+        for tensor in self._tensors:
+            tensor[:, target, :length] = tensor[:, source, :length]
 
     def clear(self) -> None:
         """Free the memory; the next write makes the tensors again, as zeros."""
-        self.keys.clear()
-        self.values.clear()
+        self.layers.clear()
+        self._tensors.clear()
         self._table = None
 
     def num_bytes(self) -> int:
         """Return the bytes of the tensors that exist; 0 before the first forward."""
-        return sum(tensor.nbytes for tensor in self._tensors())
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return [*self.keys.values(), *self.values.values()]
+        return sum(tensor.nbytes for tensor in self._tensors)

@@ -9,6 +9,7 @@ from bubblespec.config import Config
 from bubblespec.data.prompts import Prompt
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import Load
+from bubblespec.engine.decoder import is_like_llama
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.packing import to_device
 from bubblespec.engine.runner import ModelRunner
@@ -96,11 +97,13 @@ def make_quantized(
     model, always = runner.model, config.speculative.planning == "always"
     product = product_for(model, runner.device.type, config.quantized.bits)
     problem, speedup = NO_PRODUCT, 0.0
+    if product is not None and not is_like_llama(model):
+        product, problem = None, "the policy is not built like Llama"
     if product is not None:
         tokens = np.concatenate([prompt.token_ids for prompt in prompts])[:OBSERVED_TOKENS]
         ids = to_device(tokens.astype(np.int64), runner.device)
         try:
-            copy = Copy(model, product, *observe_inputs(model, ids, runner.forward.kernel))
+            copy = Copy(model, product, observe_inputs(model, ids))
             of_copy = CopyRunner(copy, engine, params)
             copy_cost = profile(of_copy, ranks.clock)
             speedup = float(cost.seconds(1, 1) / copy_cost.seconds(1, 1))

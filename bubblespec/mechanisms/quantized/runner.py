@@ -15,8 +15,8 @@ from typing import cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
+from bubblespec.engine.decoder import Decoder
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward, SlotFollower
 from bubblespec.engine.graphs import ForwardGraphs
@@ -26,9 +26,24 @@ from bubblespec.engine.packing import pack_rows, to_device, to_host
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, widen
 from bubblespec.mechanisms.quantized.copy import Copy, linear_of
-from bubblespec.mechanisms.quantized.lean import LeanForward, is_lean
 
 CANDIDATES = 256  # tokens, whose noise is computed: the others hardly ever win
+
+
+class CopyForward(ModelForward):
+    """The forward of a copy."""
+
+    def __init__(self, copy: Copy, kernel: str = "sdpa", **options):
+        self.copy = copy
+        super().__init__(copy.model, kernel, **options)
+
+    def make_decoder(self) -> Decoder:
+        """Return the policy's decoder with the copy's products."""
+        return Decoder(self.copy.model, self.copy.product_of)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the copy's logits [T, V] of hidden states [T, hidden]."""
+        return self.copy.head(hidden)
 
 
 class CopyRunner(SlotFollower):
@@ -37,12 +52,12 @@ class CopyRunner(SlotFollower):
     def __init__(self, copy: Copy, engine: Engine, params: SamplingParams):
         """params: of the engine's rows."""
         self.copy, self.engine, self.params = copy, engine, params
-        num_tokens = output_head(copy.model).num_tokens
-        self.num_candidates = min(CANDIDATES, num_tokens)
+        self.num_candidates = min(CANDIDATES, copy.head.num_tokens)
         self.runner = runner = cast(ModelRunner, engine.runner)
         policy = cast(ModelForward, runner.forward)
-        options = {"enforce_eager": policy.is_eager, "memory": policy.memory}
-        self.forward = copy_forward(copy, runner.model, policy.kernel, **options)
+        self.forward = CopyForward(
+            copy, policy.kernel, enforce_eager=policy.is_eager, memory=policy.memory
+        )
         self.graphs: ForwardGraphs | None = None
         if runner.graphs is not None:
             self.graphs = ForwardGraphs(self.forward, runner.cache, runner.num_slots)
@@ -76,13 +91,6 @@ class CopyRunner(SlotFollower):
         token, lead = draw_among(logits, ids, keys, position, self.params)
         found, by = to_host(token, lead)
         return found.astype(np.int64), by
-
-
-def copy_forward(copy: Copy, model: PreTrainedModel, kernel: str, **options) -> ModelForward:
-    """Return the forward of a policy's copy, of few calls where that is possible and pays."""
-    if model.device.type == "cpu" and is_lean(model, copy.parts):
-        return LeanForward(model, copy.parts, output_head(copy.model), kernel=kernel, **options)
-    return ModelForward(copy.model, kernel, **options)
 
 
 def exact_logits(head: OutputHead, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

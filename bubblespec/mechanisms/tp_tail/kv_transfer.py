@@ -22,11 +22,11 @@ PIECE_BYTES = 1 << 26  # received by a rank at a time from all ranks
 
 def can_transfer_kv(source: ModelRunner, target: ModelRunner) -> bool:
     """Whether the cache has the key/value heads that shards are cut from; not before a forward."""
-    shards, cache = cast(ShardedForward, target.forward), source.cache
-    cut = [
-        of[layer] for of in (cache.keys, cache.values) for layer in of if layer in shards.key_heads
-    ]
-    return bool(cache.keys) and all(t.shape[2] == shards.num_key_heads for t in cut)
+    shards, layers = cast(ShardedForward, target.forward), source.cache.layers
+    cut = [own for number, own in layers.items() if number in shards.key_heads]
+    return bool(layers) and all(
+        of.shape[2] == shards.num_key_heads for own in cut for of in (own.keys, own.values)
+    )
 
 
 @torch.inference_mode()
@@ -51,8 +51,9 @@ def transfer_kv(
     row, position = ragged(counts[by_rank])
     places = target.cache.places(by_rank[row], position)
     sizes = np.bincount(rank_of, counts, tp.size).astype(np.int64)
-    cached = [t for of in (source.cache.keys, source.cache.values) for t in of.values()]
-    at_once = max(PIECE_BYTES // (tp.size * max(t[0, 0].nbytes for t in cached)), 1)
+    layers = source.cache.layers
+    largest = max(of[0, 0].nbytes for own in layers.values() for of in (own.keys, own.values))
+    at_once = max(PIECE_BYTES // (tp.size * largest), 1)
     width = min(at_once, int(sizes.max()))  # positions of each rank in a piece
     piece = ragged(sizes)[1] // width
     there = to_device(places[np.argsort(piece, kind="stable")], device).split(
@@ -67,9 +68,9 @@ def transfer_kv(
         parts = zip(tp.gather(part), (sizes - begin).clip(0).tolist(), strict=True)
         return torch.cat([of_rank[:left, heads] for of_rank, left in parts])
 
-    for layer, keys in source.cache.keys.items():
+    for layer, own_cache in layers.items():
         heads = shards.key_heads.get(layer, slice(None))
-        both = keys, source.cache.values[layer]
+        both = own_cache.keys, own_cache.values
         for number, of_piece in enumerate(there):
             pair = (of_all_ranks(of, heads, number * width) for of in both)
             target.cache.write(layer, of_piece, *pair)

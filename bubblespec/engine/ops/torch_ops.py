@@ -1,0 +1,118 @@
+"""The operations of a decoder layer in torch: the reference on every device, and the CPU's path.
+
+Each rounds where transformers' modules round. A call costs a CPU more than most of its work, and a
+Python number as an operand costs another microsecond; so calls are few, and constants are tensors.
+
+Shape legend: N packed tokens, H query heads, K key/value heads, D head dimension, R rotary
+dimensions, C width of the residual, I hidden units of an MLP.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+
+from bubblespec.engine.kv_cache import LayerCache
+from bubblespec.engine.packing import CachePacking
+
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+FULL = (torch.float32, torch.float64)
+
+
+class Norm(NamedTuple):
+    """An RMSNorm: x / sqrt(mean(x^2) + epsilon) in at least float32, rounded, times the weight."""
+
+    weight: torch.Tensor
+    epsilon: torch.Tensor  # [], float32 or float64
+
+
+def add_norm(x: torch.Tensor | None, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """Add x [N, C] to the residual [N, C] in place, and return the norm of the sum."""
+    if x is not None:
+        residual += x
+    return _normalize(residual, norm.epsilon).mul_(norm.weight)
+
+
+def _normalize(x: torch.Tensor, epsilon: torch.Tensor) -> torch.Tensor:
+    wide = x if x.dtype in FULL else x.float()
+    size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.addcmul(epsilon, size, size, value=1 / x.shape[-1]).rsqrt_()
+    return (wide * scale).to(x.dtype)
+
+
+def rotation(
+    tables: tuple[torch.Tensor, torch.Tensor], packing: CachePacking
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `rope_store` takes in all layers, of `Decoder.tables`."""
+    cos, sin = (table.index_select(0, packing.position)[:, None] for table in tables)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rope_store(
+    qkv: torch.Tensor,
+    packing: CachePacking,
+    cache: LayerCache,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    head_norms: tuple[Norm, Norm] | None = None,
+) -> torch.Tensor:
+    """Rotate queries and keys, store keys and values, and return the queries, [N, H, D].
+
+    qkv: [N, H + 2K, D], overwritten; rotation: see `rotation`, or None; head_norms: of queries and
+    of keys, before the rotation."""
+    kv_heads = cache.keys.shape[2]
+    heads = qkv.shape[1] - 2 * kv_heads
+    both = qkv[:, : heads + kv_heads]
+    if head_norms is not None:
+        for part, norm in zip((both[:, :heads], both[:, heads:]), head_norms, strict=True):
+            part.copy_(_normalize(part, norm.epsilon).mul_(norm.weight))
+    if rotation is not None:
+        cos, sin = rotation
+        rotated = both[..., : cos.shape[-1]]
+        turned = rotated.roll(cos.shape[-1] // 2, -1)
+        torch.addcmul(rotated * cos, turned, sin, out=rotated)
+    cache.store(packing.place, qkv[:, heads:])
+    return qkv[:, :heads]
+
+
+def attend(
+    query: torch.Tensor,
+    packing: CachePacking,
+    cache: LayerCache,
+    scaling: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Return the attention [N, H, D] of queries [N, H, D] over the cache, their own keys included.
+
+    By SDPA; query heads are folded into the query axis, so no key is copied."""
+    num_heads, kv_heads = query.shape[1], cache.keys.shape[2]
+    fold, padding, attended = num_heads // kv_heads, packing.padding, []
+    if padding is not None:
+        query = query.index_select(0, padding.tokens)
+    for group in packing.groups:
+        rows, queries = group.num_rows, group.num_queries
+        q = query[group.places].reshape(rows, queries, kv_heads, fold, -1).permute(0, 2, 3, 1, 4)
+        q = q.reshape(rows, kv_heads, fold * queries, -1)
+        slots = slice(group.first_slot, group.first_slot + rows)
+        k, v = (
+            packing.cache.read(t, slots, group.length).transpose(1, 2)
+            for t in (cache.keys, cache.values)
+        )
+        mask = packing.mask(group, fold, window, query.dtype)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        out = out.reshape(rows, kv_heads, fold, queries, -1).permute(0, 3, 1, 2, 4)
+        attended.append(out.reshape(rows * queries, num_heads, -1))
+    out = attended[0] if len(attended) == 1 else torch.cat(attended)
+    return out if padding is None else out.index_select(0, padding.places)
+
+
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return the activation of the first half of [N, 2I] times the second half, [N, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate).mul_(up)
