@@ -15,6 +15,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.kernels import problem_of
 from bubblespec.engine.model import UnsupportedModel
 from bubblespec.engine.model_checks import prepare_model
+from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
@@ -277,7 +278,7 @@ def test_cuda_kernels_take_heads_of_one_size(name, sizes):
 
 def test_failure_in_forward_of_one_row_is_found():
     """Generation ends with one row, so such a failure must be found before the run."""
-    model = build("Llama", GQA)
+    model = build("Gemma", {**GQA, "head_dim": 24})
 
     def fail(module, args):
         if args[0].shape[1] == 1:
@@ -299,12 +300,13 @@ LARGE = [(1.01, True), (1.0, False)]  # factor of the scale, and whether there i
 )
 def test_mistake_in_cached_attention_is_refused(name, factor, has_window, monkeypatch):
     """A large mistake where parts are in float32; a small one in float64."""
-    correct = attention.cached_sdpa
+    correct = torch_ops.attend
 
-    def mistaken(*of, scaling, window):
-        return correct(*of, scaling=scaling * factor, window=window if has_window else None)
+    def mistaken(query, packing, cache, scaling, window=None):
+        return correct(query, packing, cache, scaling * factor, window if has_window else None)
 
-    monkeypatch.setattr(attention, "cached_sdpa", mistaken)
+    for module in (attention, torch_ops):
+        monkeypatch.setattr(module, "attend", mistaken)
     check_refused(build(*SERVED[name]), "logits through the K/V cache differ")
 
 

@@ -62,10 +62,10 @@ def test_each_rank_gets_own_heads_of_all_rows(monkeypatch, name, page_size, piec
         assert count == 2 * len(shapes) * pieces
         for row, (rank, slot, length) in enumerate(zip(RANK_OF, SLOTS, COUNTS, strict=True)):
             owner = ranks[rank][0].cache
-            for layer in owner.keys:
-                heads = target.forward.key_heads.get(layer, slice(None))
+            for layer in owner.layers:
+                heads = target.forward.key_heads
                 for kind in ("keys", "values"):
-                    there, here = (getattr(cache, kind)[layer] for cache in (target.cache, owner))
+                    there, here = (getattr(of.layers[layer], kind) for of in (target.cache, owner))
                     got = target.cache.read(there, slice(row, row + 1), int(length))[0]
                     wanted = owner.read(here, slice(slot, slot + 1), int(length))[0, :, heads]
                     assert torch.equal(got, wanted)

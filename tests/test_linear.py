@@ -105,7 +105,7 @@ def test_shards_add_up_to_the_whole_layer(calls, is_rowwise):
                 layer.weight.copy_(factor * weight)
             with torch.inference_mode():
                 given = x[..., cut].contiguous() if is_rowwise else x
-                parts.append(partial_linear(layer, cut, is_rowwise, given)[0])
+                parts.append(partial_linear(layer, (cut,), is_rowwise, given)[0])
         whole, of_bias = (sum(parts), None) if is_rowwise else (torch.cat(parts, -1), bias)
         assert_rounds_like_a_product(whole, x[0], factor * weight.t(), of_bias)
 

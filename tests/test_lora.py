@@ -125,7 +125,9 @@ def test_only_adapter_is_trained_in_model_dtype(make_model):
     [("llama", 0.3, True), ("qwen2", 0.0, False), ("gpt2", 0.3, False)],
 )
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-def test_loss_and_gradient_equal_merged_weights(make_model, name, kl_coef, checkpointing):
+def test_loss_and_gradient_equal_merged_weights(
+    make_model, exact_norms, name, kl_coef, checkpointing
+):
     """The same oracle as for full training, on weights merged by the formula; the reference of the
     KL is the base."""
     base, model = make_model(name), adapt(make_model(name))
@@ -199,7 +201,7 @@ def test_ranks_drafts_and_resume_leave_lora_run_unchanged(resumed, tmp_path):
             assert a[key] == pytest.approx(b[key], rel=1e-8, abs=1e-10), key
 
 
-def test_checkpoint_loads_in_peft_and_transformers(resumed):
+def test_checkpoint_loads_in_peft_and_transformers(resumed, exact_norms):
     folder, trainer = resumed
     assert trainer.learner.reference is trainer.learner.model, "no second copy of the weights"
     checkpoint = os.path.join(folder, f"checkpoint-{STEPS}")

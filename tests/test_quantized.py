@@ -23,7 +23,6 @@ from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.lora import add_adapter
 from bubblespec.mechanisms.quantized import products
-from bubblespec.mechanisms.quantized import runner as runner_module
 from bubblespec.mechanisms.quantized.chains import AHEAD, LEADS, Leads, rows_to_continue
 from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
 from bubblespec.mechanisms.quantized.products import INT8_CPU, Product, round_to_int4, round_to_int8
@@ -173,7 +172,8 @@ def test_renewal_takes_the_oldest_parts_first_and_all_in_the_end(adapters):
     count = len(copy.parts)
     copy.renew(lambda: next(ticks), count // 2)
     changed = [
-        not torch.equal(a, part.packed[0]) for a, part in zip(before, copy.parts.values(), strict=True)
+        not torch.equal(a, part.packed[0])
+        for a, part in zip(before, copy.parts.values(), strict=True)
     ]
     first = sum(changed)
     assert 0 < first < count and changed == sorted(changed, reverse=True)

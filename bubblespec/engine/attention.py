@@ -17,7 +17,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from bubblespec.engine.packing import PAGE, CachePacking, SequencePacking, Varlen
+from bubblespec.engine.ops.torch_ops import attend
+from bubblespec.engine.packing import PAGE, SequencePacking, Varlen
 
 NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
 # Whether torch's function reads a cache in pages, in one split where that is asked for. Torch 2.12
@@ -55,14 +56,14 @@ def bubblespec_attention(
     if hasattr(packing, "attend"):
         out = packing.attend(module.layer_idx, query, key, value, **how)
     elif isinstance(packing, SequencePacking):
-        attend = _sequences_sdpa if kernel == "sdpa" else VARLEN_KERNELS[kernel]
+        run = _sequences_sdpa if kernel == "sdpa" else VARLEN_KERNELS[kernel]
         packing = packing if kernel == "sdpa" else packing.varlen
-        out = attend(packing, query, key, value, **how)
+        out = run(packing, query, key, value, **how)
     else:
         layer = packing.cache.write(module.layer_idx, packing.place, key, value)
         key, value = layer.keys, layer.values
         if kernel == "sdpa":
-            out = cached_sdpa(packing, query, key, value, **how)
+            out = attend(query, packing, layer, scaling, sliding_window)
         else:
             if packing.cache.pages is None:
                 key, value = key.flatten(0, 1), value.flatten(0, 1)
@@ -71,31 +72,6 @@ def bubblespec_attention(
 
 
 AttentionInterface.register(NAME, bubblespec_attention)
-
-
-def cached_sdpa(
-    packing: CachePacking, query, cached_key, cached_value, *, scaling, window
-) -> torch.Tensor:
-    """Attend to the cache by SDPA; query heads are folded into the query axis: no key is copied."""
-    num_heads, kv_heads = query.shape[1], cached_key.shape[2]
-    fold, padding, attended = num_heads // kv_heads, packing.padding, []
-    if padding is not None:
-        query = query.index_select(0, padding.tokens)
-    for group in packing.groups:
-        rows, queries = group.num_rows, group.num_queries
-        q = query[group.places].reshape(rows, queries, kv_heads, fold, -1).permute(0, 2, 3, 1, 4)
-        q = q.reshape(rows, kv_heads, fold * queries, -1)
-        slots = slice(group.first_slot, group.first_slot + rows)
-        k, v = (
-            packing.cache.read(t, slots, group.length).transpose(1, 2)
-            for t in (cached_key, cached_value)
-        )
-        mask = packing.mask(group, fold, window, query.dtype)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-        out = out.reshape(rows, kv_heads, fold, queries, -1).permute(0, 3, 1, 2, 4)
-        attended.append(out.reshape(rows * queries, num_heads, -1))
-    out = attended[0] if len(attended) == 1 else torch.cat(attended)
-    return out if padding is None else out.index_select(0, padding.places)
 
 
 def _sequences_sdpa(packing: SequencePacking, query, key, value, *, scaling, window):

@@ -12,7 +12,7 @@ residual, I hidden units of an MLP.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -23,7 +23,8 @@ from bubblespec.engine.packing import CachePacking
 from bubblespec.engine.weights import Linears, stack
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
-ProductOf = Callable[[Linears], Multiply]
+Kind = Literal["qkv", "out", "gate_up", "down"]
+ProductOf = Callable[[Kind, Linears], Multiply]
 
 IS_LIKE_LLAMA = "_bubblespec_is_like_llama"  # attribute of a model
 # transformers' names of the activations that `gated` computes.
@@ -68,10 +69,13 @@ class Decoder:
         model: PreTrainedModel,
         product_of: ProductOf,
         num_heads: tuple[int, int] | None = None,
+        attend: Callable | None = None,
     ):
         """product_of: the product of linear layers with one input, outputs one after another.
 
-        num_heads: H and K of these products, by default the model's. Raises NotLikeLlama."""
+        num_heads: H and K of these products, by default the model's; attend: by
+        default `torch_ops.attend`. Raises NotLikeLlama."""
+        self.attend = attend or ops.attend
         base: Any = model.base_model
         config: Any = model.config.get_text_config(decoder=True)
         try:
@@ -105,7 +109,7 @@ class Decoder:
             query = ops.rope_store(
                 qkv, packing, own, rotation if layer.rotates else None, layer.head_norms
             )
-            x = layer.out(ops.attend(query, packing, own, layer.scaling, layer.window).flatten(1))
+            x = layer.out(self.attend(query, packing, own, layer.scaling, layer.window).flatten(1))
             if layer.after_attention is not None:
                 x = ops.add_norm(None, x, layer.after_attention)
             h = _add_norm(x, residual, layer.before_mlp)
@@ -132,7 +136,7 @@ def is_like_llama(model: torch.nn.Module) -> bool:
 
 def stacked(model: PreTrainedModel) -> ProductOf:
     """Return the products of a model's own weights, stacked where layers are plain ones."""
-    return lambda layers: stack(model, layers) or one_by_one(layers)
+    return lambda kind, layers: stack(model, layers) or one_by_one(layers)
 
 
 def one_by_one(layers: Linears) -> Multiply:
@@ -174,23 +178,21 @@ def _layer(layer: Any, config: Any, product_of: ProductOf) -> Layer:
         if hasattr(attention, "qkv_proj")
         else (attention.q_proj, attention.k_proj, attention.v_proj)
     )
-    gate_up = (
-        (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
-    )
+    gate_up = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
     return Layer(
         number=attention.layer_idx,
         before_attention=_norm_if_any(layer, "input_layernorm"),
-        qkv=product_of(qkv),
+        qkv=product_of("qkv", qkv),
         head_norms=None if is_wide else norms,
         wide_norms=norms if is_wide else None,
         rotates=bool(getattr(attention, "use_rope", True)),
         scaling=attention.scaling,
         window=getattr(attention, "sliding_window", getattr(config, "sliding_window", None)),
-        out=product_of((attention.o_proj,)),
+        out=product_of("out", (attention.o_proj,)),
         after_attention=middle if is_after else None,
         before_mlp=_norm_if_any(layer, "pre_feedforward_layernorm") if is_after else middle,
-        gate_up=product_of(gate_up),
+        gate_up=product_of("gate_up", gate_up),
         activation=ACTIVATIONS[config.hidden_act],
-        down=product_of((mlp.down_proj,)),
+        down=product_of("down", (mlp.down_proj,)),
         after_mlp=_norm_if_any(layer, "post_feedforward_layernorm"),
     )

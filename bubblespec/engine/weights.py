@@ -6,7 +6,7 @@ loading see ordinary parameters. What replaces a parameter's memory (`model.to`,
 assigns) breaks this; `join` notices, and stacks again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -30,9 +30,8 @@ def stack(model: torch.nn.Module, layers: Linears) -> Linear | None:
     """Return one linear layer in place of `layers`; the layer itself if it is alone.
 
     None if they are no plain linear layers (with an adapter, for example)."""
-    stacks = stacks_of(model)
-    if layers in stacks:
-        return stacks[layers]
+    if (found := stacks_of(model).get(layers)) is not None:
+        return found
     if not all(isinstance(layer, Linear) for layer in layers):
         return None
     linears = cast(tuple[Linear, ...], layers)
@@ -40,20 +39,43 @@ def stack(model: torch.nn.Module, layers: Linears) -> Linear | None:
         return linears[0]
     if any(type(layer).forward is not Linear.forward for layer in linears):
         return None
-    stacks[layers] = _join(None, linears)
-    return stacks[layers]
+    found = vars(model).setdefault(STACKS, Stacks())[layers] = _join(None, linears)
+    return found
 
 
 def stacks_of(model: torch.nn.Module) -> Stacks:
     """Return the stacks that a model has, by their layers."""
-    return vars(model).setdefault(STACKS, Stacks())
+    return vars(model).get(STACKS, Stacks())
 
 
 def linear_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield a model's modules and the stacks of their layers."""
     for module in model.modules():
         yield module
-        yield from vars(module).get(STACKS, {}).values()
+        yield from stacks_of(module).values()
+
+
+def linear_of(layer: torch.nn.Module) -> Linear:
+    """Return the linear layer itself, or that below an adapter (LoRA)."""
+    return cast(Linear, getattr(layer, "base_layer", layer))
+
+
+def part_of(weight: torch.Tensor, part: slice, is_rowwise: bool) -> torch.Tensor:
+    """Return a part of the inputs of a weight [M, K] if it is rowwise, else of its outputs."""
+    return weight[:, part] if is_rowwise else weight[part]
+
+
+def by_parts(
+    compute: Callable, x: torch.Tensor, layer: Linear, parts: tuple[slice, ...], is_rowwise: bool
+) -> torch.Tensor:
+    """Compute parts of a layer's outputs, or if rowwise its sum over a part, without the bias.
+
+    compute: a product of x with a weight and a bias."""
+    outs = []
+    for part in parts:
+        bias = None if is_rowwise or layer.bias is None else layer.bias[part]
+        outs.append(compute(x, part_of(layer.weight, part, is_rowwise), bias))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
 
 def join(model: torch.nn.Module) -> None:
@@ -67,7 +89,7 @@ def join(model: torch.nn.Module) -> None:
         log(f"warning: {lost} stacked weights had been replaced; the engine uses the new ones")
 
 
-def version(linear: Linear) -> int:
+def version_of(linear: Linear) -> int:
     """Return a number that changes with the weight of a layer or stack, however it is changed."""
     parts = vars(linear).get("parts") or (linear,)
     return sum(cast(torch.Tensor, part._parameters["weight"])._version for part in parts)

@@ -23,11 +23,14 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.engine.attention import varlen
+from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
+from bubblespec.engine.kv_cache import LayerCache
 from bubblespec.engine.noise import add_gumbel
 from bubblespec.engine.packing import CachePacking, Packing, pack_rows, to_device
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import widen
+from bubblespec.engine.weights import linear_modules
 
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 MIN_ROWS = 64  # of a product on a GPU
@@ -83,7 +86,7 @@ def fix_libraries() -> None:
 
 def make_invariant(model: torch.nn.Module) -> None:
     """Make linear layers invariant, output head included; parameters stay."""
-    for module in model.modules():
+    for module in linear_modules(model):
         if type(module) is torch.nn.Linear:
             module.__class__ = InvariantLinear
 
@@ -107,9 +110,16 @@ class InvariantForward(ModelForward):
         if kernel == "varlen":
             self.heads_per_key = 1
 
+    def make_decoder(self) -> Decoder | None:
+        """See `ModelForward`; each query is attended by itself."""
+        if self.kernel != "sdpa" or not is_like_llama(self.model):
+            return None
+        model = cast(PreTrainedModel, self.model)
+        return Decoder(model, stacked(model), attend=attend_alone)
+
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
         """See `Forward`."""
-        if self.kernel != "flash_attn":
+        if self.kernel != "flash_attn" and self.decoder is None:
             packing = AlonePacking(cast(CachePacking, packing), self.kernel)
         is_cuda = tokens.device.type == "cuda"
         with FixedMeans() if is_cuda else contextlib.nullcontext():
@@ -126,19 +136,25 @@ class AlonePacking:
     def attend(self, layer: int, query, key, value, *, scaling, window) -> torch.Tensor:
         """Compute the attention of a layer. query: [N, H, D]; key, value: [N, K, D]."""
         how, packing = {"scaling": scaling, "window": window}, self.packing
-        key, value = packing.cache.write(layer, packing.place, key, value)
+        cache = packing.cache.write(layer, packing.place, key, value)
         if self.kernel == "sdpa":
-            return attend_alone(packing, query, key, value, **how)
+            return attend_alone(query, packing, cache, **how)
+        key, value = cache.keys, cache.values
         if packing.cache.pages is None:
             key, value = key.flatten(0, 1), value.flatten(0, 1)
         return varlen(packing.varlen, query, key, value, alone=True, **how)
 
 
 def attend_alone(
-    packing: CachePacking, query, cached_key, cached_value, *, scaling, window
+    query: torch.Tensor,
+    packing: CachePacking,
+    cache: LayerCache,
+    scaling: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Compute the attention of query [N, H, D] over keys up to the next multiple of WIDTH."""
     slots, positions = packing.index
+    cached_key, cached_value = cache.keys, cache.values
     heads, out = cached_key.shape[2], torch.empty_like(query)
     for block in np.unique(positions // WIDTH):
         members = np.flatnonzero(positions // WIDTH == block)

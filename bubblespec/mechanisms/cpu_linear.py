@@ -29,6 +29,7 @@ from torch.nn.functional import linear, pad
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.weights import by_parts, linear_modules, part_of, stacks_of, version_of
 from bubblespec.telemetry.trace import describe_hardware
 
 # Rows of a product at which generation is measured; another number counts as the next of these.
@@ -133,18 +134,13 @@ class OneDNNLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-def part_of(weight: torch.Tensor, part: slice, is_rowwise: bool) -> torch.Tensor:
-    """Return a part of the inputs of a weight [M, K] if it is rowwise, else of its outputs."""
-    return weight[:, part] if is_rowwise else weight[part]
-
-
 class FastLinear(torch.nn.Linear):
     """A linear layer with a plan, into which `use_plans` turns a model's layers."""
 
     plan: Plan
     calls: tuple[Call, ...]  # by number of rows, see `Plan.by_rows`
-    # Packed copies of the weight (at None) and of its parts, each with the weight's version.
-    copies: dict[tuple | None, tuple[int, torch.Tensor]]
+    # Packed copies of the weight and of its parts, each with the weight's version.
+    copies: dict[tuple, tuple[int, torch.Tensor]]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Not through Module.__getattr__: at a few rows every microsecond counts.
@@ -157,24 +153,29 @@ class FastLinear(torch.nn.Linear):
             return OneDNNLinear.apply(x, weight, bias)
         return linear(x, weight, bias)
 
-    def partial(
-        self, x: torch.Tensor, part: slice, is_rowwise: bool, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """See `partial_linear`."""
+    def partial(self, x: torch.Tensor, parts: tuple[slice, ...], is_rowwise: bool) -> torch.Tensor:
+        """See `weights.by_parts`."""
         kernel, pad_to = Call()
         if is_inference_mode_enabled() and x.numel():
             kernel, pad_to = self.calls[min(x.numel() // x.shape[-1], ROWS[-1])]
-        get = self.packed if kernel == PACKED else partial(part_of, self.weight)
-        return _product(x, get(part, is_rowwise), bias, kernel, pad_to)
+        if kernel != PACKED:
+            compute = partial(_product, kernel=kernel, pad_to=pad_to)
+            return by_parts(compute, x, self, parts, is_rowwise)
+        bias = None
+        if not is_rowwise and self.bias is not None:
+            bias = torch.cat([self.bias[part] for part in parts])
+        return _product(x, self.packed(parts, is_rowwise), bias, kernel, pad_to)
 
-    def packed(self, part: slice | None = None, is_rowwise: bool = False) -> torch.Tensor:
-        """Return a current packed copy of the weight, or of a tensor-parallel rank's part."""
-        name = part and (part.start, part.stop, is_rowwise)
-        weight = cast(torch.Tensor, self._parameters["weight"])
-        if name not in self.copies or self.copies[name][0] != weight._version:
+    def packed(
+        self, parts: tuple[slice, ...] = (slice(None),), is_rowwise: bool = False
+    ) -> torch.Tensor:
+        """Return a current packed copy of the weight, or of a tensor-parallel rank's parts."""
+        name, version = (*((part.start, part.stop) for part in parts), is_rowwise), version_of(self)
+        if name not in self.copies or self.copies[name][0] != version:
+            weight = cast(torch.Tensor, self._parameters["weight"])
             with torch.inference_mode():
-                copy = pack(weight if part is None else part_of(weight, part, is_rowwise))
-            self.copies[name] = weight._version, copy
+                copy = pack(torch.cat([part_of(weight, part, is_rowwise) for part in parts]))
+            self.copies[name] = version, copy
         return self.copies[name][1]
 
     def __getstate__(self) -> dict:
@@ -212,27 +213,33 @@ def read_plans(choice: dict | None) -> dict[str, Plan]:
 
 
 def use_plans(model: torch.nn.Module, plans: dict[str, Plan]) -> None:
-    """Give torch's linear layers, output head included, their plans, and make their copies."""
+    """Give torch's linear layers, output head included, their plans, and make their copies.
+
+    Layers of a stack are computed by themselves in training alone."""
+    stacked = {layer for of in model.modules() for layers in stacks_of(of) for layer in layers}
     for shape, layers in layers_by_shape(model).items():
         plan = plans.get(shape, Plan())
-        for module in layers if plan != Plan() else ():
+        for module in layers:
+            own = Plan(trains=plan.trains) if module in stacked else plan
+            if own == Plan():
+                continue
             module.__class__ = FastLinear
             fast = cast(FastLinear, module)
-            fast.plan, fast.calls, fast.copies = plan, plan.by_rows(), {}
+            fast.plan, fast.calls, fast.copies = own, own.by_rows(), {}
     refresh_copies(model)
 
 
 def refresh_copies(model: torch.nn.Module) -> None:
     """Renew copies after an update, so that the next forward's measured time excludes them."""
-    for module in model.modules():
+    for module in linear_modules(model):
         if isinstance(module, FastLinear) and any(c.kernel == PACKED for c in module.plan.calls):
             module.packed()
 
 
 def layers_by_shape(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
-    """Return the linear layers of torch's own class."""
+    """Return the linear layers of torch's own class, stacks included."""
     layers: dict[str, list[torch.nn.Linear]] = {}
-    for module in model.modules():
+    for module in linear_modules(model):
         if type(module) is torch.nn.Linear:
             layers.setdefault(shape_of(module), []).append(module)
     return layers

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.decoder import Decoder, Multiply, stacked
+from bubblespec.engine.decoder import Decoder, Kind, Multiply, stacked
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_rows
-from bubblespec.engine.weights import Linears
+from bubblespec.engine.weights import Linears, linear_of
 from bubblespec.mechanisms.quantized.products import Product
 
 SMOOTHING = 0.5  # alpha of SmoothQuant
@@ -75,10 +75,13 @@ class Layers:
         out = self.product.multiply(x * self.inverse, self.packed)
         return out if self.bias is None else out + self.bias
 
+
 class Copy:
     """A quantised copy of a policy that is like Llama."""
 
-    def __init__(self, model: PreTrainedModel, product: Product, largest: dict[Linears, torch.Tensor]):
+    def __init__(
+        self, model: PreTrainedModel, product: Product, largest: dict[Linears, torch.Tensor]
+    ):
         """Quantise the policy's products. largest: of `observe_inputs`."""
         self.model = model
         self.parts = {
@@ -87,17 +90,17 @@ class Copy:
             if all(product.fits(of.in_features, of.out_features) for of in map(linear_of, layers))
         }
         head = output_head(model)
-        self.head = replace(head, linear=self.product_of((head.linear,)))
+        self.head = replace(head, linear=self.product_of("out", (head.linear,)))
         # The head only finds candidates, for which that of older weights is good enough; it would
         # take as long as all others together.
         self.renewed = [part for layers, part in self.parts.items() if head.linear not in layers]
         self._oldest = 0  # of these, the one that `renew` begins with
         self._num_old = 0  # parts that are older than the weights
 
-    def product_of(self, layers: Linears) -> Multiply:
+    def product_of(self, kind: Kind, layers: Linears) -> Multiply:
         """Return the quantised product of layers, or the policy's where there is none."""
         part = self.parts.get(layers)
-        return stacked(self.model)(layers) if part is None else part.compute
+        return stacked(self.model)(kind, layers) if part is None else part.compute
 
     def renew(self, clock: Callable[[], float], limit_s: float) -> float:
         """Quantise the parts that are oldest again, until time is over; return the seconds."""
@@ -111,11 +114,6 @@ class Copy:
     def note_update(self) -> None:
         """Note that the policy's weights have changed."""
         self._num_old = len(self.renewed)
-
-
-def linear_of(layer: torch.nn.Module) -> torch.nn.Linear:
-    """Return the linear layer itself, or that below an adapter (LoRA)."""
-    return cast(torch.nn.Linear, getattr(layer, "base_layer", layer))
 
 
 @torch.no_grad()
@@ -143,8 +141,8 @@ def observe_inputs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[Linears
     Largest magnitudes, float32 [K], by the layers of the product, the output head included."""
     largest: dict[Linears, torch.Tensor] = {}
 
-    def observed(layers: Linears) -> Multiply:
-        exact = stacked(model)(layers)
+    def observed(kind: Kind, layers: Linears) -> Multiply:
+        exact = stacked(model)(kind, layers)
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
             largest[layers] = torch.linalg.vector_norm(x, torch.inf, dim=0).float()
@@ -155,5 +153,5 @@ def observe_inputs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[Linears
     count = np.array([len(tokens)])
     packing = pack_rows(KVCache(1, len(tokens)), 0 * count, count, tokens.device)
     hidden = Decoder(model, observed).hidden(tokens, packing)
-    observed((output_head(model).linear,))(hidden)
+    observed("out", (output_head(model).linear,))(hidden)
     return largest

@@ -6,7 +6,8 @@ from torch.nn import Linear
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
-from bubblespec.mechanisms.quantized.copy import linear_layers, linear_of
+from bubblespec.engine.weights import linear_of
+from bubblespec.mechanisms.quantized.copy import linear_layers
 from bubblespec.mechanisms.quantized.products import GROUP, product_for
 from bubblespec.memory import Needs
 

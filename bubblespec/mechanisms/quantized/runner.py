@@ -25,7 +25,8 @@ from bubblespec.engine.output_head import OutputHead, output_head
 from bubblespec.engine.packing import pack_rows, to_device, to_host
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, widen
-from bubblespec.mechanisms.quantized.copy import Copy, linear_of
+from bubblespec.engine.weights import linear_of
+from bubblespec.mechanisms.quantized.copy import Copy
 
 CANDIDATES = 256  # tokens, whose noise is computed: the others hardly ever win
 

@@ -22,11 +22,9 @@ PIECE_BYTES = 1 << 26  # received by a rank at a time from all ranks
 
 def can_transfer_kv(source: ModelRunner, target: ModelRunner) -> bool:
     """Whether the cache has the key/value heads that shards are cut from; not before a forward."""
-    shards, layers = cast(ShardedForward, target.forward), source.cache.layers
-    cut = [own for number, own in layers.items() if number in shards.key_heads]
-    return bool(layers) and all(
-        of.shape[2] == shards.num_key_heads for own in cut for of in (own.keys, own.values)
-    )
+    shards, layers = cast(ShardedForward, target.forward), source.cache.layers.values()
+    counts = {of.shape[2] for own in layers for of in (own.keys, own.values)}
+    return counts == {shards.num_key_heads}
 
 
 @torch.inference_mode()
@@ -69,8 +67,7 @@ def transfer_kv(
         return torch.cat([of_rank[:left, heads] for of_rank, left in parts])
 
     for layer, own_cache in layers.items():
-        heads = shards.key_heads.get(layer, slice(None))
         both = own_cache.keys, own_cache.values
         for number, of_piece in enumerate(there):
-            pair = (of_all_ranks(of, heads, number * width) for of in both)
+            pair = (of_all_ranks(of, shards.key_heads, number * width) for of in both)
             target.cache.write(layer, of_piece, *pair)

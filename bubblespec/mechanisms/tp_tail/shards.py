@@ -1,22 +1,20 @@
 """Tensor parallelism: one forward computed by all ranks, each with a shard of its weights.
 
-Every rank has the whole model, so a shard is a view of its parameters: nothing is copied or moved.
-The configuration's `base_model_tp_plan` names the linear layers that are sharded. A "colwise" layer
-computes some of its outputs, attention heads or hidden units of an MLP; the "rowwise" layer behind
-it takes these as its inputs, and its output is the sum over ranks (Megatron-LM, Shoeybi et al.
-2019, arXiv 1909.08053, section 3). Every rank computes everything else in full. The output head
-gives the logits of a shard of the vocabulary, from which the ranks sample together
+Every rank has the whole model, so nothing is moved: a shard is a `Decoder` whose products take part
+of the weights. The first product of attention and MLP computes some of its outputs, heads or hidden
+units; the second takes these as its inputs, and its output is the sum over ranks (Megatron-LM,
+Shoeybi et al. 2019, arXiv 1909.08053, section 3). Every rank computes everything else in full. The
+output head gives the logits of a shard of the vocabulary, from which the ranks sample together
 (`sample_shards`).
 
 Shape legend: N packed tokens, T positions sampled, V vocabulary, v of it on this rank, P ranks.
 """
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,15 +26,14 @@ from transformers import PreTrainedModel
 from bubblespec.distributed.ranks import Ranks, all_gather
 from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.engine import sampling
+from bubblespec.engine.decoder import Decoder, Kind, Multiply, is_like_llama
 from bubblespec.engine.forward import GraphMemory, ModelForward, Sampled
 from bubblespec.engine.kernels import random_hidden
 from bubblespec.engine.model_checks import is_rounding, relative_difference
 from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import Packing
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.weights import Linears, by_parts, linear_of, stack
 from bubblespec.errors import fallback, first_problem, one_line
-
-KEYS_AND_VALUES = ("k_proj", "v_proj")  # sharded by key/value heads, other layers by query heads
 
 
 class TPUnsupported(ValueError):
@@ -85,16 +82,8 @@ class TPGroup:
         return (self._shared or self.ranks).gather(array)
 
 
-class ShardSpec(NamedTuple):
-    """A linear layer and this rank's part of its outputs, or, if rowwise, of its inputs."""
-
-    module: torch.nn.Linear
-    is_rowwise: bool
-    part: slice
-
-
 class ShardedForward(ModelForward):
-    """This rank's part of a model's forward."""
+    """This rank's part of the decoder of a model."""
 
     model: PreTrainedModel
 
@@ -108,51 +97,59 @@ class ShardedForward(ModelForward):
         memory: GraphMemory | None = None,
         reduce: Callable = sampling.best_and_sum,
     ):
-        """Plan the shards, see `ModelForward`; raise TPUnsupported on all ranks or on none."""
+        """Cut the products, see `ModelForward`; raise TPUnsupported on all ranks or on none."""
+        name = type(model).__name__
+        if not is_like_llama(model):
+            raise TPUnsupported(f"{name} is not built like Llama")
+        self.tp, self.rank = tp, tp.rank
+        config = model.config.get_text_config(decoder=True)
+        self.num_heads, self.num_key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.query_heads, self.key_heads = shard_heads(
+            self.num_heads, self.num_key_heads, tp.rank, tp.size
+        )
+        self._is_alone = False
+        self._zeros: list[torch.Tensor] = []
         is_eager = enforce_eager or not tp.can_capture
         super().__init__(model, kernel, enforce_eager=enforce_eager, memory=memory, reduce=reduce)
         self.is_eager |= is_eager
-        self.tp, self.rank = tp, tp.rank
-        self.specs, self.key_heads = plan_shards(model, tp.rank, tp.size)
-        """Key/value heads of this rank in each sharded attention, by layer."""
-        self.num_key_heads = count_heads(model)[1]
-        self._is_alone = False
-        self._zeros: list[torch.Tensor] = []
+        assert self.decoder is not None
+        if any(layer.wide_norms is not None for layer in self.decoder.layers):
+            raise TPUnsupported(f"{name} has norms over the heads of all ranks")
+        if not isinstance(linear_of(output_head(model).linear), Linear):
+            raise TPUnsupported(f"{name} has an output head that is not a linear layer")
 
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Context in which layers compute this rank's parts, with unchanged parameters."""
-        changed: list[torch.nn.Module] = []
+    def make_decoder(self) -> Decoder:
+        """Return the decoder of this rank's heads and hidden units."""
+        heads = [cut.stop - cut.start for cut in (self.query_heads, self.key_heads)]
+        return Decoder(self.model, self._product_of, (heads[0], heads[1]))
 
-        def change(module: torch.nn.Module, forward: Callable) -> None:
-            vars(module)["forward"] = forward  # hides that of its class
-            changed.append(module)
-
-        try:
-            for module, is_rowwise, part in self.specs:
-                # A layer with a LoRA adapter has a base layer.
-                base = cast(Linear, getattr(module, "base_layer", module))
-                side = "lora_A" if is_rowwise else "lora_B"
-                for layer in [base, *cast(dict[str, Linear], getattr(module, side, {})).values()]:
-                    change(layer, partial(partial_linear, layer, part, is_rowwise))
-                if is_rowwise:
-                    change(module, partial(self._summed, module.forward, base.bias))
-            yield
-        finally:
-            for patched in changed:
-                vars(patched).pop("forward", None)
-
-    def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """See `Forward`."""
-        with self.applied():
-            return super().hidden(tokens, packing)
+    def _product_of(self, kind: Kind, layers: Linears) -> Multiply:
+        """Return this rank's part of a product: of its outputs, or of the sum over its inputs."""
+        rank, size, bases = self.tp.rank, self.tp.size, [linear_of(layer) for layer in layers]
+        width = sum(base.out_features for base in bases)
+        if kind in ("out", "down"):
+            (layer,), width = layers, bases[0].in_features
+            head = width // self.num_heads
+            own = scaled(self.query_heads, head) if kind == "out" else shard_of(width, rank, size)
+            return lambda x: self._summed(partial_linear(layer, (own,), True, x), bases[0].bias)
+        if kind == "gate_up":
+            own = shard_of(width // 2, rank, size)
+            cuts = [own, scaled(own, 1, width // 2)]
+        else:
+            head = width // (self.num_heads + 2 * self.num_key_heads)
+            behind = head * self.num_heads, head * (self.num_heads + self.num_key_heads)
+            cuts = [scaled(self.query_heads, head)]
+            cuts += [scaled(self.key_heads, head, begin) for begin in behind]
+        if (stacked := stack(self.model, layers)) is not None:
+            return partial(partial_linear, stacked, tuple(cuts), False)
+        parts = [locate(layers, cut) for cut in cuts]
+        return lambda x: torch.cat([partial_linear(of, (cut,), False, x) for of, cut in parts], -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits [T, v] of hidden states [T, hidden]."""
         head = output_head(self.model)
         part = shard_of(head.num_tokens, self.tp.rank, self.tp.size)
-        linear_head = cast(Linear, head.linear)
-        return head.finish(partial_linear(linear_head, part, False, hidden))
+        return head.finish(partial_linear(head.linear, (part,), False, hidden))
 
     def sample(
         self,
@@ -174,10 +171,10 @@ class ShardedForward(ModelForward):
     @contextlib.contextmanager
     def rehearsal(self, num_tokens: Sequence[int]) -> Iterator[None]:
         """See `Forward`."""
-        widths = {spec.module.out_features for spec in self.specs if spec.is_rowwise}
-        sizes = {count * width for count in num_tokens for width in widths}
-        longest = self.weight().new_zeros(max(sizes))
-        self._zeros = [longest[:size] for size in sorted(sizes, reverse=True)]
+        width = self.model.config.get_text_config(decoder=True).hidden_size
+        sizes = sorted({count * width for count in num_tokens}, reverse=True)
+        longest = self.weight().new_zeros(sizes[0])
+        self._zeros = [longest[:size] for size in sizes]
         with self._alone():
             yield
 
@@ -203,8 +200,7 @@ class ShardedForward(ModelForward):
         largest = self.tp.gather(difference.to(model.device)).max().item()
         if not is_rounding(largest, model.dtype):
             raise TPUnsupported(
-                f"{name} computed in shards by its base_model_tp_plan differs from the whole "
-                f"model by {largest:.1e}"
+                f"{name} computed in shards differs from the whole model by {largest:.1e}"
             )
 
     @contextlib.contextmanager
@@ -216,23 +212,43 @@ class ShardedForward(ModelForward):
         finally:
             self._is_alone = False
 
-    def _summed(
-        self, forward: Callable, bias: torch.Tensor | None, x: torch.Tensor
-    ) -> torch.Tensor:
-        out = forward(x) if self._is_alone else self.tp.sum_(forward(x))
+    def _summed(self, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = out if self._is_alone else self.tp.sum_(out)
         return out if bias is None else out + bias
 
 
 def partial_linear(
-    layer: torch.nn.Linear, part: slice, is_rowwise: bool, x: torch.Tensor
+    layer: torch.nn.Module, parts: tuple[slice, ...], is_rowwise: bool, x: torch.Tensor
 ) -> torch.Tensor:
-    """Compute a part of a linear layer's outputs, or, if rowwise, of its sums without the bias.
+    """Compute parts of a linear layer's outputs, or, if rowwise, of its sums without the bias.
 
     x: [..., in], or [..., the part of in]. A layer with other products has a method `partial`."""
-    bias = None if is_rowwise or layer.bias is None else layer.bias[part]
-    if (own := getattr(layer, "partial", None)) is not None:
-        return own(x, part, is_rowwise, bias)
-    return linear(x, layer.weight[:, part] if is_rowwise else layer.weight[part], bias)
+    base = linear_of(layer)
+    if (own := getattr(base, "partial", None)) is not None:
+        out = own(x, parts, is_rowwise)
+    else:
+        out = by_parts(linear, x, base, parts, is_rowwise)
+    for name in getattr(layer, "active_adapters", ()):  # of LoRA
+        down, up = (cast(Any, layer)[name].weight for layer in (layer.lora_A, layer.lora_B))
+        (part,) = parts
+        down, up = (down[:, part], up) if is_rowwise else (down, up[part])
+        out = out + layer.scaling[name] * linear(linear(x, down), up)
+    return out
+
+
+def locate(layers: Linears, cut: slice) -> tuple[torch.nn.Module, slice]:
+    """Return the layer that a slice of the outputs of all layers lies in, and the slice of it."""
+    begin = 0
+    for layer in layers:
+        if cut.start < (end := begin + linear_of(layer).out_features):
+            break
+        begin = end
+    return layer, slice(cut.start - begin, cut.stop - begin)
+
+
+def scaled(cut: slice, width: int, begin: int = 0) -> slice:
+    """Return a slice of heads as a slice of features, of `width` each, behind others."""
+    return slice(begin + cut.start * width, begin + cut.stop * width)
 
 
 def shard_of(count: int, rank: int, size: int) -> slice:
@@ -259,57 +275,6 @@ def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tup
         )
     own, first = shard_of(fold, members.index(rank), len(members)), group * fold
     return slice(first + own.start, first + own.stop), slice(group, group + 1)
-
-
-def count_heads(model: PreTrainedModel) -> tuple[int, int]:
-    """Count query heads and key/value heads; 0 if the configuration has no number."""
-    config = model.config.get_text_config(decoder=True)
-    num_heads = getattr(config, "num_attention_heads", 0)
-    return num_heads, getattr(config, "num_key_value_heads", None) or num_heads
-
-
-def plan_shards(
-    model: PreTrainedModel, rank: int, size: int
-) -> tuple[list[ShardSpec], dict[int, slice]]:
-    """Return this rank's part of each sharded layer, and its key/value heads by attention layer.
-
-    Raises TPUnsupported."""
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    num_heads, num_key_heads = count_heads(model)
-    specs: list[ShardSpec] = []
-    key_heads: dict[int, slice] = {}
-    for parent_name, parent in model.base_model.named_modules():
-        styles = {}
-        for child, module in parent.named_children():
-            style = plan.get(re.sub(r"\b\d+\b", "*", f"{parent_name}.{child}"))
-            is_linear = isinstance(getattr(module, "base_layer", module), torch.nn.Linear)
-            if style in ("colwise", "rowwise") and is_linear:
-                styles[child] = style
-        if set(styles.values()) != {"colwise", "rowwise"}:
-            continue
-        for child, style in styles.items():
-            module, is_rowwise = getattr(parent, child), style == "rowwise"
-            width = count = module.in_features if is_rowwise else module.out_features
-            own = shard_of(count, rank, size)
-            if hasattr(parent, "layer_idx"):  # an attention
-                query, key = shard_heads(num_heads, num_key_heads, rank, size)
-                is_key = child in KEYS_AND_VALUES
-                own, count = (key, num_key_heads) if is_key else (query, num_heads)
-                key_heads[parent.layer_idx] = key
-            if width % count or width < size:
-                raise TPUnsupported(
-                    f"{parent_name}.{child} has {width} features, too few for {size} ranks by heads"
-                )
-            part = slice(own.start * width // count, own.stop * width // count)
-            specs.append(ShardSpec(module, is_rowwise, part))
-    if not specs:
-        raise TPUnsupported(
-            f"{name} has no tensor-parallel plan (base_model_tp_plan of its configuration)"
-        )
-    if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
-        raise TPUnsupported(f"{name} has an output head that is not a linear layer")
-    return specs, key_heads
 
 
 def sample_shards(
