@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from bubblespec.engine.ops.view import View
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,17 +27,15 @@ class Kernel(NamedTuple):
     stages: int
     registers: int
     spilled: int  # bytes
-    copies: int  # asynchronous ones from global to shared memory
+    copies: int  # asynchronous ones to shared memory
     widest: int  # bits of the widest load
     products: int  # of matrices, on tensor cores
 
 
 def report(cases: list[tuple], cache: Path) -> list[list[Kernel]]:
     """The kernels of each case (capability, operation, arguments of its function below)."""
-    hidden = {"TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"}
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-m", "tests.helpers.triton_compile", json.dumps(cases)]
-    environment["TRITON_CACHE_DIR"] = str(cache)
     run = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
@@ -47,9 +47,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def make_view(max_q: int, max_keys: int):
-    from bubblespec.engine.ops.view import View
-
+def make_view(max_q: int, max_keys: int) -> View:
     whole = [zeros(number, dtype=torch.int32) for number in (8, 3, 2, 2, 8)]
     place, table = zeros(8, dtype=torch.int64), zeros(4, 20, dtype=torch.int32)
     return View(place, *whole, table, max_q=max_q, max_keys=max_keys, split=512)

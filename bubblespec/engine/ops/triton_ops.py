@@ -16,7 +16,7 @@ from bubblespec.engine.ops.triton_sampling import FUSED
 from bubblespec.engine.ops.triton_sampling import sample as sample
 from bubblespec.engine.ops.view import View
 
-KEYS = 64  # of a block in attention: within 2% of the best size for all shapes measured
+KEYS = 8192  # numbers in a block of keys: 64 of 128 were within 2% of the best size everywhere
 MERGED = 8  # splits that are merged at once
 VALUES = 1024  # of a block in elementwise operations
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -155,7 +155,8 @@ def attend(
     _, page_size, num_kv, _ = keys.shape
     assert keys.stride() == values.stride() and keys.stride()[2:] == (size, 1)
     assert query.stride(2) == 1 and view.table.stride(1) == 1
-    block = min(KEYS, page_size & -page_size)  # the largest power of two that divides the page
+    width, whole = max(triton.next_power_of_2(size), 16), page_size & -page_size
+    block = min(KEYS // max(width, 128), whole)  # powers of two, so blocks divide the page
     assert block >= 16 and view.split % block == 0
     group, splits = num_heads // num_kv, triton.cdiv(view.max_keys, view.split)
     out = query.new_empty(query.shape)
@@ -163,13 +164,14 @@ def attend(
     parts = (num_tokens * num_heads * splits, size) if splits > 1 else (1, 1)
     part = torch.empty(parts, dtype=torch.float32, device=query.device)
     weights = torch.empty((2, parts[0]), dtype=torch.float32, device=query.device)
-    shape = {"D": size, "BLOCK_D": max(triton.next_power_of_2(size), 16), "WINDOW": window or 0}
+    shape = {"D": size, "BLOCK_D": width, "WINDOW": window or 0}
+    rows = max(triton.next_power_of_2(view.max_q * group), 16)
     _attend[(len(view.slot), num_kv, splits)](
         query, keys, values, out, part, weights, view.table, view.first, view.slot, view.used,
         scaling, *query.stride()[:2], *keys.stride()[:2], view.table.stride(0), view.split, splits,
         parts[0], H=num_heads, G=group, PAGE=page_size, IS_WHOLE=splits == 1,
-        BLOCK_M=max(triton.next_power_of_2(view.max_q * group), 16), BLOCK_N=block, num_warps=4,
-        num_stages=3 if size <= 128 else 2, **shape, **FUSED,
+        BLOCK_M=rows, BLOCK_N=block, num_warps=4 if rows * width <= 64 * 128 else 8, num_stages=3,
+        **shape, **FUSED,
     )  # fmt: skip
     if splits > 1:
         _merge[(num_tokens, num_heads)](
