@@ -1,1 +1,31 @@
-"""The operations of a decoder layer, with equal signatures for each kind of device."""
+"""The operations of a decoder that attends to a cache: one file per kind of device.
+
+Both files have the same functions. torch_ops.py is the reference, and computes on CPUs and in types
+that triton_ops.py does not have.
+"""
+
+import importlib.util
+from functools import cache
+from types import ModuleType
+
+import torch
+
+DEVICES = ("cuda",)  # of triton_ops
+TYPES = (torch.bfloat16, torch.float16)
+
+
+def ops_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """Return the operations for tensors of this type on this device."""
+    from bubblespec.engine.ops import torch_ops
+
+    if device.type not in DEVICES or dtype not in TYPES or not has_triton():
+        return torch_ops
+    from bubblespec.engine.ops import triton_ops
+
+    return triton_ops
+
+
+@cache
+def has_triton() -> bool:
+    """Whether the package triton is installed; it comes with torch's builds for CUDA."""
+    return importlib.util.find_spec("triton") is not None

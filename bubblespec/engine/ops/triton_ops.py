@@ -1,0 +1,317 @@
+"""The operations of a decoder on a GPU, in Triton.
+
+Grids depend only on the sizes of tensors and on bounds of the view, and no operation waits for the
+device, so CUDA graphs can capture them all. A token's bits do not depend on the other tokens of a
+forward: sums have an order that the token's own position and the sizes of the model fix.
+
+Shape legend: N tokens, S sequences, H query heads, K key/value heads, G = H / K, D head
+dimension, R rotary dimensions, C hidden size, I intermediate size.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from bubblespec.engine.ops.triton_sampling import FUSED
+from bubblespec.engine.ops.triton_sampling import sample as sample
+from bubblespec.engine.ops.view import View
+
+KEYS = 8192  # numbers in a block of keys: 64 of 128 were within 2% of the best size everywhere
+MERGED = 8  # splits that are merged at once
+VALUES = 1024  # of a block in elementwise operations
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def add_norm(
+    x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add x to the residual stream [N, C] in place, and return its RMSNorm [N, C]."""
+    assert residual.is_contiguous() and (x is None or x.is_contiguous())
+    out = torch.empty_like(residual)
+    num_tokens, columns = residual.shape
+    block = triton.next_power_of_2(columns)
+    _add_norm[(num_tokens,)](
+        residual if x is None else x, residual, weight, out, columns, eps, HAS_X=x is not None,
+        BLOCK=block, num_warps=min(max(block // 512, 4), 16), **FUSED,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _add_norm(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, columns, eps, HAS_X: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Normalise one token; it is rounded where transformers rounds."""
+    dtype = residual_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * columns
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    wide = tl.load(residual_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_X:
+        wide += tl.load(x_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
+        wide = wide.to(dtype).to(tl.float32)
+        tl.store(residual_ptr + row + column, wide.to(dtype), mask=inside)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    tl.store(out_ptr + row + column, _scaled(wide, scale, weight, dtype), mask=inside)
+
+
+@triton.jit
+def _scaled(wide, scale, weight, dtype: tl.constexpr):
+    """Multiply by the norm's scale, round, and multiply by its weight."""
+    return ((wide * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+
+
+def rope_store(
+    qkv: torch.Tensor,
+    view: View,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    *,
+    num_heads: int,
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """Return rotated queries [N, H, D]; store rotated keys and values in the cache.
+
+    qkv: [N, (H + 2K) * D]; keys, values: [pages, page_size, K, D]; cos, sin: [positions, R / 2],
+    None rotates nothing; head_norms: weights [D] of the RMSNorms of each query and key head."""
+    _, page_size, num_kv, size = keys.shape
+    assert keys.stride() == values.stride() and keys.stride()[2:] == (size, 1)
+    assert qkv.stride(1) == 1
+    query = qkv.new_empty(len(qkv), num_heads, size)
+    block = triton.next_power_of_2(size)
+    heads = max(VALUES // block, 1)
+    weight_q, weight_k = (qkv, qkv) if head_norms is None else head_norms
+    _rope_store[(len(qkv), triton.cdiv(num_heads + 2 * num_kv, heads))](
+        qkv, query, keys, values, view.place, view.position, qkv if cos is None else cos,
+        qkv if sin is None else sin, weight_q, weight_k, qkv.stride(0), *keys.stride()[:2], eps,
+        H=num_heads, K=num_kv, D=size, HALF=0 if cos is None else cos.shape[1],
+        HAS_NORMS=head_norms is not None, PAGE=page_size, HEADS=heads, BLOCK=block, num_warps=4,
+        **FUSED,
+    )  # fmt: skip
+    return query
+
+
+@triton.jit
+def _rope_store(
+    qkv_ptr, query_ptr, keys_ptr, values_ptr, place_ptr, position_ptr, cos_ptr, sin_ptr,
+    weight_q_ptr, weight_k_ptr, qkv_stride, page_stride, key_stride, eps, H: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HAS_NORMS: tl.constexpr,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rotate and store HEADS heads of one token, of queries, keys or values."""
+    dtype = query_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, BLOCK)[None, :]
+    is_head = (head < H + 2 * K) & (d < D)
+    source = qkv_ptr + token * qkv_stride + head * D
+    loaded = tl.load(source + d, mask=is_head, other=0.0)
+    x = loaded.to(tl.float32)
+    if HALF > 0:
+        rotates = d < 2 * HALF
+        partner = tl.where(d < HALF, d + HALF, d - HALF)
+        y = tl.load(source + partner, mask=is_head & rotates, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        weight_ptr = tl.where(head < H, weight_q_ptr + d, weight_k_ptr + d)
+        x = _scaled(x, scale, tl.load(weight_ptr, mask=is_head, other=0.0), dtype).to(tl.float32)
+        if HALF > 0:
+            weight_ptr += partner - d
+            weight = tl.load(weight_ptr, mask=is_head & rotates, other=0.0)
+            y = _scaled(y, scale, weight, dtype).to(tl.float32)
+    if HALF > 0:
+        angle = tl.load(position_ptr + token).to(tl.int64) * HALF + d % HALF
+        cos = tl.load(cos_ptr + angle, mask=rotates, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angle, mask=rotates, other=0.0).to(tl.float32)
+        x = x * cos + y * tl.where(d < HALF, -sin, sin)
+    x = x.to(dtype)
+    tl.store(query_ptr + (token * H + head) * D + d, x, mask=is_head & (head < H))
+    place = tl.load(place_ptr + token)
+    target = place // PAGE * page_stride + place % PAGE * key_stride
+    is_key = is_head & (head >= H) & (head < H + K)
+    tl.store(keys_ptr + target + (head - H) * D + d, x, mask=is_key)
+    is_value = is_head & (head >= H + K)
+    tl.store(values_ptr + target + (head - H - K) * D + d, loaded, mask=is_value)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    view: View,
+    *,
+    scaling: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attend from queries [N, H, D] to the cache, whose pages hold a multiple of 16 keys.
+
+    A query at position p sees positions k <= p, and with a window those with k > p - window."""
+    num_tokens, num_heads, size = query.shape
+    _, page_size, num_kv, _ = keys.shape
+    assert keys.stride() == values.stride() and keys.stride()[2:] == (size, 1)
+    assert query.stride(2) == 1 and view.table.stride(1) == 1
+    width, whole = max(triton.next_power_of_2(size), 16), page_size & -page_size
+    block = min(KEYS // max(width, 128), whole)  # powers of two, so blocks divide the page
+    assert block >= 16 and view.split % block == 0
+    group, splits = num_heads // num_kv, triton.cdiv(view.max_keys, view.split)
+    out = query.new_empty(query.shape)
+    # Sums of single splits: weighted values, and the largest score and the sum of weights.
+    parts = (num_tokens * num_heads * splits, size) if splits > 1 else (1, 1)
+    part = torch.empty(parts, dtype=torch.float32, device=query.device)
+    weights = torch.empty((2, parts[0]), dtype=torch.float32, device=query.device)
+    shape = {"D": size, "BLOCK_D": width, "WINDOW": window or 0}
+    rows = max(triton.next_power_of_2(view.max_q * group), 16)
+    _attend[(len(view.slot), num_kv, splits)](
+        query, keys, values, out, part, weights, view.table, view.first, view.slot, view.used,
+        scaling, *query.stride()[:2], *keys.stride()[:2], view.table.stride(0), view.split, splits,
+        parts[0], H=num_heads, G=group, PAGE=page_size, IS_WHOLE=splits == 1,
+        BLOCK_M=rows, BLOCK_N=block, num_warps=4 if rows * width <= 64 * 128 else 8, num_stages=3,
+        **shape, **FUSED,
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(num_tokens, num_heads)](
+            out, part, weights, view.position, view.split, splits, parts[0], **shape, H=num_heads,
+            BLOCK_S=MERGED, num_warps=1, **FUSED,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _attend(
+    query_ptr, keys_ptr, values_ptr, out_ptr, part_ptr, weights_ptr, table_ptr, first_ptr,
+    slot_ptr, used_ptr, scaling, query_stride, head_stride, page_stride, key_stride, table_stride,
+    split, splits, num_parts, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sum one split of the keys of one key/value head, for all tokens of a sequence.
+
+    The rows of a tile are tokens times the query heads of the key/value head."""
+    sequence, kv_head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(first_ptr + sequence)
+    count = tl.load(first_ptr + sequence + 1) - first
+    used = tl.load(used_ptr + sequence)
+    begin = index * split
+    end = tl.minimum(begin + split, used)
+    if WINDOW > 0:
+        begin = tl.maximum(begin, (used - count + 1 - WINDOW) // BLOCK_N * BLOCK_N)
+    if (count == 0) | (begin >= end):
+        return
+    row = tl.arange(0, BLOCK_M)
+    token, head = first + row // G, kv_head * G + row % G
+    last = used - count + row // G  # the last position that each row sees
+    d = tl.arange(0, BLOCK_D)
+    is_real = (row // G < count)[:, None] & (d < D)[None, :]
+    source = token.to(tl.int64) * query_stride + head * head_stride
+    query = tl.load(query_ptr + source[:, None] + d[None, :], mask=is_real, other=0.0)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    n = tl.arange(0, BLOCK_N)
+    keys_ptr += kv_head * D
+    values_ptr += kv_head * D
+    table_ptr += tl.load(slot_ptr + sequence).to(tl.int64) * table_stride
+    # A page's number is loaded one iteration early, as Triton would not load the keys early
+    # otherwise. After the last block this reads the next column: the table has a spare one.
+    ahead = tl.load(table_ptr + begin // PAGE)
+    for start in range(begin, end, BLOCK_N):
+        page = ahead.to(tl.int64)
+        ahead = tl.load(table_ptr + (start + BLOCK_N) // PAGE)
+        place = page * page_stride + (start % PAGE + n).to(tl.int64) * key_stride
+        place = place[:, None] + d[None, :]
+        key = start + n
+        # Keys beyond the end may be anything, also NaN, and a weight of 0 would not hide that.
+        inside = (key < end)[:, None] & (d < D)[None, :]
+        block = tl.load(keys_ptr + place, mask=inside, other=0.0)
+        score = tl.dot(query, tl.trans(block)) * (scaling * LOG2_E)
+        sees = key[None, :] <= last[:, None]
+        if WINDOW > 0:
+            sees &= key[None, :] > last[:, None] - WINDOW
+        # Rows beyond the tokens see keys beyond the end, which are zeros.
+        score = tl.where(sees, score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(score - base[:, None])
+        fade = tl.exp2(top - base)
+        block = tl.load(values_ptr + place, mask=inside, other=0.0)
+        summed = summed * fade[:, None] + tl.dot(weight.to(block.dtype), block)
+        total = total * fade + tl.sum(weight, 1)
+        top = new_top
+    if IS_WHOLE:
+        target = (token.to(tl.int64) * H + head) * D
+        summed = (summed / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + target[:, None] + d[None, :], summed, mask=is_real)
+    else:
+        target = (token.to(tl.int64) * H + head) * splits + index
+        tl.store(part_ptr + target[:, None] * D + d[None, :], summed, mask=is_real)
+        is_token = row // G < count
+        tl.store(weights_ptr + target, top, mask=is_token)
+        tl.store(weights_ptr + num_parts + target, total, mask=is_token)
+
+
+@triton.jit
+def _merge(
+    out_ptr, part_ptr, weights_ptr, position_ptr, split, splits, num_parts, H: tl.constexpr,
+    D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add the splits that one token sees, for one query head."""
+    row = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
+    position = tl.load(position_ptr + tl.program_id(0)).to(tl.int32)
+    low, high = 0, position // split + 1
+    if WINDOW > 0:
+        low = tl.maximum(position + 1 - WINDOW, 0) // split
+    d = tl.arange(0, BLOCK_D)
+    top = float("-inf")
+    total = 0.0
+    summed = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(low, high, BLOCK_S):
+        index = start + tl.arange(0, BLOCK_S)
+        inside = index < high
+        source = row * splits + index
+        tops = tl.load(weights_ptr + source, mask=inside, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        factor, fade = tl.exp2(tops - new_top), tl.exp2(top - new_top)
+        totals = tl.load(weights_ptr + num_parts + source, mask=inside, other=0.0)
+        is_part = inside[:, None] & (d < D)[None, :]
+        parts = tl.load(part_ptr + source[:, None] * D + d[None, :], mask=is_part, other=0.0)
+        total = total * fade + tl.sum(totals * factor, 0)
+        summed = summed * fade + tl.sum(parts * factor[:, None], 0)
+        top = new_top
+    summed = (summed / total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * D + d, summed, mask=d < D)
+
+
+def gated(gate_up: torch.Tensor, act: str) -> torch.Tensor:
+    """Return act(gate) * up [N, I] of both side by side [N, 2I]; act: silu, gelu or gelu_tanh."""
+    num_tokens, size = len(gate_up), gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1 and act in ("silu", "gelu", "gelu_tanh")
+    out = gate_up.new_empty(num_tokens, size)
+    _gated[(num_tokens, triton.cdiv(size, VALUES))](
+        gate_up, out, gate_up.stride(0), size, ACT=act, BLOCK=VALUES, num_warps=4, **FUSED
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gated(gate_up_ptr, out_ptr, row_stride, size, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    source = gate_up_ptr + token * row_stride + column
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
+    if ACT == "gelu":
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACT == "gelu_tanh":  # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2z))
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = gate / (1.0 + tl.exp(-2.0 * z))
+    else:
+        gate = gate / (1.0 + tl.exp(-gate))
+    dtype = out_ptr.dtype.element_ty
+    product = (gate.to(dtype).to(tl.float32) * up).to(dtype)
+    tl.store(out_ptr + token * size + column, product, mask=inside)

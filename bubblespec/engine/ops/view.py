@@ -1,0 +1,36 @@
+"""What the operations of a decoder take and return, on every device.
+
+Shape legend: N tokens, S sequences, T positions to sample.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class View(NamedTuple):
+    """Where the N new tokens of S sequences belong in the cache.
+
+    A row with more than `max_q` tokens is several sequences, each with the keys up to its last
+    token. Tokens behind the last sequence get arbitrary results."""
+
+    place: torch.Tensor  # int64 [N], page * page_size + offset of each token's key
+    position: torch.Tensor  # int64 or int32 [N], of each token in its row
+    first: torch.Tensor  # int32 [S + 1], offset of each sequence's new tokens
+    slot: torch.Tensor  # int32 [S], row of `table` of each sequence
+    used: torch.Tensor  # int32 [S], keys of each sequence, the new tokens' at the end
+    sequence: torch.Tensor  # int32 [N], sequence of each token
+    table: torch.Tensor  # int32 [slots + 1, pages of a slot + 1], the last column is spare
+    max_q: int  # bounds on the new tokens of a sequence, and on its keys
+    max_keys: int
+    split: int  # keys that are summed at once: a token's bits depend on it, not on the batch
+
+
+class Sampled(NamedTuple):
+    """The tokens of T positions, and what their log-probabilities follow from."""
+
+    best: torch.Tensor  # float32 [T], largest logit with noise
+    token: torch.Tensor  # int64 [T], its token
+    chosen: torch.Tensor  # float32 [T], the token's logit without noise
+    total: torch.Tensor  # float32 [T], logsumexp of all logits without noise
+    is_draft: torch.Tensor | None  # bool [T], whether the token is the draft's

@@ -1,0 +1,143 @@
+"""Compile what the operations of triton_ops.py launch for GPUs that are not there: a driver that
+names one, and launches that end with the compiled kernel. To be run by itself, without triton's
+interpreter: `report` does."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bubblespec.engine.ops.view import View
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Kernel(NamedTuple):
+    """What the compiler and ptxas say about a kernel."""
+
+    name: str
+    shared: int  # bytes
+    stages: int
+    registers: int
+    spilled: int  # bytes
+    copies: int  # asynchronous ones to shared memory
+    widest: int  # bits of the widest load
+    products: int  # of matrices, on tensor cores
+
+
+def report(cases: list[tuple], cache: Path) -> list[list[Kernel]]:
+    """The kernels of each case (capability, operation, arguments of its function below)."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-m", "tests.helpers.triton_compile", json.dumps(cases)]
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [[Kernel(*kernel) for kernel in kernels] for kernels in json.loads(run.stdout)]
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def make_view(max_q: int, max_keys: int) -> View:
+    whole = [zeros(number, dtype=torch.int32) for number in (8, 3, 2, 2, 8)]
+    place, table = zeros(8, dtype=torch.int64), zeros(4, 20, dtype=torch.int32)
+    return View(place, *whole, table, max_q=max_q, max_keys=max_keys, split=512)
+
+
+def attend(ops, tokens: int, group: int, size: int, window: int | None = None, keys: int = 4096):
+    """tokens: of a sequence; group: query heads of a key/value head; size: of a head."""
+    cache = zeros(2, 2, 256, 2, size)
+    query = zeros(8, 2 * group, size)
+    ops.attend(query, cache[0], cache[1], make_view(tokens, keys), scaling=1.0, window=window)
+
+
+def rope_store(ops, heads: int, size: int, rotary: int, has_norms: bool = False):
+    cache = zeros(2, 2, 256, 2, size)
+    tables = (zeros(9, rotary // 2, dtype=torch.float32),) * 2 if rotary else (None, None)
+    norms = (zeros(size), zeros(size)) if has_norms else None
+    qkv, view = zeros(8, (heads + 4) * size), make_view(1, 512)
+    ops.rope_store(qkv, view, *cache, *tables, num_heads=heads, head_norms=norms)
+
+
+def add_norm(ops, columns: int):
+    ops.add_norm(zeros(8, columns), zeros(8, columns), zeros(columns), 1e-6)
+
+
+def gated(ops, act: str):
+    ops.gated(zeros(8, 9728), act)
+
+
+def sample(ops, vocabulary: int, is_greedy: bool = False):
+    keys, draft = zeros(8, 4, dtype=torch.int32), zeros(8, dtype=torch.int64)
+    ops.sample(zeros(8, vocabulary), keys, seed=7, is_greedy=is_greedy, draft=draft)
+
+
+class Driver:
+    """Stands in for a CUDA driver; a device's number is its capability."""
+
+    capability = 90
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def main(cases: list[list]) -> list[list[Kernel]]:
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    from bubblespec.engine.ops import triton_ops
+
+    driver, compile_and_launch = Driver(), JITFunction.run
+    kernels: list[Kernel] = []
+    examined: dict[int, Kernel] = {}  # a kernel is compiled once
+    triton.runtime.driver.set_active(driver)
+    triton.knobs.nvidia.dump_ptxas_log = True
+
+    def compile_alone(function, *arguments, grid, warmup, **options):
+        with contextlib.redirect_stdout(io.StringIO()) as log:
+            kernel = compile_and_launch(function, *arguments, grid=grid, warmup=True, **options)
+        if id(kernel) not in examined:
+            examined[id(kernel)] = examine(kernel, log.getvalue())
+        kernels.append(examined[id(kernel)])
+
+    JITFunction.run = compile_alone
+    reports = []
+    for driver.capability, operation, *arguments in cases:
+        kernels.clear()
+        globals()[operation](triton_ops, *arguments)
+        reports.append(list(kernels))
+    return reports
+
+
+def examine(kernel, log: str) -> Kernel:
+    ptx = kernel.asm["ptx"]
+    registers, spilled = (
+        int(re.search(pattern, log)[1]) for pattern in (r"Used (\d+) reg", r"(\d+) bytes spill st")
+    )
+    loads = re.findall(r"\bld\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
+    widest = max(int(number or 1) * int(bits) for number, bits in loads)
+    products = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx))
+    name, shared, stages = kernel.metadata.name, kernel.metadata.shared, kernel.metadata.num_stages
+    copies = len(re.findall(r"\bcp\.async\.c[ag]", ptx))
+    return Kernel(name, shared, stages, registers, spilled, copies, widest, products)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))

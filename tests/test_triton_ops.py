@@ -1,0 +1,326 @@
+"""The operations in Triton against plain formulas: on a GPU, or on a CPU in triton's interpreter
+(conftest.py). The interpreter shows neither races nor missing barriers."""
+
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import gelu, silu
+
+from bubblespec.engine.noise import add_gumbel, random_bits, stream_keys
+from bubblespec.engine.ops.view import View
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+from bubblespec.engine.ops import triton_ops, triton_sampling  # noqa: E402
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    DEVICE, DTYPE, TOLERANCE = "cpu", torch.float32, 2e-5
+else:
+    DEVICE, DTYPE, TOLERANCE = "cuda", torch.bfloat16, 2e-2
+    has_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    pytestmark = [pytest.mark.gpu, has_gpu]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def randn(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def int32(values) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(values), dtype=torch.int32).to(DEVICE)
+
+
+def assert_near(actual: torch.Tensor, wanted: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    torch.testing.assert_close(actual.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+
+
+def make_view(sequences, page: int, split: int, max_q: int = 0) -> View:
+    """sequences: (slot, new tokens, keys) of each. Pages of rows are in a random order."""
+    slot, count, used = np.array(sequences).T
+    pages = -(-int(used.max()) // page)
+    table = torch.randperm((slot.max() + 2) * pages).view(-1, pages)
+    spare = torch.full((len(table), 1), table.numel())
+    token = np.arange(len(slot)).repeat(count)
+    first = np.append(0, count.cumsum())
+    position = used[token] - count[token] + np.arange(len(token)) - first[token]
+    place = table[slot[token], position // page] * page + torch.from_numpy(position % page)
+    vectors = (int32(vector) for vector in (position, first, slot, used, token))
+    table = int32(torch.cat((table, spare), 1))
+    max_q = max_q or int(count.max())
+    return View(place.to(DEVICE), *vectors, table, max_q, int(used.max()), split)
+
+
+def make_cache(view: View, page: int, heads: int, size: int) -> torch.Tensor:
+    """Keys and values of the middle one of three layers; NaN where no sequence has keys."""
+    pages = int(view.table.max()) + 1
+    cache = torch.full((pages, 3, 2, page, heads, size), math.nan, dtype=DTYPE, device=DEVICE)
+    for slot, used in zip(view.slot.tolist(), view.used.tolist(), strict=True):
+        for position in range(used):
+            cache[view.table[slot, position // page].item(), :, :, position % page] = randn(
+                3, 2, heads, size
+            )
+    return cache[:, 1].unbind(1)
+
+
+def plain_attention(query, keys, values, view: View, scaling: float, window: int | None):
+    """Attention in float64, token after token."""
+    out, group = [], query.shape[1] // keys.shape[2]
+    for token, position in enumerate(view.position.tolist()):
+        row = view.table[view.slot[view.sequence[token].item()].item(), :-1].long()
+        first = max(position + 1 - window, 0) if window else 0
+        key, value = (
+            cache[row].flatten(0, 1)[first : position + 1].double().repeat_interleave(group, 1)
+            for cache in (keys, values)
+        )
+        score = torch.einsum("hd,khd->hk", query[token].double(), key) * scaling
+        out.append(torch.einsum("hk,khd->hd", score.softmax(-1), value))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(
+    "group, size, page, split, window, sequences",
+    [  # a slot twice: a long row in two pieces; no new tokens: a sequence that is left out
+        (1, 64, 64, 64, None, [(1, 1, 130), (0, 0, 5), (2, 1, 1)]),
+        (3, 80, 32, 32, None, [(0, 4, 70), (1, 1, 33)]),
+        (4, 96, 48, 48, 20, [(0, 3, 120), (2, 0, 0), (1, 2, 2)]),
+        (6, 128, 16, 64, None, [(0, 2, 65), (1, 1, 9)]),
+        (7, 128, 128, 128, None, [(0, 9, 130), (0, 5, 135), (1, 2, 40)]),
+        (8, 256, 64, 64, 65, [(0, 2, 129), (1, 1, 20)]),
+        (1, 16, 16, 16, 3, [(0, 16, 40), (1, 2, 90)]),
+        (2, 24, 16, 16, None, [(0, 1, 200), (1, 3, 3)]),
+    ],
+)
+def test_attend_equals_plain_attention(group, size, page, split, window, sequences):
+    view = make_view(sequences, page, split)
+    keys, values = make_cache(view, page, 2, size)
+    query = randn(2 * group, len(view.place), size).transpose(0, 1)
+    how = {"scaling": size**-0.5, "window": window}
+    assert_near(
+        triton_ops.attend(query, keys, values, view, **how),
+        plain_attention(query, keys, values, view, **how),
+    )
+
+
+def test_attended_bits_do_not_depend_on_the_batch():
+    view = make_view([(0, 2, 30), (1, 1, 100)], 32, 32)
+    keys, values = make_cache(view, 32, 1, 16)
+    query = randn(3, 2, 16)
+    both = triton_ops.attend(query, keys, values, view, scaling=0.25)
+    only = view._replace(first=view.first[:2], slot=view.slot[:1], max_keys=32, max_q=16)
+    alone = triton_ops.attend(query[:2], keys, values, only, scaling=0.25)
+    assert torch.equal(both[:2], alone)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x: [N, heads, D]; cos, sin: [N, R / 2]."""
+    half = cos.shape[1]
+    low, high, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, size, rotary, has_norms",
+    [(4, 2, 16, 16, False), (3, 1, 24, 12, True), (14, 2, 64, 64, True), (2, 2, 80, 0, False)],
+)
+def test_rope_store_rotates_and_stores(heads, kv_heads, size, rotary, has_norms):
+    view = make_view([(0, 2, 40), (1, 1, 3)], 16, 16)
+    keys, values = make_cache(view, 16, kv_heads, size)
+    place = view.place.long()
+    page, offset = place // 16, place % 16
+    keys[page, offset] = values[page, offset] = math.nan  # the rest must stay
+    before = keys.clone(), values.clone()
+    wide = randn(3, (heads + 2 * kv_heads) * size + 5)
+    qkv = wide[:, :-5]
+    cos, sin = (randn(50, rotary // 2, dtype=torch.float32) for _ in range(2))
+    norms = (randn(size), randn(size)) if has_norms else None
+    query = triton_ops.rope_store(
+        qkv, view, keys, values, *((cos, sin) if rotary else (None, None)), num_heads=heads,
+        head_norms=norms, eps=1e-3,
+    )  # fmt: skip
+    parts = qkv.double().unflatten(1, (-1, size)).split((heads, kv_heads, kv_heads), 1)
+    tables = (table.double()[view.position.long()] for table in (cos, sin))
+    cos, sin = tables
+    wanted = []
+    for number, part in enumerate(parts[:2]):
+        if norms is not None:
+            part = part / (part.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+            part = part * norms[number].double()
+        wanted.append(rotate(part, cos, sin))
+    assert_near(query, wanted[0])
+    assert_near(keys[page, offset], wanted[1])
+    assert torch.equal(values[page, offset].double(), parts[2])
+    keys[page, offset] = values[page, offset] = math.nan
+    for cache, old in zip((keys, values), before, strict=True):
+        assert torch.equal(cache.nan_to_num(9.0), old.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("has_x", [False, True])
+def test_add_norm_rounds_where_transformers_rounds(has_x):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    dtype = torch.float16 if DEVICE == "cpu" else DTYPE
+    x, residual = randn(3, 300, dtype=dtype), randn(3, 300, dtype=dtype)
+    norm = LlamaRMSNorm(300, eps=1e-2).to(DEVICE, dtype)
+    norm.weight.data = randn(300, dtype=dtype)
+    total = x + residual if has_x else residual.clone()
+    out = triton_ops.add_norm(x if has_x else None, residual, norm.weight, 1e-2)
+    assert torch.equal(residual, total)
+    wanted = norm(total)
+    assert_near(out, wanted, torch.finfo(dtype).eps)
+    # Rounded once, a third would differ.
+    assert (out == wanted).float().mean() > 0.95
+
+
+ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_gated_equals_torch(act):
+    gate_up = randn(2, 2 * 1030) * 4
+    gate_up[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -1e-3])
+    gate, up = gate_up.double().chunk(2, 1)
+    assert_near(triton_ops.gated(gate_up, act), ACTS[act](gate) * up, TOLERANCE / 2)
+
+
+def make_keys(number: int, seed: int = 3) -> torch.Tensor:
+    return torch.from_numpy(stream_keys(seed, *counters(number))).to(DEVICE)
+
+
+def counters(number: int) -> list[np.ndarray]:
+    """uid, visit, sample and position."""
+    random = np.random.default_rng(0)
+    return [random.integers(0, 1 << bits, number) for bits in (63, 32, 12, 20)]
+
+
+@triton.jit
+def _store_key(words_ptr, out_ptr, seed_low, seed_high):
+    key0, key1, key2, key3 = triton_sampling._stream_key(words_ptr, seed_low, seed_high, True)
+    tl.store(out_ptr, key0.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 1, key1.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 2, key2.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 3, key3.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _store_bits(words_ptr, out_ptr, first):
+    key0, key1, key2, key3 = triton_sampling._stream_key(words_ptr, first, first, False)
+    token = first + tl.arange(0, 1024)
+    bits = triton_sampling._random_bits(token, key0, key1, key2, key3)
+    tl.store(out_ptr + tl.arange(0, 1024), bits)
+
+
+@triton.jit
+def _store_noise(bits_ptr, out_ptr, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    tl.store(out_ptr + index, triton_sampling._log_exponential(tl.load(bits_ptr + index)))
+
+
+def words_of(uid, visit, sample, position) -> torch.Tensor:
+    """Philox's counters as noise.stream_keys makes them, int32 [N, 4]."""
+    words = np.stack(((sample << 20) | position, visit, uid & 0xFFFFFFFF, uid >> 32), 1)
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(DEVICE)
+
+
+@pytest.mark.parametrize("seed", [0, 1 << 31, (0xDEADBEEF << 32) | 0xCAFEBABE])
+def test_philox_equals_stream_keys(seed):
+    words, key = words_of(*counters(2)), int32([[0] * 4] * 2)
+    low, high = (triton_sampling._signed(seed >> shift) for shift in (0, 32))
+    for row in range(2):
+        _store_key[(1,)](words[row], key[row], low, high)
+    assert torch.equal(key, make_keys(2, seed))
+
+
+@pytest.mark.parametrize("first", [0, 151_000])
+def test_kernels_bits_equal_random_bits(first):
+    keys, bits = make_keys(1), int32([0] * 1024)
+    _store_bits[(1,)](keys, bits, first)
+    tokens = torch.arange(first, first + 1024, dtype=torch.int32, device=DEVICE)
+    assert torch.equal(bits, random_bits(keys, tokens)[0])
+
+
+def test_noise_is_precise_for_the_smallest_and_largest_bits():
+    random = np.random.default_rng(0).integers(0, 1 << 31, 4096) >> np.arange(4096) % 32
+    random[:4] = (1 << 31) - 1, (1 << 31) - 200, (1 << 31) // 3, (1 << 31) // 3 - 200
+    bits, out = int32(random), torch.empty(4096, device=DEVICE)
+    _store_noise[(1,)](bits, out, 4096)
+    u = ((bits.float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24).double()
+    assert_near(out, (-torch.log1p(-u)).log(), 2.5e-7)
+
+
+def check_sampled(sampled, logits, keys, tokens, inverse_temperature=1.0, is_greedy=False):
+    """Winners are torch's, except where the two best nearly tie."""
+    logits = logits.float() * inverse_temperature
+    noisy = logits if is_greedy else add_gumbel(logits, keys, tokens)
+    index = (sampled.token - tokens[0])[:, None]
+    best = noisy.max(-1).values
+    gap = best - noisy.gather(1, index)[:, 0]
+    assert gap.max() < 1e-5
+    assert (index[:, 0] == noisy.argmax(-1)).float().mean() >= 0.75
+    assert_near(sampled.best, best, 1e-5)
+    assert_near(sampled.chosen, logits.gather(1, index)[:, 0], 1e-6)
+    assert_near(sampled.total, logits.logsumexp(-1), 1e-5)
+
+
+@pytest.mark.parametrize("first, size, temperature", [(0, 5001, 1.0), (77, 333, 0.7)])
+def test_sample_draws_what_the_noise_decides(first, size, temperature):
+    wide = randn(4, size + 3) * 2
+    keys = make_keys(4)
+    tokens = torch.arange(first, first + size, dtype=torch.int32, device=DEVICE)
+    for logits in (wide[:, :size], wide[:, 3:]):  # of which rows may begin anywhere
+        how = {"inverse_temperature": 1 / temperature}
+        sampled = triton_ops.sample(logits, keys, first=first, **how)
+        check_sampled(sampled, logits, keys, tokens, **how)
+        assert sampled.is_draft is None
+
+
+def test_sample_with_seed_and_draft_equals_sample_with_keys():
+    logits, draft = randn(4, 500), torch.full((4,), -1, device=DEVICE)
+    by_keys = triton_ops.sample(logits, make_keys(4, seed=1), draft=draft)
+    draft[1:3] = by_keys.token[1:3]
+    by_seed = triton_ops.sample(logits, words_of(*counters(4)), seed=1, draft=draft)
+    assert by_keys.is_draft.tolist() == [False] * 4
+    assert by_seed.is_draft.tolist() == [False, True, True, False]
+    for one, other in zip(by_keys[:-1], by_seed[:-1], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_shards_of_a_vocabulary_sample_the_same():
+    logits, keys = randn(4, 5001), make_keys(4)
+    whole = triton_ops.sample(logits, keys)
+    shards = [triton_ops.sample(logits[:, low : low + 2501], keys, first=low) for low in (0, 2501)]
+    best, shard = torch.stack([one.best for one in shards]).max(0)
+    assert torch.equal(best, whole.best)
+    token = torch.stack([one.token for one in shards]).gather(0, shard[None])[0]
+    assert torch.equal(token, whole.token)
+
+
+def test_greedy_ties_go_to_the_first_token():
+    logits = torch.zeros(3, 9000, dtype=DTYPE, device=DEVICE)
+    logits[1, [8999, 4096, 4095]] = 2.0
+    logits[2, :4097] = -1.0
+    sampled = triton_ops.sample(logits, make_keys(3), is_greedy=True, inverse_temperature=0.5)
+    assert sampled.token.tolist() == [0, 4095, 4097]
+    assert sampled.best.tolist() == sampled.chosen.tolist() == [0.0, 1.0, 0.0]
+    assert_near(sampled.total, (logits.float() / 2).logsumexp(-1), 1e-5)
+
+
+def test_barred_tokens_are_never_sampled():
+    keys, tokens = make_keys(4), torch.arange(9000, dtype=torch.int32, device=DEVICE)
+    logits = torch.full((4, 9000), -math.inf, dtype=DTYPE, device=DEVICE)
+    logits[0, 8500:8510] = 1.0  # the first two blocks are barred
+    logits[1, 17] = -3.0
+    logits[2] = torch.where(tokens % 2 == 0, 0.5, -math.inf)
+    sampled = triton_ops.sample(logits, keys)
+    check_sampled(type(sampled)(*(v[:3] for v in sampled[:4]), None), logits[:3], keys[:3], tokens)
+    assert sampled.token[1] == 17 and sampled.token[2] % 2 == 0
+    # With all barred: torch's answer.
+    assert sampled.token[3] == 0
+    assert sampled.best[3] == sampled.chosen[3] == sampled.total[3] == -math.inf
