@@ -8,8 +8,8 @@ Shape legend: N packed tokens, T positions sampled, V vocabulary.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -18,11 +18,19 @@ from transformers import PreTrainedModel
 from bubblespec.engine.batch import Batch
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.ops import ops_for, torch_ops
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import CachePacking, Packing
-from bubblespec.engine.sampling import SamplingParams, best_and_sum, sample
+from bubblespec.engine.sampling import SamplingParams, sample
 
 Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `sampling.sample`
+
+
+class Noise(NamedTuple):
+    """The noise streams of T positions."""
+
+    words: torch.Tensor  # int32 [T, 4], keys; with a seed the counters that they follow from
+    seed: int | None = None
 
 
 class GraphMemory:
@@ -40,12 +48,12 @@ class GraphMemory:
 class Forward(Protocol):
     """What a `ModelRunner` computes with; the last four methods and `memory` serve CUDA graphs."""
 
-    kernel: str  # of attention, see attention.py
     is_eager: bool  # whether nothing is captured in CUDA graphs
     memory: GraphMemory
     min_tokens: int  # of the smallest graph
-    heads_per_key: int  # query heads that read keys together
+    fold: int  # query heads that read keys together
     rank: int
+    samples_alone: bool  # whether sampling exchanges nothing with other ranks
 
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
         """Return the last hidden states [N, hidden] of packed tokens int64 [N]."""
@@ -56,7 +64,7 @@ class Forward(Protocol):
     def sample(
         self,
         logits: torch.Tensor,
-        keys: torch.Tensor,
+        noise: Noise,
         num_generated: torch.Tensor,
         params: SamplingParams,
     ) -> Sampled:
@@ -99,22 +107,25 @@ class ModelForward:
 
     min_tokens = 1
     rank = 0
+    samples_alone = True
 
     def __init__(
         self,
         model: torch.nn.Module,
-        kernel: str = "sdpa",
         *,
         enforce_eager: bool = False,
         memory: GraphMemory | None = None,
-        reduce: Callable = best_and_sum,
     ):
-        """memory: of other forwards' graphs; reduce: see `best_and_sum` and compiled.py."""
-        self.model, self.kernel, self.reduce = model, kernel, reduce
+        """memory: of other forwards' graphs."""
+        self.model = model
+        weight = self.weight()
+        self.ops = ops_for(weight.device, weight.dtype)
         self.decoder = self.make_decoder()
         self.memory = memory or GraphMemory()
-        self.is_eager = enforce_eager or not can_capture(self.weight().device, kernel)
-        self.heads_per_key = heads_per_key(model)
+        # The shapes of torch's operations depend on lengths.
+        self.is_eager = enforce_eager or self.ops is torch_ops
+        self.reduce = self.ops.best_and_sum
+        self.fold = fold_of(model)
 
     def make_decoder(self) -> Decoder | None:
         """Return the written-out layers of a model that is like Llama."""
@@ -123,9 +134,9 @@ class ModelForward:
 
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
         """See `Forward`."""
-        if self.decoder is not None and self.kernel == "sdpa":
+        if self.decoder is not None:
             return self.decoder.hidden(tokens, cast(CachePacking, packing))
-        return forward_hidden(cast(PreTrainedModel, self.model), tokens, packing, self.kernel)
+        return forward_hidden(cast(PreTrainedModel, self.model), tokens, packing)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Forward`."""
@@ -134,12 +145,12 @@ class ModelForward:
     def sample(
         self,
         logits: torch.Tensor,
-        keys: torch.Tensor,
+        noise: Noise,
         num_generated: torch.Tensor,
         params: SamplingParams,
     ) -> Sampled:
         """See `Forward`."""
-        return sample(logits, keys, num_generated, params, self.reduce)
+        return sample(logits, noise, num_generated, params, self.reduce)
 
     def weight(self) -> torch.Tensor:
         """See `Forward`."""
@@ -155,18 +166,3 @@ class ModelForward:
 
     def connect(self) -> None:
         """See `Forward`."""
-
-
-def can_capture(device: torch.device, kernel: str) -> bool:
-    """Whether a forward can be a CUDA graph: the shapes of SDPA's calls depend on lengths."""
-    return device.type == "cuda" and kernel != "sdpa"
-
-
-def heads_per_key(model: torch.nn.Module) -> int:
-    """Return how many query heads read keys together; 1 where a sliding window forbids that."""
-    config: Any = next((m.config for m in model.modules() if hasattr(m, "config")), None)
-    config = config and config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", 1)
-    if getattr(config, "sliding_window", None):
-        return 1
-    return heads // (getattr(config, "num_key_value_heads", None) or heads)

@@ -37,10 +37,10 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     return np.stack((even, odd), axis=1).reshape(4, -1).T.astype(np.uint32)
 
 
-def stream_keys(
-    seed: int, uid: np.ndarray, visit: np.ndarray, sample: np.ndarray, position: np.ndarray
+def stream_counters(
+    uid: np.ndarray, visit: np.ndarray, sample: np.ndarray, position: np.ndarray
 ) -> np.ndarray:
-    """Compute the 128-bit keys of N noise streams, int32 [N, 4].
+    """Return the counters of N noise streams, uint32 [N, 4].
 
     uid, visit, sample, position: int64 [N], disjoint bits of the counter (64, 32, 12 and 20), so no
     two streams of a run share a key; position counts response tokens from 0."""
@@ -50,7 +50,13 @@ def stream_keys(
     counter[:, 1] = visit
     counter[:, 2] = uid & np.uint64(0xFFFFFFFF)
     counter[:, 3] = uid >> np.uint64(32)
-    return philox4x32(counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)).view(np.int32)
+    return counter
+
+
+def stream_keys(seed: int, *of: np.ndarray) -> np.ndarray:
+    """Compute the 128-bit keys of N noise streams, int32 [N, 4]; of: see `stream_counters`."""
+    key = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    return philox4x32(stream_counters(*of), key).view(np.int32)
 
 
 def random_bits(keys: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:

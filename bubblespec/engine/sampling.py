@@ -59,13 +59,14 @@ class Verified(NamedTuple):
 
 
 def best_and_sum(
-    logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor, is_greedy: bool = False
+    logits: torch.Tensor, keys: torch.Tensor, first: int = 0, is_greedy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the largest of logits [T, V] with noise, its index, and logsumexp without noise, [T].
 
-    keys: int32 [T, 4]; ids: int32 [V], see `gumbel`; is_greedy: without noise. 28 passes over the
-    logits, or two or three compiled (compiled.py)."""
+    keys: int32 [T, 4]; first: id of the first token, see `random_bits`; is_greedy: without noise.
+    28 passes over the logits; triton_ops.py has it in one."""
     logits = widen(logits)
+    ids = torch.arange(first, first + logits.shape[1], dtype=torch.int32, device=logits.device)
     best, index = (logits if is_greedy else add_gumbel(logits, keys, ids)).max(-1)
     return best, index, logits.logsumexp(-1)
 
@@ -83,8 +84,7 @@ def sample(
     before this one. Returns token int64 [T], and float [T] twice: its log-probability under the
     distribution it was drawn from, and under the untruncated one (softmax of logits / temperature;
     of the logits themselves when greedy)."""
-    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    columns = reduce_chunks(logits, keys, num_generated, params, ids, reduce)
+    columns = reduce_chunks(logits, keys, num_generated, params, reduce)
     _, token, chosen, full_sum, allowed_sum = columns
     full_logprob = chosen - full_sum
     if params.temperature == 0.0:
@@ -93,7 +93,7 @@ def sample(
 
 
 def reduce_chunks(
-    logits: torch.Tensor, keys, num_generated, params: SamplingParams, ids, reduce: Callable
+    logits: torch.Tensor, keys, num_generated, params: SamplingParams, reduce: Callable, first=0
 ) -> tuple[torch.Tensor, ...]:
     """Compute what sampling reads of T positions, [T] each, in chunks of MAX_LOGITS_AT_ONCE.
 
@@ -101,18 +101,16 @@ def reduce_chunks(
     the sums of exponentials, of all logits and of allowed ones."""
     rows = max(1, MAX_LOGITS_AT_ONCE[logits.device.type] // logits.shape[1])
     chunks = zip(*(t.split(rows) for t in (logits, keys, num_generated)), strict=True)
-    parts = [_reduce_chunk(one, key, num, params, ids, reduce) for one, key, num in chunks]
+    parts = [_reduce_chunk(one, key, num, params, reduce, first) for one, key, num in chunks]
     if len(parts) == 1:
         return parts[0]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def _reduce_chunk(logits, keys, num_generated, params: SamplingParams, ids, reduce: Callable):
+def _reduce_chunk(logits, keys, num_generated, params: SamplingParams, reduce: Callable, first):
     logits, allowed = scale_and_restrict(logits, num_generated, params)
-    if params.temperature == 0.0:
-        best, index, allowed_sum = best_and_sum(allowed, keys, ids, is_greedy=True)
-    else:
-        best, index, allowed_sum = reduce(allowed, keys, ids)
+    is_greedy = params.temperature == 0.0
+    best, index, allowed_sum = reduce(allowed, keys, first, is_greedy)
     chosen = widen(logits.gather(-1, index[:, None])[:, 0])
     full_sum = allowed_sum if allowed is logits else logits.logsumexp(-1)
     return best, index, chosen, full_sum, allowed_sum

@@ -26,10 +26,9 @@ from bubblespec.engine.attention import varlen
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import LayerCache
-from bubblespec.engine.noise import add_gumbel
 from bubblespec.engine.packing import CachePacking, Packing, pack_rows, to_device
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import widen
+from bubblespec.engine.sampling import best_and_sum, widen
 from bubblespec.engine.weights import linear_modules
 
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
@@ -92,11 +91,11 @@ def make_invariant(model: torch.nn.Module) -> None:
 
 
 def fixed_best_and_sum(
-    logits: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor
+    logits: torch.Tensor, keys: torch.Tensor, first: int = 0, is_greedy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute `sampling.best_and_sum` with a softmax's sum, which adds up each row by itself."""
     logits = widen(logits)
-    best, index = add_gumbel(logits, keys, ids).max(-1)
+    best, index, _ = best_and_sum(logits, keys, first, is_greedy)
     logprob = logits.log_softmax(-1).gather(-1, index[:, None])
     return best, index, (logits.gather(-1, index[:, None]) - logprob)[:, 0]
 

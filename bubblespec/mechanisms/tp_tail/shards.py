@@ -297,8 +297,7 @@ def sample_shards(
     first = shard_of(vocab_size, tp.rank, tp.size).start
     stops = [t - first for t in params.stop_token_ids if first <= t < first + logits.shape[1]]
     own = replace(params, top_p=1.0, top_k=0, stop_token_ids=tuple(stops))
-    ids = torch.arange(first, first + logits.shape[1], dtype=torch.int32, device=logits.device)
-    best, index, *rest = sampling.reduce_chunks(logits, keys, num_generated, own, ids, reduce)
+    best, index, *rest = sampling.reduce_chunks(logits, keys, num_generated, own, reduce, first)
     columns = [column.double() for column in (best, index + first, *rest)]
     best, token, chosen, full_sums, sums = tp.gather(torch.stack(columns, dim=-1)).unbind(-1)
     winner = best.argmax(0)[None]
