@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from test_architectures import SERVED, build
 
 from bubblespec import memory
 from bubblespec.__main__ import main
@@ -31,7 +32,6 @@ from bubblespec.tools.memory import (
     table,
 )
 from tests.helpers.checks import refusal
-from tests.helpers.models import small_config
 from tests.helpers.warm import ROOT
 
 CPU = Ranks(torch.device("cpu"))
@@ -102,9 +102,9 @@ def test_lora_and_reference_needs_equal_real_tensors():
     assert memory.estimate(config, model, 1).reference == sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("name", SERVED)
 def test_kv_bytes_equal_cache(name):
-    model = transformers.AutoModelForCausalLM.from_config(small_config(name)).eval()
+    model = build(*SERVED[name], torch.float32)
     prepare_model(model, 16)
     cache = KVCache(1, 1)
     packing = pack_rows(cache, np.array([0]), np.array([1]), torch.device("cpu"))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from test_architectures import SERVED
 
 from bubblespec.config import ModelConfig
 from bubblespec.engine.engine import Engine
@@ -45,6 +46,7 @@ CONFIGS |= {name: ARCHITECTURES[name] for name in ("gpt_neox", "olmo2")} | {
     "one key/value head": ("Llama", {**GQA, "num_key_value_heads": 1}),
     "mixtral": ("Mixtral", {**GQA, "num_local_experts": 4}),
     "capped": ("Gemma3Text", CAPPED),
+    "gemma4": SERVED["gemma4_keys"],
 }
 KNOWN = {"capped": 61}  # ids with a token, where these are not all
 

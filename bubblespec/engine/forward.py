@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.engine.batch import Batch
+from bubblespec.engine.layers import layer_heads, of_layers
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import Packing
@@ -156,8 +157,6 @@ def can_capture(device: torch.device, kernel: str) -> bool:
 def heads_per_key(model: torch.nn.Module) -> int:
     """Return how many query heads read keys together; 1 where a sliding window forbids that."""
     config: Any = next((m.config for m in model.modules() if hasattr(m, "config")), None)
-    config = config and config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", 1)
-    if getattr(config, "sliding_window", None):
+    if config is None or any(of_layers(config, "sliding_window")):
         return 1
-    return heads // (getattr(config, "num_key_value_heads", None) or heads)
+    return min(heads.num_queries // heads.num_keys for heads in layer_heads(config))

@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bubblespec.config import Config
 from bubblespec.engine import attention
+from bubblespec.engine.layers import of_layers
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import to_device
 from bubblespec.errors import InputError, log, one_line
@@ -98,10 +99,7 @@ def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
     """Create a decoder of the policy's class whose layer is the policy's last with full attention.
 
     What lies outside the layers, as the last norm, is copied too."""
-    config = policy.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or []
-    full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
-    number = full[-1] if full else config.num_hidden_layers - 1
+    number = last_full_layer(policy.config)
     try:
         config = _one_layer_config(policy.config, number)
         body = type(policy)._from_config(config, dtype=policy.dtype).base_model
@@ -127,19 +125,33 @@ def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
     return body.eval()
 
 
+def last_full_layer(config: PreTrainedConfig) -> int:
+    """Return the last layer with full attention, else the last, among those with keys of its own.
+
+    Gemma 4's last layers may read those of earlier ones."""
+    kinds = of_layers(config, "layer_types")
+    del kinds[len(kinds) - max(of_layers(config, "num_kv_shared_layers", 0)) :]
+    full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+    return full[-1] if full else len(kinds) - 1
+
+
 def _one_layer_config(config: PreTrainedConfig, number: int) -> PreTrainedConfig:
     config = copy.deepcopy(config)
     decoder = config.get_text_config(decoder=True)
     count = decoder.num_hidden_layers
+    vars(decoder).update(vars(decoder.per_layer_config[number]))  # the layer's own head size
+    decoder.per_layer_config = None
+    decoder.num_kv_shared_layers = decoder.hidden_size_per_layer_input = 0
     for key, value in list(vars(decoder).items()):
         if isinstance(value, list | tuple) and len(value) == count:  # one for each layer
             setattr(decoder, key, type(value)([value[number]]))
     decoder.num_hidden_layers = 1
     decoder.vocab_size = PLACEHOLDER_VOCABULARY
     # Full attention: training (`UnrolledPacking`) knows no window.
-    if getattr(decoder, "layer_types", None) == ["sliding_attention"]:
+    if getattr(decoder, "layer_types", None) is None:
+        decoder.sliding_window = None
+    elif decoder.layer_types == ["sliding_attention"]:
         decoder.layer_types = ["full_attention"]
-    decoder.sliding_window = None
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(decoder, key, None)
     config.tie_word_embeddings = False

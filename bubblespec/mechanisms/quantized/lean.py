@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from bubblespec.engine.attention import cached_sdpa
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kernels import random_hidden
+from bubblespec.engine.layers import layer_heads, of_layers
 from bubblespec.engine.model_checks import is_rounding, relative_difference
 from bubblespec.engine.output_head import OutputHead, output_head
 from bubblespec.engine.packing import CachePacking, Packing
@@ -74,7 +75,6 @@ class LeanForward(ModelForward):
         super().__init__(model, **options)
         self.head = head or output_head(model)
         base: Any = model.base_model
-        config = model.config.get_text_config(decoder=True)
         products: dict[tuple, Multiply] = {
             tuple(part.layers): part.compute if head else part.exact for part in parts
         }
@@ -82,9 +82,9 @@ class LeanForward(ModelForward):
             self.embed, self.rotary = base.embed_tokens, base.rotary_emb
             self.norm = _norm(base.norm)
             self.layers = [_decoder_layer(layer, products) for layer in base.layers]
-            self.num_heads = config.num_attention_heads
-            self.num_kv_heads = config.num_key_value_heads
-        except (AttributeError, KeyError) as error:
+            heads = {(n, of_keys) for n, of_keys, *_ in layer_heads(model.config)}
+            ((self.num_heads, self.num_kv_heads),) = heads
+        except (AttributeError, KeyError, ValueError) as error:
             raise ValueError(f"{type(model).__name__} is not built like Llama: {error}") from error
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def _norm(module: Any) -> Norm:
 def _decoder_layer(layer: Any, products: dict[tuple, Multiply]) -> DecoderLayer:
     """Return the parts of a layer. Raises AttributeError or KeyError where it has others."""
     attention, mlp = layer.self_attn, layer.mlp
-    in_config = getattr(attention.config, "sliding_window", None)
+    in_config = of_layers(attention.config, "sliding_window")[attention.layer_idx]
     head_norms = None
     if hasattr(attention, "q_norm"):
         head_norms = _norm(attention.q_norm), _norm(attention.k_norm)

@@ -23,10 +23,9 @@ PIECE_BYTES = 1 << 26  # received by a rank at a time from all ranks
 def can_transfer_kv(source: ModelRunner, target: ModelRunner) -> bool:
     """Whether the cache has the key/value heads that shards are cut from; not before a forward."""
     shards, cache = cast(ShardedForward, target.forward), source.cache
-    cut = [
-        of[layer] for of in (cache.keys, cache.values) for layer in of if layer in shards.key_heads
-    ]
-    return bool(cache.keys) and all(t.shape[2] == shards.num_key_heads for t in cut)
+    cached = [pair for of in (cache.keys, cache.values) for pair in of.items()]
+    has_heads = (shards.num_key_heads[n] == t.shape[2] for n, t in cached if n in shards.key_heads)
+    return bool(cached) and all(has_heads)
 
 
 @torch.inference_mode()

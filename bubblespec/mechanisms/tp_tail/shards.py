@@ -30,6 +30,7 @@ from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.engine import sampling
 from bubblespec.engine.forward import GraphMemory, ModelForward, Sampled
 from bubblespec.engine.kernels import random_hidden
+from bubblespec.engine.layers import layer_heads
 from bubblespec.engine.model_checks import is_rounding, relative_difference
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import Packing
@@ -115,7 +116,7 @@ class ShardedForward(ModelForward):
         self.tp, self.rank = tp, tp.rank
         self.specs, self.key_heads = plan_shards(model, tp.rank, tp.size)
         """Key/value heads of this rank in each sharded attention, by layer."""
-        self.num_key_heads = count_heads(model)[1]
+        self.num_key_heads = [heads.num_keys for heads in layer_heads(model.config)]
         self._is_alone = False
         self._zeros: list[torch.Tensor] = []
 
@@ -261,13 +262,6 @@ def shard_heads(num_heads: int, num_key_heads: int, rank: int, size: int) -> tup
     return slice(first + own.start, first + own.stop), slice(group, group + 1)
 
 
-def count_heads(model: PreTrainedModel) -> tuple[int, int]:
-    """Count query heads and key/value heads; 0 if the configuration has no number."""
-    config = model.config.get_text_config(decoder=True)
-    num_heads = getattr(config, "num_attention_heads", 0)
-    return num_heads, getattr(config, "num_key_value_heads", None) or num_heads
-
-
 def plan_shards(
     model: PreTrainedModel, rank: int, size: int
 ) -> tuple[list[ShardSpec], dict[int, slice]]:
@@ -276,7 +270,7 @@ def plan_shards(
     Raises TPUnsupported."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     plan = getattr(config, "base_model_tp_plan", None) or {}
-    num_heads, num_key_heads = count_heads(model)
+    heads = layer_heads(config) if plan else []
     specs: list[ShardSpec] = []
     key_heads: dict[int, slice] = {}
     for parent_name, parent in model.base_model.named_modules():
@@ -293,6 +287,7 @@ def plan_shards(
             width = count = module.in_features if is_rowwise else module.out_features
             own = shard_of(count, rank, size)
             if hasattr(parent, "layer_idx"):  # an attention
+                num_heads, num_key_heads, *_ = heads[parent.layer_idx]
                 query, key = shard_heads(num_heads, num_key_heads, rank, size)
                 is_key = child in KEYS_AND_VALUES
                 own, count = (key, num_key_heads) if is_key else (query, num_heads)
