@@ -296,6 +296,10 @@ def test_command_prints_a_table_or_one_line(monkeypatch, tmp_path, capsys):
     assert printed.count("DOES NOT FIT") == 2 and "try model.lora_r=8, a smaller model" in printed
     assert call(monkeypatch) == 0, "the shapes of the hub's model are shipped"
     assert "7.62 B parameters" in capsys.readouterr().out
+    transformers.MambaConfig(hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path)
+    assert call(monkeypatch, f"model.path={tmp_path}") == 2
+    error = capsys.readouterr().err
+    assert error == "error: model.path: mamba has no num_attention_heads\n"
     assert call(monkeypatch, "model.path=/nowhere") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: model.path: there is no folder /nowhere")

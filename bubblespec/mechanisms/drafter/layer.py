@@ -102,7 +102,7 @@ def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
     number = last_full_layer(policy.config)
     try:
         config = _one_layer_config(policy.config, number)
-        body = type(policy)._from_config(config, dtype=policy.dtype).base_model
+        body = type(policy)._from_config(config, dtype=policy.dtype).get_decoder()
         body.set_attn_implementation(attention.NAME)
     except Exception as error:  # the model's own code runs here
         reason = " ".join(str(error).split())[:200]
@@ -110,9 +110,9 @@ def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(message) from error
     source, target = (
         [name for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
-        for model in (policy.base_model, body)
+        for model in (policy.get_decoder(), body)
     )
-    known, state = policy.base_model.state_dict(), {}
+    known, state = policy.get_decoder().state_dict(), {}
     for name, tensor in body.state_dict().items():
         name_there = name
         if target and name.startswith(f"{target[0]}."):
