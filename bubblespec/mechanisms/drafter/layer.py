@@ -189,6 +189,8 @@ def read_drafter(
             raise ValueError("ids must be token ids, ascending")
         if ids[-1] >= len(model.get_output_embeddings().weight):
             raise ValueError(f"ids: the policy has no token {ids[-1]}")
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
+            raise ValueError("its weights are not numbers")
         drafter = Drafter(model, ids, config.run.seed)
         drafter.load_state_dict(tensors)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
