@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.attention import reads_pages
+from bubblespec.engine.layers import layer_heads, of_layers
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import PAGE, pack_sequences
@@ -73,11 +74,10 @@ def estimate(
     if config.optim.shard_state:
         share = max(share / world_size, max(trained))
     weights = num_bytes(model)
-    slot = kv_bytes(shape, size) * max_length(config)
-    heads = num_kv_heads(shape)
+    whole, part = (kv_bytes(shape, size, ranks) for ranks in (1, world_size))
     # A decoder layer saves about this much per token for its backward: inputs of its projections,
     # norms in float32, queries, keys and values.
-    inner = getattr(shape, "intermediate_size", None) or 4 * hidden
+    inner = max(of_layers(shape, "intermediate_size", 4 * hidden))
     layer = (11 * hidden + 4 * inner) * size
     per_token = layers * layer
     if config.model.gradient_checkpointing:
@@ -96,8 +96,8 @@ def estimate(
         optimizer=int(share * grad_size * (3 if in_bfloat16 else 2)),
         training=int(tokens * per_token + head),
         rollout=int(config.rollout.max_num_batched_tokens * (vocab * size + layer)),
-        slot=slot,
-        tp_row=int(slot * -(-heads // world_size) / heads) if world_size > 1 else 0,
+        slot=whole * max_length(config),
+        tp_row=part * max_length(config) if world_size > 1 else 0,
         teacher=0 if teacher is None else num_bytes(teacher),
     )
 
@@ -107,20 +107,11 @@ def num_bytes(model: PreTrainedModel) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def num_kv_heads(shape: PreTrainedConfig) -> int:
-    """Return the number of key/value heads in the cache."""
-    if getattr(shape, "kv_lora_rank", None):  # latent attention, whose keys are cached expanded
-        return shape.num_attention_heads
-    return getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-
-
-def kv_bytes(shape: PreTrainedConfig, size: int) -> int:
-    """Return the bytes of one token's keys and values, `size` bytes per number."""
-    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    key_dim = value_dim = head_dim
-    if getattr(shape, "kv_lora_rank", None):
-        key_dim, value_dim = shape.qk_nope_head_dim + shape.qk_rope_head_dim, shape.v_head_dim
-    return shape.num_hidden_layers * num_kv_heads(shape) * (key_dim + value_dim) * size
+def kv_bytes(config: PreTrainedConfig, size: int, num_ranks: int = 1) -> int:
+    """Return the bytes of a token's keys and values, of one rank's heads. size: of a number."""
+    layers = layer_heads(config)
+    numbers = (-(-n // num_ranks) * (key + value) for _, n, key, value in layers)
+    return size * sum(numbers)
 
 
 def max_length(config: Config) -> int:

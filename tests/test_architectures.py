@@ -54,6 +54,13 @@ MAMBA = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_
 T5 = {"vocab_size": VOCAB, "d_model": 32, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 1, "n_head": 2}
 
+GEMMA4 = {"tie_word_embeddings": False, "global_head_dim": 32, "final_logit_softcapping": 3.0}
+GEMMA4 |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+GEMMA4_KEYS = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_KEYS |= {"hidden_size_per_layer_input": 0}
+GEMMA4_SHARED = {"num_hidden_layers": 4, "layer_types": 2 * HYBRID["layer_types"]}
+GEMMA4_SHARED |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+
 # Name: kind, options.
 SERVED = ARCHITECTURES | {
     # Attention returned as a view: a model that takes a view of it fails at the first forward of
@@ -79,7 +86,10 @@ SERVED = ARCHITECTURES | {
     "qwen2_moe": ("Qwen2Moe", {**QWEN, "use_sliding_window": False}),
     "qwen3_moe": ("Qwen3Moe", GQA | EXPERTS | HEAD | {"num_experts": 4}),
     "gemma": ("Gemma", GQA | HEAD),
-    "gemma4": ("Gemma4Text", GQA | HYBRID | {"tie_word_embeddings": False}),
+    # Layers with heads of another size or number, inputs of their own, or keys of another layer.
+    "gemma4": ("Gemma4Text", GQA | HYBRID | GEMMA4),
+    "gemma4_keys": ("Gemma4Text", GQA | HYBRID | GEMMA4 | GEMMA4_KEYS),
+    "gemma4_shared": ("Gemma4Text", GQA | HYBRID | GEMMA4 | GEMMA4_SHARED),
     "phi": ("Phi", GQA),
     "olmoe": ("Olmoe", GQA | EXPERTS | {"num_experts": 4}),
     "glm4": ("Glm4", GQA | HEAD),

@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from test_architectures import SERVED, build
 
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.output_head import output_head
+from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -197,6 +200,20 @@ def test_head_follows_weights_and_trains_after_a_chain():
         policy.lm_head.weight.mul_(2.0)
     wanted = output_head(policy)(state)[:, drafter.ids]
     assert torch.allclose(drafter.logits(state), wanted, rtol=0, atol=1e-12)
+
+
+def test_layer_begins_as_the_last_with_keys_of_its_own():
+    """Its heads have another size than those of other layers."""
+    kind, options = SERVED["gemma4_shared"]
+    policy = build(kind, options)
+    prepare_model(policy, MAX_LENGTH)
+    drafter = Drafter(policy, np.arange(12, VOCAB))
+    own, theirs = drafter.body.layers[0].self_attn, policy.model.layers[1].self_attn
+    for name, wanted in theirs.named_parameters():
+        assert torch.equal(own.get_parameter(name), wanted), name
+    packing = pack_sequences([5], policy.device)
+    states = drafter(torch.randn(5, 64).double(), torch.arange(5), packing)
+    assert states.shape == (5, 64) and states.isfinite().all()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from bubblespec.mechanisms.drafter import training as drafter_training
 from bubblespec.mechanisms.drafter.layer import Drafter
@@ -181,13 +182,28 @@ def test_slices_fit_the_limit_and_make_updates(llama):
 class TwoRanks:
     """Two ranks in one process, of which this is the first."""
 
-    world_size = 2
+    world_size, is_main = 2, True
 
     def __init__(self, theirs: torch.Tensor):
         self.theirs = theirs
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor + self.theirs
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_drafter_without_numbers_is_given_up_once(llama, capfd, is_known):
+    """Here, or on another rank alone."""
+    training = make_training(make_drafter(llama))
+    theirs = torch.full_like(parameters_to_vector(training.masters), torch.nan)
+    if is_known:
+        vector_to_parameters(theirs, training.masters)
+    training.merge(ONE_RANK)
+    assert training.has_failed == is_known
+    training.merge(TwoRanks(torch.cat((theirs, torch.ones(1)))))
+    training.merge(ONE_RANK)
+    line = "the learned drafter drafts no more: its weights are not numbers\n"
+    assert training.has_failed and capfd.readouterr().err == line
 
 
 @pytest.mark.parametrize("own, other", [(3, 1), (0, 2), (4, 0), (0, 0)])

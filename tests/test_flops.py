@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from test_architectures import SERVED
 from torch.utils.flop_counter import FlopCounterMode
 
 from bubblespec.telemetry.flops import ModelFlops, peak_flops
 from bubblespec.types import Group, Prompt
-from tests.helpers.models import GQA, small_config
+from tests.helpers.models import GQA, config_of, small_config
 from tests.helpers.rows import samples_of
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
@@ -19,6 +20,8 @@ CONFIGS = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **GQA, **EXPERTS, num_experts=8, head_dim=16, decoder_sparse_step=1
     ),
+    "gemma4": lambda: config_of(*SERVED["gemma4_shared"]),
+    "gemma4_keys": lambda: config_of(*SERVED["gemma4_keys"]),
     "mixtral": lambda: transformers.MixtralConfig(
         **GQA, num_local_experts=4, num_experts_per_tok=2
     ),

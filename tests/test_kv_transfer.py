@@ -2,12 +2,14 @@
 time."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
 import torch
 from test_tensor_parallel import LONGEST, build
 
+from bubblespec.engine.layers import layer_heads
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.tp_tail import kv_transfer
 from bubblespec.mechanisms.tp_tail.kv_transfer import can_transfer_kv, transfer_kv
@@ -36,10 +38,8 @@ def fill(runner: ModelRunner, shapes: list[tuple[int, int]], seed: int) -> None:
 def test_each_rank_gets_own_heads_of_all_rows(monkeypatch, name, page_size, piece_bytes):
     monkeypatch.setattr(kv_transfer, "PIECE_BYTES", piece_bytes)
     model = build(name)
-    config = model.config
-    head_dim = config.hidden_size // config.num_attention_heads
-    shapes = [(config.num_key_value_heads, head_dim)] * config.num_hidden_layers
-    position_bytes = 3 * config.num_key_value_heads * head_dim * 8  # of three ranks
+    shapes = [(heads.num_keys, heads.key_size) for heads in layer_heads(model.config)]
+    position_bytes = 3 * max(map(math.prod, shapes)) * 8  # of three ranks
 
     def of_rank(tp):
         gathered, gather = [], tp.gather

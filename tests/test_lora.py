@@ -4,9 +4,11 @@ without peft."""
 import copy
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from test_update import gradient, make_config, make_samples, oracle
 from transformers import AutoModelForCausalLM
 
@@ -166,6 +168,8 @@ def test_adapter_is_off_only_within_context(make_model):
 def test_impossible_adapter_is_refused(make_model, monkeypatch):
     message = refusal(add_adapter, make_model(), ModelConfig(path="", lora_r=65), 0)
     assert message.startswith("model.lora_r: 65 must be at most 64, the model's hidden size")
+    policy = SimpleNamespace(config=transformers.Gemma3Config(text_config={"hidden_size": 64}))
+    assert refusal(add_adapter, policy, ModelConfig(path="", lora_r=65), 0) == message
     monkeypatch.setitem(sys.modules, "peft", None)
     message = refusal(add_adapter, make_model(), lora_config(), 0)
     assert message.startswith("model.lora_r: LoRA needs peft ")

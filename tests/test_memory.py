@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from test_architectures import SERVED, build
 
 from bubblespec import memory
 from bubblespec.__main__ import main
@@ -31,7 +32,6 @@ from bubblespec.tools.memory import (
     table,
 )
 from tests.helpers.checks import refusal
-from tests.helpers.models import small_config
 from tests.helpers.warm import ROOT
 
 CPU = Ranks(torch.device("cpu"))
@@ -102,9 +102,9 @@ def test_lora_and_reference_needs_equal_real_tensors():
     assert memory.estimate(config, model, 1).reference == sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("name", SERVED)
 def test_kv_bytes_equal_cache(name):
-    model = transformers.AutoModelForCausalLM.from_config(small_config(name)).eval()
+    model = build(*SERVED[name], torch.float32)
     prepare_model(model, 16)
     cache = KVCache(1, 1)
     packing = pack_rows(cache, np.array([0]), np.array([1]), torch.device("cpu"))
@@ -296,6 +296,10 @@ def test_command_prints_a_table_or_one_line(monkeypatch, tmp_path, capsys):
     assert printed.count("DOES NOT FIT") == 2 and "try model.lora_r=8, a smaller model" in printed
     assert call(monkeypatch) == 0, "the shapes of the hub's model are shipped"
     assert "7.62 B parameters" in capsys.readouterr().out
+    transformers.MambaConfig(hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path)
+    assert call(monkeypatch, f"model.path={tmp_path}") == 2
+    error = capsys.readouterr().err
+    assert error == "error: model.path: mamba has no num_attention_heads\n"
     assert call(monkeypatch, "model.path=/nowhere") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: model.path: there is no folder /nowhere")

@@ -68,6 +68,20 @@ def test_placement_is_deterministic_and_beats_round_robin(terms, count, num_rank
         np.testing.assert_array_equal(place(rows.take(order), cost, rates, **shape), placed[order])
 
 
+def test_short_rows_fill_the_slots_next_to_no_long_row():
+    """As many forwards serve several rows of a rank as it has slots: no other split ends sooner."""
+    rows, cost = make_rows([60.0] + 12 * [10.0]), cost_of((5e-3, 1e-3, 1e-3, 0.0, 0.0))
+    rates = acceptance_rates(NO_COUNTS)
+
+    def slowest_s(rank_of: np.ndarray) -> float:
+        own = [rows.take(rank_of == rank) for rank in range(2)]
+        return max(rollout_seconds(of_rank, cost, 8, rates) for of_rank in own)
+
+    splits = [np.arange(13) > number for number in range(13)]  # of the short rows
+    placed = place(rows, cost, rates, num_ranks=2, num_slots=8)
+    assert slowest_s(placed) == pytest.approx(min(map(slowest_s, splits)))
+
+
 def test_kept_groups_are_spread_over_ranks():
     rows = random_rows(0, 24, 0.3, num_generations=4)
     rates, cost = acceptance_rates(NO_COUNTS), cost_of(CPU)

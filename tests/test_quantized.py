@@ -1,6 +1,7 @@
 """The quantised copy as a drafter: what it computes, how long its chains are, how it is renewed."""
 
 import itertools
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import transformers
 from test_architectures import LONGEST, SERVED, build
 from torch.nn.functional import linear
 
-from bubblespec.config import ModelConfig
+from bubblespec.config import Config, ModelConfig
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine import sampling
 from bubblespec.engine.engine import Engine
@@ -18,15 +19,16 @@ from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import enable_gradient_checkpointing
 from bubblespec.engine.model_checks import prepare_model, random_tokens
-from bubblespec.engine.output_head import output_head
+from bubblespec.engine.output_head import OutputHead, output_head
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.lora import add_adapter
 from bubblespec.mechanisms.quantized import products
 from bubblespec.mechanisms.quantized.chains import AHEAD, LEADS, Leads, rows_to_continue
-from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
+from bubblespec.mechanisms.quantized.copy import Copy, Layers, observe_inputs
+from bubblespec.mechanisms.quantized.mechanism import RENEWAL_SHARE, QuantizedMechanism
 from bubblespec.mechanisms.quantized.products import INT8_CPU, Product, round_to_int4, round_to_int8
-from bubblespec.mechanisms.quantized.runner import CopyForward, CopyRunner, draw_among
+from bubblespec.mechanisms.quantized.runner import CopyForward, CopyRunner, draw_among, exact_logits
 from bubblespec.mechanisms.quantized.source import MAX_CHAIN_LENGTH, QuantizedSource
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.windows import MIN_GAIN
@@ -154,6 +156,31 @@ def test_gradient_checkpointing_of_the_policy_is_left_out():
     assert torch.allclose(hidden(CopyForward(copy), tokens), embedded)
 
 
+def test_channels_are_smoothed_by_inputs_and_weights():
+    """With alpha = 0.5 both are equally large afterwards, in each channel."""
+    layers = [torch.nn.Linear(24, width, bias=False).double() for width in (8, 5)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight *= 10.0 ** torch.linspace(-2, 2, 24)[torch.randperm(24)]
+    largest = 10.0 ** torch.linspace(-1, 3, 24)
+    factor = Layers(tuple(layers), EXACT, largest).factor
+    weights = torch.cat([layer.weight for layer in layers]).detach().abs().amax(dim=0).float()
+    assert torch.allclose(largest / factor, weights * factor, rtol=1e-4)
+
+
+def test_renewals_have_the_credit_of_one_rollout():
+    """What rollouts leave is lost; what they take too much the next one lacks."""
+    model = make_policy("llama")
+    source = make_source(model, make_copy(model), SamplingParams(), 2)
+    made, limits = QuantizedMechanism(source, Config(), time), []
+    made.copy.renew = lambda clock, limit_s: limits.append(limit_s) or taken.pop(0)
+    taken, plan = [0.0, 0.0, 0.3, 0.0], SimpleNamespace(step=1, is_on=True)
+    for _ in range(4):
+        made.end_rollout(SimpleNamespace(total_s=5.0))
+        made.begin_rollout(plan)
+    assert limits == pytest.approx([0.1, 0.1, 0.1, -0.1]) and RENEWAL_SHARE == 0.02
+
+
 @pytest.mark.parametrize("adapters", [False, True])
 def test_renewal_takes_the_oldest_parts_first_and_all_in_the_end(adapters):
     model = random_model(small_config("llama"))
@@ -251,12 +278,23 @@ PARAMS = [
 def test_draw_among_all_tokens_is_the_samplers(params):
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(40, VOCAB, generator=generator, dtype=torch.float64)
+    logits[:, [3, 8]] += 6.0  # stop tokens mostly win where they may
     keys = torch.randint(-(2**31), 2**31, (40, 4), generator=generator).int()
     position = torch.arange(40) % 8
     order = logits.argsort(descending=True)
     token, lead = draw_among(logits.gather(1, order), order, keys, position, params)
     assert torch.equal(token, sampling.sample(logits, keys, position, params)[0])
     assert (lead >= 0).all()
+
+
+def test_logits_of_candidates_are_those_of_the_head():
+    linear_head = torch.nn.Linear(16, VOCAB).double()
+    hidden, ids = torch.randn(5, 16).double(), torch.randint(VOCAB, (5, 9))
+    for factor, cap in ((1.0, None), (0.3, None), (1.0, 0.5), (2.0, 0.7)):
+        head = OutputHead(linear_head, VOCAB, factor, cap)
+        with torch.no_grad():
+            found, wanted = exact_logits(head, hidden, ids), head(hidden).gather(1, ids)
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
 
 def make_source(model, copy: Copy, params: SamplingParams, num_slots: int, **options):
@@ -343,6 +381,35 @@ def test_a_bad_copy_changes_no_token(kind):
         assert np.allclose(row.logprob, wanted.logprob, rtol=0, atol=1e-9)
     tried, right = source.leads.survival.counts[2:, 1].sum(axis=1)
     assert tried > right and (right > 0.5 * tried) == (kind == "int8")
+
+
+@pytest.mark.parametrize("kind", ["not a number", "an error"])
+def test_copy_that_fails_in_a_rollout_drafts_no_more(kind):
+    """Its keys and values are in the policy's cache, where other rows' masks must find numbers."""
+    model, params = make_policy("llama"), SamplingParams()
+    wanted = plain(model, params, 7)
+
+    def multiply(x, packed):
+        calls.append(len(x))
+        if len(calls) == 208 and kind == "an error":
+            raise RuntimeError("of a kernel,\nin two lines")
+        return linear(x, packed[0].to(x)) * (np.nan if len(calls) > 200 else 1.0)
+
+    calls: list[int] = []
+    source = make_source(model, make_copy(model, EXACT._replace(multiply=multiply)), params, 3)
+    rows, _ = generated(source, 7)
+    assert len(calls) < 230 and not source.is_enabled
+    assert source.problem in (
+        "ValueError: its logits are not numbers",
+        "RuntimeError: of a kernel, in two lines",
+    )
+    assert source.chain_lengths[1:].any() and (source.shortening() == 1.0).all()
+    for row, other in zip(rows, wanted, strict=True):
+        assert row.tokens.tolist() == other.tokens.tolist()
+    cache = source.runner.runner.cache
+    assert all(
+        tensor.isfinite().all() for of in (cache.keys, cache.values) for tensor in of.values()
+    )
 
 
 def test_chains_end_at_limits_and_at_high_cost():

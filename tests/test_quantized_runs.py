@@ -12,6 +12,7 @@ from bubblespec.mechanisms.quantized import mechanism
 from bubblespec.mechanisms.quantized.copy import Layers
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.runs import ALWAYS_DRAFT, LORA_AND_TRUNCATION, SHORT, digests, read, weights
+from tests.helpers.threads import train_on_threads
 
 OPTIONS = [
     *SHORT,
@@ -54,6 +55,27 @@ def test_copy_changes_no_token(monkeypatch, tmp_path, name):
         assert after["eval/forwards"] < before["eval/forwards"]
         assert after["eval/spec_accept_rate"] > 0.8
     assert bool(evaluations[0]) == (name == "evaluations")
+
+
+def test_copy_without_numbers_on_one_rank_is_given_up(monkeypatch, tmp_path, capfd):
+    """From the second rollout on; one line, and no other token."""
+    begin, spoilt = mechanism.QuantizedMechanism.begin_rollout, []
+
+    def begin_rollout(self, plan):
+        begin(self, plan)
+        if plan.step == 1 and not spoilt:
+            spoilt.append(self)
+            for part in self.copy.parts:
+                part.inverse.fill_(np.nan)
+
+    monkeypatch.setattr(mechanism.QuantizedMechanism, "begin_rollout", begin_rollout)
+    plain, drafted = tmp_path / "plain", tmp_path / "drafted"
+    train_in_virtual_time(*OPTIONS, "speculative.method=none", f"run.output_dir={plain}")
+    train_on_threads(2, *OPTIONS, *COPY, f"run.output_dir={drafted}")
+    assert digests(drafted) == digests(plain)
+    assert capfd.readouterr().err.count("the quantised copy drafts no more: ") == 1
+    drafts = [line.get("drafts/quantized/tokens", 0) for line in read(drafted)]
+    assert drafts[0] > drafts[1] > 0 == sum(drafts[2:])
 
 
 def test_renewals_stay_within_the_share_of_time(monkeypatch, tmp_path):

@@ -317,6 +317,7 @@ SPOILT_DRAFTERS = {
     "another class": ({"body.wte": torch.ones(3)}, "body.wte"),
     "no ids": ({"ids": torch.ones(0, dtype=torch.int64)}, "ids"),
     "ids in no order": ({"ids": torch.tensor([3, 1])}, "ids"),
+    "no numbers": ({"fuse.weight": torch.full((64, 128), torch.nan)}, "not numbers"),
     "no tensors": (b"{", ""),
     "no folder": (None, ""),
 }

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from bubblespec.engine.layers import layer_heads
 from bubblespec.engine.ops import torch_ops as ops
 from bubblespec.engine.ops.torch_ops import Norm
 from bubblespec.engine.packing import CachePacking
@@ -82,12 +83,9 @@ class Decoder:
             self.embed, self.rotary_emb = base.embed_tokens, base.rotary_emb
             self.norm = _norm_of(base.norm)
             self.layers = [_layer(layer, config, product_of) for layer in base.layers]
-            self.head_dim: int = base.layers[0].self_attn.head_dim
-            self.heads, self.kv_heads = num_heads or (
-                config.num_attention_heads,
-                config.num_key_value_heads,
-            )
-        except (AttributeError, KeyError, IndexError) as error:
+            ((heads, kv_heads, self.head_dim, _),) = set(layer_heads(model.config))
+            self.heads, self.kv_heads = num_heads or (heads, kv_heads)
+        except (AttributeError, KeyError, ValueError) as error:
             name = type(model).__name__
             raise NotLikeLlama(f"{name} is not built like Llama: {error}") from error
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -9,7 +9,7 @@ Shape legend: N packed tokens, T positions sampled, V vocabulary.
 import contextlib
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from bubblespec.engine.batch import Batch
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
+from bubblespec.engine.layers import layer_heads
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.ops import ops_for, torch_ops
 from bubblespec.engine.output_head import output_head
@@ -166,3 +167,11 @@ class ModelForward:
 
     def connect(self) -> None:
         """See `Forward`."""
+
+
+def fold_of(model: torch.nn.Module) -> int:
+    """Return how many query heads share a key/value head, in the layer where these are most."""
+    config: Any = next((m.config for m in model.modules() if hasattr(m, "config")), None)
+    if config is None:
+        return 1
+    return max(heads.num_queries // heads.num_keys for heads in layer_heads(config))

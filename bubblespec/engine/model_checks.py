@@ -5,6 +5,7 @@ exactly: first by its configuration, then by its masks, and by comparing a packe
 model's own on random tokens.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -25,6 +26,7 @@ from bubblespec.engine.decoder import IS_LIKE_LLAMA, Decoder, stacked
 from bubblespec.engine.find_head import find_head, own_forward
 from bubblespec.engine.fused import fuse
 from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.layers import of_layers
 from bubblespec.engine.model import UnsupportedModel, forward_hidden
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_rows, pack_sequences
@@ -146,7 +148,7 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
         "back K/V caches only": beside,
         f"a recurrent state{recurrent}; the engine can roll back K/V caches only": is_recurrent,
         "scales attention by a token's place in the input (attn_temperature_tuning), which is not "
-        "its position in a packed one": getattr(decoder, "attn_temperature_tuning", False),
+        "its position in a packed one": any(of_layers(config, "attn_temperature_tuning")),
         "does not use transformers' attention interface, so the engine cannot serve it "
         "unpatched": not getattr(model, "_supports_attention_backend", False),
         "has no output head; give a causal language model": model.get_output_embeddings() is None,
@@ -154,14 +156,13 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
     for problem, is_there in problems.items():
         if is_there:
             raise UnsupportedModel(f"{type(model).__name__}: {problem}")
-    limit = getattr(decoder, "max_position_embeddings", None)
-    if limit is not None and max_length > limit:
+    limit = min(of_layers(config, "max_position_embeddings", math.inf))
+    if max_length > limit:
         raise UnsupportedModel(
             f"rollout.max_prompt_length + rollout.max_completion_length = {max_length} exceeds "
             f"the model's {limit} positions"
         )
-    rope = getattr(decoder, "rope_parameters", None) or {}
-    for parameters in (rope, *(v for v in rope.values() if isinstance(v, dict))):
+    for parameters in _rotary(model):
         original: Any = parameters.get("original_max_position_embeddings") or limit
         if parameters.get("rope_type") in ("dynamic", "longrope") and max_length > original:
             raise UnsupportedModel(
@@ -171,18 +172,24 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
             )
 
 
+def _rotary(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """Return the parameters of rotary embeddings, of all kinds of layers."""
+    found = of_layers(model.config, "rope_parameters", {})
+    return found + [kind for rope in found for kind in rope.values() if isinstance(kind, dict)]
+
+
 def _windows(model: PreTrainedModel) -> list[int | None]:
     """Return the sliding window of each layer, read as transformers' own cache reads it."""
     layers: list[Any] = DynamicCache(config=model.config).layers
-    return [layer.sliding_window if layer.is_sliding else None for layer in layers]
+    return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
 def _longer_check(model: PreTrainedModel, max_length: int) -> int | None:
     """Return the length of a second check, beyond windows and limits of rotary scaling, or None."""
-    rope: dict[str, Any] = getattr(_decoder(model), "rope_parameters", None) or {}
     lengths = [window for window in _windows(model) if window is not None]
-    if rope.get("llama_4_scaling_beta"):
-        lengths.append(rope["original_max_position_embeddings"])
+    for rope in _rotary(model):
+        if rope.get("llama_4_scaling_beta"):
+            lengths.append(rope["original_max_position_embeddings"])
     limit = min(max_length, MAX_CHECK_LENGTH - CHECKED + 1)
     reached = [n for n in lengths if n < limit]
     length = min(max(reached, default=0) + CHECKED, max_length)

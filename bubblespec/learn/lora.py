@@ -30,9 +30,9 @@ def add_adapter(
         raise InputError(
             f"model.lora_r: LoRA needs peft ({error}); pip install -r requirements-lora.txt"
         ) from error
-    if config.lora_r > model.config.hidden_size:
-        limit = f"{model.config.hidden_size}, the model's hidden size"
-        raise InputError(f"model.lora_r: {config.lora_r} must be at most {limit}")
+    if config.lora_r > (size := model.config.get_text_config(decoder=True).hidden_size):
+        problem = f"{config.lora_r} must be at most {size}, the model's hidden size"
+        raise InputError(f"model.lora_r: {problem}")
     lora = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,

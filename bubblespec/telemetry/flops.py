@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bubblespec.engine.layers import layer_heads, of_layers
 from bubblespec.samples import Samples
 
 # Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name; the first match
@@ -46,31 +47,28 @@ class ModelFlops:
 
     num_parameters: float
     """Parameters per token: without input embeddings, and with the routed share of experts."""
-    attention_width: int
-    """Layers x heads x size of a head."""
+    attention_width: float
+    """Query heads of all layers, times the size of each; the mean of keys' and values' size."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelFlops | None":
         """Count a causal language model; None if its configuration lacks the experts per token."""
-        config = model.config.get_text_config(decoder=True)
         num_experts, num_routed = (
-            next((n for name in names if isinstance(n := getattr(config, name, None), int)), None)
+            {n for name in names for n in of_layers(model.config, name) if isinstance(n, int) and n}
             for names in (NUM_EXPERTS, NUM_ROUTED)
         )
-        if num_experts and num_routed is None:
+        if num_experts and (len(num_experts) > 1 or len(num_routed) != 1):
             return None
-        share = (num_routed or 0) / num_experts if num_experts else 1.0
+        share = num_routed.pop() / num_experts.pop() if num_experts else 1.0
         count = sum(
             parameter.numel() * (share if ".experts." in name else 1.0)
             for name, parameter in model.named_parameters()
         )
-        embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
-        if head.weight is not embedding.weight:
-            count -= embedding.weight.numel()
-        head_size = getattr(config, "head_dim", None)
-        head_size = head_size or config.hidden_size // config.num_attention_heads
-        return cls(count, config.num_hidden_layers * config.num_attention_heads * head_size)
+        tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        count -= sum(weight.numel() for weight in tables - {head.weight})
+        layers = layer_heads(model.config)
+        return cls(count, sum(n * (key + value) / 2 for n, _, key, value in layers))
 
     def forward(self, lengths: np.ndarray) -> float:
         """Return the FLOPs of a forward of sequences of these lengths, int [S]."""

@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bubblespec.config import Config
 from bubblespec.engine import attention
+from bubblespec.engine.layers import of_layers
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import to_device
 from bubblespec.errors import InputError, log, one_line
@@ -98,13 +99,10 @@ def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
     """Create a decoder of the policy's class whose layer is the policy's last with full attention.
 
     What lies outside the layers, as the last norm, is copied too."""
-    config = policy.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or []
-    full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
-    number = full[-1] if full else config.num_hidden_layers - 1
+    number = last_full_layer(policy.config)
     try:
         config = _one_layer_config(policy.config, number)
-        body = type(policy)._from_config(config, dtype=policy.dtype).base_model
+        body = type(policy)._from_config(config, dtype=policy.dtype).get_decoder()
         body.set_attn_implementation(attention.NAME)
     except Exception as error:  # the model's own code runs here
         reason = " ".join(str(error).split())[:200]
@@ -112,9 +110,9 @@ def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(message) from error
     source, target = (
         [name for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
-        for model in (policy.base_model, body)
+        for model in (policy.get_decoder(), body)
     )
-    known, state = policy.base_model.state_dict(), {}
+    known, state = policy.get_decoder().state_dict(), {}
     for name, tensor in body.state_dict().items():
         name_there = name
         if target and name.startswith(f"{target[0]}."):
@@ -127,19 +125,33 @@ def _one_layer(policy: PreTrainedModel) -> PreTrainedModel:
     return body.eval()
 
 
+def last_full_layer(config: PreTrainedConfig) -> int:
+    """Return the last layer with full attention, else the last, among those with keys of its own.
+
+    Gemma 4's last layers may read those of earlier ones."""
+    kinds = of_layers(config, "layer_types")
+    del kinds[len(kinds) - max(of_layers(config, "num_kv_shared_layers", 0)) :]
+    full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+    return full[-1] if full else len(kinds) - 1
+
+
 def _one_layer_config(config: PreTrainedConfig, number: int) -> PreTrainedConfig:
     config = copy.deepcopy(config)
     decoder = config.get_text_config(decoder=True)
     count = decoder.num_hidden_layers
+    vars(decoder).update(vars(decoder.per_layer_config[number]))  # the layer's own head size
+    decoder.per_layer_config = None
+    decoder.num_kv_shared_layers = decoder.hidden_size_per_layer_input = 0
     for key, value in list(vars(decoder).items()):
         if isinstance(value, list | tuple) and len(value) == count:  # one for each layer
             setattr(decoder, key, type(value)([value[number]]))
     decoder.num_hidden_layers = 1
     decoder.vocab_size = PLACEHOLDER_VOCABULARY
     # Full attention: training (`UnrolledPacking`) knows no window.
-    if getattr(decoder, "layer_types", None) == ["sliding_attention"]:
+    if getattr(decoder, "layer_types", None) is None:
+        decoder.sliding_window = None
+    elif decoder.layer_types == ["sliding_attention"]:
         decoder.layer_types = ["full_attention"]
-    decoder.sliding_window = None
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(decoder, key, None)
     config.tie_word_embeddings = False
@@ -177,6 +189,8 @@ def read_drafter(
             raise ValueError("ids must be token ids, ascending")
         if ids[-1] >= len(model.get_output_embeddings().weight):
             raise ValueError(f"ids: the policy has no token {ids[-1]}")
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
+            raise ValueError("its weights are not numbers")
         drafter = Drafter(model, ids, config.run.seed)
         drafter.load_state_dict(tensors)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:

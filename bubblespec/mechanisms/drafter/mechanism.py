@@ -96,7 +96,7 @@ class DrafterMechanism(Mechanism):
         """Draft and learn in rollouts of steps, unless the guard leaves drafts out."""
         if self.training is None:
             return
-        is_used = plan.is_on and plan.step is not None
+        is_used = plan.is_on and plan.step is not None and not self.training.has_failed
         self.training.source.enable(is_used)
         if is_used:
             plan.tasks.append(TrainDrafter(self.training))
@@ -121,6 +121,6 @@ class DrafterMechanism(Mechanism):
 
     def save(self, folder: str) -> None:
         """Write the drafter into a checkpoint. Raises OSError."""
-        if self.training is not None:
+        if self.training is not None and not self.training.has_failed:
             drafter, num_updates = self.training.drafter, self.training.num_updates
             save_drafter(os.path.join(folder, DRAFTER_FOLDER), drafter, num_updates)

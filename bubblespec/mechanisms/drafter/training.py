@@ -24,6 +24,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.rnn import pad_sequence
 
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.errors import log
 from bubblespec.learn.microbatch import Microbatch
 from bubblespec.mechanisms.drafter.source import DrafterSource
 
@@ -116,6 +117,8 @@ class DrafterTraining:
         self.token_s = 0.0  # seconds of a slice per token, 0 before the first
         self._num_added = 0  # examples in the gradient
         self._num_unmerged = 0  # updates since all ranks had the same drafter
+        self.has_failed = False
+        """Whether the drafter, the same on all ranks, is no use any more."""
 
     # The buffer
 
@@ -233,13 +236,17 @@ class DrafterTraining:
         From now on the step's examples are accepted."""
         self._room = SHARE_PER_STEP * BUFFER_TOKENS
         made, self._num_unmerged = self._num_unmerged, 0
-        if ranks.world_size == 1:
-            return
         flat = parameters_to_vector(self.masters)
-        total = ranks.sum_(torch.cat((made * flat, flat.new_tensor([made]))))
-        if total[-1]:
-            vector_to_parameters(total[:-1] / total[-1], self.masters)
-            torch._foreach_copy_(self.params, self.masters)
+        if ranks.world_size > 1:
+            total = ranks.sum_(torch.cat((made * flat, flat.new_tensor([made]))))
+            if total[-1]:
+                flat = total[:-1] / total[-1]
+                vector_to_parameters(flat, self.masters)
+                torch._foreach_copy_(self.params, self.masters)
+        if not self.has_failed and not flat.isfinite().all():
+            self.has_failed = True
+            if ranks.is_main:
+                log("the learned drafter drafts no more: its weights are not numbers")
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Return metrics of a step; the chain length is a mean over forwards with a choice."""

@@ -14,7 +14,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.packing import to_device
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.errors import log, one_line
+from bubblespec.errors import first_problem, log, one_line
 from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
 from bubblespec.mechanisms.quantized.products import NO_PRODUCT, product_for
 from bubblespec.mechanisms.quantized.runner import CopyRunner
@@ -44,15 +44,19 @@ class QuantizedMechanism(Mechanism):
             self.evaluation_params = replace(own, temperature=temperature)
         self._credit_s = 0.0  # that renewals may take
         self._renewal_s = 0.0  # of the latest rollout
+        self._has_failed = False  # here or on another rank, as all know
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Renew what the share of the last rollouts' seconds allows, if the copy is used."""
         is_evaluation = plan.step is None
         self.source.runner.params = self.evaluation_params if is_evaluation else self.params
-        self.source.is_enabled = plan.is_on or is_evaluation
-        if is_evaluation or not plan.is_on:
+        self.source.is_enabled = (plan.is_on or is_evaluation) and self.source.problem is None
+        if is_evaluation or not self.source.is_enabled:
             return
-        self._renewal_s = self.copy.renew(self.clock.perf_counter, self._credit_s)
+        try:
+            self._renewal_s = self.copy.renew(self.clock.perf_counter, self._credit_s)
+        except Exception as error:  # weights that cannot be rounded
+            self.source.give_up(error)
         self._credit_s -= self._renewal_s
 
     def end_rollout(self, record: RolloutRecord) -> None:
@@ -63,7 +67,13 @@ class QuantizedMechanism(Mechanism):
         """Return how often tokens of chains are right, how long chains are, and what they take."""
         source = self.source
         chosen = ranks.gather(source.chain_lengths).sum(axis=0)
-        seconds = ranks.gather(np.array([source.drafting_s, self._renewal_s])).max(axis=0)
+        own = source.drafting_s, self._renewal_s, source.problem is not None
+        *seconds, has_failed = ranks.gather(np.array(own)).max(axis=0)
+        if has_failed and not self._has_failed:  # on any rank
+            self._has_failed = True
+            source.problem = first_problem(source.problem, ranks.gather_text)
+            if ranks.is_main:
+                log(f"the quantised copy drafts no more: {source.problem}")
         rate = ranks.gather(np.array([source.leads.mean])).mean()
         source.chain_lengths[:], source.drafting_s, self._renewal_s = 0, 0.0, 0.0
         metrics = {"quantized/acceptance_rate": float(rate)}

@@ -22,7 +22,7 @@ from bubblespec.engine.forward import ModelForward, SlotFollower
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.noise import add_gumbel
 from bubblespec.engine.output_head import OutputHead, output_head
-from bubblespec.engine.packing import pack_rows, to_device, to_host
+from bubblespec.engine.packing import CachePacking, pack_rows, to_device, to_host
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, widen
 from bubblespec.engine.weights import linear_of
@@ -34,9 +34,9 @@ CANDIDATES = 256  # tokens, whose noise is computed: the others hardly ever win
 class CopyForward(ModelForward):
     """The forward of a copy."""
 
-    def __init__(self, copy: Copy, kernel: str = "sdpa", **options):
+    def __init__(self, copy: Copy, **options):
         self.copy = copy
-        super().__init__(copy.model, kernel, **options)
+        super().__init__(copy.model, **options)
 
     def make_decoder(self) -> Decoder:
         """Return the policy's decoder with the copy's products."""
@@ -56,9 +56,7 @@ class CopyRunner(SlotFollower):
         self.num_candidates = min(CANDIDATES, copy.head.num_tokens)
         self.runner = runner = cast(ModelRunner, engine.runner)
         policy = cast(ModelForward, runner.forward)
-        self.forward = CopyForward(
-            copy, policy.kernel, enforce_eager=policy.is_eager, memory=policy.memory
-        )
+        self.forward = CopyForward(copy, enforce_eager=policy.is_eager, memory=policy.memory)
         self.graphs: ForwardGraphs | None = None
         if runner.graphs is not None:
             self.graphs = ForwardGraphs(self.forward, runner.cache, runner.num_slots)
@@ -76,11 +74,24 @@ class CopyRunner(SlotFollower):
 
         Returns the tokens drawn, int64 [M], and by how much each has won, float [M], in units of
         logits over the temperature. start: positions before the token; generated: response tokens
-        up to it. The host waits for the device once."""
+        up to it. The host waits for the device once. Raises ValueError for what is no number."""
         runner = self.runner
         starts, counts = np.zeros((2, int(slots[-1]) + 1), np.int64)
         starts[slots], counts[slots] = start, 1
         packing = pack_rows(runner.cache, starts, counts, runner.device)
+        try:
+            found, by = to_host(*self._draw(packing, slots, tokens, generated))
+            if np.isnan(by).any():
+                raise ValueError("its logits are not numbers")
+        except Exception:  # what was written is masked, but must be finite: see `KVCache`
+            runner.cache.erase(packing.place)
+            raise
+        return found.astype(np.int64), by
+
+    def _draw(
+        self, packing: CachePacking, slots: np.ndarray, tokens: np.ndarray, generated: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        runner = self.runner
         hidden = self.graphs.forward(tokens, packing) if self.graphs is not None else None
         if hidden is None:
             hidden = self.forward.hidden(to_device(tokens, runner.device), packing)
@@ -89,9 +100,7 @@ class CopyRunner(SlotFollower):
         logits = exact_logits(output_head(runner.model), hidden, ids)
         position = to_device(generated, runner.device)
         keys = runner.noise_keys(slots, generated)
-        token, lead = draw_among(logits, ids, keys, position, self.params)
-        found, by = to_host(token, lead)
-        return found.astype(np.int64), by
+        return draw_among(logits, ids, keys, position, self.params)
 
 
 def exact_logits(head: OutputHead, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import numpy as np
 
 from bubblespec.draft.sources import DraftSource, Proposals, TrackedRows
 from bubblespec.engine.batch import Load
+from bubblespec.errors import one_line
 from bubblespec.mechanisms.quantized.chains import Leads, rows_to_continue
 from bubblespec.mechanisms.quantized.runner import CopyRunner
 from bubblespec.planner.costs import CHAIN_ROWS, CostModel
@@ -43,6 +44,8 @@ class QuantizedSource(DraftSource):
         self.chain_lengths = np.zeros(MAX_CHAIN_LENGTH + 1, np.int64)
         """Chains of queried rows by length, since the last reset."""
         self.drafting_s = 0.0
+        self.problem: str | None = None
+        """Why the copy drafts no more."""
         # The latest proposals: tokens [R, L] of the rows' numbers, their leads and lengths.
         self._numbers = np.empty(0, np.int64)
         self._chains, self._leads = np.zeros((0, 0), np.int64), np.zeros((0, 0))
@@ -68,6 +71,8 @@ class QuantizedSource(DraftSource):
 
     def shortening(self) -> np.ndarray:
         """Return seconds per token with chains over those without, see `CostModel.chains`."""
+        if self.problem is not None:
+            return np.ones(len(CHAIN_ROWS))
         active, lengths = CHAIN_ROWS[:, None], np.arange(MAX_CHAIN_LENGTH + 1)
         kv_tokens = active * self._mean_kv
         gained = 1.0 + np.append(0.0, np.cumsum(self.leads.mean ** lengths[1:]))
@@ -76,11 +81,19 @@ class QuantizedSource(DraftSource):
         per_token = (copy_s + forward_s) / gained
         return per_token.min(axis=1) / per_token[:, 0]
 
+    def give_up(self, problem: Exception) -> None:
+        """Draft no more; the mechanism tells all ranks."""
+        self.problem, self.is_enabled = one_line(problem), False
+
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
         """See `DraftSource`."""
         slots = self.tracked.slots(numbers, self.runner.engine.rows)
         limits = np.minimum(limits, MAX_CHAIN_LENGTH) * (slots >= 0)
-        chains, leads, lengths = self._draft(slots, limits)
+        try:
+            chains, leads, lengths = self._draft(slots, limits)
+        except Exception as error:  # the model's own code runs here, with other layers
+            self.give_up(error)
+            return super().propose(numbers, limits)
         self._numbers, self._chains, self._leads, self._lengths = numbers, chains, leads, lengths
         self.chain_lengths += np.bincount(lengths, minlength=len(self.chain_lengths))
         begin = np.arange(len(numbers)) * MAX_CHAIN_LENGTH
