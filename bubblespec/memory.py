@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.attention import reads_pages
 from bubblespec.engine.layers import layer_heads, of_layers
 from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.ops import TYPES, has_kernels
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import PAGE, pack_sequences
 from bubblespec.engine.sampling import SamplingParams, sample
@@ -138,8 +138,8 @@ def max_slots(config: Config, world_size: int) -> int:
 
 
 def has_pages(config: Config) -> bool:
-    """Whether a GPU run keeps keys and values in pages; see `reads_pages`."""
-    return config.model.dtype == "bfloat16" and config.model.attention != "sdpa"
+    """Whether a GPU run keeps keys and values in pages: that of `has_kernels`."""
+    return getattr(torch, config.model.dtype) in TYPES
 
 
 def cache_unit(config: Config, needs: Needs, is_paged: bool) -> tuple[float, int, int]:
@@ -162,7 +162,7 @@ def choose_slots(
     """
     rollout, device = config.rollout, ranks.device
     wanted, free = rollout.max_num_seqs, free_bytes(device)
-    useful, is_paged = max_slots(config, ranks.world_size), reads_pages(learner.kernel)
+    useful, is_paged = max_slots(config, ranks.world_size), has_kernels(device, learner.model.dtype)
     if isinstance(wanted, int):
         is_bounded = "bubble" not in config.speculative.sources
         useful = min(wanted, useful) if is_bounded else wanted

@@ -30,13 +30,11 @@ from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import load_source
-from bubblespec.engine.attention import reads_pages
-from bubblespec.engine.compiled import reduction_for
+from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.kernels import choose_kernel
 from bubblespec.engine.model import enable_gradient_checkpointing
-from bubblespec.engine.model_checks import prepare_model
+from bubblespec.engine.model_checks import kernel_difference, prepare_model
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import PAGE
 from bubblespec.engine.pages import Pages
@@ -244,7 +242,7 @@ def add_mechanisms(
             learner.after_update.append(quantized.copy.note_update)
     if "drafter" in config.speculative.sources:
         set_kernels = partial(linear.use_plans, plans=linear.read_plans(kernels))
-        drafter = DrafterMechanism(sampler, learner.model, checkpoint, set_kernels)
+        drafter = DrafterMechanism(sampler, learner.model, checkpoint, set_kernels, learner.kernel)
         sampler.mechanisms.append(drafter)
         if tail is not None:
             tail.companions.append(drafter.moved_to)
@@ -277,23 +275,23 @@ def prepare(
     num_tokens: int | None = None,
     key: str = "model.path",
 ) -> tuple[str, str | None]:
-    """Prepare the model for packed forwards; return the result of `choose_kernel`.
+    """Prepare the model for packed forwards; return the kernel of training, see `choose_kernel`.
 
     num_tokens: see `prepare_model`; key: of the model's path. Raises InputError for a model that
     the engine cannot serve."""
-    attention = config.model.attention
-    if config.model.batch_invariant:
+    is_invariant = config.model.batch_invariant
+    if is_invariant:
         fix_libraries()
-        if attention == "auto" and ranks.device.type == "cuda":
-            attention = "varlen"  # flash-attn splits by what it is given
     try:
-        fuses = not config.model.batch_invariant
-        head_sizes = prepare_model(model, max_length(config), num_tokens, fuses)
+        head_sizes = prepare_model(model, max_length(config), num_tokens, is_invariant)
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
-        kernel, slower = choose_kernel(attention, model, head_sizes, ranks.gather_text)
-        if config.model.batch_invariant and key == "model.path":
-            check_invariance(config, model, kernel)
+        difference_of = partial(kernel_difference, model)
+        kernel, slower = choose_kernel(
+            config.model.attention, model, head_sizes, difference_of, ranks.gather_text
+        )
+        if is_invariant and key == "model.path":
+            check_invariance(config, model)
         return kernel, slower
     except ValueError as error:  # the engine raises these for input errors, without their key
         names_key = str(error).startswith(("rollout.", "model."))
@@ -310,8 +308,8 @@ def make_reference(
         return model
     device = ranks.device
     reference = loading.load_model(config, None, device) if checkpoint else copy.deepcopy(model)
-    fuses = not config.model.batch_invariant
-    prepare_model(reference, max_length(config), output_head(model).num_tokens, fuses)
+    num_tokens, is_invariant = output_head(model).num_tokens, config.model.batch_invariant
+    prepare_model(reference, max_length(config), num_tokens, is_invariant)
     return reference.requires_grad_(False)
 
 
@@ -322,21 +320,16 @@ def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine
     needs = add_drafter(needs, config, learner.model, ranks.world_size)
     needs = add_quantized(needs, config, learner.model)
     num_slots, num_pages, max_tp_rows = choose_slots(config, learner, ranks, needs)
-    model, kernel, length = learner.model, learner.kernel, max_length(config)
-    eager = config.rollout.enforce_eager
-    if config.model.batch_invariant:
-        forward: ModelForward = InvariantForward(model, kernel, enforce_eager=eager)
-    else:
-        reduce = reduction_for(model.device, eager)
-        forward = ModelForward(model, kernel, enforce_eager=eager, reduce=reduce)
+    model, length = learner.model, max_length(config)
+    make = InvariantForward if config.model.batch_invariant else ModelForward
     runner = ModelRunner(
         model,
         num_slots,
         length,
         config.run.seed,
-        forward=forward,
+        forward=make(model, enforce_eager=config.rollout.enforce_eager),
         max_num_batched_tokens=config.rollout.max_num_batched_tokens,
-        pages=Pages.for_rows(num_slots, length, PAGE, num_pages) if reads_pages(kernel) else None,
+        pages=num_pages and Pages.for_rows(num_slots, length, PAGE, num_pages),
     )
     return Engine(runner), max_tp_rows
 

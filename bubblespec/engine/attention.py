@@ -1,36 +1,30 @@
 """Attention over packed tokens: one function for all models with transformers' interface.
 
-`bubblespec_attention` receives the packing as an extra keyword of the model's forward. SDPA is the
-reference on every device; `varlen` (torch) and `flash_attn` (the package) are CUDA kernels for the
-same contract; kernels.py chooses.
+`bubblespec_attention` receives the packing as an extra keyword of the model's forward. Over a cache
+it calls the operations of ops/. Over whole sequences, in training, SDPA is the reference on every
+device; `varlen` (torch) and `flash_attn` (the package) are CUDA kernels for the same.
 
-Shape legend: N packed tokens, R rows, Q padded new tokens of a row, L attended positions, H query
-heads, K key/value heads, G = H / K, D head dimension.
+Shape legend: N packed tokens, H query heads, K key/value heads, D head dimension, V vocabulary.
 """
 
+import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
-from bubblespec.engine.ops.torch_ops import attend
-from bubblespec.engine.packing import PAGE, SequencePacking, Varlen
+from bubblespec.engine.ops import TYPES, ops_for
+from bubblespec.engine.packing import SequencePacking
+from bubblespec.errors import fallback, first_problem, one_line
 
 NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
-# Whether torch's function reads a cache in pages, in one split where that is asked for. Torch 2.12
-# has the arguments too, but its FlashAttention-2 refuses `num_splits`.
-HAS_PAGES = torch.__version__ >= (2, 13)  # type: ignore[operator]  # a TorchVersion compares
+# Whether torch's function takes windows and groups of heads.
+HAS_WINDOWS = torch.__version__ >= (2, 13)  # type: ignore[operator]  # a TorchVersion compares
+MAX_HEAD_SIZE = 256  # in the CUDA kernels
 _IGNORED = {"position_ids", "cache_position", "use_cache", "is_causal", "dropout"}
 _IGNORED |= {"output_attentions", "output_hidden_states"}
-
-
-def reads_pages(kernel: str) -> bool:
-    """Whether the kernel reads keys and values by a block table. SDPA has to gather them."""
-    return kernel == "flash_attn" or (kernel == "varlen" and HAS_PAGES)
 
 
 def bubblespec_attention(
@@ -39,7 +33,7 @@ def bubblespec_attention(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Return [1, N, H, D], contiguous, of query [1, H, N, D] and key and value [1, K, N, D].
 
-    packing: see packing.py, or an object with a method `attend`."""
+    packing: see packing.py, or an object with a method `attend`; kernel: of whole sequences."""
     unknown = {name for name, given in kwargs.items() if given is not None and name not in _IGNORED}
     if unknown or attention_mask is not None:
         own = f"the attention arguments {sorted(unknown)}" if unknown else "an attention mask"
@@ -52,29 +46,23 @@ def bubblespec_attention(
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    how = {"scaling": scaling, "window": sliding_window}
-    if hasattr(packing, "attend"):
+    if isinstance(packing, SequencePacking):
+        run = KERNELS[kernel]
+        out = run(packing, query, key, value, scaling=scaling, window=sliding_window)
+    elif hasattr(packing, "attend"):
+        how = {"scaling": scaling, "window": sliding_window}
         out = packing.attend(module.layer_idx, query, key, value, **how)
-    elif isinstance(packing, SequencePacking):
-        run = _sequences_sdpa if kernel == "sdpa" else VARLEN_KERNELS[kernel]
-        packing = packing if kernel == "sdpa" else packing.varlen
-        out = run(packing, query, key, value, **how)
     else:
-        layer = packing.cache.write(module.layer_idx, packing.place, key, value)
-        key, value = layer.keys, layer.values
-        if kernel == "sdpa":
-            out = attend(query, packing, layer, scaling, sliding_window)
-        else:
-            if packing.cache.pages is None:
-                key, value = key.flatten(0, 1), value.flatten(0, 1)
-            out = VARLEN_KERNELS[kernel](packing.varlen, query, key, value, **how)
+        cache = packing.cache.write(module.layer_idx, packing.place, key, value)
+        ops = ops_for(query.device, query.dtype)
+        out = ops.attend(query, packing, cache, scaling, sliding_window)
     return out[None].contiguous(), None
 
 
 AttentionInterface.register(NAME, bubblespec_attention)
 
 
-def _sequences_sdpa(packing: SequencePacking, query, key, value, *, scaling, window):
+def _sdpa(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
     fold = query.shape[1] // key.shape[1]
     groups, packed_order = packing.groups
     attended = []
@@ -96,52 +84,87 @@ def _sequences_sdpa(packing: SequencePacking, query, key, value, *, scaling, win
     return torch.cat(attended).index_select(0, packed_order)
 
 
-def _has_one_query(v: Varlen, window: int | None) -> bool:
-    """Whether each sequence i has one query, token i, which sees all keys of its sequence.
-
-    Only without a bound does FlashAttention-2 fold the query heads of a key/value head into the
-    query axis, so that a decoding row reads its keys once."""
-    return v.used is not None and v.max_q == 1 and window is None
-
-
-def varlen(v: Varlen, query, key, value, *, scaling, window, alone=False) -> torch.Tensor:
-    """Attend by torch's variable-length kernel. alone: a row's result is independent of others."""
-    tensors: tuple = query.contiguous(), key.contiguous(), value.contiguous(), v.cu_q, v.cu_k
-    back, right = -1 if window is None else window - 1, 0
-    has_groups = query.shape[1] != key.shape[-2]
-    # Keys of one row are split over the GPU where few rows decode, which their number decides.
-    # Unless heads are folded, splits leave rows unwritten (pytorch issue 194167).
-    num_splits: int | None = 1
-    if _has_one_query(v, window) and not alone:
-        right, num_splits = -1, None if has_groups else 1
-    if not HAS_PAGES:  # the operator below it knows `seqused_k`, and splits folded heads only
-        given = {"window_size_left": back, "window_size_right": right, "seqused_k": v.used}
-        rest = (v.max_q, v.max_k, 0.0, back < 0 and right == 0, False)
-        return torch.ops.aten._flash_attention_forward(*tensors, *rest, scale=scaling, **given)[0]
-    options: dict = {"enable_gqa": has_groups, "seqused_k": v.used, "window_size": (back, right)}
-    if v.used is not None:
-        options["num_splits"] = num_splits
-    if v.block_table is not None:
-        cu_k, options["block_table"] = v.paged
-        # FlashAttention-2 needs both, FlashAttention-3 refuses both.
-        tensors = (*tensors[:4], None if current_flash_attention_impl() == "FA3" else cu_k)
-    attend: Callable[..., Any] = varlen_attn
-    return attend(*tensors, v.max_q, v.max_k, scale=scaling, **options)
+def _varlen(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
+    (offsets, longest), back = packing.varlen, -1 if window is None else window - 1
+    tensors = (t.contiguous() for t in (query, key, value))
+    if not HAS_WINDOWS:  # the operator below it does
+        given = {"window_size_left": back, "window_size_right": 0}
+        rest = (longest, longest, 0.0, back < 0, False)
+        of = torch.ops.aten._flash_attention_forward
+        return of(*tensors, offsets, offsets, *rest, scale=scaling, **given)[0]
+    options: dict = {"enable_gqa": query.shape[1] != key.shape[1], "window_size": (back, 0)}
+    attend: Callable = varlen_attn
+    return attend(*tensors, offsets, offsets, longest, longest, scale=scaling, **options)
 
 
-def _flash(v: Varlen, query, key, value, *, scaling, window) -> torch.Tensor:
-    """Call the flash_attn package: it has no `seqused_k`, its paged form expresses the same."""
+def _flash(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    has_bound = not _has_one_query(v, window)
-    cu_k, options = v.cu_k, {"softmax_scale": scaling, "causal": has_bound}
-    options["window_size"] = (-1 if window is None else window - 1, 0 if has_bound else -1)
-    if v.used is not None:
-        cu_k, options["block_table"] = v.paged
-        if v.block_table is None:
-            key, value = (t.view(-1, PAGE, *t.shape[1:]) for t in (key, value))
-    lengths = (v.cu_q, cu_k, v.max_q, v.max_k)
-    return flash_attn_varlen_func(query.contiguous(), key, value, *lengths, **options)
+    offsets, longest = packing.varlen
+    back = -1 if window is None else window - 1
+    options = {"softmax_scale": scaling, "causal": True, "window_size": (back, 0)}
+    tensors = (t.contiguous() for t in (query, key, value))
+    return flash_attn_varlen_func(*tensors, offsets, offsets, longest, longest, **options)
 
 
-VARLEN_KERNELS = {"flash_attn": _flash, "varlen": varlen}  # the first one that works is taken
+# Kernels of training; `auto` takes the first one that works.
+KERNELS = {"flash_attn": _flash, "varlen": _varlen, "sdpa": _sdpa}
+
+
+def choose_kernel(
+    requested: str,
+    model: PreTrainedModel,
+    head_sizes: frozenset[tuple[int, int]],
+    difference_of: Callable[[str], str | None],
+    gather_text: Callable[[str], list[str]] = lambda text: [text],
+) -> tuple[str, str | None]:
+    """Choose the kernel of training, together with all ranks; with a line if `auto` falls back.
+
+    head_sizes: see `prepare_model`; difference_of: how a kernel differs from SDPA beyond rounding.
+    Raises ValueError if a requested kernel cannot be used."""
+    is_auto, problems = requested == "auto", []
+    has_package = importlib.util.find_spec("flash_attn") is not None
+    wanted = [k for k in KERNELS if k != "flash_attn" or has_package]
+    if model.device.type != "cuda":
+        wanted = ["sdpa"]
+    for kernel in wanted if is_auto else [requested]:
+        problem = None
+        if kernel != "sdpa":
+            own = problem_of(kernel, model.device, model.dtype, head_sizes)
+            problem = first_problem(own or _failure_or(difference_of, kernel), gather_text)
+        if problem is None:
+            break
+        problems.append(f"{kernel} {problem}")
+    if not is_auto and problems:
+        raise ValueError(f"model.attention: {problems[0]}")
+    if not problems:
+        return kernel, None
+    return kernel, fallback(
+        f"attention in training is {kernel}", "; ".join(problems), f"model.attention={kernel}"
+    )
+
+
+def _failure_or(difference_of: Callable[[str], str | None], kernel: str) -> str | None:
+    try:
+        return difference_of(kernel)
+    except Exception as error:  # a package built for another torch, a driver, the kernel itself
+        return f"fails: {one_line(error)}"
+
+
+def problem_of(
+    kernel: str, device: torch.device, dtype: torch.dtype, head_sizes: frozenset[tuple[int, int]]
+) -> str | None:
+    """Return why a CUDA kernel cannot be used, after its name; None where it can."""
+    unfit = sorted((key, value) for key, value in head_sizes if key != value or key > MAX_HEAD_SIZE)
+    if device.type != "cuda":
+        return f"runs on CUDA only; set sdpa on {device.type}"
+    if dtype not in TYPES:
+        return f"computes in bfloat16 only; set sdpa for {str(dtype).partition('.')[2]}"
+    if unfit:
+        return (
+            f"takes heads of one size up to {MAX_HEAD_SIZE}; this model's query and key heads have "
+            f"{unfit[0][0]} and its value heads {unfit[0][1]}; set sdpa"
+        )
+    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        return "is not installed (see requirements-flash.txt); set varlen or sdpa"
+    return None

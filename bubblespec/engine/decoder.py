@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.engine.layers import layer_heads
-from bubblespec.engine.ops import torch_ops as ops
-from bubblespec.engine.ops.torch_ops import Norm
+from bubblespec.engine.ops import ops_for
+from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.packing import CachePacking
 from bubblespec.engine.weights import Linears, stack
 
@@ -75,8 +75,7 @@ class Decoder:
         """product_of: the product of linear layers with one input, outputs one after another.
 
         num_heads: H and K of these products, by default the model's; attend: by
-        default `torch_ops.attend`. Raises NotLikeLlama."""
-        self.attend = attend or ops.attend
+        default that of the device. Raises NotLikeLlama."""
         base: Any = model.base_model
         config: Any = model.config.get_text_config(decoder=True)
         try:
@@ -88,16 +87,18 @@ class Decoder:
         except (AttributeError, KeyError, ValueError) as error:
             name = type(model).__name__
             raise NotLikeLlama(f"{name} is not built like Llama: {error}") from error
+        self.ops = ops_for(self.norm.weight.device, self.norm.weight.dtype)
+        self.attend = attend or self.ops.attend
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def hidden(self, tokens: torch.Tensor, packing: CachePacking) -> torch.Tensor:
         """Return the last hidden states [N, C] of packed tokens int64 [N]."""
-        heads, behind_keys = self.heads, self.heads + self.kv_heads
+        ops, heads, behind_keys = self.ops, self.heads, self.heads + self.kv_heads
         cache, residual, x = packing.cache, self.embed(tokens), None
         shape = len(residual), behind_keys + self.kv_heads, self.head_dim
         rotation = ops.rotation(self.tables(cache.slot_length), packing)
         for layer in self.layers:
-            h = _add_norm(x, residual, layer.before_attention)
+            h = self._add_norm(x, residual, layer.before_attention)
             qkv = layer.qkv(h).view(shape)
             if layer.wide_norms is not None:
                 queries, keys = qkv[:, :heads], qkv[:, heads:behind_keys]
@@ -110,11 +111,19 @@ class Decoder:
             x = layer.out(self.attend(query, packing, own, layer.scaling, layer.window).flatten(1))
             if layer.after_attention is not None:
                 x = ops.add_norm(None, x, layer.after_attention)
-            h = _add_norm(x, residual, layer.before_mlp)
+            h = self._add_norm(x, residual, layer.before_mlp)
             x = layer.down(ops.gated(layer.gate_up(h), layer.activation))
             if layer.after_mlp is not None:
                 x = ops.add_norm(None, x, layer.after_mlp)
         return ops.add_norm(x, residual, self.norm)
+
+    def _add_norm(
+        self, x: torch.Tensor | None, residual: torch.Tensor, norm: Norm | None
+    ) -> torch.Tensor:
+        """Add x to the residual in place; return the norm of the sum, or without one the sum."""
+        if norm is not None:
+            return self.ops.add_norm(x, residual, norm)
+        return residual if x is None else residual.add_(x)
 
     def tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of rotary angles at positions, [length or more, R / 2] each."""
@@ -144,17 +153,11 @@ def one_by_one(layers: Linears) -> Multiply:
     return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
 
 
-def _add_norm(x: torch.Tensor | None, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-    """Add x to the residual in place; return the norm of the sum, or without one the sum."""
-    if norm is not None:
-        return ops.add_norm(x, residual, norm)
-    return residual if x is None else residual.add_(x)
-
-
 def _norm_of(module: Any) -> Norm:
     weight = module.weight.detach()
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    return Norm(weight, weight.new_tensor(module.variance_epsilon, dtype=dtype))
+    eps = module.variance_epsilon
+    return Norm(weight, eps, weight.new_tensor(eps, dtype=dtype))
 
 
 def _norm_if_any(owner: Any, name: str) -> Norm | None:

@@ -8,8 +8,10 @@ Shape legend: N packed tokens, T positions sampled, V vocabulary.
 
 import contextlib
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -19,19 +21,13 @@ from bubblespec.engine.batch import Batch
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.layers import layer_heads
 from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.noise import Noise
 from bubblespec.engine.ops import ops_for, torch_ops
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import CachePacking, Packing
 from bubblespec.engine.sampling import SamplingParams, sample
 
 Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `sampling.sample`
-
-
-class Noise(NamedTuple):
-    """The noise streams of T positions."""
-
-    words: torch.Tensor  # int32 [T, 4], keys; with a seed the counters that they follow from
-    seed: int | None = None
 
 
 class GraphMemory:
@@ -49,11 +45,14 @@ class GraphMemory:
 class Forward(Protocol):
     """What a `ModelRunner` computes with; the last four methods and `memory` serve CUDA graphs."""
 
+    model: torch.nn.Module
+    ops: ModuleType  # of ops/
     is_eager: bool  # whether nothing is captured in CUDA graphs
     memory: GraphMemory
     min_tokens: int  # of the smallest graph
     fold: int  # query heads that read keys together
     rank: int
+    is_invariant: bool  # whether logits of a row must not depend on other rows
     samples_alone: bool  # whether sampling exchanges nothing with other ranks
 
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -108,6 +107,7 @@ class ModelForward:
 
     min_tokens = 1
     rank = 0
+    is_invariant = False
     samples_alone = True
 
     def __init__(
@@ -151,7 +151,13 @@ class ModelForward:
         params: SamplingParams,
     ) -> Sampled:
         """See `Forward`."""
-        return sample(logits, noise, num_generated, params, self.reduce)
+        if self.ops is not torch_ops and not params.truncates:
+            return self.ops.draw(logits, noise, params)
+        return sample(logits, noise.words, num_generated, params, self.reduce_with(noise.seed))
+
+    def reduce_with(self, seed: int | None) -> Callable:
+        """Return `best_and_sum` of words that are keys, or with a seed counters."""
+        return self.reduce if seed is None else partial(self.reduce, seed=seed)
 
     def weight(self) -> torch.Tensor:
         """See `Forward`."""

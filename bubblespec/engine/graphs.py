@@ -1,23 +1,20 @@
-"""CUDA graphs of the packed forward: a forward of few tokens as one launch instead of hundreds.
+"""CUDA graphs of a step: a forward and its sampling, two launches in place of hundreds.
 
 A graph replays the same kernels on the same addresses. So a forward is padded to a fixed number of
-tokens, and what changes between forwards (token ids, places in the cache, lengths) is copied into
-one tensor at a fixed address; the block table has a fixed address too. Padding follows the real
-tokens, in sequences that write and read a spare slot or page. Attention sees its own sequence only,
-so the real tokens' results are those of the unpadded forward, up to the rounding of matrix products
-of another height.
+tokens, and what changes between forwards (token ids, places in the cache, lengths, noise) is copied
+into one tensor at a fixed address; the block table has a fixed address too. Padding follows the
+real tokens, is in no sequence and writes a spare page, so the real tokens' results are those of the
+unpadded forward, up to the rounding of matrix products of another height.
 
-Attention launches ceil(max_q / NARROW) blocks for each sequence and head, also for sequences
-without tokens. So a row that feeds more than NARROW tokens is several sequences, each of which sees
-the keys up to its last token, and graphs have room for few sequences or for many.
+Attention launches a block for each sequence that a graph has room for, also for sequences without
+tokens, and a block has a tile of tokens times query heads. A row that feeds more tokens than fit
+into a tile is several sequences, each of which sees the keys up to its last token. Small tiles are
+for decoding and short drafts, large ones for prompts and long drafts.
 
-Where no sequence has more than one token, attention reads keys once for all query heads of a
-key/value head, and splits long rows (see `attention._has_one_query`). So a row that verifies a few
-draft tokens is a sequence for each of them, where that launches no more blocks (see `shape_of`).
-
-All graphs are captured at the first forward, before anything is timed, the largest first; the
-others share its memory. Graphs contain the addresses of keys, values and weights: weights must be
-changed in place (optimizers do, LoRA too), and `clear` must follow a release of the cache.
+All graphs of forwards are captured at the first forward, before anything is timed, the largest
+first; the others share its memory. Graphs contain the addresses of keys, values and weights:
+weights must be changed in place (optimizers do, LoRA too), and `clear` must follow a release of the
+cache. Graphs of sampling are captured when a distribution is first sampled from.
 
 A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
 other ranks. So all ranks have graphs, captured in the same order, or none has any. Neither of the
@@ -27,10 +24,11 @@ each forward without its sums, where errors of one rank show. Then each records 
 computing a sum. In between the ranks sum zeros in every size, as NCCL connects them at a size's
 first use.
 
-Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that it has room for.
+Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that it has room for, T
+positions sampled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,24 +37,21 @@ import torch
 
 from bubblespec.engine.forward import Forward
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.packing import CachePacking, Varlen, pack_rows
-from bubblespec.engine.ragged import ragged
+from bubblespec.engine.noise import Noise
+from bubblespec.engine.ops.view import View
+from bubblespec.engine.packing import CachePacking
+from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import fallback, first_problem, log, one_line
 
-# Tokens of graphs of single tokens. Beyond 8 no step is larger than a third: below about 250 tokens
-# reading the weights takes longer than computing with them, so padding costs next to nothing.
-# Larger forwards keep a GPU busy for as long as launching them takes.
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-# The same for sequences of several tokens.
-WIDE_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-# Sequences that these have room for, or one for each token. Up to the first number blocks cost next
-# to nothing; beyond it a graph launches less than four times the blocks that its rows need.
-ROOMS = (64, 240, 512)
+# Beyond 8 no step is larger than a third: below about 250 tokens reading the weights takes longer
+# than computing with them, so padding costs next to nothing.
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+GROWTH = 4 / 3  # of larger sizes, which are multiples of the last step
+STEP = 256
+TILES = (16, 64)  # tokens times query heads of a block
+FIELDS = 6  # of a forward's inputs, see `padded`
+NOISE = 5  # numbers for each position sampled: its token in the forward, and four words
 OUT_OF_MEMORY = "out of memory"  # in the message of torch.OutOfMemoryError, and of CUDA's errors
-# Tokens that may be single whatever the rows: no slower than a block for each query head.
-FEW = 32
-# New tokens of a row up to which attention uses one block of queries, whatever bound it is given.
-NARROW = 64
 
 
 class Shape(NamedTuple):
@@ -68,22 +63,24 @@ class Shape(NamedTuple):
 
 
 class PaddedPacking(NamedTuple):
-    """The part of a `CachePacking` that attention reads, on the device."""
+    """The part of a `CachePacking` that operations read, on the device."""
 
     cache: KVCache
-    place: torch.Tensor
-    position: torch.Tensor
-    varlen: Varlen
+    view: View
 
+    @property
+    def place(self) -> torch.Tensor:
+        """See `CachePacking`."""
+        return self.view.place.long()  # torch's writes take nothing else
 
-class _Graph(NamedTuple):
-    inputs: torch.Tensor
-    replay: Callable[[], None]
-    hidden: torch.Tensor
+    @property
+    def position(self) -> torch.Tensor:
+        """See `CachePacking`."""
+        return self.view.position
 
 
 class ForwardGraphs:
-    """CUDA graphs of one forward over one cache, which must have a spare slot.
+    """CUDA graphs of one forward over one cache, which must have a spare page.
 
     Ranks that compute together call `forward`, with the same packing, and `clear` alike."""
 
@@ -92,27 +89,32 @@ class ForwardGraphs:
     ):
         """state_size: width of a second input of `forward.hidden`, one vector a token, or 0."""
         self.of, self.cache, self.state_size = forward, cache, state_size
+        sizes = max_num_batched_tokens, cache.num_slots, forward.min_tokens, forward.fold
+        self.shapes = graph_shapes(*sizes)
+        """Sizes, largest first."""
         self.states: torch.Tensor | None = None
         """Second input at a fixed address, [B of the largest, state_size]."""
-        sizes = (max_num_batched_tokens, cache.num_slots, cache.slot_length)
-        self.shapes = graph_shapes(*sizes, forward.min_tokens, forward.heads_per_key)
-        """Sizes, largest first."""
+        self._inputs: torch.Tensor | None = None  # int32: of sampling, then of the forward
+        self._hidden: torch.Tensor | None = None  # results of all forwards, [B of the largest, C]
         self.num_replays = 0
         self.problem: str | None = None
         """One line that says why the forward cannot be captured, here or on another rank."""
         self._has_warned = False
-        self._graphs: dict[Shape, _Graph] = {}
+        self._graphs: dict[Shape, Callable[[], None]] = {}
+        self._samplers: dict[tuple[SamplingParams, int], dict[int, _Sampler]] = {}
 
     def forward(
         self,
         tokens: np.ndarray | torch.Tensor,
         packing: CachePacking,
         states: torch.Tensor | None = None,
+        to_sample: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> torch.Tensor | None:
         """Return the last hidden states [B, hidden] of packed tokens int64 [N], first those of N.
 
-        They are valid until the next forward of graphs that share their memory. None if no graph
-        fits. tokens: on the host or the device; states: [N, state_size], the second input."""
+        They are valid until the next forward. None if no graph fits. tokens: on the host or the
+        device; states: [N, state_size], the second input; to_sample: for `sample`, the tokens int64
+        [T] behind which it samples and the counters of their noise, uint32 [T, 4]."""
         shape = self.shape_of(packing)
         if shape is None or self.problem:
             return None
@@ -121,54 +123,67 @@ class ForwardGraphs:
             self._capture()
             if self.problem:
                 return None
-        graph = self._graphs[shape]
         known = tokens if isinstance(tokens, np.ndarray) else np.zeros(len(tokens), np.int64)
-        padded = torch.from_numpy(pad(known, packing, shape))
-        graph.inputs.copy_(padded, non_blocking=True)
+        inputs = np.zeros(NOISE * shape.tokens + FIELDS * (shape.tokens + 1), np.int32)
+        if to_sample is not None:
+            behind, words = to_sample
+            count = size_for(len(behind))
+            inputs[: len(behind)] = behind
+            noise = inputs[count : NOISE * count].view(np.uint32).reshape(count, 4)
+            noise[: len(behind)] = words
+        padded(known, packing, shape, inputs[NOISE * shape.tokens :].reshape(FIELDS, -1))
+        assert self._inputs is not None and self._hidden is not None
+        self._inputs[: len(inputs)].copy_(torch.from_numpy(inputs), non_blocking=True)
         if isinstance(tokens, torch.Tensor):
-            graph.inputs[0, : len(tokens)] = tokens
+            ids, *_ = self._fields(shape)
+            ids[: len(tokens)] = tokens
         if states is not None and self.states is not None:
             self.states[: len(states)] = states
-        graph.replay()
+        self._graphs[shape]()
         self.num_replays += 1
-        return graph.hidden
+        return self._hidden[: shape.tokens]
+
+    def sample(self, count: int, params: SamplingParams, seed: int) -> torch.Tensor | None:
+        """Return what `sampling.sample` does of the positions given to the last `forward`.
+
+        As one tensor, float64 [3, T], T = count. None where this is no graph: if tokens are barred,
+        or ranks sample together."""
+        if params.truncates or not self.of.samples_alone or not self._graphs:
+            return None
+        key = params, seed
+        if key not in self._samplers:
+            self._samplers[key] = self._capture_sampling(*key)
+        sampler = self._samplers[key].get(size_for(count))
+        if sampler is None or self.problem:
+            return None
+        sampler.replay()
+        return sampler.sampled[:, :count]
 
     def shape_of(self, packing: CachePacking) -> Shape | None:
-        """Return the smallest shape that fits, of single tokens where that launches no more blocks.
-
-        A block serves one token and key/value head, or one piece of a row and query head."""
-        tokens, pieces = packing.index.shape[1], int((-(-packing.count // NARROW)).sum())
-        is_single = packing.count.max() == 1
-        fold = self.of.heads_per_key
-        is_single |= fold > 1 and tokens <= max(FEW, fold * pieces)
-        for needed, are_single in ((tokens, True), (pieces, False)):
-            if are_single and not is_single:
+        """Return the smallest shape that fits, of small tiles if no row takes more than one."""
+        tokens, widest = packing.index.shape[1], int(packing.count.max())
+        for shape in reversed(self.shapes):
+            if shape.tokens < tokens:
                 continue
-            fitting = (
-                shape
-                for shape in self.shapes
-                if shape.tokens >= tokens
-                and (shape.max_q == 1) == are_single
-                and needed - (tokens - shape.tokens) // shape.max_q <= shape.sequences
-            )
-            if (found := min(fitting, default=None)) is not None:
-                return found
+            fits = widest <= shape.max_q or shape.max_q == self.shapes[0].max_q
+            if fits and int((-(-packing.count // shape.max_q)).sum()) <= shape.sequences:
+                return shape
         return None
 
     def clear(self) -> None:
         """Give graphs and their memory back; the next forward captures them again."""
         self._graphs.clear()
+        self._samplers.clear()
         self.of.memory.pools.pop(self, None)
-        self.states = None
+        self.states = self._inputs = self._hidden = None
         if self.problem and OUT_OF_MEMORY in self.problem:
             self.problem = None
 
     def _capture(self) -> None:
         """Capture graphs of all shapes, or of none; on all ranks, or on none."""
-        inputs: dict[Shape, torch.Tensor] = {}
-        if self._on_all(lambda: self._rehearse(inputs)):
+        if self._on_all(self._rehearse):
             self.of.connect()
-            self._on_all(lambda: self._record(inputs))
+            self._on_all(self._record)
 
     def _on_all(self, stage: Callable[[], None]) -> bool:
         """Whether all ranks have completed a stage that exchanges nothing; else all give up.
@@ -177,6 +192,7 @@ class ForwardGraphs:
 
         def with_free_memory() -> None:
             self._graphs.clear()
+            self._samplers.clear()
             self.of.memory.pools.pop(self, None)
             torch.cuda.empty_cache()
             stage()
@@ -195,37 +211,88 @@ class ForwardGraphs:
             log(f"warning: {self.problem}")
         return False
 
-    def _rehearse(self, inputs: dict[Shape, torch.Tensor]) -> None:
-        """Run each forward once, without sums over ranks; fills in the graphs' inputs."""
-        weight = self.of.weight()
+    def _rehearse(self) -> None:
+        """Run each forward once, without sums over ranks."""
+        weight, most = self.of.weight(), self.shapes[0].tokens
         if self.state_size:
-            self.states = weight.new_zeros(self.shapes[0].tokens, self.state_size)
-        no_rows = np.zeros(0, np.int64)
-        nothing = pack_rows(self.cache, no_rows, no_rows, weight.device)
+            self.states = weight.new_zeros(most, self.state_size)
+        size = NOISE * most + FIELDS * (most + 1)
+        self._inputs = torch.zeros(size, dtype=torch.int32, device=weight.device)
+        self._hidden = None
         with self.of.rehearsal([shape.tokens for shape in self.shapes]):
             for shape in self.shapes:
-                padded = pad(no_rows, nothing, shape)
-                inputs[shape] = torch.from_numpy(padded).to(weight.device)
-                rehearse(partial(self._run, inputs[shape], shape))
+                self._clear_inputs(shape)
+                rehearse(partial(self._run, shape))
 
-    def _record(self, inputs: dict[Shape, torch.Tensor]) -> None:
+    def _record(self) -> None:
         memory = self.of.memory
         for shape in self.shapes:
-            run = partial(self._run, inputs[shape], shape)
-            replay, hidden, memory.pools[self] = capture(run, memory.pool)
-            self._graphs[shape] = _Graph(inputs[shape], replay, hidden)
+            run = partial(self._run, shape)
+            self._graphs[shape], memory.pools[self] = capture(run, memory.pool)
 
-    def _run(self, inputs: torch.Tensor, shape: Shape) -> torch.Tensor:
-        ids, place, position = inputs[:3, : shape.tokens]
-        cu_q, cu_k, used = inputs[3:, : shape.sequences + 1].to(torch.int32)
-        length, table = self.cache.slot_length, self.cache.block_table(inputs.device)
-        if table is not None:
-            table = table.index_select(0, inputs[4, : shape.sequences])
-        varlen = Varlen(cu_q, cu_k, used[:-1], shape.max_q, length, length, table)
-        packing = PaddedPacking(self.cache, place, position, varlen)
+    def _clear_inputs(self, shape: Shape) -> None:
+        """Let all tokens of a forward be padding."""
+        nothing = np.zeros((FIELDS, shape.tokens + 1), np.int32)
+        nothing[1] = self.cache.num_pages * self.cache.page_size
+        assert self._inputs is not None
+        begin = NOISE * shape.tokens
+        flat = torch.from_numpy(nothing.ravel())
+        self._inputs[begin : begin + len(flat)].copy_(flat)
+
+    def _fields(self, shape: Shape) -> tuple[torch.Tensor, ...]:
+        """Return the rows of a forward's inputs, see `padded`."""
+        assert self._inputs is not None
+        begin = NOISE * shape.tokens
+        fields = self._inputs[begin : begin + FIELDS * (shape.tokens + 1)].view(FIELDS, -1)
+        ids, place, position = fields[:3, : shape.tokens]
+        first, slot, used = fields[3:, : shape.sequences + 1]
+        return ids, place, position, first, slot[:-1], used[:-1]
+
+    def _run(self, shape: Shape) -> None:
+        ids, place, position, first, slot, used = self._fields(shape)
+        length, table = self.cache.slot_length, self.cache.block_table(ids.device)
+        sizes = shape.max_q, length, self.cache.split_of(shape.tokens, length)
+        packing = PaddedPacking(self.cache, View(place, position, first, slot, used, table, *sizes))
         hidden: Callable[..., torch.Tensor] = self.of.hidden
         second = () if self.states is None else (self.states[: shape.tokens],)
-        return hidden(ids, packing, *second)
+        found = hidden(ids, packing, *second)
+        if self._hidden is None:  # in the rehearsal of the largest
+            self._hidden = torch.empty_like(found)
+        self._hidden[: shape.tokens] = found
+
+    def _capture_sampling(self, params: SamplingParams, seed: int) -> "dict[int, _Sampler]":
+        samplers: dict[int, _Sampler] = {}
+
+        def record() -> None:
+            for count in sorted({size_for(shape.tokens) for shape in self.shapes}, reverse=True):
+                run = partial(self._sample, count, params, seed)
+                rehearse(run)
+                sampler = _Sampler()
+                replay, self.of.memory.pools[self] = capture(
+                    partial(sampler.record, run), self.of.memory.pool
+                )
+                sampler.replay = replay
+                samplers[count] = sampler
+
+        self._on_all(record)
+        return samplers
+
+    def _sample(self, count: int, params: SamplingParams, seed: int) -> torch.Tensor:
+        assert self._inputs is not None and self._hidden is not None
+        behind, words = self._inputs[: NOISE * count].split((count, 4 * count))
+        logits = self.of.logits(self._hidden.index_select(0, behind))
+        noise = Noise(words.view(count, 4), seed)
+        return torch.stack([of.double() for of in self.of.sample(logits, noise, behind, params)])
+
+
+class _Sampler:
+    """A graph of sampling, and its results at fixed addresses."""
+
+    replay: Callable[[], None]
+    sampled: torch.Tensor
+
+    def record(self, run: Callable[[], torch.Tensor]) -> None:
+        self.sampled = run()
 
 
 def attempt(stage: Callable[[], None]) -> str | None:
@@ -238,67 +305,57 @@ def attempt(stage: Callable[[], None]) -> str | None:
 
 
 def graph_shapes(
-    max_num_batched_tokens: int,
-    num_slots: int,
-    slot_length: int,
-    min_tokens: int = 1,
-    fold: int = 1,
+    max_num_batched_tokens: int, num_slots: int, min_tokens: int = 1, fold: int = 1
 ) -> list[Shape]:
-    """Return sizes of graphs, largest first; padding must fit the spare slot."""
-
-    def sizes(buckets: tuple[int, ...], needed: int) -> list[int]:
-        largest = next((b for b in buckets if b >= max(needed, min_tokens)), buckets[-1])
-        return [b for b in buckets if min_tokens <= b <= min(largest, slot_length)]
-
-    single = num_slots
-    if fold > 1:
-        single = max(single, min(max(FEW, fold * num_slots), max_num_batched_tokens))
-    shapes = {Shape(b, b, 1) for b in sizes(BUCKETS, single)}
-    for b in sizes(WIDE_BUCKETS, max_num_batched_tokens):
-        if fold > 1 and b <= FEW:
-            continue
-        rooms = [room for room in ROOMS if 1.5 * room <= b] + [b] * (b <= ROOMS[-1])
-        # Each row, the rest of it and of the padding in pieces of NARROW tokens.
-        needed = min(num_slots + 2 + b // NARROW, rooms[-1])
-        count = next(i for i, room in enumerate(rooms, 1) if room >= needed)
-        shapes |= {Shape(b, room, min(b, NARROW)) for room in rooms[:count]}
-    return sorted(shapes, reverse=True)
+    """Return sizes of graphs, largest first; each number of tokens up to the first fits one."""
+    largest = size_for(max(max_num_batched_tokens, min_tokens))
+    sizes = [size for size in all_sizes(largest) if size >= min_tokens] or [largest]
+    small, large = (max(tile // fold, 1) for tile in TILES)
+    shapes = set()
+    for size in sizes:
+        if size <= size_for(max(num_slots * small, min_tokens)):
+            shapes.add(Shape(size, min(size, num_slots), small))
+        if size > small:
+            # Each row, and the rest of it in whole tiles.
+            shapes.add(Shape(size, min(size, num_slots + size // large), large))
+    return sorted(shapes, key=lambda of: (of.tokens, of.max_q), reverse=True)
 
 
-def pad(tokens: np.ndarray, packing: CachePacking, shape: Shape) -> np.ndarray:
-    """Return what a graph of B tokens and S <= B sequences reads, int64 [6, B + 1].
+def size_for(count: int) -> int:
+    """Return the smallest size of a graph for this many tokens or positions."""
+    return next(size for size in all_sizes() if size >= count)
+
+
+def all_sizes(largest: int | None = None) -> Iterator[int]:
+    """Yield the sizes of graphs, up to the largest."""
+    size = 0
+    for size in SIZES:
+        if largest is not None and size > largest:
+            return
+        yield size
+    while largest is None or size < largest:
+        size = int(size * GROWTH) // STEP * STEP
+        yield size
+
+
+def padded(tokens: np.ndarray, packing: CachePacking, shape: Shape, inputs: np.ndarray) -> None:
+    """Fill in what a graph of B tokens and S sequences reads, int32 [6, B + 1].
 
     Token ids, places in the flattened cache and positions (B each); where the sequences' new tokens
-    begin, and their keys in the flattened cache or, with pages, their slots (S + 1 each); how many
-    keys they have (S).
-    Sequences are pieces of the rows that feed something, then of the padding, of up to max_q tokens
-    each, then empty ones."""
-    size, num_sequences, max_q = shape
-    inputs = np.zeros((6, size + 1), np.int64)
-    ids, place, position = inputs[:3]
-    cu_q, cu_k, used = inputs[3:, : num_sequences + 1]
-    cache, spare_slot = packing.cache, packing.cache.num_slots
-    num_tokens, padding = len(tokens), size - len(tokens)
-    ids[:num_tokens] = tokens
-    place[:num_tokens], position[:num_tokens] = cache.places(*packing.index), packing.index[1]
-    position[num_tokens:size] = np.arange(padding)
-    # More padding than a page takes is written over other padding.
-    spare = cache.num_pages * cache.page_size
-    place[num_tokens:size] = spare + np.arange(padding) % cache.page_size
-    slot, piece = ragged(-(-packing.count // max_q))
-    end, fed = np.minimum((piece + 1) * max_q, packing.count[slot]), len(slot)
-    behind = np.minimum(np.arange(num_sequences + 1 - fed) * max_q, padding)
-    cu_q[1:fed] = (end - piece * max_q).cumsum()[:-1]
-    cu_q[fed:] = num_tokens + behind
-    if cache.pages is None:
-        cu_k[:fed], cu_k[fed:] = slot * cache.slot_length, spare + behind
-    else:
-        cu_k[:fed], cu_k[fed:] = slot, spare_slot
-    used[:fed], used[fed:-1] = packing.start[slot] + end, np.diff(behind)
-    return inputs
+    begin (S + 1), their rows of the block table and how many keys they have (S each). Sequences are
+    pieces of rows of up to max_q tokens each, then empty ones."""
+    ids, place, position = inputs[:3, : shape.tokens]
+    first, table_row, used = inputs[3:, : shape.sequences + 1]
+    cache, count = packing.cache, len(tokens)
+    ids[:count], position[:count] = tokens, packing.index[1]
+    place[:count], place[count:] = cache.places(*packing.index), cache.num_pages * cache.page_size
+    slot, width, keys = packing.pieces(shape.max_q)
+    table_row[: len(slot)], used[: len(slot)] = slot, keys
+    first[1 : len(slot) + 1] = width.cumsum()
+    first[len(slot) + 1 :] = count
 
 
-def rehearse(run: Callable[[], torch.Tensor]) -> None:
+def rehearse(run: Callable[[], object]) -> None:
     """Run what is to be recorded, as libraries set themselves up at their first call. CUDA only.
 
     Raises RuntimeError if `run` waits for the GPU: here that does less harm than in a capture."""
@@ -310,14 +367,12 @@ def rehearse(run: Callable[[], torch.Tensor]) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def capture(
-    run: Callable[[], torch.Tensor], pool: Any
-) -> tuple[Callable[[], None], torch.Tensor, tuple]:
-    """Record `run`; return a call that replays it, its result, and the pool with its memory.
+def capture(run: Callable[[], object], pool: Any) -> tuple[Callable[[], None], tuple]:
+    """Record `run`; return a call that replays it, and the pool with its memory. CUDA only.
 
-    CUDA only. pool: of an earlier capture, to share its memory; see `GraphMemory`."""
+    pool: of an earlier capture, to share its memory; see `GraphMemory`."""
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog asks for events meanwhile, in a thread of its own.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        hidden = run()
-    return graph.replay, hidden, graph.pool()
+        run()
+    return graph.replay, graph.pool()

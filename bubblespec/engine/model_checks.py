@@ -24,19 +24,23 @@ from transformers.masking_utils import sdpa_mask
 from bubblespec.engine import attention
 from bubblespec.engine.decoder import IS_LIKE_LLAMA, Decoder, stacked
 from bubblespec.engine.find_head import find_head, own_forward
-from bubblespec.engine.fused import fuse
+from bubblespec.engine.forward import Forward
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.layers import of_layers
 from bubblespec.engine.model import UnsupportedModel, forward_hidden
+from bubblespec.engine.norms import replace_norms
+from bubblespec.engine.ops import TYPES, torch_ops
 from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import pack_rows, pack_sequences
+from bubblespec.engine.packing import LANES, PAGE, pack_rows, pack_sequences
+from bubblespec.engine.pages import Pages
 
-# Float64 models with experts compute routers in float32, and without SDPA their softmax.
+# The first where a float64 model computes parts in float32.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 DENSE_TOLERANCE = TOLERANCE | {torch.float64: 1e-9}
 RECORDER = "bubblespec_recorder"
 SLOW_WARNING = "warn_if_padding_and_no_attention_mask"
 CHECKED = 12  # positions compared in each check
+TRAINED = [160, 5, 3]  # tokens of sequences; of the longest, so many that a kernel splits its keys
 # Tokens: beyond the usual windows, up to 8,192, and no more than seconds on a GPU.
 MAX_CHECK_LENGTH = 8300
 # Kinds in a configuration's `layer_types`; those with a state other than keys and values.
@@ -56,13 +60,17 @@ def is_rounding(difference: float, dtype: torch.dtype) -> bool:
 
 
 def prepare_model(
-    model: PreTrainedModel, max_length: int, num_tokens: int | None = None, fuses: bool = True
+    model: PreTrainedModel,
+    max_length: int,
+    num_tokens: int | None = None,
+    is_invariant: bool = False,
 ) -> frozenset[tuple[int, int]]:
     """Switch the model to the packed attention and check that it gives the model's own logits.
 
     Sets evaluation mode for good, and finds the `output_head`. max_length: of prompt plus response,
-    in tokens; num_tokens: size of the policy's vocabulary, by default the model's; fuses: see
-    fused.py. Returns each pair of sizes of key and value heads. Raises UnsupportedModel."""
+    in tokens; num_tokens: size of the policy's vocabulary, by default the model's; is_invariant:
+    whether norms stay as they are on a GPU. Returns each pair of sizes of key and value heads.
+    Raises UnsupportedModel."""
     _check_configuration(model, max_length)
     # For good: the probability ratio compares two forwards of the same weights, so nothing in them
     # may be random.
@@ -74,20 +82,20 @@ def prepare_model(
         if hasattr(module, SLOW_WARNING):
             # It reads token ids back from the device in every forward.
             setattr(module, SLOW_WARNING, lambda *args, **kwargs: None)
-    if fuses:
-        fuse(model)
-    if model.dtype == torch.float64:
-        norm_in_full_precision(model)
+    is_double, in_float32 = model.dtype == torch.float64, has_float32_parts(model)
+    if is_double or (model.device.type == "cuda" and model.dtype in TYPES and not is_invariant):
+        # On a GPU the sums of float32 norms depend on the shape of the batch.
+        in_float32 |= not replace_norms(model) and model.device.type == "cuda"
     vars(model)[IS_LIKE_LLAMA] = True  # until a comparison shows something else
     try:
         with torch.no_grad():
             head: Any = find_head(model, random_tokens(model, CHECKED), num_tokens)
             model.to_logits = head
-            head_sizes = _compare(model, CHECKED)
+            head_sizes = _compare(model, CHECKED, in_float32)
             _check_masks(model, max_length)
             longer = _longer_check(model, max_length)
             if longer:
-                _compare(model, longer)
+                _compare(model, longer, in_float32)
     except Exception as error:  # the model's own code runs here
         what = "" if isinstance(error, ValueError) else "its forward over packed tokens fails: "
         raise UnsupportedModel(
@@ -97,32 +105,45 @@ def prepare_model(
     return head_sizes
 
 
-class FullRMSNorm(torch.nn.Module):
-    """An RMSNorm in the precision of the model; transformers' compute in float32."""
-
-    weight: torch.nn.Parameter
-    variance_epsilon: float
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalize hidden states [..., width]."""
-        size = hidden_states.square().mean(-1, keepdim=True)
-        return self.weight * (hidden_states * torch.rsqrt(size + self.variance_epsilon))
+def has_float32_parts(model: PreTrainedModel) -> bool:
+    """Whether a float64 model computes routers, or without SDPA its softmax, in float32."""
+    has_experts = any("experts" in name for name, _ in model.named_modules())
+    return has_experts or not model._supports_sdpa
 
 
-def norm_in_full_precision(model: PreTrainedModel) -> None:
-    """Replace RMSNorms of a float64 model: rounded to float32, batches would differ by 1e-7.
+def kernel_difference(model: PreTrainedModel, kernel: str) -> str | None:
+    """Return how a kernel's training forward differs from SDPA's beyond rounding."""
+    tokens = random_tokens(model, sum(TRAINED))
+    packing = pack_sequences(TRAINED, tokens.device)
+    with torch.inference_mode():
+        got, wanted = (forward_hidden(model, tokens, packing, of) for of in (kernel, "sdpa"))
+    difference = relative_difference(got, wanted)
+    if is_rounding(difference, model.dtype):
+        return None
+    return f"hidden states differ from sdpa's by {difference:.1e} of their size"
 
-    Norms that differ on random input, as those that multiply by 1 + weight, stay."""
-    for module in model.modules():
-        names = [name for name, _ in module.named_parameters()]
-        if names != ["weight"] or not hasattr(module, "variance_epsilon"):
-            continue
-        weight = cast(torch.Tensor, module.weight)
-        x = torch.linspace(-1.0, 2.0, len(weight), dtype=weight.dtype, device=weight.device)
-        full = FullRMSNorm.forward(cast(FullRMSNorm, module), x)
-        with torch.no_grad():
-            if is_rounding(relative_difference(module(x), full), torch.float32):
-                module.__class__ = FullRMSNorm
+
+def cache_for(forward: Forward, rows: int = 1) -> KVCache:
+    """Create a cache of a few rows of PAGE positions, with a spare one for graphs on a GPU."""
+    pages = Pages(rows, PAGE, rows, PAGE) if forward.ops is not torch_ops else None
+    return KVCache(rows, PAGE, int(pages is not None), pages)
+
+
+@torch.inference_mode()
+def random_hidden(
+    forward: Forward, cache: KVCache, num_tokens: int, run: Callable | None = None
+) -> torch.Tensor:
+    """Compute the hidden states [N, hidden] of random tokens of all rows of a cache.
+
+    They are fed as a prompt, all but the last; then the last one. run: of `ForwardGraphs`."""
+    rows, hidden = np.ones(cache.num_slots, np.int64), []
+    ids = random_tokens(cast(PreTrainedModel, forward.model), len(rows) * num_tokens)
+    for start, count in ((0, num_tokens - 1), (num_tokens - 1, 1)):
+        packing = pack_rows(cache, start * rows, count * rows, ids.device)
+        fed = ids.view(-1, num_tokens)[:, start : start + count].flatten()
+        found = (run or forward.hidden)(fed, packing)
+        hidden.append(found[: len(fed)].clone())
+    return torch.cat(hidden)
 
 
 def _decoder(model: PreTrainedModel) -> PreTrainedConfig:
@@ -279,7 +300,7 @@ def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Ten
     return logits
 
 
-def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
+def _compare(model: PreTrainedModel, length: int, in_float32: bool) -> frozenset[tuple[int, int]]:
     """Compare the model's own logits with a packed training forward and with cached ones.
 
     The latter are two ragged rows in two chunks, and one row. Returns sizes of key/value heads."""
@@ -294,8 +315,6 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
             f"its output head takes vectors of {head.linear.in_features} and its hidden states "
             f"have {size}: the model computes something in between that the engine would skip"
         )
-    in_float32 = any("experts" in name for name, _ in model.named_modules())
-    in_float32 |= not model._supports_sdpa
     tolerance = (TOLERANCE if in_float32 else DENSE_TOLERANCE).get(model.dtype, 0.1)
 
     def problem(what: str, hidden: torch.Tensor, wanted: torch.Tensor) -> str | None:
@@ -309,7 +328,11 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
         )
 
     found = problem("packed sequences", packed, reference)
-    cache, wanted = KVCache(2, length), torch.cat((reference[-3:-1], reference[1:], reference[-1:]))
+    slot_length = -(-length // LANES) * LANES
+    cache, wanted = (
+        KVCache(2, slot_length),
+        torch.cat((reference[-3:-1], reference[1:], reference[-1:])),
+    )
     if vars(model)[IS_LIKE_LLAMA]:
         try:
             of_decoder = _cached(Decoder(model, stacked(model)).hidden, cache, tokens)
@@ -317,7 +340,7 @@ def _compare(model: PreTrainedModel, length: int) -> frozenset[tuple[int, int]]:
         except Exception:  # it has other modules
             vars(model)[IS_LIKE_LLAMA] = False
     if not vars(model)[IS_LIKE_LLAMA]:
-        cache = KVCache(2, length)
+        cache = KVCache(2, slot_length)
         chunks = _cached(partial(forward_hidden, model), cache, tokens)
         found = found or problem("the K/V cache", chunks, wanted)
     if found is not None:

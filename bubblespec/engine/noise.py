@@ -9,6 +9,8 @@ vocabulary entry would cost 3.5 times as many operations.
 Shape legend: N streams, V vocabulary.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -20,6 +22,13 @@ EVALUATION = 1 << 31  # the visit of held-out prompts: evaluation shares no stre
 # rounds with bias near that of a random function. The key words added between the rounds are ours.
 _MIXER = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
 _LAST_SHIFT = 14
+
+
+class Noise(NamedTuple):
+    """The noise streams of T positions."""
+
+    words: torch.Tensor  # int32 [T, 4], keys; with a seed the counters that they follow from
+    seed: int | None = None
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:

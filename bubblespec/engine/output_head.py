@@ -13,7 +13,7 @@ Shape legend: N positions, V rows of the weight.
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 class OutputHead:
     """Logits [N, num_tokens] of hidden states [N, hidden]."""
 
-    linear: torch.nn.Module  # the model's, a product with a weight [V, hidden]
+    linear: Any  # the model's, or of a copy: a product with a weight [V, hidden]
     num_tokens: int  # size of the policy's vocabulary, at most V
     factor: float = 1.0
     cap: float | None = None

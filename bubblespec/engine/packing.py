@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.ops.view import View
 from bubblespec.engine.ragged import ragged
 
 # Rows of adjacent slots are padded to the longest of them and attended in one call, as long as the
@@ -26,7 +27,8 @@ MAX_PADDING = 15_000
 # A CPU computes exponentials beyond the last multiple of LANES one by one: from LANES / 2 on it is
 # faster to pad and mask. 16 queries of 63 positions take 1.5 times as long as 16 of 64.
 LANES = 16
-PAGE = 256  # positions; the flash_attn package requires multiples of it
+PAGE = 256  # positions
+WIDE = 9  # new tokens of a row that a GPU attends together outside graphs
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -154,50 +156,21 @@ class CachePacking:
         mask = mask.view(rows, 1, queries, length)
         return mask if heads_per_kv == 1 else mask.repeat(1, 1, heads_per_kv, 1)
 
-    @cached_property
-    def varlen(self) -> "Varlen":
-        """The slots with new tokens."""
-        fed = self.count.nonzero()[0]
-        cu_q = np.append(0, self.count[fed].cumsum())
-        cu_k = np.append(fed, fed[-1] + 1) * self.cache.slot_length
-        offsets_q, offsets_k, used = (
-            to_device(array.astype(np.int32), self.device) for array in (cu_q, cu_k, self.ends[fed])
-        )
-        max_q, max_k = int(self.count.max()), int(self.ends[fed].max())
-        table = self.cache.block_table(self.device)
-        if table is not None and len(fed) == len(self.count):
-            table = table[: len(fed)]
-        elif table is not None:
-            table = table.index_select(0, to_device(fed, self.device))
-        return Varlen(offsets_q, offsets_k, used, max_q, max_k, self.cache.slot_length, table)
-
-
-@dataclass
-class Varlen:
-    """S sequences of new tokens and their keys in the flattened cache, for variable lengths."""
-
-    cu_q: torch.Tensor  # int32 [S + 1], offset of each sequence's new tokens
-    cu_k: torch.Tensor  # int32 [S + 1], offset of its keys in the flattened cache
-    used: torch.Tensor | None
-    """Number of its keys, the new tokens' at the end, int32 [S]; None for whole sequences."""
-    max_q: int  # bounds on the new tokens of a sequence, and on its keys
-    max_k: int
-    slot_length: int
-    block_table: torch.Tensor | None = None
-    """Pages of each sequence, int32 [S, pages of a slot]; `cu_k` has no meaning then."""
+    def pieces(self, max_q: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return slot, tokens and keys of sequences of at most max_q tokens each, int64 [S]."""
+        slot, piece = ragged(-(-self.count // max_q))
+        end = np.minimum((piece + 1) * max_q, self.count[slot])
+        return slot, end - piece * max_q, self.start[slot] + end
 
     @cached_property
-    def paged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cumulative numbers of keys, int32 [S + 1], and pages, int32 [S, pages of a slot].
-
-        Without a block table PAGE must divide the slot length, and a sequence of more than one key
-        must begin a page."""
-        assert self.used is not None, "whole sequences are in no cache"
-        lengths = torch.nn.functional.pad(self.used.cumsum(0, dtype=torch.int32), (1, 0))
-        if self.block_table is not None:
-            return lengths, self.block_table
-        pages = torch.arange(self.slot_length // PAGE, dtype=torch.int32, device=self.used.device)
-        return lengths, self.cu_k[:-1, None] // PAGE + pages
+    def view(self) -> View:
+        """What triton_ops.py reads of a forward that is in no graph."""
+        slot, tokens, used = self.pieces(max_q := int(min(self.count.max(), WIDE)))
+        arrays = np.append(0, tokens.cumsum()), slot, used
+        first, slots, keys = (to_device(a.astype(np.int32), self.device) for a in arrays)
+        table, max_keys = self.cache.block_table(self.device), int(self.ends.max())
+        sizes = max_q, max_keys, self.cache.split_of(self.index.shape[1], max_keys)
+        return View(self.place, self.position, first, slots, keys, table, *sizes)
 
 
 def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
@@ -228,6 +201,13 @@ def pack_rows(
         cache.pages.grow(start + count)
     slot, offset = ragged(count)
     return CachePacking(cache, start, count, np.array((slot, start[slot] + offset)), device)
+
+
+class Varlen(NamedTuple):
+    """Whole sequences one after the other, for kernels of variable lengths."""
+
+    offsets: torch.Tensor  # int32 [S + 1], of each sequence's tokens
+    longest: int
 
 
 @dataclass
@@ -263,10 +243,9 @@ class SequencePacking:
 
     @cached_property
     def varlen(self) -> Varlen:
-        """The same sequences for variable-length kernels, their keys being those of the tokens."""
+        """The same sequences for variable-length kernels."""
         cumulative = np.append(0, np.cumsum(self.lengths)).astype(np.int32)
-        offsets, longest = to_device(cumulative, self.position.device), max(self.lengths)
-        return Varlen(offsets, offsets, None, longest, longest, longest)
+        return Varlen(to_device(cumulative, self.position.device), max(self.lengths))
 
 
 def pack_sequences(lengths: Sequence[int], device: torch.device) -> SequencePacking:

@@ -23,8 +23,9 @@ class Pages:
             )
         self.num_pages, self.page_size, self.slot_length = num_pages, page_size, slot_length
         # The pages of each slot, in order. Behind them, and in a last row for the padding of
-        # forwards, there is a spare page of no row, whose number is num_pages.
-        shape = (num_slots + 1, slot_length // page_size)
+        # forwards, there is a spare page of no row, whose number is num_pages. No row needs the
+        # last column: it is read ahead (see triton_ops.py).
+        shape = (num_slots + 1, slot_length // page_size + 1)
         self.table = np.full(shape, num_pages, np.int32)
         self.held = np.zeros(num_slots, np.int64)  # pages of each slot
         self.version = 0  # changes with the table

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.attention import reads_pages
 from bubblespec.engine.batch import Batch
-from bubblespec.engine.forward import Forward, ModelForward, SlotFollower
+from bubblespec.engine.forward import Forward, ModelForward, Sampled, SlotFollower
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.noise import stream_keys
+from bubblespec.engine.noise import Noise, stream_counters, stream_keys
+from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.packing import PAGE, CachePacking, to_device
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
@@ -47,12 +47,15 @@ class ModelRunner:
         self.num_slots, self.max_length = num_slots, max_length
         self.max_num_batched_tokens = max_num_batched_tokens
         self.forward: Forward = ModelForward(model) if forward is None else forward
-        if pages is None and reads_pages(self.forward.kernel):
+        on_gpu = self.forward.ops is not torch_ops
+        if pages is None and on_gpu:
             pages = Pages.for_rows(num_slots, max_length, PAGE)
         self.pages = pages
         slot_length = max_length if pages is None else pages.slot_length
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
         # Its tensors are made at the first forward.
-        self.cache = KVCache(num_slots, slot_length, int(not self.forward.is_eager), pages)
+        self.cache = KVCache(num_slots, slot_length, int(on_gpu), pages, layers)
+        self.cache.is_invariant = self.forward.is_invariant
         self.graphs: ForwardGraphs | None = None
         if not self.forward.is_eager:
             self.graphs = ForwardGraphs(self.forward, self.cache, max_num_batched_tokens)
@@ -97,21 +100,28 @@ class ModelRunner:
     def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
         """See `Runner`. The host waits for the GPU once, in the call that this returns."""
         packing = CachePacking(self.cache, batch.start, batch.count, batch.index, self.device)
-        hidden = self.hidden(batch.tokens, packing)
+        num_sampled = batch.num_draft + 1
+        row, offset = ragged(num_sampled)
+        packed = (np.cumsum(batch.count)[batch.slots] - num_sampled)[row] + offset
+        slots, position = batch.slots[row], batch.generated[row] + offset
+        hidden: torch.Tensor | None = None
+        if self.graphs is not None:
+            words = self._counters(slots, position)
+            hidden = self.graphs.forward(batch.tokens, packing, to_sample=(packed, words))
+        if hidden is None:
+            hidden = self.forward.hidden(to_device(batch.tokens, self.device), packing)
         for follower in self.followers:
             follower.note(batch, hidden)
         if len(batch.slots) == 0:
             return self._wait
-        num_sampled = batch.num_draft + 1
-        row, offset = ragged(num_sampled)
-        packed = (np.cumsum(batch.count)[batch.slots] - num_sampled)[row] + offset
-        hidden = hidden[to_device(packed, self.device)]
-        position = batch.generated[row] + offset
-        keys = self.noise_keys(batch.slots[row], position)
-        num_generated = to_device(position, self.device)
-        logits = self.forward.logits(hidden)
-        sampled = self.forward.sample(logits, keys, num_generated, params)
-        self._make_keys(batch.slots, batch.generated + batch.num_draft + 1 + KEYS_AHEAD // 2)
+        sampled: Sampled | torch.Tensor | None = None
+        if self.graphs is not None:
+            sampled = self.graphs.sample(len(packed), params, self.seed)
+        if sampled is None:
+            logits = self.forward.logits(hidden[to_device(packed, self.device)])
+            noise, num_generated = self._noise(slots, position), to_device(position, self.device)
+            sampled = self.forward.sample(logits, noise, num_generated, params)
+            self._make_keys(batch.slots, batch.generated + batch.num_draft + 1 + KEYS_AHEAD // 2)
         return partial(verify, sampled, batch.draft, batch.num_draft)
 
     def _wait(self) -> Verified:
@@ -120,12 +130,16 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
         return Verified(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((2, 0)))
 
-    def hidden(self, tokens: np.ndarray, packing: CachePacking) -> torch.Tensor:
-        """Return hidden states [N or more, hidden] of tokens [N], valid until the next forward."""
-        hidden = None if self.graphs is None else self.graphs.forward(tokens, packing)
-        if hidden is None:
-            hidden = self.forward.hidden(to_device(tokens, self.device), packing)
-        return hidden
+    def _noise(self, slots: np.ndarray, position: np.ndarray) -> Noise:
+        """Return the noise of T response positions of slots: keys, or counters on a GPU."""
+        if self.forward.ops is torch_ops:
+            return Noise(self.noise_keys(slots, position))
+        words = self._counters(slots, position).view(np.int32)
+        return Noise(to_device(words, self.device), self.seed)
+
+    def _counters(self, slots: np.ndarray, position: np.ndarray) -> np.ndarray:
+        uid, visit, sample = self._noise_key[slots].T
+        return stream_counters(uid, visit, sample, position)
 
     def noise_keys(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
         """Return the noise keys of T response positions of slots, int32 [T, 4], row after row."""

@@ -157,15 +157,18 @@ def restrict(logits: torch.Tensor, num_generated, params: SamplingParams) -> tor
 
 
 def verify(
-    sampled: tuple[torch.Tensor, torch.Tensor, torch.Tensor], draft: np.ndarray, counts: np.ndarray
+    sampled: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | torch.Tensor,
+    draft: np.ndarray,
+    counts: np.ndarray,
 ) -> Verified:
     """Verify the drafts of R rows, whatever limits and stop tokens (`num_gained`).
 
-    sampled: from `sample`, [T] each, row after row, each with n + 1 positions: in place of its
-    draft tokens, and after them; draft: int64 [S] and counts: int64 [R], n of each row, both on the
-    host, which waits for the device once."""
+    sampled: from `sample`, [T] each, or as one tensor, row after row, each with n + 1 positions: in
+    place of its draft tokens, and after them; draft: int64 [S] and counts: int64 [R], n of each
+    row, both on the host, which waits for the device once."""
     assert len(sampled[0]) == len(counts) + len(draft) and len(draft) == counts.sum()
-    token, *logprobs = to_host(*sampled)
+    rows = sampled.cpu().numpy() if isinstance(sampled, torch.Tensor) else to_host(*sampled)
+    token, *logprobs = rows
     token = token.astype(np.int64, copy=False)
     return Verified(num_accepted(token, draft, counts), token, np.array(logprobs))
 

@@ -3,8 +3,8 @@
 `model.batch_invariant`: libraries choose a product's kernel, and with it the order of its sums, by
 the number of rows. So products have a fixed number of rows on a CPU, and at least 64 on a GPU,
 where cuBLAS has no workspace to split sums in; means over features are added up in an order that
-depends on their number alone; and each query is attended by itself on a CPU, and in one piece on a
-GPU (`num_splits`). `first_difference` compares one row among different other rows.
+depends on their number alone; and each query is attended by itself on a CPU, and over splits of a
+fixed number of keys on a GPU. `first_difference` compares one row among different other rows.
 
 Shape legend: N packed tokens, R rows, P positions compared, V vocabulary, L attended positions, H
 query heads, K key/value heads, G = H / K, D head dimension.
@@ -12,7 +12,7 @@ query heads, K key/value heads, G = H / K, D head dimension.
 
 import contextlib
 import os
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
-from bubblespec.engine.attention import varlen
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import LayerCache
+from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.packing import CachePacking, Packing, pack_rows, to_device
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import best_and_sum, widen
@@ -103,45 +103,45 @@ def fixed_best_and_sum(
 class InvariantForward(ModelForward):
     """The forward of an invariant model. Training and a drafter need not be invariant."""
 
-    def __init__(self, model: torch.nn.Module, kernel: str = "sdpa", enforce_eager: bool = False):
-        super().__init__(model, kernel, enforce_eager=enforce_eager)
-        self.min_tokens, self.reduce = MIN_ROWS, fixed_best_and_sum
-        if kernel == "varlen":
-            self.heads_per_key = 1
+    is_invariant = True
+
+    def __init__(self, model: torch.nn.Module, enforce_eager: bool = False):
+        super().__init__(model, enforce_eager=enforce_eager)
+        self.min_tokens = MIN_ROWS
+        if self.ops is torch_ops:
+            self.reduce = fixed_best_and_sum
 
     def make_decoder(self) -> Decoder | None:
-        """See `ModelForward`; each query is attended by itself."""
-        if self.kernel != "sdpa" or not is_like_llama(self.model):
+        """See `ModelForward`; on a CPU each query is attended by itself."""
+        if not is_like_llama(self.model):
             return None
         model = cast(PreTrainedModel, self.model)
-        return Decoder(model, stacked(model), attend=attend_alone)
+        attend = attend_alone if self.ops is torch_ops else None
+        return Decoder(model, stacked(model), attend=attend)
 
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
         """See `Forward`."""
-        if self.kernel != "flash_attn" and self.decoder is None:
-            packing = AlonePacking(cast(CachePacking, packing), self.kernel)
-        is_cuda = tokens.device.type == "cuda"
-        with FixedMeans() if is_cuda else contextlib.nullcontext():
+        if self.decoder is None and self.ops is torch_ops:
+            packing = AlonePacking(cast(CachePacking, packing))
+        has_means = self.decoder is None and tokens.device.type == "cuda"
+        with FixedMeans() if has_means else contextlib.nullcontext():
             return super().hidden(tokens, packing)
 
 
-class AlonePacking:
-    """Packed tokens that are attended without regard to each other's rows."""
+class AlonePacking(NamedTuple):
+    """Packed tokens that are attended without regard to each other's rows, on a CPU."""
 
-    def __init__(self, packing: CachePacking, kernel: str):
-        """kernel: "sdpa" or "varlen"."""
-        self.packing, self.kernel, self.position = packing, kernel, packing.position
+    packing: CachePacking
+
+    @property
+    def position(self) -> torch.Tensor:
+        """See `Packing`."""
+        return self.packing.position
 
     def attend(self, layer: int, query, key, value, *, scaling, window) -> torch.Tensor:
         """Compute the attention of a layer. query: [N, H, D]; key, value: [N, K, D]."""
-        how, packing = {"scaling": scaling, "window": window}, self.packing
-        cache = packing.cache.write(layer, packing.place, key, value)
-        if self.kernel == "sdpa":
-            return attend_alone(query, packing, cache, **how)
-        key, value = cache.keys, cache.values
-        if packing.cache.pages is None:
-            key, value = key.flatten(0, 1), value.flatten(0, 1)
-        return varlen(packing.varlen, query, key, value, alone=True, **how)
+        cache = self.packing.cache.write(layer, self.packing.place, key, value)
+        return attend_alone(query, self.packing, cache, scaling, window)
 
 
 def attend_alone(
@@ -210,7 +210,9 @@ def _logits(runner: ModelRunner, tokens: np.ndarray, widths: list[int]) -> torch
         count[own] = width
         packing = pack_rows(runner.cache, start.copy(), count, runner.device)
         fed = np.concatenate([t[a : a + n] for t, a, n in zip(tokens, start, count, strict=True)])
-        hidden = runner.hidden(fed, packing)
+        hidden = runner.graphs.forward(fed, packing) if runner.graphs is not None else None
+        if hidden is None:
+            hidden = runner.forward.hidden(to_device(fed, runner.device), packing)
         end, last = int(count[: own + 1].sum()), np.cumsum(count) - 1
         sampled = np.union1d(last, np.arange(end - width, end))
         of_own = np.searchsorted(sampled, np.arange(end - width, end))
@@ -219,10 +221,10 @@ def _logits(runner: ModelRunner, tokens: np.ndarray, widths: list[int]) -> torch
     return torch.cat(logits)[-COMPARED:]
 
 
-def check_invariance(config: Config, model: PreTrainedModel, kernel: str) -> None:
+def check_invariance(config: Config, model: PreTrainedModel) -> None:
     """Make a model batch-invariant, and compare; raise ValueError with the differences."""
     make_invariant(model)
-    forward = InvariantForward(model, kernel, enforce_eager=config.rollout.enforce_eager)
+    forward = InvariantForward(model, enforce_eager=config.rollout.enforce_eager)
     sizes, seed = (NUM_SLOTS, SLOT_LENGTH), config.run.seed
     runner = ModelRunner(model, *sizes, seed, forward=forward, max_num_batched_tokens=SLOT_LENGTH)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size

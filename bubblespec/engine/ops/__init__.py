@@ -16,13 +16,18 @@ TYPES = (torch.bfloat16, torch.float16)
 
 def ops_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
     """Return the operations for tensors of this type on this device."""
+    if has_kernels(device, dtype):
+        from bubblespec.engine.ops import triton_ops
+
+        return triton_ops
     from bubblespec.engine.ops import torch_ops
 
-    if device.type not in DEVICES or dtype not in TYPES or not has_triton():
-        return torch_ops
-    from bubblespec.engine.ops import triton_ops
+    return torch_ops
 
-    return triton_ops
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether triton_ops.py computes this type on this device."""
+    return device.type in DEVICES and dtype in TYPES and has_triton()
 
 
 @cache

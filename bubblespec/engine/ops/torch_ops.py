@@ -7,16 +7,18 @@ Shape legend: N packed tokens, H query heads, K key/value heads, D head dimensio
 dimensions, C width of the residual, I hidden units of an MLP.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from bubblespec.engine.kv_cache import LayerCache
+from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.packing import CachePacking
+from bubblespec.engine.sampling import best_and_sum as best_and_sum
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -24,13 +26,6 @@ ACTIVATIONS = {
 
 
 FULL = (torch.float32, torch.float64)
-
-
-class Norm(NamedTuple):
-    """An RMSNorm: x / sqrt(mean(x^2) + epsilon) in at least float32, rounded, times the weight."""
-
-    weight: torch.Tensor
-    epsilon: torch.Tensor  # [], float32 or float64
 
 
 def add_norm(x: torch.Tensor | None, residual: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -8,13 +8,26 @@ Shape legend: N tokens, S sequences, H query heads, K key/value heads, G = H / K
 dimension, R rotary dimensions, C hidden size, I intermediate size.
 """
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
 
+from bubblespec.engine.kv_cache import LayerCache
 from bubblespec.engine.ops.triton_sampling import FUSED
-from bubblespec.engine.ops.triton_sampling import sample as sample
-from bubblespec.engine.ops.view import View
+from bubblespec.engine.ops.triton_sampling import best_and_sum as best_and_sum
+from bubblespec.engine.ops.triton_sampling import draw as draw
+from bubblespec.engine.ops.view import Norm, View
+
+
+class Packing(Protocol):
+    """What the operations read of a packing."""
+
+    @property
+    def view(self) -> View:
+        """The place of its tokens in the cache."""
+
 
 KEYS = 8192  # numbers in a block of keys: 64 of 128 were within 2% of the best size everywhere
 MERGED = 8  # splits that are merged at once
@@ -22,17 +35,15 @@ VALUES = 1024  # of a block in elementwise operations
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def add_norm(
-    x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def add_norm(x: torch.Tensor | None, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
     """Add x to the residual stream [N, C] in place, and return its RMSNorm [N, C]."""
     assert residual.is_contiguous() and (x is None or x.is_contiguous())
     out = torch.empty_like(residual)
     num_tokens, columns = residual.shape
     block = triton.next_power_of_2(columns)
     _add_norm[(num_tokens,)](
-        residual if x is None else x, residual, weight, out, columns, eps, HAS_X=x is not None,
-        BLOCK=block, num_warps=min(max(block // 512, 4), 16), **FUSED,
+        residual if x is None else x, residual, norm.weight, out, columns, norm.eps,
+        HAS_X=x is not None, BLOCK=block, num_warps=min(max(block // 512, 4), 16), **FUSED,
     )  # fmt: skip
     return out
 
@@ -63,29 +74,36 @@ def _scaled(wide, scale, weight, dtype: tl.constexpr):
     return ((wide * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
 
 
+def rotation(
+    tables: tuple[torch.Tensor, torch.Tensor], packing: Packing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `rope_store` takes in all layers: the tables, [positions, R / 2] each."""
+    return tables
+
+
 def rope_store(
     qkv: torch.Tensor,
-    view: View,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    *,
-    num_heads: int,
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None = None,
-    eps: float = 0.0,
+    packing: Packing,
+    cache: LayerCache,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    head_norms: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
     """Return rotated queries [N, H, D]; store rotated keys and values in the cache.
 
-    qkv: [N, (H + 2K) * D]; keys, values: [pages, page_size, K, D]; cos, sin: [positions, R / 2],
-    None rotates nothing; head_norms: weights [D] of the RMSNorms of each query and key head."""
+    qkv: [N, H + 2K, D]; rotation: of `rotation`, None rotates nothing; head_norms: of each query
+    and key head."""
+    keys, values, view = cache.keys, cache.values, packing.view
+    cos, sin = (None, None) if rotation is None else rotation
     _, page_size, num_kv, size = keys.shape
+    num_heads = qkv.shape[1] - 2 * num_kv
     assert keys.stride() == values.stride() and keys.stride()[2:] == (size, 1)
-    assert qkv.stride(1) == 1
+    assert qkv.stride()[1:] == (size, 1)
     query = qkv.new_empty(len(qkv), num_heads, size)
     block = triton.next_power_of_2(size)
     heads = max(VALUES // block, 1)
-    weight_q, weight_k = (qkv, qkv) if head_norms is None else head_norms
+    weight_q, weight_k, eps = qkv, qkv, 0.0
+    if head_norms is not None:
+        (weight_q, eps, _), (weight_k, *_) = head_norms
     _rope_store[(len(qkv), triton.cdiv(num_heads + 2 * num_kv, heads))](
         qkv, query, keys, values, view.place, view.position, qkv if cos is None else cos,
         qkv if sin is None else sin, weight_q, weight_k, qkv.stride(0), *keys.stride()[:2], eps,
@@ -131,7 +149,7 @@ def _rope_store(
         x = x * cos + y * tl.where(d < HALF, -sin, sin)
     x = x.to(dtype)
     tl.store(query_ptr + (token * H + head) * D + d, x, mask=is_head & (head < H))
-    place = tl.load(place_ptr + token)
+    place = tl.load(place_ptr + token).to(tl.int64)
     target = place // PAGE * page_stride + place % PAGE * key_stride
     is_key = is_head & (head >= H) & (head < H + K)
     tl.store(keys_ptr + target + (head - H) * D + d, x, mask=is_key)
@@ -141,16 +159,15 @@ def _rope_store(
 
 def attend(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    view: View,
-    *,
+    packing: Packing,
+    cache: LayerCache,
     scaling: float,
     window: int | None = None,
 ) -> torch.Tensor:
     """Attend from queries [N, H, D] to the cache, whose pages hold a multiple of 16 keys.
 
     A query at position p sees positions k <= p, and with a window those with k > p - window."""
+    keys, values, view = cache.keys, cache.values, packing.view
     num_tokens, num_heads, size = query.shape
     _, page_size, num_kv, _ = keys.shape
     assert keys.stride() == values.stride() and keys.stride()[2:] == (size, 1)
@@ -286,13 +303,13 @@ def _merge(
     tl.store(out_ptr + row * D + d, summed, mask=d < D)
 
 
-def gated(gate_up: torch.Tensor, act: str) -> torch.Tensor:
-    """Return act(gate) * up [N, I] of both side by side [N, 2I]; act: silu, gelu or gelu_tanh."""
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return the activation of the first half of [N, 2I] times the second half, [N, I]."""
     num_tokens, size = len(gate_up), gate_up.shape[1] // 2
-    assert gate_up.stride(1) == 1 and act in ("silu", "gelu", "gelu_tanh")
+    assert gate_up.stride(1) == 1 and activation in ("silu", "gelu", "gelu_tanh")
     out = gate_up.new_empty(num_tokens, size)
     _gated[(num_tokens, triton.cdiv(size, VALUES))](
-        gate_up, out, gate_up.stride(0), size, ACT=act, BLOCK=VALUES, num_warps=4, **FUSED
+        gate_up, out, gate_up.stride(0), size, ACT=activation, BLOCK=VALUES, num_warps=4, **FUSED
     )  # fmt: skip
     return out
 

@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from bubblespec.engine.noise import Noise
 from bubblespec.engine.ops.view import Sampled
+from bubblespec.engine.sampling import SamplingParams
 
 # Whether the compiler contracts a * b + c decides bits, and its default differs by version.
 FUSED = {"enable_fp_fusion": True}
@@ -51,6 +53,36 @@ def sample(
         HAS_DRAFT=draft is not None, BLOCK=triton.next_power_of_2(blocks), num_warps=1, **FUSED,
     )  # fmt: skip
     return Sampled(best, token, chosen, total, is_draft)
+
+
+def draw(
+    logits: torch.Tensor, noise: Noise, params: SamplingParams
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sample as `sampling.sample` does where no token is barred, in one pass over the logits."""
+    is_greedy = params.temperature == 0.0
+    factor = 1.0 if is_greedy else 1.0 / params.temperature
+    found = sample(
+        logits,
+        noise.words.contiguous(),
+        inverse_temperature=factor,
+        is_greedy=is_greedy,
+        seed=noise.seed,
+    )
+    full_logprob = found.chosen - found.total
+    return found.token, torch.zeros_like(full_logprob) if is_greedy else full_logprob, full_logprob
+
+
+def best_and_sum(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    first: int = 0,
+    is_greedy: bool = False,
+    seed: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute `sampling.best_and_sum`; with a seed, keys are counters."""
+    keys = keys.contiguous()
+    found = sample(logits.contiguous(), keys, first=first, is_greedy=is_greedy, seed=seed)
+    return found.best, found.token - first, found.total
 
 
 def _signed(word: int) -> int:

@@ -8,18 +8,25 @@ from typing import NamedTuple
 import torch
 
 
+class Norm(NamedTuple):
+    """An RMSNorm: x / sqrt(mean(x^2) + eps) in at least float32, rounded, times the weight."""
+
+    weight: torch.Tensor
+    eps: float
+    epsilon: torch.Tensor  # eps, float32 or float64 []: a CPU converts numbers slowly
+
+
 class View(NamedTuple):
     """Where the N new tokens of S sequences belong in the cache.
 
     A row with more than `max_q` tokens is several sequences, each with the keys up to its last
     token. Tokens behind the last sequence get arbitrary results."""
 
-    place: torch.Tensor  # int64 [N], page * page_size + offset of each token's key
+    place: torch.Tensor  # int32 or int64 [N], page * page_size + offset of each token's key
     position: torch.Tensor  # int64 or int32 [N], of each token in its row
     first: torch.Tensor  # int32 [S + 1], offset of each sequence's new tokens
     slot: torch.Tensor  # int32 [S], row of `table` of each sequence
     used: torch.Tensor  # int32 [S], keys of each sequence, the new tokens' at the end
-    sequence: torch.Tensor  # int32 [N], sequence of each token
     table: torch.Tensor  # int32 [slots + 1, pages of a slot + 1], the last column is spare
     max_q: int  # bounds on the new tokens of a sequence, and on its keys
     max_keys: int

@@ -33,11 +33,14 @@ class DrafterMechanism(Mechanism):
         model: PreTrainedModel,
         checkpoint: str | None,
         set_kernels: Callable[[torch.nn.Module], None],
+        kernel: str = "sdpa",
     ):
-        """set_kernels: chooses kernels for the drafter's linear layers.
+        """set_kernels: chooses kernels for the drafter's linear layers; kernel: of attention in
+        training.
 
         Raises InputError for a saved drafter that does not fit."""
         self.sampler, self.model, self.set_kernels = sampler, model, set_kernels
+        self.kernel = kernel
         self.config, self.ranks, self.params = sampler.config, sampler.ranks, sampler.params
         self._saved = read_drafter(self.config, model, checkpoint, warns=self.ranks.is_main)
         self.training: DrafterTraining | None = None
@@ -78,7 +81,7 @@ class DrafterMechanism(Mechanism):
         self.set_kernels(drafter)
         runner = DrafterRunner(drafter, sampler.engine, params)
         source = DrafterSource(runner, sampler.proposer.cost, ranks.clock)
-        training = DrafterTraining(source, config.run.seed)
+        training = DrafterTraining(source, config.run.seed, self.kernel)
         training.num_updates = num_updates
         if self._saved is None:
             examples = warm_start.examples_from(self.model, rows, training.kernel)

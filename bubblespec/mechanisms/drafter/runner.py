@@ -24,7 +24,7 @@ from bubblespec.engine.forward import ModelForward, SlotFollower
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import add_gumbel
-from bubblespec.engine.packing import PAGE, pack_rows, to_device
+from bubblespec.engine.packing import LANES, pack_rows, to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, scale_and_restrict, widen
@@ -47,7 +47,7 @@ class DrafterForward(ModelForward):
         self, tokens: torch.Tensor, packing, hidden: torch.Tensor
     ) -> torch.Tensor:
         """See `Drafter.forward`."""
-        return self.model(hidden, tokens, packing, self.kernel)
+        return self.model(hidden, tokens, packing)
 
 
 class DrafterRunner(SlotFollower):
@@ -62,12 +62,10 @@ class DrafterRunner(SlotFollower):
         # Rows are in the first slots; in the others nothing is kept.
         self.num_slots = min(runner.num_slots, MAX_ROWS)
         length = runner.max_length + MAX_CHAIN_LENGTH
-        if runner.forward.kernel == "flash_attn":
-            length = -(-length // PAGE) * PAGE
+        length = -(-length // LANES) * LANES
         self.cache = KVCache(self.num_slots, length, int(runner.graphs is not None))
-        kernel, memory = runner.forward.kernel, runner.forward.memory
         # Any: it has a second input.
-        self.forward = cast(Any, DrafterForward(drafter, kernel, memory=memory))
+        self.forward = cast(Any, DrafterForward(drafter, memory=runner.forward.memory))
         self.graphs: ForwardGraphs | None = None
         if runner.graphs is not None:
             size = drafter.fuse.out_features

@@ -100,9 +100,10 @@ class UnrolledPacking:
 class DrafterTraining:
     """Training of a run's drafter on one rank: its optimizer, and the latest examples."""
 
-    def __init__(self, source: DrafterSource, seed: int):
+    def __init__(self, source: DrafterSource, seed: int, kernel: str = "sdpa"):
+        """kernel: of attention in training."""
         self.source, self.drafter, self.clock = source, source.runner.drafter, source.clock
-        self.kernel = source.runner.forward.kernel
+        self.kernel = kernel
         self.random = np.random.default_rng(seed)
         self.examples: deque[Example] = deque()
         self._room = 0.0  # tokens that the current step may still add

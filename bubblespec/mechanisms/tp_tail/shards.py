@@ -28,8 +28,14 @@ from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.engine import sampling
 from bubblespec.engine.decoder import Decoder, Kind, Multiply, is_like_llama
 from bubblespec.engine.forward import GraphMemory, ModelForward, Sampled
-from bubblespec.engine.kernels import random_hidden
-from bubblespec.engine.model_checks import is_rounding, relative_difference
+from bubblespec.engine.model_checks import (
+    CHECKED,
+    cache_for,
+    is_rounding,
+    random_hidden,
+    relative_difference,
+)
+from bubblespec.engine.noise import Noise
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.weights import Linears, by_parts, linear_of, stack
@@ -86,16 +92,15 @@ class ShardedForward(ModelForward):
     """This rank's part of the decoder of a model."""
 
     model: PreTrainedModel
+    samples_alone = False
 
     def __init__(
         self,
         model: PreTrainedModel,
         tp: TPGroup,
-        kernel: str = "sdpa",
         *,
         enforce_eager: bool = False,
         memory: GraphMemory | None = None,
-        reduce: Callable = sampling.best_and_sum,
     ):
         """Cut the products, see `ModelForward`; raise TPUnsupported on all ranks or on none."""
         name = type(model).__name__
@@ -110,7 +115,7 @@ class ShardedForward(ModelForward):
         self._is_alone = False
         self._zeros: list[torch.Tensor] = []
         is_eager = enforce_eager or not tp.can_capture
-        super().__init__(model, kernel, enforce_eager=enforce_eager, memory=memory, reduce=reduce)
+        super().__init__(model, enforce_eager=enforce_eager, memory=memory)
         self.is_eager |= is_eager
         assert self.decoder is not None
         if any(layer.wide_norms is not None for layer in self.decoder.layers):
@@ -154,14 +159,14 @@ class ShardedForward(ModelForward):
     def sample(
         self,
         logits: torch.Tensor,
-        keys: torch.Tensor,
+        noise: Noise,
         num_generated: torch.Tensor,
         params: SamplingParams,
     ) -> Sampled:
         """See `sample_shards`."""
-        size = output_head(self.model).num_tokens
+        size, reduce = output_head(self.model).num_tokens, self.reduce_with(noise.seed)
         return sample_shards(
-            logits, keys, num_generated, params, self.reduce, vocab_size=size, tp=self.tp
+            logits, noise.words, num_generated, params, reduce, vocab_size=size, tp=self.tp
         )
 
     def gather_text(self, text: str) -> list[str]:
@@ -189,19 +194,22 @@ class ShardedForward(ModelForward):
         model, name, problem = self.model, type(self.model).__name__, None
         try:  # without sums nobody waits for a rank that fails alone
             with self._alone():
-                random_hidden(self)
+                self._check_hidden(self)
         except Exception as error:  # the model's own code runs here
             problem = one_line(error)
         problem = first_problem(problem, self.tp.gather_text)
         if problem is not None:
             raise TPUnsupported(f"the forward of {name} in shards fails: {problem}")
-        whole = random_hidden(ModelForward(model, self.kernel))
-        difference = torch.tensor([relative_difference(random_hidden(self), whole)])
+        found, whole = self._check_hidden(self), self._check_hidden(ModelForward(model))
+        difference = torch.tensor([relative_difference(found, whole)])
         largest = self.tp.gather(difference.to(model.device)).max().item()
         if not is_rounding(largest, model.dtype):
             raise TPUnsupported(
                 f"{name} computed in shards differs from the whole model by {largest:.1e}"
             )
+
+    def _check_hidden(self, forward: ModelForward) -> torch.Tensor:
+        return random_hidden(forward, cache_for(forward), CHECKED)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -228,11 +236,12 @@ def partial_linear(
         out = own(x, parts, is_rowwise)
     else:
         out = by_parts(linear, x, base, parts, is_rowwise)
+    adapted = cast(Any, layer)
     for name in getattr(layer, "active_adapters", ()):  # of LoRA
-        down, up = (cast(Any, layer)[name].weight for layer in (layer.lora_A, layer.lora_B))
+        down, up = (of[name].weight for of in (adapted.lora_A, adapted.lora_B))
         (part,) = parts
         down, up = (down[:, part], up) if is_rowwise else (down, up[part])
-        out = out + layer.scaling[name] * linear(linear(x, down), up)
+        out = out + adapted.scaling[name] * linear(linear(x, down), up)
     return out
 
 
@@ -293,7 +302,8 @@ def sample_shards(
     top_p all logits, and compute from these alone: results are bit-identical however ranks round.
     """
     if 0 < params.top_k < vocab_size or params.top_p < 1.0:
-        return sampling.sample(_whole(logits, vocab_size, tp), keys, num_generated, params)
+        whole = _whole(logits, vocab_size, tp)
+        return sampling.sample(whole, keys, num_generated, params, reduce)
     first = shard_of(vocab_size, tp.rank, tp.size).start
     stops = [t - first for t in params.stop_token_ids if first <= t < first + logits.shape[1]]
     own = replace(params, top_p=1.0, top_k=0, stop_token_ids=tuple(stops))

@@ -17,7 +17,6 @@ from typing import cast
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine, Proposer
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
@@ -216,10 +215,8 @@ def make_tp_tail(sampler: Sampler, max_rows: int) -> TPTail | None:
         forward = shards.ShardedForward(
             alone.model,
             tp,
-            alone.forward.kernel,
             enforce_eager=eager,
             memory=alone.forward.memory,
-            reduce=reduction_for(alone.device, eager),
         )
         runner = ModelRunner(
             alone.model,

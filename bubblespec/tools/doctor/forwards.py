@@ -17,25 +17,27 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.compiled import compared, compile_reduction
-from bubblespec.engine.forward import ModelForward, can_capture
+from bubblespec.engine.decoder import is_like_llama
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import ForwardGraphs
-from bubblespec.engine.kernels import cache_for, packed_logits
-from bubblespec.engine.model import forward_hidden
-from bubblespec.engine.model_checks import is_rounding, random_tokens, relative_difference
-from bubblespec.engine.output_head import output_head
+from bubblespec.engine.model_checks import (
+    cache_for,
+    is_rounding,
+    random_hidden,
+    random_tokens,
+    relative_difference,
+)
+from bubblespec.engine.ops import has_triton, torch_ops
 from bubblespec.engine.packing import pack_rows
-from bubblespec.engine.sampling import best_and_sum
 from bubblespec.errors import one_line
 from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
 from bubblespec.mechanisms.quantized.products import NO_PRODUCT, product_for
-from bubblespec.mechanisms.quantized.runner import copy_forward
+from bubblespec.mechanisms.quantized.runner import CopyForward
 from bubblespec.mechanisms.tp_tail.shards import (
     ShardedForward,
     TPGroup,
     TPUnsupported,
     no_tp_tail,
-    shard_of,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from bubblespec.trainer import Trainer
 
 WARM_UP, NUM_TIMED = 3, 20
-NUM_SAMPLED = 128  # positions of the check of sampling
+NUM_CHECKED, NUM_OBSERVED = 12, 128  # tokens of rows
 MIN_SAME = 0.3  # of the best tokens of random text, where policies are unsure
 
 
@@ -94,60 +96,46 @@ class Check(NamedTuple):
 
 
 def attention(case: Case) -> Iterator[Line]:
-    """Report the kernel in use, which `prepare` has compared with SDPA."""
+    """Report what generates, and the kernel of training, which `prepare` has compared with SDPA."""
     if case.slower is not None:
         yield slower(case.slower)
-    elif case.ranks.device.type == "cuda" and case.kernel == "sdpa":
-        yield slower("attention is sdpa; model.attention=auto")
-    else:
-        others = "; other kernels run on CUDA only" if case.ranks.device.type == "cpu" else ""
-        yield ok(f"attention is {case.kernel}{others}")
+    layers = "written out" if is_like_llama(case.loaded) else "transformers' modules"
+    forward = ModelForward(case.loaded)
+    if case.ranks.device.type == "cuda" and forward.ops is torch_ops:
+        what = "triton" if not has_triton() else "bfloat16"
+        yield slower(f"generation takes torch's operations, without CUDA graphs: no {what}")
+    yield ok(f"layers are {layers}; attention in training is {case.kernel}")
 
 
 @torch.inference_mode()
 def graphs(case: Case) -> Iterator[Line]:
-    """Compare forwards of few tokens as CUDA graphs with eager forwards."""
-    loaded, kernel, device = case.loaded, case.kernel, case.loaded.device
+    """Compare forwards as CUDA graphs with eager forwards."""
+    loaded, device = case.loaded, case.loaded.device
     if case.ranks.device.type == "cpu":
         yield ok("not applicable: a CPU has none")
         return
-    is_eager = case.config.rollout.enforce_eager
-    if is_eager or not can_capture(case.ranks.device, kernel):
-        why = "rollout.enforce_eager=true" if is_eager else "model.attention is sdpa"
-        yield slower(f"there are none; {why}")
+    forward = ModelForward(loaded, enforce_eager=case.config.rollout.enforce_eager)
+    if forward.is_eager:
+        yield slower("there are none: rollout.enforce_eager=true, or no operations for them")
         return
-    cache, tokens = cache_for(kernel, num_spare=1), random_tokens(loaded, 1)
-    packing = pack_rows(cache, np.zeros(1, np.int64), np.ones(1, np.int64), device)
-    captured = ForwardGraphs(ModelForward(loaded, kernel), cache, 16)
-    replay = partial(captured.forward, tokens, packing)
-    if replay() is None:
+    cache, tokens, one = cache_for(forward, 2), random_tokens(loaded, 1), np.ones(1, np.int64)
+    captured = ForwardGraphs(forward, cache, NUM_CHECKED * 2)
+    replayed = random_hidden(forward, cache, NUM_CHECKED, partial(run_captured, captured))
+    if captured.problem:
         yield slower(str(captured.problem))
         return
-    replayed = packed_logits(loaded, cache, kernel, captured.forward)
-    eager = packed_logits(loaded, cache_for(kernel), kernel)
+    eager = random_hidden(forward, cache_for(forward, 2), NUM_CHECKED)
     yield close(replayed, eager, "graphs and eager forwards", "rollout.enforce_eager=true")
-    actions = (replay, partial(forward_hidden, loaded, tokens, packing, kernel))
-    graph_ms, eager_ms = (1e3 * median_s(action, device) for action in actions)
+    packing = pack_rows(cache, 0 * one, one, device)
+    runs = captured.forward, forward.hidden
+    graph_ms, eager_ms = (1e3 * median_s(partial(run, tokens, packing), device) for run in runs)
     yield ok(f"a forward of one token takes {graph_ms:.2f} ms, eager {eager_ms:.2f} ms")
 
 
-@torch.inference_mode()
-def sampling(case: Case) -> Iterator[Line]:
-    """Compare the compiled reduction of logits with the eager one."""
-    if case.ranks.device.type == "cpu":
-        yield ok("not applicable: eager on a CPU")
-        return
-    head, dtype, device = output_head(case.loaded), case.loaded.dtype, case.loaded.device
-    if case.config.rollout.enforce_eager:
-        yield slower("sampling is eager; rollout.enforce_eager=true")
-        return
-    compiled, line = compile_reduction(head.num_tokens, dtype, device)
-    if line is not None:
-        yield slower(line)
-        return
-    given = compared(NUM_SAMPLED, head.num_tokens, dtype, device)
-    ms, eager_ms = (1e3 * median_s(partial(f, *given), device) for f in (compiled, best_and_sum))
-    yield ok(f"the same {NUM_SAMPLED} tokens take {ms:.2f} ms compiled, eager {eager_ms:.2f} ms")
+def run_captured(captured: ForwardGraphs, tokens: torch.Tensor, packing) -> torch.Tensor:
+    """Return hidden states of a graph, or of the forward where there is none."""
+    hidden = captured.forward(tokens, packing)
+    return captured.of.hidden(tokens, packing) if hidden is None else hidden
 
 
 @torch.inference_mode()
@@ -159,25 +147,19 @@ def tp_tail(case: Case) -> Iterator[Line]:
         yield ok(f"not applicable: {'one rank' if ranks.world_size == 1 else avoid}")
         return
     try:
-        shards = ShardedForward(loaded, TPGroup(ranks), case.kernel)
+        shards = ShardedForward(loaded, TPGroup(ranks))
         shards.check()
     except TPUnsupported as error:
         yield slower(no_tp_tail(error))
         return
-    tokens, one, head = random_tokens(loaded, 1), np.ones(1, np.int64), output_head(loaded)
-    whole, part = (pack_rows(cache_for(case.kernel), 0 * one, one, device) for _ in range(2))
-
-    def together() -> torch.Tensor:
-        return shards.logits(shards.hidden(tokens, part))
-
-    def alone() -> torch.Tensor:
-        return head(forward_hidden(loaded, tokens, whole, case.kernel))
-
-    own = shard_of(head.num_tokens, ranks.rank, ranks.world_size)
-    yield close(together(), alone()[:, own], "forwards together and alone", avoid)
-    together_ms, alone_ms = (1e3 * median_s(action, device) for action in (together, alone))
-    took = f"{together_ms:.2f} ms on all ranks together, {alone_ms:.2f} ms on each alone"
-    yield ok(f"a forward of one token takes {took}")
+    alone, tokens, one = ModelForward(loaded), random_tokens(loaded, 1), np.ones(1, np.int64)
+    seconds = []
+    for forward in (shards, alone):
+        packing = pack_rows(cache_for(forward), 0 * one, one, device)
+        seconds.append(median_s(partial(forward.hidden, tokens, packing), device))
+    yield ok("forwards together and alone agree")
+    took = f"{1e3 * seconds[0]:.2f} ms on all ranks together, {1e3 * seconds[1]:.2f} ms on each"
+    yield ok(f"a forward of one token takes {took} alone")
 
 
 @torch.inference_mode()
@@ -192,29 +174,28 @@ def quantized(case: Case) -> Iterator[Line]:
     if product is None:
         yield slower(NO_PRODUCT)
         return
-    tokens, one = random_tokens(loaded, NUM_SAMPLED), np.ones(1, np.int64)
-    packing = pack_rows(cache_for(case.kernel), 0 * one, one, device)
-    wanted = packed_logits(loaded, cache_for(case.kernel), case.kernel)
     try:
-        copy = Copy(loaded, product, *observe_inputs(loaded, tokens, case.kernel))
-        forward = copy_forward(copy, loaded, case.kernel)
-        logits = packed_logits(copy.model, cache_for(case.kernel), case.kernel)
-        ms = 1e3 * median_s(partial(forward.hidden, tokens[:1], packing), device)
+        copy = Copy(loaded, product, observe_inputs(loaded, random_tokens(loaded, NUM_OBSERVED)))
     except Exception as error:  # the model's own code runs here
         yield slower(f"{product.name}: {one_line(error)}")
         return
-    same = float((logits.argmax(-1) == wanted.argmax(-1)).float().mean())
-    policy = partial(forward_hidden, loaded, tokens[:1], packing, case.kernel)
-    took = f"{ms:.2f} ms, the policy's {1e3 * median_s(policy, device):.2f} ms"
-    text = f"{product.name}: {same:.0%} of {len(wanted)} best tokens are the policy's; a forward"
+    best, seconds, one = [], [], np.ones(1, np.int64)
+    for forward in (CopyForward(copy), ModelForward(loaded)):
+        hidden = random_hidden(forward, cache_for(forward), NUM_OBSERVED)
+        best.append(forward.logits(hidden).argmax(-1))
+        packing = pack_rows(cache_for(forward), 0 * one, one, device)
+        seconds.append(median_s(partial(forward.hidden, random_tokens(loaded, 1), packing), device))
+    same = float((best[0] == best[1]).float().mean())
+    took = f"{1e3 * seconds[0]:.2f} ms, the policy's {1e3 * seconds[1]:.2f} ms"
+    text = f"{product.name}: {same:.0%} of {NUM_OBSERVED} best tokens are the policy's; a forward"
     text += f" of one token takes {took}"
     yield ok(text) if same >= MIN_SAME else failed(f"{text}; {avoid}")
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, what: str, avoid: str) -> Line:
-    """Compare logits with the tolerance of `prepare_model`; avoid: key that a failure names."""
+    """Compare hidden states with the tolerance of `prepare_model`; avoid: key that a failure names."""
     difference = relative_difference(got, wanted)
-    line = f"logits of {what} differ by {difference:.1e} of their size"
+    line = f"hidden states of {what} differ by {difference:.1e} of their size"
     return ok(line) if is_rounding(difference, wanted.dtype) else failed(f"{line}; {avoid}")
 
 
@@ -233,7 +214,6 @@ def median_s(action: Callable[[], object], device: torch.device) -> float:
 FORWARD_CHECKS: dict[str, Check] = {
     "attention": Check(attention, "model.attention=sdpa", "model"),
     "graphs": Check(graphs, "rollout.enforce_eager=true", "model"),
-    "sampling": Check(sampling, "rollout.enforce_eager=true", "model"),
     "quantised copy": Check(quantized, "speculative.method=bubble+suffix", "model"),
     "TP tail": Check(tp_tail, "rollout.tp_tail_max_rows=0", "model"),
 }
