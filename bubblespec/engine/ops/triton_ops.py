@@ -155,6 +155,7 @@ def attend(
     _, page_size, num_kv, _ = keys.shape
     assert keys.stride() == values.stride() and keys.stride()[2:] == (size, 1)
     assert query.stride(2) == 1 and view.table.stride(1) == 1
+    assert query.dtype.itemsize == 2 or not query.is_cuda, "tensor cores would round float32"
     width, whole = max(triton.next_power_of_2(size), 16), page_size & -page_size
     block = min(KEYS // max(width, 128), whole)  # powers of two, so blocks divide the page
     assert block >= 16 and view.split % block == 0
