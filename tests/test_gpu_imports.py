@@ -43,7 +43,8 @@ def test_gpu_tests_are_collected_with_few_packages():
     options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen)
     got = run_with_few_packages(*options, *gpu_test_files())
     assert "error" not in got.stdout + got.stderr and got.returncode == 0, got.stdout + got.stderr
-    assert "1 passed, 1 skipped" in got.stdout, got.stdout
+    # triton, whose tests are skipped as a file, comes with torch only where that is for GPUs.
+    assert re.search("1 passed, [12] skipped", got.stdout), got.stdout
 
 
 # What one rank measures is measured in this process; ticks are of two others.

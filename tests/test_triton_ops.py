@@ -18,6 +18,7 @@ from bubblespec.engine.ops import triton_ops, triton_sampling  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     DEVICE, DTYPE, TOLERANCE = "cpu", torch.float32, 2e-5
+    pytestmark = pytest.mark.filterwarnings("ignore:(overflow|divide by zero) encountered")
 else:
     DEVICE, DTYPE, TOLERANCE = "cuda", torch.bfloat16, 2e-2
     has_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -108,12 +109,12 @@ def test_attend_equals_plain_attention(group, size, page, split, window, sequenc
     )
 
 
-def test_attended_bits_do_not_depend_on_the_batch():
+def test_attended_bits_do_not_depend_on_other_rows():
     view = make_view([(0, 2, 30), (1, 1, 100)], 32, 32)
     keys, values = make_cache(view, 32, 1, 16)
     query = randn(3, 2, 16)
     both = triton_ops.attend(query, keys, values, view, scaling=0.25)
-    only = view._replace(first=view.first[:2], slot=view.slot[:1], max_keys=32, max_q=16)
+    only = view._replace(first=view.first[:2], slot=view.slot[:1], max_keys=32)
     alone = triton_ops.attend(query[:2], keys, values, only, scaling=0.25)
     assert torch.equal(both[:2], alone)
 

@@ -2,7 +2,7 @@
 
 Grids depend only on the sizes of tensors and on bounds of the view, and no operation waits for the
 device, so CUDA graphs can capture them all. A token's bits do not depend on the other tokens of a
-forward: sums have an order that the token's own position and the sizes of the model fix.
+forward, as long as tiles of attention have the same rows: `View.max_q` * G up to a power of two.
 
 Shape legend: N tokens, S sequences, H query heads, K key/value heads, G = H / K, D head
 dimension, R rotary dimensions, C hidden size, I intermediate size.
@@ -172,6 +172,7 @@ def attend(
     _, page_size, num_kv, _ = keys.shape
     assert keys.stride() == values.stride() and keys.stride()[2:] == (size, 1)
     assert query.stride(2) == 1 and view.table.stride(1) == 1
+    assert query.dtype.itemsize == 2 or not query.is_cuda, "tensor cores would round float32"
     width, whole = max(triton.next_power_of_2(size), 16), page_size & -page_size
     block = min(KEYS // max(width, 128), whole)  # powers of two, so blocks divide the page
     assert block >= 16 and view.split % block == 0

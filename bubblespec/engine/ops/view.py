@@ -30,7 +30,7 @@ class View(NamedTuple):
     table: torch.Tensor  # int32 [slots + 1, pages of a slot + 1], the last column is spare
     max_q: int  # bounds on the new tokens of a sequence, and on its keys
     max_keys: int
-    split: int  # keys that are summed at once: a token's bits depend on it, not on the batch
+    split: int  # keys that are summed at once; like max_q it may change a token's last bits
 
 
 class Sampled(NamedTuple):
