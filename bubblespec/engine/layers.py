@@ -29,8 +29,8 @@ def of_layers(config: PreTrainedConfig, name: str, default: Any = None) -> list[
 def layer_heads(config: PreTrainedConfig) -> list[Heads]:
     """Return the heads of each decoder layer. Raises InputError for a model without attention."""
     hidden = config.get_text_config(decoder=True).hidden_size
-    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank")
-    names += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    names = ["num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank"]
+    names += ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
     found = []
     for heads, keys, size, rank, *latent in zip(
         *(of_layers(config, n) for n in names), strict=True
