@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from bubblespec.engine.kernels import problem_of
 from transformers import GenerationConfig
 
 from bubblespec.engine import attention
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.kernels import problem_of
 from bubblespec.engine.model import UnsupportedModel
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_ops

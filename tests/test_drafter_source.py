@@ -27,6 +27,23 @@ def test_complete_run_has_no_drafter_to_move(monkeypatch):
         assert drafter.training is None
 
 
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_failed_drafter_is_neither_used_nor_saved(monkeypatch, tmp_path, has_failed):
+    monkeypatch.setattr(mechanism, "read_drafter", lambda *args, **options: None)
+    enabled, saved = [], []
+    monkeypatch.setattr(mechanism, "save_drafter", lambda *arguments: saved.append(arguments))
+    sampler = SimpleNamespace(config=None, ranks=SimpleNamespace(is_main=True), params=None)
+    drafter = mechanism.DrafterMechanism(sampler, None, None, id)
+    source = SimpleNamespace(enable=enabled.append)
+    state = {"has_failed": has_failed, "drafter": None, "num_updates": 3}
+    drafter.training = SimpleNamespace(source=source, clock=None, **state)
+    plan = SimpleNamespace(is_on=True, step=1, tasks=[])
+    drafter.begin_rollout(plan)
+    drafter.save(str(tmp_path))
+    assert enabled == [not has_failed]
+    assert len(plan.tasks) == len(saved) == (not has_failed)
+
+
 def test_drafter_is_asked_before_the_copy_though_added_later():
     own, copy, drafter = (DraftSource() for _ in range(3))
     copy.is_last, drafter.is_last = QuantizedSource.is_last, DrafterSource.is_last

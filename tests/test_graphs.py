@@ -1,7 +1,5 @@
 """Forwards as graphs against the plain forward: with helpers/graphs.py on a CPU, and on a GPU."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -39,7 +37,7 @@ from tests.helpers.graphs import (
     stand_in,
     take_pages,
 )
-from tests.helpers.models import ARCHITECTURES, VOCAB
+from tests.helpers.models import ARCHITECTURES, VOCAB, config_of
 
 # New tokens of five rows in one forward after the other: decoding, prompts, windows, rows without.
 MIXES = [
@@ -127,10 +125,9 @@ def test_graphs_launch_few_blocks(num_slots, largest, fold):
     """At most 42 graphs, and in attention four times the blocks that rows need, or 64 a head."""
     rng, length = np.random.default_rng(num_slots), 4096
     cache = KVCache(num_slots, length)
-    config = SimpleNamespace(num_attention_heads=4 * fold, num_key_value_heads=4)
-    config.get_text_config = lambda decoder: config
     model = torch.nn.Linear(1, 1)
-    model.config = config
+    heads = {"num_attention_heads": 4 * fold, "num_key_value_heads": 4}
+    model.config = config_of("Llama", hidden_size=448, **heads)
     graphs = ForwardGraphs(forward_of(model, "varlen"), cache, largest)
     assert graphs.of.heads_per_key == fold and len(graphs.shapes) <= 42
     for case in range(2000):

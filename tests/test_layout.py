@@ -41,7 +41,7 @@ CEILINGS = {
     "bubblespec.checkpoint": 2030,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 25640, "tests": 28430}
+MAX_LINES = {"file": 400, "package": 25190, "tests": 28090}
 
 
 def name_of(path: Path) -> str:

@@ -22,6 +22,7 @@ from bubblespec.engine.sampling import sample
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.lora import add_adapter
 from bubblespec.learn.optimizer import Optimizer
+from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.tools.memory import (
     CARDS,
     changed,
@@ -111,6 +112,14 @@ def test_kv_bytes_equal_cache(name):
     with torch.no_grad():
         forward_hidden(model, torch.zeros(1, dtype=torch.int64), packing)
     assert memory.kv_bytes(model.config, 4) == cache.num_bytes()
+
+
+def test_drafter_has_the_keys_of_its_own_layer():
+    config, model = make_config(), build(*SERVED["gemma4_shared"], torch.float32)
+    plain = needs_of(config, model, 1)
+    config.speculative.method = "drafter"
+    own = memory.kv_bytes(Drafter(model, np.arange(9)).body.config, 4)
+    assert needs_of(config, model, 1).slot - plain.slot == own * memory.max_length(config)
 
 
 def test_activations_are_within_twice_the_kept_memory():

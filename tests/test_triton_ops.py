@@ -3,14 +3,16 @@
 
 import math
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
+from bubblespec.engine.kv_cache import LayerCache
 from bubblespec.engine.noise import add_gumbel, random_bits, stream_keys
-from bubblespec.engine.ops.view import View
+from bubblespec.engine.ops.view import Norm, View
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -52,7 +54,7 @@ def make_view(sequences, page: int, split: int, max_q: int = 0) -> View:
     first = np.append(0, count.cumsum())
     position = used[token] - count[token] + np.arange(len(token)) - first[token]
     place = table[slot[token], position // page] * page + torch.from_numpy(position % page)
-    vectors = (int32(vector) for vector in (position, first, slot, used, token))
+    vectors = (int32(vector) for vector in (position, first, slot, used))
     table = int32(torch.cat((table, spare), 1))
     max_q = max_q or int(count.max())
     return View(place.to(DEVICE), *vectors, table, max_q, int(used.max()), split)
@@ -70,11 +72,17 @@ def make_cache(view: View, page: int, heads: int, size: int) -> torch.Tensor:
     return cache[:, 1].unbind(1)
 
 
+def attend(query, keys, values, view: View, scaling: float, window: int | None = None):
+    packing, cache = SimpleNamespace(view=view), LayerCache(None, keys, values)
+    return triton_ops.attend(query, packing, cache, scaling, window)
+
+
 def plain_attention(query, keys, values, view: View, scaling: float, window: int | None):
     """Attention in float64, token after token."""
     out, group = [], query.shape[1] // keys.shape[2]
+    sequences = np.arange(len(view.slot)).repeat(view.first.diff().cpu().numpy())
     for token, position in enumerate(view.position.tolist()):
-        row = view.table[view.slot[view.sequence[token].item()].item(), :-1].long()
+        row = view.table[view.slot[sequences[token]].item(), :-1].long()
         first = max(position + 1 - window, 0) if window else 0
         key, value = (
             cache[row].flatten(0, 1)[first : position + 1].double().repeat_interleave(group, 1)
@@ -104,7 +112,7 @@ def test_attend_equals_plain_attention(group, size, page, split, window, sequenc
     query = randn(2 * group, len(view.place), size).transpose(0, 1)
     how = {"scaling": size**-0.5, "window": window}
     assert_near(
-        triton_ops.attend(query, keys, values, view, **how),
+        attend(query, keys, values, view, **how),
         plain_attention(query, keys, values, view, **how),
     )
 
@@ -113,10 +121,14 @@ def test_attended_bits_do_not_depend_on_other_rows():
     view = make_view([(0, 2, 30), (1, 1, 100)], 32, 32)
     keys, values = make_cache(view, 32, 1, 16)
     query = randn(3, 2, 16)
-    both = triton_ops.attend(query, keys, values, view, scaling=0.25)
+    both = attend(query, keys, values, view, scaling=0.25)
     only = view._replace(first=view.first[:2], slot=view.slot[:1], max_keys=32)
-    alone = triton_ops.attend(query[:2], keys, values, only, scaling=0.25)
+    alone = attend(query[:2], keys, values, only, scaling=0.25)
     assert torch.equal(both[:2], alone)
+
+
+def norm_of(weight: torch.Tensor, eps: float = 1e-3) -> Norm:
+    return Norm(weight, eps, torch.tensor(eps))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -141,11 +153,12 @@ def test_rope_store_rotates_and_stores(heads, kv_heads, size, rotary, has_norms)
     wide = randn(3, (heads + 2 * kv_heads) * size + 5)
     qkv = wide[:, :-5]
     cos, sin = (randn(50, rotary // 2, dtype=torch.float32) for _ in range(2))
-    norms = (randn(size), randn(size)) if has_norms else None
+    norms = (norm_of(randn(size)), norm_of(randn(size))) if has_norms else None
+    packing, cache = SimpleNamespace(view=view), LayerCache(None, keys, values)
+    tables = triton_ops.rotation((cos, sin), packing) if rotary else None
     query = triton_ops.rope_store(
-        qkv, view, keys, values, *((cos, sin) if rotary else (None, None)), num_heads=heads,
-        head_norms=norms, eps=1e-3,
-    )  # fmt: skip
+        qkv.unflatten(1, (-1, size)), packing, cache, tables, head_norms=norms
+    )
     parts = qkv.double().unflatten(1, (-1, size)).split((heads, kv_heads, kv_heads), 1)
     tables = (table.double()[view.position.long()] for table in (cos, sin))
     cos, sin = tables
@@ -153,7 +166,7 @@ def test_rope_store_rotates_and_stores(heads, kv_heads, size, rotary, has_norms)
     for number, part in enumerate(parts[:2]):
         if norms is not None:
             part = part / (part.square().mean(-1, keepdim=True) + 1e-3).sqrt()
-            part = part * norms[number].double()
+            part = part * norms[number].weight.double()
         wanted.append(rotate(part, cos, sin))
     assert_near(query, wanted[0])
     assert_near(keys[page, offset], wanted[1])
@@ -172,7 +185,7 @@ def test_add_norm_rounds_where_transformers_rounds(has_x):
     norm = LlamaRMSNorm(300, eps=1e-2).to(DEVICE, dtype)
     norm.weight.data = randn(300, dtype=dtype)
     total = x + residual if has_x else residual.clone()
-    out = triton_ops.add_norm(x if has_x else None, residual, norm.weight, 1e-2)
+    out = triton_ops.add_norm(x if has_x else None, residual, norm_of(norm.weight, 1e-2))
     assert torch.equal(residual, total)
     wanted = norm(total)
     assert_near(out, wanted, torch.finfo(dtype).eps)
@@ -277,16 +290,16 @@ def test_sample_draws_what_the_noise_decides(first, size, temperature):
     tokens = torch.arange(first, first + size, dtype=torch.int32, device=DEVICE)
     for logits in (wide[:, :size], wide[:, 3:]):  # of which rows may begin anywhere
         how = {"inverse_temperature": 1 / temperature}
-        sampled = triton_ops.sample(logits, keys, first=first, **how)
+        sampled = triton_sampling.sample(logits, keys, first=first, **how)
         check_sampled(sampled, logits, keys, tokens, **how)
         assert sampled.is_draft is None
 
 
 def test_sample_with_seed_and_draft_equals_sample_with_keys():
     logits, draft = randn(4, 500), torch.full((4,), -1, device=DEVICE)
-    by_keys = triton_ops.sample(logits, make_keys(4, seed=1), draft=draft)
+    by_keys = triton_sampling.sample(logits, make_keys(4, seed=1), draft=draft)
     draft[1:3] = by_keys.token[1:3]
-    by_seed = triton_ops.sample(logits, words_of(*counters(4)), seed=1, draft=draft)
+    by_seed = triton_sampling.sample(logits, words_of(*counters(4)), seed=1, draft=draft)
     assert by_keys.is_draft.tolist() == [False] * 4
     assert by_seed.is_draft.tolist() == [False, True, True, False]
     for one, other in zip(by_keys[:-1], by_seed[:-1], strict=True):
@@ -295,8 +308,10 @@ def test_sample_with_seed_and_draft_equals_sample_with_keys():
 
 def test_shards_of_a_vocabulary_sample_the_same():
     logits, keys = randn(4, 5001), make_keys(4)
-    whole = triton_ops.sample(logits, keys)
-    shards = [triton_ops.sample(logits[:, low : low + 2501], keys, first=low) for low in (0, 2501)]
+    whole = triton_sampling.sample(logits, keys)
+    shards = [
+        triton_sampling.sample(logits[:, low : low + 2501], keys, first=low) for low in (0, 2501)
+    ]
     best, shard = torch.stack([one.best for one in shards]).max(0)
     assert torch.equal(best, whole.best)
     token = torch.stack([one.token for one in shards]).gather(0, shard[None])[0]
@@ -307,7 +322,7 @@ def test_greedy_ties_go_to_the_first_token():
     logits = torch.zeros(3, 9000, dtype=DTYPE, device=DEVICE)
     logits[1, [8999, 4096, 4095]] = 2.0
     logits[2, :4097] = -1.0
-    sampled = triton_ops.sample(logits, make_keys(3), is_greedy=True, inverse_temperature=0.5)
+    sampled = triton_sampling.sample(logits, make_keys(3), is_greedy=True, inverse_temperature=0.5)
     assert sampled.token.tolist() == [0, 4095, 4097]
     assert sampled.best.tolist() == sampled.chosen.tolist() == [0.0, 1.0, 0.0]
     assert_near(sampled.total, (logits.float() / 2).logsumexp(-1), 1e-5)
@@ -319,7 +334,7 @@ def test_barred_tokens_are_never_sampled():
     logits[0, 8500:8510] = 1.0  # the first two blocks are barred
     logits[1, 17] = -3.0
     logits[2] = torch.where(tokens % 2 == 0, 0.5, -math.inf)
-    sampled = triton_ops.sample(logits, keys)
+    sampled = triton_sampling.sample(logits, keys)
     check_sampled(type(sampled)(*(v[:3] for v in sampled[:4]), None), logits[:3], keys[:3], tokens)
     assert sampled.token[1] == 17 and sampled.token[2] % 2 == 0
     # With all barred: torch's answer.

@@ -90,7 +90,8 @@ class ForwardGraphs:
         """state_size: width of a second input of `forward.hidden`, one vector a token, or 0."""
         self.of, self.cache, self.state_size = forward, cache, state_size
         sizes = max_num_batched_tokens, cache.num_slots, forward.min_tokens, forward.fold
-        self.shapes = graph_shapes(*sizes)
+        # Tiles of another size round differently.
+        self.shapes = graph_shapes(*sizes, TILES[-1:] if forward.is_invariant else TILES)
         """Sizes, largest first."""
         self.states: torch.Tensor | None = None
         """Second input at a fixed address, [B of the largest, state_size]."""
@@ -227,6 +228,7 @@ class ForwardGraphs:
     def _record(self) -> None:
         memory = self.of.memory
         for shape in self.shapes:
+            self._clear_inputs(shape)
             run = partial(self._run, shape)
             self._graphs[shape], memory.pools[self] = capture(run, memory.pool)
 
@@ -264,6 +266,9 @@ class ForwardGraphs:
         samplers: dict[int, _Sampler] = {}
 
         def record() -> None:
+            assert self._inputs is not None
+            given = self._inputs.clone()  # of the step that is about to sample
+            self._inputs.zero_()
             for count in sorted({size_for(shape.tokens) for shape in self.shapes}, reverse=True):
                 run = partial(self._sample, count, params, seed)
                 rehearse(run)
@@ -273,6 +278,7 @@ class ForwardGraphs:
                 )
                 sampler.replay = replay
                 samplers[count] = sampler
+            self._inputs.copy_(given)
 
         self._on_all(record)
         return samplers
@@ -305,17 +311,21 @@ def attempt(stage: Callable[[], None]) -> str | None:
 
 
 def graph_shapes(
-    max_num_batched_tokens: int, num_slots: int, min_tokens: int = 1, fold: int = 1
+    max_num_batched_tokens: int,
+    num_slots: int,
+    min_tokens: int = 1,
+    fold: int = 1,
+    tiles: tuple[int, ...] = TILES,
 ) -> list[Shape]:
     """Return sizes of graphs, largest first; each number of tokens up to the first fits one."""
     largest = size_for(max(max_num_batched_tokens, min_tokens))
     sizes = [size for size in all_sizes(largest) if size >= min_tokens] or [largest]
-    small, large = (max(tile // fold, 1) for tile in TILES)
+    small, large = (max(tile // fold, 1) for tile in (tiles[0], tiles[-1]))
     shapes = set()
     for size in sizes:
-        if size <= size_for(max(num_slots * small, min_tokens)):
+        if small < large and size <= size_for(max(num_slots * small, min_tokens)):
             shapes.add(Shape(size, min(size, num_slots), small))
-        if size > small:
+        if small == large or size > small:
             # Each row, and the rest of it in whole tiles.
             shapes.add(Shape(size, min(size, num_slots + size // large), large))
     return sorted(shapes, key=lambda of: (of.tokens, of.max_q), reverse=True)

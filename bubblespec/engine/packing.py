@@ -165,7 +165,8 @@ class CachePacking:
     @cached_property
     def view(self) -> View:
         """What triton_ops.py reads of a forward that is in no graph."""
-        slot, tokens, used = self.pieces(max_q := int(min(self.count.max(), WIDE)))
+        max_q = WIDE if self.cache.is_invariant else int(min(self.count.max(), WIDE))
+        slot, tokens, used = self.pieces(max_q)
         arrays = np.append(0, tokens.cumsum()), slot, used
         first, slots, keys = (to_device(a.astype(np.int32), self.device) for a in arrays)
         table, max_keys = self.cache.block_table(self.device), int(self.ends.max())

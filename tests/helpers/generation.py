@@ -5,7 +5,6 @@ from functools import partial
 
 import numpy as np
 
-from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.packing import PAGE
@@ -26,7 +25,6 @@ def make_runner(
     max_length: int,
     seed: int,
     *,
-    kernel: str = "sdpa",
     tp=None,
     batch_invariant: bool = False,
     enforce_eager: bool = False,
@@ -36,17 +34,15 @@ def make_runner(
     num_pages: int | None = None,
 ) -> ModelRunner:
     """Create a runner with a forward of this kind; tp: a group of ranks that compute together;
-    page_size: PAGE by default where the kernel reads pages, else there are none."""
+    page_size: PAGE by default on a GPU, else there are no pages."""
     if page_size is None and num_pages is not None:
         page_size = PAGE
     pages = page_size and Pages.for_rows(num_slots, max_length, page_size, num_pages)
     if batch_invariant:
-        forward = InvariantForward(model, kernel, enforce_eager=enforce_eager)
+        forward = InvariantForward(model, enforce_eager=enforce_eager)
     else:
         make = ModelForward if tp is None else partial(ShardedForward, tp=tp)
-        reduce = reduction_for(model.device, enforce_eager)
-        options = {"enforce_eager": enforce_eager, "memory": memory, "reduce": reduce}
-        forward = make(model, kernel=kernel, **options)
+        forward = make(model, enforce_eager=enforce_eager, memory=memory)
     sizes = {"max_num_batched_tokens": max_num_batched_tokens, "pages": pages}
     return ModelRunner(model, num_slots, max_length, seed, forward=forward, **sizes)
 

@@ -10,11 +10,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
-from bubblespec.engine.ops.view import View
+from bubblespec.engine.kv_cache import LayerCache
+from bubblespec.engine.ops.view import Norm, View
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +50,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def make_view(max_q: int, max_keys: int) -> View:
-    whole = [zeros(number, dtype=torch.int32) for number in (8, 3, 2, 2, 8)]
+    whole = [zeros(number, dtype=torch.int32) for number in (8, 3, 2, 2)]
     place, table = zeros(8, dtype=torch.int64), zeros(4, 20, dtype=torch.int32)
     return View(place, *whole, table, max_q=max_q, max_keys=max_keys, split=512)
 
@@ -57,19 +59,26 @@ def attend(ops, tokens: int, group: int, size: int, window: int | None = None, k
     """tokens: of a sequence; group: query heads of a key/value head; size: of a head."""
     cache = zeros(2, 2, 256, 2, size)
     query = zeros(8, 2 * group, size)
-    ops.attend(query, cache[0], cache[1], make_view(tokens, keys), scaling=1.0, window=window)
+    packing = SimpleNamespace(view=make_view(tokens, keys))
+    ops.attend(query, packing, LayerCache(cache, *cache), 1.0, window)
 
 
 def rope_store(ops, heads: int, size: int, rotary: int, has_norms: bool = False):
     cache = zeros(2, 2, 256, 2, size)
-    tables = (zeros(9, rotary // 2, dtype=torch.float32),) * 2 if rotary else (None, None)
-    norms = (zeros(size), zeros(size)) if has_norms else None
-    qkv, view = zeros(8, (heads + 4) * size), make_view(1, 512)
-    ops.rope_store(qkv, view, *cache, *tables, num_heads=heads, head_norms=norms)
+    tables = (zeros(9, rotary // 2, dtype=torch.float32),) * 2 if rotary else None
+    norms = (norm_of(size), norm_of(size)) if has_norms else None
+    packing = SimpleNamespace(view=make_view(1, 512))
+    ops.rope_store(
+        zeros(8, heads + 4, size), packing, LayerCache(cache, *cache), tables, head_norms=norms
+    )
+
+
+def norm_of(columns: int) -> Norm:
+    return Norm(zeros(columns), 1e-6, torch.tensor(1e-6))
 
 
 def add_norm(ops, columns: int):
-    ops.add_norm(zeros(8, columns), zeros(8, columns), zeros(columns), 1e-6)
+    ops.add_norm(zeros(8, columns), zeros(8, columns), norm_of(columns))
 
 
 def gated(ops, act: str):
@@ -77,8 +86,10 @@ def gated(ops, act: str):
 
 
 def sample(ops, vocabulary: int, is_greedy: bool = False):
+    from bubblespec.engine.ops import triton_sampling
+
     keys, draft = zeros(8, 4, dtype=torch.int32), zeros(8, dtype=torch.int64)
-    ops.sample(zeros(8, vocabulary), keys, seed=7, is_greedy=is_greedy, draft=draft)
+    triton_sampling.sample(zeros(8, vocabulary), keys, seed=7, is_greedy=is_greedy, draft=draft)
 
 
 class Driver:

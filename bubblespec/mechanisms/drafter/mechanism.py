@@ -35,8 +35,7 @@ class DrafterMechanism(Mechanism):
         set_kernels: Callable[[torch.nn.Module], None],
         kernel: str = "sdpa",
     ):
-        """set_kernels: chooses kernels for the drafter's linear layers; kernel: of attention in
-        training.
+        """set_kernels: chooses kernels of linear layers; kernel: of attention in training.
 
         Raises InputError for a saved drafter that does not fit."""
         self.sampler, self.model, self.set_kernels = sampler, model, set_kernels

@@ -7,6 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
+from bubblespec.engine.layers import layer_heads
+from bubblespec.mechanisms.drafter.layer import last_full_layer
 from bubblespec.mechanisms.drafter.runner import MAX_ROWS
 from bubblespec.memory import Needs, has_pages, max_slots
 
@@ -22,10 +24,11 @@ def add_drafter(needs: Needs, config: Config, model: PreTrainedModel, world_size
     parameters = (total - embedding.weight.numel()) / layers + 2 * shape.hidden_size**2
     # weights, gradients, moments and, for bfloat16, float32 masters
     drafter = parameters * (2 * size + 16 if model.dtype == torch.bfloat16 else 4 * size)
-    slot = needs.slot
+    slot, numbers = needs.slot, [n * (key + value) for _, n, key, value in layer_heads(shape)]
+    own = slot * numbers[last_full_layer(shape)] // sum(numbers)
     if has_pages(config):  # the drafter's own keys and values are in slots
-        drafter += min(max_slots(config, world_size), MAX_ROWS) * slot / layers
+        drafter += min(max_slots(config, world_size), MAX_ROWS) * own
     else:
-        slot += slot // layers
+        slot += own
     tp_row = needs.tp_row * slot // needs.slot
     return replace(needs, drafter=int(drafter), slot=slot, tp_row=tp_row)

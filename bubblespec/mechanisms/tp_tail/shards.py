@@ -91,7 +91,6 @@ class TPGroup:
 class ShardedForward(ModelForward):
     """This rank's part of the decoder of a model."""
 
-    model: PreTrainedModel
     samples_alone = False
 
     def __init__(
@@ -106,7 +105,7 @@ class ShardedForward(ModelForward):
         name = type(model).__name__
         if not is_like_llama(model):
             raise TPUnsupported(f"{name} is not built like Llama")
-        self.tp, self.rank = tp, tp.rank
+        self.policy, self.tp, self.rank = model, tp, tp.rank
         config = model.config.get_text_config(decoder=True)
         self.num_heads, self.num_key_heads = config.num_attention_heads, config.num_key_value_heads
         self.query_heads, self.key_heads = shard_heads(
@@ -126,7 +125,7 @@ class ShardedForward(ModelForward):
     def make_decoder(self) -> Decoder:
         """Return the decoder of this rank's heads and hidden units."""
         heads = [cut.stop - cut.start for cut in (self.query_heads, self.key_heads)]
-        return Decoder(self.model, self._product_of, (heads[0], heads[1]))
+        return Decoder(self.policy, self._product_of, (heads[0], heads[1]))
 
     def _product_of(self, kind: Kind, layers: Linears) -> Multiply:
         """Return this rank's part of a product: of its outputs, or of the sum over its inputs."""
@@ -145,14 +144,14 @@ class ShardedForward(ModelForward):
             behind = head * self.num_heads, head * (self.num_heads + self.num_key_heads)
             cuts = [scaled(self.query_heads, head)]
             cuts += [scaled(self.key_heads, head, begin) for begin in behind]
-        if (stacked := stack(self.model, layers)) is not None:
+        if (stacked := stack(self.policy, layers)) is not None:
             return partial(partial_linear, stacked, tuple(cuts), False)
         parts = [locate(layers, cut) for cut in cuts]
         return lambda x: torch.cat([partial_linear(of, (cut,), False, x) for of, cut in parts], -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits [T, v] of hidden states [T, hidden]."""
-        head = output_head(self.model)
+        head = output_head(self.policy)
         part = shard_of(head.num_tokens, self.tp.rank, self.tp.size)
         return head.finish(partial_linear(head.linear, (part,), False, hidden))
 
@@ -164,7 +163,7 @@ class ShardedForward(ModelForward):
         params: SamplingParams,
     ) -> Sampled:
         """See `sample_shards`."""
-        size, reduce = output_head(self.model).num_tokens, self.reduce_with(noise.seed)
+        size, reduce = output_head(self.policy).num_tokens, self.reduce_with(noise.seed)
         return sample_shards(
             logits, noise.words, num_generated, params, reduce, vocab_size=size, tp=self.tp
         )
@@ -176,7 +175,7 @@ class ShardedForward(ModelForward):
     @contextlib.contextmanager
     def rehearsal(self, num_tokens: Sequence[int]) -> Iterator[None]:
         """See `Forward`."""
-        width = self.model.config.get_text_config(decoder=True).hidden_size
+        width = self.policy.config.get_text_config(decoder=True).hidden_size
         sizes = sorted({count * width for count in num_tokens}, reverse=True)
         longest = self.weight().new_zeros(sizes[0])
         self._zeros = [longest[:size] for size in sizes]
@@ -191,7 +190,7 @@ class ShardedForward(ModelForward):
 
     def check(self) -> None:
         """Compare shards with the whole model; if they differ, raise TPUnsupported on all ranks."""
-        model, name, problem = self.model, type(self.model).__name__, None
+        model, name, problem = self.policy, type(self.policy).__name__, None
         try:  # without sums nobody waits for a rank that fails alone
             with self._alone():
                 self._check_hidden(self)

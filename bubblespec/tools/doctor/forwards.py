@@ -193,7 +193,7 @@ def quantized(case: Case) -> Iterator[Line]:
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, what: str, avoid: str) -> Line:
-    """Compare hidden states with the tolerance of `prepare_model`; avoid: key that a failure names."""
+    """Compare hidden states with the tolerance of `prepare_model`; avoid: key to name."""
     difference = relative_difference(got, wanted)
     line = f"hidden states of {what} differ by {difference:.1e} of their size"
     return ok(line) if is_rounding(difference, wanted.dtype) else failed(f"{line}; {avoid}")
