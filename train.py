@@ -6,6 +6,11 @@ import logging
 import os
 import sys
 
+from bubblespec.distributed.processes import end_early
+
+if __name__ == "__main__":
+    end_early()  # before imports that take seconds
+
 import transformers
 
 from bubblespec.config_file import load_config
@@ -46,14 +51,13 @@ def main() -> int:
         logging.disable(logging.WARNING)
     try:
         config = load_config(arguments.config, arguments.overrides)
-        with (
-            ranks_from_environment(config.model.device, config.run.timeout_s) as ranks,
-            signals_stop(ranks),
-        ):
-            train(build(config, ranks))
+        with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
+            trainer = build(config, ranks)  # signals end it at once: there is nothing to save yet
+            with signals_stop(ranks):
+                train(trainer)
     except EndsRun as error:  # one line; anything else keeps its traceback
         return report(error)
-    return 0
+    return ranks.exit_code  # 0 if all steps are done
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ import logging
 import os
 import sys
 
-import transformers
-
-from bubblespec.distributed.failures import report
+from bubblespec.distributed.processes import end_early
 from bubblespec.errors import EndsRun
 
 COMMANDS = {
@@ -21,9 +19,14 @@ COMMANDS = {
 
 def main() -> int:
     """Run the command that the first argument names. Return the exit code: 2 for bad input."""
+    end_early()
     name, *arguments = sys.argv[1:] or [""]
     if name not in COMMANDS:
         sys.exit(f"usage: python -m bubblespec {'|'.join(COMMANDS)} ...")
+    import transformers  # here and below, as imports take seconds
+
+    from bubblespec.distributed.failures import report
+
     transformers.utils.logging.disable_progress_bar()
     if os.environ.get("RANK", "0") != "0":
         logging.disable(logging.WARNING)
@@ -31,9 +34,6 @@ def main() -> int:
         return importlib.import_module(COMMANDS[name]).main(arguments) or 0
     except EndsRun as error:  # one line
         return report(error)
-    except KeyboardInterrupt:  # Python ends by the signal, here without a traceback
-        sys.excepthook = lambda *error: None
-        raise
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ deleted. So a run that is killed at any time leaves the new best or the previous
 import contextlib
 import os
 
-from bubblespec.checkpoint import BEST
+from bubblespec.checkpoint import BEST, STATE_FILE, read_state, remove_checkpoint
 from bubblespec.config import Config
 from bubblespec.errors import InputError, log
 from bubblespec.rollout.evaluate import numbers_of_samples
@@ -49,9 +49,24 @@ def find_best(config: Config, state: dict) -> dict | None:
     best, output_dir = state.get("best"), config.run.output_dir
     if config.run.save_best is None:
         return None
+    _undo_copy(output_dir)
     if best is not None:
         folder = os.path.join(output_dir, f"checkpoint-{best['step']}")
         if best["metric"] != config.run.save_best or not os.path.isdir(folder):
             best = None
     link_best(output_dir, best)
     return best
+
+
+def _undo_copy(output_dir: str) -> None:
+    """Replace a checkpoint-best that is a folder, as in a copy that followed links (`cp -rL`).
+
+    It becomes the checkpoint that it is a copy of, unless that is there, too."""
+    link = os.path.join(output_dir, BEST)
+    if os.path.islink(link) or not os.path.isdir(link):
+        return
+    if os.path.isfile(os.path.join(link, STATE_FILE)):
+        folder = os.path.join(output_dir, f"checkpoint-{read_state(link)['step']}")
+        if not os.path.exists(folder):
+            os.rename(link, folder)
+    remove_checkpoint(link)

@@ -41,6 +41,7 @@ SPECULATION_FILE = "speculation.npz"
 PLANNER_FILE = "planner.npz"
 OPTIMIZER_FILE = "optimizer.pt"
 BEST = "checkpoint-best"
+TEMPORARY = "tmp-checkpoint-"  # beginning of names of what is being written or deleted
 FORMAT = 3
 ADVICE = "set the same to resume, or another run.output_dir for a new run"
 # Errors of reading files that are torn or of another format.
@@ -85,7 +86,7 @@ def save_checkpoint(
     """
     optimizer_state = optimizer.state_dict()  # all ranks together where it is sharded
     step, output_dir = state["step"], config.run.output_dir
-    temporary = os.path.join(output_dir, f"tmp-checkpoint-{step}")
+    temporary = os.path.join(output_dir, f"{TEMPORARY}{step}")
     state = {"format": FORMAT, "world_size": ranks.world_size, "config": flatten(config)} | state
 
     def save() -> str | None:
@@ -110,7 +111,7 @@ def save_checkpoint(
             saved = [folder for folder in list_checkpoints(output_dir) if step_of(folder) <= step]
             for old in saved[: -config.run.save_total_limit]:
                 if os.path.realpath(old) != best:
-                    shutil.rmtree(old, ignore_errors=True)
+                    remove_checkpoint(old)
             return None
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save
             shutil.rmtree(temporary, ignore_errors=True)
@@ -135,9 +136,22 @@ def _commit(temporary: str, final: str) -> None:
         os.chmod(path, mode)
     for path in (*paths, sums, *(folder for folder, *_ in folders)):
         _flush(path)
-    shutil.rmtree(final, ignore_errors=True)
+    remove_checkpoint(final)
     os.rename(temporary, final)
     _flush(os.path.dirname(final))
+
+
+def remove_checkpoint(folder: str) -> None:
+    """Delete a checkpoint, if there is one, under a name that no checkpoint has.
+
+    So a kill leaves none that lacks files. The next start deletes the rest."""
+    parent, name = os.path.split(folder)
+    renamed = os.path.join(parent, f"{TEMPORARY}old-{name}")
+    shutil.rmtree(renamed, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.rename(folder, renamed)
+        _flush(parent)
+        shutil.rmtree(renamed)
 
 
 def find_damage(folder: str) -> str | None:
@@ -192,8 +206,10 @@ def lock_output_dir(config: Config) -> IO:
             os.remove(resolved + ".tmp")
         reason = f"cannot write to {output_dir}: {error.strerror}"
         raise InputError(f"run.output_dir: {reason}") from error
-    for unfinished in glob.glob(os.path.join(glob.escape(output_dir), "tmp-checkpoint-*")):
+    for unfinished in glob.glob(os.path.join(glob.escape(output_dir), f"{TEMPORARY}*")):
         shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.remove(unfinished)  # a link
     return file
 
 

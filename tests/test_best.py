@@ -7,7 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bubblespec.checkpoint import BEST, find_damage, list_checkpoints, read_state, step_of
+from bubblespec.best import find_best
+from bubblespec.checkpoint import (
+    BEST,
+    STATE_FILE,
+    find_damage,
+    list_checkpoints,
+    read_state,
+    step_of,
+)
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.setup import build
@@ -150,3 +158,17 @@ def test_kill_leaves_previous_best(tmp_path, scored, kind, saved):
     assert steps_and_best(tmp_path) == ([3, 4], "checkpoint-3")
     best = {"metric": "eval/reward", "value": 0.5, "step": 3}
     assert read_state(str(tmp_path / "checkpoint-4"))["best"] == best
+
+
+@pytest.mark.parametrize("has_target", [True, False])
+def test_copy_of_the_link_becomes_a_link_again(tmp_path, has_target):
+    """As `cp -rL` leaves it; it may be the only copy of its checkpoint."""
+    for name in [BEST, "checkpoint-4"] + ["checkpoint-2"] * has_target:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / STATE_FILE).write_text('{"step": 2}')
+    options = [*SAVES_BEST, f"run.output_dir={tmp_path}"]
+    config = load_config("configs/tiny_cpu_bulk.yaml", options)
+    best = {"metric": "eval/reward", "value": 0.5, "step": 4}
+    assert find_best(config, {"best": best}) == best
+    assert os.readlink(tmp_path / BEST) == "checkpoint-4"
+    assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{n}" for n in (2, 4, "best")]

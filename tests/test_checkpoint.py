@@ -3,6 +3,7 @@ disk costs nothing that was there."""
 
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -13,6 +14,7 @@ import transformers
 
 from bubblespec.checkpoint import (
     FORMAT,
+    OPTIMIZER_FILE,
     PLANNER_FILE,
     SPECULATION_FILE,
     STATE_FILE,
@@ -323,6 +325,26 @@ def test_the_newest_checkpoints_are_kept(saver):
     for step in (8, 9, 10):
         assert saver(step) is None
     assert list_checkpoints(saver.folder) == [checkpoint(saver.folder, step) for step in (9, 10)]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_kill_during_deletion_leaves_whole_checkpoints(saver, monkeypatch, step):
+    """Of an older one (2), or of one that is replaced (1)."""
+    saver.config.run.save_total_limit = 1
+    saver(1)
+
+    def delete_and_die(path: str, **options) -> None:
+        if os.path.exists(path):
+            os.remove(os.path.join(path, OPTIMIZER_FILE))
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", delete_and_die)
+        saver(step)
+    assert [find_damage(folder) for folder in list_checkpoints(saver.folder)] == [None] * (step - 1)
+    os.symlink("checkpoint-1", os.path.join(saver.folder, "tmp-checkpoint-best"))
+    lock_output_dir(saver.config).close()
+    assert not [name for name in os.listdir(saver.folder) if name.startswith("tmp-")]
 
 
 @pytest.mark.parametrize("size", [0, 40_000])

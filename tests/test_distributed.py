@@ -18,6 +18,8 @@ from bubblespec.distributed import ranks as distributed
 from bubblespec.distributed.ranks import Ranks, StopRequested, ranks_from_environment, signals_stop
 from bubblespec.errors import RankTimeout
 from bubblespec.rollout.board import ProgressBoard, RankState
+from tests.helpers import warm
+from tests.helpers.checks import is_alive, pids_in, wait_until
 from tests.helpers.clocks import Clock, ClockThatSkips
 from tests.helpers.ranks import run_ranks
 from tests.helpers.warm import launch
@@ -65,6 +67,40 @@ def test_ignored_signals_stay_ignored(usual_signals):
     with signals_stop(ranks):
         signal.raise_signal(signal.SIGHUP)
         assert not ranks.must_stop
+
+
+def fork(path) -> int:
+    """Start a child that waits for ever, and note its number."""
+    child = os.fork()
+    while child == 0:
+        signal.pause()
+    path.write_text(str(child))
+    return child
+
+
+def test_forked_child_ends_by_sigterm(tmp_path):
+    """`Pool.terminate` waits for that."""
+    with signals_stop(Ranks(torch.device("cpu"))):
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        child = fork(tmp_path / "child")
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+    os.kill(child, signal.SIGTERM)
+    wait_until(lambda: not is_alive(child))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def fork_and_wait(path) -> None:
+    with signals_stop(Ranks(torch.device("cpu"))):
+        fork(path)
+        signal.pause()
+
+
+def test_forked_child_ends_with_killed_rank(tmp_path):
+    path = tmp_path / "child"
+    rank = warm.start(fork_and_wait, path)
+    wait_until(lambda: pids_in(path))
+    rank.kill()
+    wait_until(lambda: not any(map(is_alive, pids_in(path))))
 
 
 COLLECTIVES = {

@@ -1,6 +1,7 @@
 """Runs of train.py that are stopped, killed in a save, and lose a rank under `--max-restarts`: they
 end as if nothing had happened."""
 
+import signal
 import tempfile
 
 import pytest
@@ -99,7 +100,9 @@ def test_stopped_and_killed_runs_end_as_undisturbed(tmp_path):
     train_on_threads(2, *RUN, f"run.output_dir={whole}")
 
     # Told to stop: the state of the step that was done is saved.
-    said = run(folder, 2, short=RUN, script=signalled("ranks", 0)).stderr
+    done = run(folder, 2, short=RUN, script=signalled("ranks", 0), check=False)
+    said = done.stderr
+    assert done.returncode == 128 + signal.SIGTERM, "not all steps are done"
     assert f"stopped after 1 of {STEPS} updates" in said, said[-3000:]
     saved = [step_of(path) for path in list_checkpoints(str(folder))]
     assert len(digests(folder)) == 1 and saved == [1]
@@ -123,3 +126,10 @@ def test_stopped_and_killed_runs_end_as_undisturbed(tmp_path):
     assert digests(whole) == digests(folder)
     assert all(line["grad_norm"] > 0 for line in read(whole)), "it must have learned"
     assert same_weights(weights(whole, STEPS), weights(folder, STEPS))
+
+
+def test_signal_in_set_up_ends_rank_at_once(tmp_path):
+    """Though the trial call of the reward function never returns."""
+    options = ["reward.functions=[tests.helpers.rewards.ends_its_rank]", "reward.num_workers=0"]
+    assert run(tmp_path, 1, *options, short=RUN, check=False).returncode == -signal.SIGTERM
+    assert not list_checkpoints(str(tmp_path))

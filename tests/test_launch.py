@@ -3,12 +3,17 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.checks import wait_until
+from bubblespec.checkpoint import list_checkpoints, step_of
+from bubblespec.tools import launch
+from tests.helpers.checks import PATIENCE_S, wait_until
 from tests.helpers.warm import ROOT, SINGLE_THREADED, python
 
 CONFIG = ["--config", "configs/tiny_cpu_bulk.yaml", "model.cpu_linear=torch", "eval.num_prompts=0"]
@@ -66,17 +71,26 @@ def test_ctrl_c_ends_with_the_summary_of_the_run(start, tmp_path):
     assert (tmp_path / "out" / f"checkpoint-{steps}").exists()
 
 
-def test_killed_rank_is_named(start, tmp_path):
+@pytest.mark.parametrize(
+    "number, line",
+    [
+        (signal.SIGKILL, "error: rank 0 was killed by SIGKILL"),
+        (signal.SIGTERM, "stopped after {} of 100000 updates; run the same command to resume"),
+    ],
+)
+def test_signal_to_rank_alone_is_no_success(start, tmp_path, number, line):
     process = start([], "run.max_steps=100000")
     metrics = tmp_path / "out" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size)
     children = f"/proc/{process.pid}/task/{process.pid}/children"
     with open(children) as file:
         (rank,) = (int(child) for child in file.read().split() if _is_rank(int(child)))
-    os.kill(rank, signal.SIGKILL)
+    os.kill(rank, number)
     code, said = end_of(process)
-    assert code == 128 + signal.SIGKILL
-    assert said.splitlines()[-1].endswith("error: rank 0 was killed by SIGKILL")
+    assert code == 128 + number
+    saved = [step_of(path) for path in list_checkpoints(str(tmp_path / "out"))]
+    assert bool(saved) == (number == signal.SIGTERM)
+    assert said.splitlines()[-1].endswith(line.format(*saved))
 
 
 def _is_rank(pid: int) -> bool:
@@ -87,3 +101,42 @@ def _is_rank(pid: int) -> bool:
 def test_override_before_config_is_refused():
     done = python("-m", "bubblespec", "train", "run.seed=1", *CONFIG)
     assert done.returncode == 2 and "run.seed=1 must come after --config" in done.stderr
+
+
+def test_code_is_of_the_rank_that_ended_by_itself(monkeypatch):
+    """torchrun has ended rank 0 with SIGTERM in the same second."""
+    ends = {0: SimpleNamespace(exitcode=-signal.SIGTERM, timestamp=7)}
+    ends[1] = SimpleNamespace(exitcode=2, timestamp=7)
+
+    def fail(options):
+        raise launch.ChildFailedError("train.py", ends)
+
+    monkeypatch.setattr(launch.ChildFailedError, "format_msg", lambda *_: "")
+    monkeypatch.setattr(launch.run, "run", fail)
+    monkeypatch.setattr(launch.logging, "disable", lambda level: None)
+    with pytest.raises(SystemExit) as end:
+        launch.main(CONFIG)
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "option, code",
+    [("--nproc-per-node=0", 2), ("--nproc-per-node=x", 2), ("--nnodes=x", 2), ("--master-port", 3)],
+)
+def test_wrong_option_is_one_line(option, code):
+    with socket.create_server(("localhost", 0)) as taken:
+        option += "" if "=" in option else f"={taken.getsockname()[1]}"
+        done = python("-m", "bubblespec", "train", option, *CONFIG)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == code and line.startswith("error: ")
+
+
+@pytest.mark.parametrize("command", [["-m", "bubblespec", "train"], ["train.py"]])
+def test_ctrl_c_during_imports_ends_in_silence(command):
+    pipe = {"stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with subprocess.Popen([sys.executable, *command, *CONFIG], **pipe) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        wait_until(lambda: "libtorch" in maps.read_text())
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, said) == (-signal.SIGINT, "")

@@ -3,9 +3,11 @@ alone, and no process is left. Time-outs are so long that a busy machine does no
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import Future
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -193,6 +195,15 @@ print(*[worker.supervisor.pid for worker in workers.workers], flush=True)
 sys.stdin.readline()
 raise SystemExit(5)
 """
+
+
+def test_worker_of_a_killed_trainer_ends_in_silence():
+    """The connection is reset if the trainer has not read everything."""
+    ours, theirs = map(Connection, (end.detach() for end in socket.socketpair()))
+    theirs.send_bytes(b"unread")
+    ours.close()
+    assert list(worker_process._requests(theirs)) == []
+    worker_process._send(theirs, "reply")
 
 
 @pytest.mark.parametrize("is_killed", [True, False])

@@ -348,6 +348,21 @@ def test_all_ranks_stop_while_one_waits_for_a_reward(tmp_path):
     assert run_ranks(tmp_path, stops_in_a_reward, 2, str(tmp_path)) == ["stopped", "stopped"]
 
 
+def test_stop_abandons_a_call_in_this_process(make_scorer, monkeypatch):
+    """It might wait for processes that the signal has ended."""
+    ranks, is_finished = Ranks(CPU), []
+    scorer = make_scorer(["value 5"], num_workers=0, ranks=ranks)
+
+    def run() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        is_finished.append(True)
+
+    monkeypatch.setattr(scorer.pool, "run", run)
+    with signals_stop(ranks), pytest.raises(StopRequested):
+        scores(scorer, finished_rows(1))
+    assert not is_finished and ranks.exit_code == 128 + signal.SIGTERM
+
+
 def test_stop_abandons_pending_scores(make_scorer, tmp_path):
     """The next batch gets its own answers, though the worker was at one of the batch before and
     others were queued behind it."""

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from bubblespec.distributed.processes import STOP_SIGNALS
 from bubblespec.errors import EndsRun, InputError, RankTimeout, log, one_line, write_torchrun_error
 
 GRACE_S = 1.0  # a timed-out rank's wait for others to time out, if no rank is behind
@@ -164,7 +165,7 @@ def _ignore_signals() -> None:
 
     torchrun's SIGTERM, sent once another rank has ended, would replace text and exit code.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(number, signal.SIG_IGN)
 

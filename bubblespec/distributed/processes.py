@@ -2,20 +2,66 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import signal
 import sys
+import threading
 import time
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None  # a fork must not load it
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def die_with_parent(by: int = signal.SIGKILL) -> None:
     """Request this signal from Linux when the thread that started this process ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
+    if LIBRARY is not None:
+        LIBRARY.prctl(PR_SET_PDEATHSIG, by)
+
+
+def end_early() -> None:
+    """Let this process end on Ctrl-C without a traceback, and a rank with its launcher."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "RANK" in os.environ:
+        die_with_parent()
+
+
+@functools.cache
+def guard_forks() -> dict[int, Any]:
+    """Return the signal handlers that forked children get from now on, none at first.
+
+    A child of the main thread also ends with this process. Linux would end those of another thread
+    with that thread.
+    """
+    handlers: dict[int, Any] = {}
+    owner, forking = os.getpid(), threading.local()
+
+    def prepare() -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        forking.ends = is_main and os.getpid() == owner and LIBRARY is not None
+        # A signal that comes between the fork and the new handlers waits for them.
+        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def resume() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+    def reset() -> None:
+        if forking.ends:
+            die_with_parent()
+            if os.getppid() != owner:  # it had died before the request
+                os._exit(0)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        handlers.clear()  # forks of this child get what it has set itself
+        resume()
+
+    os.register_at_fork(before=prepare, after_in_parent=resume, after_in_child=reset)
+    return handlers
 
 
 def fork_with_supervisor(parent: int, descriptor: int) -> None:
@@ -27,8 +73,8 @@ def fork_with_supervisor(parent: int, descriptor: int) -> None:
     adopts the child's orphans, and also kills those outside the child's group or session; elsewhere
     it kills the group only. descriptor: closed in the supervisor.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if LIBRARY is not None:
+        LIBRARY.prctl(PR_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
     child = os.fork()
     if child:

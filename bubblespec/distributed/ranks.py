@@ -1,8 +1,9 @@
 """Ranks: process group, collectives, time-outs and stop signals.
 
 The other ranks name a rank that hangs or has died, within `run.timeout_s`; a rank that fails ends
-all (failures.py). SIGTERM, SIGINT and SIGHUP only set a flag, which the ranks exchange at the next
-`Ranks.barrier_or_stop`. A single process works too.
+all (failures.py). SIGTERM, SIGINT and SIGHUP end a process at once during set-up. In the training
+loop they only set a flag, which the ranks exchange at the next `Ranks.barrier_or_stop`. A single
+process works too.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from bubblespec.distributed.device import find_device
 from bubblespec.distributed.failures import Watchdog, join_store, leave, log_once
-from bubblespec.distributed.processes import die_with_parent
+from bubblespec.distributed.processes import STOP_SIGNALS, die_with_parent, guard_forks
 from bubblespec.errors import EndsRun, InputError, RankTimeout
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
@@ -38,6 +39,10 @@ class StopRequested(Exception):
     """A rank has been told to stop. All ranks raise this at the same place, between two updates."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """This rank has been told to stop in a call that `Ranks.call_until_stop` may abandon."""
+
+
 class Ranks:
     """This process among all ranks, and their collectives.
 
@@ -52,6 +57,9 @@ class Ranks:
         self.is_main = self.rank == 0
         self.place = "set-up"  # what the ranks are doing, for the message that names a missing one
         self.must_stop = False  # a stop request to this rank, which `barrier_or_stop` exchanges
+        self.signal = 0  # that requested it
+        self.exit_code = 0  # of the process: 128 + the signal after which all ranks have stopped
+        self.is_interruptible = False  # see `call_until_stop`
         # Called before the process group ends: NCCL waits for graphs with its collectives to go.
         self.before_end: list[Callable[[], None]] = []
         # of rollouts: the `time` module, or a substitute with perf_counter, monotonic and sleep
@@ -64,9 +72,24 @@ class Ranks:
 
     def barrier_or_stop(self) -> None:
         """Wait for all ranks. Raises StopRequested on all ranks if any has a stop request."""
-        requests = self.sum_(torch.tensor([float(self.must_stop)], device=self.device))
-        if requests.item():
+        requests = torch.zeros(signal.NSIG, device=self.device)
+        requests[self.signal] = self.must_stop
+        if len(signals := self.sum_(requests).nonzero()):
+            self.exit_code = 128 + int(signals.max())
             raise StopRequested
+
+    def call_until_stop(self, call: Callable[[], None]) -> None:
+        """Call the user's code in this process; abandon it on a stop request to this rank.
+
+        It may wait for processes of its own that the launcher's signal has ended.
+        """
+        with contextlib.suppress(Interrupted):
+            try:
+                self.is_interruptible = True
+                if not self.must_stop:
+                    call()
+            finally:
+                self.is_interruptible = False
 
     def is_told_to_stop(self) -> bool:
         """Whether any rank has a stop request, for use while this rank waits outside a collective.
@@ -174,6 +197,7 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     target = find_device(device)
     if "RANK" in os.environ:  # with torchrun
         die_with_parent()  # an orphan would keep writing to the files of the next run
+        guard_forks()
         # Gloo's time-out raises in collectives that other libraries wait for. NCCL's watchdog would
         # end the process before `complete` has said why, so it comes last.
         backend, factor = ("nccl", 2) if target.type == "cuda" else ("gloo", 1)
@@ -211,23 +235,30 @@ def signals_stop(ranks: Ranks) -> Iterator[None]:
     """Make SIGTERM, SIGINT and SIGHUP set `ranks.must_stop`, so that a save runs to its end.
 
     Only a second Ctrl-C, at a rank or at torchrun, ends a rank at once. Signals that a parent has
-    set to be ignored (nohup) stay ignored.
+    set to be ignored (nohup) stay ignored. Processes that the user's code forks have the handlers
+    from before: `Pool.terminate` waits for a SIGTERM to end them.
     """
     first_ctrl_c: list[float] = []
 
     def note(number: int, frame) -> None:
-        ranks.must_stop = True
+        is_first, ranks.must_stop, ranks.signal = not ranks.must_stop, True, number
         # torchrun hands on a first Ctrl-C as SIGINT and a second one as SIGTERM.
         if number == signal.SIGINT or (number == signal.SIGTERM and first_ctrl_c):
             first_ctrl_c.append(time.monotonic())
             if first_ctrl_c[-1] - first_ctrl_c[0] > SAME_CTRL_C_S:
                 raise KeyboardInterrupt
+        if is_first and ranks.is_interruptible:
+            raise Interrupted
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in handled}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    handlers = {number: old for number, old in before.items() if old != signal.SIG_IGN}
+    in_forks = guard_forks()
+    in_forks.update(handlers)
     try:
+        for number in handlers:
+            signal.signal(number, note)
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
+        in_forks.clear()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -196,11 +196,19 @@ def serve(descriptor: int, parent: int, module: str, argument: str) -> None:
         _send(connection, str(error))
         return
     _send(connection, None)
-    with contextlib.suppress(EOFError):
+    for request in _requests(connection):
+        _send(connection, answer(request))
+
+
+def _requests(connection: Connection) -> Iterator[bytes]:
+    """Yield requests until the trainer closes the connection or has ended."""
+    with contextlib.suppress(EOFError, OSError):
         while True:
-            _send(connection, answer(connection.recv_bytes()))
+            yield connection.recv_bytes()
 
 
 def _send(connection: Connection, reply: Any) -> None:
     """Send JSON: the trainer must not unpickle what user code could have made."""
-    connection.send_bytes(json.dumps(reply).encode())
+    data = json.dumps(reply).encode()
+    with contextlib.suppress(OSError):  # it has ended, and this process does next
+        connection.send_bytes(data)

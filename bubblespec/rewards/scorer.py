@@ -188,7 +188,7 @@ class Scoring:
         takes, once for all rows that have finished since the last call.
         """
         self._take_outcomes()
-        self.scorer.pool.run()
+        self.scorer.ranks.call_until_stop(self.scorer.pool.run)
         waiting, self._new, taken = self._new, [], []
         for row in waiting:
             calls = self._calls[row.id]
@@ -214,7 +214,7 @@ class Scoring:
                 self.on_finished(row)
         self._wait({self.outcomes[row] for row in self._ending})
         self._take_outcomes()
-        scorer.pool.run()
+        scorer.ranks.call_until_stop(scorer.pool.run)
         self._wait({future for row in rows for future, _ in self._calls[row.id].values()})
         # Before any exchange: a rank that stops lacks some scores.
         scorer.ranks.barrier_or_stop()

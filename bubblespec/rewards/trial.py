@@ -17,7 +17,7 @@ from bubblespec.rewards.functions import (
     sees_groups,
     takes_environments,
 )
-from bubblespec.rewards.scorer import POLL_STOP_S, Scorer
+from bubblespec.rewards.scorer import Scorer
 from bubblespec.types import Prompt
 
 RESPONSE = "0"  # harmless as an answer, a text and a program
@@ -114,14 +114,12 @@ def begin_trial(
 
 
 def end_trial(scorer: Scorer, trial: dict[str, Future]) -> None:
-    """Wait for the calls, or until a stop request.
+    """Wait for the calls.
 
     Raises InputError for a function that does not return one value per sample. Other failures are
     warnings, as real responses may have none."""
     scorer.pool.run()
-    pending = set(trial.values())
-    while pending and not scorer.ranks.must_stop:
-        pending = wait(pending, POLL_STOP_S, FIRST_EXCEPTION).not_done
+    wait(trial.values(), return_when=FIRST_EXCEPTION)
     for path, future in trial.items():
         if future.cancel() or not future.done():
             continue

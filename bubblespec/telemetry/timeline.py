@@ -98,10 +98,12 @@ def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: s
     seconds = max(lane[:, 2].max() for lane in lanes)
     title = f"step {step}, {ranks}, {seconds:.2f} s, speculative.method={method}"
     path = os.path.join(folder, f"step_{step:05d}")
-    with open(f"{path}.json", "w", encoding="utf-8") as file:
-        json.dump(trace(lanes, title), file)
     picture = draw(lanes, title)
-    imsave(f"{path}.png", picture, dpi=DPI)
+    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        json.dump(trace(lanes, title), file)
+    os.replace(f"{path}.tmp", f"{path}.json")
+    imsave(f"{path}.tmp", picture, dpi=DPI, format="png")
+    os.replace(f"{path}.tmp", f"{path}.png")
     return picture
 
 

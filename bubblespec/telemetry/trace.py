@@ -78,7 +78,7 @@ class Recorder:
         self.is_on = bool(self.ranks.gather(np.array([self.is_on], np.uint8))[0, 0])
 
     def _remove_from(self, first_step: int) -> None:
-        for name in os.listdir(self.folder):
+        for name in sorted(os.listdir(self.folder), reverse=True):  # responses first
             match = FILE_NAME.fullmatch(name)
             if match and (int(match[2]) >= first_step or match[3]):
                 os.remove(os.path.join(self.folder, name))

@@ -16,7 +16,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from bubblespec.errors import InputError, log
+from bubblespec.errors import InputError, RankTimeout, log, one_line
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
 SAVE_S = 300
@@ -40,14 +40,21 @@ def main(arguments: list[str]) -> None:
     given = [*arguments[:at], str(SCRIPT), *arguments[at:]]
     launcher = run.get_args_parser()
     launcher.set_defaults(shutdown_timeout=SAVE_S)
+    launcher.error = parser.error  # type: ignore[method-assign]  # without torchrun's long usage
     options = launcher.parse_args(given)
     if options.training_script != str(SCRIPT):
         parser.error(f"{options.training_script} must come after --config")
     logging.disable(logging.ERROR)  # in this process, which does nothing but launch
     try:
+        if run.determine_local_world_size(options.nproc_per_node) < 1:
+            raise ValueError(f"--nproc-per-node {options.nproc_per_node} is less than 1")
         run.run(options)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        # torchrun ends the other ranks by SIGTERM, perhaps in the same second.
+        rank, failure = min(
+            error.failures.items(),
+            key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp),
+        )
         if failure.exitcode < 0:  # it could print nothing
             log(f"error: rank {rank} was killed by {failure.signal_name()}")
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
@@ -55,3 +62,7 @@ def main(arguments: list[str]) -> None:
         # Die of the signal as the ranks cannot, so that a shell ends its script or loop, too.
         signal.signal(end.sigval, signal.SIG_DFL)
         signal.raise_signal(end.sigval)
+    except (AssertionError, OSError, ValueError) as error:
+        raise InputError(f"the launcher's options are wrong: {one_line(error)}") from error
+    except Exception as error:  # a port that is taken, or another node that does not come
+        raise RankTimeout(f"the ranks could not be started: {one_line(error)}") from error

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 
 from bubblespec.rewards import per_sample
@@ -78,3 +79,10 @@ def slow_at_first(completions, **columns) -> list[float]:
     except FileExistsError:
         return [float(len(text)) for text in completions]
     time.sleep(600)
+
+
+def ends_its_rank(completions, **columns) -> list[float]:
+    """Sends this process SIGTERM, and never returns."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        signal.pause()
