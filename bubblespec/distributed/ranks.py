@@ -22,7 +22,7 @@ import torch.distributed as dist
 from bubblespec.distributed.device import find_device
 from bubblespec.distributed.failures import Watchdog, join_store, leave, log_once
 from bubblespec.distributed.processes import die_with_parent
-from bubblespec.errors import EndsRun, InputError, RankTimeout
+from bubblespec.errors import EndsRun, InputError, Interrupt, RankTimeout
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -221,7 +221,7 @@ def signals_stop(ranks: Ranks) -> Iterator[None]:
         if number == signal.SIGINT or (number == signal.SIGTERM and first_ctrl_c):
             first_ctrl_c.append(time.monotonic())
             if first_ctrl_c[-1] - first_ctrl_c[0] > SAME_CTRL_C_S:
-                raise KeyboardInterrupt
+                raise Interrupt
 
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
