@@ -84,7 +84,7 @@ def _last_boxed(text: str) -> str | None:
             open_braces.append(brace.end())
         elif open_braces:
             ends[open_braces.pop()] = brace.start()
-    held: list[str] = []
+    held: list[str] = []  # the last one first
     following = len(text)  # where the box after this one begins
     for box in reversed(list(_BOX.finditer(text))):
         end = ends.get(box.end(), following)
@@ -92,9 +92,9 @@ def _last_boxed(text: str) -> str | None:
             continue
         if held and not _BETWEEN_BOXES.fullmatch(text, end + 1, following):
             break
-        held.insert(0, text[box.end() : end])
+        held.append(text[box.end() : end])
         following = box.start()
-    return ", ".join(held) if held else None
+    return ", ".join(reversed(held)) if held else None
 
 
 def _parse(latex: str) -> list:
