@@ -55,6 +55,8 @@ def _conditions(config) -> Iterator[tuple[bool, str, str]]:
     yield len(config.optim.adam_betas) == 2, "optim.adam_betas", "two numbers"
     holds = bool(config.eval.num_prompts or not config.run.eval_steps)
     yield holds, "eval.num_prompts", "at least 1, as run.eval_steps is set"
+    holds = bool(config.run.eval_steps or not config.eval.functions)
+    yield holds, "eval.functions", "empty, as run.eval_steps is 0"
     holds = bool(config.run.eval_steps or config.run.save_best is None)
     yield holds, "run.save_best", "null, as run.eval_steps is 0"
     for name, valid in (("advantage_estimator", ESTIMATORS), ("loss_type", LOSS_TYPES)):

@@ -3,12 +3,16 @@
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from tqdm import tqdm
+
+MAX_SHOWN = 200  # characters of a message or value of the user's code
 
 
 class EndsRun(Exception):
@@ -56,17 +60,31 @@ class SaveFailed(EndsRun, RuntimeError):
     exit_code = 4
 
 
+class Interrupt(KeyboardInterrupt):
+    """A second Ctrl-C, by which a rank ends at once."""
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an exception comes from the keyboard, not from the user's own code.
+
+    In a run the handler of SIGINT raises Interrupt; Python's own handler, which a notebook has,
+    raises what the user's code could have raised."""
+    has_own_handler = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    return isinstance(error, Interrupt if has_own_handler else KeyboardInterrupt)
+
+
 def write_torchrun_error(error: BaseException) -> None:
     """Write the error to TORCHELASTIC_ERROR_FILE, so that torchrun's summary shows it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         is_line = isinstance(error, EndsRun)
-        text = "\n".join(error.lines()) if is_line else "".join(traceback.format_exception(error))
+        text = "\n".join(error.lines()) if is_line else trace_of(error)
         # The earliest is shown as the root cause, in whole seconds: not a rank that was left alone.
         second = int(time.time()) + isinstance(error, RankTimeout)
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             details = {"py_callstack": text, "timestamp": str(second)}
-            json.dump({"message": {"message": str(error), "extraInfo": details}}, file)
+            message = str(error) if is_line else one_line(error)
+            json.dump({"message": {"message": message, "extraInfo": details}}, file)
 
 
 def log(line: str) -> None:
@@ -78,10 +96,27 @@ def log(line: str) -> None:
         sys.stderr.flush()
 
 
+def shown(value: object, form: Callable[[Any], str] = repr) -> str:
+    """Return the beginning of a value's text on one line, whatever the value is.
+
+    The user's code may return and raise objects with megabytes of text, or with none at all."""
+    try:
+        text = " ".join(form(value).encode("utf-8", "backslashreplace").decode().split())
+    except Exception:  # of its own __repr__ or __str__
+        text = f"a {type(value).__name__} without text"
+    return text[:MAX_SHOWN] + "..." * bool(text[MAX_SHOWN:])
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's kind and the beginning of its message, on one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}{'...' if text[200:] else ''}".removesuffix(": ")
+    return f"{type(error).__name__}: {shown(error, str)}".removesuffix(": ")
+
+
+def trace_of(error: BaseException) -> str:
+    """Return an error's traceback with the beginning of each long message."""
+    entries = traceback.format_exception(error)
+    limit = 20 * MAX_SHOWN
+    return "".join(e if len(e) <= limit else f"{e[:limit]}...\n" for e in entries)
 
 
 def first_problem(own: str | None, gather_text: Callable[[str], list[str]]) -> str | None:

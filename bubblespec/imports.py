@@ -1,12 +1,15 @@
 """The user's own functions and classes, which configuration keys name by dotted path."""
 
 import asyncio
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from bubblespec.errors import InputError, one_line
+from bubblespec.errors import InputError, is_interrupt, one_line, shown
 
 
 def import_path(key: str, path: str, example: str) -> Any:
@@ -17,8 +20,11 @@ def import_path(key: str, path: str, example: str) -> Any:
     if not module_name:
         raise InputError(f"{key}: '{path}' is not a dotted path such as {example}")
     try:
-        return getattr(importlib.import_module(module_name), name)
-    except (Exception, SystemExit) as error:  # the module's own code runs here
+        with keep_settings():
+            return getattr(importlib.import_module(module_name), name)
+    except BaseException as error:  # the module's own code runs here
+        if is_interrupt(error):
+            raise
         raise InputError(f"{key}: cannot import '{path}': {one_line(error)}") from error
 
 
@@ -34,11 +40,55 @@ def import_function(key: str, path: str, example: str, arguments: tuple[str, ...
             inspect.signature(function).bind(*arguments)
         except TypeError as error:
             called = ", ".join(arguments)
-            problem = f"cannot be called with ({called}): {error}"
+            problem = f"cannot be called with ({called}): {shown(error, str)}"
             raise InputError(f"{key}: {path} {problem}") from error
         except ValueError:  # some that are written in C have no signature
             pass
     return function
+
+
+def call(function: Callable, *arguments, **named) -> Any:
+    """Call a user's function, await what it returns, and keep this process's settings."""
+    with keep_settings():
+        return awaited(function(*arguments, **named))
+
+
+@contextlib.contextmanager
+def keep_settings() -> Iterator[None]:
+    """Context of the user's code: settings of this process that it changes are set back.
+
+    An update needs gradients and the dtype of before, and relative paths their folder. Global
+    generators of random numbers are left to the user's code: the run has its own."""
+    before = [(get, set_, get()) for get, set_ in _settings()]
+    try:
+        yield
+    finally:
+        for get, set_, value in before:
+            if get() != value:
+                set_(value)
+
+
+def _settings() -> Iterator[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Yield a function that reads and one that sets each setting."""
+    yield _folder, lambda path: path and os.chdir(path)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield numpy.geterr, lambda value: numpy.seterr(**value)
+    if (torch := sys.modules.get("torch")) is not None:
+        yield torch.is_grad_enabled, torch.set_grad_enabled
+        yield torch.get_default_dtype, torch.set_default_dtype
+        # without a device of its own, torch has no hook in each of its functions
+        device = torch.get_default_device
+        yield device, lambda value: torch.set_default_device(value if value.type != "cpu" else None)
+        yield torch.get_num_threads, torch.set_num_threads
+        yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+        yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it is deleted
+        return ""
 
 
 _loop: asyncio.AbstractEventLoop | None = None

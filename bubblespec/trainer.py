@@ -209,8 +209,14 @@ class Trainer:
 
         The initial policy does not count: it has no checkpoint."""
         name, done, before = self.config.run.save_best, self.num_updates, self.best
-        value = metrics.get(name or "")
-        if not done or not isinstance(value, float) or (before and value <= before["value"]):
+        if name is None or not done:
+            return
+        value = metrics.get(name)
+        if not isinstance(value, float):  # its function has no value for any response
+            if self.ranks.is_main:
+                log(f"warning: run.save_best: no {name} after {done} steps, so nothing is compared")
+            return
+        if before and value <= before["value"]:
             return
         self.best = {"metric": name, "value": value, "step": done}
         if self.saved == done:  # by a stop during this evaluation

@@ -16,13 +16,14 @@ from bubblespec.checkpoint import (
     read_state,
     step_of,
 )
+from bubblespec.config import Config
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from tests.helpers.checks import refusal
 from tests.helpers.rewards import better_than, with_gaps
-from tests.helpers.runs import SHORT, digests, read, run, train_here, weights
+from tests.helpers.runs import SHORT, digests, read, run, same_weights, train_here, weights
 
 EVALUATES = [*SHORT, "rollout.num_prompts_per_step=4", "rollout.max_completion_length=16"]
 EVALUATES += ["eval.num_prompts=3", "eval.num_generations=2", "run.eval_steps=1"]
@@ -63,6 +64,29 @@ def test_own_functions_score_held_out_responses_alone(tmp_path, monkeypatch, num
         for key in before.keys() & after.keys():
             if key.startswith(("rewards/", "eval/reward", "eval/pass")) or key == "reward":
                 assert before[key] == after[key]
+
+
+def test_broken_functions_change_no_token(tmp_path, capsys):
+    """Rewards that change settings, scores that fail or do not apply, a hook that exits."""
+    helpers = "tests.helpers.rewards"
+    options = [*EVALUATES, "reward.num_workers=0", "speculative.method=none", "run.save_steps=0"]
+    train_here(tmp_path / "plain", f"reward.functions=[{helpers}.remainder]", short=options)
+    capsys.readouterr()
+    options += [f"reward.functions=[{helpers}.nothing,{helpers}.changes_settings]"]
+    options += [f"eval.functions=[{helpers}.fails,{helpers}.constant]", "run.log_to=sys.exit"]
+    train_here(tmp_path / "broken", "run.save_best=eval/pass@1", short=options)
+    said = capsys.readouterr().err
+    assert digests(tmp_path / "broken") == digests(tmp_path / "plain")
+    assert same_weights(weights(tmp_path / "broken"), weights(tmp_path / "plain"))
+    evaluations = [line for line in read(tmp_path / "broken") if "eval/reward" in line]
+    assert len(evaluations) == 5
+    for line in evaluations:
+        assert line["eval/fails/missing"] == 6 and line["eval/constant"] == 0.5
+        assert line["eval/rewards/nothing/missing"] == 6
+        assert not {"eval/fails", "eval/pass@1", "eval/rewards/nothing/mean"} & line.keys()
+    assert said.count("fails failed for all 6 held-out responses; its metric is left out") == 5
+    assert said.count("run.save_best: no eval/pass@1 after ") == 4
+    assert said.count("run.log_to failed in step 0: SystemExit") == said.count("run.log_to") == 1
 
 
 def test_unknown_metric_and_column_are_refused(tmp_path):
@@ -140,6 +164,20 @@ def test_resume_before_the_best_forgets_the_best(tmp_path, scored):
     scored([0.0, 0.3, 0.2, 0.1, 0.1])
     train_here(tmp_path, *options, short=SAVES_BEST)
     assert steps_and_best(tmp_path) == ([1, 2, 3, 4], "checkpoint-1")
+
+
+def test_best_of_another_metric_is_forgotten(tmp_path):
+    config, best = Config(), {"metric": "eval/reward", "value": 0.5, "step": 2}
+    config.run.output_dir = str(tmp_path)
+    (tmp_path / "checkpoint-2").mkdir()
+    for name, found, link in (
+        ("eval/reward", best, "checkpoint-2"),
+        ("eval/pass@1", None, None),
+    ):
+        config.run.save_best = name
+        assert find_best(config, {"best": best}) == found
+        path = tmp_path / BEST
+        assert (os.readlink(path) if path.is_symlink() else None) == link
 
 
 THIRD_IS_BEST = (0.3, 0.2, 0.5, 0.4)

@@ -175,6 +175,7 @@ rollout.dynamic_sampling_max_batches=2 loss.loss_type=distillation model.teacher
 reward.overlong_buffer_length=2 loss.loss_type=distillation model.teacher_path=t | | without rewards
 eval.functions=[bubblespec.rewards.exact_match] | | eval/rewards/exact_match/mean
 eval.functions=[a.b,a.b] | | listed twice
+eval.functions=[a.b] | | empty, as run.eval_steps is 0
 eval.functions=[a.reward] | | has the name of another metric, eval/reward
 run.save_best=eval/reward | | null, as run.eval_steps is 0
 loss.loss_type=my.loss loss.delta=3 | loss.delta | is not passed to my.loss; leave it out

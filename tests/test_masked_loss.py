@@ -1,6 +1,8 @@
 """Gradients and metrics of updates against the sums that the papers write, in float64, one sequence
 at a time; with episodes, where an environment's tokens are fed, and in no loss, mean or metric."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -173,6 +175,8 @@ def test_gradients_and_metrics_equal_masked_sums(
 def test_mask_travels_with_log_probabilities():
     """Rows of two ranks become the same samples on both."""
     samples = with_observations(make_samples())
+    full = [logprob - 1 for logprob in samples.logprob]  # top_p and top_k set them apart
+    samples = replace(samples, full_logprob=full)
     launch, world, results = launch_of(samples.groups, GENERATIONS), World(2), {}
     rank_of = np.arange(len(samples)) % 2
 

@@ -1,20 +1,26 @@
 """metrics.jsonl, samples.jsonl, TensorBoard and the user's hook: valid JSON, the same numbers in
 all, nothing double after a resume."""
 
+import asyncio
 import json
 import math
 import os
 import re
+import signal
 import sys
 import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.summary.writer import event_file_writer
 
+from bubblespec.distributed import ranks as ranks_module
+from bubblespec.distributed.ranks import Ranks, signals_stop
+from bubblespec.errors import one_line
 from bubblespec.planner.windows import WINDOWS
 from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.telemetry.table import SHOWN
@@ -266,6 +272,31 @@ def test_hook_gets_each_line_and_may_fail(tmp_path, capsys):
     warnings = capsys.readouterr().err
     assert warnings.count("run.log_to failed") == 1
     assert "ConnectionError: no network" in warnings
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_hook_may_raise_anything(tmp_path, capsys, error, is_async):
+    taken = []
+
+    def hook(metrics: dict) -> None:
+        taken.append(metrics)
+        raise error
+
+    async def hook_late(metrics: dict) -> None:
+        await asyncio.sleep(0)
+        hook(metrics)
+
+    with signals_stop(Ranks(torch.device("cpu"))):
+        log_steps(tmp_path, hook_late if is_async else hook)
+    assert taken == read(tmp_path) and len(taken) == 3
+    assert capsys.readouterr().err.count(f"run.log_to failed in step 0: {one_line(error)}") == 1
+
+
+def test_second_interrupt_in_a_hook_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks_module, "SAME_CTRL_C_S", -1.0)  # the first one counts as two
+    with pytest.raises(KeyboardInterrupt), signals_stop(Ranks(torch.device("cpu"))):
+        log_steps(tmp_path, lambda metrics: os.kill(os.getpid(), signal.SIGINT))
 
 
 def test_documented_wandb_hook_logs(tmp_path, monkeypatch):

@@ -30,12 +30,18 @@ def test_function_without_rewards_is_refused(refusal, num_workers, name, says): 
     assert message.startswith(f"reward.functions: {HERE}.{name}: ") and says in message
 
 
+def test_argument_that_only_trl_passes_is_refused(refusal):  # noqa: F811
+    message = refusal(f"reward.functions=[{HERE}.needs_state]")
+    assert message.endswith(" 'trainer_state' (for TRL's trainer_state see docs/coming-from.md)")
+
+
 @WORKERS
 def test_coroutines_run_and_failures_of_the_trial_warn(monkeypatch, tmp_path, num_workers):
-    functions = f"reward.functions=[{HERE}.judge,{HERE}.picky]"
+    functions = f"reward.functions=[{HERE}.judge,{HERE}.picky,{HERE}.logs]"
     code, said = run(monkeypatch, tmp_path / "out", functions, f"reward.num_workers={num_workers}")
     assert code == 0
-    (warning,) = [line for line in said.splitlines() if "warning: reward" in line]
+    unpassed, warning = [line for line in said.splitlines() if "warning: reward" in line]
+    assert f"{HERE}.logs: TRL's log_metric is not passed; docs/coming-from.md has" in unpassed
     assert "picky: raised ZeroDivisionError" in warning and "in a trial on the response" in warning
     (line,) = read(tmp_path / "out")
     assert line["reward/errors"] == 0 and {"rewards/judge/mean", "rewards/picky/mean"} <= set(line)

@@ -61,7 +61,7 @@ def outcomes(workers: RewardWorkers, texts: list[str]) -> list:
 FAILURES = {
     "raise first\nsecond": ("exception", "first second"),
     "exit 0": ("exception", "raised SystemExit at "),
-    "interrupt": ("crash", "its process "),
+    "interrupt": ("exception", "raised KeyboardInterrupt at "),
     "allocate": ("exception", "raised MemoryError at "),
     "wrong nan": ("value", "value nan is neither"),
     "wrong two": ("result", "not a list of 1 values"),

@@ -1,6 +1,10 @@
 """Shipped reward functions on hand-worked examples, and calls of functions that misbehave."""
 
 import asyncio
+import os
+import random
+import re
+import signal
 
 import numpy as np
 import pytest
@@ -8,13 +12,17 @@ import reasoning_gym
 import torch
 
 from bubblespec.data.prompts import reasoning_gym_rows
+from bubblespec.errors import MAX_SHOWN, Interrupt
+from bubblespec.imports import import_function
 from bubblespec.rewards import mathematics as module
+from bubblespec.rewards.code import program_in
 from bubblespec.rewards.functions import (
     RewardFailure,
     Sample,
     answer_format,
     combine,
     exact_match,
+    final_answer,
     load_reward,
     overlong_penalty,
     per_sample,
@@ -65,9 +73,25 @@ def test_exact_match_and_answer_format(text, matches, has_format, chat):
     assert call(answer_format, [text], chat) == [has_format]
 
 
-def test_answer_format_takes_linear_time():
-    texts = ["<answer" * 200_000, "<answer>" + "x" * 1_000_000]  # many minutes if it is quadratic
-    assert call(answer_format, texts, False) == [0.0, 0.0]
+LONG = [part * 200_000 for part in ("<answer", "<answer>", "</answer>", "\\boxed{", "```\n", "1 ")]
+LONG += ["<answer>" + "x" * 1_000_000, "\\boxed{1}" + "$ " * 500_000 + "\\boxed{2}"]
+LONG += ["<answer>" + "(" * 1_000_000 + "</answer>.", "\\boxed{1}, " * 200_000]
+
+
+def test_text_functions_take_linear_time():
+    """What is quadratic takes many minutes."""
+    for function in (exact_match, answer_format, math_equivalence):
+        assert call(function, LONG, False, answer=["5"] * len(LONG)) == [0.0] * len(LONG)
+    assert all(program_in(text) in text for text in LONG)
+
+
+def test_final_answer_equals_the_regular_expression():
+    """On random texts of tags: non-overlapping matches from the left."""
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = "".join(rng.choices(["<answer>", "</answer>", "a", " ", "\n"], k=rng.randrange(9)))
+        found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+        assert final_answer(text) == (found[-1].strip() if found else None), text
 
 
 @both
@@ -93,6 +117,12 @@ def test_answer_format_takes_linear_time():
         ("5", "<answer>\\boxed{4}</answer>", 0.0),
         ("\\frac{1}{2}", "\\boxed{1}, so \\boxed{\\frac{1}{2}}", 1.0),
         ("\\{4,5\\}", "\\boxed{4} and \\boxed{5}", 1.0),
+        ("\\{4,5\\}", "$\\boxed{4}$, and $\\boxed{5}$", 1.0),
+        ("5", "\\boxed{4}\n\\boxed{5}", 1.0),
+        ("4", "\\boxed{4}\n\\boxed{5}", 0.0),
+        ("5", "$$\\boxed{4}$$\n$$\\boxed{5}$$", 1.0),
+        ("5", "\\boxed{\\boxed{5}", 1.0),
+        ("\\{5\\}", "\\boxed{\\{5\\}}", 1.0),
         ("1,080", "<answer>1080 dollars</answer>", 1.0),
         ("1,080", "\\boxed{1,080 dollars per hour.}", 1.0),
         ("1080 dollars", "<answer>1080</answer>", 1.0),
@@ -174,7 +204,7 @@ def test_numbers_of_any_kind_are_taken(values):
         ([np.nan], "value", "value nan is neither"),
         (["1.0"], "value", "value '1.0' is neither"),
         ([[1.0]], "value", "value [1.0] is neither"),
-        ([10**400], "value", "0 is neither a finite number nor None"),
+        ([10**400], "value", "0... is neither a finite number nor None"),
     ],
 )
 def test_wrong_values_are_failures(values, kind, part):
@@ -219,12 +249,110 @@ def test_base_exception_is_one_failed_reward(error, is_async):
     assert failure.kind == "exception" and f"raised {error.__name__}" in failure.message
 
 
-def test_interrupt_is_no_failed_reward():
-    def interrupt(**columns):
-        raise KeyboardInterrupt
+@pytest.fixture
+def handled():
+    """A handler of SIGINT as in a run, which raises Interrupt."""
 
+    def interrupt(number, frame):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt(**columns):
+    raise KeyboardInterrupt
+
+
+def test_interrupt_is_no_failed_reward():
     with pytest.raises(KeyboardInterrupt):
         score(interrupt, SAMPLES)
+
+
+def test_only_a_real_interrupt_is_no_failed_reward(handled):
+    (failure,) = set(score(interrupt, SAMPLES))
+    assert failure.kind == "exception" and "raised KeyboardInterrupt" in failure.message
+    with pytest.raises(Interrupt):
+        score(lambda **columns: os.kill(os.getpid(), signal.SIGINT), SAMPLES)
+
+
+class Wordless(Exception):
+    """A value and exception whose methods fail."""
+
+    def __repr__(self):
+        raise ValueError("no text")
+
+    __str__ = __float__ = __iter__ = __repr__
+
+    def __len__(self):
+        return 1
+
+
+@pytest.mark.parametrize("value", [torch.empty(1, device="meta"), Wordless()])
+def test_value_whose_methods_fail_is_a_failure(value):
+    (failure,) = score(lambda **kwargs: [value], SAMPLES[:1])
+    assert failure.kind == "value" and len(failure.message) < 2 * MAX_SHOWN
+
+
+def test_result_whose_methods_fail_is_a_failure():
+    (failure,) = score(lambda **kwargs: Wordless(), SAMPLES[:1])
+    wanted = "returned a Wordless without text, not a list of 1 values, one per sample"
+    assert failure == RewardFailure("result", wanted)
+
+
+@pytest.mark.parametrize("error", [ValueError("x" * 2_000_000), Wordless(), ValueError("\udc80")])
+def test_message_is_cut_and_printable(error):
+    def fail(**columns):
+        raise error
+
+    (failure,) = score(fail, SAMPLES[:1])
+    assert f"raised {type(error).__name__} at {__file__}:" in failure.message
+    assert len(failure.message.encode()) < 400 + len(__file__)
+    assert len(failure.trace) < 10_000 and "in fail" in failure.trace
+
+
+SETTINGS = """
+import os
+import numpy as np
+import torch
+
+def change(**columns):
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("medium")
+    np.seterr(all="raise")
+    os.chdir("/")
+    return [1.0]
+
+async def change_late(**columns):
+    return change()
+
+change()
+"""
+
+
+@pytest.mark.parametrize("name", ["change", "change_late"])
+def test_functions_change_no_setting_of_the_process(tmp_path, monkeypatch, name):
+    """Neither at import nor in a call."""
+
+    def settings():
+        device, mode = torch.empty(1).device, torch.get_deterministic_debug_mode()
+        precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+        of_torch = (torch.is_grad_enabled(), torch.get_default_dtype(), device, mode, precision)
+        return *of_torch, threads, np.geterr(), os.getcwd()
+
+    module_name = f"settings_{name}"
+    (tmp_path / f"{module_name}.py").write_text(SETTINGS)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = settings()
+    function = import_function("a.key", f"{module_name}.{name}", "a.b")
+    assert settings() == before
+    assert score(function, SAMPLES[:1]) == [1.0]
+    assert settings() == before
 
 
 def test_wrong_length_fails_all_samples():

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -16,7 +15,15 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from bubblespec.distributed.processes import STOP_SIGNALS
-from bubblespec.errors import EndsRun, InputError, RankTimeout, log, one_line, write_torchrun_error
+from bubblespec.errors import (
+    EndsRun,
+    InputError,
+    RankTimeout,
+    log,
+    one_line,
+    trace_of,
+    write_torchrun_error,
+)
 
 GRACE_S = 1.0  # a timed-out rank's wait for others to time out, if no rank is behind
 # A broken connection is noticed at once, while others may still be in a forward. torchrun kills all
@@ -142,7 +149,7 @@ def leave(error: BaseException) -> NoReturn:
         if isinstance(error, EndsRun):
             log_once(error)
         else:
-            log("".join(traceback.format_exception(error)).rstrip())
+            log(trace_of(error).rstrip())
         write_torchrun_error(error)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from bubblespec.distributed.device import find_device
 from bubblespec.distributed.failures import Watchdog, join_store, leave, log_once
 from bubblespec.distributed.processes import STOP_SIGNALS, die_with_parent, guard_forks
-from bubblespec.errors import EndsRun, InputError, RankTimeout
+from bubblespec.errors import EndsRun, InputError, Interrupt, RankTimeout
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -246,7 +246,7 @@ def signals_stop(ranks: Ranks) -> Iterator[None]:
         if number == signal.SIGINT or (number == signal.SIGTERM and first_ctrl_c):
             first_ctrl_c.append(time.monotonic())
             if first_ctrl_c[-1] - first_ctrl_c[0] > SAME_CTRL_C_S:
-                raise KeyboardInterrupt
+                raise Interrupt
         if is_first and ranks.is_interruptible:
             raise Interrupted
 

@@ -185,6 +185,7 @@ def serve(descriptor: int, parent: int, module: str, argument: str) -> None:
     os.set_inheritable(descriptor, False)
     sys.argv = sys.argv[:1]
     os.nice(NICENESS)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt is the user's own
     # If memory runs out it is the first to go, and is replaced. Where Linux first shares the cores
     # among sessions ("autogroup", sched(7)), its session gets less of them.
     for path, value in (("oom_score_adj", "1000"), ("autogroup", str(NICENESS))):

@@ -25,8 +25,8 @@ from bubblespec.draft.suffix import (
     SuffixIndex,
 )
 from bubblespec.engine.ragged import doubled, spans
-from bubblespec.errors import InputError, one_line
-from bubblespec.imports import import_path
+from bubblespec.errors import InputError, one_line, shown
+from bubblespec.imports import call, import_path
 from bubblespec.planner.survival import ALIGNED
 from bubblespec.records import SOURCES
 from bubblespec.types import Draft, Row, SampleId
@@ -155,7 +155,7 @@ def load_source(path: str, vocab_size: int | None) -> DraftSource:
     if not isinstance(made, type) or not issubclass(made, DraftSource):
         raise InputError(f"{key}: {path} is not a subclass of {DraftSource.__module__}.DraftSource")
     try:
-        source = made()
+        source = call(made)
     except Exception as error:  # the user's own code
         raise InputError(f"{key}: {path}() failed: {one_line(error)}") from error
     kinds = source.kinds
@@ -181,7 +181,7 @@ def check_proposals(source: DraftSource, found: Proposals, limits: np.ndarray) -
         if not holds:
             raise InputError(f"speculative.method: {source.path}.propose returned {what}")
 
-    require(isinstance(found, Proposals), f"{found!r:.200}, not Proposals")
+    require(isinstance(found, Proposals), f"{shown(found)}, not Proposals")
     for name, column in found._asdict().items():
         is_int = isinstance(column, np.ndarray) and np.issubdtype(column.dtype, np.integer)
         require(is_int, f"{name} that is not an integer array")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bubblespec.errors import InputError
-from bubblespec.imports import import_function
+from bubblespec.errors import InputError, shown
+from bubblespec.imports import call, import_function
 from bubblespec.samples import Samples
 
 KEY = "loss.advantage_estimator"
@@ -65,12 +65,12 @@ def estimate_advantages(
     if "." not in estimator:
         zeros = np.zeros_like(rewards)
         return zeros if rewards.size == 1 else ESTIMATORS[estimator](rewards, scale_rewards)
-    returned = load_estimator(estimator)(samples, rewards.copy())
+    returned = call(load_estimator(estimator), samples, rewards.copy())
     problem = f"{KEY}: {estimator} returned"
     try:
         advantages = np.array(returned, np.float64)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{problem} {returned!r:.200}, not numbers") from error
+        raise InputError(f"{problem} {shown(returned)}, not numbers") from error
     if advantages.shape != rewards.shape:
         wanted = f"not {list(rewards.shape)}, [prompts, generations]"
         raise InputError(f"{problem} the shape {list(advantages.shape)}, {wanted}")

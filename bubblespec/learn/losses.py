@@ -20,8 +20,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from bubblespec.engine.output_head import OutputHead
-from bubblespec.errors import InputError, one_line
-from bubblespec.imports import import_function
+from bubblespec.errors import InputError, one_line, shown
+from bubblespec.imports import call, import_function
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -94,6 +94,7 @@ def load_loss(path: str) -> TokenLoss:
     )
     logprob = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
     ratio = torch.exp(logprob - logprob.detach())
+    function = partial(call, function)
     try:
         loss = function(logprob, ratio, torch.tensor([1.0, -1.0, 0.0]))
     except Exception as error:  # the user's own code
@@ -110,7 +111,7 @@ def load_loss(path: str) -> TokenLoss:
 def check_token_loss(path: str, loss: object, logprob: torch.Tensor) -> None:
     """Raise InputError unless the user's own loss has one value per token."""
     if not isinstance(loss, torch.Tensor) or loss.shape != logprob.shape:
-        found = f"{loss!r:.200}"
+        found = shown(loss)
         if isinstance(loss, torch.Tensor):
             found = f"the shape {list(loss.shape)}"
         wanted = f"a tensor [{len(logprob)}], the loss of each token"

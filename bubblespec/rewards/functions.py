@@ -20,12 +20,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bubblespec.errors import InputError
-from bubblespec.imports import awaited, import_function
+from bubblespec.errors import InputError, is_interrupt, shown, trace_of
+from bubblespec.imports import call, import_function
 
 RewardFunction = Callable[..., list[float | None]]
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
+NOT_PASSED = ("trainer_state", "log_extra", "log_metric")  # TRL's further arguments
 
 
 class Sample(NamedTuple):
@@ -84,6 +85,13 @@ def takes_environments(function: RewardFunction) -> bool:
     return signature is not None and "environments" in signature.parameters
 
 
+def names_not_passed(function: RewardFunction, columns: Collection[str]) -> list[str]:
+    """Return which of NOT_PASSED the function names as arguments and these columns lack."""
+    signature = _signature_of(function)
+    parameters = signature.parameters if signature else {}
+    return [name for name in NOT_PASSED if name in parameters and name not in columns]
+
+
 def _signature_of(function: Callable) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
@@ -116,10 +124,12 @@ def check_arguments(
         if signature is not None:
             signature.bind(**given)
     except TypeError as error:
+        names = ", ".join(names_not_passed(function, columns))
+        hint = f" (for TRL's {names} see docs/coming-from.md)" if names else ""
         has = f"the columns {sorted(columns)}" if columns else "no further columns"
         raise InputError(
             f"{key}: {path} cannot be called with prompts, completions, completion_ids "
-            f"and {has} of {source}: {error}"
+            f"and {has} of {source}: {shown(error, str)}{hint}"
         ) from error
 
 
@@ -133,30 +143,31 @@ def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
         columns = {name: [copy.deepcopy(s.columns.get(name)) for s in samples] for name in names}
         if takes_environments(function):
             columns["environments"] = [pickle.loads(s.environment) for s in samples]
-        returned = awaited(
-            function(
-                prompts=[copy.deepcopy(s.prompt) for s in samples],
-                completions=[_completion_of(s) for s in samples],
-                completion_ids=[s.completion_ids[:] for s in samples],
-                **columns,
-            )
+        returned = call(
+            function,
+            prompts=[copy.deepcopy(s.prompt) for s in samples],
+            completions=[_completion_of(s) for s in samples],
+            completion_ids=[s.completion_ids[:] for s in samples],
+            **columns,
         )
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # such as SystemExit, CancelledError, panics of extensions
+        if is_interrupt(error):
+            raise
         if len(samples) == 1 or sees_groups(function):
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            text = " ".join(str(error).split())
-            message = f"raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {text}"
-            return [RewardFailure("exception", message, traceback.format_exc())] * len(samples)
+            place = f"{frame.filename}:{frame.lineno}"
+            message = f"raised {type(error).__name__} at {place}: {shown(error, str)}"
+            return [RewardFailure("exception", message, trace_of(error))] * len(samples)
         return [reward for sample in samples for reward in score(function, [sample])]
     try:
         if isinstance(returned, str | bytes | dict | set) or len(returned) != len(samples):
             raise TypeError
-    except TypeError:
-        problem = f"returned {returned!r:.200}, not a list of {len(samples)} values, one per sample"
+        values = list(returned)
+    except Exception:  # of its own methods
+        wanted = f"a list of {len(samples)} values, one per sample"
+        problem = f"returned {shown(returned)}, not {wanted}"
         return [RewardFailure("result", problem)] * len(samples)
-    return [_checked(value) for value in returned]
+    return [_checked(value) for value in values]
 
 
 def answers_of(function: RewardFunction, samples: list[Sample], clock) -> list[Answer]:
@@ -179,11 +190,11 @@ def _checked(value) -> Reward:
         return None
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # of its own __float__, as a meta tensor's
         number = math.nan
     if math.isfinite(number):
         return number
-    return RewardFailure("value", f"value {value!r:.200} is neither a finite number nor None")
+    return RewardFailure("value", f"value {shown(value)} is neither a finite number nor None")
 
 
 def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:
@@ -246,5 +257,8 @@ def text_of(completion: str | list[dict]) -> str:
 
 def final_answer(text: str) -> str | None:
     """Return the text in the last `<answer>` tags, or None without any."""
-    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return answers[-1].strip() if answers else None
+    for part in reversed(text.split("</answer>")[:-1]):
+        _, tag, answer = part.partition("<answer>")
+        if tag:
+            return answer.strip()
+    return None

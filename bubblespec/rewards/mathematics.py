@@ -5,9 +5,11 @@ import re
 from bubblespec.rewards.functions import final_answer, per_sample, text_of
 
 MATH_LIMIT_S = 5  # for one comparison by math-verify, which would evaluate 9^{9^9} forever
+MAX_ANSWER = 2000  # characters: the library takes quadratic time, and prints what takes too long
 _NUMBER = re.compile(r"-?\d[\d,]*(\.\d+)?")
 _BOX = re.compile(r"\\boxed\s*{")
-_BETWEEN_BOXES = re.compile(r"[\s$,]*(and|or)?[\s$]*")
+_BRACE = re.compile(r"(?<!\\)[{}]")
+_BETWEEN_BOXES = re.compile(r"[\s$]*(,[\s$]*((and|or)[\s$]*)?|(and|or)[\s$]*)")
 # Words after a number, such as "dollars per hour", which LaTeX takes for products of letters; not
 # words that change the number.
 _UNIT = re.compile(r"(?<=[\d)}\]])\s+[A-Za-z]{3,}(\s+[A-Za-z]{2,})*\.?$")
@@ -21,8 +23,8 @@ _EQUATION = re.compile(r"[-+*/^().,\d\s]+(=[-+*/^().,\d\s]+)+")
 def math_equivalence(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
     """Return 1 where the answer equals the column `answer` by the math-verify library, else 0.
 
-    The answer is in the last `<answer>` tags or `\\boxed{}`, else what the library finds in the
-    text; an equation of numbers must be true. None where the reference cannot be parsed. A
+    The answer is in the last `<answer>` tags or `\\boxed{}`, else what the library finds at the end
+    of the text; an equation of numbers must be true. None where the reference cannot be parsed. A
     reference may be a whole solution with the answer behind the last ####, as in GSM8K."""
     from math_verify import parse, verify
 
@@ -34,7 +36,10 @@ def math_equivalence(prompts, completions, completion_ids, answer, **columns) ->
             continue
         text = text_of(completion)
         given = _answer_in(text)
-        parsed = parse(text, parsing_timeout=MATH_LIMIT_S) if given is None else _parse(given)
+        if given is None:
+            parsed = parse(text[-MAX_ANSWER:], parsing_timeout=MATH_LIMIT_S)
+        else:
+            parsed = _parse(given) if len(given) <= MAX_ANSWER else []
         parsed = [expression for expression in parsed if not _is_false(expression)]
         scores.append(float(verify(gold, parsed, timeout_seconds=MATH_LIMIT_S)))
     return scores
@@ -72,20 +77,24 @@ def _last_boxed(text: str) -> str | None:
     """Return the content of the last \\boxed{}, or None without one.
 
     Boxes right before it that a comma, "and" or "or" joins to it belong to it."""
-    held: list[str] = []
+    open_braces: list[int] = []
+    ends: dict[int, int] = {}  # of what is between two braces, by its beginning
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            open_braces.append(brace.end())
+        elif open_braces:
+            ends[open_braces.pop()] = brace.start()
+    held: list[str] = []  # the last one first
     following = len(text)  # where the box after this one begins
     for box in reversed(list(_BOX.finditer(text))):
-        depth, end = 1, box.end()
-        while depth and end < following:
-            depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
-            end += 1
-        if depth:  # cut off, or around another one
+        end = ends.get(box.end(), following)
+        if end >= following:  # cut off, or around another one
             continue
-        if held and not _BETWEEN_BOXES.fullmatch(text[end:following]):
+        if held and not _BETWEEN_BOXES.fullmatch(text, end + 1, following):
             break
-        held.insert(0, text[box.end() : end - 1])
+        held.append(text[box.end() : end])
         following = box.start()
-    return ", ".join(held) if held else None
+    return ", ".join(reversed(held)) if held else None
 
 
 def _parse(latex: str) -> list:

@@ -88,10 +88,11 @@ class Scorer:
         self._totals[:] = 0
         return metrics
 
-    def count(self, answers: list[list[Answer]], end_s: float) -> None:
+    def count(self, answers: list[list[Answer]], end_s: float) -> list[str]:
         """Sum up the answers of all ranks, [rows][functions]. end_s: of this rank's rollouts.
 
-        Raises RewardsFailed, on all ranks, if a function has failed for every row."""
+        Return those of eval.functions that have failed for every row. Raises RewardsFailed, on all
+        ranks, if a reward has."""
         local = np.zeros_like(self._totals)
         local[2] = len(answers)
         examples = [""] * (len(local) - 3)
@@ -105,12 +106,19 @@ class Scorer:
                     examples[number] = f"; {answer.reward.message}"
         self._totals += self.ranks.gather(local).sum(axis=0)
         num_rows = int(self._totals[2])
-        names = self.names_of(None)
+        names, broken = self.names_of(None), list[str]()
         for path, num_failed, example in zip(names, self._totals[3:], examples, strict=True):
-            if num_rows and num_failed == num_rows:
+            if not num_rows or num_failed < num_rows:
+                continue
+            if path in self.names:
                 raise RewardsFailed(
                     f"reward {path}: failed for all {num_rows} responses of a step{example}"
                 )
+            broken.append(path)
+            if self.ranks.is_main:
+                problem = f"{path} failed for all {num_rows} held-out responses"
+                log(f"warning: eval.functions: {problem}; its metric is left out")
+        return broken
 
     def close(self) -> None:
         """End the workers. Without it they end with this process."""
@@ -223,13 +231,15 @@ class Scoring:
                 raise ValueError(f"{len(group)} of {self._num_generations} samples of group {name}")
         answers = [self._answers(row) for row in rows]
         self._report(rows, answers)
-        scorer.count(answers, rollouts_ended_s)
+        broken = scorer.count(answers, rollouts_ended_s)
         on_error = scorer.config.reward_on_error
         rewards = [
             [on_error if isinstance(a.reward, RewardFailure) else a.reward for a in row_answers]
             for row_answers in answers
         ]
-        return np.array(rewards, np.float64).reshape(len(rows), len(self._names))
+        scores = np.array(rewards, np.float64).reshape(len(rows), len(self._names))
+        scores[:, [name in broken for name in self._names]] = np.nan
+        return scores
 
     def _answers(self, row: Row) -> list[Answer]:
         """Return the answer of each score, in the order of the names."""

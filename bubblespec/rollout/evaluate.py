@@ -77,6 +77,8 @@ class Evaluator:
         if names:  # distillation may have none
             metrics["eval/reward"] = float(rewards[is_scored].mean())
         for first in samples.rewards.T[:1]:
+            if np.isnan(first).all():
+                continue
             by_prompt = np.nan_to_num(first).reshape(len(groups), -1)[is_scored]
             for k in numbers_of_samples(settings.num_generations):
                 metrics[f"eval/pass@{k}"] = float(expected_best(by_prompt, k).mean())

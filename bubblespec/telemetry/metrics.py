@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from bubblespec.errors import log, one_line
+from bubblespec.errors import is_interrupt, log, one_line
+from bubblespec.imports import call
 from bubblespec.records import ACCEPT_BINS, StepRecord
 from bubblespec.telemetry.lines import JsonLines
 from bubblespec.telemetry.samples import as_text, choose, describe
@@ -111,8 +112,10 @@ class MetricsLogger:
         if self._log_to is None:
             return
         try:
-            self._log_to(record)
-        except Exception as error:  # the user's own code, which may need a network
+            call(self._log_to, record)
+        except BaseException as error:  # the user's own code, which may need a network
+            if is_interrupt(error):
+                raise
             if not self._has_warned:
                 problem = f"run.log_to failed in step {step}: {one_line(error)}"
                 log(f"warning: {problem}; the run continues")

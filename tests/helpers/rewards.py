@@ -21,6 +21,22 @@ def nothing(completion_ids, **columns) -> list[None]:
 
 
 @per_sample
+def changes_settings(completion_ids, **columns) -> list[float]:
+    """`remainder`, after changes of what an update depends on."""
+    import torch
+
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float16)
+    os.chdir("/")
+    return remainder(completion_ids)
+
+
+def fails(completions, **columns) -> list[float]:
+    """Fail for all."""
+    raise ValueError("x" * 1_000_000)
+
+
+@per_sample
 def constant(completion_ids, **columns) -> list[float]:
     """The same reward for all, so that nothing can be learned."""
     return [0.5] * len(completion_ids)
@@ -53,6 +69,16 @@ async def judge(prompts, completions, **columns) -> list[float]:
     """A function as those that ask a service."""
     await asyncio.sleep(0.001)
     return [float(len(text) % 3) for text in completions]
+
+
+def logs(completions, log_metric=None, **columns) -> list[float]:
+    """A function that takes an argument of TRL's where it is passed."""
+    return [1.0] * len(completions)
+
+
+def needs_state(completions, trainer_state, **columns) -> list[float]:
+    """A function that needs one."""
+    return [float(trainer_state.global_step)] * len(completions)
 
 
 def too_few(completions, **columns) -> list[float]:

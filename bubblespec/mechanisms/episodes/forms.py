@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from bubblespec.errors import InputError, one_line
-from bubblespec.imports import awaited, import_function, import_path
+from bubblespec.errors import InputError, is_interrupt, one_line
+from bubblespec.imports import awaited, import_function, import_path, keep_settings
 
 NO_TOOLS = ("reset", "get_reward")
 _ADDRESS = re.compile(r"<.+ at 0x[0-9a-fA-F]+>")
@@ -141,10 +141,11 @@ class Host:
         begin_s = time.monotonic()
         try:
             method, number, arguments = pickle.loads(request)
-            reply = getattr(self, method)(number, *arguments)
-        except KeyboardInterrupt:
-            raise
+            with keep_settings():
+                reply = getattr(self, method)(number, *arguments)
         except BaseException as error:  # such as SystemExit and CancelledError
+            if is_interrupt(error):
+                raise
             reply = {"error": one_line(error)}
         return reply | {"seconds": time.monotonic() - begin_s}
 
@@ -204,9 +205,9 @@ class ToolEpisode:
                     waiting.append((name, result))
                 else:
                     results.append((name, result))
-            except KeyboardInterrupt:
-                raise
             except BaseException as error:  # such as SystemExit and CancelledError
+                if is_interrupt(error):
+                    raise
                 results.append((name, error))
         if waiting:
             names, coroutines = zip(*waiting, strict=True)
