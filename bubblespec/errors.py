@@ -74,13 +74,18 @@ def log(line: str) -> None:
 
     If that is a log on a full disk, the line is lost and the run continues."""
     with contextlib.suppress(OSError):
-        tqdm.write(line, file=sys.stderr)  # not into a progress bar
+        tqdm.write(escape(line), file=sys.stderr)  # not into a progress bar
         sys.stderr.flush()
+
+
+def escape(text: str) -> str:
+    """Return a text for UTF-8: half an emoji, which JSON can hold, becomes the text \\ud83d."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def one_line(error: BaseException) -> str:
     """Return an error's kind and the beginning of its message, on one line."""
-    text = " ".join(str(error).split())
+    text = " ".join(escape(str(error)).split())
     return f"{type(error).__name__}: {text[:200]}{'...' if text[200:] else ''}".removesuffix(": ")
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from bubblespec.distributed.device import find_device
 from bubblespec.distributed.failures import Watchdog, join_store, leave, log_once
 from bubblespec.distributed.processes import die_with_parent
-from bubblespec.errors import EndsRun, InputError, RankTimeout
+from bubblespec.errors import EndsRun, InputError, RankTimeout, escape
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -110,7 +110,7 @@ class Ranks:
 
     def gather_text(self, text: str) -> list[str]:
         """Return the text of every rank, by rank."""
-        encoded = np.frombuffer(text.encode(), np.uint8)
+        encoded = np.frombuffer(escape(text).encode(), np.uint8)
         return [row.tobytes().decode() for row in self.gather_ragged(encoded)]
 
     def agree(self, find: Callable[[], Any]) -> Any:
