@@ -266,7 +266,10 @@ def _newest_whole(folders: list[str]) -> str | None:
 
 
 def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
-    """Return differences that change rounding alone; raise InputError for relevant others."""
+    """Return differences that change rounding alone; raise InputError for relevant others.
+
+    Data that has moved, or may differ, is left to `check_continued`, which compares its content."""
+    is_allowed = config.run.allow_changed_data
     current, classes, rounding = flatten(config), resume_classes(config), []
     # Keys added since had their defaults. This one had another, which environments alone use.
     same = () if config.environment.is_used else ("environment.max_observation_length",)
@@ -277,8 +280,16 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
         here, there = current[key], saved[key]
         if key.endswith("path") and _is_the_same_data(here, there):
             continue
+        is_data = key.startswith("data.") or key == "model.chat_template_path"
+        has_moved = key.endswith("path") and bool(there) and not os.path.exists(there)
+        if is_data and (is_allowed or has_moved):
+            continue
         if here != there and classes[key] == EXACT:
-            raise InputError(f"{key}: {here} here, but {there} in {where}; {ADVICE}")
+            problem = f"{key}: {here} here, but {there} in {where}"
+            if not (has_moved and is_allowed):
+                moved = "; if it has only moved, set run.allow_changed_data=true" * has_moved
+                raise InputError(f"{problem}; {ADVICE}{moved}")
+            log(f"warning: {problem}, which is gone: taken for the same")
         if here != there and classes[key] == ROUNDING:
             rounding.append(f"{key}: {here} here, but {there}")
     return rounding
