@@ -278,20 +278,18 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
         if key not in current:
             raise InputError(f"{key}: unknown key in {where}, written by another version")
         here, there = current[key], saved[key]
-        if key.endswith("path") and _is_the_same_data(here, there):
+        if here == there or (key.endswith("path") and _is_the_same_data(here, there)):
             continue
+        has_moved = key.endswith("path") and not os.path.exists(there or ".")
         is_data = key.startswith("data.") or key == "model.chat_template_path"
-        has_moved = key.endswith("path") and bool(there) and not os.path.exists(there)
-        if is_data and (is_allowed or has_moved):
-            continue
-        if here != there and classes[key] == EXACT:
-            problem = f"{key}: {here} here, but {there} in {where}"
-            if not (has_moved and is_allowed):
+        difference = f"{key}: {here} here, but {there}"
+        if classes[key] == ROUNDING:
+            rounding.append(difference)
+        elif classes[key] == EXACT and not (is_data and (is_allowed or has_moved)):
+            if not (is_allowed and has_moved):
                 moved = "; if it has only moved, set run.allow_changed_data=true" * has_moved
-                raise InputError(f"{problem}; {ADVICE}{moved}")
-            log(f"warning: {problem}, which is gone: taken for the same")
-        if here != there and classes[key] == ROUNDING:
-            rounding.append(f"{key}: {here} here, but {there}")
+                raise InputError(f"{difference} in {where}; {ADVICE}{moved}")
+            log(f"warning: {difference} in {where}, which is gone: taken for the same")
     return rounding
 
 

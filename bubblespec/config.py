@@ -169,7 +169,7 @@ class RolloutConfig:
     """Sampling of a step, and the size of the engine."""
 
     num_prompts_per_step: int = key(16, at_least(1), at_most(1 << 20))
-    """Prompts per step, over all ranks."""
+    """Prompts per step, over all ranks; fewer than ranks are refused."""
     num_generations: int = key(8, at_least(1), at_most(1 << 12, COUNTER))
     """Responses per prompt (the group of GRPO)."""
     max_prompt_length: int = key(512, at_least(1))
