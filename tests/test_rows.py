@@ -245,7 +245,7 @@ def test_name_of_two_splits_is_refused_beside_others(tmp_path):
     write(tmp_path / "dev_test.jsonl", ROWS)
     message = refusal(load, tmp_path)
     assert (
-        message.startswith("data.path: ") and "dev_test.jsonl: is it validation or test?" in message
+        message.startswith("data.path: ") and "dev_test.jsonl may be validation or test;" in message
     )
 
 

@@ -136,10 +136,8 @@ def _files_by_split(path: str, key: str) -> tuple[dict[str, list[str]], list[str
             others.append(name)
     for split in [split for split in by_split if "+" in split]:
         if len(by_split) > 1:
-            problem = f"{_names(by_split[split], path)}: is it {split.replace('+', ' or ')}?"
-            raise InputError(
-                f"{key}: {path}: {problem} Rename it, or name files of one split alone"
-            )
+            names = f"{_names(by_split[split], path)} may be {split.replace('+', ' or ')}"
+            raise InputError(f"{key}: {path}: {names}; rename, or give files of one split alone")
         by_split = {"train": by_split[split]}
     return by_split, others
 
