@@ -289,7 +289,7 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
             if not (is_allowed and has_moved):
                 moved = "; if it has only moved, set run.allow_changed_data=true" * has_moved
                 raise InputError(f"{difference} in {where}; {ADVICE}{moved}")
-            log(f"warning: {difference} in {where}, which is gone: taken for the same")
+            log(f"warning: {key}: {there} of {where} is gone; {here} is taken for the same")
     return rounding
 
 

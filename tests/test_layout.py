@@ -38,10 +38,10 @@ CEILINGS = {
     "bubblespec.rollout.loop": 5400,
     "bubblespec.rollout.sampler": 8500,
     "bubblespec.trainer": 11000,
-    "bubblespec.checkpoint": 2030,
+    "bubblespec.checkpoint": 2091,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 25100, "tests": 28000}
+MAX_LINES = {"file": 400, "package": 25210, "tests": 28030}
 
 
 def name_of(path: Path) -> str:
