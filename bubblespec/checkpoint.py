@@ -282,7 +282,10 @@ def _newest_whole(folders: list[str]) -> str | None:
 
 
 def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
-    """Return differences that change rounding alone; raise InputError for relevant others."""
+    """Return differences that change rounding alone; raise InputError for relevant others.
+
+    Data that has moved, or may differ, is left to `check_continued`, which compares its content."""
+    is_allowed = config.run.allow_changed_data
     current, classes, rounding = flatten(config), resume_classes(config), []
     # Keys added since had their defaults. This one had another, which environments alone use.
     same = () if config.environment.is_used else ("environment.max_observation_length",)
@@ -291,12 +294,18 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
         if key not in current:
             raise InputError(f"{key}: unknown key in {where}, written by another version")
         here, there = current[key], saved[key]
-        if key.endswith("path") and _is_the_same_data(here, there):
+        if here == there or (key.endswith("path") and _is_the_same_data(here, there)):
             continue
-        if here != there and classes[key] == EXACT:
-            raise InputError(f"{key}: {here} here, but {there} in {where}; {ADVICE}")
-        if here != there and classes[key] == ROUNDING:
-            rounding.append(f"{key}: {here} here, but {there}")
+        has_moved = key.endswith("path") and not os.path.exists(there or ".")
+        is_data = key.startswith("data.") or key == "model.chat_template_path"
+        difference = f"{key}: {here} here, but {there}"
+        if classes[key] == ROUNDING:
+            rounding.append(difference)
+        elif classes[key] == EXACT and not (is_data and (is_allowed or has_moved)):
+            if not (is_allowed and has_moved):
+                moved = "; if it has only moved, set run.allow_changed_data=true" * has_moved
+                raise InputError(f"{difference} in {where}; {ADVICE}{moved}")
+            log(f"warning: {key}: {there} of {where} is gone; {here} is taken for the same")
     return rounding
 
 

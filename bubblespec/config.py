@@ -169,7 +169,7 @@ class RolloutConfig:
     """Sampling of a step, and the size of the engine."""
 
     num_prompts_per_step: int = key(16, at_least(1), at_most(1 << 20))
-    """Prompts per step, over all ranks."""
+    """Prompts per step, over all ranks; fewer than ranks are refused."""
     num_generations: int = key(8, at_least(1), at_most(1 << 12, COUNTER))
     """Responses per prompt (the group of GRPO)."""
     max_prompt_length: int = key(512, at_least(1))
@@ -329,7 +329,8 @@ class RunConfig:
     resume_from_checkpoint: str = key("auto", resume=SAFE)
     """auto: the newest checkpoint in output_dir; none: start a new run; or a checkpoint folder."""
     allow_changed_data: bool = key(False, resume=SAFE)
-    """Continue although rows or the chat template differ. Appended rows need no permission."""
+    """Continue although data or the chat template differ, or the folder of the model has moved.
+    Appended rows, and files of data that have moved, need no permission."""
     timeout_s: float = key(1800.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds a collective may wait for the slowest rank before the job ends."""
 

@@ -77,8 +77,14 @@ def bound_problems(section: Any, prefix: str = "") -> Iterator[str]:
         items = {name: value}
         if isinstance(value, list):
             items = {f"{name}[{index}]": item for index, item in enumerate(value)}
+        elif field.type == dict[str, str]:
+            items = {f"{name}.{key}": item for key, item in value.items()}
         for key, item in items.items():
-            if dataclasses.is_dataclass(item):
+            if field.type in (list[str], dict[str, str]) and not isinstance(item, str):
+                yield f"{key}: {item} is not text"
+            elif isinstance(item, str) and item.encode("utf-8", "ignore").decode() != item:
+                yield f"{key}: {item!a} has half a character"
+            elif dataclasses.is_dataclass(item):
                 yield from bound_problems(item, f"{key}.")
             elif item is not None and item != "auto":
                 violated = (bound.text for bound in bounds if not bound.holds(item))

@@ -4,6 +4,7 @@ All mistakes of a configuration make one `InputError`, with a line each that nam
 OmegaConf is imported where it is used, as tests on GPU machines run without it.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -19,6 +20,11 @@ from bubblespec.errors import InputError
 
 KEYS = keys_of(Config)
 SECTIONS = {key.partition(".")[0] for key in KEYS}
+# Keys of text, which YAML 1.1 would change: 2024_05_01, 007, 1e3, 12:30, yes.
+TEXT = {key for key, field in KEYS.items() if field.type in (str, str | None)}
+TEXTS = {key for key, field in KEYS.items() if field.type in (list[str], dict[str, str])}
+PATHS = [key for key in KEYS if key.endswith(("path", "_dir", "_from_checkpoint"))]
+QUOTED = re.compile(r"""'([^']|'')*'|"([^"\\]|\\.)*\"""", re.DOTALL)
 KEY = re.compile(r"[a-z_]+\.[a-z_0-9]+")
 SIMILAR = 0.85  # similarity with a key of the same section that makes a typing error likely
 
@@ -33,16 +39,21 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
 
     try:
         base = OmegaConf.load(path)
+        with open(path, encoding="utf-8") as file:
+            as_written = _without_types(file.read())
     except Exception as error:  # of many kinds; all mean a file that is not valid YAML
         raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    return _fill(base, overrides, path)
+    given = OmegaConf.to_container(base)
+    for section, leaf in (key.split(".") for key in TEXT | TEXTS):
+        with contextlib.suppress(KeyError, TypeError):
+            if given[section][leaf] is not None:
+                given[section][leaf] = as_written[section][leaf]
+    return _fill(given, overrides, path)
 
 
 def config_of_sections(sections: dict[str, dict], overrides: Sequence[str], source: str) -> Config:
     """Return the checked configuration of a dictionary of sections. source: its name in errors."""
-    from omegaconf import OmegaConf
-
-    return _fill(OmegaConf.create(_escape(sections)), overrides, source)
+    return _fill(_escape(sections), overrides, source)
 
 
 def config_to_yaml(config: Config) -> str:
@@ -52,15 +63,14 @@ def config_to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escape(dataclasses.asdict(config))))
 
 
-def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
-    """Fill a `Config` from `base` and then the overrides, and check it.
+def _fill(given: Any, overrides: Sequence[str], source: str) -> Config:
+    """Fill a `Config` from `given` and then the overrides, and check it.
 
-    source: the name of `base` in errors. Raises InputError with all problems."""
+    source: the name of `given` in errors. Raises InputError with all problems."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     config = OmegaConf.structured(Config)
-    given = OmegaConf.to_container(base)
     if not isinstance(given, dict):
         found = type(given).__name__
         raise InputError(f"{source}: expected sections (model, data, ...), found {found}")
@@ -70,7 +80,7 @@ def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
             problems.append(f"override '{override}' is not of the form section.key=value")
             continue
         try:
-            given = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+            given = _read_override(override)
         except Exception as error:
             problems.append(
                 f"override '{override}': not valid YAML: {' '.join(str(error).split())}"
@@ -88,6 +98,12 @@ def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
     except OmegaConfBaseException as error:  # a reference ${...} to what does not exist
         problems.append(f"{error.full_key}: {str(error).strip().splitlines()[0]}")
         raise InputError("\n".join(problems)) from error
+    for section, leaf in (name.split(".") for name in PATHS):
+        value = getattr(getattr(filled, section), leaf)
+        if value and (path := os.path.expanduser(value)).startswith("~"):
+            problems.append(f"{section}.{leaf}: {value}: no such user; a folder is ./{value}")
+        elif value:
+            setattr(getattr(filled, section), leaf, path)
     problems += bound_problems(filled)
     if filled.loss.loss_type == "distillation" and not has_rewards:
         filled.reward.functions = []
@@ -104,6 +120,30 @@ def _fill(base: Any, overrides: Sequence[str], source: str) -> Config:
         half = filled.rollout.max_completion_length // 2
         filled.environment.max_observation_length = max(1, min(half, 512))
     return filled
+
+
+def _read_override(override: str) -> dict:
+    """Return the sections of `section.key=value`, where the value is YAML.
+
+    The value of a text key is what is typed, apart from quotes around all of it, and null."""
+    from omegaconf import OmegaConf
+
+    name, _, value = override.partition("=")
+    key = ".".join(name.split(".")[:2])
+    if key not in TEXT | TEXTS:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+    given, text = OmegaConf.create(), None if value.strip() in ("", "null") else value
+    if name in TEXTS or QUOTED.fullmatch(value):
+        text = _without_types(value)
+    OmegaConf.update(given, name, text)
+    return OmegaConf.to_container(given)
+
+
+def _without_types(text: str) -> Any:
+    """Return the content of YAML with all scalars as they are written."""
+    import yaml
+
+    return yaml.load(text, yaml.BaseLoader)
 
 
 def _sets_rewards(given: dict) -> bool:

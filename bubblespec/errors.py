@@ -92,8 +92,13 @@ def log(line: str) -> None:
 
     If that is a log on a full disk, the line is lost and the run continues."""
     with contextlib.suppress(OSError):
-        tqdm.write(line, file=sys.stderr)  # not into a progress bar
+        tqdm.write(escape(line), file=sys.stderr)  # not into a progress bar
         sys.stderr.flush()
+
+
+def escape(text: str) -> str:
+    """Return a text for UTF-8: half an emoji, which JSON can hold, becomes the text \\ud83d."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def shown(value: object, form: Callable[[Any], str] = repr) -> str:
@@ -101,7 +106,7 @@ def shown(value: object, form: Callable[[Any], str] = repr) -> str:
 
     The user's code may return and raise objects with megabytes of text, or with none at all."""
     try:
-        text = " ".join(form(value).encode("utf-8", "backslashreplace").decode().split())
+        text = " ".join(escape(form(value)).split())
     except Exception:  # of its own __repr__ or __str__
         text = f"a {type(value).__name__} without text"
     return text[:MAX_SHOWN] + "..." * bool(text[MAX_SHOWN:])

@@ -39,6 +39,11 @@ torchrun --nproc_per_node=8 train.py --config my_run.yaml run.seed=1 optim.learn
     "data.columns={{prompt: question}}"
 ```
 
+Values are YAML, and text is what is written: `run.output_dir=2024_05_01`, `data.name=007` and, on
+the command line, `data.system_prompt=Answer: one number`. There, quotes around all of a text are
+removed, and `null` means not set; a file needs quotes around text with a colon. `~` at the
+beginning of a path is the home folder.
+
 An unknown key, a value of the wrong type or out of bounds, and keys that contradict each other end
 the run before anything is loaded, with one line for each that names the key. For a key of TRL or
 verl the line names ours, or says why there is none. `config.yaml` in `run.output_dir` holds all

@@ -220,6 +220,33 @@ def test_changed_rows_are_refused_appended_rows_named(refusal, trained, data, tm
     assert said.count("warning: data: held-out rows") == 1, said
 
 
+def test_moved_run_continues_with_equal_data(refusal, trained, data, tmp_path):
+    """Its folder, data and model are elsewhere; what the files say is the same."""
+
+    def overrides(folder: str) -> list[str]:
+        path = tmp_path / folder
+        return ["data.tasks=[]", f"data.path={path}/rows.jsonl", f"model.path={path}/policy"]
+
+    old, new = tmp_path / "old", tmp_path / "new"
+    copy_policy(old / "policy")
+    shutil.move(data("rows.jsonl", GOOD)[1].partition("=")[2], old)
+    trained(old / "out", *overrides("old"))
+    old.rename(new)
+    more = [*overrides("new"), "run.max_steps=2"]
+    message = refusal(*more, output_dir=new / "out")
+    assert message.startswith("model.path: ") and "run.allow_changed_data=true" in message
+    said = trained(new / "out", *more, "run.allow_changed_data=true")
+    assert said.count("warning: model.path: ") == 2 == said.count("taken for the same"), said
+    assert "differ" not in said and os.path.exists(new / "out" / "checkpoint-2")
+    (new / "rows.jsonl").rename(new / "other.jsonl")
+    more = [*more, f"data.path={new}/other.jsonl", "run.max_steps=3"]
+    text = (new / "other.jsonl").read_text()
+    (new / "other.jsonl").write_text(text.replace("1", "2"))
+    assert "training rows" in refusal(*more, output_dir=new / "out")
+    (new / "other.jsonl").write_text(text)
+    trained(new / "out", *more)
+
+
 def test_changed_chat_template_is_refused(refusal, trained, data, tmp_path):
     path = tmp_path / "template.jinja"
     chatml = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
@@ -236,7 +263,8 @@ def test_changed_chat_template_is_refused(refusal, trained, data, tmp_path):
     names = sorted(os.listdir(folder), key=lambda name: name == STATE_FILE)
     sums = "".join(f"{digest}  {name}\n" for name, digest in _digests(str(folder), names).items())
     (folder / SUMS_FILE).write_text(sums)
-    trained(tmp_path / "out", *overrides, "run.max_steps=2")  # of an earlier version
+    said = trained(tmp_path / "out", *overrides, "run.max_steps=2")  # of an earlier version
+    assert said.count("has no fingerprints") == 1
 
 
 def test_long_prompts_are_dropped_and_counted(refusal, trained, data, tmp_path):

@@ -260,7 +260,7 @@ def test_changed_key_is_handled_by_class(saver, capfd):
         if key in ("run.output_dir", "run.resume_from_checkpoint"):  # where, not what
             continue
         setattr(getattr(saver.config, section), name, changed(value))
-        if classes[key] != EXACT:
+        if classes[key] != EXACT or key == "data.path":  # no file; rows are compared later
             assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 1), key
         else:
             said = rf"^{key}: .* here, but .* in .*checkpoint-1; set the same to resume"

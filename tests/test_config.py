@@ -56,13 +56,50 @@ eval.temperature=0 | 0.0
 data.system_prompt=a=b | "a=b"
 run.output_dir=${model.path} | "some/model"
 model.path=3 | "3"
+data.name=12:30 | "12:30"
+data.name=null | None
+data.name="null" | "null"
+data.columns={1: 007, prompt: yes} | {"1": "007", "prompt": "yes"}
+data.columns.prompt=1e3 | "1e3"
+reward.functions=[a.b, 1.10] | ["a.b", "1.10"]
+data.system_prompt=Answer: one number | "Answer: one number"
+data.system_prompt='It''s: this' | "It's: this"
+data.system_prompt='a' or "b" # c | "'a' or \\"b\\" # c"
+data.system_prompt=[INST] | "[INST]"
 """
 
 
 @pytest.mark.parametrize("override, wanted", rows_of(OVERRIDES))
 def test_overrides_of_every_kind(load, override, wanted):
-    value = flatten(load(MINIMAL, override))[override.split("=")[0]]
+    name, found = override.split("=")[0], flatten(load(MINIMAL, override))
+    value = found[name] if name in found else found["data.columns"]["prompt"]
     assert value == ast.literal_eval(wanted) and type(value) is type(ast.literal_eval(wanted))
+
+
+@pytest.mark.parametrize("text", ["2024_05_01", "007", "1e3", "12:30", "yes", "1_0.50"])
+def test_text_is_kept_as_written(load, text):
+    """On the command line and in a file, whatever YAML 1.1 takes it for."""
+    text_file = MINIMAL.replace(
+        "train.jsonl", f"train.jsonl, split: {text}, columns: {{a: {text}}}"
+    )
+    data = load(text_file).data
+    assert data.split == data.columns["a"] == text
+    assert load(MINIMAL, f"run.output_dir={text}").run.output_dir == text
+
+
+def test_home_is_expanded_in_paths(load, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load(MINIMAL.replace("some/model", "~/model"), "run.output_dir=~/x", "data.name=~/x")
+    assert (config.model.path, config.run.output_dir) == ("/home/me/model", "/home/me/x")
+    assert config.data.name == "~/x"
+    message = refusal(load, MINIMAL, "run.output_dir=~nobody.here/x")
+    assert message.startswith("run.output_dir: ~nobody.here/x: no such user")
+
+
+def test_half_characters_are_refused(load):
+    for text in ("a\ud83d", "\udcff"):
+        message = refusal(load, MINIMAL, f"data.system_prompt={text}")
+        assert message.startswith("data.system_prompt: ") and "half a character" in message
 
 
 def test_override_replaces_a_list_of_tasks(load):
@@ -319,7 +356,8 @@ def test_wrong_value_never_ends_in_traceback(load, key, default):
         ("2.5: {a: 1}\n", "the key 2.5 is not text"),
         ("2024-05-02: {a: 1}\n", ""),
         ("data: {1: 2, on: 3}\n", "data.1: unknown key"),
-        ("data: {columns: {1: 2}}\n", "data.columns"),
+        ("data: {columns: {1: {2: 3}}}\n", "data.columns.1: {'2': '3'} is not text"),
+        ("reward: {functions: [[a]]}\n", "reward.functions[0]: ['a'] is not text"),
         ("model:\n\tpath: x\n", "line 2"),
         ("a: 1\n---\nb: 2\n", "not valid YAML"),
         ("a: !!python/object:os.system x", "not valid YAML"),

@@ -237,3 +237,18 @@ def test_paths_are_compared_by_content(tmp_path):
     config = load_config("configs/tiny_cpu.yaml", [f"model.path={tmp_path}/nowhere"])
     with pytest.raises(InputError, match=r"model\.path"):
         _check_same_run(config, saved, "a checkpoint")
+
+
+def test_other_data_keys_need_permission():
+    saved = flatten(load_config("configs/tiny_cpu.yaml"))
+    changed = ["data.as_chat=true", "model.chat_template_path=README.md"]
+    for change, key in zip(changed, ("data.as_chat", "model.chat_template_path"), strict=True):
+        config = load_config("configs/tiny_cpu.yaml", [change])
+        with pytest.raises(InputError, match=f"{key}: "):
+            _check_same_run(config, saved, "a checkpoint")
+    changed.append("run.allow_changed_data=true")
+    config = load_config("configs/tiny_cpu.yaml", changed)
+    assert _check_same_run(config, saved, "a checkpoint") == []
+    config.model.path = "README.md"
+    with pytest.raises(InputError, match=r"model\.path: "):
+        _check_same_run(config, saved, "a checkpoint")

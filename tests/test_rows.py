@@ -43,7 +43,7 @@ def as_jsonl(rows: list) -> str:
 
 def write(path, rows: list) -> str:
     """Rows in the format that the suffix of `path` asks for."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":
         path.write_text(as_jsonl(rows))
     elif path.suffix == ".json":
@@ -205,13 +205,23 @@ def test_slices_of_split_are_taken(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-@pytest.mark.parametrize("train, test", [("train", "test"), ("a", "eval_1"), ("x-train-0", "dev")])
+@pytest.mark.parametrize(
+    "train, test",
+    [
+        ("train", "test"),
+        ("a", "eval_1"),
+        ("x-train-0", "dev"),
+        ("sums.train", "sums.test"),
+        ("train/part", "test/part"),
+        ("set/part", "set/test_2/b/train"),  # folders come first
+    ],
+)
 def test_files_of_other_splits_are_not_trained_on(tmp_path, suffix, train, test):
     """Neither from a folder nor by a glob; a line says so, and the split is to be had."""
     own, other = [{"prompt": "own"}], [{"prompt": "other"}]
     write(tmp_path / "data" / f"{train}.{suffix}", own)
     write(tmp_path / "data" / f"{test}.{suffix}", other)
-    for path in ("data", f"data/*.{suffix}"):
+    for path in ("data", f"data/**/*.{suffix}"):
         lines = []
         assert load_rows(str(tmp_path / path), None, "train", warn=lines.append) == own
         assert len(lines) == 1 and f"{test}.{suffix}" in lines[0]
@@ -220,6 +230,55 @@ def test_files_of_other_splits_are_not_trained_on(tmp_path, suffix, train, test)
     for name, rows in ((train, own), (test, other)):
         path = str(tmp_path / "data" / f"{name}.{suffix}")
         assert load_rows(path, None, "train", warn=pytest.fail) == rows, "named by itself"
+
+
+def test_shards_in_data_are_splits_of_their_names(tmp_path):
+    for name in ("train", "hard"):
+        write(tmp_path / "data" / f"{name}-00000-of-00001.jsonl", [{"prompt": name}])
+    assert load(tmp_path) == [{"prompt": "train"}]
+    assert load_rows(str(tmp_path), None, "hard") == [{"prompt": "hard"}]
+
+
+def test_name_of_two_splits_is_refused_beside_others(tmp_path):
+    write(tmp_path / "dev_train.jsonl", ROWS)
+    assert load(tmp_path) == ROWS
+    write(tmp_path / "dev_test.jsonl", ROWS)
+    message = refusal(load, tmp_path)
+    assert (
+        message.startswith("data.path: ") and "dev_test.jsonl may be validation or test;" in message
+    )
+
+
+def test_test_set_alone_is_no_train_set_beside_unread_files(tmp_path):
+    write(tmp_path / "test.jsonl", ROWS)
+    assert load(tmp_path) == ROWS
+    (tmp_path / "train.jsonl.zst").write_bytes(b"")
+    assert "Unknown split" in refusal(load, tmp_path)
+    assert load_rows(str(tmp_path), None, "test") == ROWS
+
+
+def test_any_depth_is_read_and_unread_files_are_named(tmp_path):
+    names = ["a/b/three.jsonl", "a/two.ndjson", "four.tsv", "one.jsonl", "one.jsonl.zst"]
+    for number, name in enumerate(names):
+        write((tmp_path / name).with_suffix(".jsonl"), [{"prompt": str(number)}])
+        (tmp_path / name).with_suffix(".jsonl").rename(tmp_path / name)
+    (tmp_path / "config.json").write_text("{}")
+    for path, read, unread in [
+        (".", [0, 1, 3], "config.json, four.tsv, one.jsonl.zst"),
+        ("*", [3], "a, config.json, four.tsv, one.jsonl.zst"),
+        ("**/*.jsonl", [0, 3], None),
+        ("**/*.tsv", [], "four.tsv"),
+    ]:
+        lines = []
+        path = str(tmp_path if path == "." else tmp_path / path)
+        if not read:
+            assert f"not read: {unread}" in refusal(load, path)
+            continue
+        rows = load_rows(path, None, "train", warn=lines.append)
+        assert [int(row["prompt"]) for row in rows] == read
+        (line,) = lines
+        assert f"{len(read)} rows of {len(read)} file" in line
+        assert line.endswith(f"; not read ({unread})" if unread else ".jsonl)")
 
 
 def test_folders_of_save_to_disk_are_read(tmp_path):

@@ -6,14 +6,18 @@ import os
 import numpy as np
 import pyarrow.parquet
 import pytest
+import torch
 
 from bubblespec.config import Config
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.errors import log, one_line
+from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.telemetry.rollouts import Rollouts
 from bubblespec.trainer import Trainer
 from tests.helpers.checks import refusal
 from tests.helpers.rows import LETTERS
 from tests.helpers.runs import SHORT, train_here
-from tests.test_metrics import NAMES, a_record
+from tests.test_metrics import NAMES, a_record, events, read
 
 OPTIONS = [*SHORT, "rollout.num_prompts_per_step=4", "rollout.max_completion_length=24"]
 OPTIONS += ["eval.num_prompts=0", "run.save_rollouts=true", "run.max_steps=4", "run.save_steps=2"]
@@ -79,6 +83,26 @@ def test_killed_run_has_each_step_once(trained, monkeypatch, tmp_path):
         f"step-{n:05d}.parquet" for n in (1, 2, 3, 4)
     ]
     check(tmp_path, trained)
+
+
+def test_half_an_emoji_is_escaped_in_all_files(tmp_path, capsys):
+    """JSON can hold it, UTF-8 cannot."""
+    torn, record = "torn \ud83d", a_record(0)
+    for group in record.samples.groups:
+        group.prompt.columns["answer"] = torn
+    Rollouts(str(tmp_path), 0).write(record, NAMES, LETTERS)
+    rows = pyarrow.parquet.read_table(tmp_path / "rollouts").to_pylist()
+    assert [json.loads(row["columns"])["answer"] for row in rows] == [torn] * 4
+    logger = MetricsLogger(str(tmp_path), 0)
+    logger.log_samples(record, NAMES, LETTERS)
+    logger.close()
+    assert read(tmp_path, "samples")[0]["columns"]["answer"] == torn
+    (event,) = events(tmp_path).Tensors("sample_0/text_summary")
+    assert event.tensor_proto.string_val[0].endswith(b"answer: torn \\ud83d")
+    log(one_line(ValueError(torn)))
+    log(torn)
+    assert capsys.readouterr().err == "ValueError: torn \\ud83d\ntorn \\ud83d\n"
+    assert Ranks(torch.device("cpu")).gather_text(torn) == ["torn \\ud83d"]
 
 
 def test_missing_rewards_are_null_and_failures_warn(tmp_path, capsys):

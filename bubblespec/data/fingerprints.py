@@ -67,6 +67,7 @@ def check_continued(
     Warns of appended rows. Raises InputError for other differences unless `is_allowed`.
     """
     if ROWS not in saved:
+        warn(f"warning: {folder} has no fingerprints: whether it had the same data is not checked")
         return
     problem = None
     if not np.array_equal(saved[TEMPLATE], state[TEMPLATE]):

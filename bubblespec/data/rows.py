@@ -22,19 +22,22 @@ from pathlib import Path
 from bubblespec.errors import InputError, log, one_line
 
 FILE_FORMATS = {f".{name}": name for name in ("json", "csv", "parquet", "arrow")}
-FILE_FORMATS[".jsonl"] = "json"
+FILE_FORMATS |= {".jsonl": "json", ".ndjson": "json"}
 # Functions that open compressed files, by first bytes.
 COMPRESSIONS: dict[bytes, Callable] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,
 }
-# Words in the name of a file that assign it to a split, as on the hub.
+# Files of the hub's library next to rows.
+DESCRIPTIONS = {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json"}
+# Words in names that assign a file to a split, as on the hub.
 SPLITS = {
     "train": {"train", "training"},
     "validation": {"validation", "valid", "val", "dev"},
     "test": {"test", "testing", "eval", "evaluation"},
 }
+_SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*")  # whose name is that of its split
 
 
 def load_rows(
@@ -49,20 +52,24 @@ def load_rows(
     """Return the rows of local files, of a folder of `save_to_disk`, or of a hub dataset.
 
     Local files are JSON, JSONL, CSV or Parquet: a file, a folder or a glob. All rows get the same
-    columns, None where a row lacks one. Files belong to the splits that their names contain; a
-    single split is also `train`. A slice such as train[:100] may be taken. Loading scripts are
-    never run. key: the configuration's key, for errors; columns: {name: source} for columns to
-    rename, where a dot in the source reaches into a nested column.
+    columns, None where a row lacks one. Files belong to the splits that the names of their folders
+    or their own contain; a single split is also `train`. A slice such as train[:100] may be taken.
+    Loading scripts are never run. key: the configuration's key, for errors; columns: {name: source}
+    for columns to rename, where a dot in the source reaches into a nested column; warn: gets a line
+    about what is read of a folder or glob.
     """
     import datasets
 
     # Its errors are raised below, in one line.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    files = _files_by_split(path)
+    files, others = _files_by_split(path, key)
+    if len(files) == 1 and not others and not split.startswith(next(iter(files))):
+        files = {"train": next(iter(files.values()))}
     formats = sorted({FILE_FORMATS[_suffix(file)] for of in files.values() for file in of})
     is_path = os.path.exists(path) or path.startswith((".", "/", "~")) or "*" in path
     if not files and (is_path or _suffix(path) in FILE_FORMATS):
-        raise InputError(f"{key}: no JSON, JSONL, CSV or Parquet file at {path}")
+        found = f"; not read: {_names(others, path)}" if others else ""
+        raise InputError(f"{key}: no JSON, JSONL, CSV or Parquet file at {path}{found}")
     if len(formats) > 1:
         raise InputError(f"{key}: {path} mixes file formats {formats}; use one format")
     if files and name is not None:
@@ -84,9 +91,14 @@ def load_rows(
         raise InputError(f"{key}: cannot load {what}, split {split}: {one_line(cause)}") from error
     if not rows:
         raise InputError(f"{key}: {path}, split {split}, has no rows")
-    if len(files) > 1 and formats != ["arrow"]:  # by their names alone
-        names = "; ".join(f"{of}: {', '.join(map(os.path.basename, files[of]))}" for of in files)
-        warn(f"{key}: {path} has several splits; {split} is used ({names:.300})")
+    if files and formats != ["arrow"] and not os.path.isfile(path):
+        used = [of for of in files if split == "all" or re.search(rf"\b{re.escape(of)}\b", split)]
+        names = [name for of in used for name in files[of]]
+        line = f"{key}: {path}, split {split}: {len(rows)} rows of {len(names)} file"
+        line += "s" * (len(names) > 1)
+        parts = {line: names} | {f"split {of}": files[of] for of in files if of not in used}
+        parts |= {"not read": others} if others else {}
+        warn("; ".join(f"{what} ({_names(of, path)})" for what, of in parts.items()))
     lacking = dict.fromkeys(name for row in rows for name in row)
     if any(len(row) < len(lacking) for row in rows):
         rows = [lacking | row for row in rows]
@@ -98,21 +110,36 @@ def load_rows(
     return rows
 
 
-def _files_by_split(path: str) -> dict[str, list[str]]:
-    """Return the files of known formats at a path, in a folder or of a glob, by split."""
+def _files_by_split(path: str, key: str) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the files of known formats at a path, below a folder or of a glob, by split.
+
+    And what else is there: other files, and folders that a glob names without reaching into them.
+    """
     folder = Path(path)
     if (saved := folder / "dataset_dict.json").is_file():  # of `save_to_disk`
         splits = json.loads(saved.read_text(encoding="utf-8"))["splits"]
-        return {split: _saved_files(folder / split) for split in splits}
+        return {split: _saved_files(folder / split) for split in splits}, []
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return {"train": _saved_files(folder)}
-    pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
-    names = [path] if os.path.isfile(path) else sorted(glob.glob(pattern))
+        return {"train": _saved_files(folder)}, []
+    if folder.is_file():
+        return ({"train": [path]}, []) if _suffix(path) in FILE_FORMATS else ({}, [])
+    pattern = os.path.join(glob.escape(path), "**") if folder.is_dir() else path
     by_split: dict[str, list[str]] = {}
-    for name in names:
-        if _suffix(name) in FILE_FORMATS:
-            by_split.setdefault(_split_of(name), []).append(name)
-    return by_split if len(by_split) != 1 else {"train": next(iter(by_split.values()))}
+    others = []
+    for name in sorted(glob.glob(pattern, recursive=True)):
+        if os.path.isdir(name):
+            others += [] if "**" in pattern else [name]
+        elif _suffix(name) in FILE_FORMATS and os.path.basename(name) not in DESCRIPTIONS:
+            split = _split_of(os.path.relpath(name, _base(path)))
+            by_split.setdefault(split, []).append(name)
+        else:
+            others.append(name)
+    for split in [split for split in by_split if "+" in split]:
+        if len(by_split) > 1:
+            names = f"{_names(by_split[split], path)} may be {split.replace('+', ' or ')}"
+            raise InputError(f"{key}: {path}: {names}; rename, or give files of one split alone")
+        by_split = {"train": by_split[split]}
+    return by_split, others
 
 
 def _saved_files(folder: Path) -> list[str]:
@@ -122,10 +149,27 @@ def _saved_files(folder: Path) -> list[str]:
 
 
 def _split_of(path: str) -> str:
-    """Return the only split that a file's name has a word of, or else train."""
-    words = set(re.split(r"[^a-z]+", os.path.basename(path).lower().partition(".")[0]))
-    splits = [split for split, names in SPLITS.items() if words & names]
-    return splits[0] if len(splits) == 1 else "train"
+    """Return the split that a path has a word of, in its folders or else its name, or else train.
+
+    Several splits are joined by a plus."""
+    if shard := _SHARD.fullmatch(path):
+        return shard[1]
+    for part in os.path.split(path):
+        words = set(re.split(r"[^a-z]+", part.lower()))
+        if splits := [split for split, names in SPLITS.items() if words & names]:
+            return "+".join(splits)
+    return "train"
+
+
+def _base(path: str) -> str:
+    """Return the folder of a path that is a folder or a glob: what precedes the first wildcard."""
+    return path if os.path.isdir(path) else os.path.dirname(re.split(r"[*?[]", path)[0]) or "."
+
+
+def _names(found: list[str], path: str) -> str:
+    """Return the first few files below a folder or of a glob, for a line."""
+    names = [os.path.relpath(name, _base(path)) for name in found[:4]]
+    return ", ".join(names) + (f" and {len(found) - 4} more" if found[4:] else "")
 
 
 def _suffix(path: str) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from bubblespec.distributed.device import find_device
 from bubblespec.distributed.failures import Watchdog, join_store, leave, log_once
 from bubblespec.distributed.processes import STOP_SIGNALS, die_with_parent, guard_forks
-from bubblespec.errors import EndsRun, InputError, Interrupt, RankTimeout
+from bubblespec.errors import EndsRun, InputError, Interrupt, RankTimeout, escape
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,7 +39,7 @@ class StopRequested(Exception):
     """A rank has been told to stop. All ranks raise this at the same place, between two updates."""
 
 
-class Interrupted(KeyboardInterrupt):
+class CallAbandoned(Interrupt):
     """This rank has been told to stop in a call that `Ranks.call_until_stop` may abandon."""
 
 
@@ -83,7 +83,7 @@ class Ranks:
 
         It may wait for processes of its own that the launcher's signal has ended.
         """
-        with contextlib.suppress(Interrupted):
+        with contextlib.suppress(CallAbandoned):
             try:
                 self.is_interruptible = True
                 if not self.must_stop:
@@ -133,7 +133,7 @@ class Ranks:
 
     def gather_text(self, text: str) -> list[str]:
         """Return the text of every rank, by rank."""
-        encoded = np.frombuffer(text.encode(), np.uint8)
+        encoded = np.frombuffer(escape(text).encode(), np.uint8)
         return [row.tobytes().decode() for row in self.gather_ragged(encoded)]
 
     def agree(self, find: Callable[[], Any]) -> Any:
@@ -248,7 +248,7 @@ def signals_stop(ranks: Ranks) -> Iterator[None]:
             if first_ctrl_c[-1] - first_ctrl_c[0] > SAME_CTRL_C_S:
                 raise Interrupt
         if is_first and ranks.is_interruptible:
-            raise Interrupted
+            raise CallAbandoned
 
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     handlers = {number: old for number, old in before.items() if old != signal.SIG_IGN}

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bubblespec.errors import InputError, log
+from bubblespec.errors import InputError, escape, log
 from bubblespec.records import StepRecord
 from bubblespec.telemetry.lines import keep_aside
 from bubblespec.telemetry.samples import completion_of
@@ -83,4 +83,4 @@ def columns_of(
         columns[f"rewards/{name}"] = pyarrow.array(values, from_pandas=True)
     columns["advantage"] = pyarrow.array([advantages.get(i) for i in ids], pyarrow.float64())
     data = [json.dumps(p.columns, default=str, ensure_ascii=False) for p in prompts]
-    return columns | {"columns": pyarrow.array(data)}
+    return columns | {"columns": pyarrow.array(list(map(escape, data)))}

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from bubblespec.errors import escape
 from bubblespec.records import StepRecord
 from bubblespec.samples import Samples
 from bubblespec.types import is_sampled
@@ -58,7 +59,7 @@ def as_text(sample: dict) -> str:
     prompt, completion = sample["prompt"], sample["completion"]
     text = f"{head}\n\nprompt: {prompt}\n\ncompletion:\n{completion}"
     text += "".join(f"\n\n{name}: {value}" for name, value in references(sample["columns"]))
-    return "    " + text.replace("\n", "\n    ")
+    return "    " + escape(text).replace("\n", "\n    ")
 
 
 def references(columns: dict) -> list[tuple[str, str]]:
