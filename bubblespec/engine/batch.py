@@ -60,5 +60,8 @@ class Runner(Protocol):
     def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
         """Give slots `target` the first `length` positions of slots `source`, int64 [n] each."""
 
+    def reset(self) -> None:
+        """Note that no slot has a row, and that the weights may have changed."""
+
     def release(self) -> None:
         """Give the memory of keys and values back until the next forward. No slot has a row."""

@@ -21,6 +21,7 @@ from bubblespec.engine.packing import PAGE, CachePacking, to_device
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified, verify
+from bubblespec.engine.weights import join
 from bubblespec.types import Row
 
 KEYS_AHEAD = 64  # positions whose noise keys are made at once
@@ -87,6 +88,10 @@ class ModelRunner:
         self.cache.share(source, target, length)
         for follower in self.followers:
             follower.share(source, target, length)
+
+    def reset(self) -> None:
+        """See `Runner`: stacked weights are those of the model again."""
+        join(self.model)
 
     def release(self) -> None:
         """See `Runner`."""

@@ -124,6 +124,7 @@ class Slots:
         self._preempted.clear()
         if self.pages is not None:
             self.pages.clear()
+        self.runner.reset()
 
     def release(self) -> None:
         """Forget all rows, and free the memory of keys and values until the next forward."""
