@@ -68,8 +68,7 @@ class Fit(NamedTuple):
     peak_share: float
     """Share of the peak that products reach with many tokens."""
     knee: float
-    """Products of r seconds of reading and c of computing take (r**knee + c**knee)**(1 / knee), and
-    so does this engine's attention."""
+    """See `both`."""
     layer_s: float
     """Seconds of a layer beyond its products and attention: small kernels, and each kernel's begin
     and end."""
@@ -101,14 +100,12 @@ MODELS = {
     "llama-3.1-8b": Model(32, 4096, 14336, 32, 8, 128, 128256),
     "llama-2-7b": Model(32, 4096, 11008, 32, 32, 128, 32000),
 }
-# Of this engine: 10 launches of 3.2 us a layer, fitted to the prototype of its kernels with the root
-# of both squares as knee (docs/results/data/h200_prototype.csv), and 12 around the layers.
-OWN, AROUND = FITTED._replace(keys_share=0.95, knee=2.0, layer_s=32e-6), 1.2
+# This engine by the prototype of its kernels (docs/results/data/h200_prototype.csv): 10 launches of
+# 3.2 us a layer and 12 around the layers, and seconds in which a token is sampled from 152k logits.
+OWN, AROUND, SAMPLE_S = FITTED._replace(keys_share=0.95, knee=2.0, layer_s=32e-6), 1.2, 8e-7
 # "graph": this engine without the host, as the prototype was measured.
 FITS = {"bubblespec": OWN, "graph": OWN, "vllm": FITTED, "gpt-fast": FITTED}
 ENGINES = tuple(FITS)
-# Seconds in which a token is sampled from 152k logits, by the prototype.
-SAMPLE_S = 8e-7
 # Host time of a forward in which the GPU waits (docs/results/h200.md): planning and packing 0.3 ms,
 # the graph's launch 0.15 ms. If rows verify, 0.35 ms and 0.8 us for each of them more
 # (benchmarks/host_time.py, on a CPU).
@@ -123,16 +120,15 @@ INT8_MEMORY_SHARE = 0.68
 
 
 def both(read_s: float, computed_s: float, knee: float) -> float:
-    """Return the seconds of reading and computing that overlap."""
+    """Return the seconds in which reading and computing overlap: flat at first, then rising."""
     return (read_s**knee + computed_s**knee) ** (1 / knee)
 
 
 @dataclass
 class Attention:
-    """Seconds of this engine's attention (engine/ops/triton_ops.py).
+    """Seconds of this engine's attention, which reads keys once.
 
-    A tile's 16, 32 or 64 queries are tokens of a row times the query heads of a key/value head. All
-    go through the row's keys together, which are read from memory once.
+    A tile's 16, 32 or 64 queries are tokens of a row times the query heads of a key/value head.
     """
 
     layers: int
@@ -152,7 +148,7 @@ class Attention:
         positions: attended to, summed over rows.
         """
         fed, group = max(tokens / rows, 1.0), self.heads / self.kv_heads
-        tiles = rows * self.kv_heads * math.ceil(fed / (TILE_QUERIES // group))
+        tiles = rows * self.kv_heads * math.ceil(fed / max(TILE_QUERIES // group, 1.0))
         height = 2 ** math.ceil(math.log2(min(max(fed * group, 16.0), TILE_QUERIES)))
         waves = tiles * height / TILE_QUERIES / self.num_processors / OVERLAP
         computed_s = self.computed_s(waves, positions / rows, fed)
@@ -167,20 +163,16 @@ class Attention:
 class FlashAttention(Attention):
     """Seconds of FlashAttention-2 in vLLM.
 
-    If each row feeds one token, the query heads of a key/value head are queries of one block, and
-    few long rows are split. Otherwise each query head has blocks of its own, and a block goes
-    through all keys of its row.
+    Query heads share blocks, and few long rows are split, only if each row feeds one token.
     """
 
     def seconds(self, rows: float, tokens: float, positions: float) -> float:
         fed = max(tokens / rows, 1.0)
-        if fed == 1.0:
-            waves = rows * self.kv_heads / self.num_processors / OVERLAP
-        else:
+        waves = rows * self.kv_heads / self.num_processors / OVERLAP
+        if fed > 1.0:
             blocks = rows * math.ceil(fed / TILE_QUERIES) * self.heads
             waves = max(math.ceil(blocks / self.num_processors) / OVERLAP, 1.0)
-        computed_s = self.computed_s(waves, positions / rows, fed)
-        return max(computed_s, positions * self.position_s)
+        return max(self.computed_s(waves, positions / rows, fed), positions * self.position_s)
 
 
 @dataclass
