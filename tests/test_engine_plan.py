@@ -39,6 +39,9 @@ class TextRunner:
         self.calls.append(("place", slot, row.id, row.tokens.tolist()))
         self.rows[slot] = row
 
+    def reset(self) -> None:
+        """Nothing is kept."""
+
     def move(self, source: int, target: int, length: int) -> None:
         self.calls.append(("move", source, target, length))
         if self.pages is not None:
