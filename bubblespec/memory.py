@@ -267,7 +267,3 @@ def host_token_budget(ranks: Ranks) -> tuple[int, int]:
     """Return how many tokens of drafts and of history each rank may keep, equal on all ranks."""
     free = SHARE_OF_HOST * float(ranks.gather(np.array([free_host_bytes()])).min())
     return int(free // DRAFT_TOKEN_BYTES), int(free // HISTORY_TOKEN_BYTES)
-
-
-if __name__ == "__main__":
-    raise SystemExit("error: python -m bubblespec.memory is now python -m bubblespec memory")

@@ -11,7 +11,7 @@ PACKAGE = ROOT / "bubblespec"
 # A room is a file or a folder of the package. It may import rooms on the floors below it, and
 # within itself.
 FLOORS = [
-    {"__main__", "doctor", "play", "simulate"},  # and former names of commands
+    {"__main__"},
     {"tools"},
     {"setup"},
     {"mechanisms"},

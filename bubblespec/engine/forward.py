@@ -10,8 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -42,47 +41,6 @@ class GraphMemory:
         return next(iter(self.pools.values()), None)
 
 
-class Forward(Protocol):
-    """What a `ModelRunner` computes with; the last four methods and `memory` serve CUDA graphs."""
-
-    model: torch.nn.Module
-    ops: ModuleType  # of ops/
-    is_eager: bool  # whether nothing is captured in CUDA graphs
-    memory: GraphMemory
-    min_tokens: int  # of the smallest graph
-    fold: int  # query heads that read keys together
-    rank: int
-    is_invariant: bool  # whether logits of a row must not depend on other rows
-    samples_alone: bool  # whether sampling exchanges nothing with other ranks
-
-    def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """Return the last hidden states [N, hidden] of packed tokens int64 [N]."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits of hidden states [T, hidden], of this rank's share of the vocabulary."""
-
-    def sample(
-        self,
-        logits: torch.Tensor,
-        noise: Noise,
-        num_generated: torch.Tensor,
-        params: SamplingParams,
-    ) -> Sampled:
-        """Sample one token at each position from `logits`; see `sampling.sample`."""
-
-    def weight(self) -> torch.Tensor:
-        """Return a tensor of the type and on the device of the hidden states."""
-
-    def gather_text(self, text: str) -> list[str]:
-        """Gather a line of every rank."""
-
-    def rehearsal(self, num_tokens: Sequence[int]) -> contextlib.AbstractContextManager:
-        """Context in which forwards of these sizes exchange nothing with other ranks."""
-
-    def connect(self) -> None:
-        """Exchange something in every size that the forwards of the last rehearsal do."""
-
-
 class SlotFollower:
     """Keeps something of its own for the rows in a runner's slots, see `Runner`."""
 
@@ -103,12 +61,12 @@ class SlotFollower:
 
 
 class ModelForward:
-    """The forward of a model on this rank alone."""
+    """The forward of a model on this rank alone; the last three methods serve CUDA graphs."""
 
-    min_tokens = 1
+    min_tokens = 1  # of the smallest graph
     rank = 0
-    is_invariant = False
-    samples_alone = True
+    is_invariant = False  # whether logits of a row must not depend on other rows
+    samples_alone = True  # whether sampling exchanges nothing with other ranks
 
     def __init__(
         self,
@@ -134,13 +92,13 @@ class ModelForward:
         return Decoder(model, stacked(model)) if is_like_llama(model) else None
 
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """See `Forward`."""
+        """Return the last hidden states [N, hidden] of packed tokens int64 [N]."""
         if self.decoder is not None:
             return self.decoder.hidden(tokens, cast(CachePacking, packing))
         return forward_hidden(cast(PreTrainedModel, self.model), tokens, packing)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Forward`."""
+        """Return logits of hidden states [T, hidden], of this rank's share of the vocabulary."""
         return output_head(cast(PreTrainedModel, self.model))(hidden)
 
     def sample(
@@ -150,7 +108,7 @@ class ModelForward:
         num_generated: torch.Tensor,
         params: SamplingParams,
     ) -> Sampled:
-        """See `Forward`."""
+        """Sample one token at each position from `logits`; see `sampling.sample`."""
         if self.ops is not torch_ops and not params.truncates:
             return self.ops.draw(logits, noise, params)
         return sample(logits, noise.words, num_generated, params, self.reduce_with(noise.seed))
@@ -160,19 +118,19 @@ class ModelForward:
         return self.reduce if seed is None else partial(self.reduce, seed=seed)
 
     def weight(self) -> torch.Tensor:
-        """See `Forward`."""
+        """Return a tensor of the type and on the device of the hidden states."""
         return next(self.model.parameters())
 
     def gather_text(self, text: str) -> list[str]:
-        """See `Forward`."""
+        """Gather a line of every rank."""
         return [text]
 
     def rehearsal(self, num_tokens: Sequence[int]) -> contextlib.AbstractContextManager:
-        """See `Forward`."""
+        """Context in which forwards of these sizes exchange nothing with other ranks."""
         return contextlib.nullcontext()
 
     def connect(self) -> None:
-        """See `Forward`."""
+        """Exchange something in every size that the forwards of the last rehearsal do."""
 
 
 def fold_of(model: torch.nn.Module) -> int:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bubblespec.engine.forward import Forward
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import Noise
 from bubblespec.engine.ops.view import View
@@ -85,7 +85,11 @@ class ForwardGraphs:
     Ranks that compute together call `forward`, with the same packing, and `clear` alike."""
 
     def __init__(
-        self, forward: Forward, cache: KVCache, max_num_batched_tokens: int, state_size: int = 0
+        self,
+        forward: ModelForward,
+        cache: KVCache,
+        max_num_batched_tokens: int,
+        state_size: int = 0,
     ):
         """state_size: width of a second input of `forward.hidden`, one vector a token, or 0."""
         self.of, self.cache, self.state_size = forward, cache, state_size

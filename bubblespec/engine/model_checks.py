@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 from bubblespec.engine import attention
 from bubblespec.engine.decoder import IS_LIKE_LLAMA, Decoder, stacked
 from bubblespec.engine.find_head import find_head, own_forward
-from bubblespec.engine.forward import Forward
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.layers import of_layers
 from bubblespec.engine.model import UnsupportedModel, forward_hidden
@@ -123,7 +123,7 @@ def kernel_difference(model: PreTrainedModel, kernel: str) -> str | None:
     return f"hidden states differ from sdpa's by {difference:.1e} of their size"
 
 
-def cache_for(forward: Forward, rows: int = 1) -> KVCache:
+def cache_for(forward: ModelForward, rows: int = 1) -> KVCache:
     """Create a cache of a few rows of PAGE positions, with a spare one for graphs on a GPU."""
     pages = Pages(rows, PAGE, rows, PAGE) if forward.ops is not torch_ops else None
     return KVCache(rows, PAGE, int(pages is not None), pages)
@@ -131,7 +131,7 @@ def cache_for(forward: Forward, rows: int = 1) -> KVCache:
 
 @torch.inference_mode()
 def random_hidden(
-    forward: Forward, cache: KVCache, num_tokens: int, run: Callable | None = None
+    forward: ModelForward, cache: KVCache, num_tokens: int, run: Callable | None = None
 ) -> torch.Tensor:
     """Compute the hidden states [N, hidden] of random tokens of all rows of a cache.
 

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.engine.batch import Batch
-from bubblespec.engine.forward import Forward, ModelForward, Sampled, SlotFollower
+from bubblespec.engine.forward import ModelForward, Sampled, SlotFollower
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import Noise, stream_counters, stream_keys
@@ -37,7 +37,7 @@ class ModelRunner:
         max_length: int,
         seed: int,
         *,
-        forward: Forward | None = None,
+        forward: ModelForward | None = None,
         max_num_batched_tokens: int = 2048,
         pages: Pages | None = None,
     ):
@@ -47,7 +47,7 @@ class ModelRunner:
         self.model, self.device, self.seed = model, model.device, seed
         self.num_slots, self.max_length = num_slots, max_length
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.forward: Forward = ModelForward(model) if forward is None else forward
+        self.forward: ModelForward = ModelForward(model) if forward is None else forward
         on_gpu = self.forward.ops is not torch_ops
         if pages is None and on_gpu:
             pages = Pages.for_rows(num_slots, max_length, PAGE)

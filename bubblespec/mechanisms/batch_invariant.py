@@ -120,7 +120,7 @@ class InvariantForward(ModelForward):
         return Decoder(model, stacked(model), attend=attend)
 
     def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """See `Forward`."""
+        """See `ModelForward`."""
         if self.decoder is None and self.ops is torch_ops:
             packing = AlonePacking(cast(CachePacking, packing))
         has_means = self.decoder is None and tokens.device.type == "cuda"

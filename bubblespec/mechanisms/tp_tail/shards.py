@@ -169,12 +169,12 @@ class ShardedForward(ModelForward):
         )
 
     def gather_text(self, text: str) -> list[str]:
-        """See `Forward`."""
+        """See `ModelForward`."""
         return self.tp.gather_text(text)
 
     @contextlib.contextmanager
     def rehearsal(self, num_tokens: Sequence[int]) -> Iterator[None]:
-        """See `Forward`."""
+        """See `ModelForward`."""
         width = self.policy.config.get_text_config(decoder=True).hidden_size
         sizes = sorted({count * width for count in num_tokens}, reverse=True)
         longest = self.weight().new_zeros(sizes[0])
@@ -183,7 +183,7 @@ class ShardedForward(ModelForward):
             yield
 
     def connect(self) -> None:
-        """See `Forward`."""
+        """See `ModelForward`."""
         for zeros in self._zeros:
             self.tp.sum_(zeros)
         self._zeros = []
