@@ -52,7 +52,8 @@ class ModelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes a GPU when there is one."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
-    """Attention kernel; auto takes the fastest that is importable on the device (sdpa on CPU)."""
+    """Attention kernel of training on GPUs; auto takes the first of flash_attn, varlen and sdpa that
+    works. Generation has one of its own."""
     cpu_linear: Literal["auto", "torch"] = key("auto", resume=ROUNDING)
     """Kernels of float32 linear layers on a CPU. auto measures for a second at the start and may
     keep a second copy of the weights; torch makes float32 tokens repeat bit for bit."""
@@ -209,7 +210,7 @@ class RolloutConfig:
     max_num_batched_tokens: int = key(2048, at_least(1), at_most(1 << 24), resume=SAFE)
     """Maximum number of tokens in one forward; prompts are prefilled in chunks under it."""
     enforce_eager: bool = key(False, resume=SAFE)
-    """Use neither CUDA graphs, which need one more slot, nor compiled sampling (GPUs)."""
+    """Use no CUDA graphs (GPUs)."""
 
 
 @dataclass

@@ -279,16 +279,18 @@ def prepare(
 
     num_tokens: see `prepare_model`; key: of the model's path. Raises InputError for a model that
     the engine cannot serve."""
-    is_invariant = config.model.batch_invariant
+    attention, is_invariant = config.model.attention, config.model.batch_invariant
     if is_invariant:
         fix_libraries()
+        if attention == "auto" and ranks.device.type == "cuda":
+            attention = "varlen"  # whose backward can be deterministic
     try:
         head_sizes = prepare_model(model, max_length(config), num_tokens, is_invariant)
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         difference_of = partial(kernel_difference, model)
         kernel, slower = choose_kernel(
-            config.model.attention, model, head_sizes, difference_of, ranks.gather_text
+            attention, model, head_sizes, difference_of, ranks.gather_text
         )
         if is_invariant and key == "model.path":
             check_invariance(config, model)
