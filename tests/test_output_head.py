@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import UnsupportedModel
 from bubblespec.engine.model_checks import prepare_model
+from bubblespec.engine.norms import replace_norms
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -167,6 +168,7 @@ class KnownOnly(torch.nn.Module):
 def test_unknown_ids_are_neither_sampled_nor_learned(name):
     config = HEADS[name][0]
     own, model = KnownOnly(build(*config)), build(*config)
+    replace_norms(own)
     prepare_model(model, LONGEST, KNOWN)
     rows = make_rows()
     Engine(ModelRunner(model, 4, LONGEST, SEED)).run(rows, PARAMS)

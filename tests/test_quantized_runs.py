@@ -65,7 +65,7 @@ def test_copy_without_numbers_on_one_rank_is_given_up(monkeypatch, tmp_path, cap
         begin(self, plan)
         if plan.step == 1 and not spoilt:
             spoilt.append(self)
-            for part in self.copy.parts:
+            for part in self.copy.parts.values():
                 part.inverse.fill_(np.nan)
 
     monkeypatch.setattr(mechanism.QuantizedMechanism, "begin_rollout", begin_rollout)
