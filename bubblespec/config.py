@@ -52,8 +52,8 @@ class ModelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes a GPU when there is one."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
-    """Attention kernel of training on GPUs; auto takes the first of flash_attn, varlen and sdpa that
-    works. Generation has one of its own."""
+    """Attention kernel of training on GPUs (generation has its own); auto takes the first of
+    flash_attn, varlen and sdpa that works."""
     cpu_linear: Literal["auto", "torch"] = key("auto", resume=ROUNDING)
     """Kernels of float32 linear layers on a CPU. auto measures for a second at the start and may
     keep a second copy of the weights; torch makes float32 tokens repeat bit for bit."""

@@ -63,17 +63,17 @@ def make_view(sequences, page: int, split: int, max_q: int = 0) -> View:
 def make_cache(view: View, page: int, heads: int, size: int) -> torch.Tensor:
     """Keys and values of the middle one of three layers; NaN where no sequence has keys."""
     pages = int(view.table.max()) + 1
-    cache = torch.full((pages, 3, 2, page, heads, size), math.nan, dtype=DTYPE, device=DEVICE)
+    cache = torch.full((pages, 3, 2, heads, page, size), math.nan, dtype=DTYPE, device=DEVICE)
     for slot, used in zip(view.slot.tolist(), view.used.tolist(), strict=True):
         for position in range(used):
-            cache[view.table[slot, position // page].item(), :, :, position % page] = randn(
+            cache[view.table[slot, position // page].item(), :, :, :, position % page] = randn(
                 3, 2, heads, size
             )
-    return cache[:, 1].unbind(1)
+    return cache[:, 1].transpose(2, 3).unbind(1)
 
 
 def attend(query, keys, values, view: View, scaling: float, window: int | None = None):
-    packing, cache = SimpleNamespace(view=view), LayerCache(None, keys, values)
+    packing, cache = SimpleNamespace(view=view), LayerCache(keys, values, None)
     return triton_ops.attend(query, packing, cache, scaling, window)
 
 
@@ -154,7 +154,7 @@ def test_rope_store_rotates_and_stores(heads, kv_heads, size, rotary, has_norms)
     qkv = wide[:, :-5]
     cos, sin = (randn(50, rotary // 2, dtype=torch.float32) for _ in range(2))
     norms = (norm_of(randn(size)), norm_of(randn(size))) if has_norms else None
-    packing, cache = SimpleNamespace(view=view), LayerCache(None, keys, values)
+    packing, cache = SimpleNamespace(view=view), LayerCache(keys, values, None)
     tables = triton_ops.rotation((cos, sin), packing) if rotary else None
     query = triton_ops.rope_store(
         qkv.unflatten(1, (-1, size)), packing, cache, tables, head_norms=norms

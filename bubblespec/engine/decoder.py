@@ -143,7 +143,12 @@ def is_like_llama(model: torch.nn.Module) -> bool:
 
 def stacked(model: PreTrainedModel) -> ProductOf:
     """Return the products of a model's own weights, stacked where layers are plain ones."""
-    return lambda kind, layers: stack(model, layers) or one_by_one(layers)
+    return lambda kind, layers: product_of(stack(model, layers)) or one_by_one(layers)
+
+
+def product_of(layer: torch.nn.Linear | None) -> Multiply | None:
+    """Return the product of a layer, which may change its class, without a module's hooks."""
+    return layer and (lambda x: layer.forward(x))
 
 
 def one_by_one(layers: Linears) -> Multiply:

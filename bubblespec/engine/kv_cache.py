@@ -14,15 +14,22 @@ MAX_SPLIT_TOKENS = 256
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer; those of a position lie next to each other."""
+    """Keys and values of one layer; the positions of a head lie next to each other in a page."""
 
-    joint: torch.Tensor  # [places, K * (key dimension + value dimension)]
     keys: torch.Tensor  # [pages and spare ones, page_size, K, dimension], a view
     values: torch.Tensor
+    joint: (
+        torch.Tensor | None
+    )  # both, [pages, 2K, page_size, dimension], if they have one dimension
 
-    def store(self, place: torch.Tensor, keys_values: torch.Tensor) -> None:
-        """Write N tokens to places int64 [N]; keys_values: [N, 2K, D], keys first."""
-        self.joint[place] = keys_values.flatten(1)
+    def store(self, at: tuple[torch.Tensor, torch.Tensor], keys_values: torch.Tensor) -> None:
+        """Write N tokens at pages and offsets in these; keys_values: [N, 2K, D], keys first."""
+        page, offset = at
+        if self.joint is not None:
+            self.joint[page, :, offset] = keys_values
+            return
+        keys, values = keys_values.chunk(2, dim=1)
+        self.keys[page, offset], self.values[page, offset] = keys, values
 
 
 class KVCache:
@@ -49,7 +56,7 @@ class KVCache:
         if pages is not None:
             self.num_pages, self.page_size = pages.num_pages, pages.page_size
         self.layers: dict[int, LayerCache] = {}
-        # [layers, pages and spare ones, page_size, width] each; the first one has `num_layers`.
+        # [layers, pages and spare ones, numbers of a page] each; the first has `num_layers`.
         self._tensors: list[torch.Tensor] = []
         self._table: torch.Tensor | None = None
         self._version = -1  # version of the pages in `_table`
@@ -64,27 +71,37 @@ class KVCache:
     def layer(self, number: int, key: torch.Tensor, value: torch.Tensor) -> LayerCache:
         """Return a layer's cache, for keys and values like these, [N, heads, dimension]."""
         if number not in self.layers:
-            widths = [new.shape[1] * new.shape[2] for new in (key, value)]
+            heads, sizes = key.shape[1], (key.shape[2], value.shape[2])
             pages = self.num_pages + (self.num_spare if self.pages is None else 1)
-            shape = pages, self.page_size, sum(widths)
-            joint = self._tensors[0] if self._tensors else None
-            if joint is None or number >= len(joint) or joint.shape[1:] != shape:
+            shape = pages, self.page_size * heads * sum(sizes)
+            whole = self._tensors[0] if self._tensors else None
+            if whole is None or number >= len(whole) or whole.shape[1:] != shape:
                 count = 1 if self._tensors else max(self.num_layers, number + 1)
-                joint = key.new_zeros(count, *shape)
-                self._tensors.append(joint)
-            own = joint[number if joint is self._tensors[0] else 0]
-            parts = zip(own.split(widths, dim=-1), (key, value), strict=True)
-            views = (part.unflatten(-1, new.shape[1:]) for part, new in parts)
-            self.layers[number] = LayerCache(own.flatten(0, 1), *views)
+                whole = key.new_zeros(count, *shape)
+                self._tensors.append(whole)
+            own = whole[number if whole is self._tensors[0] else 0]
+            parts = own.split([self.page_size * heads * size for size in sizes], dim=1)
+            keys, values = (
+                part.view(pages, heads, self.page_size, size).transpose(1, 2)
+                for part, size in zip(parts, sizes, strict=True)
+            )
+            joint = None
+            if sizes[0] == sizes[1]:
+                joint = own.view(pages, 2 * heads, self.page_size, sizes[0])
+            self.layers[number] = LayerCache(keys, values, joint)
         return self.layers[number]
 
     def write(
         self, number: int, place: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> LayerCache:
         """Store keys and values [N, heads, dimension] at places int64 [N]; return the layer."""
-        layer = self.layer(number, key, value)
-        layer.joint[place] = torch.cat((key.flatten(1), value.flatten(1)), dim=-1)
+        layer, at = self.layer(number, key, value), self.locate(place)
+        layer.keys[at], layer.values[at] = key, value
         return layer
+
+    def locate(self, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return pages and offsets in these of places in the flattened cache, int64 [N] each."""
+        return place // self.page_size, place % self.page_size
 
     def read(self, cached: torch.Tensor, slots: slice, length: int) -> torch.Tensor:
         """Read first positions of adjacent slots, [R, length, heads, dimension]; gather pages."""
@@ -117,9 +134,10 @@ class KVCache:
 
     def erase(self, place: torch.Tensor) -> None:
         """Write zeros to places int64 [N], and to spare ones."""
-        for own in self.layers.values():
-            own.joint[place] = 0.0
-            own.joint[self.num_pages * self.page_size :] = 0.0
+        at = self.locate(place)
+        for part in self._parts():
+            part[at] = 0.0
+            part[self.num_pages :] = 0.0
 
     def move(self, source: int, target: int, length: int) -> None:
         """Continue the row in slot `source`, of `length` positions, in slot `target`."""
@@ -139,17 +157,24 @@ class KVCache:
             return
         # All rows at once, as a GPU takes as long for one. Positions beyond a row's length are
         # overwritten before they are read.
-        device, longest = self._tensors[0].device, int(length.max())
+        device = self._tensors[0].device
         read, write = torch.from_numpy(np.array((source, target))).to(device, non_blocking=True)
-        for tensor in self._tensors:
-            part = tensor[:, :, :longest]
-            part.index_copy_(1, write, part.index_select(1, read))
+        if self.pages is not None:
+            for tensor in self._tensors:
+                tensor.index_copy_(1, write, tensor.index_select(1, read))
+            return
+        longest = int(length.max())
+        for part in self._parts():
+            part[:, :longest].index_copy_(0, write, part[:, :longest].index_select(0, read))
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a page (without pages: slot) to another."""
-        for tensor in self._tensors:
-            tensor[:, target, :length] = tensor[:, source, :length]
+        for part in self._parts():
+            part[target, :length] = part[source, :length]
+
+    def _parts(self) -> list[torch.Tensor]:
+        return [part for own in self.layers.values() for part in (own.keys, own.values)]
 
     def clear(self) -> None:
         """Free the memory; the next write makes the tensors again, as zeros."""

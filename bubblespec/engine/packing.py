@@ -91,8 +91,15 @@ class CachePacking:
 
     @property
     def place(self) -> torch.Tensor:
-        """Places of keys and values, int64 [N]."""
+        """Places of keys and values in the flattened cache, int64 [N]."""
         return self._index[0]
+
+    @cached_property
+    def page_offset(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages of keys and values, and places in these, int64 [N] each."""
+        if self.cache.pages is None:
+            return to_device(self.index[0], self.device), self.position
+        return self.cache.locate(self.place)
 
     @property
     def position(self) -> torch.Tensor:

@@ -57,19 +57,19 @@ def make_view(max_q: int, max_keys: int) -> View:
 
 def attend(ops, tokens: int, group: int, size: int, window: int | None = None, keys: int = 4096):
     """tokens: of a sequence; group: query heads of a key/value head; size: of a head."""
-    cache = zeros(2, 2, 256, 2, size)
+    cache = zeros(2, 2, 2, 256, size).transpose(2, 3)
     query = zeros(8, 2 * group, size)
     packing = SimpleNamespace(view=make_view(tokens, keys))
-    ops.attend(query, packing, LayerCache(cache, *cache), 1.0, window)
+    ops.attend(query, packing, LayerCache(*cache, None), 1.0, window)
 
 
 def rope_store(ops, heads: int, size: int, rotary: int, has_norms: bool = False):
-    cache = zeros(2, 2, 256, 2, size)
+    cache = zeros(2, 2, 2, 256, size).transpose(2, 3)
     tables = (zeros(9, rotary // 2, dtype=torch.float32),) * 2 if rotary else None
     norms = (norm_of(size), norm_of(size)) if has_norms else None
     packing = SimpleNamespace(view=make_view(1, 512))
     ops.rope_store(
-        zeros(8, heads + 4, size), packing, LayerCache(cache, *cache), tables, head_norms=norms
+        zeros(8, heads + 4, size), packing, LayerCache(*cache, None), tables, head_norms=norms
     )
 
 

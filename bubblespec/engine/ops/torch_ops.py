@@ -36,10 +36,11 @@ def add_norm(x: torch.Tensor | None, residual: torch.Tensor, norm: Norm) -> torc
 
 
 def _normalize(x: torch.Tensor, epsilon: torch.Tensor) -> torch.Tensor:
-    wide = x if x.dtype in FULL else x.float()
+    is_full = x.dtype in FULL
+    wide = x if is_full else x.float()
     size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.addcmul(epsilon, size, size, value=1 / x.shape[-1]).rsqrt_()
-    return (wide * scale).to(x.dtype)
+    return wide * scale if is_full else (wide * scale).to(x.dtype)
 
 
 def rotation(
@@ -72,7 +73,7 @@ def rope_store(
         rotated = both[..., : cos.shape[-1]]
         turned = rotated.roll(cos.shape[-1] // 2, -1)
         torch.addcmul(rotated * cos, turned, sin, out=rotated)
-    cache.store(packing.place, qkv[:, heads:])
+    cache.store(packing.page_offset, qkv[:, heads:])
     return qkv[:, :heads]
 
 

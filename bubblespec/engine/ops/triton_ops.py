@@ -96,7 +96,8 @@ def rope_store(
     cos, sin = (None, None) if rotation is None else rotation
     _, page_size, num_kv, size = keys.shape
     num_heads = qkv.shape[1] - 2 * num_kv
-    assert keys.stride() == values.stride() and keys.stride()[2:] == (size, 1)
+    assert keys.stride() == values.stride()
+    assert keys.stride()[1:] == (size, page_size * size, 1)
     assert qkv.stride()[1:] == (size, 1)
     query = qkv.new_empty(len(qkv), num_heads, size)
     block = triton.next_power_of_2(size)
@@ -106,7 +107,7 @@ def rope_store(
         (weight_q, eps, _), (weight_k, *_) = head_norms
     _rope_store[(len(qkv), triton.cdiv(num_heads + 2 * num_kv, heads))](
         qkv, query, keys, values, view.place, view.position, qkv if cos is None else cos,
-        qkv if sin is None else sin, weight_q, weight_k, qkv.stride(0), *keys.stride()[:2], eps,
+        qkv if sin is None else sin, weight_q, weight_k, qkv.stride(0), keys.stride(0), eps,
         H=num_heads, K=num_kv, D=size, HALF=0 if cos is None else cos.shape[1],
         HAS_NORMS=head_norms is not None, PAGE=page_size, HEADS=heads, BLOCK=block, num_warps=4,
         **FUSED,
@@ -117,7 +118,7 @@ def rope_store(
 @triton.jit
 def _rope_store(
     qkv_ptr, query_ptr, keys_ptr, values_ptr, place_ptr, position_ptr, cos_ptr, sin_ptr,
-    weight_q_ptr, weight_k_ptr, qkv_stride, page_stride, key_stride, eps, H: tl.constexpr,
+    weight_q_ptr, weight_k_ptr, qkv_stride, page_stride, eps, H: tl.constexpr,
     K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HAS_NORMS: tl.constexpr,
     PAGE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -150,11 +151,11 @@ def _rope_store(
     x = x.to(dtype)
     tl.store(query_ptr + (token * H + head) * D + d, x, mask=is_head & (head < H))
     place = tl.load(place_ptr + token).to(tl.int64)
-    target = place // PAGE * page_stride + place % PAGE * key_stride
+    target = place // PAGE * page_stride + place % PAGE * D
     is_key = is_head & (head >= H) & (head < H + K)
-    tl.store(keys_ptr + target + (head - H) * D + d, x, mask=is_key)
+    tl.store(keys_ptr + target + (head - H) * PAGE * D + d, x, mask=is_key)
     is_value = is_head & (head >= H + K)
-    tl.store(values_ptr + target + (head - H - K) * D + d, loaded, mask=is_value)
+    tl.store(values_ptr + target + (head - H - K) * PAGE * D + d, loaded, mask=is_value)
 
 
 def attend(
@@ -170,7 +171,8 @@ def attend(
     keys, values, view = cache.keys, cache.values, packing.view
     num_tokens, num_heads, size = query.shape
     _, page_size, num_kv, _ = keys.shape
-    assert keys.stride() == values.stride() and keys.stride()[2:] == (size, 1)
+    assert keys.stride() == values.stride()
+    assert keys.stride()[1:] == (size, page_size * size, 1)
     assert query.stride(2) == 1 and view.table.stride(1) == 1
     assert query.dtype.itemsize == 2 or not query.is_cuda, "tensor cores would round float32"
     width, whole = max(triton.next_power_of_2(size), 16), page_size & -page_size
@@ -186,7 +188,7 @@ def attend(
     rows = max(triton.next_power_of_2(view.max_q * group), 16)
     _attend[(len(view.slot), num_kv, splits)](
         query, keys, values, out, part, weights, view.table, view.first, view.slot, view.used,
-        scaling, *query.stride()[:2], *keys.stride()[:2], view.table.stride(0), view.split, splits,
+        scaling, *query.stride()[:2], keys.stride(0), view.table.stride(0), view.split, splits,
         parts[0], H=num_heads, G=group, PAGE=page_size, IS_WHOLE=splits == 1,
         BLOCK_M=rows, BLOCK_N=block, num_warps=4 if rows * width <= 64 * 128 else 8, num_stages=3,
         **shape, **FUSED,
@@ -202,7 +204,7 @@ def attend(
 @triton.jit
 def _attend(
     query_ptr, keys_ptr, values_ptr, out_ptr, part_ptr, weights_ptr, table_ptr, first_ptr,
-    slot_ptr, used_ptr, scaling, query_stride, head_stride, page_stride, key_stride, table_stride,
+    slot_ptr, used_ptr, scaling, query_stride, head_stride, page_stride, table_stride,
     split, splits, num_parts, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -231,8 +233,8 @@ def _attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     n = tl.arange(0, BLOCK_N)
-    keys_ptr += kv_head * D
-    values_ptr += kv_head * D
+    keys_ptr += kv_head * PAGE * D
+    values_ptr += kv_head * PAGE * D
     table_ptr += tl.load(slot_ptr + sequence).to(tl.int64) * table_stride
     # A page's number is loaded one iteration early, as Triton would not load the keys early
     # otherwise. After the last block this reads the next column: the table has a spare one.
@@ -240,12 +242,14 @@ def _attend(
     for start in range(begin, end, BLOCK_N):
         page = ahead.to(tl.int64)
         ahead = tl.load(table_ptr + (start + BLOCK_N) // PAGE)
-        place = page * page_stride + (start % PAGE + n).to(tl.int64) * key_stride
-        place = place[:, None] + d[None, :]
+        place = page * page_stride
+        offset = ((start % PAGE + n) * D)[:, None] + d[None, :]
         key = start + n
         # Keys beyond the end may be anything, also NaN, and a weight of 0 would not hide that.
-        inside = (key < end)[:, None] & (d < D)[None, :]
-        block = tl.load(keys_ptr + place, mask=inside, other=0.0)
+        inside = (key < end)[:, None]
+        if BLOCK_D > D:
+            inside &= (d < D)[None, :]
+        block = tl.load(keys_ptr + (place + offset), mask=inside, other=0.0)
         score = tl.dot(query, tl.trans(block)) * (scaling * LOG2_E)
         sees = key[None, :] <= last[:, None]
         if WINDOW > 0:
@@ -256,7 +260,7 @@ def _attend(
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(score - base[:, None])
         fade = tl.exp2(top - base)
-        block = tl.load(values_ptr + place, mask=inside, other=0.0)
+        block = tl.load(values_ptr + (place + offset), mask=inside, other=0.0)
         summed = summed * fade[:, None] + tl.dot(weight.to(block.dtype), block)
         total = total * fade + tl.sum(weight, 1)
         top = new_top

@@ -60,7 +60,7 @@ def transfer_kv(
 
     def of_all_ranks(cached: torch.Tensor, heads: slice, begin: int) -> torch.Tensor:
         """Gather the piece at this position of every rank, [positions, own heads, dimension]."""
-        own = cached.flatten(0, 1)[here[begin : begin + width]]
+        own = cached[source.cache.locate(here[begin : begin + width])]
         part = cached.new_zeros(width, *cached.shape[2:])
         part[: len(own)] = own
         parts = zip(tp.gather(part), (sizes - begin).clip(0).tolist(), strict=True)
