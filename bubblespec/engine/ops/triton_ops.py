@@ -249,7 +249,7 @@ def _attend(
         inside = (key < end)[:, None]
         if BLOCK_D > D:
             inside &= (d < D)[None, :]
-        block = tl.load(keys_ptr + (place + offset), mask=inside, other=0.0)
+        block = tl.load(keys_ptr + place + offset, mask=inside, other=0.0)
         score = tl.dot(query, tl.trans(block)) * (scaling * LOG2_E)
         sees = key[None, :] <= last[:, None]
         if WINDOW > 0:
@@ -260,7 +260,7 @@ def _attend(
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(score - base[:, None])
         fade = tl.exp2(top - base)
-        block = tl.load(values_ptr + (place + offset), mask=inside, other=0.0)
+        block = tl.load(values_ptr + place + offset, mask=inside, other=0.0)
         summed = summed * fade[:, None] + tl.dot(weight.to(block.dtype), block)
         total = total * fade + tl.sum(weight, 1)
         top = new_top
