@@ -28,7 +28,8 @@ Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that 
 positions sampled.
 """
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,8 +47,8 @@ from bubblespec.errors import fallback, first_problem, log, one_line
 # Beyond 8 no step is larger than a third: below about 250 tokens reading the weights takes longer
 # than computing with them, so padding costs next to nothing.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-GROWTH = 4 / 3  # of larger sizes, which are multiples of the last step
-STEP = 256
+GROWTH, STEP = 4 / 3, 64  # of larger sizes
+MAX_SAMPLED = 1024  # positions, whose logits take memory
 TILES = (16, 64)  # tokens times query heads of a block
 FIELDS = 6  # of a forward's inputs, see `padded`
 NOISE = 5  # numbers for each position sampled: its token in the forward, and four words
@@ -97,6 +98,7 @@ class ForwardGraphs:
         # Tiles of another size round differently.
         self.shapes = graph_shapes(*sizes, TILES[-1:] if forward.is_invariant else TILES)
         """Sizes, largest first."""
+        self.sizes = sorted({shape.tokens for shape in self.shapes})
         self.states: torch.Tensor | None = None
         """Second input at a fixed address, [B of the largest, state_size]."""
         self._inputs: torch.Tensor | None = None  # int32: of sampling, then of the forward
@@ -132,7 +134,7 @@ class ForwardGraphs:
         inputs = np.zeros(NOISE * shape.tokens + FIELDS * (shape.tokens + 1), np.int32)
         if to_sample is not None:
             behind, words = to_sample
-            count = size_for(len(behind))
+            count = self._size_for(len(behind))
             inputs[: len(behind)] = behind
             noise = inputs[count : NOISE * count].view(np.uint32).reshape(count, 4)
             noise[: len(behind)] = words
@@ -158,7 +160,7 @@ class ForwardGraphs:
         key = params, seed
         if key not in self._samplers:
             self._samplers[key] = self._capture_sampling(*key)
-        sampler = self._samplers[key].get(size_for(count))
+        sampler = self._samplers[key].get(self._size_for(count))
         if sampler is None or self.problem:
             return None
         sampler.replay()
@@ -183,6 +185,10 @@ class ForwardGraphs:
         self.states = self._inputs = self._hidden = None
         if self.problem and OUT_OF_MEMORY in self.problem:
             self.problem = None
+
+    def _size_for(self, count: int) -> int:
+        """Return the smallest size of a graph for this many tokens or positions."""
+        return self.sizes[bisect_left(self.sizes, count)]
 
     def _capture(self) -> None:
         """Capture graphs of all shapes, or of none; on all ranks, or on none."""
@@ -273,7 +279,7 @@ class ForwardGraphs:
             assert self._inputs is not None
             given = self._inputs.clone()  # of the step that is about to sample
             self._inputs.zero_()
-            for count in sorted({size_for(shape.tokens) for shape in self.shapes}, reverse=True):
+            for count in [size for size in self.sizes if size <= MAX_SAMPLED][::-1]:
                 run = partial(self._sample, count, params, seed)
                 rehearse(run)
                 sampler = _Sampler()
@@ -322,34 +328,20 @@ def graph_shapes(
     tiles: tuple[int, ...] = TILES,
 ) -> list[Shape]:
     """Return sizes of graphs, largest first; each number of tokens up to the first fits one."""
-    largest = size_for(max(max_num_batched_tokens, min_tokens))
-    sizes = [size for size in all_sizes(largest) if size >= min_tokens] or [largest]
+    largest, size = max(max_num_batched_tokens, min_tokens), SIZES[-1]
+    sizes = [size for size in SIZES if min_tokens <= size < largest]
+    while (size := -(-int(size * GROWTH) // STEP) * STEP) < largest:
+        sizes.append(size)
+    sizes.append(largest)
     small, large = (max(tile // fold, 1) for tile in (tiles[0], tiles[-1]))
-    shapes = set()
+    shapes: set[Shape] = set()
     for size in sizes:
-        if small < large and size <= size_for(max(num_slots * small, min_tokens)):
+        if small < large and (not shapes or size / GROWTH < num_slots * small):
             shapes.add(Shape(size, min(size, num_slots), small))
         if small == large or size > small:
             # Each row, and the rest of it in whole tiles.
             shapes.add(Shape(size, min(size, num_slots + size // large), large))
     return sorted(shapes, key=lambda of: (of.tokens, of.max_q), reverse=True)
-
-
-def size_for(count: int) -> int:
-    """Return the smallest size of a graph for this many tokens or positions."""
-    return next(size for size in all_sizes() if size >= count)
-
-
-def all_sizes(largest: int | None = None) -> Iterator[int]:
-    """Yield the sizes of graphs, up to the largest."""
-    size = 0
-    for size in SIZES:
-        if largest is not None and size > largest:
-            return
-        yield size
-    while largest is None or size < largest:
-        size = int(size * GROWTH) // STEP * STEP
-        yield size
 
 
 def padded(tokens: np.ndarray, packing: CachePacking, shape: Shape, inputs: np.ndarray) -> None:
