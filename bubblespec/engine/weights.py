@@ -89,10 +89,10 @@ def join(model: torch.nn.Module) -> None:
         log(f"warning: {lost} stacked weights had been replaced; the engine uses the new ones")
 
 
-def version_of(linear: Linear) -> int:
-    """Return a number that changes with the weight of a layer or stack, however it is changed."""
-    parts = vars(linear).get("parts") or (linear,)
-    return sum(cast(torch.Tensor, part._parameters["weight"])._version for part in parts)
+def version_of(linear: Linear) -> tuple[int, ...]:
+    """Return numbers that change with the weight of a layer or stack, however it is changed."""
+    layers = (linear, *vars(linear).get("parts", ()))
+    return tuple(cast(torch.Tensor, layer._parameters["weight"])._version for layer in layers)
 
 
 def _is_joined(stacked: Linear, layers: tuple[Linear, ...]) -> bool:
@@ -124,7 +124,7 @@ def _join(stacked: Linear | None, layers: tuple[Linear, ...]) -> Linear:
         ]
         whole = torch.cat(given)
         if old.device == whole.device and old.dtype == whole.dtype:
-            whole = old.data.copy_(whole)  # CUDA graphs know its address
+            whole = old.copy_(whole).data  # CUDA graphs know its address; its version changes
         else:
             setattr(stacked, name, torch.nn.Parameter(whole, requires_grad=False))
         for part, view in zip(parts, whole.split([len(of) for of in given]), strict=True):

@@ -140,7 +140,7 @@ class FastLinear(torch.nn.Linear):
     plan: Plan
     calls: tuple[Call, ...]  # by number of rows, see `Plan.by_rows`
     # Packed copies of the weight and of its parts, each with the weight's version.
-    copies: dict[tuple, tuple[int, torch.Tensor]]
+    copies: dict[tuple, tuple[tuple[int, ...], torch.Tensor]]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Not through Module.__getattr__: at a few rows every microsecond counts.
