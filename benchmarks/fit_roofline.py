@@ -4,8 +4,8 @@
 Least squares of the errors' logarithms, over decoding, verifying and the int4 copy of the first
 file, with a loss that outliers hardly move. The others are compared only. Of the copy, the passes
 with 3 and 7 draft tokens count: those with 11 and 15 pad rows to sizes of graphs that are unknown.
-`memory_share` is not fitted: one model cannot tell it from `layer_s` (0.75 to 0.9 fit as well), and
-0.8 is what suits gpt-fast's figures on several GPUs (docs/simulator.md).
+The shares of the bandwidth are not fitted: one model cannot tell them from `layer_s` (0.75 to 0.9
+fit as well), and 0.8 is what suits gpt-fast's figures on several GPUs (docs/simulator.md).
 """
 
 import argparse
@@ -21,11 +21,11 @@ from scipy.optimize import least_squares
 
 from bubblespec.engine.batch import Load
 from bubblespec.tools.simulate.check import COPY, DECODE, VERIFY, Case, compare, predict, read_cases
-from bubblespec.tools.simulate.roofline import FITTED, Fit, roofline
+from bubblespec.tools.simulate.roofline import FITS, Fit, roofline
 
-FIXED = ("memory_share",)
+FIXED = ("memory_share", "keys_share")
 COPY_PASSES = (3, 7)
-FACTOR = 2.0  # constants are sought between FITTED / FACTOR and FITTED * FACTOR
+FACTOR = 2.0  # constants are sought between those of FITS / FACTOR and * FACTOR
 OUTLIER = 0.05  # error from which on errors count linearly
 TICKS_MS = (3, 5, 10, 15, 20, 30, 50, 100)
 PANELS = {DECODE: "decode", VERIFY: "verify, 3 to 15 draft tokens per row", COPY: "int4 copy"}
@@ -39,17 +39,18 @@ SOURCE = (
 
 
 def fit_cases(cases: list[Case]) -> Fit:
-    """Return the constants with which the roofline fits best; starts from FITTED."""
+    """Return the constants with which the roofline fits best; starts from the engine's."""
+    start = FITS[cases[0].engine]
     names = [name for name in Fit._fields if name not in FIXED]
 
     def constants(logarithms: np.ndarray) -> Fit:
-        return FITTED._replace(**dict(zip(names, np.exp(logarithms).tolist(), strict=True)))
+        return start._replace(**dict(zip(names, np.exp(logarithms).tolist(), strict=True)))
 
     def errors(logarithms: np.ndarray) -> list[float]:
         fit = constants(logarithms)
         return [math.log(predict(case, fit) / case.seconds) for case in cases]
 
-    begin = np.log([getattr(FITTED, name) for name in names])
+    begin = np.log([getattr(start, name) for name in names])
     limits = begin - math.log(FACTOR), begin + math.log(FACTOR)
     found = least_squares(errors, begin, loss="soft_l1", f_scale=OUTLIER, bounds=limits)
     return constants(found.x)

@@ -72,7 +72,7 @@ def attention(bench: Bench) -> Iterator[Figure]:
                     table = cache[2].repeat_interleave(fed // per_sequence, 0)
                     sequences = (*cache[:2], table), [per_sequence] * len(table), len(table)
                     us = 1e6 * graph_s(bench, attend(bench, query, *sequences, context, max_q))
-                    load = rows, rows * fed, rows * context, max_q == 1
+                    load = rows, rows * fed, rows * context
                     cost = bench.cost(name)
                     expected = cost and 1e6 * cost.attention.seconds(*load) / cost.attention.layers
                     yield Figure(f"{case}, {kind}", us, "us per layer", "", expected)

@@ -66,6 +66,9 @@ class KnownText:
     def place(self, slot: int, row: Row) -> None:
         pass
 
+    def reset(self) -> None:
+        """Nothing is kept."""
+
     def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
         pass
 

@@ -131,7 +131,7 @@ def _shape(line: dict[str, str]) -> Model:
     return MODELS[name]
 
 
-def predict(case: Case, fit: Fit = FITTED) -> float:
+def predict(case: Case, fit: Fit | None = None) -> float:
     """Return the seconds of a case by the roofline."""
     bits, rows = BITS[case.mode], case.rows
     cost = roofline(case.gpu, case.shape, case.num_ranks, engine=case.engine, bits=bits, fit=fit)
@@ -141,7 +141,7 @@ def predict(case: Case, fit: Fit = FITTED) -> float:
     if case.engine != "vllm" or case.shared <= UNSHARED or rows == 1:
         return seconds
     alone_s = cost.attention.seconds(rows, tokens, load.positions)
-    return seconds - alone_s + _sharing_s(case, cost, fit)
+    return seconds - alone_s + _sharing_s(case, cost, fit or FITTED)
 
 
 def _sharing_s(case: Case, cost: GPUCost, fit: Fit) -> float:
@@ -153,7 +153,7 @@ def _sharing_s(case: Case, cost: GPUCost, fit: Fit) -> float:
     attention, rows, shared = cost.attention, case.rows, case.shared - UNSHARED
     tokens, positions = rows * case.fed, float(rows * case.context)
     if case.mode != COPY and _is_cascade(case, cost):
-        common_s = attention.seconds(1, tokens, shared + (tokens - 1) / 2, False)
+        common_s = attention.seconds(1, tokens, shared + (tokens - 1) / 2)
         rest_s = attention.seconds(rows, tokens, positions - rows * shared)
         return common_s + rest_s + attention.layers * fit.cascade_s
     if case.fed == 1:
@@ -172,7 +172,7 @@ def _is_cascade(case: Case, cost: GPUCost) -> bool:
     return case.fed > 1 or math.ceil(blocks / processors) * tiles < math.ceil(single / processors)
 
 
-def compare(cases: Sequence[Case], fit: Fit = FITTED) -> str:
+def compare(cases: Sequence[Case], fit: Fit | None = None) -> str:
     """Return a table of fitted against measured seconds, a line per model and mode."""
     columns = ("model", "mode", "forwards", "median error", "mean ratio", "within 30%", "furthest")
     groups: dict[tuple[str, str], list[Case]] = {}

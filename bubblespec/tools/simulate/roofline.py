@@ -1,9 +1,9 @@
 """Seconds of forwards on GPUs: a roofline (Williams, Waterman and Patterson 2009) with a soft knee.
 
 `FITTED` is fitted by benchmarks/fit_roofline.py to forwards of Qwen2.5-7B that others have measured
-on an A100, and compared with other models and several GPUs (docs/simulator.md names the sources).
-Other GPUs follow by data sheet, see `GPU`. The rest is counted, or estimated where a comment says
-so.
+in vLLM on an A100, and compared with other models and several GPUs. `OWN` replaces what this engine
+does in another way, by the figures of its kernels' prototype on an H200. Other GPUs follow by data
+sheet, see `GPU`. docs/simulator.md names the sources.
 """
 
 import math
@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bubblespec.engine.batch import Load
-from bubblespec.engine.graphs import FEW
 from bubblespec.mechanisms.quantized.products import GROUP, LARGE
 from bubblespec.mechanisms.tp_tail.shards import shard_heads
 
-# A block of FlashAttention-2 computes this many queries, whether they are real or not, against so
-# many keys at a time. Two blocks on a multiprocessor take 1.5 times as long as one.
+# A block of attention computes this many queries, whether they are real or not, against so many
+# keys at a time. Two blocks on a multiprocessor take 1.5 times as long as one.
 TILE_QUERIES, TILE_KEYS, OVERLAP = 64, 64, 4 / 3
 
 
@@ -60,14 +59,16 @@ class Model(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Constants of a forward on an A100."""
+    """Constants of an engine's forward."""
 
     memory_share: float
-    """Share of the bandwidth at which weights, keys and values are read."""
+    """Share of the bandwidth at which weights are read."""
+    keys_share: float
+    """The same for keys and values."""
     peak_share: float
     """Share of the peak that products reach with many tokens."""
     knee: float
-    """Products of r seconds of reading and c of computing take (r**knee + c**knee)**(1 / knee)."""
+    """See `both`."""
     layer_s: float
     """Seconds of a layer beyond its products and attention: small kernels, and each kernel's begin
     and end."""
@@ -83,7 +84,7 @@ class Fit(NamedTuple):
     """Seconds per layer of vLLM's cascade attention beyond that over the common keys."""
 
 
-FITTED = Fit(0.8, 0.747, 1.61, 52.7e-6, 1.41e-6, 0.576, 0.386, 1.9, 33.7e-6)
+FITTED = Fit(0.8, 0.8, 0.747, 1.61, 52.7e-6, 1.41e-6, 0.576, 0.386, 1.9, 33.7e-6)
 GPUS = {
     "h200": GPU(4.8e12, 989e12, 450e9, 132, 0.8),
     "h100": GPU(3.35e12, 989e12, 450e9, 132, 0.8),
@@ -99,15 +100,16 @@ MODELS = {
     "llama-3.1-8b": Model(32, 4096, 14336, 32, 8, 128, 128256),
     "llama-2-7b": Model(32, 4096, 11008, 32, 32, 128, 32000),
 }
-ENGINES = ("bubblespec", "vllm", "gpt-fast")
-# Small operations of a layer that vLLM's has not (14 to its 6), and seconds of one in a graph, an
-# estimate.
-MORE_KERNELS, KERNEL_S = 8, 2e-6
-# Host time of a forward in which the GPU waits (docs/benchmarks.md): 0.11 ms by
-# benchmarks/host_time.py and an estimate of 0.29 ms for copies and launches; if rows verify,
-# 0.35 ms and 0.8 us for each of them more. Seconds in which a token is sampled from 152k logits,
-# an estimate.
-HOST_S, VERIFY_S, VERIFY_ROW_S, SAMPLE_S = 4e-4, 3.5e-4, 8e-7, 2e-6
+# This engine by the prototype of its kernels (docs/results/data/h200_prototype.csv): 10 launches of
+# 3.2 us a layer and 12 around the layers, and seconds in which a token is sampled from 152k logits.
+OWN, AROUND, SAMPLE_S = FITTED._replace(keys_share=0.95, knee=2.0, layer_s=32e-6), 1.2, 8e-7
+# "graph": this engine without the host, as the prototype was measured.
+FITS = {"bubblespec": OWN, "graph": OWN, "vllm": FITTED, "gpt-fast": FITTED}
+ENGINES = tuple(FITS)
+# Host time of a forward in which the GPU waits (docs/results/h200.md): planning and packing 0.3 ms,
+# the graph's launch 0.15 ms. If rows verify, 0.35 ms and 0.8 us for each of them more
+# (benchmarks/host_time.py, on a CPU).
+HOST_S, VERIFY_S, VERIFY_ROW_S = 4.5e-4, 3.5e-4, 8e-7
 # Seconds of a small all-reduce over NVLink: at all, and for each rank beyond the first. These are
 # what gpt-fast's tokens per second on 2, 4 and 8 A100s leave for its all-reduces (6.8, 7.3 and
 # 9.2 us) with `memory_share` and the layers of its run on one. NCCL's ring was measured at 10, 17
@@ -117,13 +119,16 @@ ALL_REDUCE_S, ALL_REDUCE_RANK_S = 6.4e-6, 0.41e-6
 INT8_MEMORY_SHARE = 0.68
 
 
+def both(read_s: float, computed_s: float, knee: float) -> float:
+    """Return the seconds in which reading and computing overlap: flat at first, then rising."""
+    return (read_s**knee + computed_s**knee) ** (1 / knee)
+
+
 @dataclass
 class Attention:
-    """Seconds that attention takes as FlashAttention-2 computes it.
+    """Seconds of this engine's attention, which reads keys once.
 
-    Where each token is a sequence of its own (engine/graphs.py), the query heads of a key/value
-    head are queries of one block, and few long rows are split. Otherwise each query head has blocks
-    of its own, of TILE_QUERIES queries, and a block goes through all keys of its row.
+    A tile's 16, 32 or 64 queries are tokens of a row times the query heads of a key/value head.
     """
 
     layers: int
@@ -135,32 +140,39 @@ class Attention:
     """Seconds of a block for TILE_KEYS keys in one layer."""
     position_s: float
     """Seconds in which keys and values of one position are read, all layers."""
-    splits_windows: bool = True
-    """Whether the tokens of short windows are sequences of their own, as in this engine."""
+    knee: float
 
-    def are_single(self, tokens: float, pieces: float) -> bool:
-        """Whether each token is a sequence, see `ForwardGraphs.shape_of`."""
-        if not self.splits_windows:
-            return tokens <= pieces
-        return tokens <= max(FEW, pieces * self.heads / self.kv_heads)
-
-    def seconds(
-        self, rows: float, tokens: float, positions: float, is_single: bool | None = None
-    ) -> float:
+    def seconds(self, rows: float, tokens: float, positions: float) -> float:
         """Return the seconds of all layers, as if all rows were alike.
 
-        positions: attended to, summed over rows; is_single: replaces `are_single`.
+        positions: attended to, summed over rows.
         """
-        queries = max(tokens / rows, 1.0)
-        pieces = rows * math.ceil(queries / TILE_QUERIES)
-        if self.are_single(tokens, pieces) if is_single is None else is_single:
-            waves = queries * rows * self.kv_heads / self.num_processors / OVERLAP
-        else:
-            blocks = pieces * self.heads
+        fed, group = max(tokens / rows, 1.0), self.heads / self.kv_heads
+        tiles = rows * self.kv_heads * math.ceil(fed / max(TILE_QUERIES // group, 1.0))
+        height = 2 ** math.ceil(math.log2(min(max(fed * group, 16.0), TILE_QUERIES)))
+        waves = tiles * height / TILE_QUERIES / self.num_processors / OVERLAP
+        computed_s = self.computed_s(waves, positions / rows, fed)
+        return both(positions * self.position_s, computed_s, self.knee)
+
+    def computed_s(self, waves: float, positions: float, fed: float) -> float:
+        """Return the seconds of whole blocks, `waves` of them on each multiprocessor."""
+        keys = max(positions - (fed - 1) / 2, 0.0)  # causal
+        return self.layers * waves * keys / TILE_KEYS * self.block_s
+
+
+class FlashAttention(Attention):
+    """Seconds of FlashAttention-2 in vLLM.
+
+    Query heads share blocks, and few long rows are split, only if each row feeds one token.
+    """
+
+    def seconds(self, rows: float, tokens: float, positions: float) -> float:
+        fed = max(tokens / rows, 1.0)
+        waves = rows * self.kv_heads / self.num_processors / OVERLAP
+        if fed > 1.0:
+            blocks = rows * math.ceil(fed / TILE_QUERIES) * self.heads
             waves = max(math.ceil(blocks / self.num_processors) / OVERLAP, 1.0)
-        keys = max(positions / rows - (queries - 1) / 2, 0.0)  # causal
-        computed_s = self.layers * waves * keys / TILE_KEYS * self.block_s
-        return max(computed_s, positions * self.position_s)
+        return max(self.computed_s(waves, positions / rows, fed), positions * self.position_s)
 
 
 @dataclass
@@ -174,7 +186,7 @@ class Products:
     knee: float
 
     def seconds(self, tokens: float) -> float:
-        return (self.read_s**self.knee + (tokens * self.token_s) ** self.knee) ** (1 / self.knee)
+        return both(self.read_s, tokens * self.token_s, self.knee)
 
 
 @dataclass
@@ -215,7 +227,7 @@ def roofline(
     *,
     engine: str = "bubblespec",
     bits: int = 16,
-    fit: Fit = FITTED,
+    fit: Fit | None = None,
 ) -> GPUCost:
     """Return the cost of a forward, captured as a graph.
 
@@ -223,11 +235,12 @@ def roofline(
     and there are two all-reduces per layer and one exchange of samples. gpu, model: of GPUS and
     MODELS, or a shape; bits: of a weight, 8 or 4 for a quantised copy, with a grid for each GROUP
     inputs; engine: of ENGINES: "vllm" is its layers alone, as its forwards were measured,
-    "gpt-fast" has no host time and samples for nothing. Raises TPUnsupported for a model that so
-    many ranks cannot share.
+    "gpt-fast" has no host time and samples for nothing; fit: by default the engine's. Raises
+    TPUnsupported for a model that so many ranks cannot share.
     """
     card, shape = GPUS[gpu], MODELS[model] if isinstance(model, str) else model
     layers, hidden, _, heads, kv_heads, dimension, vocabulary = shape
+    fit = fit or FITS[engine]
     title = "a model"
     if isinstance(model, str):
         title = f"Qwen2.5-{model.upper()}" if model[0].isdigit() else model.title()
@@ -245,10 +258,10 @@ def roofline(
         read_s = weight_bytes * weights / num_ranks / (memory_share * card.memory)
         return Products(read_s, 2 * weights / num_ranks / (peak_share * card.peak), fit.knee)
 
-    position_s = 2 * 2 * layers * own_kv_heads * dimension / (fit.memory_share * card.memory)
     block_s = fit.block_s * card.block_time * dimension / 128
-    is_ours = engine == "bubblespec"
-    constant_s = layers * (fit.layer_s + is_ours * MORE_KERNELS * KERNEL_S) + is_ours * HOST_S
+    is_ours, has_host = engine in ("bubblespec", "graph"), engine == "bubblespec"
+    position_s = 2 * 2 * layers * own_kv_heads * dimension / (fit.keys_share * card.memory)
+    constant_s = (layers + is_ours * AROUND) * fit.layer_s + has_host * HOST_S
     summed_s, where = 0.0, f"one {gpu.upper()}"
     if num_ranks > 1:
         latency_s = ALL_REDUCE_S + ALL_REDUCE_RANK_S * (num_ranks - 1)
@@ -260,14 +273,14 @@ def roofline(
     return GPUCost(
         layers=products(layers * shape.layer_weights),
         head=products(hidden * vocabulary) if engine != "vllm" else None,
-        attention=Attention(
-            layers, own_heads, own_kv_heads, card.num_processors, block_s, position_s, is_ours
+        attention=(Attention if is_ours else FlashAttention)(
+            layers, own_heads, own_kv_heads, card.num_processors, block_s, position_s, fit.knee
         ),
         constant_s=constant_s,
         token_s=summed_s,
         sample_s=is_ours * SAMPLE_S,
-        verify_s=(is_ours * VERIFY_S, is_ours * VERIFY_ROW_S),
-        source=f"roofline fitted on an A100, not measured: {title}, bfloat16, on {where}",
+        verify_s=(has_host * VERIFY_S, has_host * VERIFY_ROW_S),
+        source=f"roofline, not measured: {title}, bfloat16, on {where}",
     )
 
 

@@ -67,6 +67,9 @@ class SimulatedRunner:
         for array in (self.said, self.end, self.name, self.drafter_knows):
             array[target] = array[source]
 
+    def reset(self) -> None:
+        """See `Runner`."""
+
     def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
         """Do nothing: there are no keys and values."""
 
