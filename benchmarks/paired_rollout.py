@@ -5,8 +5,8 @@ For each training step the *same batch* is rolled out with the *same weights* tw
 with speculation, in alternating order; the tokens are compared; then the policy is trained on them.
 Wall time is from one barrier to the next, so it is the slowest rank's, with the exchange of drafts.
 With --useless-drafts all drafts are replaced by random tokens: what speculation costs at worst.
-Before the first step a batch is generated twice, without drafts and with its own text as drafts,
-so that no arm captures graphs or takes memory while it is timed.
+Before the first step a batch is generated twice, the second time with its own text as drafts, so
+that no arm captures graphs or takes memory while it is timed.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def make_drafts_useless(trainer: Trainer) -> None:
 
 
 def warm(trainer: Trainer) -> None:
-    """Generate a batch as evaluations do: without drafts, then with its own text as drafts."""
+    """Generate a batch twice, as evaluations do: the second time its own text is its draft."""
     evaluator, rollout = trainer.evaluator, trainer.config.rollout
     prompts = trainer.sampler.schedule.prompts.prompts[: rollout.num_prompts_per_step]
     groups = [Group(prompt, EVALUATION) for prompt in prompts]
