@@ -163,7 +163,8 @@ def attention_call(
     packing = pack_rows(cache, context - count, count, bench.device)
     query = torch.randn(rows * fed, heads, size, dtype=bench.dtype, device=bench.device)
     layer = cache.layer(0, query[:, :kv_heads], query[:, :kv_heads])
-    layer.joint.normal_()
+    layer.keys.normal_()
+    layer.values.normal_()
     if bench.has_graphs:
         use_tiles(packing, heads // kv_heads)
     attend = ops_for(bench.device, bench.dtype).attend
