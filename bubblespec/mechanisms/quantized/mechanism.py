@@ -139,8 +139,8 @@ def product_speedup(product: Product, model: PreTrainedModel) -> float:
     The output head is left out. Weights are read from memory, not from a cache: there are several,
     one after the other in a graph."""
     head = output_head(model).linear
-    weights = [linear_of(of).weight.detach() for of in linear_layers(model) if of is not head]
-    fitting = [weight for weight in weights if product.fits(weight.shape[1], weight.shape[0])]
+    layers = [linear_of(of).weight.detach() for of in linear_layers(model) if of is not head]
+    fitting = [weight for weight in layers if product.fits(weight.shape[1], weight.shape[0])]
     if not fitting:
         raise ValueError(f"no layer fits the groups of {product.name}")
     weight = max(fitting, key=torch.Tensor.numel)
