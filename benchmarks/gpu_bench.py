@@ -1,5 +1,7 @@
 """Device, models of published shapes with random weights, and expected times of the GPU suite."""
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,14 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from bubblespec.distributed.device import set_cuda_defaults
-from bubblespec.engine.attention import VARLEN_KERNELS
-from bubblespec.engine.compiled import reduction_for
+from bubblespec.engine.attention import KERNELS, problem_of
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.forward import Forward, ModelForward, can_capture
-from bubblespec.engine.kernels import problem_of
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.model_checks import prepare_model
+from bubblespec.engine.ops import has_kernels
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.tools.doctor.forwards import median_s
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, GPUCost, roofline
 from bubblespec.types import Row, SampleId
@@ -27,7 +27,7 @@ SHAPES = {  # SHAPE_KEYS
     "0.5B": (896, 4864, 24, 151_936, 14, 2, True),
     "1.5B": (1536, 8960, 28, 151_936, 12, 2, True),
     "7B": (3584, 18_944, 28, 152_064, 28, 4, False),
-    "tiny": (48, 64, 2, 300, 4, 2, True),
+    "tiny": (48, 64, 2, 320, 4, 2, True),
 }
 MAX_LENGTH = 16_384  # positions of a model
 
@@ -50,16 +50,14 @@ class Bench:
 
     device: torch.device
     dtype: torch.dtype
-    kernels: list[str]
-    """Available attention kernels: SDPA first, the one that the engine uses last."""
+    kernel: str
+    """Attention kernel of training."""
     is_small: bool
     """Whether sizes are tiny, for a CPU."""
     gpu: str | None = None
     """Name in `GPUS`."""
-
-    @property
-    def kernel(self) -> str:
-        return self.kernels[-1]
+    end_s: float = math.inf
+    """Value of `time.perf_counter` at which the part that is running has to end."""
 
     @property
     def policy(self) -> str:
@@ -71,20 +69,29 @@ class Bench:
 
     @property
     def has_graphs(self) -> bool:
-        return can_capture(self.device, self.kernel)
+        """Whether the engine's forwards are CUDA graphs."""
+        return has_kernels(self.device, self.dtype)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left to the part that is running."""
+        return self.end_s - time.perf_counter()
 
     def sizes(self, small: tuple, large: tuple) -> tuple:
         return small if self.is_small else large
 
-    def model(self, name: str, num_layers: int | None = None) -> PreTrainedModel:
+    def raw_model(self, name: str, num_layers: int | None = None) -> PreTrainedModel:
         """Make a model with random weights. num_layers: by default as published."""
         config = dict(zip(SHAPE_KEYS, SHAPES[name], strict=True))
         config["num_hidden_layers"] = num_layers or config["num_hidden_layers"]
         torch.manual_seed(0)
         with torch.device(self.device):
             config = Qwen2Config(max_position_embeddings=MAX_LENGTH, **config)
-            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
-        model.requires_grad_(False)
+            return AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
+
+    def model(self, name: str, num_layers: int | None = None) -> PreTrainedModel:
+        """Make a `raw_model` that the engine can compute, without gradients."""
+        model = self.raw_model(name, num_layers).requires_grad_(False)
         prepare_model(model, MAX_LENGTH)
         return model
 
@@ -95,13 +102,12 @@ class Bench:
         length: int,
         *,
         enforce_eager: bool = False,
-        forward: Forward | None = None,
+        forward: ModelForward | None = None,
         max_num_batched_tokens: int | None = None,
     ) -> Engine:
         """Make an engine with a slot for each of `rows`. forward: by default on this rank alone."""
         if forward is None:
-            reduce = reduction_for(self.device, enforce_eager)
-            forward = ModelForward(model, self.kernel, enforce_eager=enforce_eager, reduce=reduce)
+            forward = ModelForward(model, enforce_eager=enforce_eager)
         tokens = max_num_batched_tokens or max(2048, rows)
         runner = ModelRunner(model, rows, length, 0, forward=forward, max_num_batched_tokens=tokens)
         return Engine(runner)
@@ -109,11 +115,11 @@ class Bench:
     def decoding_engine(
         self, model: PreTrainedModel, rows: int, prompt: int, new: int, **options
     ) -> Engine:
-        """Return an engine whose rows all decode. options: see `engine`."""
+        """Return an engine whose rows all decode, over keys and values of zero.
+
+        options: see `engine`."""
         engine = self.engine(model, rows, prompt + new, **options)
-        engine.add(make_rows(model, rows, prompt, new))
-        while engine.queue or engine.prefilling():
-            engine.step(SamplingParams())
+        engine.insert(make_rows(model, rows, prompt, new), np.full(rows, prompt - 1))
         return engine
 
     def seconds(self, action: Callable[[], object]) -> float:
@@ -133,13 +139,13 @@ class Bench:
 def make_bench(on_cpu: bool) -> Bench:
     """Return the measurements' device and sizes, tiny ones on a CPU."""
     if on_cpu:
-        return Bench(torch.device("cpu"), torch.float32, ["sdpa"], True)
+        return Bench(torch.device("cpu"), torch.float32, "sdpa", True)
     set_cuda_defaults()
     device, dtype = torch.device("cuda"), torch.bfloat16
-    fitting = [k for k in VARLEN_KERNELS if problem_of(k, device, dtype, frozenset()) is None]
+    kernel = next(name for name in KERNELS if problem_of(name, device, dtype, frozenset()) is None)
     card = torch.cuda.get_device_name().lower()
     gpu = next((name for name in GPUS if name in card), None)
-    return Bench(device, dtype, ["sdpa", *reversed(fitting)], False, gpu)
+    return Bench(device, dtype, kernel, False, gpu)
 
 
 def make_rows(model: PreTrainedModel, count: int, prompt: int, new: int) -> list[Row]:

@@ -1,13 +1,14 @@
-"""Parts of the GPU suite that run whole programs (tests, doctor, training); updates, sampling."""
+"""Parts of the GPU suite that run whole programs (tests, doctor, training); updates."""
 
+import contextlib
 import importlib.util
-import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -16,78 +17,143 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from benchmarks import shared
 from benchmarks.gpu_bench import SHAPES, Bench, Figure
+from benchmarks.paired_rollout import FITTED, fit, paired_steps
 from benchmarks.shared import ROOT
+from bubblespec import loading
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
+from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine import compiled
-from bubblespec.engine.compiled import (
-    OPTIONS,
-    compile_for_any_length,
-    compile_reduction,
-    first_difference,
-)
-from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.sampling import SamplingParams, best_and_sum, sample
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import full_batch, gradient_peak, peak_of
 from bubblespec.samples import Samples
-from bubblespec.tools.doctor.forwards import FORWARD_CHECKS, Case
-from bubblespec.tools.simulate.roofline import SAMPLE_S
+from bubblespec.tools.simulate.roofline import GPUS, MODELS, OWN
 from bubblespec.types import Group, Prompt
 
-GPU_TESTS = ("attention", "graphs", "compiled", "noise", "tp_graphs")
-CONFIG = "configs/tiny_cpu.yaml"
+GPU_TESTS = ("triton_ops", "graphs", "noise", "tp_graphs", "attention")
+CONFIG, SMOLLM2 = "configs/tiny_cpu.yaml", "models/smollm2-135m-instruct"
 NEEDED = ("omegaconf", "datasets", "reasoning_gym", "psutil", "accelerate")  # by train.py
-PROGRAM_S = 240.0  # that a program may take
+NO_EVALUATION = ["eval.num_prompts=0", "run.eval_steps=0"]
+ON_GPU = ["model.device=cuda", "model.dtype=bfloat16"]
+LARGE_ROLLOUT = (
+    *ON_GPU,
+    "rollout.num_prompts_per_step=16",
+    "rollout.num_generations=8",
+    "rollout.max_completion_length=512",
+    "rollout.max_num_seqs=128",
+    "rollout.max_num_batched_tokens=2048",
+    "optim.max_tokens_per_microbatch=8192",
+)
+SMALL_ROLLOUT = ("rollout.num_prompts_per_step=2", "rollout.max_completion_length=16")
 
 
-def run_program(*arguments: str) -> tuple[subprocess.CompletedProcess, float]:
+def run_program(bench: Bench, *arguments: str) -> tuple[subprocess.CompletedProcess, float]:
     """Return what `python arguments` printed, and its seconds. Raises TimeoutExpired."""
     started = time.perf_counter()
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": PROGRAM_S}
+    limit_s = max(min(bench.left_s, threading.TIMEOUT_MAX), 1.0)
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": limit_s}
     got = subprocess.run([sys.executable, *arguments], **options)
     return got, time.perf_counter() - started
 
 
 def gpu_tests(bench: Bench) -> Iterator[Figure]:
-    """Run the tests marked gpu."""
+    """Run the tests marked gpu, the parity of kernels first; keep what is known if time ends."""
     files = [f"tests/test_{name}.py" for name in GPU_TESTS]
-    options = ("-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist")
-    got, seconds = run_program("-m", "pytest", *options, *files)
-    lines = (got.stdout.strip() or got.stderr.strip() or "nothing printed").splitlines()
-    yield Figure("pytest -m gpu", seconds, "s", lines[-1])
+    options = ("-v", "--tb=line", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist")
+    started, problem = time.perf_counter(), None
+    try:
+        got, _ = run_program(bench, "-m", "pytest", *options, *files)
+        output, code = got.stdout or got.stderr, got.returncode
+        if code:
+            problem = f"pytest ended with exit code {code}"
+    except subprocess.TimeoutExpired as error:
+        output = (error.stdout or b"").decode(errors="replace")
+        problem = "pytest: no time was left"
+    lines = (output.strip() or "nothing printed").splitlines()
+    seconds, num_passed = time.perf_counter() - started, sum(" PASSED" in line for line in lines)
+    note = lines[-1].strip("= ") if problem is None else f"{num_passed} passed"
+    yield Figure("pytest -m gpu", seconds, "s", note)
     for line in lines:
-        if line.startswith(("FAILED", "ERROR")):
+        if line.startswith(("FAILED", "ERROR")) or line.split(" [")[0].endswith("FAILED"):
             yield Figure(line[:100], None, note=line[100:300])
-    if got.returncode:
-        raise RuntimeError(f"pytest ended with exit code {got.returncode}")
+    if problem:
+        raise RuntimeError(problem)
 
 
-def checks(bench: Bench) -> Iterator[Figure]:
-    """Run the doctor's checks of forwards, and time each line."""
-    config = Config(model=ModelConfig(path="none"))
-    case = Case(config, Ranks(bench.device), bench.model(bench.policy), bench.kernel)
-    for name, check in FORWARD_CHECKS.items():
-        started = time.perf_counter()
-        for verdict, text in check.make(case):
-            yield Figure(name, time.perf_counter() - started, "s", f"{verdict}: {text}")
-            started = time.perf_counter()
+def paired(bench: Bench) -> Iterator[Figure]:
+    """Roll out steps without and with drafts: of SmolLM2, where it is, and of random weights."""
+    if lacks := lacking():
+        yield Figure("paired rollouts", None, note=f"not run without {lacks}")
+        return
+    cases: dict[str, tuple[str, list[str]]] = {}
+    smollm2, policy = (os.path.join(ROOT, path) for path in (SMOLLM2, "configs/tiny_policy"))
+    if os.path.isdir(smollm2) and not bench.is_small:
+        keys = [f"model.path={smollm2}", "run.max_steps=30"]
+        cases["SmolLM2-135M"] = "configs/smollm2_135m_cpu.yaml", keys
+    vocabulary, reward = SHAPES[bench.policy][3], "benchmarks.gpu_programs.share_of_odd"
+    keys = [
+        f"model.path={policy}",
+        f"reward.functions=[{reward}]",
+        f"rollout.stop_token_ids=[{vocabulary - 1}]",
+    ]
+    keys += [
+        "optim.learning_rate=1e-6",
+        "run.max_steps=2" if bench.is_small else "run.max_steps=10",
+    ]
+    cases[f"{bench.policy}, random weights"] = CONFIG, keys
+    for number, (name, (path, keys)) in enumerate(cases.items()):
+        end_s = time.perf_counter() + bench.left_s / (len(cases) - number)
+        steps = []
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            sizes = bench.sizes(SMALL_ROLLOUT, LARGE_ROLLOUT)
+            config = load_config(
+                os.path.join(ROOT, path),
+                [f"run.output_dir={folder}", *NO_EVALUATION, *sizes, *keys],
+            )
+            if path == CONFIG:  # the tokenizer is the tiny policy's
+                make = lambda *_: bench.raw_model(bench.policy)  # noqa: E731
+                stack.enter_context(patch.object(loading, "load_model", make))
+            trainer = stack.enter_context(shared.open_trainer(config))
+            for step in paired_steps(trainer):
+                steps.append(step)
+                yield paired_figure(f"{name}, step {step['step']}", step)
+                if time.perf_counter() > end_s:
+                    break
+        if fitted := fit(steps):
+            note = FITTED.format_map(fitted)
+            yield Figure(f"{name}, a forward", fitted["forward"], "ms, fitted", note)
+
+
+def paired_figure(case: str, step: dict) -> Figure:
+    """Return the speed-up of a step of paired rollouts."""
+    note = (
+        "{none_s:.2f} > {speculation_s:.2f} s, {none_forwards} > {speculation_forwards} forwards, "
+    )
+    note += "{rollout/spec_accept_rate:.0%} accepted, {bubble/drafted_tokens} drafted, "
+    note += "{differing_rows} of {rows} rows differ"
+    return Figure(case, step["none_s"] / step["speculation_s"], "x", note.format_map(step))
+
+
+def share_of_odd(prompts, completions, completion_ids, **columns) -> list[float]:
+    """Return the share of odd token ids: a reward that any text has."""
+    return [float(np.mean(np.array(ids) % 2)) for ids in completion_ids]
+
+
+def lacking() -> str:
+    """Return the names of packages that a run needs and that are not installed."""
+    return ", ".join(name for name in NEEDED if importlib.util.find_spec(name) is None)
 
 
 def programs(bench: Bench) -> Iterator[Figure]:
     """Run the doctor, train.py on one rank, and a reward that raises, which must end train.py."""
-    lacks = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if lacks:
-        yield Figure("doctor, train.py", None, note=f"not run without {', '.join(lacks)}")
+    if lacks := lacking():
+        yield Figure("doctor, train.py", None, note=f"not run without {lacks}")
         return
-    overrides = ["model.device=cuda", "model.dtype=bfloat16"]
-    if bench.is_small:
-        overrides = ["rollout.num_prompts_per_step=2", "rollout.max_completion_length=16"]
-        overrides.append("data.size=20")
-    got, seconds = run_program("-m", "bubblespec", "doctor", "--config", CONFIG, *overrides)
+    overrides = [*SMALL_ROLLOUT, "data.size=20"] if bench.is_small else [*ON_GPU]
+    got, seconds = run_program(bench, "-m", "bubblespec", "doctor", "--config", CONFIG, *overrides)
     lines = re.findall(r"^\w[\w ]* +(ok|slower|failed): (.*)$", got.stdout, re.MULTILINE)
     verdicts = [verdict for verdict, _ in lines]
     note = ", ".join(f"{verdicts.count(name)} {name}" for name in ("ok", "slower", "failed"))
@@ -96,11 +162,11 @@ def programs(bench: Bench) -> Iterator[Figure]:
         if verdict != "ok":
             yield Figure(f"doctor, {verdict}", None, note=text[:200])
     steps = 2 if bench.is_small else 5
-    overrides += [f"run.max_steps={steps}", "eval.num_prompts=0", "run.eval_steps=0"]
+    overrides += [f"run.max_steps={steps}", *NO_EVALUATION]
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train.py")
     with tempfile.TemporaryDirectory() as folder:
         output = f"run.output_dir={folder}/run"
-        got, seconds = run_program(*launcher, "--config", CONFIG, *overrides, output)
+        got, seconds = run_program(bench, *launcher, "--config", CONFIG, *overrides, output)
         if got.returncode:
             raise RuntimeError(f"train.py: {got.stderr.strip().splitlines()[-1:]}")
         with open(os.path.join(folder, "run", "metrics.jsonl"), encoding="utf-8") as file:
@@ -110,7 +176,7 @@ def programs(bench: Bench) -> Iterator[Figure]:
         yield Figure(f"train.py, {steps} steps", seconds, "s", f"last step: {note}")
         output = f"run.output_dir={folder}/failing"
         reward = "reward.functions=[benchmarks.gpu_programs.failing_reward]"
-        got, seconds = run_program(*launcher, "--config", CONFIG, *overrides, output, reward)
+        got, seconds = run_program(bench, *launcher, "--config", CONFIG, *overrides, output, reward)
         is_shown = "ZeroDivisionError" in got.stdout + got.stderr
         note = f"exit code {got.returncode}, {'its' if is_shown else 'NO'} traceback"
         yield Figure("an exception in a reward ends train.py after", seconds, "s", note)
@@ -160,7 +226,12 @@ def updates(bench: Bench) -> Iterator[Figure]:
             seconds = time.perf_counter() - started
         if number == 0:
             fed = sum(lengths) + count * prompt
-            yield Figure("update", fed / seconds, "tokens/s", f"{fed} tokens in {seconds:.2f} s")
+            expected = None
+            if bench.gpu:  # forward and backward of all products
+                flops = 6 * MODELS[bench.policy.lower()].parameters
+                expected = OWN.peak_share * GPUS[bench.gpu].peak / flops
+            note = f"{fed} tokens in {seconds:.2f} s"
+            yield Figure("update", fed / seconds, "tokens/s", note, expected)
         weights.append([p.detach().to("cpu", copy=True) for p in model.parameters()])
         del model, learner
     same = [torch.equal(a, b) for a, b in zip(*weights, strict=True)]
@@ -181,36 +252,3 @@ def peaks(config: Config, learner: Learner, tokens: int) -> Iterator[Figure]:
         note = "expected: what a run reserves"
         yield Figure(f"peak, {tokens} tokens of {case} samples", peak, "GB", note, expected)
     learner.optimizer.clear()
-
-
-def sampling(bench: Bench) -> Iterator[Figure]:
-    """Time sampling, eager and compiled; then try options of the compiler.
-
-    A compiled reduction that differs in a token is not used, and the note says so.
-    """
-    vocabulary = SHAPES[bench.policy][3]
-    reductions = {"eager": (best_and_sum, None)}
-    if bench.is_cuda:
-        reductions["compiled"] = compile_reduction(vocabulary, bench.dtype, bench.device)
-    for count in bench.sizes((1, 4), (1, 16, 128, 512)):
-        logits = torch.randn(count, vocabulary, dtype=bench.dtype, device=bench.device)
-        position = np.arange(count)
-        keys = stream_keys(0, position, *[np.zeros_like(position)] * 3)
-        keys, generated = (torch.from_numpy(a).to(bench.device) for a in (keys, position))
-        for name, (reduce, problem) in reductions.items():
-            call = partial(sample, logits, keys, generated, SamplingParams(), reduce)
-            with torch.inference_mode():
-                ms = 1e3 * bench.seconds(call)
-            expected = 1e3 * SAMPLE_S * count if name == "compiled" and bench.gpu else None
-            yield Figure(f"{count} positions, {name}", ms, "ms", problem or "", expected)
-    if not bench.is_cuda:
-        yield Figure("options of the compiler that give equal tokens", None, note="needs a GPU")
-        return
-    for size in range(len(OPTIONS) + 1):
-        for names in itertools.combinations(OPTIONS, size):
-            torch._dynamo.reset()
-            with patch.object(compiled, "OPTIONS", dict.fromkeys(names, True)):
-                reduce = compile_for_any_length(best_and_sum)
-                difference = first_difference(reduce, vocabulary, bench.dtype, bench.device)
-            case = f"compiled with {', '.join(names) or 'no options'}"
-            yield Figure(case, None, note=difference or "equal tokens")

@@ -1,82 +1,25 @@
-"""Parts of the GPU suite that need processes of their own, for a group or settings of memory."""
+"""Parts of the GPU suite on several ranks, each a process of its own."""
 
 import itertools
 import os
 import pickle
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_bench import Bench, Figure, make_bench, make_rows
-from bubblespec.distributed.device import ALLOCATOR_VARIABLES
+from benchmarks.gpu_bench import Bench, Figure, make_bench
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.graphs import capture, rehearse
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup
 from bubblespec.rollout.board import ProgressBoard, RankState
 
 NUM_SUMS = 50  # one after the other in a graph
-NUM_CAPTURES = 4
-SPIN_CYCLES = 1 << 31  # of a kernel of one block: about a second
-
-
-def captures(bench: Bench) -> Iterator[Figure]:
-    """Capture the largest model's graphs again and again, with expandable segments and without.
-
-    Then time decode steps next to a kernel that only spins.
-    """
-    for value in ("True", "False"):
-        settings = dict.fromkeys(ALLOCATOR_VARIABLES, f"expandable_segments:{value}")
-        with patch.dict(os.environ, settings):  # of the process that is started
-            figures = run_processes(measure_captures, "gloo", 1, bench.is_small)
-        for figure in figures:
-            yield figure._replace(case=f"{figure.case}, expandable_segments {value}")
-    if not bench.is_cuda:
-        yield Figure("decode step next to a spinning block", None, note="needs a GPU")
-        return
-    engine = bench.decoding_engine(bench.model(bench.policy), 16, 64, 448)
-    side = torch.cuda.Stream()
-    for spins, how in ((False, "alone"), (True, "next to a spinning block")):
-        times = []
-        for _ in range(12):
-            started = time.perf_counter()
-            if spins:
-                with torch.cuda.stream(side):
-                    torch.cuda._sleep(SPIN_CYCLES)
-            engine.step(SamplingParams())  # waits for its own samples, not for the other stream
-            times.append(time.perf_counter() - started)
-            side.synchronize()
-        step_s = statistics.median(times)
-        yield Figure(f"decode step, {how}", 1e3 * step_s, "ms per step", "16 rows")
-    engine.release()
-
-
-def measure_captures(bench: Bench, ranks: Ranks) -> list[Figure]:
-    """Time the first forward after each release, and note the memory reserved then."""
-    name, rows, length = ("tiny", 2, 64) if bench.is_small else ("7B", 128, 2048)
-    engine, figures = bench.engine(bench.model(name), rows, length), []
-    for number in range(NUM_CAPTURES):
-        engine.add(make_rows(engine.runner.model, 1, 32, 8))
-        bench.wait()
-        started = time.perf_counter()
-        engine.step(SamplingParams())
-        bench.wait()
-        seconds = time.perf_counter() - started
-        graphs = engine.runner.graphs
-        note = "no graphs" if graphs is None else f"{len(graphs.shapes)} graphs"
-        if graphs is not None:
-            note = f"{graphs.problem or note}; {torch.cuda.memory_reserved() / 1e9:.2f} GB reserved"
-        figures.append(Figure(f"{name}, capture {number + 1}", seconds, "s", note))
-        engine.release()
-    return figures
 
 
 def run_processes(
@@ -184,15 +127,10 @@ def measure_tp(bench: Bench, ranks: Ranks) -> list[Figure]:
         for kind, launched in itertools.product(("alone", "together"), launches):
             is_eager, forward = launched == "eager", None
             if kind == "together":
-                forward = ShardedForward(
-                    model,
-                    tp,
-                    bench.kernel,
-                    enforce_eager=is_eager,
-                    reduce=reduction_for(bench.device, is_eager),
-                )
+                forward = ShardedForward(model, tp, enforce_eager=is_eager)
             options = {"enforce_eager": is_eager, "forward": forward}
             engine = bench.decoding_engine(model, rows, 64, 192, **options)
+            engine.step(SamplingParams())
             step_ms = 1e3 * bench.seconds(partial(engine.step, SamplingParams()))
             engine.release()
             case = f"{where}, {rows} rows {kind}, {launched}"

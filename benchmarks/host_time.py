@@ -3,7 +3,7 @@
 The real engine and proposer, with a runner that computes nothing and has the text of each row:
 scheduling, looking for proposals, planning windows and taking in what was accepted. Prompts of 300
 tokens in groups of 8 rows, drafts of 4,000 tokens of which 3% are wrong, so that rows leave their
-drafts and find back. Processor time of one core. Noise keys and the input of a graph are timed
+drafts and find back. Processor time of one core. Noise counters and the input of a graph are timed
 separately. "Meanwhile" is what a rollout does while a GPU computes; for all else a GPU waits.
 """
 
@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -24,10 +25,10 @@ from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import History
 from bubblespec.engine.batch import Batch, Load
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.graphs import BUCKETS, ForwardGraphs, pad
+from bubblespec.engine.graphs import FIELDS, ForwardGraphs, padded
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.packing import PAGE, CachePacking, to_device
+from bubblespec.engine.noise import stream_counters
+from bubblespec.engine.packing import PAGE, CachePacking
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified
@@ -39,6 +40,7 @@ WINDOW = 8  # draft tokens of a row in a forward, on average: there is room for 
 MAX_LENGTH = 6000
 VOCABULARY = 32000
 NUM_WARM = 5  # forwards before those that count
+FOLD = 6  # query heads of a key/value head
 COST_S = (1.0, 0.0, 1e-7)  # of a forward, a row and a token: drafts always pay
 
 
@@ -101,10 +103,11 @@ def start(rows: list[Row], drafts: list[Draft | None]) -> tuple[Proposer, float]
     return proposer, time.perf_counter() - begin_s
 
 
-def step_seconds(num_rows: int, num_forwards: int, has_drafts: bool) -> np.ndarray:
-    """Return seconds of the host in each forward, without the runner's, float64 [num_forwards, 2].
+def step_seconds(num_rows: int, num_forwards: int, has_drafts: bool) -> tuple[np.ndarray, float]:
+    """Return seconds of the host in each forward, and tokens that a row gains in one.
 
-    The first column is time for which a GPU waits, the second is meanwhile.
+    Seconds are without the runner's, float64 [num_forwards, 2]: the first column is time for which
+    a GPU waits, the second is meanwhile.
     """
     rows, texts, drafts = make_rows(num_rows, np.random.default_rng(num_rows))
     runner = KnownText(texts, (1 + WINDOW) * num_rows)
@@ -129,34 +132,27 @@ def step_seconds(num_rows: int, num_forwards: int, has_drafts: bool) -> np.ndarr
         seconds[-1][0] = time.thread_time() - begin_s - runner.own_s - seconds[-1][1]
     gained = (int(engine.lengths.sum()) - gained) / num_rows / len(seconds)
     assert len(engine.rows) == num_rows and engine.lengths.max() < PROMPT + DRAFT
-    kind = "own drafts and suffix matches" if has_drafts else "no drafts"
-    seconds = np.array(seconds[NUM_WARM:])
-    ms, high = 1e3 * np.quantile(seconds, (0.5, 0.9), axis=0)
-    of_rows = f"{ms[0]:8.2f} {high[0]:8.2f} {ms[1]:8.2f} {high[1]:8.2f} {gained:8.1f}"
-    print(f"{num_rows:5} {kind:30} {of_rows}", flush=True)
-    return seconds
+    return np.array(seconds[NUM_WARM:]), gained
 
 
 def runner_seconds(num_rows: int, count: int = 50) -> float:
-    """Return the median seconds of noise keys and the input of a graph.
-
-    Each row feeds a window of tokens or, where windows are too many for a graph, one token.
-    """
+    """Return the median seconds of noise counters and a graph's input, a window for each row."""
     length = -(-MAX_LENGTH // PAGE) * PAGE
     pages = Pages(num_rows, length, num_rows * (length // PAGE), PAGE)
     cache, rng = KVCache(num_rows, length, pages=pages), np.random.default_rng(0)
     starts = rng.integers(PROMPT, DRAFT, num_rows)
-    fed = 1 + min(WINDOW, BUCKETS[-1] // num_rows - 1)
-    known = ForwardGraphs(ModelForward(torch.nn.Linear(1, 1), "varlen"), cache, BUCKETS[-1])
-    stream_key, seconds = np.zeros((num_rows, MAX_LENGTH, 4), np.int32), []
+    fed, seconds = 1 + WINDOW, []
+    forward = SimpleNamespace(min_tokens=1, fold=FOLD, is_invariant=False)
+    known, tokens = ForwardGraphs(forward, cache, num_rows * fed), num_rows * fed
     pages.grow(starts + fed)
     slot, offset = ragged(np.full(num_rows, fed))
     index = np.array((slot, starts[slot] + offset))
     for _ in range(count):
         begin_s = time.thread_time()
         packing = CachePacking(cache, starts, np.full(num_rows, fed), index, torch.device("cpu"))
-        pad(slot, packing, known.shape_of(packing))
-        to_device(stream_key[slot, offset], torch.device("cpu"))
+        shape, zeros = known.shape_of(packing), np.zeros(tokens, np.int64)
+        padded(slot, packing, shape, np.zeros((FIELDS, shape.tokens + 1), np.int32))
+        stream_counters(slot, zeros, zeros, index[1])
         seconds.append(time.thread_time() - begin_s)
     return float(np.median(seconds))
 
@@ -173,12 +169,16 @@ def main() -> int:
     print(f"{'rows':>5} {'':30} {' '.join(columns)} tokens per row and forward")
     for num_rows in map(int, arguments.rows.split(",")):
         for suffix, has_drafts in (("_none", False), ("", True)):
-            seconds = step_seconds(num_rows, arguments.forwards, has_drafts)
+            seconds, gained = step_seconds(num_rows, arguments.forwards, has_drafts)
+            kind = "own drafts and suffix matches" if has_drafts else "no drafts"
+            ms, high = 1e3 * np.quantile(seconds, (0.5, 0.9), axis=0)
+            of_rows = f"{ms[0]:8.2f} {high[0]:8.2f} {ms[1]:8.2f} {high[1]:8.2f} {gained:8.1f}"
+            print(f"{num_rows:5} {kind:30} {of_rows}", flush=True)
             name = f"ms{suffix}_{num_rows}"
             result[name], result[f"{name}_meanwhile"] = 1e3 * np.median(seconds, axis=0)
             result[f"{name}_p90"] = 1e3 * float(np.quantile(seconds[:, 0], 0.9))
         result[f"runner_ms_{num_rows}"] = runner_ms = 1e3 * runner_seconds(num_rows)
-        print(f"{num_rows:5} {'noise keys, input of a graph':30} {runner_ms:8.2f}")
+        print(f"{num_rows:5} {'noise, input of a graph':30} {runner_ms:8.2f}")
     rows, _, drafts = make_rows(256, np.random.default_rng(0))
     result["start_s"] = start(rows, drafts)[1]
     tokens = f"{256 * DRAFT / 1e6:.2f} M draft tokens"

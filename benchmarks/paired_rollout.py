@@ -5,6 +5,8 @@ For each training step the *same batch* is rolled out with the *same weights* tw
 with speculation, in alternating order; the tokens are compared; then the policy is trained on them.
 Wall time is from one barrier to the next, so it is the slowest rank's, with the exchange of drafts.
 With --useless-drafts all drafts are replaced by random tokens: what speculation costs at worst.
+Before the first step a batch is generated twice, the second time with its own text as drafts, so
+that no arm captures graphs or takes memory while it is timed.
 """
 
 import argparse
@@ -13,7 +15,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -21,7 +23,9 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared
+from bubblespec.draft.store import DraftStore
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.learn.advantages import estimate_advantages
@@ -32,11 +36,16 @@ from bubblespec.rollout.table import RowTable
 from bubblespec.samples import Samples
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.trainer import Trainer
-from bubblespec.types import Row
+from bubblespec.types import Group, Row
 
 ARMS = ("none", "speculation")
 PAPER = (
     "paper (arXiv 2605.08862, its own hardware): decoding steps -50%, rollout throughput up to 1.8x"
+)
+
+FITTED = (
+    "fitted ms: {rollout:.1f} + {forward:.3f} per forward + {verified:.4f} per verified and "
+    "{drafted:.4f} per drafted token"
 )
 
 
@@ -64,6 +73,35 @@ def make_drafts_useless(trainer: Trainer) -> None:
     DraftAhead.finish = finish_useless
 
 
+def warm(trainer: Trainer) -> None:
+    """Generate a batch twice, as evaluations do: the second time its own text is its draft."""
+    evaluator, rollout = trainer.evaluator, trainer.config.rollout
+    prompts = trainer.sampler.schedule.prompts.prompts[: rollout.num_prompts_per_step]
+    groups = [Group(prompt, EVALUATION) for prompt in prompts]
+    for _ in range(2):
+        evaluator.generate(groups, rollout.num_generations, trainer.sampler.params, 0)
+    evaluator.store = DraftStore(evaluator.store.max_tokens)
+
+
+def paired_steps(trainer: Trainer, useless_drafts: bool = False) -> Iterator[dict]:
+    """Warm both arms, and yield the figures of each step."""
+    if not trainer.sampler.needs_timings:
+        raise InputError("speculative.method: none, and no TP tail; nothing to compare")
+    if useless_drafts:
+        make_drafts_useless(trainer)
+    plain = shared.plain_engine(trainer)
+    with trainer.open():
+        trainer.warm_start()
+    warm(trainer)
+    gc.collect()
+    gc.freeze()  # as in a run, see Trainer.open
+    try:
+        for step in range(trainer.config.run.max_steps):
+            yield paired_step(trainer, plain, step)
+    finally:
+        gc.unfreeze()
+
+
 def paired_step(
     trainer: Trainer,
     plain: Engine,
@@ -85,7 +123,11 @@ def paired_step(
         nonlocal rollout, exchange
         own = rows[arm]
         if arm == "none":
-            return RolloutLoop(plain, ranks, sampler.params, own, table).run().own_forwards
+            followers, plain.runner.followers = plain.runner.followers, []  # those of drafts
+            try:
+                return RolloutLoop(plain, ranks, sampler.params, own, table).run().own_forwards
+            finally:
+                plain.runner.followers = followers
         rollout, tasks = sampler.roll_out(table, own, step, launch.groups)
         exchange = sampler.conclude(rollout, tasks, table, own, step)
         return rollout.own_forwards
@@ -150,29 +192,39 @@ def summarise(steps: list[dict]) -> dict:
     }
 
 
+def fit(steps: list[dict]) -> dict[str, float] | None:
+    """Fit seconds of both arms by least squares; None with fewer than two steps.
+
+    In milliseconds: of a rollout at all, of a forward, and of each token that is verified, or
+    drafted for a coming step, of all ranks.
+    """
+    if len(steps) < 2:
+        return None
+    rows, seconds = [], [s[f"{arm}_s"] for arm in ARMS for s in steps]
+    for arm in ARMS:
+        of_drafts = arm == "speculation"
+        for s in steps:
+            verified = s["rollout/spec_accepted_tokens"] + s["rollout/spec_wasted_tokens"]
+            tokens = [verified, s["bubble/drafted_tokens"]]
+            rows.append([1, s[f"{arm}_forwards"], *(of_drafts * count for count in tokens)])
+    found = np.linalg.lstsq(np.array(rows, float), np.array(seconds), rcond=None)[0]
+    return dict(zip(("rollout", "forward", "verified", "drafted"), 1e3 * found, strict=True))
+
+
 def run(arguments: argparse.Namespace, folder: str) -> None:
     config = shared.run_config(arguments, folder)
     with shared.open_trainer(config) as trainer:
         is_main, steps = trainer.ranks.is_main, []
-        if not trainer.sampler.needs_timings:
-            raise InputError("speculative.method: none, and no TP tail; nothing to compare")
-        if arguments.useless_drafts:
-            make_drafts_useless(trainer)
-        plain = shared.plain_engine(trainer)
-        with trainer.open():
-            trainer.warm_start()
-        gc.collect()
-        gc.freeze()  # as in a run, see Trainer.open
         if is_main:
             print("step   none s   spec s  ratio   forwards longest accepted/forward  drafted")
-        for step in range(config.run.max_steps):
-            steps.append(s := paired_step(trainer, plain, step))
+        for s in paired_steps(trainer, arguments.useless_drafts):
+            steps.append(s)
             if is_main:
                 forwards = f"{s['none_forwards']}>{s['speculation_forwards']}"
                 ratio = s["none_s"] / s["speculation_s"]
                 seconds = f"{s['none_s']:8.2f} {s['speculation_s']:8.2f} {ratio:6.2f}"
                 print(
-                    f"{step:4} {seconds} {forwards:>10} {s['longest']:7} "
+                    f"{s['step']:4} {seconds} {forwards:>10} {s['longest']:7} "
                     f"{s['rollout/spec_accept_length']:16.2f} {s['bubble/drafted_tokens']:8}",
                     flush=True,
                 )
@@ -183,6 +235,9 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
                 "{percent:.0f}% forwards on the slowest rank, {differing_rows} of {rows} rows "
                 "differ".format(percent=-100 * summary["forward_reduction"], **summary)
             )
+            if fitted := fit(steps):
+                summary["fitted_ms"] = fitted
+                print(FITTED.format_map(fitted))
             print(PAPER)
             shared.write_result(arguments, summary | {"steps": steps})
 

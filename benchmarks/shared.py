@@ -17,11 +17,7 @@ from bubblespec.config_file import load_config
 from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.distributed.failures import report
 from bubblespec.distributed.ranks import ranks_from_environment
-from bubblespec.engine.compiled import reduction_for
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.pages import Pages
-from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import EndsRun, InputError
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
@@ -140,20 +136,9 @@ def chain_sums(tokenizer, count: int, seed: int, max_terms: int) -> list[Prompt]
 
 
 def plain_engine(trainer: Trainer) -> Engine:
-    """Make an engine without drafts, which the trainer's own holds from step to step."""
-    engine, model, kernel = trainer.sampler.engine, trainer.learner.model, trainer.learner.kernel
-    slots, length, pages = engine.num_slots, engine.max_length, engine.pages
-    if pages is not None:
-        pages = Pages.for_rows(slots, length, pages.page_size, pages.num_pages)
-    reduce = reduction_for(model.device, enforce_eager=False)
-    return Engine(
-        ModelRunner(
-            model,
-            slots,
-            length,
-            trainer.config.run.seed,
-            forward=ModelForward(model, kernel, reduce=reduce),
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            pages=pages,
-        )
-    )
+    """Make an engine without drafts, which the trainer's own holds from step to step.
+
+    They have one runner, with its cache and graphs, so that both fit a GPU; a rollout of either
+    begins with a reset.
+    """
+    return Engine(trainer.sampler.engine.runner)

@@ -33,8 +33,8 @@ class QuantizedConfig:
     """The policy's quantised copy, where speculative.method names it. Affects time, not tokens."""
 
     bits: int | str = key("auto", BITS, resume=SAFE)
-    """Bits of its weights. A CPU has 8, a GPU 8 and 4, for bfloat16; auto: there 4 from 3 billion
-    weights on."""
+    """Bits of its weights: 8 on a CPU; 4 on a GPU, for bfloat16, with auto from 3 billion weights
+    on."""
 
 
 @dataclass

@@ -6,7 +6,9 @@ import importlib
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 from bubblespec.errors import InputError, is_interrupt, one_line, shown
@@ -26,6 +28,13 @@ def import_path(key: str, path: str, example: str) -> Any:
         if is_interrupt(error):
             raise
         raise InputError(f"{key}: cannot import '{path}': {one_line(error)}") from error
+
+
+def import_quietly(name: str) -> ModuleType:
+    """Import a package without the warnings of its first compilation, which concern its authors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return importlib.import_module(name)
 
 
 def import_function(key: str, path: str, example: str, arguments: tuple[str, ...] = ()) -> Callable:

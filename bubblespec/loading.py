@@ -35,6 +35,7 @@ from bubblespec.learn.lora import add_adapter
 from bubblespec.types import Prompt
 
 HUB_TIMEOUT_S = 5.0
+CLEANS_UP_ANYWAY = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 TASKS_SEED, HELD_OUT_SEED = 1, 501  # of problems made from data.tasks
 
 
@@ -48,6 +49,11 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         except (OSError, UnicodeDecodeError) as error:
             problem = f"cannot read {path}: {one_line(error)}"
             raise InputError(f"model.chat_template_path: {problem}") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    is_bpe = backend is not None and type(backend.model).__name__ == "BPE"
+    if is_bpe and not getattr(tokenizer, CLEANS_UP_ANYWAY, False):
+        # transformers ignores it for such tokenizers, and every process would warn of that.
+        tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
 

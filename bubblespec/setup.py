@@ -55,8 +55,9 @@ from bubblespec.mechanisms.episodes.environments import Environments, check_envi
 from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
-from bubblespec.mechanisms.quantized.mechanism import make_quantized
+from bubblespec.mechanisms.quantized.mechanism import choose_product, make_quantized
 from bubblespec.mechanisms.quantized.memory import add_quantized
+from bubblespec.mechanisms.quantized.products import Product
 from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
@@ -128,9 +129,13 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    with console.phase("timing linear layers"):
-        models = torch.nn.ModuleList([model] if teacher is None else [model, teacher.model])
-        kernels = linear.choose_linear(config, ranks, models, state.get("linear"))
+    models, kernels = (
+        torch.nn.ModuleList([model] if teacher is None else [model, teacher.model]),
+        None,
+    )
+    if linear.can_choose(config, models):
+        with console.phase("timing linear layers"):
+            kernels = linear.choose_linear(config, ranks, models, state.get("linear"))
     if kernels is not None:
         plans = linear.read_plans(kernels)
         linear.use_plans(model, plans)
@@ -163,7 +168,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         config.rollout.min_completion_length,
     )
     with console.phase("timing the engine"):
-        engine, max_tp_rows = build_engine(config, learner, ranks)
+        product = choose_product(config, ranks, model)
+        engine, max_tp_rows = build_engine(config, learner, ranks, product)
         # An environment may add text before the first turn: drafts then need copies of it.
         can_draft_ahead = form is None or not form.adds_text or config.environment.draft
         sampler = make_sampler(
@@ -176,7 +182,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             reward_weights=weights,
             drafts_ahead=can_draft_ahead,
         )
-        add_mechanisms(sampler, learner, tokenizer, max_tp_rows, checkpoint, kernels)
+        add_mechanisms(sampler, learner, tokenizer, max_tp_rows, checkpoint, kernels, product)
         evaluator = make_evaluator(sampler)
     if checkpoint:
         with refuse_what_does_not_fit(checkpoint):
@@ -220,8 +226,11 @@ def add_mechanisms(
     max_tp_rows: int,
     checkpoint: str | None,
     kernels: dict | None,
+    product: Product | None,
 ) -> None:
-    """Add the run's mechanisms to its sampler, and connect them. kernels: see `choose_linear`."""
+    """Add the run's mechanisms to its sampler, and connect them.
+
+    kernels: see `choose_linear`; product: see `choose_product`."""
     config, ranks, engine, params = sampler.config, sampler.ranks, sampler.engine, sampler.params
     tail = make_tp_tail(sampler, max_tp_rows)
     if tail is not None:
@@ -232,9 +241,9 @@ def add_mechanisms(
         sampler.mechanisms.append(EpisodesMechanism(sampler, environments))
     if config.optim.stream_gradients:
         sampler.mechanisms.append(StreamGradientsMechanism(sampler, learner))
-    if "quantized" in config.speculative.sources and sampler.proposer is not None:
-        prompts = sampler.schedule.prompts.prompts[:8]
-        quantized = make_quantized(config, ranks, engine, params, sampler.stats.cost, prompts)
+    if product is not None and sampler.proposer is not None:
+        prompts, cost = sampler.schedule.prompts.prompts[:8], sampler.stats.cost
+        quantized = make_quantized(config, ranks, engine, params, cost, prompts, product)
         if quantized is not None:
             sampler.proposer.add(quantized.source)
             sampler.mechanisms.append(quantized)
@@ -315,12 +324,16 @@ def make_reference(
     return reference.requires_grad_(False)
 
 
-def build_engine(config: Config, learner: Learner, ranks: Ranks) -> tuple[Engine, int]:
-    """Return the engine, in the memory that is free now, and the rows of the TP tail."""
+def build_engine(
+    config: Config, learner: Learner, ranks: Ranks, product: Product | None
+) -> tuple[Engine, int]:
+    """Return the engine, in the memory that is free now, and the rows of the TP tail.
+
+    product: of the quantised copy."""
     teacher = learner.teacher and learner.teacher.model
     needs = estimate(config, learner.model, ranks.world_size, teacher)
     needs = add_drafter(needs, config, learner.model, ranks.world_size)
-    needs = add_quantized(needs, config, learner.model)
+    needs = add_quantized(needs, product, learner.model)
     num_slots, num_pages, max_tp_rows = choose_slots(config, learner, ranks, needs)
     model, length = learner.model, max_length(config)
     make = InvariantForward if config.model.batch_invariant else ModelForward

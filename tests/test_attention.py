@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from bubblespec.engine.kernels import choose_kernel
 
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import attention, kernels
 from bubblespec.engine.attention import bubblespec_attention
 from bubblespec.engine.graphs import ForwardGraphs
-from bubblespec.engine.kernels import choose_kernel
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.packing import PAGE, pack_rows

@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -28,6 +29,7 @@ from bubblespec.loading import load_prompts
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
+from bubblespec.rollout.evaluate import Evaluator
 from bubblespec.trainer import Trainer
 from notebooks import reports
 from tests.helpers.runs import ALWAYS_DRAFT
@@ -73,10 +75,42 @@ def test_generate_arms_make_prescribed_tokens(monkeypatch, tmp_path, capsys):
     assert "error: --model: no folder no/such/folder" in capsys.readouterr().err
 
 
-def test_paired_rollouts_generate_the_same_rows(tmp_path):
+def test_paired_rollouts_generate_the_same_rows(monkeypatch, tmp_path, capsys):
+    """Both arms are warm before the first is timed."""
+    order = []
+    generate, timed = Evaluator.generate, paired_rollout.timed
+
+    def noted_generate(evaluator, groups, *arguments):
+        samples, record = generate(evaluator, groups, *arguments)
+        order.append(record.acceptance is not None and record.acceptance.draft_tokens > 0)
+        return samples, record
+
+    def noted_timed(*arguments):
+        order.append("timed")
+        return timed(*arguments)
+
+    monkeypatch.setattr(Evaluator, "generate", noted_generate)
+    monkeypatch.setattr(paired_rollout, "timed", noted_timed)
     keys = ["speculative.planning=always", f"run.output_dir={tmp_path}/run"]
     result = run_benchmark(paired_rollout, tmp_path, *keys, useless_drafts=True)
     assert (result["differing_rows"], result["rows"], len(result["steps"])) == (0, 8, 2)
+    assert order == [True, True, "timed", "timed", "timed", "timed"]  # have drafted
+    assert result["fitted_ms"].keys() == {"rollout", "forward", "verified", "drafted"}
+    assert "fitted ms: " in capsys.readouterr().out
+
+
+def test_seconds_are_fitted_to_forwards_and_tokens():
+    names = ("none_forwards", "speculation_forwards", "rollout/spec_accepted_tokens")
+    names += ("rollout/spec_wasted_tokens", "bubble/drafted_tokens")
+    steps = []
+    for counts in np.random.default_rng(0).integers(1, 99, (6, len(names))).tolist():
+        plain, own, accepted, wasted, drafted = counts
+        seconds = 0.2 + 0.003 * own + 4e-5 * (accepted + wasted) + 1e-5 * drafted
+        arms = {"none_s": 0.2 + 0.003 * plain, "speculation_s": seconds}
+        steps.append(dict(zip(names, counts, strict=True)) | arms)
+    wanted = {"rollout": 200.0, "forward": 3.0, "verified": 0.04, "drafted": 0.01}
+    assert paired_rollout.fit(steps) == pytest.approx(wanted)
+    assert paired_rollout.fit(steps[:1]) is None
 
 
 def test_episodes_are_the_same_in_all_ways(monkeypatch, tmp_path):

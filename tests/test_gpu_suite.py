@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_forwards, gpu_programs, gpu_suite
+from benchmarks import gpu_bench, gpu_forwards, gpu_programs, gpu_suite
 from benchmarks.gpu_bench import Bench, Figure, make_bench
 from bubblespec import memory
 from bubblespec.tools.simulate.check import DECODE, read_cases
@@ -51,9 +52,9 @@ def check_figures(result: dict, printed: str) -> dict[tuple[str, str], dict]:
 
 
 def test_programs_have_figures(run_suite, monkeypatch, tmp_path, capsys):
-    """The only part that needs other packages; all others are in test_gpu_imports.py."""
+    """The parts that need other packages; all others are in test_gpu_imports.py."""
 
-    def run_program(*arguments: str):
+    def run_program(bench, *arguments: str):
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1")
         if arguments[: len(launcher)] != launcher:
             return launch(0, list(arguments)), 1.0
@@ -63,11 +64,14 @@ def test_programs_have_figures(run_suite, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(gpu_programs, "run_program", run_program)
     out = tmp_path / "cpu.json"
-    assert run_suite("--json", str(out), "--only", "programs") == 0
+    assert run_suite("--json", str(out), "--only", "programs", "paired") == 0
     cases = check_figures(json.loads(out.read_text()), capsys.readouterr().out)
     assert cases["programs", "doctor"]["note"].endswith("0 failed; exit code 0")
     failing = cases["programs", "an exception in a reward ends train.py after"]
     assert failing["note"] == "exit code 1, its traceback"
+    paired = [case for part, case in cases if part == "paired"]
+    assert paired == [f"tiny, random weights, {of}" for of in ("step 0", "step 1", "a forward")]
+    assert "0 of 6 rows differ" in cases["paired", paired[0]]["note"]
 
 
 def test_failed_or_late_part_costs_no_other_rows(run_suite, monkeypatch, tmp_path):
@@ -82,13 +86,13 @@ def test_failed_or_late_part_costs_no_other_rows(run_suite, monkeypatch, tmp_pat
             clock.sleep(100.0)
             yield Figure("again", 2.0)
 
-    parts = {"failing": (failing, 1.0), "endless": (endless, 150.0), "no time": (endless, 150.0)}
+    parts = {"failing": (failing, 1.0), "endless": (endless, 300.0), "no time": (endless, 300.0)}
     parts = {name: gpu_suite.Part(*part) for name, part in parts.items()}
     monkeypatch.setattr(gpu_suite, "PARTS", parts)
-    monkeypatch.setattr(gpu_suite, "TOTAL_S", 250.0)
-    monkeypatch.setattr(gpu_suite, "time", clock)
-    out = tmp_path / "cpu.json"
-    assert run_suite("--json", str(out)) == 0
+    for module in (gpu_suite, gpu_bench):
+        monkeypatch.setattr(module, "time", clock)
+    out, minutes = tmp_path / "cpu.json", str(250 / 60)  # of 10: limits are 125 s
+    assert run_suite("--json", str(out), "--minutes", minutes) == 0
     found = json.loads(out.read_text())["parts"]
     values = {name: [row["value"] for row in part["rows"]] for name, part in found.items()}
     wanted = {"failing": [1.0, None], "endless": [2.0, 2.0, None], "no time": [2.0, None]}
@@ -102,51 +106,97 @@ def test_file_is_not_overwritten_and_limits_add_up(run_suite, tmp_path):
     out = tmp_path / "there.json"
     out.write_text("kept")
     assert run_suite("--json", str(out)) == 2 and out.read_text() == "kept"
-    assert sum(part.limit_s for part in gpu_suite.PARTS.values()) <= gpu_suite.TOTAL_S <= 45 * 60
+    assert sum(part.limit_s for part in gpu_suite.PARTS.values()) == 60 * gpu_suite.MINUTES
+    assert run_suite("--minutes", "0") == 2
 
 
-def test_expected_milliseconds_are_listed(run_suite, monkeypatch, capsys):
-    monkeypatch.setitem(MODELS, "tiny", Model(2, 48, 64, 4, 2, 12, 300))
+def test_expected_figures_are_listed(run_suite, monkeypatch, capsys):
+    monkeypatch.setitem(MODELS, "tiny", Model(2, 48, 64, 4, 2, 12, 320))
     bench = replace(make_bench(True), gpu="h200")
     monkeypatch.setattr(gpu_suite, "make_bench", lambda on_cpu: bench)
-    assert run_suite("--only", "attention", "decode", "windows", "profile") == 0
+    assert run_suite("--only", "decode", "kernels", "profile", "updates") == 0
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
     of_case = {cells[1]: cells for cells in lines if len(cells) == 6}
     cost = gpu_forwards.decode_seconds("h200", "tiny", 2, 40)
-    assert float(of_case["tiny, 2 rows at 40, eager"][3]) == pytest.approx(1e3 * cost, rel=1e-3)
-    for case in ("2 rows, window 3", "tiny, 2 rows at 40, host"):
+    assert float(of_case["tiny, 2 rows at 40, window 0"][3]) == pytest.approx(1e3 * cost, rel=0.01)
+    cases = ("window 3", "host", "attention", "products", "sampling")
+    for case in (*(f"tiny, 2 rows at 40, {kind}" for kind in cases), "host, 8 rows, no drafts"):
         assert float(of_case[case][3]) > 0
-    assert of_case["tiny, 2 rows at 40, products"][3] == ""
-    # The engine's attention is expected, however it is called: tiles of 16 queries.
+    assert of_case["tiny, 2 rows at 40, copies"][3] == ""
+    assert float(of_case["copy bandwidth"][3]) == GPUS["h200"].memory / 1e9
+    flops = 6 * MODELS["tiny"].parameters
+    wanted = OWN.peak_share * GPUS["h200"].peak / flops
+    assert float(of_case["update"][3]) == pytest.approx(wanted, rel=1e-3)
+    # Tiles of 16 queries.
     computed_us = 2 * 2 * 16 / 64 / 132 / (4 / 3) * 300 / 64 * 1e6 * OWN.block_s * 0.8 * 12 / 128
     read_us = 1e6 * 2 * 300 * 2 * 2 * 2 * 12 / (OWN.keys_share * GPUS["h200"].memory)
-    for how in ("apart", "in groups"):
-        expected_us = float(of_case[f"tiny, 2 rows at 300, heads {how}"][3])
-        assert expected_us == pytest.approx(math.hypot(computed_us, read_us), rel=1e-3)
+    expected_us = float(of_case["attention, tiny, 2 rows at 300, 1 tokens each"][3])
+    assert expected_us == pytest.approx(math.hypot(computed_us, read_us), rel=1e-3)
 
 
-@pytest.mark.parametrize("max_q, room", [(1, 3), (2, 3), (8, 8)])
-def test_attention_is_independent_of_the_call(monkeypatch, max_q, room):
-    """A stand-in of the engine's kernel has room for more sequences than there are rows."""
+def test_forwards_are_timed_in_graphs(monkeypatch):
+    """Graphs of the engine and of single kernels, by stand-ins of a GPU's."""
+
+    def once(action, device) -> float:
+        action()
+        return 1.0
+
+    captures = stand_in(monkeypatch)
+    monkeypatch.setattr(gpu_forwards, "WINDOWS", (0, 3))
+    monkeypatch.setattr(gpu_forwards, "CALLS", 2)
+    monkeypatch.setattr(gpu_bench, "median_s", once)
+    found = {figure.case: figure for figure in gpu_forwards.decoding(make_bench(True))}
+    assert re.fullmatch(r"\d+ graphs", found["tiny, 2 rows at 40, first step"].note)
+    num_replays = captures.num_replays
+    assert num_replays > 0
+    cases = [figure.case for figure in gpu_forwards.kernels(make_bench(True))]
+    assert len(cases) == 5 and captures.num_replays == num_replays + 4  # top_p has no graph
+
+
+@pytest.mark.parametrize("fed", [1, 4])
+def test_attention_of_a_graph_is_the_reference(monkeypatch, fed):
+    """Random keys in pages, in the tiles of a graph, against SDPA."""
+    torch.manual_seed(0)
+    bench = make_bench(True)
+    wanted = gpu_forwards.attention_call(bench, "tiny", 3, 300, fed)()
+    torch.manual_seed(0)
     stand_in(monkeypatch)
-    reference = replace(make_bench(True), dtype=torch.float64)
-    bench = replace(reference, kernels=["sdpa", "varlen"])
-    cache = gpu_forwards.random_cache(bench, 3, 300, 2, 16)
-    query = torch.randn(3, 4, 16, dtype=torch.float64)
-    arguments = (query, cache, [1] * 3)
-    wanted = gpu_forwards.attend(reference, *arguments, 3, 300, max_q)()
-    got = gpu_forwards.attend(bench, *arguments, room, 300, max_q)()
-    assert torch.allclose(got, wanted.reshape(3, 4, 16), rtol=0, atol=1e-9)
+    call = gpu_forwards.attention_call(bench, "tiny", 3, 300, fed)
+    assert call.__wrapped__.args[1].view.max_q == 8
+    assert torch.allclose(call(), wanted, rtol=0, atol=1e-5)
 
 
 def test_times_of_kernels_and_gaps_add_up():
-    kernels = [("copy", 0, 1), ("Memcpy HtoD", 10, 12), ("flash_fwd_kernel", 15, 25)]
-    kernels += [("nvjet_tst", 25, 30), ("rms_norm", 130, 131), ("ampere_bf16_gemm", 128, 129)]
+    """FlashAttention's names tell of CUTLASS, but are no products."""
+    kernels = [("copy", 0, 1), ("Memcpy HtoD", 10, 12), ("flash_fwd<cutlass::bfloat16_t>", 15, 25)]
+    kernels += [("nvjet_tst", 25, 30), ("_add_norm", 130, 131), ("ampere_bf16_gemm", 128, 129)]
+    kernels += [("_attend", 131, 134), ("_merge", 134, 135), ("_sample_rows", 135, 136)]
     found = gpu_forwards.time_by_kind(kernels)
-    wanted = {"products": 6, "attention": 10, "copies": 2, "other kernels": 2}
-    wanted |= {"short gaps": 9 + 3 + 1, "host": 98}
+    wanted = {"products": 6, "attention": 14, "copies": 2, "other kernels": 1, "sampling": 1}
+    wanted |= {"operations of layers": 1, "short gaps": 9 + 3 + 1, "host": 98}
     assert found == pytest.approx({kind: us / 1e3 for kind, us in wanted.items()})
-    assert sum(found.values()) == pytest.approx(131 / 1e3)
+    assert sum(found.values()) == pytest.approx(136 / 1e3)
+
+
+def test_gpu_tests_that_time_out_keep_what_is_known(monkeypatch):
+    lines = ["tests/a.py::one PASSED [ 30%]", "tests/a.py::two FAILED [ 60%]", "tests/a.py::three "]
+
+    def run_program(bench, *arguments):
+        raise subprocess.TimeoutExpired("pytest", 60.0, "\n".join(lines).encode())
+
+    monkeypatch.setattr(gpu_programs, "run_program", run_program)
+    rows = gpu_programs.gpu_tests(make_bench(True))
+    first, second = next(rows), next(rows)
+    assert first.note == "1 passed" and second.case.startswith("tests/a.py::two FAILED")
+    with pytest.raises(RuntimeError, match="no time was left"):
+        next(rows)
+
+
+def test_all_gpu_tests_are_run():
+    files = (ROOT / "tests").glob("test_*.py")
+    marked = {f.stem for f in files if "pytest.mark.gpu" in f.read_text() and f != Path(__file__)}
+    assert marked <= {f"test_{name}" for name in gpu_programs.GPU_TESTS}
+    assert gpu_programs.GPU_TESTS[0] == "triton_ops"
 
 
 def test_peaks_measure_full_micro_batches(monkeypatch):

@@ -317,16 +317,18 @@ def test_ranks_decide_together(monkeypatch, make_model):
     assert set(chosen[0]["plans"].values()) == {ONEDNN}
 
 
-def test_choice_can_be_switched_off(monkeypatch, tmp_path):
-    """By the key; other types and devices have no choice."""
+def test_choice_can_be_switched_off(monkeypatch, tmp_path, capfd):
+    """By the key; other types and devices have no choice. Then no phase of set-up is shown."""
     monkeypatch.setattr(linear_module, "measure", None)
     trainer = build(config_of(tmp_path, "model.cpu_linear=torch"), Ranks(torch.device("cpu")))
     trainer.lock.close()
-    model = trainer.learner.model
+    err = capfd.readouterr().err
+    assert "timing the engine" in err and "timing linear layers" not in err
+    model, auto = trainer.learner.model, config_of("x")
     assert trainer.linear is None and not any(isinstance(m, FastLinear) for m in model.modules())
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        assert can_choose(torch.nn.Linear(4, 4, dtype=dtype)) == (dtype == torch.float32)
-        assert not can_choose(torch.nn.Linear(4, 4, device="meta", dtype=dtype))
+        assert can_choose(auto, torch.nn.Linear(4, 4, dtype=dtype)) == (dtype == torch.float32)
+        assert not can_choose(auto, torch.nn.Linear(4, 4, device="meta", dtype=dtype))
 
 
 def test_resumed_run_keeps_the_choice(monkeypatch, tmp_path):

@@ -103,9 +103,9 @@ def test_product_depends_on_device_type_bits_and_size(monkeypatch):
     for wanted, large, *given in (
         ("int8", 99, model, "cpu", "auto"),
         (None, 99, model, "cpu", 4),
-        ("int8", 99, half, "cuda", "auto"),
+        (None, 99, half, "cuda", "auto"),
         ("int4", 50, half, "cuda", "auto"),
-        ("int8", 50, half, "cuda", 8),
+        (None, 50, half, "cuda", 8),
         ("int4", 99, half, "cuda", 4),
         (None, 50, model, "cuda", "auto"),
     ):

@@ -1,41 +1,101 @@
-"""The quantised copy on CUDA tensors without values (helpers/fake_cuda.py)."""
+"""The quantised copy on a GPU: its product on CUDA tensors without values (helpers/fake_cuda.py),
+and that a timing decides whether there is a copy."""
 
-import numpy as np
+import types
+
 import pytest
 import torch
-from test_fake_cuda import PARAMS
 
-from bubblespec.engine.engine import Engine
-from bubblespec.engine.packing import PAGE
-from bubblespec.mechanisms.quantized import products
-from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
-from bubblespec.mechanisms.quantized.runner import CopyRunner
-from tests.helpers.fake_cuda import DEVICE, make_fake
-from tests.helpers.generation import make_runner
+from bubblespec.config import Config, ModelConfig, QuantizedConfig, SpeculativeConfig
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.model_checks import prepare_model
+from bubblespec.mechanisms.quantized import mechanism, products
+from bubblespec.mechanisms.quantized.memory import add_quantized
+from bubblespec.memory import estimate
+from tests.helpers.clocks import Clock
+from tests.helpers.fake_cuda import DEVICE, FakeCuda
+from tests.helpers.graphs import stand_in
+from tests.helpers.models import random_model, small_config
+
+ON_GPU = ModelConfig(path="none", device="cuda", dtype="bfloat16")
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("params", PARAMS)
-def test_quantised_copy_waits_once_for_each_token(cuda, monkeypatch, kernel, bits, params):
-    """Its products, its drawing and its renewal; never run on a GPU."""
-    monkeypatch.setattr(products, "GROUP", 32)  # as small as the model
-    monkeypatch.setattr(products, "INNER_TILES", 2)
-    model = make_fake("llama")
-    product = products.product_for(model, "cuda", bits)
-    tokens = torch.zeros(60, dtype=torch.int64, device=DEVICE)
-    copy = Copy(model, product, *observe_inputs(model, tokens, kernel))
-    assert [len(part.layers) for part in copy.parts[:4]] == [3, 1, 2, 1]
-    engine = Engine(make_runner(model, 4, 2 * PAGE, 0, kernel=kernel, enforce_eager=True))
-    runner = CopyRunner(copy, engine, params)
-    place = np.array([0, 2]), np.array([9, 30]), np.array([7, 8]), np.array([4, 5])
-    runner.draw(*place)
-    packed = [part.packed for part in copy.parts]
-    copy.note_update()
-    cuda.clear()
-    copy.renew(iter(range(1000)).__next__, 1e9)
-    assert all(part.packed is old for part, old in zip(copy.parts, packed, strict=True))
-    assert cuda.waits == []
-    found, lead = runner.draw(*place)
-    assert found.shape == lead.shape == (2,) and found.dtype == np.int64
-    assert cuda.waits == ["packing.to_host"] and cuda.products <= {torch.bfloat16}
+@pytest.fixture
+def model():
+    made = random_model(small_config("qwen2"), torch.float32)
+    prepare_model(made, 64)
+    return made
+
+
+def config_of(planning: str = "auto") -> Config:
+    speculative = SpeculativeConfig(planning=planning)
+    return Config(model=ON_GPU, quantized=QuantizedConfig(bits=4), speculative=speculative)
+
+
+def test_int4_product_takes_bfloat16_and_waits_for_nothing():
+    with FakeCuda() as cuda:
+        weight = torch.zeros(64, 2 * products.GROUP, dtype=torch.bfloat16, device=DEVICE)
+        packed = products.INT4.pack(weight, torch.ones(weight.shape[1], device=DEVICE))
+        out = products.INT4.multiply(weight.new_zeros(3, weight.shape[1]), packed)
+        assert out.shape == (3, 64) and out.dtype == torch.bfloat16 and out.device == DEVICE
+        assert cuda.waits == []
+
+
+@pytest.mark.parametrize("speedup, planning", [(1.34, "auto"), (1.36, "auto"), (0.2, "always")])
+def test_timing_decides_before_a_copy_is_built(monkeypatch, capfd, model, speedup, planning):
+    monkeypatch.setattr(mechanism, "product_speedup", lambda product, of: speedup)
+    monkeypatch.setattr(mechanism, "product_for", lambda *given: products.INT4)
+    config, ranks = config_of(planning), Ranks(torch.device("cpu"))
+    ranks.device = torch.device("cuda")
+    product = mechanism.choose_product(config, ranks, model)
+    needs = add_quantized(estimate(config, model, 1), product, model)
+    line = "no quantised copy drafts: a product in int4 is 1.34 times as fast as the policy's"
+    assert (line in capfd.readouterr().err) == (speedup == 1.34)
+    assert (product is None) == (needs.quantized == 0) == (speedup == 1.34)
+
+
+def test_failing_product_on_any_rank_is_given_up(monkeypatch, capfd, model):
+    def fail(product, of):
+        raise RuntimeError("no kernel image\nis available")
+
+    class Two(Ranks):
+        def gather(self, array):
+            return torch.cat((torch.tensor([3.0]), torch.from_numpy(array))).numpy()
+
+    monkeypatch.setattr(mechanism, "product_for", lambda *given: products.INT4)
+    monkeypatch.setattr(mechanism, "product_speedup", fail)
+    ranks = Two(torch.device("cpu"))
+    ranks.device = torch.device("cuda")
+    assert mechanism.choose_product(config_of(), ranks, model) is None
+    err = capfd.readouterr().err
+    assert "no quantised copy drafts: RuntimeError: no kernel image is available" in err
+
+
+def test_products_are_compared_on_weights_beyond_caches(monkeypatch, model):
+    """The largest layer but for the head; each product takes a second of its own clock."""
+    clock, seen = Clock(), {"policy": set(), "copy": set()}
+
+    def linear(x, weight):
+        seen["policy"].add(weight.data_ptr())
+        clock.sleep(3.0)
+        return x @ weight.T
+
+    def multiply(x, packed):
+        seen["copy"].add(packed[0].data_ptr())
+        clock.sleep(1.0)
+        return x @ packed[0].T
+
+    stand_in(monkeypatch)
+    monkeypatch.setattr(mechanism, "time", clock)
+    monkeypatch.setattr(mechanism, "linear", linear)
+    largest = max(
+        layer.weight.numel()
+        for layer in model.model.layers[0].mlp.children()
+        if isinstance(layer, torch.nn.Linear)
+    )
+    monkeypatch.setattr(mechanism, "CACHE_BYTES", 4 * 4 * largest)
+    product = types.SimpleNamespace(
+        name="half", bits=8, fits=lambda k, m: True, pack=lambda w, f: (w * f,), multiply=multiply
+    )
+    assert mechanism.product_speedup(product, model) == pytest.approx(3.0, rel=1e-3)
+    assert (len(seen["policy"]), len(seen["copy"])) == (6, 10)

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,8 @@ from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.data.fingerprints import check_equal, data_state
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine import graphs
+from bubblespec.imports import import_quietly
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.loading import (
     check_vocabulary,
@@ -353,3 +356,28 @@ def test_a_drafter_of_another_model_is_named(drafter, capsys):
                 ours.copy_(theirs + scale * theirs.std() * torch.randn(theirs.shape))
         assert read_drafter(config, other, None, warns=True)[1] == 0
         assert ("was trained for another model" in capsys.readouterr().err) == is_named
+
+
+def test_libraries_warn_of_nothing_on_the_screen(monkeypatch, tmp_path):
+    """Of a package's first compilation, of clean-up that BPE has not, and of CUDA's debug mode."""
+    (tmp_path / "clumsy.py").write_text("is_one = 1 is 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = shutil.copytree(TINY, tmp_path / "policy")
+    settings = json.loads((policy / "tokenizer_config.json").read_text())
+    settings["clean_up_tokenization_spaces"] = True
+    (policy / "tokenizer_config.json").write_text(json.dumps(settings))
+    modes = []
+
+    def set_mode(mode):
+        modes.append(mode)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert import_quietly("clumsy").is_one
+        tokenizer = load_tokenizer(Config(model=ModelConfig(path=str(policy))))
+        graphs.rehearse(lambda: None)
+    assert [str(warning.message) for warning in shown] == []
+    assert not tokenizer.clean_up_tokenization_spaces and modes == ["error", 0]

@@ -16,6 +16,7 @@ import numpy as np
 
 from bubblespec.data.fingerprints import hash_text, plain_text
 from bubblespec.errors import InputError, one_line
+from bubblespec.imports import import_quietly
 from bubblespec.types import Prompt
 
 _EXTRA = 1 << 40  # first epoch of the orders of extra prompts, beyond any real epoch
@@ -202,8 +203,7 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
     tasks: mappings with `name`, `weight` and `config` (the task's own parameters). Row i is a pure
     function of (tasks, seed, i): columns `prompt`, `answer`, `task` and `entry` (the gym's item).
     """
-    import reasoning_gym
-
+    reasoning_gym = import_quietly("reasoning_gym")
     sources = []
     for number, task in enumerate(tasks):
         try:

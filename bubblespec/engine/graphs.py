@@ -28,6 +28,7 @@ Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that 
 positions sampled.
 """
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
@@ -366,11 +367,13 @@ def rehearse(run: Callable[[], object]) -> None:
 
     Raises RuntimeError if `run` waits for the GPU: here that does less harm than in a capture."""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")  # that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 def capture(run: Callable[[], object], pool: Any) -> tuple[Callable[[], None], tuple]:

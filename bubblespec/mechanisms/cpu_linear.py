@@ -83,9 +83,11 @@ def _as_measured(calls: tuple[Call, ...], count: int) -> Call:
     return calls[number]._replace(pad_to=ROWS[number])
 
 
-def can_choose(model: torch.nn.Module) -> bool:
-    """Whether there is a choice: in float32 on a CPU, with oneDNN in torch."""
+def can_choose(config: Config, model: torch.nn.Module) -> bool:
+    """Whether there is a choice: in float32 on a CPU, with oneDNN in torch, and none is given."""
     weight = next(model.parameters())
+    if config.model.cpu_linear == "torch" or config.model.batch_invariant:
+        return False
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and has_onednn()
 
 
@@ -350,13 +352,12 @@ def _beats(other_s: float, simple_s: float) -> bool:
 def choose_linear(
     config: Config, ranks: Ranks, model: torch.nn.Module, saved: dict | None
 ) -> dict | None:
-    """Choose the kernels of linear layers, the same on all ranks; None where there is no choice.
+    """Choose the kernels of linear layers, the same on all ranks; None unless `can_choose`.
 
     Returns what checkpoints keep: {"hardware": ..., "options": OPTIONS, "plans": by shape}.
     saved: the checkpoint's choice, kept on the same processor, as other kernels round differently.
     """
-    is_fixed = config.model.cpu_linear == "torch" or config.model.batch_invariant
-    if is_fixed or not can_choose(model):
+    if not can_choose(config, model):
         return None
     hardware = describe_hardware(ranks.device)
     kept = {} if saved is None else {key: saved.get(key) for key in ("hardware", "options")}

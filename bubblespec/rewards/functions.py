@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bubblespec.errors import InputError, is_interrupt, shown, trace_of
-from bubblespec.imports import call, import_function
+from bubblespec.imports import call, import_function, import_quietly
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -235,8 +235,7 @@ def reasoning_gym_score(
     prompts, completions, completion_ids, task, entry, **columns
 ) -> list[float | None]:
     """Return the score from 0 to 1 of the final answer by reasoning-gym's scorer of the task."""
-    import reasoning_gym
-
+    reasoning_gym = import_quietly("reasoning_gym")
     return [
         reasoning_gym.get_score_answer_fn(name)(answer=final_answer(text_of(c)), entry=item)
         for c, name, item in zip(completions, task, entry, strict=True)

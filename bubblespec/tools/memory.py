@@ -20,6 +20,7 @@ from bubblespec.learn.lora import add_adapter
 from bubblespec.loading import from_pretrained, with_dtype
 from bubblespec.mechanisms.drafter.memory import add_drafter
 from bubblespec.mechanisms.quantized.memory import add_quantized
+from bubblespec.mechanisms.quantized.products import product_for
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # usable bytes of an H100, an H200
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"  # config.json of models in configs/
@@ -63,7 +64,10 @@ def needs_of(
     """Return what a rank needs, mechanisms included."""
     needs = memory.estimate(config, model, world_size, teacher)
     needs = add_drafter(needs, config, model, world_size)
-    return add_quantized(needs, config, model)
+    device = "cpu" if config.model.device == "cpu" else "cuda"
+    is_used = "quantized" in config.speculative.sources
+    product = product_for(model, device, config.quantized.bits) if is_used else None
+    return add_quantized(needs, product, model)
 
 
 def fit(config: Config, needs: memory.Needs, world_size: int, total: float) -> tuple[bool, int]:

@@ -1,22 +1,34 @@
-"""The quantised copy of a run: made and timed at the start, renewed before rollouts."""
+"""The quantised copy of a run: made and timed at the start, renewed before rollouts.
 
+On a GPU it is made only if a product of it is fast enough by itself."""
+
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import numpy as np
+import torch
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.data.prompts import Prompt
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine import graphs
 from bubblespec.engine.batch import Load
 from bubblespec.engine.decoder import is_like_llama
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import to_device
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.weights import linear_of
 from bubblespec.errors import first_problem, log, one_line
-from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
-from bubblespec.mechanisms.quantized.products import NO_PRODUCT, product_for
+from bubblespec.mechanisms.quantized.copy import Copy, linear_layers, observe_inputs
+from bubblespec.mechanisms.quantized.products import NO_PRODUCT, Product, product_for
 from bubblespec.mechanisms.quantized.runner import CopyRunner
 from bubblespec.mechanisms.quantized.source import NAME, QuantizedSource
 from bubblespec.planner.costs import CostModel
@@ -27,6 +39,9 @@ RENEWAL_SHARE = 0.02  # of the rollouts' seconds
 OBSERVED_TOKENS = 512  # of prompts, whose inputs to layers are observed
 MIN_SPEEDUP = 1.35  # of the copy's forward over the policy's, with one row, for chains to pay
 TIMED_ROWS = (1, 4, 16)
+NUM_TIMED = 7  # replays of a product
+CACHE_BYTES = 1 << 27  # beyond what GPUs have
+NO_COPY = "no quantised copy drafts"
 
 
 class QuantizedMechanism(Mechanism):
@@ -92,6 +107,74 @@ class QuantizedMechanism(Mechanism):
         self.source.leads.survival.load_state_dict(state)
 
 
+def choose_product(config: Config, ranks: Ranks, model: PreTrainedModel) -> Product | None:
+    """Return the product of the run's copy on all ranks together; None, with a line, without one.
+
+    On a GPU only a timing tells whether it is faster than bfloat16."""
+    if "quantized" not in config.speculative.sources:
+        return None
+    product, problem = product_for(model, ranks.device.type, config.quantized.bits), NO_PRODUCT
+    if product is not None and not is_like_llama(model):
+        product, problem = None, "the policy is not built like Llama"
+    if product is not None and ranks.device.type == "cuda":
+        speedup, problem = 0.0, "its product fails on another rank"
+        try:
+            speedup = product_speedup(product, model)
+        except Exception as error:  # of a kernel
+            problem = one_line(error)
+        slowest = float(ranks.gather(np.array([speedup])).min())
+        if slowest > 0.0:
+            problem = f"a product in {product.name} is {slowest:.2f} times as fast as the policy's"
+        if not pays(slowest, config):
+            product = None
+    if product is None and ranks.is_main:
+        log(f"{NO_COPY}: {problem}")
+    return product
+
+
+@torch.inference_mode()
+def product_speedup(product: Product, model: PreTrainedModel) -> float:
+    """Return how many times as fast as the policy's a product of its largest layer is, of one row.
+
+    The output head is left out. Weights are read from memory, not from a cache: there are several,
+    one after the other in a graph."""
+    head = output_head(model).linear
+    layers = [linear_of(of).weight.detach() for of in linear_layers(model) if of is not head]
+    fitting = [weight for weight in layers if product.fits(weight.shape[1], weight.shape[0])]
+    if not fitting:
+        raise ValueError(f"no layer fits the groups of {product.name}")
+    weight = max(fitting, key=torch.Tensor.numel)
+    x = weight.new_ones(1, weight.shape[1])
+    packed = product.pack(weight, weight.new_ones(weight.shape[1], dtype=torch.float32))
+    weights = _beyond_caches((weight,), weight.nbytes)
+    copies = _beyond_caches(packed, weight.nbytes * product.bits // 16)
+    policy_s = _seconds_of([partial(linear, x, *of) for of in weights])
+    return policy_s / _seconds_of([partial(product.multiply, x, of) for of in copies])
+
+
+def _beyond_caches(tensors: tuple[torch.Tensor, ...], size: int) -> list[tuple[torch.Tensor, ...]]:
+    """Return so many copies of tensors, of `size` bytes together, that no cache holds them."""
+    return [tuple(of.clone() for of in tensors) for _ in range(2 + CACHE_BYTES // size)]
+
+
+def _seconds_of(calls: list[Callable[[], torch.Tensor]]) -> float:
+    """Return the seconds of one of several calls in a graph, the median of a few replays."""
+    results: list[torch.Tensor] = []
+
+    def run() -> None:
+        results[:] = [call() for call in calls]
+
+    graphs.rehearse(run)
+    replay, _ = graphs.capture(run, None)
+    seconds = []
+    for _ in range(NUM_TIMED):
+        begin_s = time.perf_counter()
+        replay()
+        results[-1].cpu()  # waits
+        seconds.append(time.perf_counter() - begin_s)
+    return statistics.median(seconds) / len(calls)
+
+
 def make_quantized(
     config: Config,
     ranks: Ranks,
@@ -99,28 +182,25 @@ def make_quantized(
     params: SamplingParams,
     cost: CostModel,
     prompts: list[Prompt],
+    product: Product,
 ) -> QuantizedMechanism | None:
     """Create the copy on all ranks together; None, with a line, where it would not pay.
 
-    cost: of the policy's forwards; prompts: some of the data's."""
+    cost: of the policy's forwards; prompts: some of the data's; product: of `choose_product`."""
     runner = cast(ModelRunner, engine.runner)
     model, always = runner.model, config.speculative.planning == "always"
-    product = product_for(model, runner.device.type, config.quantized.bits)
-    problem, speedup = NO_PRODUCT, 0.0
-    if product is not None and not is_like_llama(model):
-        product, problem = None, "the policy is not built like Llama"
-    if product is not None:
-        tokens = np.concatenate([prompt.token_ids for prompt in prompts])[:OBSERVED_TOKENS]
-        ids = to_device(tokens.astype(np.int64), runner.device)
-        try:
-            copy = Copy(model, product, observe_inputs(model, ids))
-            of_copy = CopyRunner(copy, engine, params)
-            copy_cost = profile(of_copy, ranks.clock)
-            speedup = float(cost.seconds(1, 1) / copy_cost.seconds(1, 1))
-        except Exception as error:  # the model's own code runs here, with other layers
-            problem = one_line(error)
+    problem, speedup = "it fails on another rank", 0.0
+    tokens = np.concatenate([prompt.token_ids for prompt in prompts])[:OBSERVED_TOKENS]
+    ids = to_device(tokens.astype(np.int64), runner.device)
+    try:
+        copy = Copy(model, product, observe_inputs(model, ids))
+        of_copy = CopyRunner(copy, engine, params)
+        copy_cost = profile(of_copy, ranks.clock)
+        speedup = float(cost.seconds(1, 1) / copy_cost.seconds(1, 1))
+    except Exception as error:  # the model's own code runs here, with other layers
+        problem = one_line(error)
     slowest = float(ranks.gather(np.array([speedup])).min())
-    if slowest >= MIN_SPEEDUP or (always and slowest > 0.0):
+    if pays(slowest, config):
         if of_copy.graphs is not None:
             runner.followers.append(of_copy)
         source = QuantizedSource(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
@@ -128,8 +208,13 @@ def make_quantized(
     if slowest > 0.0:
         problem = f"its forward is {slowest:.2f} times as fast as the policy's, too little to pay"
     if ranks.is_main:
-        log(f"no quantised copy drafts: {problem}")
+        log(f"{NO_COPY}: {problem}")
     return None
+
+
+def pays(speedup: float, config: Config) -> bool:
+    """Whether a copy is made whose forward, or product, is so many times as fast; 0: it fails."""
+    return speedup >= MIN_SPEEDUP or (config.speculative.planning == "always" and speedup > 0.0)
 
 
 def profile(runner: CopyRunner, clock) -> CostModel:

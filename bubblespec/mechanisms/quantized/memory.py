@@ -5,19 +5,14 @@ from dataclasses import replace
 from torch.nn import Linear
 from transformers import PreTrainedModel
 
-from bubblespec.config import Config
 from bubblespec.engine.weights import linear_of
 from bubblespec.mechanisms.quantized.copy import linear_layers
-from bubblespec.mechanisms.quantized.products import GROUP, product_for
+from bubblespec.mechanisms.quantized.products import GROUP, Product
 from bubblespec.memory import Needs
 
 
-def add_quantized(needs: Needs, config: Config, model: PreTrainedModel) -> Needs:
-    """Add the copy's linear layers, if the run has one."""
-    if "quantized" not in config.speculative.sources:
-        return needs
-    device = "cpu" if config.model.device == "cpu" else "cuda"
-    product = product_for(model, device, config.quantized.bits)
+def add_quantized(needs: Needs, product: Product | None, model: PreTrainedModel) -> Needs:
+    """Add the copy's linear layers. product: None where the run has no copy."""
     if product is None:
         return needs
     layers: list[Linear] = [linear_of(layer) for layer in linear_layers(model)]

@@ -1,4 +1,4 @@
-"""Products with quantised weights: int8 on a CPU, int8 and int4 on a GPU.
+"""Products with quantised weights: int8 on a CPU, int4 on a GPU.
 
 Weights are rounded to a grid of their own for each output (int8), or for each group of inputs of
 an output (int4). On a CPU the inputs are rounded as well, to 8 bits on a grid of each product's
@@ -42,16 +42,14 @@ def product_for(model: torch.nn.Module, device: str, bits: int | str) -> Product
     device: cpu or cuda, where the policy will be; bits: auto, 8 or 4."""
     parameters = list(model.parameters())
     if device == "cpu":
-        found = INT8_CPU if "x86" in torch.backends.quantized.supported_engines else None
-    elif parameters[0].dtype != torch.bfloat16:
-        found = None
-    else:
-        is_large = sum(parameter.numel() for parameter in parameters) >= LARGE
-        found = INT4 if bits == 4 or (bits == "auto" and is_large) else INT8
-    return found if found is None or bits in ("auto", found.bits) else None
+        has_engine = "x86" in torch.backends.quantized.supported_engines
+        return INT8_CPU if has_engine and bits != 4 else None
+    is_large = sum(parameter.numel() for parameter in parameters) >= LARGE
+    fits = bits == 4 or (bits == "auto" and is_large)
+    return INT4 if fits and parameters[0].dtype == torch.bfloat16 else None
 
 
-NO_PRODUCT = "this device has no product with quantised weights for this type of policy"
+NO_PRODUCT = "this device has no product with quantised weights for this type and size of policy"
 
 
 def round_to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +70,7 @@ def by_parts(
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def _pack_cpu(weight: torch.Tensor, factor: torch.Tensor) -> Any:
+def _pack_int8(weight: torch.Tensor, factor: torch.Tensor) -> Any:
     whole, step = by_parts(round_to_int8, weight, factor)
     zeros = torch.zeros(len(step), dtype=torch.long)
     with warnings.catch_warnings():
@@ -81,7 +79,7 @@ def _pack_cpu(weight: torch.Tensor, factor: torch.Tensor) -> Any:
     return torch.ops.quantized.linear_prepack(quantized, None)
 
 
-def _multiply_cpu(x: torch.Tensor, packed: Any) -> torch.Tensor:
+def _multiply_int8(x: torch.Tensor, packed: Any) -> torch.Tensor:
     size, given = None, x.float()
     if x.numel() > x.shape[-1]:  # the rows share a grid, so they are brought to one size
         size = given.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-9)
@@ -89,15 +87,6 @@ def _multiply_cpu(x: torch.Tensor, packed: Any) -> torch.Tensor:
     # Without VNNI, FBGEMM adds up products in 16 bits, where 8-bit inputs would overflow.
     out = torch.ops.quantized.linear_dynamic(given, packed, not HAS_VNNI)
     return (out if size is None else out * size).to(x.dtype)
-
-
-def _pack_int8(weight: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return by_parts(round_to_int8, weight, factor)  # torch's kernel wants the steps in float32
-
-
-def _multiply_int8(x: torch.Tensor, packed: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    out = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), *packed)
-    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def round_to_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -126,6 +115,5 @@ def _multiply_int4(x: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor]) -
 
 
 HAS_VNNI = torch.cpu._is_vnni_supported()
-INT8_CPU = Product("int8", 8, _pack_cpu, _multiply_cpu, lambda k, m: True)
-INT8 = Product("int8", 8, _pack_int8, _multiply_int8, lambda k, m: k % 32 == 0 and m % 32 == 0)
+INT8_CPU = Product("int8", 8, _pack_int8, _multiply_int8, lambda k, m: True)
 INT4 = Product("int4", 4, _pack_int4, _multiply_int4, lambda k, m: k % GROUP == 0 and m % 8 == 0)

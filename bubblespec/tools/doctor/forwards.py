@@ -172,7 +172,7 @@ def quantized(case: Case) -> Iterator[Line]:
         return
     product = product_for(loaded, device.type, case.config.quantized.bits)
     if product is None:
-        yield slower(NO_PRODUCT)
+        yield ok(f"not applicable: {NO_PRODUCT}")
         return
     try:
         copy = Copy(loaded, product, observe_inputs(loaded, random_tokens(loaded, NUM_OBSERVED)))
