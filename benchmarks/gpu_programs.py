@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -33,7 +34,7 @@ from bubblespec.samples import Samples
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, OWN
 from bubblespec.types import Group, Prompt
 
-GPU_TESTS = ("triton_ops", "graphs", "noise", "tp_graphs", "attention")
+FIRST = "test_triton_ops"
 CONFIG, SMOLLM2 = "configs/tiny_cpu.yaml", "models/smollm2-135m-instruct"
 NEEDED = ("omegaconf", "datasets", "reasoning_gym", "psutil", "accelerate")  # by train.py
 NO_EVALUATION = ["eval.num_prompts=0", "run.eval_steps=0"]
@@ -59,13 +60,18 @@ def run_program(bench: Bench, *arguments: str) -> tuple[subprocess.CompletedProc
     return got, time.perf_counter() - started
 
 
+def gpu_test_files() -> list[str]:
+    """Return the files with tests marked gpu, parity of kernels first."""
+    files = sorted(Path(ROOT, "tests").glob("test_*.py"), key=lambda f: (f.stem != FIRST, f.stem))
+    return [str(f) for f in files if "mark.gpu" in f.read_text() and "gpu" not in f.stem]
+
+
 def gpu_tests(bench: Bench) -> Iterator[Figure]:
     """Run the tests marked gpu, the parity of kernels first; keep what is known if time ends."""
-    files = [f"tests/test_{name}.py" for name in GPU_TESTS]
     options = ("-v", "--tb=line", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist")
     started, problem = time.perf_counter(), None
     try:
-        got, _ = run_program(bench, "-m", "pytest", *options, *files)
+        got, _ = run_program(bench, "-m", "pytest", *options, *gpu_test_files())
         output, code = got.stdout or got.stderr, got.returncode
         if code:
             problem = f"pytest ended with exit code {code}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from test_gpu_suite import check_figures
 
+from benchmarks.gpu_programs import gpu_test_files
 from benchmarks.gpu_suite import PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,13 +25,6 @@ def run_with_few_packages(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def gpu_test_files() -> list[str]:
-    files = sorted((ROOT / "tests").glob("test_*.py"))
-    marked = [str(f) for f in files if "mark.gpu" in f.read_text() and f != Path(__file__)]
-    assert len(marked) >= 5
-    return marked
-
-
 def test_other_packages_are_not_found():
     for package in ("omegaconf", "datasets", "scipy", "psutil", "pyarrow"):
         got = run_with_few_packages("-c", f"import {package}")
@@ -39,6 +33,7 @@ def test_other_packages_are_not_found():
 
 def test_gpu_tests_are_collected_with_few_packages():
     """A test that is not marked gpu runs as well, to import the fixtures of all tests."""
+    assert Path(gpu_test_files()[0]).name == "test_triton_ops.py"
     chosen = "bits_are_identical or float32_and_float64_noise_agree"
     options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen)
     got = run_with_few_packages(*options, *gpu_test_files())
