@@ -157,7 +157,7 @@ def test_every_number_of_tokens_fits_a_graph(num_slots, largest, fold):
         assert (ids[:tokens] == 9).all() and (place[tokens:] == num_slots * 4096).all()
         assert np.array_equal(place[:tokens], packing.index[0] * 4096 + packing.index[1])
         width = np.diff(first)
-        assert 0 <= width.min() and width.max() <= shape.max_q and first[-1] == tokens
+        assert width.min() >= 0 and width.max() <= shape.max_q and first[-1] == tokens
         sequence = np.arange(shape.sequences).repeat(width)
         assert np.array_equal(slot[sequence], packing.index[0])
         token = np.arange(tokens) - first[sequence]
@@ -209,7 +209,7 @@ def test_graphs_are_tried_again_when_memory_runs_out(monkeypatch, capsys, stage,
     """The second attempt has a pool of its own. The last case is a graph of sampling."""
     replays, pools, printed = run_thrice(monkeypatch, capsys, make_model(**ONE_LAYER), stage, times)
     assert replays[0] > 3 and not printed
-    assert pools.count(None) == 3 + bool(num_lost) + (times == [4])
+    assert pools.count(None) == 3 + bool(num_lost)
 
 
 def test_graphs_come_back_at_a_release_after_memory_ran_out(monkeypatch, capsys):
