@@ -24,7 +24,6 @@ LONG_FILES = [
     "streamed_runs",
     "faults",
     "drafter",
-    "fake_cuda",
     "quantized_runs",
     "quantized",
     "lora",
@@ -48,7 +47,7 @@ LONG_FILES = [
     "gpu_suite",
     "exactness",
     "trainer",
-    "tp_graphs",
+    "graphs",
     "trace",
     "readme",
     "recipes",
@@ -113,21 +112,3 @@ def make_model():
         return model
 
     return make
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """CUDA tensors without values, see helpers/fake_cuda.py."""
-
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    from tests.helpers.fake_cuda import FakeCuda, flash_attn_varlen_func
-    from tests.helpers.graphs import install_flash_attn
-
-    install_flash_attn(monkeypatch, flash_attn_varlen_func)
-    is_cuda = property(lambda tensor: tensor.fake_device.type == "cuda")
-    monkeypatch.setattr(FakeTensor, "is_cuda", is_cuda, raising=False)
-    with FakeCuda() as fake:
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: fake.waits.append("synchronize"))
-        yield fake

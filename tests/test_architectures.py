@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from bubblespec.engine.kernels import problem_of
 from transformers import GenerationConfig
 
 from bubblespec.engine import attention
@@ -279,7 +278,7 @@ def test_cuda_kernels_take_heads_of_one_size(name, sizes):
     """Latent attention has larger heads for queries and keys than for values."""
     found = prepare_model(build(*SERVED[name]), LONGEST)
     assert found == sizes
-    problem = problem_of("varlen", torch.device("cuda"), torch.bfloat16, found)
+    problem = attention.problem_of("varlen", torch.device("cuda"), torch.bfloat16, found)
     if name == "olmo3":
         assert problem is None
     else:

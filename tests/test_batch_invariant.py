@@ -9,9 +9,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.compiled import compared
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.graphs import graph_shapes
+from bubblespec.engine.graphs import TILES, graph_shapes
+from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.sampling import SamplingParams, best_and_sum
 from bubblespec.errors import InputError
 from bubblespec.mechanisms import batch_invariant
@@ -136,12 +136,18 @@ def test_norms_use_fixed_means(monkeypatch):
 
 
 def test_fixed_sums_equal_plain_sums():
-    given = compared(100, 300, torch.float32, torch.device("cpu"))
-    got, wanted = fixed_best_and_sum(*given), best_and_sum(*given)
+    """Also where nearly all tokens are barred."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(100, 300, generator=generator)
+    is_barred = torch.rand(100, 300, generator=generator) > 2.0 ** -(torch.arange(100) % 8)[:, None]
+    logits[is_barred & (torch.arange(300) != 7)] = -torch.inf
+    keys = torch.from_numpy(stream_keys(0, *np.zeros((3, 100), np.int64), np.arange(100)))
+    got, wanted = fixed_best_and_sum(logits, keys), best_and_sum(logits, keys)
     assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
     torch.testing.assert_close(got[2], wanted[2], rtol=1e-5, atol=1e-5)
 
 
 def test_graphs_have_at_least_min_rows():
-    sizes = {shape.tokens for shape in graph_shapes(20, 9, 4096, batch_invariant.MIN_ROWS)}
-    assert sizes == {64} and graph_shapes(2048, 9, 4096, 64)[-1].tokens == 64
+    for largest in (20, 2048):
+        shapes = graph_shapes(largest, 9, batch_invariant.MIN_ROWS, 2, TILES[-1:])
+        assert shapes[-1].tokens == 64 and {shape.max_q for shape in shapes} == {32}

@@ -14,7 +14,6 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.tp_tail import kv_transfer
 from bubblespec.mechanisms.tp_tail.kv_transfer import can_transfer_kv, transfer_kv
 from tests.helpers.generation import make_runner
-from tests.helpers.graphs import take_pages
 from tests.helpers.tp import run_together
 
 # Rows of three ranks: their ranks, their slots there, and how many positions of each are known.
@@ -47,7 +46,8 @@ def test_each_rank_gets_own_heads_of_all_rows(monkeypatch, name, page_size, piec
         source = make_runner(own_model, 4, LONGEST, 0, page_size=page_size)
         target = make_runner(own_model, 5, LONGEST, 0, tp=tp, page_size=page_size)
         for runner in (source, target):
-            take_pages(runner)
+            if runner.pages is not None:
+                runner.pages.grow(np.full(runner.num_slots, runner.cache.slot_length))
         fill(source, shapes, tp.rank)
         tp.gather = lambda tensor: gathered.append(gather(tensor)) or gathered[-1]
         assert can_transfer_kv(source, target)

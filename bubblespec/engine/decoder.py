@@ -103,7 +103,8 @@ class Decoder:
             if layer.wide_norms is not None:
                 queries, keys = qkv[:, :heads], qkv[:, heads:behind_keys]
                 for part, norm in zip((queries, keys), layer.wide_norms, strict=True):
-                    part.copy_(ops.add_norm(None, part.flatten(1), norm).view_as(part))
+                    wide = part.flatten(1).contiguous()
+                    part.copy_(ops.add_norm(None, wide, norm).view_as(part))
             own = cache.layer(layer.number, qkv[:, heads:behind_keys], qkv[:, behind_keys:])
             query = ops.rope_store(
                 qkv, packing, own, rotation if layer.rotates else None, layer.head_norms

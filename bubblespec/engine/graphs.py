@@ -231,6 +231,7 @@ class ForwardGraphs:
         size = NOISE * most + FIELDS * (most + 1)
         self._inputs = torch.zeros(size, dtype=torch.int32, device=weight.device)
         self._hidden = None
+        self._samplers.clear()  # they know the old ones
         with self.of.rehearsal([shape.tokens for shape in self.shapes]):
             for shape in self.shapes:
                 self._clear_inputs(shape)
@@ -274,12 +275,13 @@ class ForwardGraphs:
         self._hidden[: shape.tokens] = found
 
     def _capture_sampling(self, params: SamplingParams, seed: int) -> "dict[int, _Sampler]":
+        assert self._inputs is not None
         samplers: dict[int, _Sampler] = {}
+        inputs = self._inputs
+        given = inputs.clone()  # of the step that is about to sample
 
         def record() -> None:
-            assert self._inputs is not None
-            given = self._inputs.clone()  # of the step that is about to sample
-            self._inputs.zero_()
+            inputs.zero_()
             for count in [size for size in self.sizes if size <= MAX_SAMPLED][::-1]:
                 run = partial(self._sample, count, params, seed)
                 rehearse(run)
@@ -289,9 +291,9 @@ class ForwardGraphs:
                 )
                 sampler.replay = replay
                 samplers[count] = sampler
-            self._inputs.copy_(given)
 
         self._on_all(record)
+        inputs.copy_(given)
         return samplers
 
     def _sample(self, count: int, params: SamplingParams, seed: int) -> torch.Tensor:

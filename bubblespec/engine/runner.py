@@ -113,6 +113,7 @@ class ModelRunner:
         if self.graphs is not None:
             words = self._counters(slots, position)
             hidden = self.graphs.forward(batch.tokens, packing, to_sample=(packed, words))
+        is_replayed = hidden is not None
         if hidden is None:
             hidden = self.forward.hidden(to_device(batch.tokens, self.device), packing)
         for follower in self.followers:
@@ -120,7 +121,7 @@ class ModelRunner:
         if len(batch.slots) == 0:
             return self._wait
         sampled: Sampled | torch.Tensor | None = None
-        if self.graphs is not None:
+        if self.graphs is not None and is_replayed:
             sampled = self.graphs.sample(len(packed), params, self.seed)
         if sampled is None:
             logits = self.forward.logits(hidden[to_device(packed, self.device)])
