@@ -44,7 +44,8 @@ def test_groups_of_ragged_rows_equal_rows_one_by_one(heads, kv_heads, window):
     for case in range(3 * len(widths)):
         cache, rows = KVCache(24, 160), int(rng.integers(1, 24))
         past = cache.layer(0, *(randn(1, kv_heads, d) for d in (8, 5)))
-        past.joint.copy_(randn(past.joint.shape))
+        for part in (past.keys, past.values):
+            part.copy_(randn(*part.shape))
         count = rng.choice(widths[case % len(widths)], rows)
         count[rng.integers(rows)] = max(count.max(), 1)
         if case >= len(widths):  # groups without padding
