@@ -24,7 +24,7 @@ from bubblespec.engine.forward import ModelForward, SlotFollower
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import add_gumbel
-from bubblespec.engine.packing import LANES, pack_rows, to_device
+from bubblespec.engine.packing import pack_rows, to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, scale_and_restrict, widen
@@ -37,6 +37,7 @@ MAX_CHAIN_LENGTH = 5  # tokens
 # what the policy may say at a place: unlikely tokens mostly have less, and would win too often.
 SHARPNESS = 1.2
 MAX_GRAPH_TOKENS = 512  # of a CUDA graph: a few for each row
+BLOCK = 64  # a multiple of the positions that a GPU attends to at once
 MAX_ROWS = 128  # with more active rows no hidden states are kept and nothing is drafted
 
 
@@ -62,7 +63,7 @@ class DrafterRunner(SlotFollower):
         # Rows are in the first slots; in the others nothing is kept.
         self.num_slots = min(runner.num_slots, MAX_ROWS)
         length = runner.max_length + MAX_CHAIN_LENGTH
-        length = -(-length // LANES) * LANES
+        length = -(-length // BLOCK) * BLOCK
         self.cache = KVCache(self.num_slots, length, int(runner.graphs is not None))
         # Any: it has a second input.
         self.forward = cast(Any, DrafterForward(drafter, memory=runner.forward.memory))
