@@ -116,8 +116,12 @@ def add_output_bias(model) -> None:
 
 @pytest.mark.parametrize(
     "change, is_same",
-    [(scale_layer, False), (scale_attention, False), (change_activation, False)]
-    + [(add_output_bias, True)],
+    [
+        (scale_layer, False),
+        (scale_attention, False),
+        (change_activation, False),
+        (add_output_bias, True),
+    ],
 )
 def test_model_computing_something_else_is_served_by_modules(change, is_same):
     model, prompt = build("llama"), (3, 1, 4)

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 from test_fake_cuda import PARAMS
-from tests.helpers.fake_cuda import DEVICE, make_fake
 
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.packing import PAGE
 from bubblespec.mechanisms.quantized import products
 from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
 from bubblespec.mechanisms.quantized.runner import CopyRunner
+from tests.helpers.fake_cuda import DEVICE, make_fake
 from tests.helpers.generation import make_runner
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from bubblespec.engine.decoder import Decoder, Kind, Multiply, stacked
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import pack_rows
+from bubblespec.engine.packing import LANES, pack_rows
 from bubblespec.engine.weights import Linears, linear_of
 from bubblespec.mechanisms.quantized.products import Product
 
@@ -151,7 +151,8 @@ def observe_inputs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[Linears
         return multiply
 
     count = np.array([len(tokens)])
-    packing = pack_rows(KVCache(1, len(tokens)), 0 * count, count, tokens.device)
+    cache = KVCache(1, -(-len(tokens) // LANES) * LANES)  # a GPU reads keys in blocks
+    packing = pack_rows(cache, 0 * count, count, tokens.device)
     hidden = Decoder(model, observed).hidden(tokens, packing)
     observed("out", (output_head(model).linear,))(hidden)
     return largest
