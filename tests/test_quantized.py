@@ -318,9 +318,9 @@ def generated(source, num_rows: int, limit: int = 40) -> tuple[list[Row], int]:
     return rows, engine.num_forwards
 
 
-def plain(model, params: SamplingParams, num_rows: int, limit: int = 40) -> list[Row]:
+def plain(model, params: SamplingParams, num_rows: int, limit: int = 40, **options) -> list[Row]:
     rows = [Row(SampleId(n // 2, 0, n), tuple(range(1, 4 + n % 3)), limit) for n in range(num_rows)]
-    Engine(make_runner(model, num_rows, MAX_LENGTH, SEED)).run(rows, params)
+    Engine(make_runner(model, num_rows, MAX_LENGTH, SEED, **options)).run(rows, params)
     return rows
 
 
@@ -342,16 +342,16 @@ def test_renewed_copy_in_graphs_has_the_new_weights(monkeypatch):
     """Graphs know weights by their addresses; the memory of graphs is the policy's."""
     captures = graphs.stand_in(monkeypatch)
     model, params = make_policy("qwen2", torch.float32), SamplingParams()
-    source = make_source(model, make_copy(model), params, 3)
+    source = make_source(model, make_copy(model), params, 2, max_num_batched_tokens=4)
     copies, policy = source.runner, source.runner.runner
     policy.followers.append(copies)
     for seed in range(2):
-        rows, _ = generated(source, 5)
-        for row, other in zip(rows, plain(model, params, 5), strict=True):
+        rows, _ = generated(source, 2, 5)
+        for row, other in zip(rows, plain(model, params, 2, 5, enforce_eager=True), strict=True):
             assert row.tokens.tolist() == other.tokens.tolist()
         tried, right = source.leads.survival.counts[2:, 1].sum(axis=1)
-        assert tried == right > 50
-        assert copies.graphs.num_replays > 5 * (seed + 1) and len(captures.pools) > 2
+        assert tried == right > 2 * (seed + 1)
+        assert copies.graphs.num_replays > seed + 1 and len(captures.pools) > 2
         source.runner.engine.reset()
         with torch.no_grad():
             for parameter in model.parameters():
