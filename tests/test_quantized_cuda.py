@@ -34,8 +34,8 @@ def config_of(planning: str = "auto") -> Config:
 def test_int4_product_takes_and_gives_bfloat16():
     """On tensors without values, as no CPU has this product."""
     with FakeTensorMode():
-        weight = torch.zeros(64, 2 * products.GROUP, dtype=torch.bfloat16, device="cuda")
-        packed = products.INT4.pack(weight, torch.ones(weight.shape[1], device="cuda"))
+        weight = torch.zeros(64, 2 * products.GROUP, dtype=torch.bfloat16)
+        packed = products.INT4.pack(weight, torch.ones(weight.shape[1]))
         out = products.INT4.multiply(weight.new_zeros(2, 3, weight.shape[1]), packed)
         assert out.shape == (2, 3, 64) and out.dtype == torch.bfloat16
 
