@@ -22,6 +22,7 @@ GREEDY = SamplingParams(temperature=0.0)
 LIKE_LLAMA = {"llama", "mistral-window", "qwen2", "qwen3", "phi3", "smollm3", "olmo2"}
 OTHERS = {"gemma", "mixtral", "gpt2", "cohere"}
 KINDS = SERVED | ARCHITECTURES | {"cohere": ("Cohere", GQA)}
+KINDS["smollm3"] = "SmolLM3", {**GQA, "no_rope_layer_interval": 2}  # its last layer rotates nothing
 
 
 def build(name: str, dtype: torch.dtype = torch.float64, **options):
