@@ -8,6 +8,8 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
+from bubblespec.engine.norms import replace_norms
+
 VOCAB = 97
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 WIDE = {"initializer_range": 0.2}  # wide enough that greedy continuations are not constant
@@ -45,7 +47,10 @@ def random_model(
 ) -> transformers.PreTrainedModel:
     """Create a causal LM, the same at every call."""
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    if dtype == torch.float64:
+        replace_norms(model)  # so that an oracle is in full precision too
+    return model
 
 
 def norms_in_full_precision(monkeypatch) -> None:

@@ -72,7 +72,10 @@ def rope_store(
         cos, sin = rotation
         rotated = both[..., : cos.shape[-1]]
         turned = rotated.roll(cos.shape[-1] // 2, -1)
-        torch.addcmul(rotated * cos, turned, sin, out=rotated)
+        if qkv.dtype in FULL:
+            torch.addcmul(rotated * cos, turned, sin, out=rotated)
+        else:  # as transformers rounds
+            torch.add(rotated * cos, turned * sin, out=rotated)
     cache.store(packing.page_offset, qkv[:, heads:])
     return qkv[:, :heads]
 

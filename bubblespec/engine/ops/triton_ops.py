@@ -147,7 +147,8 @@ def _rope_store(
         angle = tl.load(position_ptr + token).to(tl.int64) * HALF + d % HALF
         cos = tl.load(cos_ptr + angle, mask=rotates, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + angle, mask=rotates, other=0.0).to(tl.float32)
-        x = x * cos + y * tl.where(d < HALF, -sin, sin)
+        turned = (y * tl.where(d < HALF, -sin, sin)).to(dtype).to(tl.float32)
+        x = (x * cos).to(dtype).to(tl.float32) + turned  # rounded where transformers rounds
     x = x.to(dtype)
     tl.store(query_ptr + (token * H + head) * D + d, x, mask=is_head & (head < H))
     place = tl.load(place_ptr + token).to(tl.int64)
