@@ -125,7 +125,7 @@ def test_chains_of_a_batch_equal_chains_of_each_row(monkeypatch, short_memory, n
 
 def chains_of_rows(policy) -> tuple[list, DrafterRunner]:
     """Return the chains of three rows after each of some forwards."""
-    runner, chains = make_engine(policy, 3, max_num_batched_tokens=16), []
+    runner, chains = make_engine(policy, 3, max_num_batched_tokens=16, page_size=16), []
     runner.engine.add([Row(SampleId(9, 3, n), tuple(range(12, 15 + 2 * n)), 9) for n in range(3)])
     for _ in range(4):
         runner.engine.step(PARAMS)

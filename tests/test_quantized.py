@@ -354,11 +354,10 @@ def test_renewed_copy_in_graphs_has_the_new_weights(monkeypatch):
     copies, policy = source.runner, source.runner.runner
     policy.followers.append(copies)
     for seed in range(2):
-        tried, right = source.leads.survival.counts[2:, 1].sum(axis=1)
         rows, num_forwards = generated(source, 3, 9)
         assert [row.tokens.tolist() for row in rows] == wanted[seed]
-        more, also_right = source.leads.survival.counts[2:, 1].sum(axis=1)
-        assert more - tried == also_right - right > 5 and num_forwards < 9 * (seed + 1)
+        tried, right = source.leads.survival.counts[2:, 1].sum(axis=1)
+        assert tried == right > 5 and num_forwards <= 4 * (seed + 1), "every draft is right"
         assert copies.graphs.num_replays > 4 * (seed + 1) and captures.pools.count(None) == 1
         source.runner.engine.reset()
         with torch.no_grad():
