@@ -22,6 +22,7 @@ GREEDY = SamplingParams(temperature=0.0)
 LIKE_LLAMA = {"llama", "mistral-window", "qwen2", "qwen3", "phi3", "smollm3", "olmo2"}
 OTHERS = {"gemma", "mixtral", "gpt2", "cohere"}
 KINDS = SERVED | ARCHITECTURES | {"cohere": ("Cohere", GQA)}
+KINDS["smollm3"] = "SmolLM3", {**GQA, "no_rope_layer_interval": 2}  # its last layer rotates nothing
 
 
 def build(name: str, dtype: torch.dtype = torch.float64, **options):
@@ -140,6 +141,16 @@ def test_missing_part_of_a_decoder_is_named(name, lacks):
     model = build(name)
     with pytest.raises(NotLikeLlama, match=f"is not built like Llama: .*{lacks}"):
         Decoder(model, stacked(model))
+
+
+def test_rotary_tables_grow_with_the_cache():
+    model, position = build("llama"), torch.arange(20)[None]
+    decoder = Decoder(model, stacked(model))
+    for length in (4, 20, 9):
+        cos, sin = decoder.tables(length)
+        wanted = model.model.rotary_emb(model.lm_head.weight[None, None], position[:, :length])
+        for table, of in zip((cos, sin), wanted, strict=True):
+            assert torch.equal(table[:length], of[0, :, : table.shape[1]])
 
 
 def kernels_of_step(monkeypatch, name: str, num_layers: int) -> list[str]:

@@ -65,7 +65,7 @@ def test_memory_of_weights_and_slots(name):
         ("deepseek_v2", torch.float32, 1e-4),
     ],
 )
-def test_gradient_equals_the_plain_computation(name, dtype, tolerance):
+def test_gradient_equals_the_plain_computation(exact_norms, name, dtype, tolerance):
     """Oracle: the model's own forward in float64, sequence by sequence and expert by expert."""
     plain, model = make(name, torch.float64), make(name, dtype)
     plain.set_attn_implementation("sdpa")
