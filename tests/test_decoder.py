@@ -6,7 +6,7 @@ import torch
 from test_architectures import SERVED
 from transformers import GenerationConfig
 
-from bubblespec.engine.decoder import Decoder, NotLikeLlama, is_like_llama, stacked
+from bubblespec.engine.decoder import ACTIVATIONS, Decoder, NotLikeLlama, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model_checks import prepare_model
@@ -134,6 +134,13 @@ def test_model_computing_something_else_is_served_by_modules(change, is_same):
     engine = make_engine(model, 1, max_length=LENGTH)
     (row,) = engine.run(make_rows([prompt], 1, NUM_TOKENS), GREEDY)
     assert row.tokens.tolist() == wanted and (wanted != plain or change is not add_output_bias)
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_activations_of_llama_are_computed(activation):
+    model = build("llama", hidden_act=activation)
+    prepare_model(model, LENGTH)
+    assert is_like_llama(model)
 
 
 @pytest.mark.parametrize("name, lacks", [("gpt2", "embed_tokens"), ("mixtral", "gate_proj")])
