@@ -6,7 +6,7 @@ import torch
 from test_architectures import SERVED
 from transformers import GenerationConfig
 
-from bubblespec.engine.decoder import Decoder, NotLikeLlama, is_like_llama, stacked
+from bubblespec.engine.decoder import ACTIVATIONS, Decoder, NotLikeLlama, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model_checks import prepare_model
@@ -136,11 +136,28 @@ def test_model_computing_something_else_is_served_by_modules(change, is_same):
     assert row.tokens.tolist() == wanted and (wanted != plain or change is not add_output_bias)
 
 
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_activations_of_llama_are_computed(activation):
+    model = build("llama", hidden_act=activation)
+    prepare_model(model, LENGTH)
+    assert is_like_llama(model)
+
+
 @pytest.mark.parametrize("name, lacks", [("gpt2", "embed_tokens"), ("mixtral", "gate_proj")])
 def test_missing_part_of_a_decoder_is_named(name, lacks):
     model = build(name)
     with pytest.raises(NotLikeLlama, match=f"is not built like Llama: .*{lacks}"):
         Decoder(model, stacked(model))
+
+
+def test_rotary_tables_grow_with_the_cache():
+    model, position = build("llama"), torch.arange(20)[None]
+    decoder = Decoder(model, stacked(model))
+    for length in (4, 20, 9):
+        cos, sin = decoder.tables(length)
+        wanted = model.model.rotary_emb(model.lm_head.weight[None, None], position[:, :length])
+        for table, of in zip((cos, sin), wanted, strict=True):
+            assert torch.equal(table[:length], of[0, :, : table.shape[1]])
 
 
 def kernels_of_step(monkeypatch, name: str, num_layers: int) -> list[str]:

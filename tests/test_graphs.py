@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.graphs import FIELDS, TILES, ForwardGraphs, graph_shapes, padded
+from bubblespec.engine.graphs import FIELDS, TILES, ForwardGraphs, padded
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_ops
@@ -85,7 +85,7 @@ def test_forwards_too_large_for_graphs_are_eager(monkeypatch):
     engine = make_engine(model, 6, **SIZES, max_num_batched_tokens=16)
     graphs = engine.runner.graphs
     graphs.shapes = [shape for shape in graphs.shapes if shape.tokens < 16]
-    assert as_dict(engine.run(make(3), WARM)) == wanted
+    assert as_dict(engine.run(make(3), WARM, Drafter(wanted, 0.0))) == wanted
     assert 0 < graphs.num_replays < engine.num_forwards
     eager = make_engine(model, 6, **SIZES, enforce_eager=True)
     assert as_dict(eager.run(make(3), WARM)) == wanted and eager.runner.graphs is None
@@ -149,7 +149,8 @@ def test_every_number_of_tokens_fits_a_graph(num_slots, largest, fold):
         assert tokens <= shape.tokens < max(2 * tokens, tokens * 1.34 + 256 * (tokens > 1024), 2)
         tile = shape.max_q * fold
         assert tile <= TILES[-1] and (tile > TILES[0] - fold or shape.max_q == 1)
-        assert count.max() > max(TILES[0] // fold, 1) or shape.max_q == max(TILES[0] // fold, 1)
+        small = max(TILES[0] // fold, 1)
+        assert (shape.max_q == small) == (count.max() <= small)
         inputs = np.zeros((FIELDS, shape.tokens + 1), np.int32)
         padded(np.full(tokens, 9), packing, shape, inputs)
         ids, place, position = inputs[:3, : shape.tokens]
@@ -166,23 +167,26 @@ def test_every_number_of_tokens_fits_a_graph(num_slots, largest, fold):
 
 
 def test_invariant_forwards_have_one_kind_of_tile():
-    assert {shape.max_q for shape in graph_shapes(512, 9, 64, 4, TILES[-1:])} == {16}
+    forward = SimpleNamespace(min_tokens=64, fold=4, is_invariant=True)
+    shapes = ForwardGraphs(forward, KVCache(9, 4096), 512).shapes
+    assert {shape.max_q for shape in shapes} == {16} and shapes[-1].tokens == 64
 
 
 WARNING = "warning: forwards are eager, not CUDA graphs: "
 
 
-def run_thrice(monkeypatch, capsys, model, stage: str = "", times=(), wanted=None):
+def run_thrice(monkeypatch, capsys, model, stage: str = "", times=(), plain=None):
     """Run an engine with graphs three times, with releases in between, and check its rows.
     Returns replays of forwards after each run, pools, and the lines printed."""
-    wanted = wanted or plain_rows(model, WARM, 2)
+    rows = lambda: make_rows([(7, 8), (9, 3, 5)], 1, 2)  # noqa: E731
+    wanted = as_dict(make_engine(plain or model, 2, **SIZES).run(rows(), WARM))
     captures = stand_in(monkeypatch)
     if stage:
         fail_at(monkeypatch, stage, times)
-    engine = make_engine(model, 6, **PAGED)
+    engine = make_engine(model, 2, **PAGED | {"max_num_batched_tokens": 6})
     graphs, replays = engine.runner.graphs, []
     for _ in range(3):
-        assert as_dict(engine.run(make(2), WARM)) == wanted
+        assert as_dict(engine.run(rows(), WARM)) == wanted
         replays.append(graphs.num_replays)
         assert (graphs.problem is None) == bool(graphs._graphs)
         engine.release()
@@ -194,21 +198,21 @@ def run_thrice(monkeypatch, capsys, model, stage: str = "", times=(), wanted=Non
 def test_model_reading_from_the_gpu_is_eager(monkeypatch, capsys):
     """A release changes nothing about the model."""
     model = make_model(**ONE_LAYER)
-    wanted = plain_rows(model, WARM, 2)
+    plain = copy.deepcopy(model)
     embed = model.get_input_embeddings()
     embed.register_forward_pre_hook(lambda *call: embed.weight.sum().item() and None)
-    replays, pools, (line,) = run_thrice(monkeypatch, capsys, model, wanted=wanted)
+    replays, pools, (line,) = run_thrice(monkeypatch, capsys, model, plain=plain)
     assert replays == [0, 0, 0] and not pools
     assert line.startswith(WARNING) and "synchronizing" in line
 
 
 @pytest.mark.parametrize(
-    "stage, times, num_lost", [("rehearse", [1], 0), ("capture", [2], 2), ("capture", [4], 4)]
+    "stage, times, num_lost", [("rehearse", [1], 0), ("capture", [1], 1), ("capture", [3], 3)]
 )
 def test_graphs_are_tried_again_when_memory_runs_out(monkeypatch, capsys, stage, times, num_lost):
     """The second attempt has a pool of its own. The last case is a graph of sampling."""
     replays, pools, printed = run_thrice(monkeypatch, capsys, make_model(**ONE_LAYER), stage, times)
-    assert replays[0] > 3 and not printed
+    assert replays[0] > 2 and not printed
     assert pools.count(None) == 3 + bool(num_lost)
 
 
@@ -216,7 +220,7 @@ def test_graphs_come_back_at_a_release_after_memory_ran_out(monkeypatch, capsys)
     """Both attempts of two rollouts fail, with one warning; the third has graphs."""
     model = make_model(**ONE_LAYER)
     replays, _, (line,) = run_thrice(monkeypatch, capsys, model, "rehearse", [0, 1, 2, 3])
-    assert replays[:2] == [0, 0] and replays[2] > 3
+    assert replays[:2] == [0, 0] and replays[2] > 2
     assert line.startswith(WARNING) and "Tried to allocate 2 GiB" in line
 
 

@@ -74,3 +74,14 @@ def test_sharing_takes_the_same_operations_for_any_rows(has_pages):
         with Operations() as operations:
             cache.share(np.array([2]), np.array([4]), np.array([16]))
         assert operations.names == []
+
+
+def test_block_table_is_renewed_at_its_address():
+    pages = Pages(2, 8, 6, 2)
+    cache = KVCache(2, 8, 1, pages)
+    cache._table = cache.block_table(torch.device("cpu")).clone()  # as on a GPU
+    for lengths in ([1, 3], [5, 3], [5, 3]):
+        pages.grow(np.array(lengths))
+        table = cache.block_table(torch.device("cpu"))
+        assert table is cache._table and np.array_equal(table.numpy(), pages.table)
+        assert not np.shares_memory(table.numpy(), pages.table)

@@ -109,6 +109,7 @@ def test_saved_models_are_ordinary(tmp_path):
 def test_copied_model_shares_no_memory():
     model = make_policy()
     other = copy.deepcopy(model)
+    assert not stacks_of(other)
     wanted = rows_of(model)
     change(other)
     assert rows_of(model) == wanted and rows_of(other) == fresh_rows(other) != wanted
@@ -170,15 +171,16 @@ def test_biases_of_some_layers_are_stacked_with_zeros(has_bias):
     layers = tuple(torch.nn.Linear(8, 3 + n, bias=of) for n, of in enumerate(has_bias))
     model, x = torch.nn.ModuleList(layers), torch.randn(5, 8)
     wanted = torch.cat([layer(x) for layer in layers], dim=1)
-    of = stack(model, layers)
-    torch.testing.assert_close(of(x), wanted)
+    of_all = stack(model, layers)
+    torch.testing.assert_close(of_all(x), wanted)
     assert [layer.bias is not None for layer in layers] == list(has_bias)
-    layers[1].weight = torch.nn.Parameter(torch.zeros(4, 8))
-    if has_bias[2]:
-        layers[2].bias = torch.nn.Parameter(torch.ones(5))
-    join(model)
-    wanted = torch.cat([linear(x, layer.weight, layer.bias) for layer in layers], dim=1)
-    torch.testing.assert_close(of(x), wanted)
+    replaced = [layer for layer in layers if layer.bias is not None] + [layers[1]]
+    for layer in replaced:  # biases by themselves, and a weight
+        name = "weight" if layer is replaced[-1] else "bias"
+        setattr(layer, name, torch.nn.Parameter(torch.randn_like(getattr(layer, name))))
+        join(model)
+        wanted = torch.cat([linear(x, of.weight, of.bias) for of in layers], dim=1)
+        torch.testing.assert_close(of_all(x), wanted)
 
 
 def test_adapted_layers_are_not_stacked():

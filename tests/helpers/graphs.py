@@ -79,6 +79,8 @@ class Captures:
 
         def replay() -> None:
             assert [a is b for a, b in zip(addresses, memory_of(of), strict=True)].count(False) == 0
+            pages = of.cache.pages
+            assert pages is None or of.cache._version == pages.version, "the table is old"
             for other in self._samplers:
                 if other is not sampler:
                     other.sampled.fill_(torch.nan)
