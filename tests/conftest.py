@@ -1,6 +1,7 @@
 """Shared by all tests: one thread, what has failed at the end of the output, fixtures."""
 
 import os
+import signal
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -82,6 +83,12 @@ def quick_start():
     from tests.helpers.quick import start_quickly
 
     start_quickly()
+
+
+@pytest.fixture(autouse=True)
+def _own_interrupts():
+    """Each test begins with Python's handler of SIGINT, which a run replaces for good."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -178,7 +178,7 @@ WARNING = "warning: forwards are eager, not CUDA graphs: "
 def run_thrice(monkeypatch, capsys, model, stage: str = "", times=(), plain=None):
     """Run an engine with graphs three times, with releases in between, and check its rows.
     Returns replays of forwards after each run, pools, and the lines printed."""
-    rows = lambda: make_rows([(7, 8), (9, 3, 5)], 1, 2)  # noqa: E731
+    rows = lambda: make_rows([(7, 8), (9, 3, 5)], 1, 4)  # noqa: E731
     wanted = as_dict(make_engine(plain or model, 2, **SIZES).run(rows(), WARM))
     captures = stand_in(monkeypatch)
     if stage:
