@@ -41,7 +41,7 @@ CEILINGS = {
     "bubblespec.checkpoint": 2250,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 26430, "tests": 28700}
+MAX_LINES = {"file": 400, "package": 26430, "tests": 28720}
 
 
 def name_of(path: Path) -> str:
