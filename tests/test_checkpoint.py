@@ -329,7 +329,7 @@ def test_the_newest_checkpoints_are_kept(saver):
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_kill_during_deletion_leaves_whole_checkpoints(saver, monkeypatch, step):
-    """Of an older one (2), or of one that is replaced (1)."""
+    """A kill while an older one is deleted (2), or one is replaced (1)."""
     saver.config.run.save_total_limit = 1
     saver(1)
 

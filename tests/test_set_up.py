@@ -359,7 +359,7 @@ def test_a_drafter_of_another_model_is_named(drafter, capsys):
 
 
 def test_libraries_warn_of_nothing_on_the_screen(monkeypatch, tmp_path):
-    """Of a package's first compilation, of clean-up that BPE has not, and of CUDA's debug mode."""
+    """Noise of a package's first compilation, of BPE's clean-up, of CUDA's debug mode."""
     (tmp_path / "clumsy.py").write_text("is_one = 1 is 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     policy = shutil.copytree(TINY, tmp_path / "policy")
