@@ -1,7 +1,7 @@
 """A Hugging Face causal LM for engine and trainer: hidden states of packed tokens.
 
-Of the model's code only its attention function is replaced (attention.py), and on a GPU norms and
-rotary embeddings by the same in fewer kernels (fused.py). model_checks.py prepares a model.
+Of the model's code only its attention function is replaced (attention.py), and RMSNorms in float64
+and on a GPU by the same in one call (norms.py). model_checks.py prepares a model.
 """
 
 import functools
