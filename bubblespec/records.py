@@ -119,6 +119,8 @@ class RolloutRecord:
     num_ticks: int = 0
     drafted_tokens: int = 0
     """Tokens drafted for coming steps."""
+    drafts_begun: int = 0
+    """Drafts begun or continued alongside rows of this step."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     modelled_s: float = 0.0
     """Seconds that the cost model predicts for the same responses without drafts; the same on every

@@ -62,6 +62,7 @@ from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMech
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
 from bubblespec.memory import choose_slots, estimate, max_length
+from bubblespec.planner.guard import COPY
 from bubblespec.rewards.functions import load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rewards.trial import begin_trial, check_prompts, check_weights, end_trial
@@ -247,6 +248,7 @@ def add_mechanisms(
         if quantized is not None:
             sampler.proposer.add(quantized.source)
             sampler.mechanisms.append(quantized)
+            sampler.stats.guards.add(COPY, is_trusted=False)
             sampler.stats.chains = quantized.source.shortening
             learner.after_update.append(quantized.copy.note_update)
     if "drafter" in config.speculative.sources:

@@ -6,6 +6,7 @@ cost. Drafts are of the global batches of coming steps, whichever rank will gene
 last tick drafts stop, and later idle time continues them.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -22,6 +23,7 @@ MAX_SLOWDOWN = 1.0  # by which co-scheduled drafts may slow a forward with own r
 # Longest forward on a rank that waits, in forwards of a single row, or as a share of the rollout so
 # far: at the last tick the other ranks wait for its end.
 MAX_IDLE_FORWARDS, MAX_IDLE_SHARE = 2.0, 0.02
+MAX_WORTH_S = 1e3  # of a token, where nothing is weighed
 
 
 class DraftAhead(IdleTask):
@@ -39,13 +41,15 @@ class DraftAhead(IdleTask):
         version: int,
         max_new_tokens: int,
         max_slowdown: float = MAX_SLOWDOWN,
+        worth_s: float = math.inf,
     ):
         """plans: drafts to make, most urgent first, the same on every rank; version: of weights.
 
-        max_slowdown: factor on the time of forwards with co-scheduled drafts."""
+        max_slowdown: factor on the time of forwards with co-scheduled drafts; worth_s: seconds that
+        a co-scheduled token saves."""
         self.store, self.proposer, self.cost = store, proposer, cost
         self.version, self.max_new_tokens = version, max_new_tokens
-        self.max_slowdown = max_slowdown
+        self.max_slowdown, self.worth_s = max_slowdown, min(worth_s, MAX_WORTH_S)
         self._order = [job.key for job in plans]
         self._open = {job.key: job for job in plans}
         self._given: deque[Job] = deque()  # assigned to this rank, not yet in its engine
@@ -91,6 +95,7 @@ class DraftAhead(IdleTask):
         if draft is not None and self.view.begin is None:
             row.tokens, draft = draft.tokens.astype(np.int64), None
         self._rows.add(row)
+        self.view.record.drafts_begun += bool(self.view.unfinished)
         # With an environment the row repeats the turns of its draft: tokens are verified, not kept.
         self.proposer.track(row, draft, self.version, is_counted=False)
         self.view.add(row)
@@ -144,12 +149,17 @@ class DraftAhead(IdleTask):
         return max(MAX_IDLE_FORWARDS * single_s, MAX_IDLE_SHARE * elapsed_s) - single_s
 
     def _num_free(self) -> int:
-        """Return how many more draft rows may join the next forwards."""
-        engine = self.view.engine
-        drafting = len(self._rows)
-        free = engine.num_slots - len(self.view.unfinished) - drafting
+        """Return how many more draft rows may join the next forwards.
+
+        Alongside own rows, as many as gain most: the cost of a forward has steps."""
+        engine, own, drafting = self.view.engine, len(self.view.unfinished), len(self._rows)
+        free = engine.num_slots - own - drafting
         if free <= 0:
             return 0
-        _, row_s, token_s, _, kv_s = self.cost.coefficients.tolist()
-        one_s = row_s + token_s + kv_s * (float(engine.lengths.mean()) if engine.rows else 0.0)
-        return max(0, int(min(free + drafting, self._spare_s() / one_s)) - drafting)
+        counts = np.arange(drafting + free + 1)
+        rows, mean_kv = own + counts, float(engine.lengths.mean()) if engine.rows else 0.0
+        seconds = self.cost.seconds(rows, rows, 0, rows * mean_kv)
+        more_s = seconds - seconds[0]
+        gains_s = counts * (self.worth_s if own else MAX_WORTH_S) - more_s
+        best = int(np.where(more_s <= self._spare_s(), gains_s, -np.inf).argmax())
+        return max(best - drafting, 0)

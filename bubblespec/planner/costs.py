@@ -26,6 +26,7 @@ MAX_STEP = 0.6  # relative; larger errors are disturbances
 ANCHOR_WEIGHT = 4.0  # weight of a forward of the profile
 FORGETTING = 0.99  # per forward of the run; at a knot, per forward near the knot
 REFRESH = 20  # forwards from one fit to the next
+LEAST = np.array([1e-6, 0.0, 1e-7, 0.0, 0.0])  # of the coefficients, in seconds
 # Active rows at which it is known how much chains of a drafter shorten decoding.
 CHAIN_ROWS = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.float64)
 NO_DRAFTS = acceptance_rates(np.zeros((2, 2)))  # for rows without drafts
@@ -98,7 +99,7 @@ class CostModel:
             observed = observed[ratio < SLOWEST * (1.0 if is_known else np.median(ratio))]
             self._moments *= FORGETTING ** len(observed)
             self._moments += _moments(observed, FORGETTING)
-        self._coefficients = _solve(self._anchors + self._moments)
+        self._coefficients = np.maximum(solve(self._anchors + self._moments), LEAST)
         new = _sums_by_knot(observed)
         self._at_knots[1] *= FORGETTING ** new[:, -1:]
         self._at_knots[1] += new
@@ -142,8 +143,8 @@ def _sums_by_knot(forwards: np.ndarray) -> np.ndarray:
     return sums
 
 
-def _solve(moments: np.ndarray) -> np.ndarray:
-    """Solve the normal equations.
+def solve(moments: np.ndarray) -> np.ndarray:
+    """Solve the normal equations of n coefficients, float64 [n, n + 1].
 
     Seconds do not shrink with more rows or tokens: a negative coefficient is set to 0, and the
     others are fitted again."""
@@ -157,7 +158,7 @@ def _solve(moments: np.ndarray) -> np.ndarray:
             coefficients[free] = fitted
             break
         free[np.flatnonzero(free)[fitted < 0]] = False
-    return np.maximum(coefficients, [1e-6, 0.0, 1e-7, 0.0, 0.0])
+    return coefficients
 
 
 def _moments(observed: np.ndarray, forgetting: float) -> np.ndarray:

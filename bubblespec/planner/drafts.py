@@ -6,7 +6,6 @@ the best of 0, 1, 2, ... by the expected seconds of the coming rollout.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from bubblespec.planner.costs import CostModel, seconds_of_course, time_points
 from bubblespec.planner.jobs import Job
 from bubblespec.planner.lengths import LengthModel
+from bubblespec.planner.prices import Prices
 from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows, forwards_survival
 from bubblespec.types import Draft, Group, SampleId
 
@@ -37,21 +37,24 @@ class DraftValue(NamedTuple):
 
 
 def draft_value(
-    coming: Rows, cost: CostModel, rates: AcceptanceRates, *, num_ranks: int, num_slots: int
+    coming: Rows,
+    cost: CostModel,
+    rates: AcceptanceRates,
+    prices: Prices,
+    *,
+    num_ranks: int,
+    num_slots: int,
 ) -> DraftValue:
     """Return the value of drafting the rows of a coming step to their ends.
 
     The best number of drafts maximises the seconds saved in the rollout minus those of drafting.
     """
-    _, row_s, token_s, _, kv_s = cost.coefficients.tolist()
     missing = np.maximum(coming.expected - coming.drafted, 0.0)
     is_open = missing > 0.0
-    decode_s = row_s + token_s + kv_s * (coming.prompt_tokens + coming.expected / 2)
-    fed = coming.prompt_tokens + coming.drafted  # an unfinished draft is prefilled again
-    costs_s = np.where(is_open, missing * decode_s + token_s * fed, 0.0)
+    costs_s = np.where(is_open, missing * prices.drafted_s + prices.begun_s, 0.0)
     order = np.argsort(-np.where(is_open, coming.expected, -1.0), kind="stable")
     num_open = int(is_open.sum())
-    seconds = _seconds_by_count(coming.take(order), cost, rates, num_ranks, num_slots)
+    seconds = _seconds_by_count(coming.take(order), cost, rates, prices, num_ranks, num_slots)
     spent_s = np.append(0.0, np.cumsum(costs_s[order])) / num_ranks
     best = int((seconds + MIN_RETURN * spent_s)[: num_open + 1].argmin())
     pays, saves_s = np.zeros(len(coming), bool), np.zeros(len(coming))
@@ -66,33 +69,33 @@ def draft_value(
 
 
 def _seconds_by_count(
-    rows: Rows, cost: CostModel, rates: AcceptanceRates, num_ranks: int, num_slots: int
+    rows: Rows,
+    cost: CostModel,
+    rates: AcceptanceRates,
+    prices: Prices,
+    num_ranks: int,
+    num_slots: int,
 ) -> np.ndarray:
-    """Return expected seconds of the slowest rank with the first k rows drafted, float64 [S + 1].
+    """Return expected seconds of a rollout with the first k rows drafted, float64 [S + 1].
 
-    Rows are dealt to ranks round-robin, longest first."""
-    points, width = time_points(rows, num_slots)
-    whole = replace(rows, spread=0.0 * rows.spread, drafted=rows.expected)
-    drafted, undrafted = (forwards_survival(of, rates, points) for of in (whole, rows))
-    # Behind a mismatch the row is as uncertain as without a draft.
-    right = rates.accepted(rows.expected)[:, None]
-    verified = np.minimum(TYPICAL_WINDOW * points, points + (1.0 - 1.0 / TYPICAL_WINDOW) * right)
-    holds = right / np.maximum(rows.expected, 1.0)[:, None]
-    drafted = holds * drafted + (1.0 - holds) * forwards_survival(rows, rates, verified)
-    token_s = float(cost.coefficients[2])
+    All ranks end with the last row, and each has an equal share of the rows before."""
+    points, width = time_points(rows, num_ranks * num_slots)
+    undrafted = forwards_survival(rows, rates, points)
+    # A draft is as long as its response. Up to a mismatch a forward verifies a window of it.
+    right = rates.accepted(points)
+    behind = right + (points - right / TYPICAL_WINDOW)
+    behind = np.minimum(TYPICAL_WINDOW * points, behind)
+    holds = rates.reaches(TYPICAL_WINDOW * points)
+    drafted = holds * forwards_survival(rows, rates, TYPICAL_WINDOW * points)
+    drafted += (1.0 - rates.reaches(behind)) * forwards_survival(rows, rates, behind)
+    drafted = np.minimum(drafted, undrafted)
     context = float((rows.prompt_tokens + rows.expected).mean())
-    rank_of = np.empty(len(rows), np.int64)
-    rank_of[np.argsort(-rows.expected, kind="stable")] = np.arange(len(rows)) % num_ranks
-    slowest = np.zeros(len(rows) + 1)
-    for rank in range(min(num_ranks, len(rows))):
-        own = np.flatnonzero(rank_of == rank)
-        active = _first_and_rest(drafted[own], undrafted[own])
-        logs = [np.log1p(-np.minimum(of[own], 1.0 - 1e-12)) for of in (drafted, undrafted)]
-        course = (active, np.exp(_first_and_rest(*logs)), width)
-        verified = _first_and_rest(rows.expected[own, None], rows.drafted[own, None])[:, 0]
-        ends_s = seconds_of_course(*course, cost, num_slots, (0.0, context)) + token_s * verified
-        slowest = np.maximum(slowest, ends_s[np.searchsorted(own, np.arange(len(rows) + 1))])
-    return slowest
+    active = _first_and_rest(drafted, undrafted) / num_ranks
+    logs = (np.log1p(-np.minimum(of, 1.0 - 1e-12)) for of in (drafted, undrafted))
+    none_left = np.exp(_first_and_rest(*logs))
+    forwards_s = seconds_of_course(active, none_left, width, cost, num_slots, (0.0, context))
+    verified = _first_and_rest(rows.expected[:, None], rows.drafted[:, None])[:, 0]
+    return prices.forward * forwards_s + prices.verified_s * verified / num_ranks
 
 
 def _first_and_rest(first: np.ndarray, rest: np.ndarray) -> np.ndarray:
@@ -113,6 +116,7 @@ def plan_drafts(
     *,
     cost: CostModel | None,
     rates: AcceptanceRates,
+    prices: Prices | None,
     forwards_per_step: float,
     num_ranks: int,
     num_slots: int,
@@ -126,9 +130,9 @@ def plan_drafts(
     response is begun many steps before its own, and the nearer of equally long ones comes
     first.
 
-    batches: groups of the coming steps, nearest first; cost: None where nothing is known yet;
-    oldest_verified: largest age, in updates, of drafts verified so far; co-scheduled drafts are at
-    most one update older; deferred: names of groups; planning: see `SpeculativeConfig`.
+    batches: groups of the coming steps, nearest first; cost, prices: None where nothing is known
+    yet; oldest_verified: largest age, in updates, of drafts verified so far; co-scheduled drafts
+    are at most one update older; deferred: names of groups; planning: see `SpeculativeConfig`.
     """
     planned: list[tuple[tuple, Job]] = []
     for ahead, groups in enumerate(batches):
@@ -143,8 +147,9 @@ def plan_drafts(
         value = DraftValue(*np.zeros((3, len(ids))))
         if planning == "always":
             value = DraftValue(*np.ones((3, len(ids))))
-        elif cost is not None and may_pay:
-            value = draft_value(rows, cost, rates, num_ranks=num_ranks, num_slots=num_slots)
+        elif cost is not None and prices is not None and may_pay:
+            shape = {"num_ranks": num_ranks, "num_slots": num_slots}
+            value = draft_value(rows, cost, rates, prices, **shape)
         for row in np.flatnonzero(is_open).tolist():
             prompt = groups[row // num_generations].prompt.token_ids
             seconds = (float(value.saves_s[row]), float(value.costs_s[row]))

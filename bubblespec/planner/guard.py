@@ -1,26 +1,32 @@
-"""The guard of a mechanism that may cost time: it is switched off where it is slower.
+"""Guards of mechanisms that may cost time: sequential tests of whole rollouts.
 
-From time to time a rollout runs without the mechanism, to compare.
-
-Both settings give the same tokens. Rollouts differ in length, so the guard compares ratios:
-measured seconds over the cost model's seconds for the same responses without drafts; the model's
-error is in both settings alike. Costs and savings of a mechanism come in different rollouts, so
-rollouts with it count by their sums, rollouts without it one by one.
+From time to time a rollout runs without the mechanism, for comparison. All settings give the same
+tokens, so they are compared by ratios: measured seconds over the cost model's seconds for the same
+responses without drafts, of whose error both settings have the same. The mechanism pauses once it
+has lost a part of a rollout and is slower by more than chance; rollouts of a pause are comparisons
+too, so that a later trial needs few rollouts to fail again.
 """
 
 import numpy as np
 
-# Rollouts before the first one without the mechanism, while there is little to lose; rollouts from
-# there to the second; growth of later intervals.
-FIRST_CONTROL, FIRST_INTERVAL, GROWTH = 1, 8, 2.0
-# Rollouts of each setting before anything is decided: the first drafts are an investment.
-MIN_WITH, MIN_WITHOUT = 12, 2
-# Share by which a paused mechanism was slower; a mistaken pause costs less than a mistaken
-# continuation.
-MARGIN = 0.07
-CLEAR = 0.25  # lead from which further rollouts without the mechanism are not worth their time
-FIRST_PAUSE, MAX_PAUSE = 12, 192  # rollouts of a pause, doubled each time
-MEMORY = 16  # latest rollouts kept by setting
+FIRST_CONTROL = 1  # rollouts before the first one without the mechanism
+INTERVAL, TRIAL = 2.5, 6.0  # first interval between two such rollouts; the same after a pause
+# A mechanism that is not trusted takes turns with its absence for so many rollouts.
+TURNS = 4
+# Standard errors of the lead by which a mechanism must be behind to pause; or ahead, not to, if it
+# is not trusted. A mistaken pause costs less than a mistaken continuation.
+ERRORS = 0.7
+MIN_COMPARISONS, SURE_ERRORS = 2, 3.0  # the same with fewer comparisons, which may be odd ones
+CLEAR = 1.5  # standard errors of a clear lead
+GROWTH, CLEAR_GROWTH = 1.25, 3.0  # of the interval from one comparison to the next
+MIN_LOST, MIN_LOST_AGAIN = 0.3, 0.15  # mean rollouts lost before a pause, and before later ones
+FIRST_PAUSE, MAX_PAUSE = 24, 192  # rollouts of a pause, doubled each time
+MEMORY = 48  # latest rollouts kept by setting
+# Relative standard error of one rollout, as PRIOR_ROLLOUTS earlier ones: a few tell little of it.
+PRIOR_ERROR, PRIOR_ROLLOUTS = 0.1, 4
+MAX_RATIO = 1.3  # of a comparison over the median one; beyond, the rollout was interrupted
+# What may be guarded, in the order in which it is compared; the others while drafts are on.
+DRAFTS, COPY, PLACEMENT = "drafts", "quantized", "placement"
 
 
 class Guard:
@@ -28,11 +34,15 @@ class Guard:
 
     The same on every rank, as its observations are exchanged."""
 
-    def __init__(self):
+    def __init__(self, is_trusted: bool = True):
+        """Begin with the mechanism on.
+
+        is_trusted: whether it stays on until it proves slower; or else it pauses after 2 TURNS
+        rollouts unless it proves faster."""
+        self.is_trusted = is_trusted
         self._with: list[tuple[float, float]] = []  # measured and modelled seconds by rollout
         self._without: list[tuple[float, float]] = []
-        self._until_control = float(FIRST_CONTROL)
-        self._interval = float(FIRST_INTERVAL)
+        self._until_control, self._interval = float(FIRST_CONTROL), INTERVAL
         self._pause_left = 0  # rollouts of the current pause still to come
         self._pause = FIRST_PAUSE
 
@@ -49,35 +59,62 @@ class Guard:
     @property
     def is_next_without(self) -> bool:
         """Whether the guard plans the rollout after the next one without the mechanism."""
-        return self.setting and self._until_control < 2 and self.lead < CLEAR
+        return self.setting and self._until_control < 2
 
     @property
     def lead(self) -> float:
-        """Share by which rollouts with the mechanism are faster; 0 while too few are known."""
-        if len(self._with) < MIN_WITH or len(self._without) < MIN_WITHOUT:
-            return 0.0
-        measured_s, modelled_s = np.sum(self._with, axis=0)
-        ratios = [measured / modelled for measured, modelled in self._without]
-        return 1.0 - float(measured_s / modelled_s / np.median(ratios))
+        """Share by which rollouts with the mechanism are faster; 0 while nothing is known."""
+        return self._test()[0]
 
-    def observe(self, measured_s: float, modelled_s: float) -> None:
-        """Learn a rollout with `setting`: its seconds, and those predicted without drafts."""
-        if min(measured_s, modelled_s) <= 0.0:
+    def _test(self) -> tuple[float, float]:
+        """Return the lead and its standard error."""
+        if not self._with or not self._without:
+            return 0.0, np.inf
+        used, unused = np.array(self._with), np.array(self._without)
+        ratios = unused[:, 0] / unused[:, 1]
+        middle = np.median(ratios)
+        unused[:, 0] = unused[:, 1] * ratios.clip(middle / MAX_RATIO, middle * MAX_RATIO)
+        (own, own_error), (other, other_error) = _ratio(used), _ratio(unused)
+        return 1.0 - own / other, own / other * float(np.hypot(own_error, other_error))
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a mechanism that is not trusted still takes turns."""
+        return not (self.is_trusted or self._pause_left or len(self._without) >= TURNS)
+
+    @property
+    def has_compared(self) -> bool:
+        """Whether there were enough rollouts without the mechanism to compare with."""
+        return len(self._without) >= MIN_COMPARISONS
+
+    def observe(self, measured_s: float, modelled_s: float, was_on: bool) -> None:
+        """Learn a rollout: its seconds, and those predicted without drafts."""
+        if modelled_s <= 0.0:
             return
-        of_setting = self._with if self.setting else self._without
+        of_setting = self._with if was_on else self._without
         of_setting.append((measured_s, modelled_s))
         del of_setting[:-MEMORY]
         if self._pause_left:
             self._pause_left -= 1
             if not self._pause_left:  # try again: the savings may have changed
                 self._with.clear()
-                self._until_control, self._interval = float(MIN_WITH), GROWTH * MIN_WITH
-        elif not self.setting:  # a rollout for comparison
-            self._until_control, self._interval = self._interval, GROWTH * self._interval
-        elif self.lead < CLEAR:
+                self._until_control = self._interval = TRIAL
+            return
+        lead, error = self._test()
+        if was_on:
             self._until_control -= 1
-        if self.lead < -MARGIN and not self._pause_left:
+        else:
+            self._interval *= CLEAR_GROWTH if lead > CLEAR * error else GROWTH
+            self._until_control = 1.0 if self.is_new else self._interval
+        if self._is_slower(lead, error):
             self._pause_left, self._pause = self._pause, min(2 * self._pause, MAX_PAUSE)
+
+    def _is_slower(self, lead: float, error: float) -> bool:
+        if not self.is_trusted:
+            return lead < (-SURE_ERRORS if self.is_new else ERRORS) * error
+        least = MIN_LOST if self._pause == FIRST_PAUSE else MIN_LOST_AGAIN
+        errors = ERRORS if self.has_compared else SURE_ERRORS
+        return lead < -errors * error and -lead * len(self._with) > least
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the state as arrays."""
@@ -94,3 +131,56 @@ class Guard:
         self._pause_left, self._pause = map(int, pauses)
         self._with = [tuple(pair) for pair in state["with"].tolist()]
         self._without = [tuple(pair) for pair in state["without"].tolist()]
+
+
+class Guards(dict[str, Guard]):
+    """The guards of a run by name."""
+
+    def add(self, name: str, is_trusted: bool) -> None:
+        """Guard one more part, if drafts are guarded."""
+        if DRAFTS in self:
+            self[name] = Guard(is_trusted)
+
+    def _may_learn(self, name: str, without: frozenset[str] | set[str]) -> bool:
+        """Whether a part is compared in a rollout: all but drafts only with drafts.
+
+        Placement waits until it is known what drafts gain, as the first ones gain little."""
+        drafts = self.get(DRAFTS)
+        if name == DRAFTS or drafts is None:
+            return True
+        return DRAFTS not in without and (name != PLACEMENT or drafts.has_compared)
+
+    @property
+    def without(self) -> frozenset[str]:
+        """What the next rollout does without: all that pauses, and one part for comparison."""
+        off = {name for name, guard in self.items() if guard.is_paused}
+        for name in (DRAFTS, COPY, PLACEMENT):
+            guard = self.get(name)
+            if guard is None or name in off or not self._may_learn(name, off):
+                continue
+            if not guard.setting:
+                off.add(name)
+                break
+            if guard.is_new:
+                break  # the others wait until it has been judged
+        return frozenset(off)
+
+    def observe(self, measured_s: float, modelled_s: float, without: frozenset[str]) -> None:
+        """Learn a rollout, see `Guard`, without some of the parts."""
+        compared = {name for name in without if name in self and not self[name].is_paused}
+        for name, guard in self.items():
+            if compared <= {name} and self._may_learn(name, without):
+                guard.observe(measured_s, modelled_s, name not in without)
+
+
+def _ratio(rollouts: np.ndarray) -> tuple[float, float]:
+    """Return the sum of measured over that of modelled seconds, and its relative standard error.
+
+    rollouts: float64 [n, 2]. Long rollouts weigh more, in the error as well (Cochran 1977, Sampling
+    Techniques, section 6.4)."""
+    measured_s, modelled_s = rollouts.sum(axis=0)
+    ratio = measured_s / modelled_s
+    size, mean_s = len(rollouts), measured_s / len(rollouts)
+    errors = (rollouts[:, 0] - ratio * rollouts[:, 1]) / mean_s
+    squares = (errors**2).sum() + PRIOR_ROLLOUTS * PRIOR_ERROR**2
+    return float(ratio), float(np.sqrt(squares / (size - 1 + PRIOR_ROLLOUTS) / size))

@@ -23,6 +23,7 @@ class LengthModel:
     def __init__(self):
         self._recent = np.empty((0, 2), np.int64)  # tokens of prompt and response, latest last
         self._of_prompt: dict[int, tuple[float, float]] = {}  # mean and spread, by uid
+        self._line = 1.0, 0.0, 1.0  # offset, slope and spread
 
     def observe(self, samples: Samples) -> None:
         """Learn from the responses of a step."""
@@ -35,6 +36,7 @@ class LengthModel:
         prompts = np.repeat([len(g.prompt.token_ids) for g in samples.groups], lengths.shape[1])
         pairs = np.stack((prompts, lengths.ravel()), axis=1)
         self._recent = np.concatenate((self._recent, pairs))[-NUM_RECENT:]
+        self._fit_line()
 
     @property
     def knows_lengths(self) -> bool:
@@ -48,7 +50,7 @@ class LengthModel:
 
         drafts: by row, None for no draft."""
         prompt_tokens = np.array([len(group.prompt.token_ids) for group in groups], np.int64)
-        offset, slope, line_spread = self._fit_line()
+        offset, slope, line_spread = self._line
         means = np.maximum(offset + slope * prompt_tokens, 1.0)
         spreads = np.full(len(groups), line_spread)
         for number, group in enumerate(groups):
@@ -76,14 +78,12 @@ class LengthModel:
             generated=np.zeros(len(drafts), np.int64),
         )
 
-    def _fit_line(self) -> tuple[float, float, float]:
-        """Return offset and slope by least squares, and the spread around the line."""
-        if not len(self._recent):
-            return 1.0, 0.0, 1.0
+    def _fit_line(self) -> None:
+        """Fit offset and slope by least squares, and the spread around the line."""
         x, y = self._recent.T.astype(np.float64)
         slope = ((x - x.mean()) * (y - y.mean())).mean() / max(x.var(), 1e-9)
-        offset = y.mean() - slope * x.mean()
-        return offset, slope, float((y - offset - slope * x).std())
+        offset = float(y.mean() - slope * x.mean())
+        self._line = offset, float(slope), float((y - offset - slope * x).std())
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return recent lengths, int64 [N, 2]; uids, int64 [P], with lengths, float64 [P, 2]."""
@@ -94,5 +94,7 @@ class LengthModel:
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Restore a saved state."""
         self._recent = state["recent"]
+        if self.knows_lengths:
+            self._fit_line()
         pairs = map(tuple, state["of_prompt"].tolist())
         self._of_prompt = dict(zip(state["uids"].tolist(), pairs, strict=True))

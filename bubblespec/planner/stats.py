@@ -3,6 +3,7 @@
 All but this rank's own cost are the same on every rank, learned from one gather after each rollout.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,20 +11,23 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.planner.costs import CHAIN_ROWS, KNOTS, CostModel, rollout_seconds
-from bubblespec.planner.guard import Guard
+from bubblespec.planner.guard import DRAFTS, Guards
 from bubblespec.planner.lengths import LengthModel
+from bubblespec.planner.prices import Counts, PriceModel, counts_of
 from bubblespec.planner.rows import Rows
 from bubblespec.planner.survival import Survival
 from bubblespec.records import RolloutRecord
 from bubblespec.samples import Samples
-from bubblespec.types import Row
+from bubblespec.types import Launch, Row
 
-# Measurements of one rank in a rollout, besides survival.
+# Measurements of one rank in a rollout, besides survival and lengths.
 MEASURED = np.dtype(
     [
         ("cost", "f8", (CostModel.NUM_TERMS + len(KNOTS),)),  # parameters of the cost model
         ("forwards", "f8"),  # while the rank had rows of its own, alone or in the TP tail
-        ("seconds", "f8", (2,)),  # measured, and modelled without drafts
+        ("seconds", "f8"),
+        ("own_s", "f8"),  # until the rank's rows were done
+        ("counts", "f8", (len(Counts._fields),)),
         ("chains", "f8", (len(CHAIN_ROWS),)),  # see `CostModel.chains`; ones without a drafter
     ]
 )
@@ -42,69 +46,105 @@ class RunStats:
     chains: Callable[[], np.ndarray] | None = None
     """Returns by which factors a drafter shortens decoding, see `CostModel.chains`."""
     lengths: LengthModel = field(default_factory=LengthModel)
+    pricing: PriceModel = field(default_factory=PriceModel)
+    """Prices of the parts of a rollout."""
+    guards: Guards = field(default_factory=Guards)
+    """Guards of drafts with the TP tail, of the quantised copy and of placement; some may lack."""
+    invested_s: float = 0.0
+    """Seconds of the rollouts so far that went into drafts in the store."""
     forwards: float = 0.0
     """Forwards of the slowest rank in a rollout, exponentially weighted."""
     tokens_per_step: float = 0.0
     """Response tokens of all ranks in a step, exponentially weighted."""
     modelled_s: float = 0.0
-    """Seconds that the model predicts for the latest rollout without drafts."""
-    guard: Guard | None = None
-    """Guard of drafts and the TP tail together; None where nothing is guarded."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the next rollout has drafts and the TP tail."""
-        return self.guard is None or self.guard.setting
+    """Seconds that the model predicts for the latest rollout, in turn and without drafts."""
 
     @property
     def is_paused(self) -> bool:
         """Whether drafts and the TP tail were slower and pause for some rollouts."""
-        return self.guard is not None and self.guard.is_paused
+        return DRAFTS in self.guards and self.guards[DRAFTS].is_paused
 
     @property
     def is_next_without(self) -> bool:
         """Whether the rollout after the next one is made without drafts, for comparison."""
-        return self.guard is not None and self.guard.is_next_without
+        return DRAFTS in self.guards and self.guards[DRAFTS].is_next_without
 
-    def metrics(self) -> dict[str, int]:
-        """Return the guard's decision for the next rollout."""
-        return {} if self.guard is None else {"guard/is_on": int(self.guard.setting)}
+    def metrics(self) -> dict[str, float]:
+        """Return the guards' decisions for the next rollout, and the error of the prices."""
+        without = self.guards.without
+        metrics: dict[str, float] = {}
+        for name in self.guards:
+            metrics["guard/is_on" if name == DRAFTS else f"guard/{name}"] = int(name not in without)
+        if math.isfinite(self.pricing.error):
+            metrics["guard/price_error"] = self.pricing.error
+        return metrics
 
     def observe_rollout(
         self,
         record: RolloutRecord,
-        rows: list[Row],
+        launch: Launch,
+        rows: dict[int, Row],
         ranks: Ranks,
+        *,
         num_slots: int,
         planning_s: float,
+        used_share: float,
+        without: frozenset[str],
     ) -> float:
         """Learn a rollout, on all ranks together.
 
         Return the seconds that it has saved by the cost model, the same on every rank.
 
-        rows: this rank's, with their tokens; planning_s: seconds spent on drafts outside of the
-        rollout.
+        rows: this rank's by their index in the launch, with their tokens; planning_s: seconds spent
+        on drafts outside of the rollout; used_share: of the stored tokens, those of this rollout's
+        drafts; without: see `Guards`.
         """
         own = np.zeros(1, MEASURED)
         own["cost"] = self.cost.parameters
         own["forwards"] = record.own_forwards + len(record.shared_forwards)
-        modelled_s = rollout_seconds(rows_as_generated(rows), self.cost, num_slots)
-        own["seconds"] = record.total_s + planning_s, modelled_s
+        own["seconds"] = record.total_s + planning_s
+        own["own_s"] = record.own_s
+        own["counts"] = counts_of(record, self.cost)
         own["chains"] = 1.0 if self.chains is None else self.chains()
-        fields = own.view(np.float64)
-        gathered = ranks.gather(np.concatenate((fields, self.survival.measured)))  # by rank
-        self.survival.merge(gathered[:, len(fields) :].sum(axis=0))
-        measured = np.ascontiguousarray(gathered[:, : len(fields)]).view(MEASURED)[:, 0]
+        lengths = np.zeros(len(launch.ids))
+        lengths[list(rows)] = [len(row.tokens) for row in rows.values()]
+        fields, counted = own.view(np.float64), self.survival.measured
+        parts = np.cumsum([len(fields), len(counted)])
+        gathered = ranks.gather(np.concatenate((fields, counted, lengths)))  # by rank
+        of_ranks, counted, lengths = np.split(gathered, parts, axis=1)
+        self.survival.merge(counted.sum(axis=0))
+        measured = np.ascontiguousarray(of_ranks).view(MEASURED)[:, 0]
         forwards = float(measured["forwards"].max())
         self.forwards = average(self.forwards or forwards, forwards)
         self.shared_cost = CostModel.from_parameters(measured["cost"].mean(axis=0))
+        generated = rows_as_generated(launch, lengths.sum(axis=0))
+        self.modelled_s = seconds_in_turn(generated, self.shared_cost, ranks.world_size, num_slots)
         if self.chains is not None:
             self.shared_cost.chains = measured["chains"].mean(axis=0)
-        measured_s, modelled_s = measured["seconds"].max(axis=0).tolist()
-        if self.guard is not None:
-            self.guard.observe(measured_s, modelled_s)
-        self.modelled_s = modelled_s
-        return modelled_s - measured_s
+        measured_s = float(measured["seconds"].max())
+        slowest = measured["own_s"].argmax()  # what others draft meanwhile is free
+        counts = Counts(*measured["counts"][slowest].tolist())
+        if len(generated):
+            prompt, length = float(generated.prompt_tokens.mean()), float(generated.expected.mean())
+            context = prompt + length / 2
+            self.pricing.observe(counts, measured_s, self.shared_cost, prompt, context)
+        self._observe_guards(measured_s, counts, used_share, without)
+        return self.modelled_s - measured_s
+
+    def _observe_guards(
+        self, measured_s: float, counts: Counts, used_share: float, without: frozenset[str]
+    ) -> None:
+        """Show the guards a rollout. A draft is charged in the rollout that it was made for."""
+        prices = self.pricing.prices
+        if prices is None:
+            return
+        made_s = counts.drafted * prices.drafted_s + counts.begun * prices.begun_s
+        made_s = min(made_s, 0.9 * measured_s)
+        used_s = 0.0 if DRAFTS in without else used_share * self.invested_s
+        self.invested_s += made_s - used_s
+        self.guards.observe(measured_s - made_s + used_s, self.modelled_s, without)
+        if self.is_paused:
+            self.invested_s = 0.0
 
     def observe_samples(self, samples: Samples) -> None:
         """Learn lengths from the samples of a step."""
@@ -128,22 +168,31 @@ class RunStats:
             self.shared_cost = CostModel.from_parameters(state["shared_cost"])
 
     def _parts(self) -> dict:
-        guard = {} if self.guard is None else {"guard.drafts": self.guard}
-        return {"lengths": self.lengths, **guard}
+        guards = {f"guard.{name}": guard for name, guard in self.guards.items()}
+        return {"lengths": self.lengths, **guards}
 
 
-def rows_as_generated(rows: list[Row]) -> Rows:
-    """Return the rows of one rank after a rollout, as rows without drafts before it."""
-    groups = {name: number for number, name in enumerate(dict.fromkeys(r.id[:2] for r in rows))}
-    nothing = np.zeros(len(rows))
+def rows_as_generated(launch: Launch, lengths: np.ndarray) -> Rows:
+    """Return the rows of a launch after its rollout, as rows without drafts before it.
+
+    lengths: float64 [S], tokens of each response."""
+    prompts = np.array([len(group.prompt.token_ids) for group in launch.groups], np.int64)
+    numbers, nothing = np.arange(len(prompts)), np.zeros(len(lengths))
     return Rows(
-        prompt_tokens=np.array([len(row.prompt) for row in rows], np.int64),
-        group=np.array([groups[row.id[:2]] for row in rows], np.int64),
-        expected=np.array([len(row.tokens) for row in rows], np.float64),
+        prompt_tokens=np.repeat(prompts, launch.num_generations),
+        group=np.repeat(numbers, launch.num_generations),
+        expected=lengths,
         spread=nothing,
         drafted=nothing,
         generated=nothing.astype(np.int64),
     )
+
+
+def seconds_in_turn(rows: Rows, cost: CostModel, num_ranks: int, num_slots: int) -> float:
+    """Return expected seconds of a rollout whose groups are placed round-robin."""
+    rank_of = rows.group % num_ranks
+    own = (rows.take(rank_of == rank) for rank in range(num_ranks))
+    return max(rollout_seconds(of_rank, cost, num_slots) for of_rank in own)
 
 
 def state_of(parts: dict) -> dict[str, np.ndarray]:

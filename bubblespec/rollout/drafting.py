@@ -36,7 +36,7 @@ class Drafting(Mechanism):
             return
         # A short round of tail batching has no tail that co-scheduled drafts could shorten, and a
         # rollout that drafts are compared with must not be slowed down by any.
-        idle_only = config.tail_batching.enabled or not stats.is_on
+        idle_only = config.tail_batching.enabled or not plan.is_on
         planning = "idle_only" if idle_only else config.speculative.planning
         jobs = plan_drafts(
             batches,
@@ -45,6 +45,7 @@ class Drafting(Mechanism):
             stats.lengths,
             cost=stats.shared_cost,
             rates=stats.survival.rates,
+            prices=stats.pricing.prices,
             forwards_per_step=stats.forwards,
             num_ranks=sampler.ranks.world_size,
             num_slots=sampler.engine.num_slots,
@@ -52,6 +53,11 @@ class Drafting(Mechanism):
             planning=planning,
             deferred={group.name for group in schedule.deferred},
         )
+        co_scheduled = [job for job in jobs if job.co_scheduled]
+        worth_s, prices = math.inf, stats.pricing.prices
+        if co_scheduled and prices is not None and planning != "always":
+            saved_s = sampler.ranks.world_size * sum(job.saves_s for job in co_scheduled)
+            worth_s = prices.drafted_s * saved_s / sum(job.costs_s for job in co_scheduled)
         task = DraftAhead(
             jobs,
             store,
@@ -60,5 +66,6 @@ class Drafting(Mechanism):
             version=step,
             max_new_tokens=config.rollout.max_completion_length,
             max_slowdown=math.inf if planning == "always" else MAX_SLOWDOWN,
+            worth_s=worth_s,
         )
         plan.tasks.append(task)

@@ -9,7 +9,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.memory import host_token_budget
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.guard import Guard
+from bubblespec.planner.guard import DRAFTS, PLACEMENT, Guard, Guards
 from bubblespec.planner.stats import RunStats
 from bubblespec.planner.survival import Survival
 from bubblespec.rollout.board import ProgressBoard
@@ -63,13 +63,15 @@ def make_sampler(
             clock=ranks.clock,
             vocab_size=vocab_size_of(engine),
         )
-    by_cost = config.speculative.planning == "by_cost"
-    is_guarded = bool(sources) and by_cost and not config.tail_batching.enabled
-    # Without drafts the guard is for a TP tail that is entered by cost.
-    is_guarded |= not has_drafts and uses_tail and config.rollout.tp_tail_max_rows == "auto"
-    guard = Guard() if is_guarded else None
+    guards = Guards()
+    if config.speculative.planning == "by_cost" and not config.tail_batching.enabled:
+        # Without drafts the first guard is for a TP tail that is entered by cost.
+        if sources or (uses_tail and config.rollout.tp_tail_max_rows == "auto"):
+            guards[DRAFTS] = Guard()
+        if config.rollout.placement != "in_turn" and ranks.world_size > 1:
+            guards[PLACEMENT] = Guard()
     survival = Survival() if proposer is None else proposer.survival
-    stats, store = RunStats(cost, survival, guard=guard), DraftStore(max_draft_tokens)
+    stats, store = RunStats(cost, survival, guards=guards), DraftStore(max_draft_tokens)
     sampler = Sampler(
         config=config,
         ranks=ranks,

@@ -13,6 +13,7 @@ import numpy as np
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import DraftSource
 from bubblespec.idle.task import IdleTask
+from bubblespec.planner.guard import DRAFTS
 from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.feed import RolloutProposer, RowFeed
 from bubblespec.rollout.loop import TakeOver
@@ -31,8 +32,8 @@ class RolloutPlan:
     """Groups that the step has drawn so far, those of this rollout included."""
     scoring: Scoring | None
     """Scoring of the responses; None where they are not scored."""
-    is_on: bool
-    """Whether the guard allows drafts, and a TP tail that is entered by cost."""
+    without: frozenset[str] = frozenset()
+    """What the guards leave out, see `Guards`."""
     proposer: RolloutProposer | None = None
     """Source of draft tokens; set after all mechanisms have amended the plan."""
     take_over: TakeOver | None = None
@@ -40,6 +41,11 @@ class RolloutPlan:
     feed: RowFeed = field(default_factory=RowFeed)
     tasks: list[IdleTask] = field(default_factory=list)
     """Uses of idle time, the same on all ranks."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the guard allows drafts, and a TP tail that is entered by cost."""
+        return DRAFTS not in self.without
 
 
 class Mechanism:

@@ -15,6 +15,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.task import IdleTask
 from bubblespec.planner.costs import CostModel, rollout_seconds
+from bubblespec.planner.guard import PLACEMENT
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
 from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import RolloutRecord, Span, StepRecord
@@ -55,6 +56,8 @@ class Sampler:
     """Mechanisms of the run, in the order in which they amend the plan of each rollout."""
     planning_s: float = 0.0
     """Seconds spent on drafts outside of rollouts since the last rollout."""
+    without: frozenset[str] = frozenset()
+    """What the current rollout does without, see `Guards`."""
 
     def sample(self, step: int) -> StepRecord:
         """Return the samples of `step` in canonical order, the same on every rank.
@@ -123,12 +126,14 @@ class Sampler:
 
         step: None in an evaluation; store: the rows' drafts."""
         ranks, stats = self.ranks, self.stats
+        self.without = stats.guards.without
         rank_of = place_in_turn(len(launch.groups), launch.num_generations, ranks.world_size)
         expected = None
         if stats.lengths.knows_lengths:
             drafts = [store.get(id_) for id_ in launch.ids]
             expected = stats.lengths.predict(launch.groups, launch.num_generations, drafts)
-            if self.is_balanced and stats.shared_cost is not None:
+            is_guarded = PLACEMENT in self.without
+            if self.is_balanced and stats.shared_cost is not None and not is_guarded:
                 rank_of = place(
                     up_to_cutoff(expected, launch) if launch.selects else expected,
                     stats.shared_cost,
@@ -173,7 +178,7 @@ class Sampler:
         self, launch: Launch, step: int | None, used: list[Group], scoring: Scoring | None
     ) -> RolloutPlan:
         """Return the plan of a rollout that is about to begin, amended by all mechanisms."""
-        plan = RolloutPlan(launch, step, used, scoring, is_on=self.stats.is_on)
+        plan = RolloutPlan(launch, step, used, scoring, self.without)
         for mechanism in self.mechanisms:
             mechanism.begin_rollout(plan)
         return plan
@@ -237,13 +242,21 @@ class Sampler:
 
         Tokens of deferred samples become drafts."""
         begin_s = self.ranks.clock.perf_counter()
+        ids, deferred = table.launch.ids, table.deferred().tolist()
+        num_stored = self.store.num_tokens
+        self.store.drop(set(ids).difference(ids[index] for index in deferred))
         if self.needs_timings:
             rollout.saved_s = self.stats.observe_rollout(
-                rollout, list(rows.values()), self.ranks, self.engine.num_slots, self.planning_s
+                rollout,
+                table.launch,
+                rows,
+                self.ranks,
+                num_slots=self.engine.num_slots,
+                planning_s=self.planning_s,
+                used_share=1.0 - self.store.num_tokens / max(num_stored, 1),
+                without=self.without,
             )
             rollout.modelled_s = self.stats.modelled_s
-        ids, deferred = table.launch.ids, table.deferred().tolist()
-        self.store.drop(set(ids).difference(ids[index] for index in deferred))
         if table.launch.selects:
             self.keep_as_drafts([rows[index] for index in deferred if index in rows], step)
         for task in tasks:

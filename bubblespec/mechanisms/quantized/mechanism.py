@@ -65,7 +65,8 @@ class QuantizedMechanism(Mechanism):
         """Renew what the share of the last rollouts' seconds allows, if the copy is used."""
         is_evaluation = plan.step is None
         self.source.runner.params = self.evaluation_params if is_evaluation else self.params
-        self.source.is_enabled = (plan.is_on or is_evaluation) and self.source.problem is None
+        is_used = self.name not in plan.without and (plan.is_on or is_evaluation)
+        self.source.is_enabled = is_used and self.source.problem is None
         if is_evaluation or not self.source.is_enabled:
             return
         try:

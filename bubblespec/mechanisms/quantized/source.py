@@ -71,7 +71,7 @@ class QuantizedSource(DraftSource):
 
     def shortening(self) -> np.ndarray:
         """Return seconds per token with chains over those without, see `CostModel.chains`."""
-        if self.problem is not None:
+        if not self.is_enabled:
             return np.ones(len(CHAIN_ROWS))
         active, lengths = CHAIN_ROWS[:, None], np.arange(MAX_CHAIN_LENGTH + 1)
         kv_tokens = active * self._mean_kv

@@ -24,6 +24,7 @@ from bubblespec.mechanisms.tail_batching import MAX_OVER_SAMPLING, scaled
 from bubblespec.mechanisms.tp_tail.tail import TPTail, enter_by_cost, measure
 from bubblespec.memory import AUTO_TP_ROWS, max_slots
 from bubblespec.planner.costs import CostModel
+from bubblespec.planner.guard import COPY
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
@@ -272,6 +273,7 @@ class _Rank:
             if proposer.cost.seconds(1, 1) >= MIN_SPEEDUP * copy_cost.seconds(1, 1):
                 chains = QuantizedSource(copies, proposer.cost, copy_cost, clock=ranks.clock)
                 proposer.add(chains)
+                self.sampler.stats.guards.add(COPY, is_trusted=False)
                 self.sampler.stats.chains = chains.shortening
         if proposer is not None and "drafter" in config.speculative.sources:
             runner: Any = SimulatedDrafterRunner(engine, shared.drafter)
