@@ -111,6 +111,11 @@ class ForwardGraphs:
         self._graphs: dict[Shape, Callable[[], None]] = {}
         self._samplers: dict[tuple[SamplingParams, int], dict[int, _Sampler]] = {}
 
+    def hidden(self, tokens: torch.Tensor, packing: CachePacking) -> torch.Tensor:
+        """Return what `forward` does or, if no graph fits, what the forward without graphs does."""
+        found = self.forward(tokens, packing)
+        return self.of.hidden(tokens, packing) if found is None else found
+
     def forward(
         self,
         tokens: np.ndarray | torch.Tensor,

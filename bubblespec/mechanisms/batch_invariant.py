@@ -22,11 +22,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
+from bubblespec.engine.comparison import feed
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import LayerCache
 from bubblespec.engine.ops import torch_ops
-from bubblespec.engine.packing import CachePacking, Packing, pack_rows, to_device
+from bubblespec.engine.packing import CachePacking, Packing, to_device
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import best_and_sum, widen
 from bubblespec.engine.weights import linear_modules
@@ -201,23 +202,17 @@ def _logits(runner: ModelRunner, tokens: np.ndarray, widths: list[int]) -> torch
     """Compute the first row's last logits, [COMPARED, V], fed in the middle of other rows.
 
     tokens: [R, LENGTH]; widths: of the forwards after the first."""
-    own = len(tokens) // 2
-    tokens = np.roll(tokens, own, axis=0)
-    start = np.zeros(len(tokens), np.int64)
-    logits = []
-    for width in (LENGTH - sum(widths), *widths):
-        count = np.minimum(1 + np.arange(len(tokens)) % 4, width)  # of others
-        count[own] = width
-        packing = pack_rows(runner.cache, start.copy(), count, runner.device)
-        fed = np.concatenate([t[a : a + n] for t, a, n in zip(tokens, start, count, strict=True)])
-        hidden = runner.graphs.forward(fed, packing) if runner.graphs is not None else None
-        if hidden is None:
-            hidden = runner.forward.hidden(to_device(fed, runner.device), packing)
-        end, last = int(count[: own + 1].sum()), np.cumsum(count) - 1
-        sampled = np.union1d(last, np.arange(end - width, end))
-        of_own = np.searchsorted(sampled, np.arange(end - width, end))
-        logits.append(runner.forward.logits(hidden[to_device(sampled, runner.device)])[of_own])
-        start += count
+    own, widths = len(tokens) // 2, [LENGTH - sum(widths), *widths]
+    counts = np.minimum(1 + np.arange(len(tokens)) % 4, np.array(widths)[:, None])  # of others
+    counts[:, own] = widths
+    hidden, logits = (runner.graphs or runner.forward).hidden, []
+    ids = to_device(np.roll(tokens, own, axis=0), runner.device)
+    for packing, states in feed(hidden, runner.cache, ids, counts):
+        is_own = packing.index[0] == own
+        sampled = is_own.copy()
+        sampled[packing.count.cumsum() - 1] = True
+        found = runner.forward.logits(states[to_device(sampled, runner.device)])
+        logits.append(found[to_device(is_own[sampled], runner.device)])
     return torch.cat(logits)[-COMPARED:]
 
 
