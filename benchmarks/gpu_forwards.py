@@ -15,7 +15,6 @@ from torch.autograd import DeviceType
 from benchmarks import host_time
 from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES, Bench, Figure, make_rows
 from bubblespec.engine import graphs
-from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import Noise, stream_counters, stream_keys
@@ -24,7 +23,7 @@ from bubblespec.engine.packing import PAGE, CachePacking, pack_rows
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import packed
 from bubblespec.engine.sampling import SamplingParams, sample
-from bubblespec.tools.simulate.roofline import GPUS, HOST_S, SAMPLE_S, roofline
+from bubblespec.tools.simulate.roofline import GPUS, HOST_S, SAMPLE_S
 
 # Models, and the positions that each row attends to: docs/gpu-guide.md has their expected times.
 CONTEXTS = {"1.5B": 3072, "7B": 4096, "0.5B": 400}
@@ -49,8 +48,8 @@ def decoding(bench: Bench) -> Iterator[Figure]:
     yield from copy_bandwidth(bench)
     for name in bench.sizes(("tiny",), tuple(CONTEXTS)):
         model = bench.model(name)
-        cases = [(rows, CONTEXTS[name]) for rows in DECODING_ROWS] if name in CONTEXTS else []
-        for rows, context in (*cases, *MORE_CASES.get(name, ())) or ((2, 40),):
+        cases = [(rows, CONTEXTS.get(name)) for rows in DECODING_ROWS] + [*MORE_CASES.get(name, ())]
+        for rows, context in bench.sizes(((2, 40),), tuple(cases)):
             made = decoding_engine(bench, model, rows, context, WINDOWS[-1])
             case = f"{name}, {rows} rows at {context}"
             yield first_step(made, case)
@@ -88,11 +87,6 @@ def copy_bandwidth(bench: Bench) -> Iterator[Figure]:
     bandwidth = 2 * len(source) / bench.seconds(lambda: target.copy_(source))
     expected = GPUS[bench.gpu].memory / 1e9 if bench.gpu else None
     yield Figure("copy bandwidth", bandwidth / 1e9, "GB/s", "expected: data sheet", expected)
-
-
-def decode_seconds(gpu: str, model: str, rows: int, context: int) -> float:
-    """Return the seconds of a decode step: `rows` that each attend to `context` positions."""
-    return roofline(gpu, model).seconds(Load(rows, rows, 0, rows * context, 0, 0))
 
 
 class FixedDrafts:

@@ -1,7 +1,7 @@
-"""Checks of one model's forwards, for the doctor and benchmarks/gpu_suite.py.
+"""Checks of one model's forwards.
 
 A check is a generator of lines, which all ranks run together. This file imports nothing beyond
-torch, transformers and numpy, as GPU machines may lack the other packages.
+torch, transformers and numpy, as benchmarks/gpu_suite.py runs without the other packages.
 """
 
 import statistics
@@ -193,11 +193,3 @@ def median_s(action: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began_s)
     return statistics.median(seconds[WARM_UP:])
-
-
-FORWARD_CHECKS: dict[str, Check] = {
-    "attention": Check(attention, "model.attention=sdpa", "model"),
-    "graphs": Check(graphs, "rollout.enforce_eager=true", "model"),
-    "quantised copy": Check(quantized, "speculative.method=bubble+suffix", "model"),
-    "TP tail": Check(tp_tail, "rollout.tp_tail_max_rows=0", "model"),
-}
