@@ -42,17 +42,13 @@ KNOWN = {"full_attention", "sliding_attention", "moe", "mlp"} | RECURRENT | BESI
 
 
 def prepare_model(
-    model: PreTrainedModel,
-    max_length: int,
-    num_tokens: int | None = None,
-    is_invariant: bool = False,
+    model: PreTrainedModel, max_length: int, num_tokens: int | None = None
 ) -> frozenset[tuple[int, int]]:
     """Switch the model to the packed attention and check that it gives the model's own logits.
 
     Sets evaluation mode for good, and finds the `output_head`. max_length: of prompt plus response,
-    in tokens; num_tokens: size of the policy's vocabulary, by default the model's; is_invariant:
-    whether norms stay as they are on a GPU. Returns each pair of sizes of key and value heads.
-    Raises UnsupportedModel."""
+    in tokens; num_tokens: size of the policy's vocabulary, by default the model's. Returns each
+    pair of sizes of key and value heads. Raises UnsupportedModel."""
     _check_configuration(model, max_length)
     # For good: the probability ratio compares two forwards of the same weights, so nothing in them
     # may be random.
@@ -65,7 +61,7 @@ def prepare_model(
             # It reads token ids back from the device in every forward.
             setattr(module, SLOW_WARNING, lambda *args, **kwargs: None)
     is_double, in_float32 = model.dtype == torch.float64, has_float32_parts(model)
-    if is_double or (model.device.type == "cuda" and model.dtype in TYPES and not is_invariant):
+    if is_double or (model.device.type == "cuda" and model.dtype in TYPES):
         # On a GPU the sums of float32 norms depend on the shape of the batch.
         in_float32 |= not replace_norms(model) and model.device.type == "cuda"
     vars(model)[IS_LIKE_LLAMA] = True  # until a comparison shows something else
