@@ -72,12 +72,10 @@ class PaddedPacking(NamedTuple):
 
     @property
     def place(self) -> torch.Tensor:
-        """See `CachePacking`."""
         return self.view.place.long()  # torch's writes take nothing else
 
     @property
     def position(self) -> torch.Tensor:
-        """See `CachePacking`."""
         return self.view.position
 
 

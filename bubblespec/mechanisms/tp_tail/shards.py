@@ -156,19 +156,16 @@ class ShardedForward(ModelForward):
         num_generated: torch.Tensor,
         params: SamplingParams,
     ) -> Sampled:
-        """See `sample_shards`."""
         size, reduce = output_head(self.policy).num_tokens, self.reduce_with(noise.seed)
         return sample_shards(
             logits, noise.words, num_generated, params, reduce, vocab_size=size, tp=self.tp
         )
 
     def gather_text(self, text: str) -> list[str]:
-        """See `ModelForward`."""
         return self.tp.gather_text(text)
 
     @contextlib.contextmanager
     def rehearsal(self, num_tokens: Sequence[int]) -> Iterator[None]:
-        """See `ModelForward`."""
         width = self.policy.config.get_text_config(decoder=True).hidden_size
         sizes = sorted({count * width for count in num_tokens}, reverse=True)
         longest = self.weight().new_zeros(sizes[0])
@@ -177,7 +174,6 @@ class ShardedForward(ModelForward):
             yield
 
     def connect(self) -> None:
-        """See `ModelForward`."""
         for zeros in self._zeros:
             self.tp.sum_(zeros)
         self._zeros = []
