@@ -16,6 +16,7 @@ from benchmarks import host_time
 from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES, Bench, Figure, make_rows
 from bubblespec.engine import graphs
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import Noise, stream_counters, stream_keys
 from bubblespec.engine.ops import ops_for
@@ -50,7 +51,7 @@ def decoding(bench: Bench) -> Iterator[Figure]:
         model = bench.model(name)
         cases = [(rows, CONTEXTS.get(name)) for rows in DECODING_ROWS] + [*MORE_CASES.get(name, ())]
         for rows, context in bench.sizes(((2, 40),), tuple(cases)):
-            made = decoding_engine(bench, model, rows, context, WINDOWS[-1])
+            made = bench.decoding_engine(ModelForward(model), rows, context, WINDOWS[-1])
             case = f"{name}, {rows} rows at {context}"
             yield first_step(made, case)
             for window in WINDOWS:
@@ -70,12 +71,6 @@ def first_step(engine: Engine, case: str) -> Figure:
     seconds, captured = time.perf_counter() - started, engine.runner.graphs
     note = "no graphs" if captured is None else captured.problem or f"{len(captured.shapes)} graphs"
     return Figure(f"{case}, first step", seconds, "s", note)
-
-
-def decoding_engine(bench: Bench, model, rows: int, context: int, window: int = 0) -> Engine:
-    """Return an engine whose rows decode long enough to be timed with drafts of `window` tokens."""
-    new, most = 100 + window, rows * (window + 1)
-    return bench.decoding_engine(model, rows, context, new, max_num_batched_tokens=most)
 
 
 def copy_bandwidth(bench: Bench) -> Iterator[Figure]:
@@ -205,7 +200,7 @@ def profile(bench: Bench) -> Iterator[Figure]:
 
 def step_profile(bench: Bench, name: str, model, rows: int, context: int) -> Iterator[Figure]:
     """Time kernels of decode steps by kind."""
-    num_steps, engine = 5, decoding_engine(bench, model, rows, context)
+    num_steps, engine = 5, bench.decoding_engine(ModelForward(model), rows, context)
     for _ in range(3):
         engine.step(SamplingParams())
     activities = [torch.profiler.ProfilerActivity.CUDA] if bench.is_cuda else None
@@ -255,7 +250,7 @@ def composition(bench: Bench) -> Iterator[Figure]:
     rows, length = bench.sizes((4, 20), (48 if bench.has_graphs else 12, 96))
 
     def generate(slots: int, drafts: FixedDrafts | None = None) -> dict:
-        engine = bench.engine(model, slots, 192)
+        engine = bench.engine(ModelForward(model), slots, 192)
         made = engine.run(make_rows(model, rows, 32, length), SamplingParams(), drafts)
         engine.release()
         return {row.id.uid: row.tokens for row in made}

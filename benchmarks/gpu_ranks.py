@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_bench import Bench, Figure, make_bench
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import capture, rehearse
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup
@@ -75,11 +76,9 @@ def measure_tp(bench: Bench, ranks: Ranks) -> list[Figure]:
             figures.append(Figure(f"{case}, in a graph", graph_us, "us", note))
     for rows in bench.sizes((1, 4), (1, 4, 16)):
         for kind, launched in itertools.product(("alone", "together"), launches):
-            is_eager, forward = launched == "eager", None
-            if kind == "together":
-                forward = ShardedForward(model, tp, enforce_eager=is_eager)
-            options = {"enforce_eager": is_eager, "forward": forward}
-            engine = bench.decoding_engine(model, rows, 64, 192, **options)
+            make = ModelForward if kind == "alone" else partial(ShardedForward, tp=tp)
+            forward = make(model, enforce_eager=launched == "eager")
+            engine = bench.decoding_engine(forward, rows, 64)
             engine.step(SamplingParams())
             step_ms = 1e3 * bench.seconds(partial(engine.step, SamplingParams()))
             engine.release()
