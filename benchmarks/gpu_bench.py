@@ -80,46 +80,34 @@ class Bench:
     def sizes(self, small: tuple, large: tuple) -> tuple:
         return small if self.is_small else large
 
-    def raw_model(self, name: str, num_layers: int | None = None) -> PreTrainedModel:
-        """Make a model with random weights. num_layers: by default as published."""
+    def raw_model(self, name: str) -> PreTrainedModel:
+        """Make a model with random weights."""
         config = dict(zip(SHAPE_KEYS, SHAPES[name], strict=True))
-        config["num_hidden_layers"] = num_layers or config["num_hidden_layers"]
         torch.manual_seed(0)
         with torch.device(self.device):
             config = Qwen2Config(max_position_embeddings=MAX_LENGTH, **config)
             return AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
 
-    def model(self, name: str, num_layers: int | None = None) -> PreTrainedModel:
+    def model(self, name: str) -> PreTrainedModel:
         """Make a `raw_model` that the engine can compute, without gradients."""
-        model = self.raw_model(name, num_layers).requires_grad_(False)
+        model = self.raw_model(name).requires_grad_(False)
         prepare_model(model, MAX_LENGTH)
         return model
 
-    def engine(
-        self,
-        model: PreTrainedModel,
-        rows: int,
-        length: int,
-        *,
-        enforce_eager: bool = False,
-        forward: ModelForward | None = None,
-        max_num_batched_tokens: int | None = None,
-    ) -> Engine:
-        """Make an engine with a slot for each of `rows`. forward: by default on this rank alone."""
-        if forward is None:
-            forward = ModelForward(model, enforce_eager=enforce_eager)
-        tokens = max_num_batched_tokens or max(2048, rows)
-        runner = ModelRunner(model, rows, length, 0, forward=forward, max_num_batched_tokens=tokens)
-        return Engine(runner)
+    def engine(self, forward: ModelForward, rows: int, length: int, tokens: int = 2048) -> Engine:
+        """Make an engine with a slot for each of `rows`. tokens: of the largest forward."""
+        model, sizes = forward.model, {"max_num_batched_tokens": tokens}
+        return Engine(ModelRunner(model, rows, length, 0, forward=forward, **sizes))
 
     def decoding_engine(
-        self, model: PreTrainedModel, rows: int, prompt: int, new: int, **options
+        self, forward: ModelForward, rows: int, context: int, window: int = 0
     ) -> Engine:
         """Return an engine whose rows all decode, over keys and values of zero.
 
-        options: see `engine`."""
-        engine = self.engine(model, rows, prompt + new, **options)
-        engine.insert(make_rows(model, rows, prompt, new), np.full(rows, prompt - 1))
+        They decode long enough to be timed with drafts of `window` tokens."""
+        new, most = 100 + window, rows * (window + 1)
+        engine = self.engine(forward, rows, context + new, most)
+        engine.insert(make_rows(forward.model, rows, context, new), np.full(rows, context - 1))
         return engine
 
     def seconds(self, action: Callable[[], object]) -> float:

@@ -15,8 +15,8 @@ from torch.autograd import DeviceType
 from benchmarks import host_time
 from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES, Bench, Figure, make_rows
 from bubblespec.engine import graphs
-from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import Noise, stream_counters, stream_keys
 from bubblespec.engine.ops import ops_for
@@ -24,7 +24,7 @@ from bubblespec.engine.packing import PAGE, CachePacking, pack_rows
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import packed
 from bubblespec.engine.sampling import SamplingParams, sample
-from bubblespec.tools.simulate.roofline import GPUS, HOST_S, SAMPLE_S, roofline
+from bubblespec.tools.simulate.roofline import GPUS, HOST_S, SAMPLE_S
 
 # Models, and the positions that each row attends to: docs/gpu-guide.md has their expected times.
 CONTEXTS = {"1.5B": 3072, "7B": 4096, "0.5B": 400}
@@ -49,9 +49,9 @@ def decoding(bench: Bench) -> Iterator[Figure]:
     yield from copy_bandwidth(bench)
     for name in bench.sizes(("tiny",), tuple(CONTEXTS)):
         model = bench.model(name)
-        cases = [(rows, CONTEXTS[name]) for rows in DECODING_ROWS] if name in CONTEXTS else []
-        for rows, context in (*cases, *MORE_CASES.get(name, ())) or ((2, 40),):
-            made = decoding_engine(bench, model, rows, context, WINDOWS[-1])
+        cases = [(rows, CONTEXTS.get(name)) for rows in DECODING_ROWS] + [*MORE_CASES.get(name, ())]
+        for rows, context in bench.sizes(((2, 40),), tuple(cases)):
+            made = bench.decoding_engine(ModelForward(model), rows, context, WINDOWS[-1])
             case = f"{name}, {rows} rows at {context}"
             yield first_step(made, case)
             for window in WINDOWS:
@@ -73,12 +73,6 @@ def first_step(engine: Engine, case: str) -> Figure:
     return Figure(f"{case}, first step", seconds, "s", note)
 
 
-def decoding_engine(bench: Bench, model, rows: int, context: int, window: int = 0) -> Engine:
-    """Return an engine whose rows decode long enough to be timed with drafts of `window` tokens."""
-    new, most = 100 + window, rows * (window + 1)
-    return bench.decoding_engine(model, rows, context, new, max_num_batched_tokens=most)
-
-
 def copy_bandwidth(bench: Bench) -> Iterator[Figure]:
     """Measure reading and writing of memory, on which all that is expected depends."""
     source = torch.zeros(
@@ -88,11 +82,6 @@ def copy_bandwidth(bench: Bench) -> Iterator[Figure]:
     bandwidth = 2 * len(source) / bench.seconds(lambda: target.copy_(source))
     expected = GPUS[bench.gpu].memory / 1e9 if bench.gpu else None
     yield Figure("copy bandwidth", bandwidth / 1e9, "GB/s", "expected: data sheet", expected)
-
-
-def decode_seconds(gpu: str, model: str, rows: int, context: int) -> float:
-    """Return the seconds of a decode step: `rows` that each attend to `context` positions."""
-    return roofline(gpu, model).seconds(Load(rows, rows, 0, rows * context, 0, 0))
 
 
 class FixedDrafts:
@@ -211,7 +200,7 @@ def profile(bench: Bench) -> Iterator[Figure]:
 
 def step_profile(bench: Bench, name: str, model, rows: int, context: int) -> Iterator[Figure]:
     """Time kernels of decode steps by kind."""
-    num_steps, engine = 5, decoding_engine(bench, model, rows, context)
+    num_steps, engine = 5, bench.decoding_engine(ModelForward(model), rows, context)
     for _ in range(3):
         engine.step(SamplingParams())
     activities = [torch.profiler.ProfilerActivity.CUDA] if bench.is_cuda else None
@@ -261,7 +250,7 @@ def composition(bench: Bench) -> Iterator[Figure]:
     rows, length = bench.sizes((4, 20), (48 if bench.has_graphs else 12, 96))
 
     def generate(slots: int, drafts: FixedDrafts | None = None) -> dict:
-        engine = bench.engine(model, slots, 192)
+        engine = bench.engine(ModelForward(model), slots, 192)
         made = engine.run(make_rows(model, rows, 32, length), SamplingParams(), drafts)
         engine.release()
         return {row.id.uid: row.tokens for row in made}

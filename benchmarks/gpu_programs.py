@@ -154,12 +154,15 @@ def lacking() -> str:
 
 
 def programs(bench: Bench) -> Iterator[Figure]:
-    """Run the doctor, train.py on one rank, and a reward that raises, which must end train.py."""
+    """Run the doctor on all cards, train.py on one, and a reward that raises, which must end it."""
     if lacks := lacking():
         yield Figure("doctor, train.py", None, note=f"not run without {lacks}")
         return
     overrides = [*SMALL_ROLLOUT, "data.size=20"] if bench.is_small else [*ON_GPU]
-    got, seconds = run_program(bench, "-m", "bubblespec", "doctor", "--config", CONFIG, *overrides)
+    launcher = "-m", "torch.distributed.run", "--standalone"
+    cards = f"--nproc_per_node={torch.cuda.device_count() if bench.is_cuda else 1}"
+    doctor = cards, "-m", "bubblespec", "doctor", "--config", CONFIG
+    got, seconds = run_program(bench, *launcher, *doctor, *overrides)
     lines = re.findall(r"^\w[\w ]* +(ok|slower|failed): (.*)$", got.stdout, re.MULTILINE)
     verdicts = [verdict for verdict, _ in lines]
     note = ", ".join(f"{verdicts.count(name)} {name}" for name in ("ok", "slower", "failed"))
@@ -169,10 +172,10 @@ def programs(bench: Bench) -> Iterator[Figure]:
             yield Figure(f"doctor, {verdict}", None, note=text[:200])
     steps = 2 if bench.is_small else 5
     overrides += [f"run.max_steps={steps}", *NO_EVALUATION]
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train.py")
+    train = *launcher, "--nproc_per_node=1", "train.py", "--config", CONFIG, *overrides
     with tempfile.TemporaryDirectory() as folder:
         output = f"run.output_dir={folder}/run"
-        got, seconds = run_program(bench, *launcher, "--config", CONFIG, *overrides, output)
+        got, seconds = run_program(bench, *train, output)
         if got.returncode:
             raise RuntimeError(f"train.py: {got.stderr.strip().splitlines()[-1:]}")
         with open(os.path.join(folder, "run", "metrics.jsonl"), encoding="utf-8") as file:
@@ -182,7 +185,7 @@ def programs(bench: Bench) -> Iterator[Figure]:
         yield Figure(f"train.py, {steps} steps", seconds, "s", f"last step: {note}")
         output = f"run.output_dir={folder}/failing"
         reward = "reward.functions=[benchmarks.gpu_programs.failing_reward]"
-        got, seconds = run_program(bench, *launcher, "--config", CONFIG, *overrides, output, reward)
+        got, seconds = run_program(bench, *train, output, reward)
         is_shown = "ZeroDivisionError" in got.stdout + got.stderr
         note = f"exit code {got.returncode}, {'its' if is_shown else 'NO'} traceback"
         yield Figure("an exception in a reward ends train.py after", seconds, "s", note)

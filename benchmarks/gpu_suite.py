@@ -41,14 +41,13 @@ class Part(NamedTuple):
 
 PARTS = {
     "tests": Part(gpu_programs.gpu_tests, 60.0),
-    "decode": Part(gpu_forwards.decoding, 60.0),
+    "decode": Part(gpu_forwards.decoding, 80.0),
     "paired": Part(gpu_programs.paired, 120.0),
     "kernels": Part(gpu_forwards.kernels, 40.0),
     "profile": Part(gpu_forwards.profile, 40.0),
     "updates": Part(gpu_programs.updates, 60.0),
-    "programs": Part(gpu_programs.programs, 100.0),
+    "programs": Part(gpu_programs.programs, 120.0),
     "composition": Part(gpu_forwards.composition, 30.0),
-    "ticks": Part(gpu_ranks.ticks, 40.0),
     "tp_tail": Part(gpu_ranks.tp_tail, 50.0),
 }
 

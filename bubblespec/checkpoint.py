@@ -21,7 +21,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -56,13 +56,6 @@ UNREADABLE: tuple[type[Exception], ...] = (
 )
 
 
-class Stateful(Protocol):
-    """Saved and loaded like the optimizer; ranks other than 0 return None."""
-
-    def state_dict(self) -> dict | None: ...
-    def load_state_dict(self, state: dict) -> None: ...
-
-
 def save_checkpoint(
     config: Config,
     ranks: Ranks,
@@ -70,7 +63,7 @@ def save_checkpoint(
     *,
     model: PreTrainedModel,
     tokenizer,
-    optimizer: Stateful,
+    optimizer,
     arrays: dict[str, dict[str, Any]],
     writers: Sequence[Callable[[str], None]] = (),
     then: Callable[[], None] = lambda: None,
@@ -334,7 +327,7 @@ def refuse_what_does_not_fit(folder: str) -> Iterator[None]:
         raise InputError(f"run.resume_from_checkpoint: {reason}") from error
 
 
-def load_optimizer(folder: str, optimizer: Stateful) -> None:
+def load_optimizer(folder: str, optimizer) -> None:
     """Restore the optimizer. Raises InputError.
 
     The file is mapped: each rank copies its share, and ranks of one machine share its pages.

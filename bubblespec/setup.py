@@ -296,7 +296,7 @@ def prepare(
         if attention == "auto" and ranks.device.type == "cuda":
             attention = "varlen"  # whose backward can be deterministic
     try:
-        head_sizes = prepare_model(model, max_length(config), num_tokens, is_invariant)
+        head_sizes = prepare_model(model, max_length(config), num_tokens)
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         difference_of = partial(kernel_difference, model)
@@ -321,8 +321,7 @@ def make_reference(
         return model
     device = ranks.device
     reference = loading.load_model(config, None, device) if checkpoint else copy.deepcopy(model)
-    num_tokens, is_invariant = output_head(model).num_tokens, config.model.batch_invariant
-    prepare_model(reference, max_length(config), num_tokens, is_invariant)
+    prepare_model(reference, max_length(config), output_head(model).num_tokens)
     return reference.requires_grad_(False)
 
 

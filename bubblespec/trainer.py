@@ -4,9 +4,8 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -20,28 +19,8 @@ from bubblespec.learn.learner import Learner
 from bubblespec.records import Span, StepRecord
 from bubblespec.rollout.evaluate import Evaluation, Evaluator
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.samples import Samples, has_rewards
+from bubblespec.samples import has_rewards
 from bubblespec.types import Group, Prompt
-
-
-class Reporter(Protocol):
-    """Shows and writes what happens in a run; see telemetry/reporter.py."""
-
-    def phase(self, name: str) -> AbstractContextManager: ...
-
-    def start(self, num_updates: int, checkpoint: str | None) -> None: ...
-
-    def end_set_up(self, num_updates: int) -> None: ...
-
-    def begin_step(self, step: int) -> None: ...
-
-    def report(self, record: StepRecord, metrics: dict[str, float]) -> None: ...
-
-    def report_evaluation(self, num_updates: int, metrics: dict, samples: Samples) -> None: ...
-
-    def close(self) -> None: ...
-
-    def end(self, num_updates: int, checkpoint: str | None, is_stopped: bool) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -53,7 +32,8 @@ class Trainer:
     sampler: Sampler
     evaluator: Evaluator
     learner: Learner
-    reporter: Reporter
+    reporter: Any
+    """A `RunReporter` (telemetry/reporter.py), which this file does not need to know."""
     tokenizer: PreTrainedTokenizerBase
     data: dict[str, np.ndarray]
     """Fingerprints of the data, see `data_state`."""

@@ -12,9 +12,10 @@ from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import attention
 from bubblespec.engine.attention import KERNELS, bubblespec_attention, choose_kernel
+from bubblespec.engine.comparison import random_tokens
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import forward_hidden
-from bubblespec.engine.model_checks import TRAINED, kernel_difference, random_tokens
+from bubblespec.engine.model_checks import TRAINED, kernel_difference
 from bubblespec.engine.packing import pack_rows, pack_sequences
 from bubblespec.setup import build
 from tests.helpers.runs import SHORT

@@ -5,7 +5,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
@@ -16,11 +15,9 @@ from bubblespec.engine.sampling import SamplingParams, best_and_sum
 from bubblespec.errors import InputError
 from bubblespec.mechanisms import batch_invariant
 from bubblespec.mechanisms.batch_invariant import (
-    FixedMeans,
     InvariantLinear,
     first_difference,
     fixed_best_and_sum,
-    fixed_mean,
     make_invariant,
 )
 from bubblespec.setup import prepare
@@ -108,31 +105,18 @@ def test_run_with_differing_logits_is_refused(make_model, monkeypatch):
     assert batch_invariant.os.environ == batch_invariant.CUBLAS
 
 
+def test_model_unlike_llama_is_refused(make_model, monkeypatch):
+    overrides = ["model.batch_invariant=true", "rollout.max_completion_length=64"]
+    config = load_config(CONFIG, overrides)
+    monkeypatch.setattr("os.environ", {})
+    with pytest.raises(InputError, match=r"^model\.batch_invariant: .*Llama, which GPT2LMHead"):
+        prepare(config, make_model("gpt2", max_length=300), Ranks(torch.device("cpu")))
+
+
 def test_batch_invariance_with_tp_tail_is_refused():
     overrides = ["model.batch_invariant=true", "rollout.tp_tail_max_rows=4"]
     with pytest.raises(InputError, match=r"tp_tail_max_rows: 4 must be 0 with model\.batch_invar"):
         load_config(CONFIG, overrides)
-
-
-@pytest.mark.parametrize("size", [1, 64, 100, 576])
-def test_means_are_summed_in_a_fixed_order(size):
-    x = torch.randn(5, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.testing.assert_close(fixed_mean(x), x.mean(-1, keepdim=True))
-    halves = torch.nn.functional.pad(x, (0, 1024 - size))
-    for _ in range(10):
-        halves = halves[:, : halves.shape[1] // 2] + halves[:, halves.shape[1] // 2 :]
-    assert torch.equal(fixed_mean(x), halves / size)
-
-
-def test_norms_use_fixed_means(monkeypatch):
-    calls = []
-    noted = lambda x: calls.append(x.shape) or fixed_mean(x)  # noqa: E731
-    monkeypatch.setattr(batch_invariant, "fixed_mean", noted)
-    norm, x = LlamaRMSNorm(32), torch.randn(3, 32)
-    with FixedMeans():
-        got = norm(x)
-    torch.testing.assert_close(got, norm(x))
-    assert calls == [(3, 32)]
 
 
 def test_fixed_sums_equal_plain_sums():

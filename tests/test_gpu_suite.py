@@ -18,6 +18,7 @@ from benchmarks import gpu_bench, gpu_forwards, gpu_programs, gpu_suite
 from benchmarks.gpu_bench import Bench, Figure, make_bench
 from bubblespec import memory
 from bubblespec.engine import graphs
+from bubblespec.engine.batch import Load
 from bubblespec.tools.simulate.check import DECODE, read_cases
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, OWN, Model, roofline
 from tests.helpers.clocks import Clock
@@ -119,7 +120,7 @@ def test_expected_figures_are_listed(run_suite, monkeypatch, capsys):
     assert run_suite("--only", "decode", "kernels", "profile", "updates") == 0
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
     of_case = {cells[1]: cells for cells in lines if len(cells) == 6}
-    cost = gpu_forwards.decode_seconds("h200", "tiny", 2, 40)
+    cost = roofline("h200", "tiny").seconds(Load(2, 2, 0, 2 * 40))
     assert float(of_case["tiny, 2 rows at 40, window 0"][3]) == pytest.approx(1e3 * cost, rel=0.01)
     cases = ("window 3", "host", "attention", "products", "sampling")
     for case in (*(f"tiny, 2 rows at 40, {kind}" for kind in cases), "host, 8 rows, no drafts"):
@@ -239,9 +240,9 @@ def test_guide_lists_measured_and_expected_figures():
     for model, rows, context, figures, ratio in re.findall(row, text, re.MULTILINE):
         case = model, int(rows), int(context.replace(",", ""))
         found[case] = [*map(float, figures.split(" | ")), float(ratio)]
-        gpus, of = ("h200", "h100"), (model.lower(), *case[1:])
-        h200, h100 = (gpu_forwards.decode_seconds(gpu, *of) for gpu in gpus)
         load = case[1], case[1], case[1] * case[2]
+        whole = Load(*load[:2], 0, load[2])
+        h200, h100 = (roofline(gpu, model.lower()).seconds(whole) for gpu in ("h200", "h100"))
         attention_s = roofline("h200", model.lower()).attention.seconds(*load)
         estimates = [1e3 * h200, 1e3 * attention_s, h100 / h200]
         assert found[case][:2] == pytest.approx([measured[case], prototype[case]], abs=0.006)

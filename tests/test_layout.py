@@ -33,15 +33,15 @@ FLOORS = [
 ]
 # Lines of the package to load, by the file that is read: they may only fall.
 CEILINGS = {
-    "bubblespec.engine.runner": 3200,
-    "examples.minimal_loop": 4350,
-    "bubblespec.rollout.loop": 4400,
-    "bubblespec.rollout.sampler": 8300,
-    "bubblespec.trainer": 11200,
-    "bubblespec.checkpoint": 2250,
+    "bubblespec.engine.runner": 3181,
+    "examples.minimal_loop": 4329,
+    "bubblespec.rollout.loop": 4373,
+    "bubblespec.rollout.sampler": 8247,
+    "bubblespec.trainer": 11128,
+    "bubblespec.checkpoint": 2223,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 26430, "tests": 28720}
+MAX_LINES = {"file": 400, "package": 26285, "tests": 28669}
 
 
 def name_of(path: Path) -> str:

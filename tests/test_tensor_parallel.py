@@ -9,10 +9,11 @@ import torch
 import transformers
 
 from bubblespec.config import ModelConfig
+from bubblespec.engine.comparison import random_tokens
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model_checks import prepare_model, random_tokens
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.runner import ModelRunner

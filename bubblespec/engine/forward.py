@@ -23,7 +23,7 @@ from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.noise import Noise
 from bubblespec.engine.ops import ops_for, torch_ops
 from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import CachePacking, Packing
+from bubblespec.engine.packing import CachePacking
 from bubblespec.engine.sampling import SamplingParams, sample
 
 Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `sampling.sample`
@@ -91,10 +91,10 @@ class ModelForward:
         model = cast(PreTrainedModel, self.model)
         return Decoder(model, stacked(model)) if is_like_llama(model) else None
 
-    def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
+    def hidden(self, tokens: torch.Tensor, packing: CachePacking) -> torch.Tensor:
         """Return the last hidden states [N, hidden] of packed tokens int64 [N]."""
         if self.decoder is not None:
-            return self.decoder.hidden(tokens, cast(CachePacking, packing))
+            return self.decoder.hidden(tokens, packing)
         return forward_hidden(cast(PreTrainedModel, self.model), tokens, packing)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

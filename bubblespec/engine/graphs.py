@@ -72,12 +72,10 @@ class PaddedPacking(NamedTuple):
 
     @property
     def place(self) -> torch.Tensor:
-        """See `CachePacking`."""
         return self.view.place.long()  # torch's writes take nothing else
 
     @property
     def position(self) -> torch.Tensor:
-        """See `CachePacking`."""
         return self.view.position
 
 
@@ -110,6 +108,11 @@ class ForwardGraphs:
         self._has_warned = False
         self._graphs: dict[Shape, Callable[[], None]] = {}
         self._samplers: dict[tuple[SamplingParams, int], dict[int, _Sampler]] = {}
+
+    def hidden(self, tokens: torch.Tensor, packing: CachePacking) -> torch.Tensor:
+        """Return what `forward` does or, if no graph fits, what the forward without graphs does."""
+        found = self.forward(tokens, packing)
+        return self.of.hidden(tokens, packing) if found is None else found
 
     def forward(
         self,

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from bubblespec.engine.packing import Packing
+from bubblespec.engine.packing import CachePacking, SequencePacking
 
 
 class UnsupportedModel(ValueError):
@@ -20,7 +20,10 @@ class UnsupportedModel(ValueError):
 
 
 def forward_hidden(
-    model: PreTrainedModel, input_ids: torch.Tensor, packing: Packing, kernel: str = "sdpa"
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    packing: CachePacking | SequencePacking,
+    kernel: str = "sdpa",
 ) -> torch.Tensor:
     """Return last hidden states [N, hidden] of packed input_ids [N], at the packing's positions."""
     out = model.base_model(

@@ -8,9 +8,8 @@ model's own on random tokens.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from transformers import (
     AttentionInterface,
@@ -22,24 +21,18 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 from bubblespec.engine import attention
+from bubblespec.engine.comparison import CHECKED, cache_for, difference, over_cache, random_tokens
 from bubblespec.engine.decoder import IS_LIKE_LLAMA, Decoder, stacked
 from bubblespec.engine.find_head import find_head, own_forward
-from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.layers import of_layers
 from bubblespec.engine.model import UnsupportedModel, forward_hidden
 from bubblespec.engine.norms import replace_norms
-from bubblespec.engine.ops import TYPES, torch_ops
+from bubblespec.engine.ops import TYPES
 from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import LANES, PAGE, pack_rows, pack_sequences
-from bubblespec.engine.pages import Pages
+from bubblespec.engine.packing import pack_sequences
 
-# The first where a float64 model computes parts in float32.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
-DENSE_TOLERANCE = TOLERANCE | {torch.float64: 1e-9}
 RECORDER = "bubblespec_recorder"
 SLOW_WARNING = "warn_if_padding_and_no_attention_mask"
-CHECKED = 12  # positions compared in each check
 TRAINED = [160, 5, 3]  # tokens of sequences; of the longest, so many that a kernel splits its keys
 # Tokens: beyond the usual windows, up to 8,192, and no more than seconds on a GPU.
 MAX_CHECK_LENGTH = 8300
@@ -48,29 +41,14 @@ RECURRENT, BESIDE = {"linear_attention", "conv"}, {"hybrid", "hybrid_sliding"}
 KNOWN = {"full_attention", "sliding_attention", "moe", "mlp"} | RECURRENT | BESIDE
 
 
-def relative_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the largest absolute difference divided by the largest absolute value wanted."""
-    scale = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
-    return ((got - wanted).abs().max() / scale).item()
-
-
-def is_rounding(difference: float, dtype: torch.dtype) -> bool:
-    """Whether a `relative_difference` of two forwards is no more than rounding in this type."""
-    return difference <= TOLERANCE.get(dtype, 0.1)
-
-
 def prepare_model(
-    model: PreTrainedModel,
-    max_length: int,
-    num_tokens: int | None = None,
-    is_invariant: bool = False,
+    model: PreTrainedModel, max_length: int, num_tokens: int | None = None
 ) -> frozenset[tuple[int, int]]:
     """Switch the model to the packed attention and check that it gives the model's own logits.
 
     Sets evaluation mode for good, and finds the `output_head`. max_length: of prompt plus response,
-    in tokens; num_tokens: size of the policy's vocabulary, by default the model's; is_invariant:
-    whether norms stay as they are on a GPU. Returns each pair of sizes of key and value heads.
-    Raises UnsupportedModel."""
+    in tokens; num_tokens: size of the policy's vocabulary, by default the model's. Returns each
+    pair of sizes of key and value heads. Raises UnsupportedModel."""
     _check_configuration(model, max_length)
     # For good: the probability ratio compares two forwards of the same weights, so nothing in them
     # may be random.
@@ -83,7 +61,7 @@ def prepare_model(
             # It reads token ids back from the device in every forward.
             setattr(module, SLOW_WARNING, lambda *args, **kwargs: None)
     is_double, in_float32 = model.dtype == torch.float64, has_float32_parts(model)
-    if is_double or (model.device.type == "cuda" and model.dtype in TYPES and not is_invariant):
+    if is_double or (model.device.type == "cuda" and model.dtype in TYPES):
         # On a GPU the sums of float32 norms depend on the shape of the batch.
         in_float32 |= not replace_norms(model) and model.device.type == "cuda"
     vars(model)[IS_LIKE_LLAMA] = True  # until a comparison shows something else
@@ -111,39 +89,14 @@ def has_float32_parts(model: PreTrainedModel) -> bool:
     return has_experts or not model._supports_sdpa
 
 
+@torch.inference_mode()
 def kernel_difference(model: PreTrainedModel, kernel: str) -> str | None:
     """Return how a kernel's training forward differs from SDPA's beyond rounding."""
-    tokens = random_tokens(model, sum(TRAINED))
-    packing = pack_sequences(TRAINED, tokens.device)
-    with torch.inference_mode():
-        got, wanted = (forward_hidden(model, tokens, packing, of) for of in (kernel, "sdpa"))
-    difference = relative_difference(got, wanted)
-    if is_rounding(difference, model.dtype):
-        return None
-    return f"hidden states differ from sdpa's by {difference:.1e} of their size"
-
-
-def cache_for(forward: ModelForward, rows: int = 1) -> KVCache:
-    """Create a cache of a few rows of PAGE positions, with a spare one for graphs on a GPU."""
-    pages = Pages(rows, PAGE, rows, PAGE) if forward.ops is not torch_ops else None
-    return KVCache(rows, PAGE, int(pages is not None), pages)
-
-
-@torch.inference_mode()
-def random_hidden(
-    forward: ModelForward, cache: KVCache, num_tokens: int, run: Callable | None = None
-) -> torch.Tensor:
-    """Compute the hidden states [N, hidden] of random tokens of all rows of a cache.
-
-    They are fed as a prompt, all but the last; then the last one. run: of `ForwardGraphs`."""
-    rows, hidden = np.ones(cache.num_slots, np.int64), []
-    ids = random_tokens(cast(PreTrainedModel, forward.model), len(rows) * num_tokens)
-    for start, count in ((0, num_tokens - 1), (num_tokens - 1, 1)):
-        packing = pack_rows(cache, start * rows, count * rows, ids.device)
-        fed = ids.view(-1, num_tokens)[:, start : start + count].flatten()
-        found = (run or forward.hidden)(fed, packing)
-        hidden.append(found[: len(fed)].clone())
-    return torch.cat(hidden)
+    packing = pack_sequences(TRAINED, model.device)
+    kernels = kernel, "sdpa"
+    got, wanted = (partial(forward_hidden, model, packing=packing, kernel=k) for k in kernels)
+    differs = difference(model, sum(TRAINED), got, wanted)
+    return differs and f"hidden states differ from sdpa's by {differs}"
 
 
 def _decoder(model: PreTrainedModel) -> PreTrainedConfig:
@@ -278,14 +231,6 @@ def record_masks(
     return seen
 
 
-def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
-    """Return token ids [length] to check a model on, the same at every call."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(_decoder(model).vocab_size, (length,), generator=generator).to(
-        model.device
-    )
-
-
 def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Return the model's own logits at the last positions, [CHECKED, num_tokens]."""
     if len(tokens) == CHECKED:
@@ -301,63 +246,42 @@ def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Ten
 
 
 def _compare(model: PreTrainedModel, length: int, in_float32: bool) -> frozenset[tuple[int, int]]:
-    """Compare the model's own logits with a packed training forward and with cached ones.
+    """Compare the model's own logits with those of packed training and of generation.
 
-    The latter are two ragged rows in two chunks, and one row. Returns sizes of key/value heads."""
-    tokens = random_tokens(model, length)
-    reference = _reference_logits(model, tokens)
+    Returns sizes of key/value heads."""
+    reference = _reference_logits(model, random_tokens(model, length))
     model.set_attn_implementation(attention.NAME)
-    head, device = output_head(model), tokens.device
-    packed = forward_hidden(model, tokens.repeat(2), pack_sequences([length] * 2, device))
-    packed, size = packed[-CHECKED:], packed.shape[-1]
-    if getattr(head.linear, "in_features", size) != size:
-        raise ValueError(
-            f"its output head takes vectors of {head.linear.in_features} and its hidden states "
-            f"have {size}: the model computes something in between that the engine would skip"
-        )
-    tolerance = (TOLERANCE if in_float32 else DENSE_TOLERANCE).get(model.dtype, 0.1)
+    head, packing = output_head(model), pack_sequences([length] * 2, model.device)
 
-    def problem(what: str, hidden: torch.Tensor, wanted: torch.Tensor) -> str | None:
-        difference = relative_difference(head(hidden), wanted)
-        if difference <= tolerance:
-            return None
-        return (
-            f"logits through {what} differ from the model's own by {difference:.1e} of their "
-            f"size; it computes something (across tokens, or on the logits) that the "
-            f"engine would skip"
+    def packed(ids: torch.Tensor) -> torch.Tensor:
+        states = forward_hidden(model, ids.repeat(2), packing)
+        width, size = getattr(head.linear, "in_features", None), states.shape[-1]
+        if width not in (None, size):
+            raise ValueError(
+                f"its output head takes vectors of {width} and its hidden states have {size}: "
+                "the model computes something in between that the engine would skip"
+            )
+        return states.view(2, length, size)
+
+    def problem(what: str, compute: Callable) -> str | None:
+        last_logits = lambda ids: head(compute(ids)[:, -CHECKED:])  # noqa: E731
+        differs = difference(model, length, last_logits, lambda ids: reference, in_float32)
+        return differs and (
+            f"logits through {what} differ from the model's own by {differs}; it computes "
+            "something (across tokens, or on the logits) that the engine would skip"
         )
 
-    found = problem("packed sequences", packed, reference)
-    slot_length = -(-length // LANES) * LANES
-    cache, wanted = (
-        KVCache(2, slot_length),
-        torch.cat((reference[-3:-1], reference[1:], reference[-1:])),
-    )
+    found, cache = problem("packed sequences", packed), cache_for(model, length)
     if vars(model)[IS_LIKE_LLAMA]:
         try:
-            of_decoder = _cached(Decoder(model, stacked(model)).hidden, cache, tokens)
-            vars(model)[IS_LIKE_LLAMA] = problem("", of_decoder, wanted) is None
+            decoded = partial(over_cache, Decoder(model, stacked(model)).hidden, cache)
+            vars(model)[IS_LIKE_LLAMA] = problem("", decoded) is None
         except Exception:  # it has other modules
             vars(model)[IS_LIKE_LLAMA] = False
     if not vars(model)[IS_LIKE_LLAMA]:
-        cache = KVCache(2, slot_length)
-        chunks = _cached(partial(forward_hidden, model), cache, tokens)
-        found = found or problem("the K/V cache", chunks, wanted)
+        cache = cache_for(model, length)
+        modules = partial(over_cache, partial(forward_hidden, model), cache)
+        found = found or problem("the K/V cache", modules)
     if found is not None:
         raise ValueError(found)
     return frozenset((own.keys.shape[-1], own.values.shape[-1]) for own in cache.layers.values())
-
-
-def _cached(hidden: Callable, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
-    """Return hidden states over a cache: of tokens [-3:-1] and [1:] of one row, and the last alone.
-
-    Two ragged rows are fed in two chunks, then a row alone."""
-    length = len(tokens)
-
-    def feed(start: list[int], count: list[int]) -> torch.Tensor:
-        packing = pack_rows(cache, np.array(start), np.array(count), tokens.device)
-        return hidden(tokens[packing.position], packing)
-
-    feed([0, 0], [length - 3, 1])
-    chunks = feed([length - 3, 1], [2, length - 1])
-    return torch.cat((chunks[:2], chunks[1 - CHECKED :], feed([length - 1], [1])))

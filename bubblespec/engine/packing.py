@@ -11,7 +11,7 @@ heads per key/value head.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,14 +42,6 @@ def to_host(*vectors: torch.Tensor) -> tuple[np.ndarray, ...]:
     if vectors[0].device.type == "cpu":
         return tuple(vector.numpy() for vector in vectors)
     return tuple(torch.stack([vector.double() for vector in vectors]).cpu().numpy())
-
-
-class Packing(Protocol):
-    """Where the packed tokens of a forward belong."""
-
-    @property
-    def position(self) -> torch.Tensor:
-        """Positions of the tokens in their rows, int64 [N]."""
 
 
 class AttentionGroup(NamedTuple):

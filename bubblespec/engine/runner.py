@@ -94,7 +94,6 @@ class ModelRunner:
         join(self.model)
 
     def release(self) -> None:
-        """See `Runner`."""
         self.cache.clear()
         if self.graphs is not None:  # they know the tensors by their addresses
             self.graphs.clear()

@@ -1,32 +1,31 @@
 """Forwards whose logits of a row do not depend on other rows, in any type, to the last bit.
 
-`model.batch_invariant`: libraries choose a product's kernel, and with it the order of its sums, by
-the number of rows. So products have a fixed number of rows on a CPU, and at least 64 on a GPU,
-where cuBLAS has no workspace to split sums in; means over features are added up in an order that
-depends on their number alone; and each query is attended by itself on a CPU, and over splits of a
-fixed number of keys on a GPU. `first_difference` compares one row among different other rows.
+`model.batch_invariant`, for models like Llama: libraries choose a product's kernel, and with it the
+order of its sums, by the number of rows. So products have a fixed number of rows on a CPU, and at
+least 64 on a GPU, where cuBLAS has no workspace to split sums in; and each query is attended by
+itself on a CPU, and over splits of a fixed number of keys on a GPU. `first_difference` compares one
+row among different other rows.
 
 Shape legend: N packed tokens, R rows, P positions compared, V vocabulary, L attended positions, H
 query heads, K key/value heads, G = H / K, D head dimension.
 """
 
-import contextlib
 import os
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import is_inference_mode_enabled
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
+from bubblespec.engine.comparison import feed
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import LayerCache
 from bubblespec.engine.ops import torch_ops
-from bubblespec.engine.packing import CachePacking, Packing, pack_rows, to_device
+from bubblespec.engine.packing import CachePacking, to_device
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import best_and_sum, widen
 from bubblespec.engine.weights import linear_modules
@@ -54,28 +53,6 @@ class InvariantLinear(torch.nn.Linear):
         outs = [linear(part, self.weight, self.bias) for part in parts]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out[:count].view(*x.shape[:-1], -1)
-
-
-class FixedMeans(TorchFunctionMode):
-    """Mode in which means over features are sums of halves, in an order independent of rows."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is torch.Tensor.mean and args[1:] in ((-1,), ([-1],)):
-            mean = fixed_mean(args[0])
-            return mean if kwargs.get("keepdim") else mean[..., 0]
-        return function(*args, **kwargs)
-
-
-def fixed_mean(x: torch.Tensor) -> torch.Tensor:
-    """Compute means over the last dimension, which stays with size 1."""
-    size = x.shape[-1]
-    width = 1 << (size - 1).bit_length()
-    total = pad(x, (0, width - size))
-    while width > 1:
-        width //= 2
-        total = total[..., :width] + total[..., width:]
-    return total / size
 
 
 def fix_libraries() -> None:
@@ -111,37 +88,19 @@ class InvariantForward(ModelForward):
         if self.ops is torch_ops:
             self.reduce = fixed_best_and_sum
 
-    def make_decoder(self) -> Decoder | None:
-        """See `ModelForward`; on a CPU each query is attended by itself."""
-        if not is_like_llama(self.model):
-            return None
+    def make_decoder(self) -> Decoder:
+        """Return the written-out layers; on a CPU each query is attended by itself.
+
+        Raises ValueError for other models."""
         model = cast(PreTrainedModel, self.model)
-        attend = attend_alone if self.ops is torch_ops else None
-        return Decoder(model, stacked(model), attend=attend)
-
-    def hidden(self, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """See `ModelForward`."""
-        if self.decoder is None and self.ops is torch_ops:
-            packing = AlonePacking(cast(CachePacking, packing))
-        has_means = self.decoder is None and tokens.device.type == "cuda"
-        with FixedMeans() if has_means else contextlib.nullcontext():
-            return super().hidden(tokens, packing)
-
-
-class AlonePacking(NamedTuple):
-    """Packed tokens that are attended without regard to each other's rows, on a CPU."""
-
-    packing: CachePacking
-
-    @property
-    def position(self) -> torch.Tensor:
-        """See `Packing`."""
-        return self.packing.position
-
-    def attend(self, layer: int, query, key, value, *, scaling, window) -> torch.Tensor:
-        """Compute the attention of a layer. query: [N, H, D]; key, value: [N, K, D]."""
-        cache = self.packing.cache.write(layer, self.packing.place, key, value)
-        return attend_alone(query, self.packing, cache, scaling, window)
+        if not is_like_llama(model):
+            raise ValueError(
+                f"model.batch_invariant: true needs a model that is built like Llama, which "
+                f"{type(model).__name__} is not; set false"
+            )
+        return Decoder(
+            model, stacked(model), attend=attend_alone if self.ops is torch_ops else None
+        )
 
 
 def attend_alone(
@@ -201,23 +160,17 @@ def _logits(runner: ModelRunner, tokens: np.ndarray, widths: list[int]) -> torch
     """Compute the first row's last logits, [COMPARED, V], fed in the middle of other rows.
 
     tokens: [R, LENGTH]; widths: of the forwards after the first."""
-    own = len(tokens) // 2
-    tokens = np.roll(tokens, own, axis=0)
-    start = np.zeros(len(tokens), np.int64)
-    logits = []
-    for width in (LENGTH - sum(widths), *widths):
-        count = np.minimum(1 + np.arange(len(tokens)) % 4, width)  # of others
-        count[own] = width
-        packing = pack_rows(runner.cache, start.copy(), count, runner.device)
-        fed = np.concatenate([t[a : a + n] for t, a, n in zip(tokens, start, count, strict=True)])
-        hidden = runner.graphs.forward(fed, packing) if runner.graphs is not None else None
-        if hidden is None:
-            hidden = runner.forward.hidden(to_device(fed, runner.device), packing)
-        end, last = int(count[: own + 1].sum()), np.cumsum(count) - 1
-        sampled = np.union1d(last, np.arange(end - width, end))
-        of_own = np.searchsorted(sampled, np.arange(end - width, end))
-        logits.append(runner.forward.logits(hidden[to_device(sampled, runner.device)])[of_own])
-        start += count
+    own, widths = len(tokens) // 2, [LENGTH - sum(widths), *widths]
+    counts = np.minimum(1 + np.arange(len(tokens)) % 4, np.array(widths)[:, None])  # of others
+    counts[:, own] = widths
+    hidden, logits = (runner.graphs or runner.forward).hidden, []
+    ids = to_device(np.roll(tokens, own, axis=0), runner.device)
+    for packing, states in feed(hidden, runner.cache, ids, counts):
+        is_own = packing.index[0] == own
+        sampled = is_own.copy()
+        sampled[packing.count.cumsum() - 1] = True
+        found = runner.forward.logits(states[to_device(sampled, runner.device)])
+        logits.append(found[to_device(is_own[sampled], runner.device)])
     return torch.cat(logits)[-COMPARED:]
 
 

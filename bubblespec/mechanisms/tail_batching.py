@@ -61,7 +61,6 @@ class TailBatching(StepSchedule):
 
     @property
     def deferred(self) -> list[Group]:
-        """See `StepSchedule`."""
         return [entry.group for entry in self._queue]
 
     @property
@@ -70,7 +69,6 @@ class TailBatching(StepSchedule):
         return len(self._queue) >= self.num_prompts
 
     def launch(self, step: int) -> Launch:
-        """See `StepSchedule`."""
         groups = self.deferred[: self.num_prompts]
         if not self.is_long_round:
             groups = self._draw(self._num_drawn, self._num_short_round, Counter())
@@ -97,7 +95,6 @@ class TailBatching(StepSchedule):
         return [waiting + batches[0], *batches[1:]]
 
     def finish(self, samples: Samples, deferred: dict[SampleId, int]) -> None:
-        """See `StepSchedule`."""
         assert self._launched is not None
         launched, was_long = self._launched.groups, self.is_long_round
         names = {group.name for group in launched}
@@ -157,7 +154,6 @@ class TailBatching(StepSchedule):
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """See `StepSchedule`."""
         super().load_state_dict(state)
         self._queue = [
             Deferred(Group(self._by_uid[uid], visit), since, tokens)

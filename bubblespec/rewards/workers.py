@@ -35,7 +35,6 @@ class InProcess:
         self._clock = clock
 
     def submit(self, function: int, samples: list[Sample]) -> Future:
-        """See `RewardWorkers`."""
         future: Future = Future()
         self._queued[function][1].append((future, samples))
         return future

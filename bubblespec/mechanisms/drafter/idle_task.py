@@ -19,7 +19,6 @@ class TrainDrafter(SliceTask):
         self.training, self.clock = training, training.clock
 
     def next_slices(self) -> tuple[int, float, float]:
-        """See `SliceTask`."""
         return NUM_WANTED, self._slice_s(), LITTLE_S
 
     def can_begin(self) -> bool:
@@ -27,7 +26,6 @@ class TrainDrafter(SliceTask):
         return self.view.is_idle and 0 < self._slice_s() <= self._limit_s()
 
     def do_slice(self) -> Span:
-        """See `SliceTask`."""
         begin_s = self.clock.perf_counter()
         return Span("train drafter", begin_s, begin_s + self.training.run_slice(self._limit_s()))
 

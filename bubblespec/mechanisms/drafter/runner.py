@@ -47,7 +47,6 @@ class DrafterForward(ModelForward):
     def hidden(  # type: ignore[override]  # it has a second input
         self, tokens: torch.Tensor, packing, hidden: torch.Tensor
     ) -> torch.Tensor:
-        """See `Drafter.forward`."""
         return self.model(hidden, tokens, packing)
 
 

@@ -86,13 +86,11 @@ class DrafterSource(DraftSource):
         return rate_below_which_chains_gain(*np.array([[gained], [drafter_s], [forward_s]]))
 
     def begin(self, tracked: TrackedRows) -> None:
-        """See `DraftSource`."""
         super().begin(tracked)
         self._proposed.clear()
         self._survival.begin()
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
-        """See `DraftSource`."""
         nothing, rows = super().propose(numbers, limits), self.runner.engine.rows
         slots = self.tracked.slots(numbers, rows).tolist()
         index_of = {slot: index for index, slot in enumerate(slots) if slot >= 0}
@@ -116,7 +114,6 @@ class DrafterSource(DraftSource):
         return Proposals(chains.ravel(), begin, count, kind)
 
     def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """See `DraftSource`."""
         tried, right = np.zeros((2, MAX_CHAIN_LENGTH))
         ends = counts.cumsum().tolist()
         for number, end, count in zip(numbers.tolist(), ends, counts.tolist(), strict=True):

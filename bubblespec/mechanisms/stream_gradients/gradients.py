@@ -103,7 +103,6 @@ class StreamedGradients:
         return self.is_covered, measured
 
     def observe(self, microbatches: list[Microbatch], seconds: float) -> None:
-        """See `EarlyGradients`."""
         num_tokens = sum(sum(batch.sequence_lengths) for batch in microbatches)
         self.cost.observe(len(microbatches), num_tokens, seconds)
 

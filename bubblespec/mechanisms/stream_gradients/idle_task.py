@@ -118,7 +118,6 @@ class StreamGradients(SliceTask):
         self._is_complete = is_complete
 
     def next_slices(self) -> tuple[int, float, float]:
-        """See `SliceTask`."""
         size = sum(piece.num_tokens for piece in self._next_slice())
         total = sum(piece.num_tokens for piece in self._pieces)
         return -(-total // size), self.cost.seconds(size), self.cost.tokens_s(size)
@@ -130,7 +129,6 @@ class StreamGradients(SliceTask):
         return is_idle and self.cost.is_known and bool(self._pieces)
 
     def do_slice(self) -> Span:
-        """See `SliceTask`."""
         if self.frees_cache:
             self.view.engine.release()
         pieces = self._next_slice()

@@ -22,7 +22,6 @@ class StreamGradientsMechanism(Mechanism):
         self.sampler, self.learner, self.gradients = sampler, learner, StreamedGradients(learner)
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
-        """See `Mechanism`."""
         is_first = len(plan.used) == len(plan.launch.groups)
         if plan.step is None or plan.scoring is None or not is_first:
             return
@@ -32,7 +31,6 @@ class StreamGradientsMechanism(Mechanism):
         )
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
-        """See `Mechanism`."""
         has_gradient = self.learner.has_gradient(record.samples, record.advantages)
         tokens = record.samples.lengths * has_gradient
         share = tokens @ self.gradients.is_covered / max(tokens.sum(), 1)

@@ -26,15 +26,9 @@ from transformers import PreTrainedModel
 from bubblespec.distributed.ranks import Ranks, all_gather
 from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.engine import sampling
+from bubblespec.engine.comparison import CHECKED, cache_for, difference, over_cache, random_tokens
 from bubblespec.engine.decoder import Decoder, Kind, Multiply, is_like_llama
 from bubblespec.engine.forward import GraphMemory, ModelForward, Sampled
-from bubblespec.engine.model_checks import (
-    CHECKED,
-    cache_for,
-    is_rounding,
-    random_hidden,
-    relative_difference,
-)
 from bubblespec.engine.noise import Noise
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.sampling import SamplingParams
@@ -162,19 +156,16 @@ class ShardedForward(ModelForward):
         num_generated: torch.Tensor,
         params: SamplingParams,
     ) -> Sampled:
-        """See `sample_shards`."""
         size, reduce = output_head(self.policy).num_tokens, self.reduce_with(noise.seed)
         return sample_shards(
             logits, noise.words, num_generated, params, reduce, vocab_size=size, tp=self.tp
         )
 
     def gather_text(self, text: str) -> list[str]:
-        """See `ModelForward`."""
         return self.tp.gather_text(text)
 
     @contextlib.contextmanager
     def rehearsal(self, num_tokens: Sequence[int]) -> Iterator[None]:
-        """See `ModelForward`."""
         width = self.policy.config.get_text_config(decoder=True).hidden_size
         sizes = sorted({count * width for count in num_tokens}, reverse=True)
         longest = self.weight().new_zeros(sizes[0])
@@ -183,32 +174,28 @@ class ShardedForward(ModelForward):
             yield
 
     def connect(self) -> None:
-        """See `ModelForward`."""
         for zeros in self._zeros:
             self.tp.sum_(zeros)
         self._zeros = []
 
     def check(self) -> None:
         """Compare shards with the whole model; if they differ, raise TPUnsupported on all ranks."""
-        model, name, problem = self.policy, type(self.policy).__name__, None
+        model, problem, forwards = self.policy, None, (self, ModelForward(self.policy))
+        got, wanted = (partial(over_cache, f.hidden, cache_for(model, CHECKED)) for f in forwards)
         try:  # without sums nobody waits for a rank that fails alone
             with self._alone():
-                self._check_hidden(self)
+                got(random_tokens(model, CHECKED))
         except Exception as error:  # the model's own code runs here
-            problem = one_line(error)
+            problem = f"fails: {one_line(error)}"
+        self._refuse(problem)
+        differs = difference(model, CHECKED, got, wanted)
+        self._refuse(differs and f"differs from the whole model by {differs}")
+
+    def _refuse(self, problem: str | None) -> None:
+        """Raise TPUnsupported on all ranks with the first rank's problem, if any has one."""
         problem = first_problem(problem, self.tp.gather_text)
         if problem is not None:
-            raise TPUnsupported(f"the forward of {name} in shards fails: {problem}")
-        found, whole = self._check_hidden(self), self._check_hidden(ModelForward(model))
-        difference = torch.tensor([relative_difference(found, whole)])
-        largest = self.tp.gather(difference.to(model.device)).max().item()
-        if not is_rounding(largest, model.dtype):
-            raise TPUnsupported(
-                f"{name} computed in shards differs from the whole model by {largest:.1e}"
-            )
-
-    def _check_hidden(self, forward: ModelForward) -> torch.Tensor:
-        return random_hidden(forward, cache_for(forward), CHECKED)
+            raise TPUnsupported(f"{type(self.policy).__name__} computed in shards {problem}")
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

@@ -29,16 +29,8 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.setup import build, prepare
 from bubblespec.telemetry.trace import describe_hardware
-from bubblespec.tools.doctor.forwards import (
-    FORWARD_CHECKS,
-    Case,
-    Check,
-    Line,
-    failed,
-    median_s,
-    ok,
-    slower,
-)
+from bubblespec.tools.doctor import forwards
+from bubblespec.tools.doctor.forwards import Case, Check, Line, failed, median_s, ok, slower
 from bubblespec.types import Draft, Launch, Row, SampleId
 
 # The compared rollouts: long enough for drafts to be right and wrong, short enough to take seconds.
@@ -233,7 +225,10 @@ CHECKS: dict[str, Check] = {
     "versions": Check(versions, "pip install -r requirements.txt"),
     "devices": Check(devices, "model.device=cpu"),
     "model": Check(model, "model.path, model.dtype"),
-    **FORWARD_CHECKS,
+    "attention": Check(forwards.attention, "model.attention=sdpa", "model"),
+    "graphs": Check(forwards.graphs, "rollout.enforce_eager=true", "model"),
+    "quantised copy": Check(forwards.quantized, "speculative.method=bubble+suffix", "model"),
+    "TP tail": Check(forwards.tp_tail, "rollout.tp_tail_max_rows=0", "model"),
     "set-up": Check(set_up, "a smaller rollout.max_num_seqs", "model"),
     "collectives": Check(collectives, "--nproc_per_node=1", "set-up"),
     "rollouts": Check(rollouts, "speculative.method=none", "set-up"),

@@ -1,7 +1,7 @@
-"""Checks of one model's forwards, for the doctor and benchmarks/gpu_suite.py.
+"""Checks of one model's forwards.
 
 A check is a generator of lines, which all ranks run together. This file imports nothing beyond
-torch, transformers and numpy, as GPU machines may lack the other packages.
+torch, transformers and numpy, as benchmarks/gpu_suite.py runs without the other packages.
 """
 
 import statistics
@@ -17,16 +17,11 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.comparison import CHECKED, cache_for, difference, over_cache, random_tokens
 from bubblespec.engine.decoder import is_like_llama
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import ForwardGraphs
-from bubblespec.engine.model_checks import (
-    cache_for,
-    is_rounding,
-    random_hidden,
-    random_tokens,
-    relative_difference,
-)
+from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.ops import has_triton, torch_ops
 from bubblespec.engine.packing import pack_rows
 from bubblespec.errors import one_line
@@ -45,7 +40,7 @@ if TYPE_CHECKING:
     from bubblespec.trainer import Trainer
 
 WARM_UP, NUM_TIMED = 3, 20
-NUM_CHECKED, NUM_OBSERVED = 12, 128  # tokens of rows
+NUM_OBSERVED = 128  # tokens that a copy is compared on
 MIN_SAME = 0.3  # of the best tokens of random text, where policies are unsure
 
 
@@ -110,39 +105,33 @@ def attention(case: Case) -> Iterator[Line]:
 @torch.inference_mode()
 def graphs(case: Case) -> Iterator[Line]:
     """Compare forwards as CUDA graphs with eager forwards."""
-    loaded, device = case.loaded, case.loaded.device
+    loaded, avoid = case.loaded, "rollout.enforce_eager=true"
     if case.ranks.device.type == "cpu":
         yield ok("not applicable: a CPU has none")
         return
     forward = ModelForward(loaded, enforce_eager=case.config.rollout.enforce_eager)
     if forward.is_eager:
-        yield slower("there are none: rollout.enforce_eager=true, or no operations for them")
+        yield slower(f"there are none: {avoid}, or no operations for them")
         return
-    cache, tokens, one = cache_for(forward, 2), random_tokens(loaded, 1), np.ones(1, np.int64)
-    captured = ForwardGraphs(forward, cache, NUM_CHECKED * 2)
-    replayed = random_hidden(forward, cache, NUM_CHECKED, partial(run_captured, captured))
+    cache, plain = cache_for(loaded, CHECKED), cache_for(loaded, CHECKED)
+    captured = ForwardGraphs(forward, cache, 2 * CHECKED)
+    got = partial(over_cache, captured.hidden, cache)
+    wanted = partial(over_cache, forward.hidden, plain)
+    differs = difference(loaded, CHECKED, got, wanted)
     if captured.problem:
         yield slower(str(captured.problem))
-        return
-    eager = random_hidden(forward, cache_for(forward, 2), NUM_CHECKED)
-    yield close(replayed, eager, "graphs and eager forwards", "rollout.enforce_eager=true")
-    packing = pack_rows(cache, 0 * one, one, device)
-    runs = captured.forward, forward.hidden
-    graph_ms, eager_ms = (1e3 * median_s(partial(run, tokens, packing), device) for run in runs)
-    yield ok(f"a forward of one token takes {graph_ms:.2f} ms, eager {eager_ms:.2f} ms")
-
-
-def run_captured(captured: ForwardGraphs, tokens: torch.Tensor, packing) -> torch.Tensor:
-    """Return hidden states of a graph, or of the forward where there is none."""
-    hidden = captured.forward(tokens, packing)
-    return captured.of.hidden(tokens, packing) if hidden is None else hidden
+    elif differs:
+        yield failed(f"hidden states of graphs and eager forwards differ by {differs}; {avoid}")
+    else:
+        ms = token_ms(captured.hidden, cache, loaded), token_ms(forward.hidden, plain, loaded)
+        yield ok("hidden states of graphs and eager forwards agree")
+        yield ok(f"a forward of one token takes {ms[0]:.2f} ms, eager {ms[1]:.2f} ms")
 
 
 @torch.inference_mode()
 def tp_tail(case: Case) -> Iterator[Line]:
     """Compare a forward of all ranks together with a forward of each rank alone."""
-    ranks, loaded, device = case.ranks, case.loaded, case.ranks.device
-    avoid = "rollout.tp_tail_max_rows=0"
+    ranks, loaded, avoid = case.ranks, case.loaded, "rollout.tp_tail_max_rows=0"
     if ranks.world_size == 1 or case.config.rollout.tp_tail_max_rows == 0:
         yield ok(f"not applicable: {'one rank' if ranks.world_size == 1 else avoid}")
         return
@@ -152,25 +141,21 @@ def tp_tail(case: Case) -> Iterator[Line]:
     except TPUnsupported as error:
         yield slower(no_tp_tail(error))
         return
-    alone, tokens, one = ModelForward(loaded), random_tokens(loaded, 1), np.ones(1, np.int64)
-    seconds = []
-    for forward in (shards, alone):
-        packing = pack_rows(cache_for(forward), 0 * one, one, device)
-        seconds.append(median_s(partial(forward.hidden, tokens, packing), device))
     yield ok("forwards together and alone agree")
-    took = f"{1e3 * seconds[0]:.2f} ms on all ranks together, {1e3 * seconds[1]:.2f} ms on each"
-    yield ok(f"a forward of one token takes {took} alone")
+    forwards = shards, ModelForward(loaded)
+    together, alone = (token_ms(of.hidden, cache_for(loaded, 1), loaded) for of in forwards)
+    took = f"{together:.2f} ms on all ranks together, {alone:.2f} ms on each alone"
+    yield ok(f"a forward of one token takes {took}")
 
 
 @torch.inference_mode()
 def quantized(case: Case) -> Iterator[Line]:
     """Compare a quantised copy with the policy, and time both."""
-    loaded, device = case.loaded, case.ranks.device
-    avoid = "speculative.method=bubble+suffix"
+    loaded, avoid = case.loaded, "speculative.method=bubble+suffix"
     if "quantized" not in case.config.speculative.sources:
         yield ok("not applicable: speculative.method has no quantised copy")
         return
-    product = product_for(loaded, device.type, case.config.quantized.bits)
+    product = product_for(loaded, case.ranks.device.type, case.config.quantized.bits)
     if product is None:
         yield ok(f"not applicable: {NO_PRODUCT}")
         return
@@ -179,24 +164,23 @@ def quantized(case: Case) -> Iterator[Line]:
     except Exception as error:  # the model's own code runs here
         yield slower(f"{product.name}: {one_line(error)}")
         return
-    best, seconds, one = [], [], np.ones(1, np.int64)
+    best, ms = [], []
     for forward in (CopyForward(copy), ModelForward(loaded)):
-        hidden = random_hidden(forward, cache_for(forward), NUM_OBSERVED)
-        best.append(forward.logits(hidden).argmax(-1))
-        packing = pack_rows(cache_for(forward), 0 * one, one, device)
-        seconds.append(median_s(partial(forward.hidden, random_tokens(loaded, 1), packing), device))
+        cache = cache_for(loaded, NUM_OBSERVED)
+        hidden = over_cache(forward.hidden, cache, random_tokens(loaded, NUM_OBSERVED))
+        best.append(forward.logits(hidden[0]).argmax(-1))
+        ms.append(token_ms(forward.hidden, cache, loaded))
     same = float((best[0] == best[1]).float().mean())
-    took = f"{1e3 * seconds[0]:.2f} ms, the policy's {1e3 * seconds[1]:.2f} ms"
     text = f"{product.name}: {same:.0%} of {NUM_OBSERVED} best tokens are the policy's; a forward"
-    text += f" of one token takes {took}"
+    text += f" of one token takes {ms[0]:.2f} ms, the policy's {ms[1]:.2f} ms"
     yield ok(text) if same >= MIN_SAME else failed(f"{text}; {avoid}")
 
 
-def close(got: torch.Tensor, wanted: torch.Tensor, what: str, avoid: str) -> Line:
-    """Compare hidden states with the tolerance of `prepare_model`; avoid: key to name."""
-    difference = relative_difference(got, wanted)
-    line = f"hidden states of {what} differ by {difference:.1e} of their size"
-    return ok(line) if is_rounding(difference, wanted.dtype) else failed(f"{line}; {avoid}")
+def token_ms(hidden: Callable, cache: KVCache, model: PreTrainedModel) -> float:
+    """Return the median milliseconds of a forward of one token."""
+    tokens, one = random_tokens(model, 1), np.ones(1, np.int64)
+    packing = pack_rows(cache, 0 * one, one, model.device)
+    return 1e3 * median_s(partial(hidden, tokens, packing), model.device)
 
 
 def median_s(action: Callable[[], object], device: torch.device) -> float:
@@ -209,11 +193,3 @@ def median_s(action: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began_s)
     return statistics.median(seconds[WARM_UP:])
-
-
-FORWARD_CHECKS: dict[str, Check] = {
-    "attention": Check(attention, "model.attention=sdpa", "model"),
-    "graphs": Check(graphs, "rollout.enforce_eager=true", "model"),
-    "quantised copy": Check(quantized, "speculative.method=bubble+suffix", "model"),
-    "TP tail": Check(tp_tail, "rollout.tp_tail_max_rows=0", "model"),
-}

@@ -286,7 +286,6 @@ class _Rank:
         ranks.barrier()
 
     def sees_groups(self, step: int | None) -> bool:
-        """See `Scorer`."""
         return False
 
     def begin(self, launch: Launch, step: int) -> SimpleNamespace:
