@@ -31,7 +31,7 @@ class Reporter(Protocol):
 
     def start(self, num_updates: int, checkpoint: str | None) -> None: ...
 
-    def end_set_up(self, num_updates: int) -> None: ...
+    def end_set_up(self) -> None: ...
 
     def begin_step(self, step: int) -> None: ...
 
@@ -114,7 +114,7 @@ class Trainer:
         """Finish the set-up of mechanisms. Raises StopRequested, InputError."""
         for mechanism in self.sampler.mechanisms:
             mechanism.start(self)
-        self.reporter.end_set_up(self.num_updates)
+        self.reporter.end_set_up()
 
     def sample(self, step: int) -> StepRecord:
         """Return the step's samples and rewards, the same on all ranks. Raises StopRequested."""

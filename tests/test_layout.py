@@ -37,11 +37,11 @@ CEILINGS = {
     "examples.minimal_loop": 4350,
     "bubblespec.rollout.loop": 4400,
     "bubblespec.rollout.sampler": 8300,
-    "bubblespec.trainer": 11200,
+    "bubblespec.trainer": 11000,
     "bubblespec.checkpoint": 2250,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 26430, "tests": 28720}
+MAX_LINES = {"file": 400, "package": 25800, "tests": 28600}
 
 
 def name_of(path: Path) -> str:
