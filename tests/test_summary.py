@@ -64,8 +64,8 @@ def test_start_names_model_ranks_and_data(monkeypatch):
     assert text.splitlines() == [
         "model: my/model, 2,006 parameters (4 trained), bfloat16; ranks: 1 on CPU (Fast 9000, "
         "threads per rank: 1), sdpa attention",
-        "data: 9,872 prompts, 128 held out; left out: 3 over rollout.max_prompt_length, 5 equal to "
-        "held-out ones",
+        "data: 9,872 prompts, 128 held out; left out: 5 equal to these, 3 longer than "
+        "rollout.max_prompt_length = 512",
     ]
     hardware["gpu"] = "Card 1"
     assert " on Card 1, " in summary.start_text(make_config(), Ranks(torch.device("cpu")), *parts)

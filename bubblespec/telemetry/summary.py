@@ -74,12 +74,12 @@ def start_text(
     num_trained = sum(p.numel() for p in parameters if p.requires_grad)
     size = f"{sum(p.numel() for p in parameters):,} parameters ({num_trained:,} trained)"
     device = hardware["gpu"] or f"CPU ({hardware['cpu']}, threads per rank: {hardware['threads']})"
+    longest = f"rollout.max_prompt_length = {config.rollout.max_prompt_length}"
     return (
         f"model: {config.model.path}, {size}, {config.model.dtype}; ranks: {ranks.world_size} on "
         f"{device}, {learner.kernel} attention\n"
         f"data: {len(prompts):,} prompts, {num_held_out:,} held out; left out: "
-        f"{prompts.num_dropped:,} over rollout.max_prompt_length, {prompts.num_duplicates:,} equal "
-        "to held-out ones"
+        f"{prompts.num_duplicates:,} equal to these, {prompts.num_dropped:,} longer than {longest}"
     )
 
 
