@@ -4,6 +4,7 @@ Apart from tools/, the only file that imports both the core and the mechanisms."
 
 import atexit
 import copy
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import IO
@@ -69,8 +70,7 @@ from bubblespec.rewards.trial import begin_trial, check_prompts, check_weights, 
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.telemetry.console import Console
-from bubblespec.telemetry.reporter import RunReporter
+from bubblespec.telemetry.reporter import RunReporter, show_phase
 from bubblespec.trainer import Trainer
 
 
@@ -79,9 +79,9 @@ def build(config: Config, ranks: Ranks) -> Trainer:
 
     Raises InputError for bad input."""
     config = loading.with_dtype(config, ranks.device.type)
-    console = Console(config, ranks.is_main)
+    began_s = time.monotonic()
     torch.manual_seed(config.run.seed)
-    with console.phase("loading the model"):
+    with show_phase(ranks, "loading the model"):
         checkpoint = find_checkpoint(config, ranks)
         state: dict = {"step": 0, "evaluated": -1}
         planner: dict[str, np.ndarray] = {}
@@ -95,7 +95,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         tokenizer = loading.load_tokenizer(config)
         model = loading.load_model(config, checkpoint, ranks.device)
         num_tokens, lines = loading.check_vocabulary(config, model, tokenizer)
-    with console.phase("checking the model"):
+    with show_phase(ranks, "checking the model"):
         kernel, slower = prepare(config, model, ranks, num_tokens)
         reference = make_reference(config, model, checkpoint, ranks)
         teacher = None
@@ -113,7 +113,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         tokenize = tokenize_with(tokenizer, form)
     has_reward = form is not None and form.has_reward
     weights = check_weights(config, has_reward)
-    with console.phase("reading the data"):
+    with show_phase(ranks, "reading the data"):
         warn = log if ranks.is_main else lambda line: None
         train_prompts, eval_prompts = loading.load_prompts(
             config, tokenizer, tokenize, saved_held_out=planner.get(HELD_OUT), warn=warn
@@ -135,7 +135,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         None,
     )
     if linear.can_choose(config, models):
-        with console.phase("timing linear layers"):
+        with show_phase(ranks, "timing linear layers"):
             kernels = linear.choose_linear(config, ranks, models, state.get("linear"))
     if kernels is not None:
         plans = linear.read_plans(kernels)
@@ -168,7 +168,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         stops,
         config.rollout.min_completion_length,
     )
-    with console.phase("timing the engine"):
+    with show_phase(ranks, "timing the engine"):
         product = choose_product(config, ranks, model)
         engine, max_tp_rows = build_engine(config, learner, ranks, product)
         # An environment may add text before the first turn: drafts then need copies of it.
@@ -197,7 +197,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     best = ranks.agree(lambda: find_best(config, state))
     names, hook = scorer.names, hooks[0] if hooks else None
     reporter = RunReporter(
-        config, ranks, console, learner, schedule, tokenizer, names, len(eval_prompts), hook
+        config, ranks, learner, schedule, tokenizer, names, len(eval_prompts), hook, began_s
     )
     return Trainer(
         config=config,

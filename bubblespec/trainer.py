@@ -94,7 +94,7 @@ class Trainer:
         """Finish the set-up of mechanisms. Raises StopRequested, InputError."""
         for mechanism in self.sampler.mechanisms:
             mechanism.start(self)
-        self.reporter.end_set_up(self.num_updates)
+        self.reporter.end_set_up()
 
     def sample(self, step: int) -> StepRecord:
         """Return the step's samples and rewards, the same on all ranks. Raises StopRequested."""

@@ -270,7 +270,7 @@ def test_changed_chat_template_is_refused(refusal, trained, data, tmp_path):
 def test_long_prompts_are_dropped_and_counted(refusal, trained, data, tmp_path):
     rows = [*GOOD, {"prompt": "1 + " * 200, "answer": ""}]
     said = trained(tmp_path / "some", *data("some.jsonl", rows))
-    assert "; 1 dropped as longer than rollout.max_prompt_length = 160\n" in said
+    assert ", 1 longer than rollout.max_prompt_length = 160\n" in said
     message = refusal(*data("all.jsonl", rows[4:] * 3))
     assert message.startswith("rollout.num_prompts_per_step: 2, but the data has 0 usable prompts")
 

@@ -21,9 +21,8 @@ from tensorboard.summary.writer import event_file_writer
 from bubblespec.distributed import ranks as ranks_module
 from bubblespec.distributed.ranks import Ranks, signals_stop
 from bubblespec.errors import one_line
-from bubblespec.planner.windows import WINDOWS
 from bubblespec.telemetry.metrics import MetricsLogger
-from bubblespec.telemetry.table import SHOWN
+from bubblespec.telemetry.tensorboard import CHARTS
 from bubblespec.types import Group, Prompt
 from tests.helpers.checks import FullDisk
 from tests.helpers.rows import LETTERS, record_of, samples_of
@@ -132,28 +131,21 @@ def layout(folder) -> dict[str, dict[str, list[str]]]:
     }
 
 
-def test_layout_has_charts_with_curves_in_order(tmp_path):
-    run(tmp_path, range(2), (0,), **{"completions/clipped_ratio": 0.5, "rewards/f/mean": 1.0})
-    found, tags = layout(tmp_path), curves(tmp_path)
-    assert next(iter(found)) == "Watch first"
-    charts = ["Held-out reward", "Reward", "Share of responses cut off", "Seconds per step"]
-    assert list(found["Watch first"]) == charts
-    assert found["Is it learning?"] == {"Rewards by function": ["^rewards/.*/mean$"]}
-    for charts in found.values():
-        for patterns in charts.values():
-            assert any(re.search(pattern, tag) for pattern in patterns for tag in tags)
-    assert len({metric.chart for metric in SHOWN["Watch first"]}) == 8
+def test_layout_has_the_charts_to_watch_first(tmp_path):
+    run(tmp_path, range(2))
+    found = layout(tmp_path)
+    assert list(found) == ["Watch first"] and list(found["Watch first"]) == list(CHARTS)
+    tokens = ["^completions/mean_length$", "^completions/mean_terminated_length$"]
+    assert found["Watch first"]["Response tokens"] == tokens
+    assert found["Watch first"]["Reward"] == ["^train/reward$"]
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, np.float32("inf")])
-def test_nonfinite_numbers_are_null_constants_not_drawn(tmp_path, value):
-    run(tmp_path, range(1), **{"grad_norm": value, "data/num_dropped": 3})
-    wanted = {"step": 1, **BASE, "reward": 0.0, "grad_norm": None, "data/num_dropped": 3}
-    assert read(tmp_path) == [wanted]
-    found = curves(tmp_path)
-    (point,) = found["train/grad_norm"]
+def test_nonfinite_numbers_are_null_in_lines(tmp_path, value):
+    run(tmp_path, range(1), grad_norm=value)
+    assert read(tmp_path) == [{"step": 1, **BASE, "reward": 0.0, "grad_norm": None}]
+    (point,) = curves(tmp_path)["train/grad_norm"]
     assert point[0] == 1 and (math.isnan(point[1]) if math.isnan(value) else point[1] == value)
-    assert "data/num_dropped" not in found
 
 
 @pytest.mark.parametrize("lost", [0, 1, 40])
@@ -201,53 +193,23 @@ def a_record(step: int, num_prompts: int = 2):
 NAMES = ["match", "form"]
 
 
-def test_samples_and_accepted_lengths_are_written(tmp_path):
+def test_samples_are_written(tmp_path):
+    """The first response to each of four prompts; later steps of a killed run are cut off."""
     logger = MetricsLogger(str(tmp_path), 0)
     logger.log_samples(a_record(3), NAMES, LETTERS)
-    counts = [3, 2, 0, 0, 1] + [0] * (len(WINDOWS) - 6) + [1]
-    logger.log(0, BASE | {"rollout/spec_accepted_lengths": counts})
+    logger.log_samples(a_record(10, 10), NAMES, LETTERS)
     logger.close()
-    first, second = read(tmp_path, "samples")
+    first, second, *others = read(tmp_path, "samples")
     numbers = {"step": 4, "uid": 0, "visit": 0, "sample": 0, "num_tokens": 1, "reward": 10.0}
     texts = {"prompt": "question 0", "completion": "a", "columns": {"answer": 0}}
     rewards = {"rewards": {"match": 0.0, "form": 0.5}, "advantage": -1.0, "is_truncated": False}
     assert first == numbers | texts | rewards
     assert second["completion"] == "d⟦e⟧f" and second["rewards"] == {"match": 0.5, "form": None}
-    drawn = events(tmp_path)
-    found = drawn.Histograms("completions/length")[0].histogram_value
-    assert (found.num, found.sum) == (4, 1 + 1 + 2 + 1), "an observation is not counted"
-    for i, sample in enumerate((first, second)):
-        (event,) = drawn.Tensors(f"sample_{i}/text_summary")
-        text = event.tensor_proto.string_val[0].decode()
-        assert f"reward {sample['reward']:.3f}" in text and f"question {i}" in text
-        assert text.endswith(f" {sample['completion']}\n    \n    answer: {i}")
-    # Counts by bin become so many values of each bin's lowest length.
-    found = drawn.Histograms("z_bubblespec/rollout/spec_accepted_lengths")[0].histogram_value
-    values = [0, 0, 0, 1, 1, 4, 128]
-    assert (found.num, found.max, found.sum) == (len(values), 128, sum(values))
-
-
-def test_samples_rotate_over_prompts_across_resume(tmp_path):
-    """Ten prompts, four at a time: all are shown before one is shown again, and then its second
-    response. What a killed run has shown after its checkpoint is cut off."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-
-    def show(folder, first: int, steps: tuple[int, ...]) -> None:
-        folder.mkdir(exist_ok=True)
-        logger = MetricsLogger(str(folder), first)
-        for step in steps:
-            logger.log_samples(a_record(step, 10), NAMES, LETTERS)
-        logger.close()
-
-    show(whole, 0, (0, 10, 20))
-    show(killed, 0, (0, 10))
-    show(killed, 10, (10, 20))
-    found = read(whole, "samples")
-    assert read(killed, "samples") == found
-    assert [sample["uid"] for sample in found] == [*range(10), 0, 1]
-    assert [sample["sample"] for sample in found] == [0] * 10 + [1] * 2
-    show(whole, 0, (0,))
-    assert len(read(whole, "samples")) == 4 and (whole / "samples.jsonl.1").exists()
+    assert [(sample["uid"], sample["sample"]) for sample in others] == [(n, 0) for n in range(4)]
+    MetricsLogger(str(tmp_path), 4).close()
+    assert read(tmp_path, "samples") == [first, second]
+    MetricsLogger(str(tmp_path), 0).close()
+    assert read(tmp_path, "samples") == [] and (tmp_path / "samples.jsonl.1").exists()
 
 
 def log_steps(folder, hook) -> None:
@@ -344,14 +306,14 @@ def test_lines_wait_for_room(quiet_threads, tmp_path, capsys):
 def test_curves_fail_without_ending_the_run(quiet_threads, tmp_path, capsys):
     """Room for the lines, none for TensorBoard's files."""
     logger = MetricsLogger(str(tmp_path), 0)
-    with FullDisk(2000):
+    with FullDisk(1500):
         for step in range(10):
             logger.log(step, BASE)
-            for _ in range(3):
-                logger._tensorboard.draw("add_text", "text", "x" * 1000, step)
-            logger._tensorboard.draw("flush")
     logger.log(10, BASE)
     logger.close()
     assert len(read(tmp_path)) == 11
     said = capsys.readouterr().err
-    assert "TensorBoard's files cannot be written" in said and "metrics.jsonl cannot" not in said
+    assert (
+        said.count("TensorBoard's files cannot be written") == 1
+        and "metrics.jsonl cannot" not in said
+    )

@@ -4,8 +4,9 @@ import json
 
 import torch
 
+from bubblespec.config import Config, RunConfig
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.telemetry.profiler import StepProfiler
+from bubblespec.telemetry.reporter import RunReporter
 from tests.helpers.runs import run, train_here
 
 
@@ -29,11 +30,14 @@ def test_abandoned_step_leaves_no_trace(tmp_path, monkeypatch):
     ended = []
     monkeypatch.setattr(torch.profiler.profile, "stop", lambda profile: ended.append(profile))
     monkeypatch.setattr(torch.profiler.profile, "start", lambda profile: None)
-    profiler = StepProfiler(str(tmp_path), Ranks(torch.device("cpu")))
-    profiler.end(1)
+    config = Config(run=RunConfig(output_dir=str(tmp_path), profile_steps=[1]))
+    parts = dict.fromkeys(("learner", "schedule", "tokenizer", "log_to"))
+    parts |= {"functions": [], "num_held_out": 0, "began_s": 0.0}
+    reporter = RunReporter(config, Ranks(torch.device("cpu")), **parts)
+    reporter.close()
     assert not ended
-    profiler.begin()
-    profiler.end(None)
+    reporter.begin_step(0)
+    reporter.close()
     assert len(ended) == 1 and not any(tmp_path.iterdir())
 
 

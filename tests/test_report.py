@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.records import Acceptance, RolloutRecord, Span, StepRecord
+from bubblespec.records import Acceptance, IdleUse, RolloutRecord, Span, StepRecord
 from bubblespec.samples import Samples, digest
 from bubblespec.telemetry import report
-from bubblespec.telemetry.report import evaluation_metrics, rollout_metrics, timing_metrics
+from bubblespec.telemetry.report import evaluation_metrics, rank_metrics, rollout_metrics
 from bubblespec.types import Group, Prompt
 from tests.helpers.rows import record_of, samples_of
 
@@ -38,7 +38,7 @@ def record(
 class TwoRanks:
     """Two ranks, of which the other one reports `other`."""
 
-    world_size = 2
+    world_size, device = 2, torch.device("cpu")
 
     def __init__(self, other: list[float]):
         self.other = other
@@ -122,20 +122,26 @@ def stages(*seconds: float) -> list:
     return list(map(Span, kinds, [100.0, *ends], ends))
 
 
-def test_timing_of_one_rank():
+def test_times_of_one_rank():
     step = record(make_samples([[0.0]] * 4), stages=stages(4.0, 1.0, 0.5, 2.5))
-    found = timing_metrics(Ranks(torch.device("cpu")), step, 0.25)
+    found = rank_metrics(Ranks(torch.device("cpu")), step, 0.25)
     seconds = {"gen": 4.0, "bubble": 1.0, "reward": 0.5, "train": 2.25, "sync": 0.25, "step": 8.0}
     wanted = {f"timing_s/{name}": value for name, value in seconds.items()}
     # 1 + 2 + 4 + 9 response tokens, and prompts of 3 and 1 tokens twice each.
     wanted |= {"perf/throughput": (16 + 8) / 8, "perf/total_num_tokens": 24}
-    assert found == wanted | {"bubble/ratio": 0.2}
+    assert 0 < found.pop("perf/max_memory_gb") < 1000
+    assert found == wanted | {"bubble/ratio": 0.2, "rollout/forwards": 0}
 
 
-def test_timing_of_two_ranks():
+# The second rank's numbers, in the order in which they are gathered.
+OTHER = {"gen": 6.0, "bubble": 0.0, "reward": 0.75, "train": 1.25, "sync": 0.25, "step": 8.25}
+OTHER |= {"memory": 5e12, "expected": 7.0, "own": 6.0, "forwards": 9}
+
+
+def test_times_of_two_ranks():
     waits = [Span("wait", 100.25, 100.5), Span("wait", 102.0, 102.75)]
     step = record(make_samples([[0.0]] * 4), stages=stages(3.0, 3.0, 0.5, 1.5), waits=waits)
-    found = timing_metrics(TwoRanks([6.0, 0.0, 0.75, 1.25, 0.25, 8.25]), step, 0.5)
+    found = rank_metrics(TwoRanks([*OTHER.values()]), step, 0.5)
     by_rank = {"gen": (2.0, 6.0), "bubble": (4.0, 0.0), "reward": (0.5, 0.75)}
     by_rank |= {"train": (1.0, 1.25), "sync": (0.5, 0.25)}
     for name, seconds in by_rank.items():
@@ -144,22 +150,44 @@ def test_timing_of_two_ranks():
     assert found["timing_s/step"] == 8.25 and found["bubble/slowest_rank"] == 1
     assert found["bubble/ratio"] == pytest.approx(4 / 12)
     assert found["perf/throughput"] == 24 / 8.25 / 2
+    assert found["perf/max_memory_gb"] == 5000.0 and found["rollout/forwards"] == 9
+    assert "rollout/placement_error" not in found, "this rank expected nothing"
+
+
+def test_idle_time_and_placement_of_two_ranks():
+    """Savings of the drafter's training are unknown. Ranks that shared rows have no error."""
+    step = record(make_samples([[0.0]] * 4), stages=stages(3.0, 3.0, 0.5, 1.5), expected_s=2.0)
+    first, second = RolloutRecord(0.0, 4.0), RolloutRecord(4.0, 4.0)
+    first.idle = {"gradients": IdleUse(1.0, 2.0, 4.0), "train_drafter": IdleUse(0.5, 0.25, 9.0)}
+    second.idle = {"gradients": IdleUse(0.5, 0.5, 1.0)}
+    step.rollouts = [first, second]
+    other = TwoRanks([*OTHER.values(), 2.5, 1.5, 3.0, 0.0, 0.0, 0.0])
+    found = rank_metrics(other, step, 0.5)
+    idle = {key: value for key, value in found.items() if key.startswith("idle/")}
+    assert idle == {
+        "idle/gradients/seconds": 2.0,
+        "idle/gradients/expected_s": 4.0,
+        "idle/gradients/saved_s": 4.0,
+        "idle/train_drafter/seconds": 0.25,
+        "idle/train_drafter/expected_s": 0.25,
+    }
+    own_s = first.own_s + second.own_s
+    assert found["rollout/placement_error"] == (abs(2.0 - own_s) + 1.0) / 2 / max(own_s, 6.0)
+    first.shared = [Span("shared", 0.0, 1.0)]
+    assert "rollout/placement_error" not in rank_metrics(other, step, 0.5)
 
 
 @pytest.mark.parametrize(
-    "platform, device, peak, other, wanted",
+    "platform, device, peak, wanted",
     [
-        ("linux", "cpu", 2_000_000, 1e9, 2.048),  # getrusage gives KiB, on macOS bytes
-        ("darwin", "cpu", 2_000_000_000, 1e9, 2.0),
-        ("linux", "cpu", 2_000_000, 3e9, 3.0),  # the other rank needs more
-        ("linux", "cuda", 5_000_000_000, 1e9, 5.0),
+        ("linux", "cpu", 2_000_000, 2_048_000_000),  # getrusage gives KiB, on macOS bytes
+        ("darwin", "cpu", 2_000_000_000, 2_000_000_000),
+        ("linux", "cuda", 5_000_000_000, 5_000_000_000),
     ],
 )
-def test_peak_memory_is_maximum_over_ranks(monkeypatch, platform, device, peak, other, wanted):
-    ranks = TwoRanks([other])
-    ranks.device = torch.device(device)
+def test_peak_memory_is_in_bytes(monkeypatch, platform, device, peak, wanted):
     monkeypatch.setattr(report.sys, "platform", platform)
     usage = {resource.RUSAGE_SELF: SimpleNamespace(ru_maxrss=peak if device == "cpu" else 0)}
     monkeypatch.setattr(report.resource, "getrusage", usage.__getitem__)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
-    assert report.peak_memory_gb(ranks) == wanted
+    assert report.peak_memory(torch.device(device)) == wanted

@@ -11,13 +11,14 @@ import torch
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import log, one_line
+from bubblespec.telemetry.files import StepFiles
 from bubblespec.telemetry.metrics import MetricsLogger
-from bubblespec.telemetry.rollouts import Rollouts
+from bubblespec.telemetry.samples import save_rollouts
 from bubblespec.trainer import Trainer
 from tests.helpers.checks import refusal
 from tests.helpers.rows import LETTERS
 from tests.helpers.runs import SHORT, train_here
-from tests.test_metrics import NAMES, a_record, events, read
+from tests.test_metrics import NAMES, a_record, read
 
 OPTIONS = [*SHORT, "rollout.num_prompts_per_step=4", "rollout.max_completion_length=24"]
 OPTIONS += ["eval.num_prompts=0", "run.save_rollouts=true", "run.max_steps=4", "run.save_steps=2"]
@@ -39,6 +40,11 @@ def trained(monkeypatch) -> dict[int, tuple]:
 
     monkeypatch.setattr(Trainer, "update", kept)
     return found
+
+
+def files_in(folder, num_updates: int = 0) -> StepFiles:
+    path = str(folder / "rollouts")
+    return StepFiles(path, num_updates, "run.save_rollouts", keeps_earlier=True)
 
 
 def check(folder, trained: dict[int, tuple]) -> None:
@@ -90,15 +96,13 @@ def test_half_an_emoji_is_escaped_in_all_files(tmp_path, capsys):
     torn, record = "torn \ud83d", a_record(0)
     for group in record.samples.groups:
         group.prompt.columns["answer"] = torn
-    Rollouts(str(tmp_path), 0).write(record, NAMES, LETTERS)
+    save_rollouts(files_in(tmp_path), record, NAMES, LETTERS)
     rows = pyarrow.parquet.read_table(tmp_path / "rollouts").to_pylist()
     assert [json.loads(row["columns"])["answer"] for row in rows] == [torn] * 4
     logger = MetricsLogger(str(tmp_path), 0)
     logger.log_samples(record, NAMES, LETTERS)
     logger.close()
     assert read(tmp_path, "samples")[0]["columns"]["answer"] == torn
-    (event,) = events(tmp_path).Tensors("sample_0/text_summary")
-    assert event.tensor_proto.string_val[0].endswith(b"answer: torn \\ud83d")
     log(one_line(ValueError(torn)))
     log(torn)
     assert capsys.readouterr().err == "ValueError: torn \\ud83d\ntorn \\ud83d\n"
@@ -107,8 +111,8 @@ def test_half_an_emoji_is_escaped_in_all_files(tmp_path, capsys):
 
 def test_missing_rewards_are_null_and_failures_warn(tmp_path, capsys):
     assert not Config().run.save_rollouts
-    rollouts = Rollouts(str(tmp_path), 0)
-    rollouts.write(a_record(0), NAMES, LETTERS)
+    files = files_in(tmp_path)
+    save_rollouts(files, a_record(0), NAMES, LETTERS)
     rows = pyarrow.parquet.read_table(tmp_path / "rollouts").to_pylist()
     assert [row["rewards/form"] for row in rows] == [0.5, 0.5, None, None]
     assert rows[2]["text"] == "d⟦e⟧f" and [row["reward"] for row in rows] == [
@@ -118,10 +122,10 @@ def test_missing_rewards_are_null_and_failures_warn(tmp_path, capsys):
         10.75,
     ]
     os.mkdir(tmp_path / "rollouts" / ".step-00002.parquet")
-    rollouts.write(a_record(1), NAMES, LETTERS)
+    save_rollouts(files, a_record(1), NAMES, LETTERS)
     assert "warning: the rollouts of step 2 could not be written" in capsys.readouterr().err
-    Rollouts(str(tmp_path), 0)
+    files_in(tmp_path)
     assert os.listdir(tmp_path / "rollouts") == []
     assert (tmp_path / "rollouts.1" / "step-00001.parquet").exists()
     (tmp_path / "file").touch()
-    assert refusal(Rollouts, str(tmp_path / "file"), 1).startswith("run.save_rollouts: cannot")
+    assert refusal(files_in, tmp_path / "file", 1).startswith("run.save_rollouts: cannot")

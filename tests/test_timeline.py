@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bubblespec.engine.batch import Load
 from bubblespec.records import ForwardRecord, RolloutRecord, Span
@@ -126,5 +125,3 @@ def test_two_ranks_write_timelines_of_chosen_steps(tmp_path):
     # time.
     wanted = {"prefill", "idle", "reward", "exchange drafts", "train", "sum gradients"}
     assert wanted <= kinds <= set(LABELS.values())
-    images = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("timeline")
-    assert [image.step for image in images] == [2]

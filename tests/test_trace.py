@@ -177,7 +177,7 @@ def test_resumed_run_records_later_steps_again(tmp_path):
     recorder = make_recorder(tmp_path)
     for step in range(3):
         recorder.write(one_step(step))
-    (tmp_path / "trace" / "forwards-00001.parquet.tmp").touch()
+    (tmp_path / "trace" / ".forwards-00001.parquet").touch()
     make_recorder(tmp_path, num_updates=1)
     assert list_steps(str(tmp_path / "trace")) == [1]
     assert len(os.listdir(tmp_path / "trace")) == 3
@@ -186,7 +186,7 @@ def test_resumed_run_records_later_steps_again(tmp_path):
 def test_recording_stops_on_write_error(tmp_path, capsys):
     recorder = make_recorder(tmp_path)
     recorder.write(one_step(0))
-    os.mkdir(tmp_path / "trace" / "forwards-00002.parquet.tmp")  # where the file would go
+    os.mkdir(tmp_path / "trace" / ".forwards-00002.parquet")  # where the file would go
     recorder.write(one_step(1))
     recorder.write(one_step(2))
     assert list_steps(str(tmp_path / "trace")) == [1]

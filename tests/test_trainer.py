@@ -54,7 +54,7 @@ def test_equal_rewards_give_one_hint_and_complete_run_ends(monkeypatch, tmp_path
     """After three steps, not before; the run goes on."""
     assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
     hints = [line for line in capsys.readouterr().err.splitlines() if "hint: " in line]
-    assert len(hints) == 1 and hints[0].startswith("hint: after 3 steps: ")
+    assert len(hints) == 1 and hints[0].startswith("hint: after step 3: ")
     assert [0 < line["entropy"] < 10 for line in read(tmp_path)] == [True] * 6
     assert run_main(monkeypatch, tmp_path, "reward.functions=[tests.helpers.rewards.constant]") == 0
     said = capsys.readouterr().err

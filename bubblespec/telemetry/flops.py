@@ -1,15 +1,19 @@
-"""Model FLOPs of a step, and the peak of the GPU, for the model FLOPs utilisation (MFU)."""
+"""Model FLOPs utilisation (MFU): the FLOPs of a step as a share of the GPUs' peak."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.layers import layer_heads, of_layers
+from bubblespec.learn.learner import Learner
+from bubblespec.records import StepRecord
 from bubblespec.samples import Samples
+from bubblespec.telemetry.report import prompt_lengths
 
 # Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name; the first match
 # counts.
@@ -38,67 +42,57 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     return next((peak * 1e12 for peak in peaks), None)
 
 
-@dataclass
-class ModelFlops:
-    """FLOPs of a model's forward: 2 per parameter and token, and causal attention.
+def forward_flops(model: PreTrainedModel) -> Callable[[np.ndarray], float] | None:
+    """Return the FLOPs of a forward of sequences as a function of their lengths, int [S].
 
-    As in PaLM's appendix B (arXiv 2204.02311).
-    """
+    They are 2 per parameter and token, and causal attention, as in PaLM's appendix B (arXiv
+    2204.02311). Input embeddings do not count, and experts by the share that is routed to. None if
+    the model's configuration lacks the experts per token."""
+    num_experts, num_routed = (
+        {n for name in names for n in of_layers(model.config, name) if isinstance(n, int) and n}
+        for names in (NUM_EXPERTS, NUM_ROUTED)
+    )
+    if num_experts and (len(num_experts) > 1 or len(num_routed) != 1):
+        return None
+    share = num_routed.pop() / num_experts.pop() if num_experts else 1.0
+    num_parameters = sum(
+        parameter.numel() * (share if ".experts." in name else 1.0)
+        for name, parameter in model.named_parameters()
+    )
+    head: Any = model.get_output_embeddings()
+    tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    num_parameters -= sum(weight.numel() for weight in tables - {head.weight})
+    # Query heads of all layers, times the mean of the widths of keys and values.
+    width = sum(n * (key + value) / 2 for n, _, key, value in layer_heads(model.config))
 
-    num_parameters: float
-    """Parameters per token: without input embeddings, and with the routed share of experts."""
-    attention_width: float
-    """Query heads of all layers, times the size of each; the mean of keys' and values' size."""
+    def flops(lengths: np.ndarray) -> float:
+        tokens = lengths.astype(np.float64)
+        return float(2 * num_parameters * tokens.sum() + 2 * width * tokens @ tokens)
 
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "ModelFlops | None":
-        """Count a causal language model; None if its configuration lacks the experts per token."""
-        num_experts, num_routed = (
-            {n for name in names for n in of_layers(model.config, name) if isinstance(n, int) and n}
-            for names in (NUM_EXPERTS, NUM_ROUTED)
-        )
-        if num_experts and (len(num_experts) > 1 or len(num_routed) != 1):
-            return None
-        share = num_routed.pop() / num_experts.pop() if num_experts else 1.0
-        count = sum(
-            parameter.numel() * (share if ".experts." in name else 1.0)
-            for name, parameter in model.named_parameters()
-        )
-        head: Any = model.get_output_embeddings()
-        tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-        count -= sum(weight.numel() for weight in tables - {head.weight})
-        layers = layer_heads(model.config)
-        return cls(count, sum(n * (key + value) / 2 for n, _, key, value in layers))
-
-    def forward(self, lengths: np.ndarray) -> float:
-        """Return the FLOPs of a forward of sequences of these lengths, int [S]."""
-        lengths = lengths.astype(np.float64)
-        return float(
-            2 * self.num_parameters * lengths.sum() + 2 * self.attention_width * lengths @ lengths
-        )
-
-    def step(
-        self, generated: Samples, trained: Samples, has_gradient: np.ndarray, passes: int
-    ) -> float:
-        """Return the FLOPs of a step on all ranks.
-
-        Counted are one forward of what was generated, with each group's prompt once, and `passes`
-        of each sample that was trained on; not drafts, recomputation and other models.
-        has_gradient: bool [S of trained]; passes: 3 for a forward and a backward, 2 with LoRA,
-        times the passes over the batch.
-        """
-        prompts = prompt_lengths(generated)
-        num_repeated = generated.num_generations - 1
-        lengths = np.repeat(prompts, generated.num_generations) + generated.lengths
-        total = self.forward(lengths) - num_repeated * self.forward(prompts)
-        return total + passes * self.of_samples(trained, has_gradient)
-
-    def of_samples(self, samples: Samples, which: np.ndarray) -> float:
-        """Return the FLOPs of a forward of some samples, each with its prompt; which: bool [S]."""
-        lengths = np.repeat(prompt_lengths(samples), samples.num_generations) + samples.lengths
-        return self.forward(lengths[which])
+    return flops
 
 
-def prompt_lengths(samples: Samples) -> np.ndarray:
-    """Return the tokens of each group's prompt, int64 [groups]."""
-    return np.array([len(group.prompt.token_ids) for group in samples.groups])
+def whole_lengths(samples: Samples) -> np.ndarray:
+    """Return the tokens of each sample with its prompt, int64 [S]."""
+    return np.repeat(prompt_lengths(samples), samples.num_generations) + samples.lengths
+
+
+def mfu(learner: Learner, ranks: Ranks, record: StepRecord, step_s: float) -> dict[str, float]:
+    """Return the share of the GPUs' peak that a step has used; nothing if the peak is unknown.
+
+    Counted are generation, with each group's prompt once, training and a teacher's forwards; not
+    drafts, recomputation and a reference model."""
+    if ranks.device.type != "cuda":
+        return {}
+    peak = peak_flops(torch.cuda.get_device_name(ranks.device), learner.model.dtype)
+    policy = forward_flops(learner.model)
+    teacher = forward_flops(learner.teacher.model) if learner.teacher else (lambda lengths: 0.0)
+    if peak is None or policy is None or teacher is None:
+        return {}
+    generated, trained = record.generated, whole_lengths(record.samples)
+    trained = trained[learner.has_gradient(record.samples, record.advantages)]
+    passes = 2 if learner.config.model.lora_r else 3  # a forward and a backward
+    total = learner.config.loss.num_iterations * (passes * policy(trained) + teacher(trained))
+    total += policy(whole_lengths(generated))
+    total -= (generated.num_generations - 1) * policy(prompt_lengths(generated))
+    return {"perf/mfu": total / (step_s * peak * ranks.world_size)}

@@ -5,28 +5,19 @@ then have a gap.
 """
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from bubblespec.errors import is_interrupt, log, one_line
 from bubblespec.imports import call
-from bubblespec.records import ACCEPT_BINS, StepRecord
-from bubblespec.telemetry.lines import JsonLines
-from bubblespec.telemetry.samples import as_text, choose, describe
-from bubblespec.telemetry.table import tag_of
-from bubblespec.telemetry.tensorboard import TensorBoard, layout_of
-from bubblespec.telemetry.timeline import save_timeline
+from bubblespec.records import StepRecord
+from bubblespec.telemetry.files import JsonLines
+from bubblespec.telemetry.samples import describe
+from bubblespec.telemetry.tensorboard import TensorBoard
 
-ACCEPTED_LENGTHS = "rollout/spec_accepted_lengths"
-
-
-def is_evaluation(record: dict[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl is an evaluation's, not a step's."""
-    return any(key.startswith("eval/") for key in record)
+NUM_SAMPLES = 4  # prompts of a step, one response each
 
 
 class MetricsLogger:
@@ -39,76 +30,18 @@ class MetricsLogger:
     def __init__(
         self, output_dir: str, num_updates: int, log_to: Callable[[dict], object] | None = None
     ):
-        self.output_dir = output_dir
-
-        def is_kept(record: dict) -> bool:
-            return record["step"] <= num_updates
-
         paths = (os.path.join(output_dir, name) for name in ("metrics.jsonl", "samples.jsonl"))
-        self._lines, self._samples = (JsonLines(path, num_updates, is_kept) for path in paths)
+        self._lines, self._samples = (JsonLines(path, num_updates) for path in paths)
         self._tensorboard = TensorBoard(output_dir, num_updates + 1 if num_updates else 0)
         self._log_to, self._has_warned = log_to, False
-        self._tags: set[str] = set()  # tags of evaluations, until the first step draws its layout
-        self._has_layout = False
-        self._evaluated: set[int] = set()  # steps whose evaluations are in the file
-        for record in self._lines.records:
-            if is_evaluation(record):
-                self._evaluated.add(record["step"])
-                self._tags.update(map(tag_of, record))
-        self._shown = Counter(sample["uid"] for sample in self._samples.records)
+        evaluations = (r for r in self._lines.records if any(k.startswith("eval/") for k in r))
+        self._evaluated = {record["step"] for record in evaluations}
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write a step: a line of metrics.jsonl and a point of each curve."""
-        if not self._has_layout:  # TensorBoard takes the first of a run
-            self._tags.update(map(tag_of, metrics))
-            self._tensorboard.draw("add_custom_scalars", layout_of(self._tags))
-            self._has_layout = True
-        self._write(step, metrics)
-        counts = metrics.get(ACCEPTED_LENGTHS)
-        if counts and sum(counts):
-            lengths = np.repeat(ACCEPT_BINS, counts)
-            self._tensorboard.draw("add_histogram", tag_of(ACCEPTED_LENGTHS), lengths, step)
-
-    def log_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write an evaluation after `step` updates as a line of its own.
-
-        A resumed run that repeats an evaluation has its line already."""
-        if step not in self._evaluated:
-            self._tags.update(map(tag_of, metrics))
-            self._write(step, metrics)
-
-    def log_samples(
-        self, record: StepRecord, names: list[str], tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        """Write a few responses with their rewards, and a histogram of lengths.
-
-        names: of the reward functions."""
-        samples, step = record.samples, record.step + 1
-        self._tensorboard.draw("add_histogram", "completions/length", samples.num_sampled, step)
-        for number, index in enumerate(choose(samples, self._shown)):
-            sample = describe(record, index, names, tokenizer)
-            self._samples.write(sample)
-            self._tensorboard.draw("add_text", f"sample_{number}", as_text(sample), step)
-
-    def log_timeline(self, step: int, lanes: list[np.ndarray], method: str) -> None:
-        """Write a trace and a picture of one step. lanes: see `gather_lanes`."""
-        try:
-            picture = save_timeline(self.output_dir, step, lanes, method)
-        except OSError as error:
-            log(f"warning: the timeline of step {step} could not be written: {error.strerror}")
-            return
-        self._tensorboard.draw("add_image", "timeline", picture, step, dataformats="HWC")
-
-    def close(self) -> None:
-        """Write the lines that still wait, and close the files."""
-        for file in (self._lines, self._samples, self._tensorboard):
-            file.close()
-
-    def _write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Write a step: a line of metrics.jsonl, a point of each curve, and a call of the hook."""
         record = {"step": step, **metrics}
         if self._lines.write(record):
-            self._tensorboard.resume()
-        self._tensorboard.scalars(step, metrics)
+            self._tensorboard.write(step, metrics)
         if self._log_to is None:
             return
         try:
@@ -120,3 +53,23 @@ class MetricsLogger:
                 problem = f"run.log_to failed in step {step}: {one_line(error)}"
                 log(f"warning: {problem}; the run continues")
             self._has_warned = True
+
+    def log_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+        """Write an evaluation after `step` updates, as a step is written.
+
+        A resumed run that repeats an evaluation has its line already."""
+        if step not in self._evaluated:
+            self.log(step, metrics)
+
+    def log_samples(
+        self, record: StepRecord, names: list[str], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Write the first responses to a few prompts. names: of the reward functions."""
+        firsts = range(0, len(record.samples), record.samples.num_generations)
+        for index in firsts[:NUM_SAMPLES]:
+            self._samples.write(describe(record, index, names, tokenizer))
+
+    def close(self) -> None:
+        """Write the lines that still wait, and close the files."""
+        for file in (self._lines, self._samples, self._tensorboard):
+            file.close()

@@ -12,7 +12,6 @@ import torch
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.records import ACCEPT_BINS, RolloutRecord, StepRecord, total_s
 from bubblespec.samples import Samples, digest, has_rewards, has_zero_std
-from bubblespec.telemetry.flops import prompt_lengths
 
 COUNTS = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
 UNKNOWN_SAVINGS = ("train_drafter",)  # uses of idle time whose savings are unknown
@@ -81,12 +80,6 @@ def function_metrics(rewards: np.ndarray, functions: list[str]) -> dict:
     return metrics
 
 
-def forward_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """Return the forwards of the rank that took most, in a run without drafts."""
-    own = sum(rollout.own_forwards for rollout in record.rollouts)
-    return {"rollout/forwards": int(ranks.gather(np.array([own])).max())}
-
-
 def evaluation_metrics(
     ranks: Ranks, samples: Samples, rollout: RolloutRecord, seconds: float, *, has_drafts: bool
 ) -> dict:
@@ -95,18 +88,13 @@ def evaluation_metrics(
     Forwards are those of the rank that took most, shared ones included. seconds: of the evaluation;
     has_drafts: whether its samples may have drafts.
     """
-    counts = rollout.acceptance
-    forwards = rollout.own_forwards + len(rollout.shared_forwards)
-    own = [forwards, counts.draft_tokens, counts.accepted_tokens]
-    gathered = ranks.gather(np.array(own))
-    drafted, accepted = gathered[:, 1:].sum(axis=0).tolist()
-    metrics = {
-        "eval/digest": digest(samples),
-        "eval/forwards": int(gathered[:, 0].max()),
-        "timing_s/eval": seconds,
-    }
+    counts, own_forwards = rollout.acceptance, rollout.own_forwards + len(rollout.shared_forwards)
+    own = [own_forwards, counts.draft_tokens, counts.accepted_tokens]
+    forwards, drafted, accepted = ranks.gather(np.array(own)).T
+    metrics = {"eval/digest": digest(samples), "eval/forwards": int(forwards.max())}
+    metrics["timing_s/eval"] = seconds
     if has_drafts:
-        metrics["eval/spec_accept_rate"] = accepted / max(drafted, 1)
+        metrics["eval/spec_accept_rate"] = float(accepted.sum() / max(drafted.sum(), 1))
     return metrics
 
 
@@ -132,12 +120,12 @@ def speculation_metrics(ranks: Ranks, record: StepRecord, *, has_store: bool) ->
     for of_rank in by_rank:
         sums.update(of_rank)
     drafted, accepted = sums["draft_tokens"], sums["accepted_tokens"]
+    num_tokens = int(record.generated.num_sampled.sum())
     metrics = {
         "rollout/forwards": max(by_rank, key=lambda of_rank: of_rank["own_s"])["forwards"],
         "rollout/spec_accept_length": sums["gained_tokens"] / max(sums["row_forwards"], 1),
         "rollout/spec_accept_rate": accepted / max(drafted, 1),
-        "rollout/spec_coverage": sums["covered_tokens"]
-        / max(int(record.generated.num_sampled.sum()), 1),
+        "rollout/spec_coverage": sums["covered_tokens"] / max(num_tokens, 1),
         "rollout/spec_accepted_tokens": accepted,
         "rollout/spec_wasted_tokens": drafted - accepted,
         "rollout/spec_accepted_lengths": [sums[f"length/{i}"] for i in range(len(ACCEPT_BINS))],
@@ -155,70 +143,62 @@ def speculation_metrics(ranks: Ranks, record: StepRecord, *, has_store: bool) ->
     return metrics
 
 
-def peak_memory_gb(ranks: Ranks) -> float:
-    """Return the peak memory of any rank so far: of the GPU, or of the process on a CPU."""
-    if ranks.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(ranks.device)
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return float(ranks.gather(np.array([peak])).max() / 1e9)
+def peak_memory(device: torch.device) -> int:
+    """Return this rank's peak of bytes so far: of the GPU, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def placement_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """Return the mean error of the ranks' expected seconds, as a share of the slowest rank's.
+def rank_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
+    """Return where the step's time went, on the mean rank and by rank, and uses of idle time.
 
-    Empty if ranks shared rows.
+    sync_s: reductions of gradients, within train.
     """
-    if any(rollout.shared for rollout in record.rollouts):
-        return {}
-    own_s = sum(rollout.own_s for rollout in record.rollouts)
-    expected_s, own_s = ranks.gather(np.array([record.expected_s, own_s])).T
-    if np.isnan(expected_s).any():
-        return {}
-    error = float(np.abs(expected_s - own_s).mean() / max(own_s.max(), 1e-9))
-    return {"rollout/placement_error": error}
-
-
-def idle_metrics(ranks: Ranks, record: StepRecord) -> dict:
-    """Return seconds of each use of idle time, and wall time saved, expected and estimated."""
-    metrics = {}
-    for name in sorted({name for rollout in record.rollouts for name in rollout.idle}):
-        uses = [rollout.idle[name] for rollout in record.rollouts if name in rollout.idle]
-        fields = ("seconds", "expected_s", "saved_s")
-        own = [sum(getattr(use, field) for use in uses) for field in fields]
-        seconds, expected_s, saved_s = ranks.gather(np.array(own)).T
-        metrics[f"idle/{name}/seconds"] = float(seconds.mean())
-        metrics[f"idle/{name}/expected_s"] = float(expected_s.sum())
-        if name not in UNKNOWN_SAVINGS:
-            metrics[f"idle/{name}/saved_s"] = float(saved_s.mean())
-    return metrics
-
-
-def timing_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
-    """Return where the step's time went, on the mean rank and by rank.
-
-    `bubble/ratio` is the share of all ranks' rollout time spent waiting. sync_s: reductions of
-    gradients, within train.
-    """
+    rollouts = record.rollouts
     gen, wait, reward, train = (
         total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train")
     )
-    wait_s = sum(rollout.wait_s for rollout in record.rollouts)  # within gen
-    own = np.array([gen - wait_s, wait + wait_s, reward, train - sync_s, sync_s, record.seconds])
-    by_rank = ranks.gather(own)  # [ranks, 6]
-    step_s = float(by_rank[:, 5].max())
-    metrics = {}
-    for i, name in enumerate(("gen", "bubble", "reward", "train", "sync")):
-        metrics[f"timing_s/{name}"] = float(by_rank[:, i].mean())
-        for rank in range(ranks.world_size) if ranks.world_size > 1 else ():
-            metrics[f"timing_s/{name}/rank_{rank}"] = float(by_rank[rank, i])
-    if ranks.world_size > 1:
-        metrics["bubble/slowest_rank"] = int(by_rank[:, 0].argmax())
-    num_tokens = record.generated.num_tokens
-    return metrics | {
+    wait_s = sum(rollout.wait_s for rollout in rollouts)  # within gen
+    own = {"gen": gen - wait_s, "bubble": wait + wait_s, "reward": reward, "train": train - sync_s}
+    own |= {"sync": sync_s, "step": record.seconds, "memory": peak_memory(ranks.device)}
+    own |= {"expected": record.expected_s, "own": sum(rollout.own_s for rollout in rollouts)}
+    own["forwards"] = sum(rollout.own_forwards for rollout in rollouts)
+    uses = sorted({name for rollout in rollouts for name in rollout.idle})
+    for name in uses:
+        for field in ("seconds", "expected_s", "saved_s"):
+            of_rollouts = (r.idle[name] for r in rollouts if name in r.idle)
+            own[f"{name}/{field}"] = sum(getattr(use, field) for use in of_rollouts)
+    by_rank = dict(zip(own, ranks.gather(np.array([*own.values()], np.float64)).T, strict=True))
+
+    step_s, num_tokens = float(by_rank["step"].max()), record.generated.num_tokens
+    wait_share = by_rank["bubble"].sum() / (by_rank["gen"] + by_rank["bubble"]).sum()
+    metrics = {
         "timing_s/step": step_s,
-        "bubble/ratio": float(by_rank[:, 1].sum() / by_rank[:, :2].sum()),
-        "perf/throughput": float(num_tokens / step_s / ranks.world_size),
+        "bubble/ratio": float(wait_share),
+        "perf/throughput": num_tokens / step_s / ranks.world_size,
         "perf/total_num_tokens": num_tokens,
+        "perf/max_memory_gb": float(by_rank["memory"].max() / 1e9),
+        "rollout/forwards": int(by_rank["forwards"].max()),
     }
+    for name in ("gen", "bubble", "reward", "train", "sync"):
+        metrics[f"timing_s/{name}"] = float(by_rank[name].mean())
+        for rank in range(ranks.world_size) if ranks.world_size > 1 else ():
+            metrics[f"timing_s/{name}/rank_{rank}"] = float(by_rank[name][rank])
+    if ranks.world_size > 1:
+        metrics["bubble/slowest_rank"] = int(by_rank["gen"].argmax())
+    error = np.abs(by_rank["expected"] - by_rank["own"]).mean() / max(by_rank["own"].max(), 1e-9)
+    if not np.isnan(error) and not any(rollout.shared for rollout in rollouts):
+        metrics["rollout/placement_error"] = float(error)
+    for name in uses:
+        metrics[f"idle/{name}/seconds"] = float(by_rank[f"{name}/seconds"].mean())
+        metrics[f"idle/{name}/expected_s"] = float(by_rank[f"{name}/expected_s"].sum())
+        if name not in UNKNOWN_SAVINGS:
+            metrics[f"idle/{name}/saved_s"] = float(by_rank[f"{name}/saved_s"].mean())
+    return metrics
+
+
+def prompt_lengths(samples: Samples) -> np.ndarray:
+    """Return the tokens of each group's prompt, int64 [groups]."""
+    return np.array([len(group.prompt.token_ids) for group in samples.groups])

@@ -1,7 +1,11 @@
-"""Reports of a run: metrics of its steps, samples, timelines, traces, and the console."""
+"""Reports of a run: its lines on the screen, its metrics, samples, timelines and traces."""
 
-from collections.abc import Callable
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -9,101 +13,94 @@ from transformers import PreTrainedTokenizerBase
 from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.errors import log
 from bubblespec.learn.learner import Learner
 from bubblespec.records import StepRecord
 from bubblespec.samples import Samples
-from bubblespec.telemetry import report
-from bubblespec.telemetry.console import Console
-from bubblespec.telemetry.flops import ModelFlops, peak_flops
+from bubblespec.telemetry import report, summary
+from bubblespec.telemetry.files import StepFiles
+from bubblespec.telemetry.flops import mfu
 from bubblespec.telemetry.metrics import MetricsLogger
-from bubblespec.telemetry.profiler import StepProfiler
-from bubblespec.telemetry.rollouts import Rollouts
-from bubblespec.telemetry.summary import Facts
-from bubblespec.telemetry.timeline import gather_lanes
-from bubblespec.telemetry.trace import Recorder, describe_hardware
+from bubblespec.telemetry.profiler import begin_profile, save_profile
+from bubblespec.telemetry.samples import completion_of, save_rollouts
+from bubblespec.telemetry.timeline import gather_lanes, save_timeline
+from bubblespec.telemetry.trace import Recorder
 
 SAMPLE_STEPS = 10  # from one set of sample responses to the next
 
 
+@contextlib.contextmanager
+def show_phase(ranks: Ranks, name: str) -> Iterator[None]:
+    """Show what a run does in this context, as it begins."""
+    if ranks.is_main:
+        log(f"{name} ...")
+    yield
+
+
+@dataclass
 class RunReporter:
     """Reports of one run, on all ranks; rank 0 alone shows and writes."""
 
-    def __init__(
-        self,
-        config: Config,
-        ranks: Ranks,
-        console: Console,
-        learner: Learner,
-        schedule: StepSchedule,
-        tokenizer: PreTrainedTokenizerBase,
-        functions: list[str],
-        num_held_out: int,
-        log_to: Callable[[dict], object] | None,
-    ):
-        """functions: names of the rewards; log_to: the user's hook of `run.log_to`, on rank 0."""
-        self.config, self.ranks, self.console, self.learner = config, ranks, console, learner
-        self.schedule, self.tokenizer, self.functions = schedule, tokenizer, functions
-        self.num_held_out, self.log_to = num_held_out, log_to
-        self.logger: MetricsLogger | None = None  # of rank 0, while the run is open
-        self.rollouts: Rollouts | None = None  # of rank 0, where run.save_rollouts is set
-        self.profiler = StepProfiler(config.run.output_dir, ranks)
-        self.recorder: Recorder | None = None  # where run.trace is set
+    config: Config
+    ranks: Ranks
+    learner: Learner
+    schedule: StepSchedule
+    tokenizer: PreTrainedTokenizerBase
+    functions: list[str]
+    """Names of the rewards."""
+    num_held_out: int
+    log_to: Callable[[dict], object] | None
+    """The user's hook of `run.log_to`, on rank 0."""
+    began_s: float
+    """time.monotonic as set-up began."""
+    history: summary.History = field(default_factory=summary.History)
+    hinted: set[str] = field(default_factory=set)
+    logger: MetricsLogger | None = None  # of rank 0, while the run is open
+    rollouts: StepFiles | None = None  # of rank 0, where run.save_rollouts is set
+    recorder: Recorder | None = None  # where run.trace is set
+    profile: torch.profiler.profile | None = None  # of a step that is profiled
 
     def phase(self, name: str) -> AbstractContextManager:
         """Context that shows what the run does in it."""
-        return self.console.phase(name)
+        return show_phase(self.ranks, name)
 
     def start(self, num_updates: int, checkpoint: str | None) -> None:
         """Show what is about to run, and open the files. checkpoint: folder that is resumed."""
-        if self.ranks.is_main:
-            self.logger = MetricsLogger(self.config.run.output_dir, num_updates, self.log_to)
-            if self.config.run.save_rollouts:
-                self.rollouts = Rollouts(self.config.run.output_dir, num_updates)
-            parameters = list(self.learner.model.parameters())
-            facts = Facts(
-                num_ranks=self.ranks.world_size,
-                hardware=describe_hardware(self.ranks.device),
-                kernel=self.learner.kernel,
-                num_parameters=sum(p.numel() for p in parameters),
-                num_trained=sum(p.numel() for p in parameters if p.requires_grad),
-                num_prompts=len(self.schedule.prompts),
-                num_held_out=self.num_held_out,
-                num_dropped=self.schedule.prompts.num_dropped,
-                num_duplicates=self.schedule.prompts.num_duplicates,
-                num_updates=num_updates,
-                checkpoint=checkpoint,
-                num_deferred=len(self.schedule.deferred),
-            )
-            self.console.start(facts)
-        if self.config.run.trace:
-            self.recorder = Recorder(self.config, self.ranks, num_updates)
+        config, ranks, prompts = self.config, self.ranks, self.schedule.prompts
+        if ranks.is_main:
+            self.logger = MetricsLogger(config.run.output_dir, num_updates, self.log_to)
+            if config.run.save_rollouts:
+                folder = os.path.join(config.run.output_dir, "rollouts")
+                self.rollouts = StepFiles(folder, num_updates, "run.save_rollouts", True)
+            log(summary.start_text(config, ranks, self.learner, prompts, self.num_held_out))
+            log(summary.output_text(config, num_updates, checkpoint))
+        if config.run.trace:
+            self.recorder = Recorder(config, ranks, num_updates)
 
-    def end_set_up(self, num_updates: int) -> None:
+    def end_set_up(self) -> None:
         """Show what set-up took."""
+        self.history.set_up_s = time.monotonic() - self.began_s
         if self.ranks.is_main:
-            self.console.end_set_up(num_updates)
+            log(f"set-up took {summary.duration(self.history.set_up_s)}")
 
     def begin_step(self, step: int) -> None:
         """Begin to profile a step (from 0) of run.profile_steps."""
         if step + 1 in self.config.run.profile_steps:
-            self.profiler.begin()
+            self.profile = begin_profile(self.ranks)
 
     def report(self, record: StepRecord, metrics: dict[str, float]) -> None:
         """Report a step. metrics: of everything that is not measured here."""
         ranks, run, step = self.ranks, self.config.run, record.step + 1  # counted from 1
-        self.profiler.end(step)
+        if self.profile is not None:
+            save_profile(self.profile, run.output_dir, step, ranks.rank)
+            self.profile = None
         is_dynamic = self.config.rollout.dynamic_sampling_max_batches > 1
         metrics |= report.rollout_metrics(record, self.functions, is_dynamic=is_dynamic)
+        metrics |= report.rank_metrics(ranks, record, metrics.pop("timing_s/sync"))
         if self.config.speculative.sources or self.config.tail_batching.enabled:
             has_store = "bubble/store_tokens" in metrics
             metrics |= report.speculation_metrics(ranks, record, has_store=has_store)
-        else:
-            metrics |= report.forward_metrics(ranks, record)
-        metrics |= report.timing_metrics(ranks, record, metrics.pop("timing_s/sync"))
-        metrics |= report.placement_metrics(ranks, record) | report.idle_metrics(ranks, record)
-        metrics["perf/max_memory_gb"] = report.peak_memory_gb(ranks)
-        if (mfu := self._mfu(record, metrics["timing_s/step"])) is not None:
-            metrics["perf/mfu"] = mfu
+        metrics |= mfu(self.learner, ranks, record, metrics["timing_s/step"])
         if self.recorder is not None:
             self.recorder.write(record)
         if step in run.timeline_steps:
@@ -112,49 +109,46 @@ class RunReporter:
         if self.logger is None:
             return
         self.logger.log(step, metrics)
-        self.console.show_step(step, metrics)
+        self.show_step(step, metrics)
+        names = report.short_names(self.functions)
         if record.step % SAMPLE_STEPS == 0 or step == run.max_steps:
-            self.logger.log_samples(record, report.short_names(self.functions), self.tokenizer)
+            self.logger.log_samples(record, names, self.tokenizer)
         if self.rollouts is not None:
-            self.rollouts.write(record, report.short_names(self.functions), self.tokenizer)
+            save_rollouts(self.rollouts, record, names, self.tokenizer)
         if step in run.timeline_steps:
-            is_long, title = metrics.get("tail/is_long_round"), self.config.speculative.method
-            title += "" if is_long is None else (", long round" if is_long else ", short round")
-            self.logger.log_timeline(step, lanes, title)
+            save_timeline(run.output_dir, step, lanes, self.config.speculative.method)
+
+    def show_step(self, step: int, metrics: dict) -> None:
+        """Show a finished step (from 1), and each hint once."""
+        last = self.config.run.max_steps
+        self.history.add(metrics)
+        log(f"{step}/{last} steps: {summary.step_text(metrics, self.history, last - step)}")
+        for name, hint in summary.find_hints(self.config, self.history).items():
+            if name not in self.hinted:
+                log(f"hint: after step {step}: {hint}")
+                self.hinted.add(name)
 
     def report_evaluation(self, num_updates: int, metrics: dict, samples: Samples) -> None:
-        """Report an evaluation after `num_updates` updates."""
-        if self.logger is not None:
-            self.logger.log_evaluation(num_updates, metrics)
-            functions = self.functions + self.config.eval.functions
-            self.console.show_evaluation(num_updates, metrics, samples, functions, self.tokenizer)
+        """Report an evaluation after `num_updates` updates, with the reply to its first prompt."""
+        if self.logger is None:
+            return
+        self.logger.log_evaluation(num_updates, metrics)
+        self.history.evaluations.append(metrics)
+        names = report.short_names(self.functions + self.config.eval.functions)
+        rewards = dict(zip(names, samples.rewards[0].tolist(), strict=True))
+        prompt, reply = samples.prompt_of(0), completion_of(samples, 0, self.tokenizer)
+        log(summary.evaluation_text(num_updates, metrics))
+        log(summary.sample_text(prompt.text, reply, rewards, prompt.columns))
 
     def close(self) -> None:
-        """Close files and console, however the run ends."""
-        self.profiler.end(None)
-        self.console.close()
+        """Close the files, however the run ends."""
+        if self.profile is not None:  # of a step that was abandoned
+            self.profile.stop()
         if self.logger is not None:
             self.logger.close()
 
     def end(self, num_updates: int, checkpoint: str | None, is_stopped: bool) -> None:
-        """Show the summary of a run that is complete or stopped. checkpoint: the newest folder."""
+        """Show the end of a run that is complete or stopped. checkpoint: the newest folder."""
         if self.ranks.is_main:
-            self.console.end(num_updates, checkpoint, is_stopped)
-
-    def _mfu(self, record: StepRecord, step_s: float) -> float | None:
-        """Return the share of the GPUs' peak that a step has used; None if the peak is unknown."""
-        if self.ranks.device.type != "cuda":
-            return None
-        model, teacher = self.learner.model, self.learner.teacher
-        peak = peak_flops(torch.cuda.get_device_name(self.ranks.device), model.dtype)
-        models = [ModelFlops.of(model)]
-        models += [] if teacher is None else [ModelFlops.of(teacher.model)]
-        if peak is None or None in models:
-            return None
-        has_gradient = self.learner.has_gradient(record.samples, record.advantages)
-        num_iterations = self.config.loss.num_iterations
-        passes = (2 if self.config.model.lora_r else 3) * num_iterations
-        flops = models[0].step(record.generated, record.samples, has_gradient, passes)
-        for other in models[1:]:
-            flops += num_iterations * other.of_samples(record.samples, has_gradient)
-        return flops / (step_s * peak * self.ranks.world_size)
+            parts = (time.monotonic() - self.began_s, num_updates, checkpoint, is_stopped)
+            log(summary.end_text(self.config, self.history, *parts))

@@ -1,72 +1,75 @@
-"""TensorBoard's files of a run: curves in a few groups, and the eight to watch first in a layout.
-
-A full disk leaves a gap in the curves.
-"""
+"""TensorBoard's files of a run: a curve per metric, and a page with the eight charts to watch."""
 
 import os
-import re
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from bubblespec.errors import log
-from bubblespec.telemetry.table import CONSTANT, SHOWN, tag_of
+
+OWN_GROUP = "z_bubblespec"  # TensorBoard sorts groups by name: after reward, train and all others
+# Beginnings of the keys that only this trainer has.
+OWN = ("rollout/", "bubble/", "drafts/", "quantized/", "drafter/", "idle/", "guard/", "tail/")
+OWN += ("tp_tail/",)
+# Metrics by the title of their chart. docs/metrics.md explains the first of each in this order.
+CHARTS = {
+    "Held-out reward": ["eval/reward"],
+    "Reward": ["reward"],
+    "Share of groups with equal rewards": ["frac_reward_zero_std"],
+    "Response tokens": ["completions/mean_length", "completions/mean_terminated_length"],
+    "Share of responses cut off": ["completions/clipped_ratio"],
+    "Entropy": ["entropy"],
+    "Gradient norm": ["grad_norm"],
+    "Seconds per step": [f"timing_s/{of}" for of in ("step", "gen", "bubble", "reward", "train")],
+}
 
 
-def layout_of(tags: Collection[str]) -> dict[str, dict[str, list]]:
-    """Return the charts that have one of these tags, by question, for `add_custom_scalars`."""
-    layout: dict[str, dict[str, list]] = {}
-    for question, metrics in SHOWN.items():
-        charts: dict[str, list[str]] = {}
-        for metric in metrics:
-            charts.setdefault(metric.chart, []).append(f"^{tag_of(metric.key)}$")
-        for title, patterns in charts.items():
-            if any(re.search(pattern, tag) for pattern in patterns for tag in tags):
-                layout.setdefault(question, {})[title] = ["Multiline", patterns]
-    return layout
+def tag_of(key: str) -> str:
+    """Return the curve of a metric.
+
+    A key without a group is in `train`, as in TRL. The keys that only this trainer has, seconds by
+    rank included, are in one group."""
+    if "/" not in key:
+        return f"train/{key}"
+    return f"{OWN_GROUP}/{key}" if key.startswith(OWN) or "/rank_" in key else key
 
 
 class TensorBoard:
-    """The curves of one run on rank 0."""
+    """The curves of one run on rank 0. A full disk leaves a gap in them."""
 
     def __init__(self, output_dir: str, purge_step: int):
         """purge_step: curves from here on, of an earlier run, are hidden."""
         self._folder = os.path.join(output_dir, "tensorboard")
         self._writer: Any = None
         self._purge_step: int | None = purge_step
-        self._is_drawing = True  # False after a failure
+        self._has_failed = False
 
-    def resume(self) -> None:
-        """Draw again after a failure, as there is room on the disk."""
-        self._is_drawing = True
-
-    def scalars(self, step: int, metrics: dict[str, Any]) -> None:
-        """Draw one point of each curve."""
-        for key, value in metrics.items():
-            if isinstance(value, int | float | np.generic) and key not in CONSTANT:
-                self.draw("add_scalar", tag_of(key), value, step)
-
-    def draw(self, method: str, *arguments, **options) -> None:
-        """Call a method of the writer.
-
-        An error, which the writer's thread raises at a later call, disables drawing until `resume`.
-        """
-        from torch.utils.tensorboard import SummaryWriter
-
-        if not self._is_drawing:
-            return
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Draw one point of each curve. An error is a warning, once."""
         try:
             if self._writer is None:
-                self._writer = SummaryWriter(self._folder, purge_step=self._purge_step)
-                self._purge_step = None
-            getattr(self._writer, method)(*arguments, **options)
+                self._writer = self._open()
+            for key, value in metrics.items():
+                if isinstance(value, int | float | np.generic):
+                    self._writer.add_scalar(tag_of(key), value, step)
+            self._writer.flush()
         except OSError as error:
-            reason = f"TensorBoard's files cannot be written ({error.strerror})"
-            log(f"warning: {reason}; its curves will have a gap")
-            self._writer, self._is_drawing = None, False
+            if not self._has_failed:
+                reason = f"TensorBoard's files cannot be written ({error.strerror})"
+                log(f"warning: {reason}; its curves will have a gap")
+            self._writer, self._has_failed = None, True
 
     def close(self) -> None:
-        """Write what is left."""
+        """Close the files, which are complete after each step."""
         if self._writer is not None:
-            self.draw("close")
+            self._writer.close()
+
+    def _open(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(self._folder, purge_step=self._purge_step)
+        self._purge_step = None
+        patterns = {title: [f"^{tag_of(key)}$" for key in keys] for title, keys in CHARTS.items()}
+        charts = {title: ["Multiline", tags] for title, tags in patterns.items()}
+        writer.add_custom_scalars({"Watch first": charts})
+        return writer

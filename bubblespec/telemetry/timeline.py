@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bubblespec.errors import log
+
 if TYPE_CHECKING:  # readers of timelines do not wait for torch
     from bubblespec.distributed.ranks import Ranks
     from bubblespec.records import Span
@@ -37,8 +39,6 @@ STYLES = {
 KINDS = list(STYLES)
 LABELS = {kind: label for kind, (label, _) in STYLES.items()}
 COLOURS = {kind: colour for kind, (_, colour) in STYLES.items()}
-DPI = 120
-MAX_LEGEND_COLUMNS = 7
 NUM_BARRIERS = 11
 
 
@@ -86,25 +86,17 @@ def gather_lanes(ranks: Ranks, spans: list[Span], stages: list[Span]) -> list[np
     return [lane.reshape(-1, 3) for lane in ranks.gather_ragged(numbers.ravel())]
 
 
-def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: str) -> np.ndarray:
-    """Write output_dir/timeline/step_00012.json and .png.
-
-    Return the picture, uint8 [height, width, 4]."""
-    from matplotlib.image import imsave
-
-    folder = os.path.join(output_dir, "timeline")
-    os.makedirs(folder, exist_ok=True)
-    ranks = "1 rank" if len(lanes) == 1 else f"{len(lanes)} ranks"
-    seconds = max(lane[:, 2].max() for lane in lanes)
-    title = f"step {step}, {ranks}, {seconds:.2f} s, speculative.method={method}"
-    path = os.path.join(folder, f"step_{step:05d}")
-    picture = draw(lanes, title)
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-        json.dump(trace(lanes, title), file)
-    os.replace(f"{path}.tmp", f"{path}.json")
-    imsave(f"{path}.tmp", picture, dpi=DPI, format="png")
-    os.replace(f"{path}.tmp", f"{path}.png")
-    return picture
+def save_timeline(output_dir: str, step: int, lanes: list[np.ndarray], method: str) -> None:
+    """Write output_dir/timeline/step_00012.json and .png; a failure is a warning."""
+    path = os.path.join(output_dir, "timeline", f"step_{step:05d}")
+    title = f"step {step}, speculative.method={method}"
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(f"{path}.json", "w", encoding="utf-8") as file:
+            json.dump(trace(lanes, title), file)
+        draw(f"{path}.png", lanes, title)
+    except OSError as error:
+        log(f"warning: the timeline of step {step} could not be written: {error.strerror}")
 
 
 def trace(lanes: list[np.ndarray], title: str) -> dict:
@@ -116,7 +108,6 @@ def trace(lanes: list[np.ndarray], title: str) -> dict:
     events = [event("M", "process_name", 0, args={"name": title})]
     for rank, lane in enumerate(lanes):
         events.append(event("M", "thread_name", rank, args={"name": f"rank {rank}"}))
-        events.append(event("M", "thread_sort_index", rank, args={"sort_index": rank}))
         # whole nanoseconds, so that rounding makes no overlaps
         begin, end = np.rint(lane[:, 1:].T * 1e9).astype(np.int64)
         columns = (lane[:, 0].astype(int), begin / 1000, (end - begin) / 1000)
@@ -125,23 +116,16 @@ def trace(lanes: list[np.ndarray], title: str) -> dict:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def draw(lanes: list[np.ndarray], title: str) -> np.ndarray:
-    """Draw one lane per rank over seconds, coloured by kind. Return uint8 [height, width, 4]."""
-    # imported here: it takes half a second
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def draw(path: str, lanes: list[np.ndarray], title: str) -> None:
+    """Draw one lane per rank over seconds, coloured by kind, as a PNG."""
+    from matplotlib.figure import Figure  # here, as it takes half a second
 
-    figure = Figure(figsize=(12, 1.5 + 0.4 * len(lanes)), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(12, 1.5 + 0.4 * len(lanes)), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    handles = draw_lanes(axes, lanes)
-    columns = min(len(handles), MAX_LEGEND_COLUMNS)
-    figure.legend(
-        handles=handles, frameon=False, fontsize=9, loc="outside lower center", ncols=columns
-    )
+    legend = {"handles": draw_lanes(axes, lanes), "frameon": False, "fontsize": 9}
+    figure.legend(**legend, loc="outside lower center", ncols=7)
     axes.set_title(title, fontsize=10)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())
+    figure.savefig(path)
 
 
 def draw_lanes(axes, lanes: list[np.ndarray]) -> list:
@@ -150,17 +134,16 @@ def draw_lanes(axes, lanes: list[np.ndarray]) -> list:
     Return the legend's patches in the order of KINDS."""
     from matplotlib.patches import Patch
 
+    end = max(lane[:, 2].max() for lane in lanes)
+    beside = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8}
     for rank, lane in enumerate(lanes):
         # One collection per kind and lane, however many forwards.
         for number in np.unique(lane[:, 0]).astype(int):
-            begin, end = lane[lane[:, 0] == number, 1:].T
-            stretches, colour = np.stack((begin, end - begin), axis=1), COLOURS[KINDS[number]]
+            begins, ends = lane[lane[:, 0] == number, 1:].T
+            stretches, colour = np.stack((begins, ends - begins), axis=1), COLOURS[KINDS[number]]
             axes.broken_barh(stretches, (rank - 0.4, 0.8), facecolors=colour, linewidth=0)
-    end = max(lane[:, 2].max() for lane in lanes)
-    for rank, lane in enumerate(lanes):
         waits = lane[lane[:, 0] == KINDS.index("wait")]
         share = (waits[:, 2] - waits[:, 1]).sum() / end
-        beside = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8}
         axes.text(1.005, rank, f"idle {share:.0%}", color="#666666", **beside)
     axes.set_xlabel("seconds")
     axes.set_xlim(0, end)

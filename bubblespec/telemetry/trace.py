@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 from importlib.metadata import version
 from typing import Any
 
@@ -29,14 +28,14 @@ import torch
 
 from bubblespec.config import Config, flatten
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.errors import InputError, log
+from bubblespec.errors import log
 from bubblespec.records import ForwardRecord, RolloutRecord, StepRecord
-from bubblespec.types import SampleId
+from bubblespec.telemetry.files import StepFiles, must_write
+from bubblespec.telemetry.samples import token_columns
 
 FORMAT = 2
 FOLDER = "trace"
 META_FILE = "meta.json"
-FILE_NAME = re.compile(r"(responses|forwards)-(\d{5,})\.parquet(\.tmp)?")
 
 
 class Recorder:
@@ -45,65 +44,45 @@ class Recorder:
     def __init__(self, config: Config, ranks: Ranks, num_updates: int):
         """num_updates: later steps are removed. Raises InputError."""
         self.ranks = ranks
-        self.folder = os.path.join(config.run.output_dir, FOLDER)
-        self.is_on = True  # the same on all ranks
+        self.files: StepFiles | None = None  # of rank 0, until a write fails
         if ranks.is_main:
-            try:
-                os.makedirs(self.folder, exist_ok=True)
-                self._remove_from(num_updates + 1)
-                self._write_meta(config)
-            except OSError as error:
-                reason = f"cannot write to {self.folder}: {error.strerror}"
-                raise InputError(f"run.trace: {reason}") from error
+            folder = os.path.join(config.run.output_dir, FOLDER)
+            self.files = StepFiles(folder, num_updates, "run.trace")
+            with must_write("run.trace", folder):
+                _write_meta(os.path.join(folder, META_FILE), config, ranks)
 
     def write(self, record: StepRecord) -> None:
         """Gather all ranks' forwards of a step and write it.
 
         All ranks continue together, so that no rank counts the writing as waiting for rank 0."""
-        if not self.is_on:
-            return
         step = record.step + 1
         self.ranks.place = f"recording of step {step}"
         forwards = self.ranks.gather_ragged(_own_forwards(record.rollouts).ravel())
-        if self.ranks.is_main:
+        if self.files is not None:
             try:
-                self._write_table("forwards", step, _forward_columns(step, forwards))
-                self._write_table("responses", step, _response_columns(record))
+                self.files.write("forwards", step, _forward_columns(step, forwards))
+                self.files.write("responses", step, _response_columns(record))
             except OSError as error:
-                self.is_on = False
                 with contextlib.suppress(OSError):  # what was begun
-                    self._remove_from(step)
-                reason = f"{self.folder}: {error.strerror or error}"
+                    self.files.remove_from(step)
+                reason = f"{self.files.folder}: {error.strerror or error}"
                 log(f"warning: {reason}; recording stops before step {step}; the run continues")
-        self.is_on = bool(self.ranks.gather(np.array([self.is_on], np.uint8))[0, 0])
+                self.files = None
+        self.ranks.barrier()
 
-    def _remove_from(self, first_step: int) -> None:
-        for name in sorted(os.listdir(self.folder), reverse=True):  # responses first
-            match = FILE_NAME.fullmatch(name)
-            if match and (int(match[2]) >= first_step or match[3]):
-                os.remove(os.path.join(self.folder, name))
 
-    def _write_meta(self, config: Config) -> None:
-        names = ("torch", "transformers", "numpy")
-        meta = {
-            "format": FORMAT,
-            "world_size": self.ranks.world_size,
-            "hardware": describe_hardware(self.ranks.device),
-            "versions": {"python": platform.python_version()} | {n: version(n) for n in names},
-            "config": flatten(config),
-        }
-        path = os.path.join(self.folder, META_FILE)
-        with open(path + ".tmp", "w", encoding="utf-8") as file:
-            json.dump(meta, file, indent=1)
-        os.replace(path + ".tmp", path)
-
-    def _write_table(self, kind: str, step: int, columns: dict[str, Any]) -> None:
-        import pyarrow  # here, as it takes a tenth of a second
-        import pyarrow.parquet
-
-        path = os.path.join(self.folder, f"{kind}-{step:05d}.parquet")
-        pyarrow.parquet.write_table(pyarrow.table(columns), path + ".tmp", compression="zstd")
-        os.replace(path + ".tmp", path)
+def _write_meta(path: str, config: Config, ranks: Ranks) -> None:
+    names = ("torch", "transformers", "numpy")
+    meta = {
+        "format": FORMAT,
+        "world_size": ranks.world_size,
+        "hardware": describe_hardware(ranks.device),
+        "versions": {"python": platform.python_version()} | {n: version(n) for n in names},
+        "config": flatten(config),
+    }
+    with open(path + ".tmp", "w", encoding="utf-8") as file:
+        json.dump(meta, file, indent=1)
+    os.replace(path + ".tmp", path)
 
 
 def describe_hardware(device: torch.device) -> dict[str, Any]:
@@ -121,17 +100,11 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
 
 
 def _response_columns(record: StepRecord) -> dict[str, Any]:
-    samples, names = record.generated, record.generated.ids
-    prompts = [samples.prompt_of(i) for i in range(len(samples))]
+    samples, drafts = record.generated, [record.drafts.get(name) for name in record.generated.ids]
     batches = np.repeat(np.arange(len(record.batch_sizes)), record.batch_sizes)
-    drafts = [record.drafts.get(name) for name in names]
-    return {
-        "step": [record.step + 1] * len(samples),
+    return token_columns(record) | {
         "batch": np.repeat(batches, samples.num_generations),
-        **{field: [getattr(name, field) for name in names] for field in SampleId._fields},
         "owner": record.owners,
-        "prompt_tokens": [np.array(prompt.token_ids, np.int32) for prompt in prompts],
-        "tokens": [tokens.astype(np.int32) for tokens in samples.tokens],
         "stopped": ~samples.is_truncated,
         "reward": record.all_rewards.ravel(),
         "draft_tokens": [None if draft is None else draft.tokens for draft in drafts],

@@ -1,0 +1,137 @@
+"""Files that a resumed run continues: JSON lines, and a Parquet file per step."""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from bubblespec.errors import InputError, log
+
+STEP_FILE = re.compile(r"\.?[a-z]+-(\d{5,})\.parquet")  # with a dot while it is written
+
+
+@contextlib.contextmanager
+def must_write(option: str, path: str) -> Iterator[None]:
+    """Raise InputError if the context cannot write to `path`. option: the key in its message."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{option}: cannot write to {path}: {error.strerror}") from error
+
+
+class JsonLines:
+    """A file with one JSON object per line, of one run on rank 0.
+
+    With `num_updates` > 0 it is continued: lines of later steps are cut off, and `records` are the
+    other ones. With 0 an existing file is kept under another name. Raises InputError if it cannot
+    be written."""
+
+    def __init__(self, path: str, num_updates: int):
+        self.name = os.path.basename(path)
+        with must_write("run.output_dir", path):
+            if num_updates == 0:
+                keep_aside(path)
+            self.records = _cut(path, num_updates)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (kept open for the run)
+        self._size = self._file.tell()  # bytes of whole lines
+        self._waiting: list[str] = []  # lines that could not be written yet
+
+    def write(self, record: dict[str, Any]) -> bool:
+        """Append a line after the waiting ones. Return whether all of them are in the file."""
+        line = json.dumps(_plain(record), allow_nan=False, default=str) + "\n"
+        self._waiting.append(line)
+        return self._flush()
+
+    def close(self) -> None:
+        """Write the waiting lines, and close the file."""
+        self._flush()
+        self._file.close()
+        if self._waiting:
+            log(f"warning: {len(self._waiting)} lines of {self.name} are lost")
+
+    def _flush(self) -> bool:
+        data = "".join(self._waiting).encode()
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)  # no partial line stays
+            if len(self._waiting) == 1:
+                reason = f"{self.name} cannot be written ({error.strerror})"
+                log(f"warning: {reason}; its lines wait in memory")
+            return False
+        self._size = self._file.tell()
+        self._waiting = []
+        return True
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of JSON's types: NaN and infinity become null, arrays lists."""
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(entry) for entry in value]
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def keep_aside(path: str) -> None:
+    """Rename a file or folder of an earlier run, so that a new run does not overwrite it."""
+    if not os.path.exists(path) or not os.path.getsize(path):
+        return
+    kept = next(name for n in itertools.count(1) if not os.path.exists(name := f"{path}.{n}"))
+    os.rename(path, kept)
+    log(f"no checkpoint in this folder: the run starts at step 1; the earlier file is now {kept}")
+
+
+def _cut(path: str, num_updates: int) -> list[dict]:
+    """Drop the lines after the last checkpoint, whose steps are repeated. Return the other ones."""
+    records = []
+    missing = contextlib.suppress(FileNotFoundError)
+    with missing, open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError):  # torn by a kill
+                records.append(json.loads(line))
+    records = [record for record in records if record["step"] <= num_updates]
+    with open(path + ".tmp", "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    os.replace(path + ".tmp", path)
+    return records
+
+
+class StepFiles:
+    """A folder with Parquet files of each step, of one run on rank 0.
+
+    Unfinished files and those of steps after `num_updates` are removed; with `keeps_earlier` and 0
+    updates, the whole folder is kept under another name. Raises InputError, see `must_write`."""
+
+    def __init__(self, folder: str, num_updates: int, option: str, keeps_earlier: bool = False):
+        self.folder = folder
+        with must_write(option, folder):
+            if keeps_earlier and num_updates == 0:
+                keep_aside(folder)
+            os.makedirs(folder, exist_ok=True)
+            self.remove_from(num_updates + 1)
+
+    def write(self, kind: str, step: int, columns: dict[str, Any]) -> None:
+        """Write a table of a step (from 1), which is complete once it has its name."""
+        import pyarrow.parquet  # here, as it takes a tenth of a second
+
+        name = f"{kind}-{step:05d}.parquet"
+        temporary = os.path.join(self.folder, f".{name}")  # readers skip names with a dot
+        pyarrow.parquet.write_table(pyarrow.table(columns), temporary, compression="zstd")
+        os.replace(temporary, os.path.join(self.folder, name))
+
+    def remove_from(self, first_step: int) -> None:
+        """Remove unfinished files, and those of steps from `first_step` on."""
+        for name in sorted(os.listdir(self.folder), reverse=True):  # responses before forwards
+            match = STEP_FILE.fullmatch(name)
+            if match and (int(match[1]) >= first_step or name.startswith(".")):
+                os.remove(os.path.join(self.folder, name))
