@@ -351,7 +351,7 @@ def read_state(folder: str) -> dict:
 
     step: updates done; evaluated: updates before the last evaluation, or -1; best: metric, value
     and step of the best evaluation by run.save_best, or None; progress: sums over the run so far,
-    by name; linear: see `choose_linear`; format; world_size; config: flat.
+    by name; linear: see `choose_packed`; format; world_size; config: flat.
     """
     path = os.path.join(folder, STATE_FILE)
     with refuse_what_does_not_fit(folder), open(path, encoding="utf-8") as file:

@@ -130,19 +130,12 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    models, kernels = (
-        torch.nn.ModuleList([model] if teacher is None else [model, teacher.model]),
-        None,
-    )
-    if linear.can_choose(config, models):
+    kernels = None
+    if linear.can_choose(config, model):
         with show_phase(ranks, "timing linear layers"):
-            kernels = linear.choose_linear(config, ranks, models, state.get("linear"))
+            kernels = linear.choose_packed(config, ranks, model, state.get("linear"))
     if kernels is not None:
-        plans = linear.read_plans(kernels)
-        linear.use_plans(model, plans)
-        trained = {shape: linear.Plan(trains=plan.trains) for shape, plan in plans.items()}
-        for frozen in {reference, *models} - {None, model}:  # they generate nothing
-            linear.use_plans(frozen, trained)
+        linear.use_packed(model, kernels["packed"])
     learner = Learner(
         config=config,
         ranks=ranks,
@@ -231,7 +224,7 @@ def add_mechanisms(
 ) -> None:
     """Add the run's mechanisms to its sampler, and connect them.
 
-    kernels: see `choose_linear`; product: see `choose_product`."""
+    kernels: see `choose_packed`; product: see `choose_product`."""
     config, ranks, engine, params = sampler.config, sampler.ranks, sampler.engine, sampler.params
     tail = make_tp_tail(sampler, max_tp_rows)
     if tail is not None:
@@ -252,7 +245,7 @@ def add_mechanisms(
             sampler.stats.chains = quantized.source.shortening
             learner.after_update.append(quantized.copy.note_update)
     if "drafter" in config.speculative.sources:
-        set_kernels = partial(linear.use_plans, plans=linear.read_plans(kernels))
+        set_kernels = partial(linear.use_packed, rows=kernels["packed"] if kernels else ())
         drafter = DrafterMechanism(sampler, learner.model, checkpoint, set_kernels, learner.kernel)
         sampler.mechanisms.append(drafter)
         if tail is not None:

@@ -41,7 +41,7 @@ class Trainer:
     checkpoint: str | None
     """Folder that the run resumes."""
     linear: dict | None
-    """Kernels of linear layers, see `cpu_linear.choose_linear`."""
+    """Kernels of linear layers, see `cpu_linear.choose_packed`."""
     lock: IO | None
     """Lock of output_dir, on rank 0."""
     num_updates: int

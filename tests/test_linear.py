@@ -1,4 +1,4 @@
-"""Kernels of linear layers on a CPU against products in float64, and the choice between kernels."""
+"""Linear layers on a CPU with packed weights against products in float64, and their choice."""
 
 import copy
 import json
@@ -12,27 +12,19 @@ from transformers import AutoModelForCausalLM
 from bubblespec.checkpoint import list_checkpoints, read_state
 from bubblespec.config_file import load_config
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.model_checks import prepare_model
 from bubblespec.mechanisms import cpu_linear as linear_module
 from bubblespec.mechanisms.cpu_linear import (
-    KERNELS,
-    MIN_TRAINING_ROWS,
-    PACKED,
+    MARGIN,
     ROWS,
-    TORCH,
-    TRANSPOSED,
-    Call,
-    FastLinear,
-    OneDNNLinear,
-    Plan,
+    PackedLinear,
     can_choose,
-    choose,
-    choose_linear,
+    choose_packed,
+    generating_layers,
     has_onednn,
-    layers_by_shape,
     measure,
     refresh_copies,
-    shape_of,
-    use_plans,
+    use_packed,
 )
 from bubblespec.mechanisms.tp_tail.shards import partial_linear
 from bubblespec.setup import build
@@ -40,8 +32,7 @@ from tests.helpers.runs import SHORT, same_weights, train_here, weights
 
 pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
 
-ALL_PACKED = (Call(PACKED),) * len(ROWS)
-ONEDNN = Plan(ALL_PACKED, trains=True)
+ALL_ROWS = range(33)
 EPS = torch.finfo(torch.float32).eps
 K, M = 96, 312  # in and out
 
@@ -50,13 +41,12 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer_of(weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan) -> FastLinear:
+def layer_of(weight: torch.Tensor, bias: torch.Tensor | None, rows=ALL_ROWS) -> torch.nn.Linear:
     layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     layer.weight = torch.nn.Parameter(weight.clone())
     if bias is not None:
         layer.bias = torch.nn.Parameter(bias.clone())
-    use_plans(layer, {shape_of(layer): plan})
-    assert isinstance(layer, FastLinear)
+    use_packed(layer, rows)
     return layer
 
 
@@ -75,29 +65,42 @@ def assert_rounds_like_a_product(
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 33])
-@pytest.mark.parametrize("pad_to", [0, 48])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_generation_products_are_exact_up_to_rounding(kernel, pad_to, rows, has_bias):
+def test_generation_products_are_exact_up_to_rounding(rows, has_bias):
     """Inputs may have any strides, as attention leaves them."""
     weight, bias = random(M, K, seed=1), random(M, seed=2) if has_bias else None
-    calls = (*[Call(kernel, pad_to)] * (len(ROWS) - 1), Call(kernel))
-    layer = layer_of(weight, bias, Plan(calls, trains=True))
+    layer = layer_of(weight, bias)
     with torch.inference_mode():
         for x in (random(rows, K), random(K, rows).t()):
             assert_rounds_like_a_product(layer(x), x, weight.t(), bias)
             assert_rounds_like_a_product(layer(x[None])[0], x, weight.t(), bias)
 
 
+def test_chosen_rows_of_generation_alone_are_packed(monkeypatch):
+    """Training and other numbers of rows compute as without copies, bit for bit."""
+    layer, seen = layer_of(random(M, K), None, (2, 3)), []
+
+    def noted(x, copy, bias=None):
+        seen.append(len(x))
+        return x @ layer.weight.t()
+
+    monkeypatch.setattr(linear_module, "packed_linear", noted)
+    for rows in (0, 1, 2, 3, 4, 300):
+        x = random(rows, K)
+        with torch.no_grad():
+            layer(x)
+        with torch.inference_mode():
+            assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight))
+            partial_linear(layer, (slice(0, M),), False, x)
+    assert seen == [2, 2, 3, 3]
+
+
 @pytest.mark.parametrize("is_rowwise", [False, True])
-@pytest.mark.parametrize(
-    "calls",
-    [(), ALL_PACKED, (Call(TRANSPOSED),) * len(ROWS), (Call(TRANSPOSED, 6),) * 5 + ALL_PACKED[5:]],
-)
-def test_shards_add_up_to_the_whole_layer(calls, is_rowwise):
+@pytest.mark.parametrize("rows", [(), ALL_ROWS])
+def test_shards_add_up_to_the_whole_layer(rows, is_rowwise):
     """Shards are of uneven size, and follow an update of the weight."""
     weight, bias, x = random(M, K), random(M), random(1, 5, K, seed=2)
     cuts = slice(0, 40), slice(40, K if is_rowwise else M)
-    layers = [layer_of(weight, bias, Plan(calls, trains=True)) for _ in cuts]  # of two ranks
+    layers = [layer_of(weight, bias, rows) for _ in cuts]  # of two ranks
     for factor in (1.0, 3.0):
         parts = []
         for layer, cut in zip(layers, cuts, strict=True):
@@ -110,52 +113,12 @@ def test_shards_add_up_to_the_whole_layer(calls, is_rowwise):
         assert_rounds_like_a_product(whole, x[0], factor * weight.t(), of_bias)
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 130])
-def test_training_products_are_exact_up_to_rounding(rows, has_bias):
-    x, weight = random(1, rows, K).requires_grad_(), random(M, K, seed=1).requires_grad_()
-    grad = random(1, rows, M, seed=3)
-    bias = random(M, seed=2).requires_grad_() if has_bias else None
-    result = OneDNNLinear.apply(x, weight, bias)
-    result.backward(grad)
-    with torch.no_grad():
-        assert_rounds_like_a_product(result[0], x[0], weight.t(), bias)
-        assert_rounds_like_a_product(x.grad[0], grad[0], weight)
-        assert_rounds_like_a_product(weight.grad, grad[0].t(), x[0])
-        if has_bias:
-            assert_rounds_like_a_product(bias.grad[None], torch.ones(1, rows), grad[0])
-    x.grad = weight.grad = None
-    OneDNNLinear.apply(x, weight.detach(), None).sum().backward()
-    assert x.grad is not None
-    OneDNNLinear.apply(x.detach(), weight, None).sum().backward()
-    assert weight.grad.shape == weight.shape
-
-
-def test_training_uses_onednn_from_some_rows_on(monkeypatch):
-    layer, seen = layer_of(random(M, K), None, Plan(trains=True)), []
-
-    def noted(x, weight, bias=None):
-        seen.append(len(x))
-        return x @ weight.t()
-
-    monkeypatch.setattr("bubblespec.mechanisms.cpu_linear.onednn_linear", noted)
-    layer(random(MIN_TRAINING_ROWS - 1, K))
-    with torch.inference_mode():
-        layer(random(MIN_TRAINING_ROWS, K))
-    assert not seen
-    layer(random(MIN_TRAINING_ROWS, K)).sum().backward()
-    assert seen == [MIN_TRAINING_ROWS, M]  # the input needs no gradient
-    with torch.no_grad():  # old log-probabilities: the kernel of the forward that is differentiated
-        layer(random(MIN_TRAINING_ROWS, K))
-    assert len(seen) == 3
-
-
 def test_generation_uses_the_current_weights(make_model):
     """After a change in place and after a load, with a tied head."""
     model = make_model("llama", torch.float32)
     model.lm_head.weight = model.model.embed_tokens.weight
-    use_plans(model, dict.fromkeys(layers_by_shape(model), ONEDNN))
-    layers = [module for module in model.modules() if isinstance(module, FastLinear)]
+    use_packed(model, ALL_ROWS)
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert model.lm_head in layers and len(layers) == 2 * 7 + 1
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -178,10 +141,10 @@ def test_generation_uses_the_current_weights(make_model):
     assert all(map(torch.equal, before, products()))
 
 
-def test_parameters_with_plans_stay_unchanged(make_model, tmp_path):
+def test_parameters_of_packed_layers_stay_unchanged(make_model, tmp_path):
     model, plain = make_model("qwen2", torch.float32), make_model("qwen2", torch.float32)
     memory = {name: p.data_ptr() for name, p in model.named_parameters()}
-    use_plans(model, dict.fromkeys(layers_by_shape(model), ONEDNN))
+    use_packed(model, ALL_ROWS)
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == memory
     assert list(model.state_dict()) == list(plain.state_dict())
     model.save_pretrained(tmp_path)
@@ -195,90 +158,42 @@ def test_parameters_with_plans_stay_unchanged(make_model, tmp_path):
         assert model.lm_head(x).any() and not twin.lm_head(x).any()
 
 
-def test_layers_without_plan_stay_unchanged():
+def test_other_layers_stay_unchanged():
     Other = type("Other", (torch.nn.Linear,), {})  # a class that may compute something else
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4), Other(8, 4))
-    use_plans(model, {"8x8": Plan(), "8x4": ONEDNN})
-    assert [type(layer) for layer in model] == [torch.nn.Linear, FastLinear, Other]
+    use_packed(model, ())
+    assert [type(layer) for layer in model] == [torch.nn.Linear, torch.nn.Linear, Other]
+    use_packed(model, ALL_ROWS)
+    assert [type(layer) for layer in model] == [PackedLinear, PackedLinear, Other]
 
 
 # The choice
 
 
-def times_of(packed: float = 1.0, train: float = 1.0, **one) -> np.ndarray:
-    """Return a table of `measure` for one shape, from ms: 1 by torch, 3 transposed, `packed`, and
-    `train` for oneDNN. one: another time at one of ROWS, for instance `torch_0`."""
-    usual = {TORCH: (1.0, 1.0), TRANSPOSED: (3.0, np.inf), PACKED: (packed, train)}
-    table = [
-        [*(one.get(f"{kernel}_{number}", seconds) for number in range(len(ROWS))), training]
-        for kernel, (seconds, training) in usual.items()
-    ]
-    return np.array([table]) * 1e-3
-
-
-def calls_of(**one: Call) -> tuple[Call, ...]:
-    """Torch's, but for some of ROWS, given as `at_0` and so on."""
-    return tuple(one.get(f"at_{number}", Call()) for number in range(len(ROWS)))
-
-
-@pytest.mark.parametrize(
-    "seconds, wanted",
-    [
-        (times_of(), Plan()),
-        (times_of(packed=0.95, train=0.95), Plan()),  # not by a margin
-        (times_of(packed=0.8), Plan(ALL_PACKED)),
-        (
-            times_of(packed_2=0.8),
-            Plan(calls_of(at_0=Call(PACKED, 3), at_1=Call(PACKED, 3), at_2=Call(PACKED))),
-        ),
-        (times_of(packed=0.8, packed_0=4.0), Plan((Call(PACKED, 2), *ALL_PACKED[1:]))),
-        (times_of(torch_1=1.5, packed=2.0), Plan(calls_of(at_1=Call(TORCH, 3)))),
-        (times_of(torch_0=0.7, packed=0.8), Plan((Call(), *ALL_PACKED[1:]))),
-        (1e-3 * times_of(packed=0.5), Plan()),  # too little to be seen
-        (
-            times_of(transposed_1=0.7),
-            Plan(calls_of(at_0=Call(TRANSPOSED, 2), at_1=Call(TRANSPOSED))),
-        ),
-        (
-            times_of(transposed_3=0.8, packed_3=0.75, torch_2=0.7),
-            Plan(calls_of(at_0=Call(TORCH, 3), at_1=Call(TORCH, 3), at_3=Call(TRANSPOSED))),
-        ),
-        (times_of(train=0.5), Plan(trains=True)),
-        (times_of(train=0.5, packed=0.8), ONEDNN),
-    ],
-)
-def test_choose_takes_the_simplest_fast_kernel(seconds, wanted):
-    assert choose(["8x8"], seconds) == {"8x8": wanted}
-
-
-def test_unmeasured_row_counts_use_the_next_call():
-    """Between ROWS the next one's call is used, padded to as many rows if few are torch's."""
-    calls = calls_of(at_0=Call(TORCH, 6), at_4=Call(PACKED))
-    by_rows = Plan(calls).by_rows()
-    assert len(by_rows) == ROWS[-1] + 1
-    assert [by_rows[count] for count in (0, 1, 4, 5, 6, 7, 8, 23, 25, 48)] == [
-        calls[0], calls[0], Call(), Call(PACKED), Call(PACKED), Call(TORCH, 8), Call(),
-        Call(TORCH, 24), Call(), Call(),
-    ]  # fmt: skip
-    assert set(Plan().by_rows()) == {Call()}
-
-
-def test_measure_covers_all_shapes_and_changes_no_state(make_model):
-    """Two rounds of all shapes once time is up; model, gradients and random state stay."""
+def test_measure_covers_all_layers_and_changes_no_state(make_model):
+    """Two rounds once time is up, stacks in place of their layers; state and gradients stay."""
     model = make_model("qwen2", torch.float32)
+    prepare_model(model, 100)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(3)
     state, reads = torch.get_rng_state(), iter(range(10_000))
     seconds = measure(model, lambda: float(next(reads)))
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(isinstance(module, FastLinear) for module in model.modules())
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    shapes = {shape: len(layers) for shape, layers in layers_by_shape(model).items()}
-    assert shapes == {"64x96": 4, "96x64": 2, "64x64": 4, "64x97": 1, "64x32": 4}
-    assert seconds.shape == (len(shapes), len(KERNELS), len(ROWS) + 1) and (seconds > 0).all()
-    assert np.isinf(seconds).sum() == len(shapes)
-    assert next(reads) <= 2 * (sum(shapes.values()) + 3 * len(shapes)) * seconds[0].size
+    layers = list(generating_layers(model))
+    shapes = sorted((layer.in_features, layer.out_features) for layer in layers)
+    assert shapes == sorted([(64, 128), (64, 64), (64, 192), (96, 64)] * 2 + [(64, 97)])
+    assert (seconds == len(layers)).all() and seconds.shape == (2, len(ROWS))
+
+
+def test_measure_takes_some_layers_of_large_models(make_model, monkeypatch):
+    monkeypatch.setattr(linear_module, "MAX_ELEMENTS", 20_000)
+    monkeypatch.setattr(linear_module, "MAX_IN_LAYER", 3_000)
+    reads = iter(range(10_000))
+    seconds = measure(make_model("qwen2", torch.float32), lambda: float(next(reads)))
+    assert (seconds == 8).all()
 
 
 # A float32 run whose forwards do not depend on the clock.
@@ -291,30 +206,37 @@ def config_of(folder, *overrides: str):
     return load_config(CONFIG, [*OPTIONS, f"run.output_dir={folder}", *overrides])
 
 
-def faked(seconds: np.ndarray):
-    """`measure` of a machine on which every shape takes these times."""
-    return lambda model: np.repeat(seconds, len(layers_by_shape(model)), axis=0)
+def times_of(*packed_s: float) -> np.ndarray:
+    """Return what `measure` returns where torch takes a second."""
+    return np.stack([np.ones(len(ROWS)), np.resize(packed_s, len(ROWS))])
 
 
-FAST, PLAIN = times_of(packed=0.5, train=0.5), times_of()
+FAST, PLAIN = times_of(0.5), times_of(1.0)
 
 
-def test_ranks_decide_together(monkeypatch, make_model):
+def test_ranks_decide_together_and_by_a_margin(monkeypatch, make_model):
     """Ranks choose by the mean of their measurements."""
-    model, mine = make_model("llama", torch.float32), iter([FAST, PLAIN])
-    everyone = [faked(times)(model) for times in (FAST, times_of(packed=1.5, train=0.6))]
+    limit = 1 / MARGIN
+    everyone = [FAST, times_of(1.99 * limit**2, 1.99 * limit**2, 1.5, 1.5, 1.7, 1.9)]
+    mine = iter(everyone)
 
     class Two(Ranks):
         def gather(self, array):
             return np.stack(everyone) if array.dtype == np.float64 else np.zeros((2, 1))
 
     config, chosen = config_of("x"), []
+    monkeypatch.setattr(linear_module, "measure", lambda model: next(mine))
     for _ in range(2):
-        monkeypatch.setattr(linear_module, "measure", faked(next(mine)))
-        chosen.append(choose_linear(config, Two(torch.device("cpu")), model, None))
+        model = make_model("llama", torch.float32)
+        chosen.append(choose_packed(config, Two(torch.device("cpu")), model, None))
     assert chosen[0] == chosen[1]
-    # sqrt(0.5 * 1.5) and sqrt(0.5 * 0.6)
-    assert set(chosen[0]["plans"].values()) == {ONEDNN}
+    # The mean is just below limit at first, sqrt(0.75) then, and above limit for the last two.
+    assert chosen[0]["packed"] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_rows_of_measured_products_are_all_up_to_32():
+    assert [count for rows in ROWS.values() for count in rows] == list(range(1, 33))
+    assert all(measured in rows for measured, rows in ROWS.items())
 
 
 def test_choice_can_be_switched_off(monkeypatch, tmp_path, capfd):
@@ -325,7 +247,7 @@ def test_choice_can_be_switched_off(monkeypatch, tmp_path, capfd):
     err = capfd.readouterr().err
     assert "timing the engine" in err and "timing linear layers" not in err
     model, auto = trainer.learner.model, config_of("x")
-    assert trainer.linear is None and not any(isinstance(m, FastLinear) for m in model.modules())
+    assert trainer.linear is None and not any(isinstance(m, PackedLinear) for m in model.modules())
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         assert can_choose(auto, torch.nn.Linear(4, 4, dtype=dtype)) == (dtype == torch.float32)
         assert not can_choose(auto, torch.nn.Linear(4, 4, device="meta", dtype=dtype))
@@ -335,22 +257,21 @@ def test_resumed_run_keeps_the_choice(monkeypatch, tmp_path):
     """Resumed weights equal those of an uninterrupted run; another CPU measures again."""
 
     def run(folder, seconds, *overrides: str):
-        monkeypatch.setattr(linear_module, "measure", faked(seconds))
+        monkeypatch.setattr(linear_module, "measure", lambda model: seconds)
         return train_here(folder, "loss.kl_coef=0.1", *overrides, config=CONFIG, short=OPTIONS)
 
     whole = run(tmp_path / "whole", FAST)
-    assert set(whole.linear["plans"].values()) == {ONEDNN}
-    layers = [m for m in whole.learner.reference.modules() if isinstance(m, FastLinear)]
-    assert {module.plan for module in layers} == {Plan(trains=True)}
+    assert whole.linear["packed"] == list(range(1, 33))
+    assert not any(isinstance(m, PackedLinear) for m in whole.learner.reference.modules())
     run(tmp_path / "parts", FAST, "run.max_steps=1")
     (folder,) = list_checkpoints(tmp_path / "parts")
     assert json.loads(json.dumps(whole.linear)) == read_state(folder)["linear"]
     continued = run(tmp_path / "parts", PLAIN)
-    assert any(isinstance(module, FastLinear) for module in continued.learner.model.modules())
+    assert any(isinstance(module, PackedLinear) for module in continued.learner.model.modules())
     assert same_weights(weights(tmp_path / "parts", 2), weights(tmp_path / "whole", 2))
 
     monkeypatch.setattr(linear_module, "describe_hardware", lambda device: {"cpu": "another"})
     resume = f"run.resume_from_checkpoint={os.path.abspath(folder)}"
     config, saved = config_of(tmp_path / "parts", resume), read_state(folder)["linear"]
-    chosen = choose_linear(config, Ranks(torch.device("cpu")), whole.learner.model, saved)
+    chosen = choose_packed(config, Ranks(torch.device("cpu")), whole.learner.model, saved)
     assert chosen["hardware"] == {"cpu": "another"}
