@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 import transformers
 
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.failures import report
 from bubblespec.distributed.ranks import ranks_from_environment, signals_stop
 from bubblespec.errors import EndsRun

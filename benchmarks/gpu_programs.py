@@ -24,7 +24,7 @@ from benchmarks.paired_rollout import FITTED, fit, paired_steps
 from benchmarks.shared import ROOT
 from bubblespec import loading
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.microbatch import pack_responses

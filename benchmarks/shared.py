@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bubblespec.config import Config
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.distributed.failures import report
 from bubblespec.distributed.ranks import ranks_from_environment

@@ -39,7 +39,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared, tool_game
 from bubblespec.config import Config, flatten
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.records import StepRecord

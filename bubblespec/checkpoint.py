@@ -29,8 +29,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config, flatten, resume_classes
-from bubblespec.config_checks import EXACT, ROUNDING
-from bubblespec.config_file import config_to_yaml, load_config
+from bubblespec.config.file import config_to_yaml, load_config
+from bubblespec.config.keys import EXACT, ROUNDING
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log, one_line
 

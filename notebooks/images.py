@@ -24,7 +24,7 @@ from benchmarks.simulated_systems import (
     shortened,
 )
 from bubblespec import memory
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.memory import CARDS, needs_of, planned_model
 from bubblespec.tools.simulate.command import synthetic_run

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.shared import markdown
 from bubblespec.config import Config, flatten
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.errors import InputError, log
 from bubblespec.telemetry.timeline import LABELS
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.mechanisms.tail_batching import TailBatching

@@ -1,5 +1,5 @@
-"""Write docs/configuration.md, the reference of all keys, from the declarations in config*.py and
-the names of other trainers in config_names.py:
+"""Write docs/configuration.md, the reference of all keys, from the declarations in
+bubblespec/config and the names of other trainers in its names.py:
 
 python -m scripts.write_configuration
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bubblespec import config as declarations
-from bubblespec.config_checks import ROUNDING, SAFE
-from bubblespec.config_names import ROWS, TRL, VALUES, VERL
+from bubblespec.config.keys import ROUNDING, SAFE
+from bubblespec.config.names import ROWS, TRL, VALUES, VERL
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 VERL_PREFIX = "actor_rollout_ref."
@@ -27,8 +27,8 @@ START = f"""\
 After this page you can write a configuration file, override any key on the command line, and
 translate single keys of TRL or verl. It lists every key with its type, default and meaning.
 `python -m scripts.write_configuration` generates it from
-[bubblespec/config.py](../bubblespec/config.py) and
-[bubblespec/config_mechanisms.py](../bubblespec/config_mechanisms.py), so edit the docstrings there.
+[bubblespec/config](../bubblespec/config/__init__.py) and its
+[mechanisms.py](../bubblespec/config/mechanisms.py), so edit the docstrings there.
 
 A configuration is a YAML file with the sections below. Only `model.path`, `run.output_dir` and
 either `data.path` or `data.tasks` must be given. Keys on the command line override the file, and

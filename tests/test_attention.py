@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import attention
 from bubblespec.engine.attention import KERNELS, bubblespec_attention, choose_kernel

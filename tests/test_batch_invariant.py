@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import TILES, graph_shapes

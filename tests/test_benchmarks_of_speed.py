@@ -22,7 +22,7 @@ from benchmarks import (
     tool_game,
     vs_trl,
 )
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.loading import load_prompts

@@ -17,7 +17,7 @@ from bubblespec.checkpoint import (
     step_of,
 )
 from bubblespec.config import Config
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer

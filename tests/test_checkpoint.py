@@ -29,7 +29,7 @@ from bubblespec.checkpoint import (
     save_checkpoint,
 )
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig, flatten, resume_classes
-from bubblespec.config_checks import EXACT, ROUNDING
+from bubblespec.config.keys import EXACT, ROUNDING
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError
 from bubblespec.learn.optimizer import Optimizer

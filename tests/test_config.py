@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from bubblespec import config as module
-from bubblespec import config_mechanisms
-from bubblespec.config import Config, flatten
-from bubblespec.config_file import config_to_yaml, load_config
-from bubblespec.config_names import TRL, VALUES, VERL, answer_to
+from bubblespec.config import Config, flatten, mechanisms
+from bubblespec.config.file import config_to_yaml, load_config
+from bubblespec.config.names import TRL, VALUES, VERL, answer_to
 from bubblespec.errors import InputError
 from scripts import write_configuration
 from tests.helpers.checks import refusal
@@ -396,7 +395,7 @@ def test_resolved_configuration_round_trips(load, text):
 
 
 def test_every_field_has_a_docstring_line():
-    sources = (inspect.getsource(module), inspect.getsource(config_mechanisms))
+    sources = (inspect.getsource(module), inspect.getsource(mechanisms))
     for section in [node for source in sources for node in ast.parse(source).body]:
         if not isinstance(section, ast.ClassDef) or section.name == "Config":
             continue

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bubblespec.__main__ import main
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.tools.doctor import checks, forwards

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.loading import load_tokenizer
 from bubblespec.mechanisms.episodes.environments import check_environment
 from bubblespec.mechanisms.episodes.forms import tool_message

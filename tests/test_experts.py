@@ -11,7 +11,7 @@ from test_architectures import SERVED
 from test_update import gradient, make_config, make_samples, oracle
 
 from bubblespec import memory
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.tools.memory import meta_model
 from tests.helpers.models import GQA, config_of, random_model

@@ -106,7 +106,7 @@ def test_extended_project_trains_with_exact_tokens(project):
 def test_new_mechanism_is_one_file_setup_and_configuration():
     changed = [path for _, path, _ in blocks() if path.startswith("bubblespec/")]
     assert changed == [
-        f"bubblespec/{name}.py" for name in ("mechanisms/loop_filter", "setup", "config")
+        f"bubblespec/{name}.py" for name in ("mechanisms/loop_filter", "setup", "config/__init__")
     ]
     added = [
         text.count("\n+") + text.startswith("+") for lang, _, text in blocks() if lang == "diff"

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.rewards import math_equivalence
 from bubblespec.tools.memory import planned_model, table
 from tests.helpers.runs import digests, read, same_weights, steps_of, train_here, weights

@@ -22,14 +22,12 @@ FLOORS = [
     {"idle", "telemetry", "rewards", "loading"},
     {"draft"},
     {"learn", "planner", "data"},
-    {"config_file", "engine"},
+    {"engine"},
     {"distributed", "config"},
-    {"config_combinations"},
-    {"config_mechanisms"},
-    {"config_checks", "imports"},
+    {"imports"},
     {"records"},
     {"samples"},
-    {"config_names", "errors", "types"},
+    {"errors", "types"},
 ]
 # Lines of the package to load, by the file that is read: they may only fall.
 CEILINGS = {

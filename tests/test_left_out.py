@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import train as script
 from bubblespec.checkpoint import find_damage
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import RewardsFailed
 from bubblespec.learn.microbatch import make_minibatches

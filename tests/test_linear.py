@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bubblespec.checkpoint import list_checkpoints, read_state
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.mechanisms import cpu_linear as linear_module

@@ -3,7 +3,7 @@ virtual seconds, and the profile finds what they cost."""
 
 import pytest
 
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.engine.batch import Load
 from bubblespec.planner.costs import CostModel
 from bubblespec.rollout import make_sampler

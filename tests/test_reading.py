@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from bubblespec.config_file import config_to_yaml, load_config
+from bubblespec.config.file import config_to_yaml, load_config
 from bubblespec.errors import InputError
 from bubblespec.telemetry.timeline import KINDS, trace
 from notebooks import reading

@@ -12,7 +12,7 @@ import torch
 from test_update import NUM_PROMPTS, gradients, make_learner, make_samples, moved, responses_of
 
 from bubblespec.config import Config
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.tools.simulate.world import SimulatedRanks, World

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import train as script
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer

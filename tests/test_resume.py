@@ -19,7 +19,7 @@ from bubblespec.checkpoint import (
     step_of,
 )
 from bubblespec.config import flatten
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.store import HEADER
 from bubblespec.errors import InputError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import StopRequested
 from bubblespec.learn.learner import Learner
 from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients

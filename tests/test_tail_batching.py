@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks

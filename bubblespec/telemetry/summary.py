@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from bubblespec.config import Config
-from bubblespec.config_combinations import EVAL_NAMES
+from bubblespec.config.combinations import EVAL_NAMES
 from bubblespec.data.prompts import PromptSet
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.learner import Learner

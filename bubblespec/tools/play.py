@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from bubblespec.config import Config
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.errors import InputError, log
 from bubblespec.loading import load_prompts, load_tokenizer
 from bubblespec.mechanisms.episodes.environments import Environments, Observation, check_environment

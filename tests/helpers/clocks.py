@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine

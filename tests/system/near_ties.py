@@ -27,7 +27,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from benchmarks.paired_rollout import paired_step
 from benchmarks.shared import plain_engine
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.engine.noise import gumbel, stream_keys
 from bubblespec.engine.sampling import SamplingParams, restrict

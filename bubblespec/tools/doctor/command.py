@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from bubblespec.config_file import load_config
+from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import EndsRun, RankTimeout, RunFailed, log, one_line
 from bubblespec.loading import with_dtype

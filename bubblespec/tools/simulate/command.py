@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bubblespec.config import Config
-from bubblespec.config_file import config_of_sections
+from bubblespec.config.file import config_of_sections
 from bubblespec.errors import InputError, log
 from bubblespec.telemetry.trace import FOLDER
 from bubblespec.tools.simulate.check import OTHER_MODES, compare, read_cases

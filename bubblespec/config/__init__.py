@@ -1,4 +1,4 @@
-"""Configuration: typed dataclasses, which config_file.py fills from a YAML file and overrides.
+"""Configuration: typed dataclasses, which file.py fills from a YAML file and overrides.
 
 A key is declared once: its type and default, its meaning in the docstring below, and in `key(...)`
 its bounds and whether a resumed run may have another value (`resume`; by default it may not). Leaf
@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from bubblespec.config_checks import (
+from bubblespec.config.keys import (
     EXACT,
     MISSING,
     ROUNDING,
@@ -22,7 +22,7 @@ from bubblespec.config_checks import (
     key,
     keys_of,
 )
-from bubblespec.config_mechanisms import (
+from bubblespec.config.mechanisms import (
     DrafterConfig,
     QuantizedConfig,
     SpeculativeConfig,

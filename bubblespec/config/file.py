@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bubblespec.config import Config
-from bubblespec.config_checks import bound_problems, keys_of
-from bubblespec.config_combinations import combination_problems
-from bubblespec.config_names import answer_to, value_of
+from bubblespec.config.combinations import combination_problems
+from bubblespec.config.keys import bound_problems, keys_of
+from bubblespec.config.names import answer_to, value_of
 from bubblespec.errors import InputError
 
 KEYS = keys_of(Config)

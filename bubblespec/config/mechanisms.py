@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from bubblespec.config_checks import SAFE, Bound, at_least, at_most, key
+from bubblespec.config.keys import SAFE, Bound, at_least, at_most, key
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Names of keys and values in other trainers, for errors and docs/configuration.md.
 
-config_names.json has answers to arguments of TRL, keys of verl, others, and values: a key of ours,
+names.json has answers to arguments of TRL, keys of verl, others, and values: a key of ours,
 with words after a comma on how the two differ, or a text that begins with "not". An answer to `a.b`
 holds for all keys below it that have none of their own.
 """
