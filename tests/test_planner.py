@@ -22,6 +22,7 @@ from bubblespec.planner.place import (
     up_to_cutoff,
     use_tp_tail,
 )
+from bubblespec.planner.prices import suggested_prices
 from bubblespec.planner.rows import Rows, acceptance_rates
 from bubblespec.planner.windows import LEVELS, MIN_GAIN, WINDOWS, choose_windows
 from bubblespec.types import Launch
@@ -126,10 +127,16 @@ def test_admission_is_longest_first_likely_excluded_last():
 PLAN = {"num_ranks": 2, "num_slots": 16}
 
 
+def value_of(rows: Rows, terms, rates):
+    """The value of drafts at the prices that forwards suggest."""
+    prices = suggested_prices(cost_of(terms), 10.0, 100.0)
+    return draft_value(rows, cost_of(terms), rates, prices, **PLAN)
+
+
 @pytest.mark.parametrize("terms", [CPU, GPU])
 def test_useless_drafts_are_never_worth_co_scheduling(terms):
     for seed in range(5):
-        value = draft_value(random_rows(seed, 16), cost_of(terms), NONE_HOLD, **PLAN)
+        value = value_of(random_rows(seed, 16), terms, NONE_HOLD)
         assert not value.pays.any()
 
 
@@ -138,22 +145,23 @@ def test_draft_value_grows_with_acceptance(terms):
     rows, saved_s = random_rows(0, 16), []
     for share in (0.0, 0.9, 0.99, 0.999, 1.0):
         rates = acceptance_rates(1e7 * np.array([[1.0, share], [1.0, 0.0]]))
-        saved_s.append(draft_value(rows, cost_of(terms), rates, **PLAN).saves_s.sum())
+        saved_s.append(value_of(rows, terms, rates).saves_s.sum())
     assert (np.diff(saved_s) >= -1e-9).all() and saved_s[-1] > saved_s[0]
 
 
 def test_only_long_rows_pay_where_forwards_cost_most():
     rows = make_rows([10.0] * 12 + [300.0] * 2, [5.0] * 12 + [50.0] * 2)
-    value = draft_value(rows, cost_of((1e-2, 1e-3, 1e-3, 0.0, 0.0)), ALL_HOLD, **PLAN)
+    value = value_of(rows, (1e-2, 1e-3, 1e-3, 0.0, 0.0), ALL_HOLD)
     assert np.flatnonzero(value.pays).tolist() == [12, 13]
     finished = replace(rows, drafted=rows.expected, spread=0 * rows.spread)
-    value = draft_value(finished, cost_of(GPU), ALL_HOLD, **PLAN)
+    value = value_of(finished, GPU, ALL_HOLD)
     assert not value.pays.any() and not value.costs_s.any(), "nothing is missing"
 
 
 def make_plans(lengths: dict[int, list[int]], batches, drafts=None, **options):
     """What is planned for batches of prompts, by their uids."""
     fixed = {"cost": cost_of(GPU), "rates": ALL_HOLD, "forwards_per_step": 100.0}
+    fixed["prices"] = suggested_prices(cost_of(GPU), 4.0, 100.0)
     options = fixed | PLAN | options
     batches = [groups_of(uids) for uids in batches]
     get_draft = (drafts or {}).get
@@ -171,7 +179,8 @@ def test_drafts_are_planned_by_least_slack():
     assert order == [(4, False), (2, False), (1, False), (3, False)]
     assert not any(plan.saves_s for plan in plans)
     order, plans = make_plans(LENGTHS, [[1, 2], [3, 4]])
-    assert [uid for uid, is_co in order if is_co] == [4, 2, 3][: sum(is_co for _, is_co in order)]
+    together = [uid for uid, is_co in order if is_co]
+    assert together == [uid for uid in (4, 2, 1, 3) if uid in together]
     assert (2, True) in order and all(plan.saves_s > 0 for plan in plans if plan.co_scheduled)
     order, _ = make_plans(LENGTHS, [[1, 2], [3, 4]], planning="always")
     assert all(is_co for _, is_co in order)

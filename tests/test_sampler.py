@@ -16,6 +16,8 @@ from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.planner import drafts as drafts_module
 from bubblespec.planner import guard
+from bubblespec.planner.guard import DRAFTS
+from bubblespec.planner.prices import suggested_prices
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import ForwardRecord, RolloutRecord, Span, StepRecord
 from bubblespec.rollout.board import ProgressBoard
@@ -25,7 +27,7 @@ from bubblespec.rollout.sampler import Sampler
 from bubblespec.samples import Samples
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.tools.simulate.world import World as VirtualTime
-from bubblespec.types import Draft, Group, Row, ids_of
+from bubblespec.types import Draft, Group, Launch, Row, ids_of
 from tests.helpers.rollouts import (
     ALONE,
     FOUR_PROMPTS,
@@ -37,6 +39,7 @@ from tests.helpers.rollouts import (
     BoardWithSlowRank,
     as_dict,
     fixed_cost,
+    groups_of,
     new_model,
     one_rank,
     rows_of,
@@ -81,7 +84,10 @@ def start(
     schedule = StepSchedule(PromptSet(list(prompts), 0), 0, 2, 2)
     scorer = SimpleNamespace(begin=lambda *_: FakeScoring(), sees_groups=lambda _: False)
     parts = (config, ranks, Engine(runner), PARAMS, schedule, scorer)
-    return make_sampler(*parts, reward_weights=[2.0], board=board, cost=fixed_cost())
+    sampler = make_sampler(*parts, reward_weights=[2.0], board=board, cost=fixed_cost())
+    pricing = sampler.stats.pricing  # forwards take no time on these clocks
+    pricing.prices, pricing.observe = suggested_prices(fixed_cost(), 10.0, 50.0), lambda *_: None
+    return sampler
 
 
 def by_id(samples: Samples) -> dict:
@@ -159,15 +165,15 @@ def test_restored_sampler_continues_alike(method, no_controls):
 def test_guard_exists_only_where_costs_decide():
     """None where a setting says what to do."""
     for method in ("bubble", "suffix"):
-        assert start(method, new_model()).stats.guard is not None
+        assert set(start(method, new_model()).stats.guards) == {DRAFTS}
     for method, planning in (("bubble", "always"), ("bubble", "idle_only")):
-        assert start(method, new_model(), speculative__planning=planning).stats.guard is None
+        assert not start(method, new_model(), speculative__planning=planning).stats.guards
 
 
 def test_paused_guard_disables_drafts(no_controls):
     for is_off in (False, True):
         sampler = start("bubble", new_model())
-        sampler.stats.guard._pause_left = 10 * is_off
+        sampler.stats.guards[DRAFTS]._pause_left = 10 * is_off
         records = [sampler.sample(step).rollouts[0] for step in range(3)]
         assert any(record.drafted_tokens for record in records) != is_off
         assert any(record.acceptance.draft_tokens for record in records) != is_off
@@ -177,9 +183,9 @@ def test_control_rollout_only_drafts_when_idle(no_controls, monkeypatch):
     monkeypatch.setattr(drafts_module, "MAX_LOOKAHEAD", 1)  # there is something left to draft
     sampler = start("bubble", new_model(), BoardWithSlowRank(120))
     first = sampler.sample(0).rollouts[0]
-    sampler.stats.guard._until_control = 0
+    sampler.stats.guards[DRAFTS]._until_control = 0
     control = sampler.sample(1).rollouts[0]
-    assert sampler.stats.is_on  # that was one rollout
+    assert not sampler.stats.guards.without  # that was one rollout
     assert first.drafted_tokens and control.drafted_tokens
     assert not control.acceptance.draft_tokens
     assert not any(forward.own_rows and forward.ahead_rows for forward in control.forwards)
@@ -193,7 +199,7 @@ def test_no_drafts_are_made_for_control_rollout():
     coming = [ids_of(batch, 2) for batch in sampler.schedule.upcoming(0, 2)]
     drafted = [any(map(sampler.store.get, names)) for names in coming]
     assert drafted == [False, True]
-    assert not sampler.stats.is_on and not sampler.stats.is_next_without
+    assert sampler.stats.guards.without == {DRAFTS} and not sampler.stats.is_next_without
 
 
 def test_deferred_rows_become_drafts():
@@ -310,12 +316,15 @@ def test_placement_uses_lengths_of_earlier_epochs():
 
 def test_stats_count_shared_forwards():
     """Its seconds and forwards are in what was measured, as its tokens are in what is modelled."""
-    stats, rows = RunStats(cost=fixed_cost(a=1.0, b=0.0, c=0.0)), rows_of(0)
-    for row in rows:
+    stats, groups = RunStats(cost=fixed_cost(a=1.0, b=0.0, c=0.0)), groups_of(0)
+    launch = Launch(groups, len(groups), 2)
+    rows = dict(enumerate(make_rows(groups, 2, LIMIT)))
+    for row in rows.values():
         row.tokens = np.ones(20, np.int64)
     load = Load(6, 6, 0, 60, 0, 0)
     forwards = [ForwardRecord(n, n + 1.0, 1.0, 0.0, *load, 6, 0, 0) for n in range(12)]
     record = RolloutRecord(0.0, 16.0, forwards, shared=[Span("shared", 12.0, 16.0)])
     record.shared_forwards = forwards[:8]
-    saved_s = stats.observe_rollout(record, rows, ALONE, num_slots=8, planning_s=0.5)
+    options = {"num_slots": 8, "planning_s": 0.5, "used_share": 0.0, "without": frozenset()}
+    saved_s = stats.observe_rollout(record, launch, rows, ALONE, **options)
     assert saved_s == pytest.approx(20.0 - 16.5, rel=0.02) and stats.forwards == 20

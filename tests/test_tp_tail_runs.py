@@ -67,7 +67,8 @@ def runs(tmp_path_factory):
     keys = ["rollout.tp_tail_max_rows=6", "run.trace=true", f"run.output_dir={shared}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TPTail, "run", noted)
-        patch.setattr(RunStats, "observe_rollout", lambda *of: observed.append(of) or observe(*of))
+        note = lambda *of, **named: observed.append(of) or observe(*of, **named)  # noqa: E731
+        patch.setattr(RunStats, "observe_rollout", note)
         train_on_threads(2, *OPTIONS, *keys)
         assert any(call.stops for call in calls) and len(digests(shared)) == 1
         train_on_threads(2, *OPTIONS, *keys)

@@ -91,6 +91,9 @@ class Guard:
         """Learn a rollout: its seconds, and those predicted without drafts."""
         if modelled_s <= 0.0:
             return
+        if was_on and self._pause == FIRST_PAUSE and not (self._with or self._without):
+            self._until_control -= 1  # the first rollout is slower, and has no drafts to verify
+            return
         of_setting = self._with if was_on else self._without
         of_setting.append((measured_s, modelled_s))
         del of_setting[:-MEMORY]

@@ -75,6 +75,8 @@ class PriceModel:
         """Learn a rollout.
 
         cost: of forwards; prompt, context: mean tokens of a prompt, and positions of a row."""
+        if seconds <= 0.0:
+            return  # in virtual time
         if self.prices is not None:
             self.error = float(np.dot(counts, self.prices)) / seconds - 1.0
         x = np.array(counts) / (ERROR * seconds)
@@ -87,6 +89,16 @@ class PriceModel:
         precision = 1.0 / np.maximum(errors, 1e-12) ** 2
         prior = np.column_stack((np.diag(precision), precision * np.array(suggested)))
         self.prices = Prices(*solve(self._moments + prior).tolist())
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return sums over rollouts and the latest prices, none before the first rollout."""
+        prices = np.array(() if self.prices is None else self.prices)
+        return {"moments": self._moments, "mean_s": np.array(self._mean_s), "prices": prices}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Restore a saved state."""
+        self._moments, self._mean_s = state["moments"], float(state["mean_s"])
+        self.prices = Prices(*state["prices"].tolist()) if len(state["prices"]) else None
 
 
 def suggested_prices(cost: CostModel, prompt: float, context: float) -> Prices:

@@ -157,6 +157,7 @@ class RunStats:
         cost = np.empty(0) if self.shared_cost is None else self.shared_cost.parameters
         return state_of(self._parts()) | {
             "averages": np.array([self.tokens_per_step, self.forwards]),
+            "guards.invested_s": np.array(self.invested_s),
             "shared_cost": cost,
         }
 
@@ -164,12 +165,13 @@ class RunStats:
         """Restore a saved state."""
         load_parts(self._parts(), state)
         self.tokens_per_step, self.forwards = map(float, state["averages"])
+        self.invested_s = float(state["guards.invested_s"])
         if len(state["shared_cost"]) == CostModel.NUM_TERMS + len(KNOTS):
             self.shared_cost = CostModel.from_parameters(state["shared_cost"])
 
     def _parts(self) -> dict:
         guards = {f"guard.{name}": guard for name, guard in self.guards.items()}
-        return {"lengths": self.lengths, **guards}
+        return {"lengths": self.lengths, "prices": self.pricing, **guards}
 
 
 def rows_as_generated(launch: Launch, lengths: np.ndarray) -> Rows:
