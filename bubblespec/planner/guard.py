@@ -20,7 +20,7 @@ MIN_COMPARISONS, SURE_ERRORS = 2, 3.0  # the same with fewer comparisons, which 
 CLEAR = 1.5  # standard errors of a clear lead
 GROWTH, CLEAR_GROWTH = 1.25, 3.0  # of the interval from one comparison to the next
 MIN_LOST, MIN_LOST_AGAIN = 0.3, 0.15  # mean rollouts lost before a pause, and before later ones
-FIRST_PAUSE, MAX_PAUSE = 24, 192  # rollouts of a pause, doubled each time
+FIRST_PAUSE, MAX_PAUSE = 36, 288  # rollouts of a pause, doubled each time
 MEMORY = 48  # latest rollouts kept by setting
 # Relative standard error of one rollout, as PRIOR_ROLLOUTS earlier ones: a few tell little of it.
 PRIOR_ERROR, PRIOR_ROLLOUTS = 0.1, 4

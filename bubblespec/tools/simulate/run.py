@@ -25,6 +25,7 @@ from bubblespec.mechanisms.tp_tail.tail import TPTail, enter_by_cost, measure
 from bubblespec.memory import AUTO_TP_ROWS, max_slots
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.guard import COPY
+from bubblespec.planner.prices import Prices
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
@@ -32,6 +33,7 @@ from bubblespec.samples import digest
 from bubblespec.setup import make_schedule
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate.runner import (
+    FREE,
     CopyModel,
     Cost,
     DrafterModel,
@@ -86,14 +88,15 @@ def simulate(
     drafter: DrafterModel | None = None,
     quantized: CopyModel | None = None,
     copy_cost: Cost | None = None,
+    prices: Prices = FREE,
     shows_progress: bool = False,
 ) -> list[SimulatedStep]:
     """Simulate the steps of a workload. Raises InputError if the configuration does not fit it.
 
     cost(load): seconds of a forward; together(load): seconds of a forward of all ranks together,
     None for no TP tail; drafter, quantized: used if the method has them; copy_cost(load): seconds
-    of a forward of the quantised copy, if its model has no share. Training, rewards and the
-    exchange of drafts take no time.
+    of a forward of the quantised copy, if its model has no share; prices: of what comes with
+    forwards, for which a run's own fit may be given. Training and rewards take no time.
     """
     config = copy.deepcopy(config)
     config.run.max_steps = num_steps = steps_that_fit(config, workload)
@@ -103,7 +106,7 @@ def simulate(
         config.rollout.tp_tail_max_rows = 0
     _check(config, workload, num_ranks)
     models = drafter or DrafterModel(), quantized or CopyModel()
-    shared = _Shared(config, workload, cost, together, *models, copy_cost)
+    shared = _Shared(config, workload, cost, together, *models, copy_cost, prices)
     shared.time_forwards()
     world, steps = World(num_ranks), []
     is_hidden = None if shows_progress else True  # None: hidden unless standard error is a screen
@@ -182,6 +185,7 @@ class _Shared:
     drafter: DrafterModel
     quantized: CopyModel
     copy_cost: Cost | None
+    prices: Prices
     profiled: CostModel = field(default_factory=CostModel)
     """Cost that a run fits to forwards at its start."""
     tp_cost: CostModel | None = None
@@ -211,6 +215,7 @@ class _Shared:
             cost=self.cost,
             text=text,
             together=self.together if is_tail else None,
+            prices=self.prices,
         )
         return Engine(runner)
 
@@ -291,6 +296,9 @@ class _Rank:
     def begin(self, launch: Launch, step: int) -> SimpleNamespace:
         """Begin to score a rollout, as `Scorer.begin` does; returns a `Scoring`."""
         self.texts.begin(step, launch.groups)
+        runner: Any = self.sampler.engine.runner
+        runner.own = frozenset(group.name for group in launch.groups)
+        runner.advance(runner.prices.rollout_s)
         return SimpleNamespace(on_finished=self._check_row, collect=self._collect)
 
     def _check_row(self, row: Row) -> None:

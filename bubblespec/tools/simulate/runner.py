@@ -19,9 +19,11 @@ from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import SamplingParams, Verified, num_accepted
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.runner import CONTEXT, MAX_CHAIN_LENGTH
+from bubblespec.planner.prices import Prices
 from bubblespec.tools.simulate.world import SimulatedRanks
 from bubblespec.types import Row
 
+FREE = Prices(0.0, 1.0, 0.0, 0.0, 0.0)  # nothing but forwards takes time
 NO_TOKEN = -2  # follows the end of a text; no draft contains it
 Text = Callable[[Row], np.ndarray]
 Cost = Callable[[Load], float]
@@ -42,6 +44,10 @@ class SimulatedRunner:
     together: Cost | None = None
     """Seconds of a forward of all ranks together, over the same rows, if forwards are shared."""
     pages: Pages | None = None
+    prices: Prices = FREE
+    """Of what comes with forwards, see planner/prices.py."""
+    own: frozenset[tuple[int, int]] = frozenset()
+    """Groups of the current step; rows of others are drafted for coming ones."""
 
     def __post_init__(self):
         # The text of each slot, its end and its sample's name.
@@ -61,6 +67,8 @@ class SimulatedRunner:
         self.said[slot, : len(text)] = text
         self.said[slot, len(text)] = NO_TOKEN
         self.name[slot], self.drafter_knows[slot] = row.id, 0
+        if row.id[:2] not in self.own:
+            self.advance(self.prices.begun_s)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy one slot to another."""
@@ -79,7 +87,10 @@ class SimulatedRunner:
     def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
         """Advance the clock and verify drafts against the texts; log-probabilities are 0."""
         if self.together is None:
-            self.advance(self.cost(batch.load))
+            prices, groups = self.prices, self.name[batch.slots, :2].tolist()
+            num_ahead = sum(tuple(group) not in self.own for group in groups)
+            extra_s = prices.verified_s * batch.load.draft_tokens + prices.drafted_s * num_ahead
+            self.advance(prices.forward * self.cost(batch.load) + extra_s)
         else:  # all ranks continue when the last one is done
             self.ranks.world.meet(self.ranks.rank, None, self.together(batch.load))
         row, offset = ragged(batch.num_draft + 1)
