@@ -59,7 +59,8 @@ class ModelConfig:
     keep a second copy of the weights; torch makes float32 tokens repeat bit for bit."""
     batch_invariant: bool = False
     """Make the tokens of a row independent of the other rows in float32 and bfloat16 too; forwards
-    take longer. Refused if a comparison at the start finds a difference (docs/exactness.md)."""
+    take longer. Refused for models that are not like Llama, and if a comparison at the start finds
+    a difference (docs/exactness.md)."""
     gradient_checkpointing: bool = key(False, resume=ROUNDING)
     """Recompute activations in the backward pass: less memory, more time."""
     trust_remote_code: bool = key(False, resume=SAFE)
