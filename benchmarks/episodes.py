@@ -83,6 +83,7 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
     def roll_out(arm: str) -> int:
         if arm == "drafts":
             records[arm], tasks = sampler.roll_out(table, rows[arm], step, launch.groups)
+            ranks.barrier()  # as in a step
             sampler.conclude(records[arm], tasks, table, rows[arm], step)
             return records[arm].own_forwards
         environments = lock_step if arm == "lock_step" else mechanism.environments

@@ -33,13 +33,13 @@ FLOORS = [
 CEILINGS = {
     "bubblespec.engine.runner": 3181,
     "examples.minimal_loop": 4329,
-    "bubblespec.rollout.loop": 4373,
-    "bubblespec.rollout.sampler": 8247,
-    "bubblespec.trainer": 11128,
-    "bubblespec.checkpoint": 2223,
+    "bubblespec.rollout.loop": 4380,
+    "bubblespec.rollout.sampler": 8525,
+    "bubblespec.trainer": 11240,
+    "bubblespec.checkpoint": 2225,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 26285, "tests": 28669}
+MAX_LINES = {"file": 400, "package": 25800, "tests": 28700}
 
 
 def name_of(path: Path) -> str:
