@@ -129,7 +129,7 @@ def paired_step(
             finally:
                 plain.runner.followers = followers
         rollout, tasks = sampler.roll_out(table, own, step, launch.groups)
-        ranks.barrier()  # as a step: no rank counts its wait for the slowest as time of the exchange
+        ranks.barrier()  # as a step: waiting for the slowest rank is not part of the exchange
         exchange = sampler.conclude(rollout, tasks, table, own, step)
         return rollout.own_forwards
 
