@@ -165,7 +165,7 @@ class RunStats:
         """Restore a saved state."""
         load_parts(self._parts(), state)
         self.tokens_per_step, self.forwards = map(float, state["averages"])
-        self.invested_s = float(state["guards.invested_s"])
+        self.invested_s = float(state.get("guards.invested_s", 0.0))
         if len(state["shared_cost"]) == CostModel.NUM_TERMS + len(KNOTS):
             self.shared_cost = CostModel.from_parameters(state["shared_cost"])
 
