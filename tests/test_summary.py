@@ -93,8 +93,7 @@ def test_output_shows_progress_and_how_to_extend(num_updates, scheduler, ending)
 
 
 def without_drafts(ratio: float) -> dict:
-    """A step that is compared with those that have drafts. ratio: measured over modelled
-    seconds."""
+    """A step without drafts, for comparison. ratio: measured over modelled seconds."""
     return METRICS | {"rollout/modelled_s": 3.0 / ratio}
 
 

@@ -45,7 +45,7 @@ class SimulatedRunner:
     """Seconds of a forward of all ranks together, over the same rows, if forwards are shared."""
     pages: Pages | None = None
     prices: Prices = FREE
-    """Of what comes with forwards, see planner/prices.py."""
+    """Prices of what comes with forwards, see planner/prices.py."""
     own: frozenset[tuple[int, int]] = frozenset()
     """Groups of the current step; rows of others are drafted for coming ones."""
 
