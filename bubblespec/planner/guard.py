@@ -61,13 +61,10 @@ class Guard:
         """Whether the guard plans the rollout after the next one without the mechanism."""
         return self.setting and self._until_control < 2
 
-    @property
-    def lead(self) -> float:
-        """Share by which rollouts with the mechanism are faster; 0 while nothing is known."""
-        return self._test()[0]
+    def test(self) -> tuple[float, float]:
+        """Return by which share rollouts with the mechanism are faster, and its standard error.
 
-    def _test(self) -> tuple[float, float]:
-        """Return the lead and its standard error."""
+        0 and infinity while nothing is known."""
         if not self._with or not self._without:
             return 0.0, np.inf
         used, unused = np.array(self._with), np.array(self._without)
@@ -103,7 +100,7 @@ class Guard:
                 self._with.clear()
                 self._until_control = self._interval = TRIAL
             return
-        lead, error = self._test()
+        lead, error = self.test()
         if was_on:
             self._until_control -= 1
         else:
