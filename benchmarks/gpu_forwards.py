@@ -90,7 +90,7 @@ class FixedDrafts:
     def __init__(self, length: int, wanted: Mapping[int, np.ndarray] | None = None):
         self.length, self.wanted = length, wanted
 
-    def propose(self, rows, lengths, room, budget):
+    def propose(self, rows, lengths, room, budget, ahead):
         if self.wanted is None:
             counts = np.full(len(rows), self.length)
             return np.ones(int(counts.sum()), np.int64), counts

@@ -53,7 +53,7 @@ class OwnDrafts:
     def __init__(self, drafts: dict[SampleId, np.ndarray]):
         self.remaining = dict(drafts)
 
-    def propose(self, rows, lengths, room, budget) -> tuple[np.ndarray, np.ndarray]:
+    def propose(self, rows, lengths, room, budget, ahead) -> tuple[np.ndarray, np.ndarray]:
         """Return the rest of each row's draft; the engine feeds as much as fits."""
         return packed([self.remaining.get(row.id) for row in rows])
 

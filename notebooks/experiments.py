@@ -39,7 +39,7 @@ class GivenDrafts:
         self.is_drafted: dict[SampleId, list[bool]] = {key: [] for key in drafts}
         self.num_draft = self.num_accepted = 0
 
-    def propose(self, rows, lengths, room, budget):
+    def propose(self, rows, lengths, room, budget, ahead):
         places = zip(rows, lengths, strict=True)
         return packed([self.drafts[row.id][n : n + self.window] for row, n in places])
 

@@ -40,7 +40,7 @@ class CheckedDrafts:
         self.random = np.random.default_rng(2)
         self.num_checked, self.caught_up, self.contexts = 0, [], []
 
-    def propose(self, rows, lengths, room, budget):
+    def propose(self, rows, lengths, room, budget, ahead):
         random, active = self.random, self.runner.engine.rows
         if len(active) <= drafter_module.MAX_ROWS and random.random() < self.share:
             asked = [n for n, row in enumerate(active) if any(row is r for r in rows)]

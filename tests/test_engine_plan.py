@@ -9,7 +9,7 @@ from bubblespec.engine.batch import Batch, Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import unpacked
-from bubblespec.engine.sampling import SamplingParams, Verified
+from bubblespec.engine.sampling import Drawn, SamplingParams
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import Drafts
 
@@ -19,6 +19,8 @@ PARAMS = SamplingParams(stop_token_ids=(STOP,))
 
 class TextRunner:
     """Each row generates its text. In place of keys and values the cache has tokens, or -1."""
+
+    depth = 0
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class TextRunner:
         page, offset = np.divmod(position, self.pages.page_size)
         return self.pages.table[slot, page], offset
 
-    def launch(self, batch: Batch, params) -> Callable[[], Verified]:
+    def launch(self, batch: Batch, params) -> Callable[[], Drawn]:
         self.batch = batch
         assert batch.load.tokens == len(batch.tokens) <= self.max_num_batched_tokens
         self.cache[self.place_of(*batch.index)] = batch.tokens
@@ -81,17 +83,14 @@ class TextRunner:
             known = [*self.rows[slot].prompt, *self.texts[self.rows[slot].id]]
             seen = self.cache[self.place_of(slot, np.arange(start))]
             assert seen.tolist() == known[:start], "attends to its own tokens"
-        accepted, tokens = [], []
+        tokens: list[int] = []
         drafts = unpacked(batch.draft, batch.num_draft)
         sampled = zip(batch.slots.tolist(), batch.generated.tolist(), drafts, strict=True)
         for slot, generated, draft in sampled:
             padded = self.texts[self.rows[slot].id] + [0] * len(draft)
-            text = padded[generated : generated + len(draft) + 1]
-            is_right = [*(a == b for a, b in zip(draft.tolist(), text, strict=False)), False]
-            accepted.append(is_right.index(False))
-            tokens += text
-        accepted, tokens = (np.array(of, np.int64) for of in (accepted, tokens))
-        return lambda: Verified(accepted, tokens, np.stack((-tokens, tokens)).astype(float))
+            tokens += padded[generated : generated + len(draft) + 1]
+        drawn = np.array(tokens, np.int64)
+        return lambda: Drawn(drawn, np.stack((-drawn, drawn)).astype(float))
 
 
 class FixedDrafts(Drafts):

@@ -117,7 +117,7 @@ def test_drafts_beyond_budget_or_limits_are_cut(model, num_slots, max_num_batche
     offered = []
 
     class TooMany:
-        def propose(self, rows, lengths, room, budget):
+        def propose(self, rows, lengths, room, budget, ahead):
             known = [engine.lengths[engine.rows.index(row)] - len(row.prompt) for row in rows]
             assert lengths.tolist() == known
             left = [row.max_new_tokens - n - 1 for row, n in zip(rows, known, strict=True)]

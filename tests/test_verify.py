@@ -11,7 +11,7 @@ from scipy import stats
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.sampling import SamplingParams, num_gained, sample, verify
+from bubblespec.engine.sampling import SamplingParams, num_accepted, num_gained, read, sample
 
 V, STOP, START = 6, 0, 1
 LIMIT, LONGEST_DRAFT = 6, 8  # drafts may run past the limit, and go on after a stop token
@@ -86,7 +86,7 @@ def decode(params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_keys=Non
     tokens = np.full((len(keys), limit), -1)
     logprobs = np.zeros((2, len(keys), limit))
     length = np.zeros(len(keys), np.int64)
-    rows, num_passes, num_accepted, num_drafted = np.arange(len(keys)), 0, 0, 0
+    rows, num_passes, num_right, num_drafted = np.arange(len(keys)), 0, 0, 0
     while len(rows):
         last = tokens[rows, length[rows] - 1]
         chain = [torch.from_numpy(np.where(length[rows] == 0, START, last))]
@@ -100,7 +100,8 @@ def decode(params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_keys=Non
         draft = chain[:, 1:][is_fed[:, 1:]].numpy()
         own_keys = keys[torch.from_numpy(rows)[:, None], position][is_fed]
         sampled = sample(POLICY[chain[is_fed]], own_keys, position[is_fed], params)
-        accepted, token, both = verify(sampled, draft, counts)
+        token, both = read(sampled)
+        accepted = num_accepted(token, draft, counts)
         stops, left = params.stop_token_ids, limit - length[rows]
         gained = num_gained(token, accepted, counts, stops, limit=left)
         first = np.cumsum(counts + 1) - (counts + 1)
@@ -111,10 +112,10 @@ def decode(params, drafter, cut=by_clock, limit=LIMIT, keys=KEYS, draft_keys=Non
         logprobs[(slice(None), *target)] = both[:, source]
         length[rows] += gained
         num_passes += 1
-        num_accepted += accepted.sum()
+        num_right += accepted.sum()
         num_drafted += counts.sum()
         rows = rows[(tokens[rows, length[rows] - 1] != STOP) & (length[rows] < limit)]
-    return tokens, *logprobs, num_accepted / max(num_drafted, 1)
+    return tokens, *logprobs, num_right / max(num_drafted, 1)
 
 
 def transition(params: SamplingParams, step: int) -> np.ndarray:
@@ -211,8 +212,9 @@ def test_coupled_tokens_equal_plain_sampling(setting):
 def test_verification_without_drafts_equals_sampling(count):
     params = SamplingParams(temperature=0.9, top_p=0.9, stop_token_ids=(3,), min_length=10)
     plain = sample(random_table(5, 50)[:count], keys_of(1, count)[0], torch.arange(count), params)
-    got = verify(plain, np.empty(0, np.int64), np.zeros(count, np.int64))
-    assert got.accepted.tolist() == [0] * count and got.logprobs.shape == (2, count)
+    got = read(plain)
+    accepted = num_accepted(got.token, np.empty(0, np.int64), np.zeros(count, np.int64))
+    assert accepted.tolist() == [0] * count and got.logprobs.shape == (2, count)
     assert all(map(np.array_equal, (got.token, *got.logprobs), plain))
 
 
@@ -274,8 +276,9 @@ def test_acceptance_rate_equals_exact_value(distance):
         expanded, ones = log_p.expand(2 * count, 10), np.ones(count, np.int64)
         generated = torch.arange(2).repeat(count)
         sampled = sample(expanded, keys.view(-1, 4), generated, SamplingParams())
-        got = verify(sampled, draft.numpy(), ones)
-        assert stats.binomtest(int(got.accepted.sum()), count, exact).pvalue > 1e-4
+        got = read(sampled)
+        accepted = int(num_accepted(got.token, draft.numpy(), ones).sum())
+        assert stats.binomtest(accepted, count, exact).pvalue > 1e-4
         # Accepted or refused, the token has p's law, and so has the one after it.
         for token in got.token.reshape(-1, 2).T:
             assert_law(np.bincount(token, minlength=10), p)

@@ -136,11 +136,17 @@ class Proposer:
         return spent
 
     def propose(
-        self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
+        self,
+        rows: list[Row],
+        lengths: np.ndarray,
+        room: np.ndarray,
+        budget: int,
+        ahead: np.ndarray | int = 0,
     ) -> tuple[np.ndarray, np.ndarray]:
         """See the engine's `Proposer`.
 
-        The windows of all rows are planned together; rows that are not tracked get none."""
+        The windows of all rows are planned together; rows that are not tracked get none. Windows
+        are of what follows the tokens that may be gained in flight."""
         if self._pause:
             self._pause -= 1
             return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
@@ -150,6 +156,7 @@ class Proposer:
         numbers, prompt_tokens = self._known(rows)
         limits = np.minimum(room, ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget))
         asked = ((limits > 0) & (numbers >= 0)).nonzero()[0]
+        limits = limits + ahead
         # Each row's proposal: its text, where it begins there, its length and its kind.
         texts: list[np.ndarray] = []
         weighed_s = 0.0
@@ -182,8 +189,14 @@ class Proposer:
             kv_tokens = int(lengths.sum()) + prompt_tokens
             rates, spent_s = chances[kind], self._overhead_s
             count, pays = choose_windows(
-                rates, count, self.cost, kv_tokens, budget=budget, overhead_s=spent_s
+                rates,
+                np.maximum(count - ahead, 0),
+                self.cost,
+                kv_tokens,
+                budget=budget,
+                overhead_s=spent_s,
             )
+            count = np.where(count > 0, count + ahead, 0)
             if not pays:
                 forward_s = float(self.cost.seconds(len(rows), len(rows), 0, kv_tokens))
                 self._pause = int(min(self._overhead_s / (LOOK_SHARE * forward_s), MAX_PAUSE))

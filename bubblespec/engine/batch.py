@@ -1,16 +1,22 @@
-"""What a forward feeds, and what computes it.
+"""A forward as it is planned, what it feeds, and what computes it.
 
-Shape legend: R active rows, N tokens in a forward, M rows that sample in it, S draft tokens.
+A runner with a `depth` above 0 computes a forward before the host has the results of the one
+before. Such a forward is planned by bounds: how many tokens its rows have by then, and whether they
+have ended, is known where their tokens are, on the device. There a row's plan moves on by the
+tokens that the row has gained meanwhile (engine/rows.py).
+
+Shape legend: R active rows, N tokens in a forward, M rows that sample in it, S draft tokens, P
+tokens of proposals, T positions sampled.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.sampling import SamplingParams, Verified
+from bubblespec.engine.sampling import Drawn, SamplingParams
 from bubblespec.types import Row
 
 
@@ -23,6 +29,34 @@ class Load(NamedTuple):
     positions: int = 0  # positions attended to, summed over rows
     prompt_tokens: int = 0  # prompt tokens among the tokens fed
     draft_tokens: int = 0  # draft tokens among the tokens fed
+
+
+class Plan(NamedTuple):
+    """A forward by what the host knows when it is planned: sizes, slots and proposals."""
+
+    start: np.ndarray  # int64 [R], position of each active row's first new token
+    count: np.ndarray  # type: ignore[assignment]  # tuple.count is not used
+    """int64 [R], new tokens of each, drafts included."""
+    known: np.ndarray  # int64 [R], tokens that each row is known to have; it may have more
+    slots: np.ndarray  # int64 [M], ascending, of rows that sample: they feed all known tokens
+    num_proposed: np.ndarray  # int64 [M], tokens of these rows' proposals, which follow known ones
+    proposals: np.ndarray  # int64 [P], the proposals one after the other
+    load: Load
+
+    @property
+    def num_sampled(self) -> np.ndarray:
+        """Positions sampled for each row that samples, int64 [M]: as many as may count."""
+        return (self.start + self.count - self.known)[self.slots] + 1
+
+
+class Texts(NamedTuple):
+    """Rows whose text the host has written: begun, continued behind an environment's tokens."""
+
+    slots: np.ndarray  # int64 [W]
+    length: np.ndarray  # int64 [W], tokens that each row has
+    prompt_length: np.ndarray  # int64 [W]
+    total: np.ndarray  # int64 [W], tokens at which it ends, prompt included
+    tokens: np.ndarray  # int64 [sum of lengths], row after row
 
 
 @dataclass
@@ -40,16 +74,25 @@ class Batch:
     load: Load
 
 
-class Runner(Protocol):
+class Runner:
     """What computes a forward: a model (`ModelRunner`), or in virtual time a recorded text."""
 
     num_slots: int
     max_length: int  # prompt plus response in tokens
     max_num_batched_tokens: int  # in a forward, at least num_slots
     pages: Pages | None  # of keys and values; None where each slot has room for a whole row
+    depth: int = 0  # forwards launched before the results of the one before are read
 
-    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
-        """Feed the batch and return the call that waits for its end and verifies its drafts."""
+    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Drawn]:
+        """Feed the batch and return the call that waits for its end."""
+        raise NotImplementedError
+
+    def launch_ahead(self, plan: Plan, texts: Texts, params: SamplingParams) -> Callable[[], Drawn]:
+        """Feed a plan's rows from where they stand by then; where `depth` is above 0.
+
+        texts: rows whose text has changed other than by forwards. Of each row that samples
+        `Plan.num_sampled` positions are drawn; those behind its draft (rows.py) are invalid."""
+        raise NotImplementedError
 
     def place(self, slot: int, row: Row) -> None:
         """Note that a row, with its tokens so far in it, comes into a slot."""

@@ -7,6 +7,9 @@ A forward feeds "n new tokens of row r", whether they are a prompt, one sampled 
 and a draft after it. Draft tokens come from a `Proposer`. A `Runner` verifies which of them the row
 would have sampled anyway; lowering the row's length rolls the rest back.
 
+A runner may be ahead of the host: forwards are planned and launched before the results of the one
+before are read. `step` is the only place that knows of this.
+
 A stop token may end a turn of a row instead of the row (`Row.has_turns`). The row is paused then:
 it keeps its slot, but samples nothing until `resume` appends the environment's tokens.
 
@@ -14,14 +17,16 @@ Shape legend: R active rows, N tokens in a forward, M rows that sample in it, S 
 + S positions sampled.
 """
 
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from bubblespec.engine.batch import Batch, Load, Runner
+from bubblespec.engine.batch import Batch, Load, Plan, Runner, Texts
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import SamplingParams, Verified, is_stop, num_gained
+from bubblespec.engine.rows import Standing, draft_of
+from bubblespec.engine.sampling import Drawn, SamplingParams, is_stop, num_accepted, num_gained
 from bubblespec.engine.slots import Slots
 from bubblespec.types import Row
 
@@ -30,12 +35,18 @@ class Proposer(Protocol):
     """Where draft tokens come from."""
 
     def propose(
-        self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
+        self,
+        rows: list[Row],
+        lengths: np.ndarray,
+        room: np.ndarray,
+        budget: int,
+        ahead: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return draft tokens int64 [S], row after row, and their numbers by row, int64 [rows].
+        """Return proposals int64 [P], row after row, and their numbers by row, int64 [rows].
 
-        lengths: int64 [rows], response tokens so far; room: int64 [rows], maximum draft tokens of
-        each; budget: maximum of all rows together. What exceeds either is cut."""
+        lengths: int64 [rows], response tokens known so far; ahead: int64 [rows], how many more each
+        may have gained by then; the draft is what a proposal has beyond these. room: int64 [rows],
+        maximum draft tokens of each; budget: of all rows together. What exceeds either is cut."""
 
     def observe(
         self,
@@ -51,6 +62,15 @@ class Proposer(Protocol):
         `num_draft` tokens, int64 [rows] each."""
 
 
+class Flight(NamedTuple):
+    """A forward that has been launched."""
+
+    plan: Plan
+    tickets: np.ndarray  # int64 [M], of the rows that sample
+    is_exact: bool  # whether all their tokens were known when it was planned
+    wait: Callable[[], Drawn]
+
+
 class Engine(Slots):
     """Rows in slots, and the forwards that generate their tokens."""
 
@@ -64,10 +84,13 @@ class Engine(Slots):
                 f"num_slots = {self.num_slots}"
             )
         self.num_forwards = 0
+        self.flights: deque[Flight] = deque()
 
     @property
     def is_waiting(self) -> bool:
         """Whether there is nothing to feed: no row to admit, and all active rows are paused."""
+        if self.flights:
+            return False
         if len(self.rows) < self.num_slots and self._can_admit():
             return False
         return not self._num_unfed().any()
@@ -88,63 +111,138 @@ class Engine(Slots):
         max_prefill_tokens: int | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[list[Row], Load | None]:
-        """Run one forward: admit, feed every row's next tokens, sample behind its known tokens.
+        """Run forwards, and read the results of one.
 
+        A forward admits rows, feeds every row's next tokens and samples behind its known tokens.
         Returns the rows that have finished or paused, and the forward's work, or None with nothing
         to feed. max_prefill_tokens: limit on tokens of rows that do not decode yet; meanwhile:
         called while a GPU computes the forward, must not change the engine or its rows."""
-        batch = self.schedule(proposer, max_prefill_tokens)
-        if batch is None:
+        depth = self.runner.depth
+        while len(self.flights) <= depth:
+            plan = self.schedule(proposer, max_prefill_tokens)
+            if plan is None:
+                break
+            self.flights.append(self._launch(plan, params))
+        if not self.flights:
             return [], None
-        wait = self.runner.launch(batch, params)
+        flight = self.flights.popleft()
         if meanwhile is not None:
             meanwhile()
-        verified = wait()
+        drawn = flight.wait()
         self.num_forwards += 1
-        self.cached[: len(batch.count)] = batch.start + batch.count
-        if len(batch.slots) == 0:
-            return [], batch.load
-        gained, tokens = self._append(batch, verified, params.stop_token_ids)
+        load = flight.plan.load
+        if len(flight.plan.slots) == 0:
+            return [], load
+        slots, num_draft, draft, drawn = self._land(flight, drawn)
+        gained, accepted, tokens = self._append(
+            slots, num_draft, draft, drawn, params.stop_token_ids
+        )
+        if len(slots) == 0:
+            return [], load
         if proposer is not None:
-            accepted = np.minimum(verified.accepted, gained)
-            proposer.observe(self._rows_in(batch.slots), tokens, gained, batch.num_draft, accepted)
+            proposer.observe(self._rows_in(slots), tokens, gained, num_draft, accepted)
         last = tokens[gained.cumsum() - 1]
-        return self._finish(batch.slots, is_stop(last, params.stop_token_ids)), batch.load
+        return self._finish(slots, is_stop(last, params.stop_token_ids)), load
+
+    def reset(self) -> None:
+        """Forget all rows, and all keys and values; needed whenever the weights have changed."""
+        self.flights.clear()
+        super().reset()
 
     def schedule(
         self, proposer: Proposer | None = None, max_prefill_tokens: int | None = None
-    ) -> Batch | None:
+    ) -> Plan | None:
         """Admit rows, and plan a forward of every row's next tokens; None if there are none."""
         self._reclaim_pages()
         self._admit()
         active = len(self.rows)
         if not active:
             return None
-        count, draft = self._plan(proposer, max_prefill_tokens)
+        count, proposals, num_proposed = self._plan(proposer, max_prefill_tokens)
         if not (num_tokens := int(count.sum())):
             return None
-        start = self.cached[:active].copy()
+        known, most = self.length[:active].copy(), self.most[:active]
+        start = np.where(most > 0, known - 1, self.cached[:active])
         ends = start + count
         if self.pages is not None:
-            self.pages.grow(ends)
+            self.pages.grow(ends + most)
         num_prompt = np.minimum(np.maximum(self.prompt_length[:active] - 1 - start, 0), count)
-        slots = (ends >= self.length[:active]).nonzero()[0]
-        length = self.length[slots]
-        num_draft = ends[slots] - length
-        wide, sums = int(np.count_nonzero(count > 1)), (ends, num_prompt, num_draft)
+        slots = (ends >= known).nonzero()[0]
+        wide, num_draft = int(np.count_nonzero(count > 1)), ends[slots] - known[slots]
+        sums = (ends, num_prompt, num_draft)
         load = Load(active, num_tokens, wide, *(int(of.sum()) for of in sums))
+        return Plan(start, count, known, slots, num_proposed[slots], proposals, load)
+
+    def _launch(self, plan: Plan, params: SamplingParams) -> Flight:
+        """Launch a planned forward. From now on its rows count as fed."""
+        runner, slots = self.runner, plan.slots
+        is_exact = runner.depth == 0
+        if is_exact:
+            wait = runner.launch(self._batch(plan), params)
+        else:
+            wait = runner.launch_ahead(plan, self._texts(), params)
+        self.cached[: len(plan.count)] = np.minimum(plan.start + plan.count, plan.known)
+        self.most[slots] += plan.num_sampled
+        self.fewest[slots] += 1
+        return Flight(plan, self.ticket[slots], is_exact, wait)
+
+    def _batch(self, plan: Plan) -> Batch:
+        """Return what a plan feeds where all tokens of its rows are known."""
+        start, count, known, slots, num_draft, draft, load = plan
         slot, offset = ragged(count)
         index = np.array((slot, start[slot] + offset))  # a quarter of what np.stack takes
-        generated = length - self.prompt_length[slots]
+        generated = known[slots] - self.prompt_length[slots]
         tokens = self.tokens.ravel()[slot * self.max_length + index[1]]
         if len(draft):
-            tokens[index[1] >= self.length[slot]] = draft
+            tokens[index[1] >= known[slot]] = draft
         return Batch(start, count, index, tokens, slots, generated, num_draft, draft, load)
 
+    def _texts(self) -> Texts:
+        """Return the rows whose text has been written since the last plan."""
+        slots = self.is_written[: len(self.rows)].nonzero()[0]
+        self.is_written[slots] = False
+        length, prompt_length = self.length[slots], self.prompt_length[slots]
+        row, offset = ragged(length)
+        tokens = self.tokens[slots[row], offset]
+        return Texts(slots, length, prompt_length, prompt_length + self.limit[slots], tokens)
+
+    def _land(
+        self, flight: Flight, drawn: Drawn
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Drawn]:
+        """Return slots, int64 [M], and drafts of the rows that a forward counts for, and its draws.
+
+        A row that has ended, paused or left since the forward was planned has none."""
+        plan, sampled = flight.plan, flight.plan.num_sampled
+        if flight.is_exact:
+            slots, (num_draft, draft) = plan.slots, plan[4:6]
+        else:
+            active = len(self.rows)
+            order = self.ticket[:active].argsort()
+            place = self.ticket[order].searchsorted(flight.tickets)
+            slots = np.append(order, 0)[place]
+            counts = self.ticket[slots] == flight.tickets if active else place < 0
+            slots = np.where(counts, slots, 0)
+            length, total = self.length[slots], (self.prompt_length + self.limit)[slots]
+            standing = Standing(self.tokens, slots, length, total, counts)
+            num_draft, draft = draft_of(plan, standing)
+            row, offset = ragged(sampled)
+            kept = counts[row] & (offset <= num_draft[row])
+            drawn = Drawn(drawn.token[kept], drawn.logprobs[:, kept])
+            slots, num_draft, sampled = slots[counts], num_draft[counts], sampled[counts]
+        self.most[slots] -= sampled
+        self.fewest[slots] -= 1
+        return slots, num_draft, draft, drawn
+
     def _num_unfed(self) -> np.ndarray:
-        """Count the tokens to feed of each active row, int64 [R]; a paused one keeps its last."""
+        """Count the tokens to feed of each active row, int64 [R]; a paused one keeps its last.
+
+        A row in flight has one to come, unless it has reached its limit by then."""
         active = len(self.rows)
-        return self.length[:active] - self.is_paused[:active] - self.cached[:active]
+        unfed = self.length[:active] - self.is_paused[:active] - self.cached[:active]
+        if self.flights:
+            least = (self.length + self.fewest - self.prompt_length)[:active]
+            unfed[(self.fewest[:active] > 0) & (least < self.limit[:active])] = 1
+        return unfed
 
     def _rows_in(self, slots: np.ndarray) -> list[Row]:
         if len(slots) == len(self.rows):
@@ -153,10 +251,11 @@ class Engine(Slots):
 
     def _plan(
         self, proposer: Proposer | None, max_prefill_tokens: int | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Divide the token budget: decoding rows first, then prompts, then drafts.
 
-        Returns the new tokens of each active row, int64 [R], and the drafts, int64 [S]."""
+        Returns the new tokens of each active row, int64 [R]; proposals, int64 [P], row after row;
+        and their numbers, int64 [R]."""
         active = len(self.rows)
         unfed = self._num_unfed()
         if unfed.max() > 1:
@@ -176,55 +275,66 @@ class Engine(Slots):
             count[slot] = min(unfed[slot], budget, prefill_budget)
             budget -= int(count[slot])
             prefill_budget -= int(count[slot])
-        draft = np.empty(0, np.int64)
-        decoding = (~(prefilling | self.is_paused[:active])).nonzero()[0]
+        proposals, num_proposed = np.empty(0, np.int64), np.zeros(active, np.int64)
+        decoding = (unfed == 1).nonzero()[0]
         if proposer is not None and budget > 0 and len(decoding):
-            draft, lengths = self._propose(proposer, decoding, budget)
-            count[decoding] += lengths
-        return count, draft
+            proposals, num_proposed[decoding], drafts = self._propose(proposer, decoding, budget)
+            count[decoding] += drafts
+        return count, proposals, num_proposed
 
     def _propose(
         self, proposer: Proposer, slots: np.ndarray, budget: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return drafts for the rows in `slots`, row after row, and their lengths, int64 both."""
-        generated = self.length[slots] - self.prompt_length[slots]
-        room = self.limit[slots] - generated - 1  # the token after the draft needs a position too
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return proposals for the rows in `slots`, row after row, their lengths and the drafts'.
+
+        All int64; a draft is the part of a proposal beyond what a row may gain in flight."""
+        generated, ahead = self.length[slots] - self.prompt_length[slots], self.most[slots]
+        # The token after the draft needs a position too.
+        room = self.limit[slots] - generated - 1 - self.fewest[slots]
         if self.pages is not None:
-            room = np.minimum(room, self.pages.room(self.length[: len(self.rows)], slots))
-        tokens, given = proposer.propose(self._rows_in(slots), generated, room, budget)
-        lengths = np.minimum(given, room)
-        before = lengths.cumsum() - lengths
-        lengths = np.minimum(lengths, np.maximum(budget - before, 0))
+            room = np.minimum(room, self.pages.room(self._reach, slots))
+        tokens, given = proposer.propose(self._rows_in(slots), generated, room, budget, ahead)
+        drafts = np.minimum(np.maximum(given - ahead, 0), room)
+        before = drafts.cumsum() - drafts
+        drafts = np.minimum(drafts, np.maximum(budget - before, 0))
+        lengths = np.minimum(drafts + ahead, self.limit[slots] - generated) * (drafts > 0)
         if int(lengths.sum()) < len(tokens):
             tokens = tokens[ragged(given)[1] < lengths.repeat(given)]
-        return tokens, lengths
+        return tokens, lengths, drafts
 
     def _append(
-        self, batch: Batch, verified: Verified, stop_token_ids: tuple[int, ...]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Write the tokens gained; return counts int64 [M] and tokens int64, row after row."""
-        accepted, token, logprobs = verified
-        slots, num_draft, generated = batch.slots, batch.num_draft, batch.generated
+        self,
+        slots: np.ndarray,
+        num_draft: np.ndarray,
+        draft: np.ndarray,
+        drawn: Drawn,
+        stop_token_ids: tuple[int, ...],
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Verify drafts and write the tokens gained.
+
+        Returns how many tokens each row has gained and how many of them its draft had, int64 [M],
+        and the tokens, int64, row after row."""
+        token, logprobs = drawn
         begin = self.length[slots]
-        gained = np.ones(len(slots), np.int64)
+        gained, accepted = np.ones(len(slots), np.int64), np.zeros(len(slots), np.int64)
         place = slots * self.max_length + begin  # in flat arrays, which are several times as fast
-        if batch.load.draft_tokens:
-            limit = self.limit[slots] - generated
+        if len(draft):
+            accepted = num_accepted(token, draft, num_draft)
+            limit = self.limit[slots] + self.prompt_length[slots] - begin
             gained = num_gained(token, accepted, num_draft, stop_token_ids, limit=limit)
-            # The positions sampled are those after each row's last known token and its drafts.
-            slot, position = batch.index[0], batch.index[1] + 1
-            sampled = (position >= self.length[slot]).nonzero()[0]
-            self.length[slots] = begin + gained
-            kept = (position < self.length[slot])[sampled].nonzero()[0]
+            row, offset = ragged(num_draft + 1)
+            kept = (offset < gained[row]).nonzero()[0]
             token, logprobs = token[kept], logprobs.take(kept, axis=1)
-            place = (slot * self.max_length + position)[sampled[kept]]
+            place = place[row[kept]] + offset[kept]
+            accepted = np.minimum(accepted, gained)
         self.length[slots] = begin + gained
         self.tokens.ravel()[place] = token
         for flat, values in zip(self.logprobs.reshape(2, -1), logprobs, strict=True):
             flat[place] = values
-        # Keys and values behind the accepted tokens are overwritten before they are read.
-        self.cached[slots] = self.length[slots] - 1
-        return gained, token
+        # Keys and values behind the accepted tokens are overwritten before they are read. The last
+        # token has none, unless a forward in flight feeds it.
+        self.cached[slots] = begin + gained - (self.most[slots] == 0)
+        return gained, accepted, token
 
     def _finish(self, slots: np.ndarray, is_stopped: np.ndarray) -> list[Row]:
         """Take out, or pause at the end of a turn, rows that have stopped or reached their limit.
@@ -232,14 +342,16 @@ class Engine(Slots):
         is_stopped: bool [slots]."""
         ended = self.length[slots] - self.prompt_length[slots] >= self.limit[slots]
         finished: list[Row] = []
+        done = (is_stopped | ended).nonzero()[0]
         # From the last slot down, so that the row moving into a freed slot is never one that has
         # finished too.
-        for i in (is_stopped | ended).nonzero()[0][::-1].tolist():
+        for i in done[slots[done].argsort()[::-1]].tolist():
             row = self._read_results(slots[i])
             row.finish = "stop" if is_stopped[i] else "length"
             finished.append(row)
             if row.has_turns and is_stopped[i]:
                 self.is_paused[slots[i]] = True
+                self._renew(slots[i])
             else:
                 self._refill(slots[i])
         return finished

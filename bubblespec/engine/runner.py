@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.batch import Batch
+from bubblespec.engine.batch import Batch, Runner
 from bubblespec.engine.forward import ModelForward, Sampled, SlotFollower
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache
@@ -20,14 +20,14 @@ from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.packing import PAGE, CachePacking, to_device
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import SamplingParams, Verified, verify
+from bubblespec.engine.sampling import Drawn, SamplingParams, read
 from bubblespec.engine.weights import join
 from bubblespec.types import Row
 
 KEYS_AHEAD = 64  # positions whose noise keys are made at once
 
 
-class ModelRunner:
+class ModelRunner(Runner):
     """A `Runner`. The model is used as it is at each forward: train it between rollouts."""
 
     def __init__(
@@ -101,7 +101,7 @@ class ModelRunner:
             follower.release()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
+    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Drawn]:
         """See `Runner`. The host waits for the GPU once, in the call that this returns."""
         packing = CachePacking(self.cache, batch.start, batch.count, batch.index, self.device)
         num_sampled = batch.num_draft + 1
@@ -127,13 +127,13 @@ class ModelRunner:
             noise, num_generated = self._noise(slots, position), to_device(position, self.device)
             sampled = self.forward.sample(logits, noise, num_generated, params)
             self._make_keys(batch.slots, batch.generated + batch.num_draft + 1 + KEYS_AHEAD // 2)
-        return partial(verify, sampled, batch.draft, batch.num_draft)
+        return partial(read, sampled)
 
-    def _wait(self) -> Verified:
+    def _wait(self) -> Drawn:
         """Wait for a forward in which nothing is sampled: its time is not the next one's."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return Verified(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((2, 0)))
+        return Drawn(np.empty(0, np.int64), np.empty((2, 0)))
 
     def _noise(self, slots: np.ndarray, position: np.ndarray) -> Noise:
         """Return the noise of T response positions of slots: keys, or counters on a GPU."""

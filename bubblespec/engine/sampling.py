@@ -47,13 +47,9 @@ class SamplingParams:
         return has_bars or self.top_k > 0 or self.top_p < 1.0
 
 
-class Verified(NamedTuple):
-    """Result of a verification, on the host.
+class Drawn(NamedTuple):
+    """Tokens drawn at T positions, on the host; what follows a wrong draft token is invalid."""
 
-    From a row's first position on, `token` has its `accepted` draft tokens and the next token.
-    Entries after a rejected token are invalid."""
-
-    accepted: np.ndarray  # int64 [R], leading draft tokens accepted
     token: np.ndarray  # int64 [T]
     logprobs: np.ndarray  # float [2, T], both log-probabilities of `sample`
 
@@ -156,21 +152,11 @@ def restrict(logits: torch.Tensor, num_generated, params: SamplingParams) -> tor
     return logits
 
 
-def verify(
-    sampled: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | torch.Tensor,
-    draft: np.ndarray,
-    counts: np.ndarray,
-) -> Verified:
-    """Verify the drafts of R rows, whatever limits and stop tokens (`num_gained`).
-
-    sampled: from `sample`, [T] each, or as one tensor, row after row, each with n + 1 positions: in
-    place of its draft tokens, and after them; draft: int64 [S] and counts: int64 [R], n of each
-    row, both on the host, which waits for the device once."""
-    assert len(sampled[0]) == len(counts) + len(draft) and len(draft) == counts.sum()
+def read(sampled: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | torch.Tensor) -> Drawn:
+    """Return what `sample` returned, [T] each, or as one tensor; the host waits once."""
     rows = sampled.cpu().numpy() if isinstance(sampled, torch.Tensor) else to_host(*sampled)
     token, *logprobs = rows
-    token = token.astype(np.int64, copy=False)
-    return Verified(num_accepted(token, draft, counts), token, np.array(logprobs))
+    return Drawn(token.astype(np.int64, copy=False), np.array(logprobs))
 
 
 def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np.ndarray:

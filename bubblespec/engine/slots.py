@@ -37,6 +37,12 @@ class Slots:
         )
         self.logprobs = np.zeros((2, *shape), np.float32)
         self.is_paused = np.zeros(self.num_slots, bool)
+        # Forwards in flight: the most and the fewest tokens that they add to each slot's row,
+        # unless it ends. They are for the row whose ticket they have; a row gets another one
+        # whenever its text is written here, or it pauses.
+        self.most, self.fewest, self.ticket = np.zeros((3, self.num_slots), np.int64)
+        self.is_written = np.zeros(self.num_slots, bool)  # since the last plan
+        self._num_tickets = 0
         # The prompt whose keys and values a slot holds, even after its row has finished; -1: none.
         self.prompt_id = np.full(self.num_slots, -1, np.int64)
         self._prompt_ids: dict[tuple[int, ...], int] = {}
@@ -54,6 +60,11 @@ class Slots:
     def lengths(self) -> np.ndarray:
         """Known tokens of each active row, prompt included, int64 [R]."""
         return self.length[: len(self.rows)].copy()
+
+    @property
+    def _reach(self) -> np.ndarray:
+        """Tokens that each active row has at most once forwards in flight have ended, int64 [R]."""
+        return (self.length + self.most)[: len(self.rows)]
 
     def add(self, rows: list[Row]) -> None:
         """Queue rows, those with one prompt next to each other, so that its prefill is shared.
@@ -136,9 +147,9 @@ class Slots:
         # The pages for active rows keep a preempted row from being preempted again soon.
         if not self.queue or self.pages is None or not self.rows:
             return bool(self.queue)
-        row, active = self.queue[0], len(self.rows)
-        needed = self.pages.needed(len(row.prompt) + len(row.tokens)) + active
-        return bool(needed + self.pages.lacking(self.length[:active]) <= self.pages.num_free)
+        row = self.queue[0]
+        needed = self.pages.needed(len(row.prompt) + len(row.tokens)) + len(self.rows)
+        return bool(needed + self.pages.lacking(self._reach) <= self.pages.num_free)
 
     def _admit(self) -> None:
         """Admit queued rows while slots and pages last."""
@@ -153,9 +164,9 @@ class Slots:
         """Make room for a forward: pages of rejected drafts first, then of the youngest rows."""
         if self.pages is None:
             return
-        if self.pages.lacking(self.length[: len(self.rows)]) > self.pages.num_free:
-            self.pages.trim(self.length[: len(self.rows)])
-        while self.pages.lacking(self.length[: len(self.rows)]) > self.pages.num_free:
+        if self.pages.lacking(self._reach) > self.pages.num_free:
+            self.pages.trim(self._reach)
+        while self.pages.lacking(self._reach) > self.pages.num_free:
             slot = int(self._age[: len(self.rows)].argmax())
             row = self._read_results(slot)
             self._preempted[row] = int(self._age[slot])
@@ -199,8 +210,16 @@ class Slots:
         self.tokens[slot, span] = row.tokens
         self.logprobs[:, slot, span] = (row.logprob, row.full_logprob) if len(row.logprob) else 0.0
         self.length[slot] = span.stop
-        self.cached[slot] = min(self.cached[slot], span.stop - 1)
         self.is_paused[slot] = row.finish is not None
+        self.is_written[slot] = True
+        self._renew(slot)
+
+    def _renew(self, slot: int) -> None:
+        """Let forwards in flight no longer count for a slot's row."""
+        self._num_tickets += 1
+        self.ticket[slot] = self._num_tickets
+        self.most[slot] = self.fewest[slot] = 0
+        self.cached[slot] = min(self.cached[slot], self.length[slot] - 1)
 
     def _read_results(self, slot: int) -> Row:
         row = self.rows[slot]
@@ -221,7 +240,7 @@ class Slots:
     def _free_pages(self, slot: int) -> None:
         if self.pages is None:
             return
-        self.length[slot], self.cached[slot], self.prompt_id[slot] = 0, 0, -1
+        self.length[slot], self.cached[slot], self.most[slot], self.prompt_id[slot] = 0, 0, 0, -1
         self.pages.truncate(slot)
 
     def _close(self, slot: int) -> None:
@@ -230,8 +249,16 @@ class Slots:
         if slot == last:
             return
         self.rows[slot] = moved
-        self.runner.move(last, int(slot), int(self.cached[last]))
+        self.runner.move(last, int(slot), int(self.cached[last] + self.most[last]))
         per_slot = (self.length, self.cached, self.prompt_length, self.limit, self.prompt_id)
-        for array in (self.tokens, *self.logprobs, self._age, self.is_paused, *per_slot):
+        in_flight = (self.most, self.fewest, self.ticket, self.is_written)
+        for array in (
+            self.tokens,
+            *self.logprobs,
+            self._age,
+            self.is_paused,
+            *per_slot,
+            *in_flight,
+        ):
             array[slot] = array[last]
         self.prompt_id[last] = -1

@@ -22,7 +22,7 @@ class _MeaninglessDrafts:
     def __init__(self, length: int):
         self.length = length
 
-    def propose(self, rows, lengths, room, budget):
+    def propose(self, rows, lengths, room, budget, ahead):
         counts = np.full(len(rows), self.length)
         return np.ones(int(counts.sum()), np.int64), counts
 

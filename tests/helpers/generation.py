@@ -74,7 +74,7 @@ class Drafts:
     def __init__(self, draft: Callable[[Row, int], list | np.ndarray | None]):
         self.draft, self.num_draft, self.num_accepted, self.num_gained = draft, 0, 0, 0
 
-    def propose(self, rows, lengths, room, budget):
+    def propose(self, rows, lengths, room, budget, ahead):
         return packed([self.draft(*of) for of in zip(rows, lengths.tolist(), strict=True)])
 
     def observe(self, rows, tokens, num_gained, num_draft, num_accepted):

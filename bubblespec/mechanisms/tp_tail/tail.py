@@ -171,16 +171,22 @@ class OwnersPropose:
         self.proposer, self.own_rows, self.gather = proposer, own_rows, gather
 
     def propose(
-        self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int
+        self,
+        rows: list[Row],
+        lengths: np.ndarray,
+        room: np.ndarray,
+        budget: int,
+        ahead: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """See `Proposer`; drafts are exchanged in one size on all ranks."""
         own, drafts = self._own(rows), np.full((len(rows), MAX_DRAFT_TOKENS), -1)
         if len(own):
-            room = np.minimum(room, MAX_DRAFT_TOKENS)
+            room = np.minimum(room, MAX_DRAFT_TOKENS - ahead)
             own_rows = [rows[i] for i in own]
-            tokens, counts = self.proposer.propose(own_rows, lengths[own], room[own], budget)
+            given = lengths[own], room[own], budget, ahead[own]
+            tokens, counts = self.proposer.propose(own_rows, *given)
             row, offset = ragged(counts)
-            fits = offset < room[own[row]]
+            fits = offset < (room + ahead)[own[row]]
             drafts[own[row[fits]], offset[fits]] = tokens[fits]
         drafts = self.gather(drafts).max(axis=0)
         return drafts[drafts >= 0], (drafts >= 0).sum(axis=1)

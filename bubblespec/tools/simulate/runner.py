@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from bubblespec.engine.batch import Batch, Load
+from bubblespec.engine.batch import Batch, Load, Runner
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import SamplingParams, Verified, num_accepted
+from bubblespec.engine.sampling import Drawn, SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.runner import CONTEXT, MAX_CHAIN_LENGTH
 from bubblespec.planner.prices import Prices
@@ -30,7 +30,7 @@ Cost = Callable[[Load], float]
 
 
 @dataclass(eq=False)
-class SimulatedRunner:
+class SimulatedRunner(Runner):
     """A `Runner` of one rank; slots hold the texts of their rows instead of keys and values."""
 
     ranks: SimulatedRanks
@@ -75,17 +75,8 @@ class SimulatedRunner:
         for array in (self.said, self.end, self.name, self.drafter_knows):
             array[target] = array[source]
 
-    def reset(self) -> None:
-        """See `Runner`."""
-
-    def share(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
-        """Do nothing: there are no keys and values."""
-
-    def release(self) -> None:
-        """Do nothing: there are no keys and values."""
-
-    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Verified]:
-        """Advance the clock and verify drafts against the texts; log-probabilities are 0."""
+    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Drawn]:
+        """Advance the clock and read the texts; log-probabilities are 0."""
         if self.together is None:
             prices, groups = self.prices, self.name[batch.slots, :2].tolist()
             num_ahead = sum(tuple(group) not in self.own for group in groups)
@@ -97,8 +88,7 @@ class SimulatedRunner:
         slot = batch.slots[row]
         position = np.minimum(batch.generated[row] + offset, self.end[slot])
         token = self.said[slot, position].astype(np.int64)
-        accepted = num_accepted(token, batch.draft, batch.num_draft)
-        return lambda: Verified(accepted, token, np.zeros((2, len(token))))
+        return lambda: Drawn(token, np.zeros((2, len(token))))
 
 
 COPY_SHARE = 0.4  # of a copy without a cost of its own, see `CopyModel`

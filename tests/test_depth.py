@@ -1,0 +1,115 @@
+"""Forwards launched before the results of those before them: rows are those of depth 0."""
+
+import numpy as np
+import pytest
+
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.model_checks import prepare_model
+from bubblespec.engine.pages import Pages
+from bubblespec.engine.sampling import SamplingParams
+from tests.helpers.generation import (
+    STOP,
+    Drafter,
+    as_dict,
+    make_engine,
+    make_prompts,
+    make_rows,
+)
+from tests.helpers.late import LateRunner
+from tests.helpers.models import VOCAB, random_model, small_config
+
+STOPS = (*STOP, *range(20, 30))  # so that turns are short
+PARAMS = SamplingParams(stop_token_ids=STOPS)
+SEED, LIMIT, MAX_LENGTH, NUM_SCHEDULES = 5, 30, 56, 36
+
+
+class LateDrafter(Drafter):
+    """Proposals that reach beyond what rows may gain in flight, right for some of that."""
+
+    def propose(self, rows, lengths, room, budget, ahead):
+        self.ahead = dict(zip(rows, ahead.tolist(), strict=True))
+        return super().propose(rows, lengths, room, budget, ahead)
+
+    def continuation(self, row, length):
+        truth = np.array(self.wanted[row.id.uid, row.id.sample][0])[length:]
+        draft = np.concatenate((truth, self.rng.integers(1, VOCAB, 3)))
+        draft = draft[: self.rng.integers(0, 9) + self.ahead[row]]
+        wrong = self.rng.random(len(draft)) < self.corrupted
+        draft[wrong] = self.rng.integers(1, VOCAB, wrong.sum())
+        return draft if self.rng.random() < 0.8 else None
+
+
+def observation(row, turn: int) -> np.ndarray | None:
+    random = np.random.default_rng((*row.id, turn))
+    if turn > 2 and row.id.sample:
+        return None
+    return random.integers(1, VOCAB, random.integers(0, 9))
+
+
+def play(engine: Engine, rows: list, random: np.random.Generator, proposer=None) -> None:
+    """Generate rows to their end; they come late, wait for observations, leave and come back."""
+    queue, turns, waiting, outside = list(rows), dict.fromkeys(rows, 0), [], []
+    while queue or waiting or outside or not engine.is_idle:
+        coming, queue = queue[: (count := int(random.integers(4)))], queue[count:]
+        engine.add(coming)
+        limit = None if random.random() < 0.5 else int(random.integers(1, 9))
+        finished, load = engine.step(PARAMS, proposer, limit)
+        waiting += [row for row in finished if row.finish == "stop" and row.has_turns]
+        for row in [row for row in waiting if load is None or random.random() < 0.3]:
+            waiting.remove(row)
+            turns[row] += 1
+            if (ids := observation(row, turns[row])) is None:
+                engine.drop(row)
+            else:
+                engine.resume(row, ids)
+        for row in [row for row in (*engine.rows, *engine.queue) if row.finish is None]:
+            if random.random() < 0.03:
+                engine.drop(row)
+                outside.append(row)
+        for row in [row for row in outside if random.random() < 0.3 or load is None]:
+            outside.remove(row)
+            engine.add([row])
+
+
+@pytest.fixture(scope="module")
+def baseline():
+    model = random_model(small_config("llama"))
+    prepare_model(model, MAX_LENGTH)
+    rows = make_rows(make_prompts(5, 25), 3, LIMIT)
+    for row in rows:
+        row.has_turns = row.id.sample != 1
+    play(make_engine(model, 8, seed=SEED, max_length=MAX_LENGTH), rows, np.random.default_rng(1))
+    return model, as_dict(rows), {row.id: (row.logprob, row.full_logprob) for row in rows}
+
+
+def test_rows_of_random_schedules_equal_those_of_depth_0(baseline):
+    """Admissions, stops, pauses, preemptions, rows that leave, wrong drafts, up to three in
+    flight."""
+    model, wanted, logprobs = baseline
+    drafts, masked, preempted = np.zeros(2), 0, 0
+    for seed in range(NUM_SCHEDULES):
+        random = np.random.default_rng(seed)
+        num_slots = int(random.integers(1, 9))
+        pages = None
+        if seed % 2:
+            pages = Pages.for_rows(num_slots, MAX_LENGTH, 4, int(random.integers(14, 40)))
+        sizes = {"max_num_batched_tokens": int(random.choice([num_slots, 12, 2048]))}
+        runner = LateRunner(model, num_slots, MAX_LENGTH, SEED, pages=pages, **sizes)
+        runner.depths = lambda random=random, deepest=1 + seed % 3: int(
+            random.integers(1, deepest + 1)
+        )
+        engine = Engine(runner)
+        drafter = LateDrafter(wanted, float(random.choice([0.0, 0.3]))) if seed % 4 else None
+        rows = make_rows(make_prompts(5, 25), 3, LIMIT)
+        for row in rows:
+            row.has_turns = row.id.sample != 1
+        play(engine, rows, random, drafter)
+        assert as_dict(rows) == wanted, seed
+        for row in rows:
+            for found, true in zip((row.logprob, row.full_logprob), logprobs[row.id], strict=True):
+                np.testing.assert_allclose(found, true, rtol=1e-4, atol=1e-5)
+        masked += runner.num_masked
+        preempted += engine.num_admitted > len(rows)
+        if drafter is not None:
+            drafts += drafter.num_draft, drafter.num_accepted
+    assert masked and preempted and 0 < drafts[1] < drafts[0]
