@@ -7,36 +7,13 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import SamplingParams
-from tests.helpers.generation import (
-    STOP,
-    Drafter,
-    as_dict,
-    make_engine,
-    make_prompts,
-    make_rows,
-)
+from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
 from tests.helpers.late import LateRunner
 from tests.helpers.models import VOCAB, random_model, small_config
 
 STOPS = (*STOP, *range(20, 30))  # so that turns are short
 PARAMS = SamplingParams(stop_token_ids=STOPS)
 SEED, LIMIT, MAX_LENGTH, NUM_SCHEDULES = 5, 30, 56, 36
-
-
-class LateDrafter(Drafter):
-    """Proposals that reach beyond what rows may gain in flight, right for some of that."""
-
-    def propose(self, rows, lengths, room, budget, ahead):
-        self.ahead = dict(zip(rows, ahead.tolist(), strict=True))
-        return super().propose(rows, lengths, room, budget, ahead)
-
-    def continuation(self, row, length):
-        truth = np.array(self.wanted[row.id.uid, row.id.sample][0])[length:]
-        draft = np.concatenate((truth, self.rng.integers(1, VOCAB, 3)))
-        draft = draft[: self.rng.integers(0, 9) + self.ahead[row]]
-        wrong = self.rng.random(len(draft)) < self.corrupted
-        draft[wrong] = self.rng.integers(1, VOCAB, wrong.sum())
-        return draft if self.rng.random() < 0.8 else None
 
 
 def observation(row, turn: int) -> np.ndarray | None:
@@ -99,7 +76,7 @@ def test_rows_of_random_schedules_equal_those_of_depth_0(baseline):
             random.integers(1, deepest + 1)
         )
         engine = Engine(runner)
-        drafter = LateDrafter(wanted, float(random.choice([0.0, 0.3]))) if seed % 4 else None
+        drafter = Drafter(wanted, float(random.choice([0.0, 0.3]))) if seed % 4 else None
         rows = make_rows(make_prompts(5, 25), 3, LIMIT)
         for row in rows:
             row.has_turns = row.id.sample != 1

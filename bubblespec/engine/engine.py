@@ -67,6 +67,7 @@ class Flight(NamedTuple):
 
     plan: Plan
     tickets: np.ndarray  # int64 [M], of the rows that sample
+    stop_token_ids: tuple[int, ...]
     is_exact: bool  # whether all their tokens were known when it was planned
     wait: Callable[[], Drawn]
 
@@ -122,7 +123,7 @@ class Engine(Slots):
             plan = self.schedule(proposer, max_prefill_tokens)
             if plan is None:
                 break
-            self.flights.append(self._launch(plan, params))
+            self.flights.append(self._launch(plan, params, is_exact=depth == 0))
         if not self.flights:
             return [], None
         flight = self.flights.popleft()
@@ -134,15 +135,14 @@ class Engine(Slots):
         if len(flight.plan.slots) == 0:
             return [], load
         slots, num_draft, draft, drawn = self._land(flight, drawn)
-        gained, accepted, tokens = self._append(
-            slots, num_draft, draft, drawn, params.stop_token_ids
-        )
+        stops = flight.stop_token_ids
+        gained, accepted, tokens = self._append(slots, num_draft, draft, drawn, stops)
         if len(slots) == 0:
             return [], load
         if proposer is not None:
             proposer.observe(self._rows_in(slots), tokens, gained, num_draft, accepted)
         last = tokens[gained.cumsum() - 1]
-        return self._finish(slots, is_stop(last, params.stop_token_ids)), load
+        return self._finish(slots, is_stop(last, stops)), load
 
     def reset(self) -> None:
         """Forget all rows, and all keys and values; needed whenever the weights have changed."""
@@ -173,18 +173,18 @@ class Engine(Slots):
         load = Load(active, num_tokens, wide, *(int(of.sum()) for of in sums))
         return Plan(start, count, known, slots, num_proposed[slots], proposals, load)
 
-    def _launch(self, plan: Plan, params: SamplingParams) -> Flight:
+    def _launch(self, plan: Plan, params: SamplingParams, is_exact: bool) -> Flight:
         """Launch a planned forward. From now on its rows count as fed."""
         runner, slots = self.runner, plan.slots
-        is_exact = runner.depth == 0
-        if is_exact:
-            wait = runner.launch(self._batch(plan), params)
+        if runner.keeps_rows:
+            batch = self._batch(plan) if is_exact else None
+            wait = runner.launch_ahead(plan, self._texts(), params, batch)
         else:
-            wait = runner.launch_ahead(plan, self._texts(), params)
+            wait = runner.launch(self._batch(plan), params)
         self.cached[: len(plan.count)] = np.minimum(plan.start + plan.count, plan.known)
         self.most[slots] += plan.num_sampled
         self.fewest[slots] += 1
-        return Flight(plan, self.ticket[slots], is_exact, wait)
+        return Flight(plan, self.ticket[slots], params.stop_token_ids, is_exact, wait)
 
     def _batch(self, plan: Plan) -> Batch:
         """Return what a plan feeds where all tokens of its rows are known."""

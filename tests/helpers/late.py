@@ -18,6 +18,7 @@ class LateRunner(ModelRunner):
 
     `depths` decides, forward by forward, how many are in flight."""
 
+    keeps_rows = True
     depths: Callable[[], int] = staticmethod(lambda: 1)
 
     def __init__(self, *arguments, **options):
@@ -59,10 +60,10 @@ class LateRunner(ModelRunner):
         places[is_open[row]] = offset[is_open[row]] <= num_draft.repeat(sampled[is_open])
         late = Drawn(np.full(len(places), JUNK), np.full((2, len(places)), np.nan))
         if count.any():
-            batch = self._batch(plan, start, count, slots, num_draft, draft)
-            drawn = super().launch(batch, params)()
+            fed = self._batch(plan, start, count, slots, num_draft, draft)
+            drawn = super().launch(fed, params)()
             late.token[places], late.logprobs[:, places] = drawn
-            self._append(batch, drawn, params)
+            self._append(fed, drawn, params)
         return lambda: late
 
     def _batch(self, plan, start, count, slots, num_draft, draft) -> Batch:
