@@ -1,5 +1,7 @@
 """Forwards launched before the results of those before them: rows are those of depth 0."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -7,8 +9,9 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import SamplingParams
+from tests.helpers import golden
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
-from tests.helpers.late import LateRunner
+from tests.helpers.late import LateRunner, results_come_late
 from tests.helpers.models import VOCAB, random_model, small_config
 
 STOPS = (*STOP, *range(20, 30))  # so that turns are short
@@ -90,3 +93,11 @@ def test_rows_of_random_schedules_equal_those_of_depth_0(baseline):
         if drafter is not None:
             drafts += drafter.num_draft, drafter.num_accepted
     assert masked and preempted and 0 < drafts[1] < drafts[0]
+
+
+@pytest.mark.parametrize("name", ["default", "tail batching", "dynamic sampling", "episodes"])
+def test_runs_equal_recorded_runs(monkeypatch, tmp_path, name):
+    with open(golden.PATH, encoding="utf-8") as file:
+        wanted = json.load(file)
+    results_come_late(monkeypatch)
+    assert golden.differences(name, golden.run(name, str(tmp_path)), wanted[name]) == []
