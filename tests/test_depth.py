@@ -7,6 +7,7 @@ import pytest
 
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
+from bubblespec.engine.pace import Pace
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import SamplingParams
 from tests.helpers import golden
@@ -93,6 +94,62 @@ def test_rows_of_random_schedules_equal_those_of_depth_0(baseline):
         if drafter is not None:
             drafts += drafter.num_draft, drafter.num_accepted
     assert masked and preempted and 0 < drafts[1] < drafts[0]
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def rate(pace: Pace, ahead: bool, forward_s: float, host_s: float, chance: float) -> float:
+    """Return tokens per second of a row with drafts of 8 tokens, each right with this chance, in a
+    virtual clock; what the pace has measured stays in it."""
+    random, clock = np.random.default_rng(0), pace.clock
+    began_s, gained, is_dropped, free_s = clock.now, 0, False, clock.now
+    for _ in range(4000):
+        launched_s = clock.now
+        clock.now += host_s
+        if ahead:
+            free_s = max(free_s, launched_s) + forward_s
+            waits_since_s, clock.now = clock.now, max(clock.now, free_s)
+        else:
+            launched_s = waits_since_s = clock.now
+            clock.now += forward_s
+        pace.landed(launched_s, waits_since_s)
+        right = 0 if is_dropped else int((random.random(8) < chance).cumprod().sum())
+        gained += right + 1
+        if not is_dropped:
+            pace.verified(np.array([8]), np.array([right]), np.array([right + 1]))
+        # The token behind a right draft is the next of the draft, or it is wrong, too.
+        is_dropped = ahead and not is_dropped and (right < 8 or random.random() >= chance)
+    return gained / (clock.now - began_s)
+
+
+@pytest.mark.parametrize(
+    "forward_s, host_s, chance",
+    [
+        (1.0, 0.6, 0.97),
+        (4.0, 0.6, 0.97),
+        (4.0, 0.6, 0.8),
+        (1.0, 0.9, 0.8),
+        (10.0, 0.6, 0.99),
+        (2.0, 0.1, 0.9),
+        (1.0, 0.3, 0.999),
+    ],
+)
+def test_pace_is_that_which_brings_more_tokens(forward_s, host_s, chance):
+    """Measured at either depth it gives the same answer, where the two are not within 5%."""
+    answers, rates = [], []
+    for ahead in (False, True):
+        pace = Pace(Clock())
+        rates.append(rate(pace, ahead, forward_s, host_s, chance))
+        answers.append(pace.goes_ahead(1, 1))
+        assert pace.goes_ahead(1, 0)
+    if abs(rates[1] / rates[0] - 1) > 0.05:
+        assert answers == [rates[1] > rates[0]] * 2
+    assert not Pace().goes_ahead(8, 1), "nothing has been measured"
 
 
 @pytest.mark.parametrize("name", ["default", "tail batching", "dynamic sampling", "episodes"])
