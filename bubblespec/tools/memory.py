@@ -3,7 +3,6 @@
 python -m bubblespec memory --config FILE [--world-size N] [section.key=value ...]
 """
 
-import argparse
 import copy
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from bubblespec import memory
 from bubblespec.config import Config
+from bubblespec.config.command import parse
 from bubblespec.config.file import load_config
 from bubblespec.engine.packing import PAGE
 from bubblespec.errors import InputError
@@ -21,6 +21,7 @@ from bubblespec.loading import from_pretrained, with_dtype
 from bubblespec.mechanisms.drafter.memory import add_drafter
 from bubblespec.mechanisms.quantized.memory import add_quantized
 from bubblespec.mechanisms.quantized.products import product_for
+from bubblespec.tools import make_parser
 
 CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # usable bytes of an H100, an H200
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"  # config.json of models in configs/
@@ -28,12 +29,9 @@ SHAPES = Path(__file__).parents[2] / "configs" / "shapes"  # config.json of mode
 
 def main(arguments: list[str]) -> int:
     """Print the table. Return 1 if the run fits on no card, else 0."""
-    description = "Memory of one rank, before a run"
-    parser = argparse.ArgumentParser("python -m bubblespec memory", description=description)
-    parser.add_argument("--config", required=True, help="YAML file, see configs/")
+    parser = make_parser("memory")
     parser.add_argument("--world-size", type=int, default=8, help="number of ranks")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    given = parser.parse_intermixed_args(arguments)
+    given = parse(parser, arguments)
     if given.world_size < 1:
         raise InputError(f"--world-size: {given.world_size} must be at least 1")
     config = load_config(given.config, given.overrides)
