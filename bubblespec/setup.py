@@ -149,6 +149,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         learner.after_update.append(partial(linear.refresh_copies, model))
     schedule = make_schedule(config, train_prompts)
     scorer = Scorer(config.reward, functions, tokenizer, ranks, has_reward, own)
+    scorer.progress = (state["step"], config.run.max_steps)
     check_save_best(config, scorer.names)
     trial = {}  # in workers, the trial goes on while the engine is timed
     if ranks.is_main:

@@ -98,7 +98,8 @@ def play(config: Config, number: int, lines: Iterator[str], has_colour: bool) ->
         print(f"the environment failed: {outcome.problem}")
     ids = response[len(begun.ids) :]
     (completion,) = tokenizer.batch_decode([ids], skip_special_tokens=True)
-    sample = Sample(prompt.text, completion, ids, prompt.columns)
+    progress = (0, config.run.max_steps)
+    sample = Sample(prompt.text, completion, ids, prompt.columns, progress=progress)
     if outcome.environment:
         sample = sample._replace(environment=outcome.environment)
     for path, function in functions.items():
