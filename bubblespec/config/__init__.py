@@ -92,7 +92,7 @@ class DataConfig:
     """The prompts, and the columns that rewards read."""
 
     path: str | None = None
-    """JSON/JSONL/CSV/Parquet file, folder or glob, or hub dataset, with a column `prompt`."""
+    """JSON/JSONL/CSV/TSV/Parquet file, folder, glob or hub dataset with a column `prompt`."""
     name: str | None = None
     """Subset of a hub dataset."""
     split: str = "train"
@@ -111,6 +111,8 @@ class DataConfig:
     """Wrap string prompts as a user message and apply the tokenizer's chat template."""
     system_prompt: str | None = None
     """System message in front of chat prompts that have none; string prompts need as_chat."""
+    chat_template_kwargs: dict[str, Any] = key({})
+    """Options of the chat template, such as {enable_thinking: false}."""
 
 
 @dataclass
@@ -320,7 +322,8 @@ class RunConfig:
     trace: bool = key(False, resume=SAFE)
     """Record responses, drafts, and load and time of forwards in output_dir/trace (simulator)."""
     log_to: str | None = key(None, resume=SAFE)
-    """Dotted path of a function called on rank 0 with each line of metrics (docs/metrics.md)."""
+    """wandb, trackio, or the dotted path of a function called on rank 0 with each line of metrics
+    (docs/metrics.md)."""
     save_rollouts: bool = key(False, resume=SAFE)
     """Write all samples of each step to a Parquet file in output_dir/rollouts (docs/metrics.md)."""
     save_total_limit: int = key(2, at_least(1), resume=SAFE)

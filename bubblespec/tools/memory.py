@@ -23,7 +23,8 @@ from bubblespec.mechanisms.quantized.memory import add_quantized
 from bubblespec.mechanisms.quantized.products import product_for
 from bubblespec.tools import make_parser
 
-CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # usable bytes of an H100, an H200
+# Usable bytes of an RTX 4090, an H100 and an H200.
+CARDS = {"24 GB": 23.5 * 2**30, "80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"  # config.json of models in configs/
 
 
@@ -121,7 +122,7 @@ def settings_that_fit(
 def table(
     config: Config, model: PreTrainedModel, world_size: int, teacher: PreTrainedModel | None = None
 ) -> str:
-    """Return a table of what each rank needs, and of what fits on GPUs of two sizes."""
+    """Return a table of what each rank needs, and of what fits on GPUs of three sizes."""
     needs = needs_of(config, model, world_size, teacher)
     count = sum(p.numel() for p in model.parameters())
     rows = [(needs.weights, "weights"), (needs.gradients, "gradients")]
@@ -132,12 +133,14 @@ def table(
     rows += [(needs.training, "gradient step, in addition (estimated)")]
     rows += [(needs.rollout, "forward of a rollout, in addition, at another time (estimated)")]
     rows += [(needs.slot, f"keys and values of one response of {memory.max_length(config)} tokens")]
-    title = f"{config.model.path}: {count / 1e9:.2f} B parameters in {config.model.dtype}"
+    size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+    title = f"{config.model.path}: {size} parameters in {config.model.dtype}"
     if config.model.lora_r:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         title += f", {trained / 1e6:.1f} M of them trained (LoRA)"
-    lines = [f"{title}, {world_size} ranks; GB on each"]
-    lines += [f"{size / 1e9:8.2f}  {name}" for size, name in rows if size]
+    unit, scale = ("GB", 1e9) if needs.lasting >= 1e9 else ("MB", 1e6)
+    lines = [f"{title}, {world_size} ranks; {unit} on each"]
+    lines += [f"{size / scale:8.2f}  {name}" for size, name in rows if size]
     count = memory.num_rows(config, world_size)
     for name, total in CARDS.items():
         has_fit, fitting = fit(config, needs, world_size, total)
