@@ -66,8 +66,9 @@ class ModelConfig:
     trust_remote_code: bool = key(False, resume=SAFE)
     """Allow model and tokenizer folders to run their own code."""
     lora_r: int = key(0, at_least(0))
-    """Rank of a LoRA adapter on all linear layers except the output head (needs
-    requirements-lora.txt); 0 trains all weights."""
+    """Rank of a LoRA adapter on all linear layers except the output head; 0 trains all weights.
+    Needs requirements-lora.txt, with transformers below 5.24: newer ones require peft 0.22, which
+    is not on PyPI yet."""
     lora_alpha: int = key(32, at_least(1))
     """The adapter's output is scaled by lora_alpha / lora_r."""
     teacher_path: str | None = None
