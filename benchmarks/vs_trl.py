@@ -59,6 +59,7 @@ from bubblespec.errors import InputError
 from bubblespec.loading import with_dtype
 from bubblespec.records import StepRecord
 from bubblespec.setup import build
+from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer
 from notebooks.reading import time_to
 from notebooks.report_pictures import draw_rewards
@@ -319,6 +320,15 @@ def curve_of(job: dict, trainer: Trainer, folder: str, every: int) -> list[tuple
     return list(zip([0.0, *(ends[number] for number in numbers)], rewards, strict=True))
 
 
+def heading_of(arguments: argparse.Namespace) -> str:
+    """Return the machine, and what TRL generates without."""
+    hardware = describe_hardware(torch.device("cpu"))
+    ways = {"trl_vllm": "vLLM", "trl_batched": "continuous batching"}
+    without = " and ".join(name for arm, name in ways.items() if arm not in arguments.arms)
+    machine = f"{arguments.nproc_per_node} ranks with one thread each on {hardware['cpu']}"
+    return f"{machine}; TRL without {without}" if without else machine
+
+
 def report_curves(curves: dict[str, list[list]], reward: float) -> None:
     """Print the seconds until a reward, against the first arm."""
     times = {arm: [time_to(curve, reward) for curve in found] for arm, found in curves.items()}
@@ -380,7 +390,7 @@ def run(arguments: argparse.Namespace, base: str) -> None:
         report_curves(curves, arguments.reward)
         if arguments.picture:
             labelled = {LABELS[arm]: found for arm, found in curves.items()}
-            draw_rewards(labelled).savefig(arguments.picture, dpi=120)
+            draw_rewards(labelled, heading_of(arguments)).savefig(arguments.picture, dpi=120)
     shared.write_result(arguments, {"summary": summary, "jobs": jobs, "curves": curves})
 
 

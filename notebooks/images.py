@@ -44,7 +44,7 @@ SIMULATED = os.path.join(ROOT, "docs", "results", "simulated_systems.json")
 COST = "h200:7b"
 LONGEST = 16 * K  # tokens of the responses of the simulated step
 SCALE = 32  # real tokens for each simulated one, to have fewer forwards
-PROMPTS = 16  # of a step
+PROMPTS = 64  # of a step
 STEPS = 30  # one from the middle is drawn: the first has no drafts, and the last drafts nothing
 # Operations per parameter and token: forward, backward, and a forward to recompute activations.
 TRAINING_OPERATIONS = 2 + 4 + 2
@@ -56,6 +56,7 @@ EXPLAINED = {
     "verify drafts": "verify drafts of earlier steps",
     "draft (co-scheduled)": "generate or verify, and draft",
     "draft (idle)": "draft coming steps (idle)",
+    "TP tail": "the last rows, computed by all ranks together (TP tail)",
     "idle": "idle (wait for others)",
 }
 
