@@ -66,9 +66,9 @@ class ModelConfig:
     trust_remote_code: bool = key(False, resume=SAFE)
     """Allow model and tokenizer folders to run their own code."""
     lora_r: int = key(0, at_least(0))
-    """Rank of a LoRA adapter on all linear layers except the output head; 0 trains all weights.
-    Needs requirements-lora.txt, with transformers below 5.24: newer ones require peft 0.22, which
-    is not on PyPI yet."""
+    """Rank of a LoRA adapter on all linear layers but the output head; 0 trains all weights. Needs
+    requirements-lora.txt, with transformers below 5.24: newer ones require peft 0.22, not on PyPI
+    yet."""
     lora_alpha: int = key(32, at_least(1))
     """The adapter's output is scaled by lora_alpha / lora_r."""
     teacher_path: str | None = None
@@ -323,8 +323,7 @@ class RunConfig:
     trace: bool = key(False, resume=SAFE)
     """Record responses, drafts, and load and time of forwards in output_dir/trace (simulator)."""
     log_to: str | None = key(None, resume=SAFE)
-    """wandb, trackio, or the dotted path of a function called on rank 0 with each line of metrics
-    (docs/metrics.md)."""
+    """wandb, trackio, or dotted path of a function of each line of metrics (docs/metrics.md)."""
     save_rollouts: bool = key(False, resume=SAFE)
     """Write all samples of each step to a Parquet file in output_dir/rollouts (docs/metrics.md)."""
     save_total_limit: int = key(2, at_least(1), resume=SAFE)
