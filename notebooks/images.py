@@ -1,6 +1,6 @@
 """Draws pictures of docs/images: python -m notebooks.images [NAME ...]
 
-By default all that need no training run: from the simulator (step_eight_ranks takes three
+By default all that need no training run: from the simulator (step_eight_ranks takes several
 minutes), from the estimate of memory, from the tiny policy, and from what benchmarks and runs have
 recorded.
 """
@@ -112,7 +112,7 @@ def step_eight_ranks() -> Figure:
         title: [with_training(lane, steps[number]) for lane in steps[number].lanes]
         for title, steps in zip(titles, of_method, strict=True)
     }
-    figure = draw_timelines(lanes, columns=4)
+    figure = draw_timelines(lanes, columns=3)
     for text in figure.legends[0].get_texts():
         text.set_text(EXPLAINED.get(text.get_text(), text.get_text()))
     idle = [f"{idle_share(steps):.0%}" for steps in of_method]
