@@ -12,7 +12,7 @@ import reasoning_gym
 import torch
 
 from bubblespec.data.prompts import reasoning_gym_rows
-from bubblespec.errors import MAX_SHOWN, Interrupt
+from bubblespec.errors import MAX_SHOWN, Interrupt, one_line
 from bubblespec.imports import import_function
 from bubblespec.rewards import mathematics as module
 from bubblespec.rewards.code import program_in
@@ -293,6 +293,11 @@ class Wordless(Exception):
 def test_value_whose_methods_fail_is_a_failure(value):
     (failure,) = score(lambda **kwargs: [value], SAMPLES[:1])
     assert failure.kind == "value" and len(failure.message) < 2 * MAX_SHOWN
+
+
+def test_long_message_of_an_exception_is_cut():
+    line = one_line(ValueError("a" * 400 + "\n" + "b" * 10**6))
+    assert line == "ValueError: " + "a" * 400 + " " + "b" * 99 + "..."
 
 
 def test_result_whose_methods_fail_is_a_failure():
