@@ -14,6 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bubblespec.engine.packing import CachePacking, SequencePacking
 
+HAS_CHECKPOINTS = "_bubblespec_has_checkpoints"  # attribute of a model
+
 
 class UnsupportedModel(ValueError):
     """This model cannot be served by the packed forward; the message says why."""
@@ -46,6 +48,7 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     if not layers:
         problem = f"{type(model).__name__} has no layers that can be checkpointed"
         raise UnsupportedModel(f"model.gradient_checkpointing: {problem}")
+    vars(model)[HAS_CHECKPOINTS] = True
     for layer in layers:
         layer.forward = functools.partial(_checkpointed, layer.forward)
 

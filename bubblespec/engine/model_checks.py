@@ -30,6 +30,7 @@ from bubblespec.engine.norms import replace_norms
 from bubblespec.engine.ops import TYPES
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
+from bubblespec.engine.trained import trained_hidden
 
 RECORDER = "bubblespec_recorder"
 SLOW_WARNING = "warn_if_padding_and_no_attention_mask"
@@ -94,7 +95,7 @@ def kernel_difference(model: PreTrainedModel, kernel: str) -> str | None:
     """Return how a kernel's training forward differs from SDPA's beyond rounding."""
     packing = pack_sequences(TRAINED, model.device)
     kernels = kernel, "sdpa"
-    got, wanted = (partial(forward_hidden, model, packing=packing, kernel=k) for k in kernels)
+    got, wanted = (partial(trained_hidden, model, packing=packing, kernel=k) for k in kernels)
     differs = difference(model, sum(TRAINED), got, wanted)
     return differs and f"hidden states differ from sdpa's by {differs}"
 
@@ -253,8 +254,8 @@ def _compare(model: PreTrainedModel, length: int, in_float32: bool) -> frozenset
     model.set_attn_implementation(attention.NAME)
     head, packing = output_head(model), pack_sequences([length] * 2, model.device)
 
-    def packed(ids: torch.Tensor) -> torch.Tensor:
-        states = forward_hidden(model, ids.repeat(2), packing)
+    def packed(ids: torch.Tensor, hidden: Callable = forward_hidden) -> torch.Tensor:
+        states = hidden(model, ids.repeat(2), packing, "sdpa")
         width, size = getattr(head.linear, "in_features", None), states.shape[-1]
         if width not in (None, size):
             raise ValueError(
@@ -275,7 +276,9 @@ def _compare(model: PreTrainedModel, length: int, in_float32: bool) -> frozenset
     if vars(model)[IS_LIKE_LLAMA]:
         try:
             decoded = partial(over_cache, Decoder(model, stacked(model)).hidden, cache)
-            vars(model)[IS_LIKE_LLAMA] = problem("", decoded) is None
+            trained = partial(packed, hidden=trained_hidden)  # decoder's layers only on a GPU
+            is_same = problem("", decoded) is None and problem("", trained) is None
+            vars(model)[IS_LIKE_LLAMA] = is_same
         except Exception:  # it has other modules
             vars(model)[IS_LIKE_LLAMA] = False
     if not vars(model)[IS_LIKE_LLAMA]:

@@ -16,7 +16,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
+from bubblespec.engine.trained import trained_hidden
 from bubblespec.errors import RunFailed, log
 from bubblespec.learn import losses
 from bubblespec.learn.distillation import Teacher, compare
@@ -74,7 +74,7 @@ def sampled_hidden(
     kernel: attention kernel; on_hidden: called with the batch and its hidden states, [N, hidden].
     """
     packing = pack_sequences(batch.sequence_lengths, batch.input_ids.device)
-    hidden = forward_hidden(model, batch.input_ids, packing, kernel)
+    hidden = trained_hidden(model, batch.input_ids, packing, kernel)
     if on_hidden is not None:
         on_hidden(batch, hidden.detach())
     return hidden.index_select(0, batch.predicts)
@@ -89,10 +89,14 @@ def deterministic() -> Iterator[None]:
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # nothing reads it
     try:
         yield
     finally:
+        memory.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(enabled, warn_only=warns)
 
 

@@ -92,6 +92,41 @@ def sample(ops, vocabulary: int, is_greedy: bool = False):
     triton_sampling.sample(zeros(8, vocabulary), keys, seed=7, is_greedy=is_greedy, draft=draft)
 
 
+def add_to(ops, size: int):
+    training().add_to(zeros(size, dtype=torch.float32), zeros(size))
+
+
+def round_into(ops, size: int):
+    training().round_into(zeros(size), zeros(size, dtype=torch.float32))
+
+
+def add_norm_backward(ops, columns: int):
+    x = zeros(8, columns)
+    training().add_norm_backward(x, x, x, norm_of(columns), True)
+
+
+def rotate(ops, size: int, rotary: int):
+    tables = (zeros(9, rotary // 2),) * 2
+    training().rotate(zeros(8, 16, size), 14, zeros(8, dtype=torch.int64), tables)
+
+
+def gated_backward(ops, act: str):
+    training().gated_backward(zeros(8, 4864), zeros(8, 9728), act)
+
+
+def head(ops, vocabulary: int, beta: float | None = None):
+    logits, target = zeros(8, vocabulary), zeros(8, dtype=torch.int64)
+    how = None if beta is None else logits, vocabulary - 7, 0.7, beta or 0.0
+    values, sums = training().head_values(logits, target, *how)
+    training().head_gradient(values, logits, target, how[0], sums, *how[1:])
+
+
+def training():
+    from bubblespec.engine.ops import triton_training
+
+    return triton_training
+
+
 class Driver:
     """Stands in for a CUDA driver; a device's number is its capability."""
 
