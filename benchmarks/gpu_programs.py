@@ -258,7 +258,7 @@ def updates(bench: Bench) -> Iterator[Figure]:
             if bench.gpu:
                 share = fed / seconds * flops / GPUS[bench.gpu].peak
                 yield Figure("update, share of peak", share, "", "32% on an H200 before kernels")
-            found = kernels_of(bench, lambda: learner.update(samples, advantages, 2))
+            found = kernels_of(bench, partial(learner.update, samples, advantages, 2))
             for kind, ms in time_by_kind(found, UPDATE_KINDS).items():
                 before = "" if bench.is_small else BEFORE_MS.get(kind, "")
                 note = before and f"{before} ms on an H200 before kernels"

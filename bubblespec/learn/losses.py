@@ -25,9 +25,9 @@ from bubblespec.errors import InputError, one_line, shown
 from bubblespec.imports import call, import_function
 from bubblespec.learn.optimizer import add_to
 
-# Kernels keep logits alone, in two bytes, which their gradient overwrites, and elsewhere there are
-# four numbers of four bytes. So many times as many logits take twice the memory, and the gradient of
-# the head is added to its buffer two or three times per micro-batch of a 1.5B.
+# Kernels keep logits alone, in two bytes, which their gradient overwrites; elsewhere there are four
+# numbers of four bytes. So many times as many logits take twice the memory, and the gradient of the
+# head is added to its buffer two or three times per micro-batch of a 1.5B.
 COMPACT = 16
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -26,7 +26,10 @@ def add_to(total: torch.Tensor, part: torch.Tensor) -> None:
 
 
 def round_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy contiguous float32 numbers into contiguous ones of another type."""
+    """Copy float32 numbers into a tensor of another type."""
+    if not target.is_contiguous():
+        target.copy_(source)
+        return
     _move(target, source, adds=False)
     torch.autograd.graph.increment_version(target)  # by which copies of weights are renewed
 
