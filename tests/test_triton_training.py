@@ -7,10 +7,9 @@ from test_decoder import LENGTH, LIKE_LLAMA, build
 from test_triton_ops import ACTS, DEVICE, DTYPE, assert_near, norm_of, randn, rotate
 from test_triton_ops import pytestmark as pytestmark
 
-from bubblespec.engine.model import enable_gradient_checkpointing, forward_hidden
+from bubblespec.engine.model import OWN_HIDDEN, enable_gradient_checkpointing, forward_hidden
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.packing import pack_sequences
-from bubblespec.engine.trained import trained_hidden
 from bubblespec.learn import losses
 from bubblespec.learn.distillation import divergence
 from tests.helpers import traffic
@@ -25,6 +24,7 @@ from tests.test_update import (
 )
 
 triton_training = pytest.importorskip("bubblespec.engine.ops.triton_training")
+trained = pytest.importorskip("bubblespec.engine.trained")
 
 
 @pytest.fixture(autouse=True)
@@ -133,11 +133,23 @@ def test_layers_and_gradients_equal_those_of_modules(monkeypatch, name):
     for has_checkpoints in (False, True) if name == "llama" else (False,):
         if has_checkpoints:
             enable_gradient_checkpointing(model)
-        found, gradients = hidden_and_gradients(trained_hidden, model, lengths)
+        found, gradients = hidden_and_gradients(trained.hidden, model, lengths)
         assert_near(found, hidden)
         assert gradients.keys() == wanted.keys()
         for key, of in wanted.items():
             assert (gradients[key] - of).norm() < 1e-5 * of.norm(), key
+
+
+def test_models_that_kernels_do_not_serve_keep_their_modules(make_model, monkeypatch, capsys):
+    stand_in(monkeypatch)
+    right = triton_training.rotate
+    monkeypatch.setattr(triton_training, "rotate", lambda x, *rest, **how: x.mul_(1.5))
+    assert OWN_HIDDEN not in vars(make_model("llama", torch.float32, 64))
+    assert (
+        "training computes transformers' modules: logits through layers" in capsys.readouterr().err
+    )
+    monkeypatch.setattr(triton_training, "rotate", right)
+    assert OWN_HIDDEN not in vars(make_model("gpt2", torch.float32, 64))
 
 
 @pytest.mark.parametrize("loss_type, at_once", [("grpo", 1 << 26), ("distillation", 97)])
@@ -147,13 +159,15 @@ def test_update_by_kernels_has_the_same_gradient(make_model, monkeypatch, loss_t
     config = make_config(loss_type=loss_type)
     make = lambda name="llama", **options: make_model(name, torch.float32, 64)  # noqa: E731
 
-    def run():
-        return gradient(make(), samples, config, advantages, teacher=teacher_of(make, config))
+    def run(has_kernels: bool):
+        model = make()
+        assert (OWN_HIDDEN in vars(model)) == has_kernels
+        return gradient(model, samples, config, advantages, teacher=teacher_of(make, config))
 
-    wanted, metrics = run()
+    wanted, metrics = run(False)
     stand_in(monkeypatch)
     monkeypatch.setattr("bubblespec.learn.learner.MAX_LOGITS", at_once)
-    found, others = run()
+    found, others = run(True)
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
     assert others["loss"] == pytest.approx(metrics["loss"], rel=1e-4, abs=1e-6)
 
@@ -169,6 +183,7 @@ def test_few_kernels_move_few_bytes():
     assert new["bookkeeping"][1] < 0.1 * total["new"] < old["bookkeeping"][1]
 
 
+test_models_that_kernels_do_not_serve_keep_their_modules.pytestmark = needs_interpreter
 test_few_kernels_move_few_bytes.pytestmark = needs_interpreter
 test_layers_and_gradients_equal_those_of_modules.pytestmark += needs_interpreter
 test_update_by_kernels_has_the_same_gradient.pytestmark += needs_interpreter

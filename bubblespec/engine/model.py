@@ -14,7 +14,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bubblespec.engine.packing import CachePacking, SequencePacking
 
-HAS_CHECKPOINTS = "_bubblespec_has_checkpoints"  # attribute of a model
+# Attributes of a model: what computes whole sequences in place of its modules, and whether layers
+# are computed again in the backward pass.
+OWN_HIDDEN, HAS_CHECKPOINTS = "_bubblespec_own_hidden", "_bubblespec_has_checkpoints"
 
 
 class UnsupportedModel(ValueError):
@@ -28,6 +30,9 @@ def forward_hidden(
     kernel: str = "sdpa",
 ) -> torch.Tensor:
     """Return last hidden states [N, hidden] of packed input_ids [N], at the packing's positions."""
+    own = vars(model).get(OWN_HIDDEN)
+    if own is not None and isinstance(packing, SequencePacking):
+        return own(model, input_ids, packing, kernel)
     out = model.base_model(
         input_ids=input_ids[None],
         position_ids=packing.position[None],

@@ -2,7 +2,7 @@
 
 They are those of decoder.py over whole sequences, with the same operations, and so with the same
 rounding as generation. Around products and attention a layer is four kernels forward and ten
-backward. Other models, other types and CPUs use transformers' modules.
+backward. `prepare_model` gives them to the models that they serve.
 
 Shape legend: N packed tokens, H query heads, K key/value heads, D head dimension, C width of the
 residual, I hidden units of an MLP.
@@ -23,23 +23,20 @@ from bubblespec.engine.decoder import (
     Kind,
     Layer,
     Multiply,
-    is_like_llama,
     one_by_one,
 )
-from bubblespec.engine.model import HAS_CHECKPOINTS, forward_hidden
-from bubblespec.engine.ops import has_kernels
+from bubblespec.engine.model import HAS_CHECKPOINTS
+from bubblespec.engine.ops import triton_ops, triton_training
 from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.packing import SequencePacking
 from bubblespec.engine.weights import Linears, join, stack
 
 
-def trained_hidden(
+def hidden(
     model: PreTrainedModel, input_ids: torch.Tensor, packing: SequencePacking, kernel: str
 ) -> torch.Tensor:
-    """Compute `forward_hidden` by the layers written out here where they serve."""
-    if is_like_llama(model) and has_kernels(model.device, model.dtype):
-        return TrainedDecoder(model).states(input_ids, packing, kernel)
-    return forward_hidden(model, input_ids, packing, kernel)
+    """Compute `forward_hidden` of whole sequences by the layers written out here."""
+    return TrainedDecoder(model).states(input_ids, packing, kernel)
 
 
 class TrainedDecoder(Decoder):
@@ -124,12 +121,6 @@ def _with_gradient(model: PreTrainedModel):
     return product_of
 
 
-def _kernels():
-    from bubblespec.engine.ops import triton_training  # triton is not everywhere
-
-    return triton_training
-
-
 class _Stacked(torch.autograd.Function):
     """A product with a stacked weight; gradients are views of one tensor."""
 
@@ -157,7 +148,8 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, residual, weight, norm):
         ctx.set_materialize_grads(False)
-        total, out = _kernels().add_norm(x, residual, norm)
+        total = residual if x is None else torch.empty_like(residual)
+        out = triton_ops.add_norm(x, residual, norm, total)
         ctx.save_for_backward(total)
         ctx.norm, ctx.has_x = norm, x is not None
         return (total, out) if ctx.has_x else out
@@ -166,7 +158,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads):
         total_grad, grad = grads if ctx.has_x else (None, *grads)
         (total,), needs_weight = ctx.saved_tensors, ctx.needs_input_grad[2]
-        of_total, of_weight = _kernels().add_norm_backward(
+        of_total, of_weight = triton_training.add_norm_backward(
             grad, total_grad, total, ctx.norm, needs_weight
         )
         return of_total if ctx.has_x else None, of_total, of_weight, None
@@ -180,13 +172,13 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv, heads, position, tables):
         ctx.rotation = heads[0] + heads[1], position, tables
-        _kernels().rotate(qkv, *ctx.rotation)
+        triton_training.rotate(qkv, *ctx.rotation)
         return qkv.detach().split(heads, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads):
         grad = torch.cat(grads, 1)
-        _kernels().rotate(grad, *ctx.rotation, is_back=True)
+        triton_training.rotate(grad, *ctx.rotation, is_back=True)
         return grad, None, None, None
 
 
@@ -197,9 +189,9 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate_up, activation):
         ctx.save_for_backward(gate_up)
         ctx.activation = activation
-        return _kernels().gated(gate_up, activation)
+        return triton_ops.gated(gate_up, activation)
 
     @staticmethod
     def backward(ctx: Any, grad):
         (gate_up,) = ctx.saved_tensors
-        return _kernels().gated_backward(grad, gate_up, ctx.activation), None
+        return triton_training.gated_backward(grad, gate_up, ctx.activation), None

@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
-from bubblespec.engine.trained import trained_hidden
 from bubblespec.errors import RunFailed, log
 from bubblespec.learn import losses
 from bubblespec.learn.distillation import Teacher, compare
@@ -74,7 +74,7 @@ def sampled_hidden(
     kernel: attention kernel; on_hidden: called with the batch and its hidden states, [N, hidden].
     """
     packing = pack_sequences(batch.sequence_lengths, batch.input_ids.device)
-    hidden = trained_hidden(model, batch.input_ids, packing, kernel)
+    hidden = forward_hidden(model, batch.input_ids, packing, kernel)
     if on_hidden is not None:
         on_hidden(batch, hidden.detach())
     return hidden.index_select(0, batch.predicts)

@@ -20,7 +20,7 @@ from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import attention, norms, ops, trained
-from bubblespec.engine.decoder import IS_LIKE_LLAMA
+from bubblespec.engine.model import OWN_HIDDEN
 from bubblespec.engine.model_checks import replace_norms
 from bubblespec.engine.output_head import OutputHead
 from bubblespec.learn.learner import Learner
@@ -118,7 +118,6 @@ def count(num_layers: int, has_kernels: bool) -> Traffic:
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
     model.set_attn_implementation(attention.NAME)
     replace_norms_of_meta(model)
-    vars(model)[IS_LIKE_LLAMA] = True
     model.to_logits = OutputHead(model.lm_head, shape.vocab_size)
     rollout = RolloutConfig(temperature=1.0)
     optim = OptimConfig(max_tokens_per_microbatch=1 << 14)
@@ -152,6 +151,7 @@ def count(num_layers: int, has_kernels: bool) -> Traffic:
         if has_kernels:
             stack.enter_context(patch.object(ops, "DEVICES", ("meta",)))
             trained.TrainedDecoder(model)  # stacks weights
+            vars(model)[OWN_HIDDEN] = trained.hidden
             stack.enter_context(patch.object(trained, "join", lambda model: None))
         with traffic:
             learner.accumulate_gradient(batch, weight, weight)

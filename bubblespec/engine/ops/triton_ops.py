@@ -35,17 +35,26 @@ VALUES = 1024  # of a block in elementwise operations
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def add_norm(x: torch.Tensor | None, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """Add x to the residual stream [N, C] in place, and return its RMSNorm [N, C]."""
+def add_norm(
+    x: torch.Tensor | None, residual: torch.Tensor, norm: Norm, total: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Add x to the residual stream [N, C], and return the RMSNorm of the sum [N, C].
+
+    total: where the sum goes, by default in place."""
     assert residual.is_contiguous() and (x is None or x.is_contiguous())
     out = torch.empty_like(residual)
     num_tokens, columns = residual.shape
-    block = triton.next_power_of_2(columns)
     _add_norm[(num_tokens,)](
-        residual if x is None else x, residual, residual, norm.weight, out, columns, norm.eps,
-        HAS_X=x is not None, BLOCK=block, num_warps=min(max(block // 512, 4), 16), **FUSED,
+        residual if x is None else x, residual, residual if total is None else total, norm.weight,
+        out, columns, norm.eps, HAS_X=x is not None, **whole_rows(columns),
     )  # fmt: skip
     return out
+
+
+def whole_rows(columns: int) -> dict:
+    """Return the options of programs that compute whole rows."""
+    block = triton.next_power_of_2(columns)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 4), 16), **FUSED}
 
 
 @triton.jit

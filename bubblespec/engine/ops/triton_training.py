@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bubblespec.engine.ops.triton_ops import VALUES, _activation, _add_norm
-from bubblespec.engine.ops.triton_ops import gated as gated
+from bubblespec.engine.ops.triton_ops import VALUES, _activation, whole_rows
 from bubblespec.engine.ops.triton_sampling import FUSED, LOGITS
 from bubblespec.engine.ops.view import Norm
 
@@ -52,26 +51,6 @@ def _moved(target_ptr, source_ptr, size, ADDS: tl.constexpr, BLOCK: tl.constexpr
     tl.store(target_ptr + index, value.to(target_ptr.dtype.element_ty), mask=inside)
 
 
-def add_norm(
-    x: torch.Tensor | None, residual: torch.Tensor, norm: Norm
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x + residual [N, C], the residual itself without x, and its RMSNorm [N, C]."""
-    assert residual.is_contiguous() and (x is None or x.is_contiguous())
-    total, out = residual if x is None else torch.empty_like(residual), torch.empty_like(residual)
-    num_tokens, columns = residual.shape
-    _add_norm[(num_tokens,)](
-        residual if x is None else x, residual, total, norm.weight, out, columns, norm.eps,
-        HAS_X=x is not None, **_row(columns),
-    )  # fmt: skip
-    return total, out
-
-
-def _row(columns: int) -> dict:
-    """Return the options of a program that computes whole rows."""
-    block = triton.next_power_of_2(columns)
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 4), 16), **FUSED}
-
-
 def add_norm_backward(
     grad: torch.Tensor,
     total_grad: torch.Tensor | None,
@@ -89,7 +68,7 @@ def add_norm_backward(
     _add_norm_backward[(programs,)](
         grad.contiguous(), total if total_grad is None else total_grad.contiguous(), total,
         norm.weight, out, parts, num_tokens, columns, norm.eps,
-        HAS_TOTAL=total_grad is not None, HAS_WEIGHT=needs_weight, ROWS=ROWS, **_row(columns),
+        HAS_TOTAL=total_grad is not None, HAS_WEIGHT=needs_weight, ROWS=ROWS, **whole_rows(columns),
     )  # fmt: skip
     return out, parts.sum(0).to(norm.weight.dtype) if needs_weight else None
 
@@ -127,6 +106,7 @@ def rotate(
     heads: int,
     position: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor],
+    *,
     is_back: bool = False,
 ) -> None:
     """Rotate the first `heads` heads of contiguous x [N, heads or more, D] in place, or back.
