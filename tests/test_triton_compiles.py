@@ -27,7 +27,7 @@ OTHERS = [
     ("round_into", 4864 * 896),
     ("add_norm_backward", 3584),
     ("rotate", 128, 128),
-    ("rotate", 96, 72),
+    ("rotate", 96, 64),
     ("gated_backward", "gelu_tanh"),
     ("head", 151936),
     ("head", 151936, 0.3),

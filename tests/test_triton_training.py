@@ -10,7 +10,6 @@ from test_triton_ops import pytestmark as pytestmark
 from bubblespec.engine.model import OWN_HIDDEN, enable_gradient_checkpointing, forward_hidden
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.packing import pack_sequences
-from bubblespec.learn import losses
 from bubblespec.learn.distillation import divergence
 from tests.helpers import traffic
 from tests.helpers.graphs import needs_interpreter, stand_in
@@ -59,12 +58,15 @@ def test_add_norm_gradients(has_total, columns):
     grad, total_grad = randn(70, columns), randn(70, columns)
     loss = (out * grad).sum() + (total * total_grad).sum() * has_total
     wanted = torch.autograd.grad(loss, (x, weight))
-    found, of_weight = triton_training.add_norm_backward(
-        grad, total_grad if has_total else None, total.detach().to(DTYPE),
-        norm_of(weight.detach().to(DTYPE), eps), True,
-    )  # fmt: skip
-    assert_near(found, wanted[0])
-    assert_near(of_weight / 70, wanted[1] / 70)
+    given = [t.detach().to(DTYPE).requires_grad_() for t in (x, residual, weight)]
+    sums = triton_training.AddNorm.apply(*given, norm_of(given[2].detach(), eps))
+    assert_near(sums[0], total)
+    assert_near(sums[1], out)
+    upward, sums = ((total_grad, grad), sums) if has_total else (grad, sums[1])
+    found = torch.autograd.grad(sums, given, upward)
+    assert torch.equal(found[0], found[1])
+    assert_near(found[0], wanted[0])
+    assert_near(found[2] / 70, wanted[1] / 70)
 
 
 @pytest.mark.parametrize("rotary", [16, 12])
@@ -73,7 +75,7 @@ def test_rotation_and_its_transpose(rotary):
     angle = randn(10, rotary // 2, dtype=torch.float32)
     cos, sin = angle.cos(), angle.sin()
     tables, found = (cos.double()[position], sin.double()[position]), x.clone()
-    triton_training.rotate(found, 4, position, (cos, sin))
+    triton_training.rotate(found, 4, position, (cos, sin), is_back=False)
     assert_near(found[:, :4], rotate(x[:, :4].double(), *tables))
     assert torch.equal(found[:, 4:], x[:, 4:])
     triton_training.rotate(found, 4, position, (cos, sin), is_back=True)
@@ -87,8 +89,9 @@ def test_gated_gradients(act):
         gate_up[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -1e-3])
     gate, up = gate_up.chunk(2, 1)
     (ACTS[act](gate) * up * grad).sum().backward()
-    found = triton_training.gated_backward(grad, gate_up.detach().to(DTYPE), act)
-    assert_near(found, gate_up.grad)
+    given = gate_up.detach().to(DTYPE).requires_grad_()
+    triton_training.Gated.apply(given, act).backward(grad)
+    assert_near(given.grad, gate_up.grad)
 
 
 @pytest.mark.parametrize("beta", [None, 0.0, 0.3, 1.0])
@@ -103,7 +106,7 @@ def test_one_pass_over_logits(beta):
     if beta is not None:
         wanted.append(divergence(log_q, log_p, beta))
     how = None if beta is None else other, tokens, 1 / temperature, beta or 0.0
-    found = losses._InOnePass.apply(logits.requires_grad_(), target, *how)
+    found = triton_training.HeadValues.apply(logits.requires_grad_(), target, *how)
     assert found.dtype == torch.float32
     assert_near(found, torch.stack(wanted), 1e-5)
     factors = randn(*found.shape, dtype=torch.float32)

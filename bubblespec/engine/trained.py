@@ -26,7 +26,7 @@ from bubblespec.engine.decoder import (
     one_by_one,
 )
 from bubblespec.engine.model import HAS_CHECKPOINTS
-from bubblespec.engine.ops import triton_ops, triton_training
+from bubblespec.engine.ops.triton_training import AddNorm, Gated, Rotated
 from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.packing import SequencePacking
 from bubblespec.engine.weights import Linears, join, stack
@@ -75,7 +75,7 @@ class TrainedDecoder(Decoder):
             parts = zip(both.split(heads[:2], 1), norms, strict=True)
             qkv = torch.cat((*(_norm_heads(part, norm) for part, norm in parts), values), 1)
         if layer.rotates:
-            query, key, value = _Rotated.apply(qkv, heads, *rotation)
+            query, key, value = Rotated.apply(qkv, heads, *rotation)
         else:
             query, key, value = qkv.split(heads, 1)
         attended = attend(query, key, value, scaling=layer.scaling, window=layer.window)
@@ -83,7 +83,7 @@ class TrainedDecoder(Decoder):
         if layer.after_attention is not None:
             x = _add_norm(None, x, layer.after_attention)[1]
         residual, h = _add_norm(x, residual, layer.before_mlp)
-        x = layer.down(_Gated.apply(layer.gate_up(h), layer.activation))
+        x = layer.down(Gated.apply(layer.gate_up(h), layer.activation))
         if layer.after_mlp is not None:
             x = _add_norm(None, x, layer.after_mlp)[1]
         return residual, x
@@ -97,8 +97,8 @@ def _add_norm(
         residual = residual if x is None else residual + x
         return residual, residual
     if x is None:
-        return residual, _AddNorm.apply(None, residual, norm.weight, norm)
-    return _AddNorm.apply(x, residual, norm.weight, norm)
+        return residual, AddNorm.apply(None, residual, norm.weight, norm)
+    return AddNorm.apply(x, residual, norm.weight, norm)
 
 
 def _norm_heads(part: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -140,58 +140,3 @@ class _Stacked(torch.autograd.Function):
         of_biases = grad.sum(0).split(ctx.sizes) if any(needs[count:]) else nothing
         found = zip((*of_weights, *of_biases), needs, strict=True)
         return of_x, None, None, *(own if is_needed else None for own, is_needed in found)
-
-
-class _AddNorm(torch.autograd.Function):
-    """The operation `add_norm`; without x it returns the norm alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x, residual, weight, norm):
-        ctx.set_materialize_grads(False)
-        total = residual if x is None else torch.empty_like(residual)
-        out = triton_ops.add_norm(x, residual, norm, total)
-        ctx.save_for_backward(total)
-        ctx.norm, ctx.has_x = norm, x is not None
-        return (total, out) if ctx.has_x else out
-
-    @staticmethod
-    def backward(ctx: Any, *grads):
-        total_grad, grad = grads if ctx.has_x else (None, *grads)
-        (total,), needs_weight = ctx.saved_tensors, ctx.needs_input_grad[2]
-        of_total, of_weight = triton_training.add_norm_backward(
-            grad, total_grad, total, ctx.norm, needs_weight
-        )
-        return of_total if ctx.has_x else None, of_total, of_weight, None
-
-
-class _Rotated(torch.autograd.Function):
-    """Queries, keys and values, rotated in the memory of the product [N, H + 2K, D].
-
-    No backward pass reads what a product has returned."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv, heads, position, tables):
-        ctx.rotation = heads[0] + heads[1], position, tables
-        triton_training.rotate(qkv, *ctx.rotation)
-        return qkv.detach().split(heads, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads):
-        grad = torch.cat(grads, 1)
-        triton_training.rotate(grad, *ctx.rotation, is_back=True)
-        return grad, None, None, None
-
-
-class _Gated(torch.autograd.Function):
-    """The operation `gated`."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up, activation):
-        ctx.save_for_backward(gate_up)
-        ctx.activation = activation
-        return triton_ops.gated(gate_up, activation)
-
-    @staticmethod
-    def backward(ctx: Any, grad):
-        (gate_up,) = ctx.saved_tensors
-        return triton_training.gated_backward(grad, gate_up, ctx.activation), None

@@ -257,26 +257,8 @@ def in_one_pass(
     """Compute log-probabilities, and divergences from a teacher, float32 [1 or 2, M], by kernels.
 
     teacher_logits: [M, num_tokens or more], not divided by the temperature."""
+    from bubblespec.engine.ops.triton_training import HeadValues
+
     logits = head.finish(product_of(hidden, head))
-    options = head.num_tokens, 1.0 / temperature, float(beta)
-    return _InOnePass.apply(logits, target, teacher_logits, *options)
-
-
-class _InOnePass(torch.autograd.Function):
-    """The gradient of logits overwrites them: no backward pass of a head reads what it returned."""
-
-    @staticmethod
-    def forward(ctx, logits, target, teacher_logits, *options):
-        from bubblespec.engine.ops import triton_training
-
-        values, sums = triton_training.head_values(logits, target, teacher_logits, *options)
-        ctx.save_for_backward(logits, target, teacher_logits, sums)
-        ctx.options = options
-        return values
-
-    @staticmethod
-    def backward(ctx, grads):
-        from bubblespec.engine.ops import triton_training
-
-        of_logits = triton_training.head_gradient(grads, *ctx.saved_tensors, *ctx.options)
-        return of_logits, *(None,) * 5
+    options = head.num_tokens, 1.0 / temperature, beta
+    return HeadValues.apply(logits, target, teacher_logits, *options)

@@ -37,7 +37,7 @@ LENGTHS, PROMPT, MICROBATCHES = (
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear")
 GATHERS = ("aten::embedding", "aten::index_select", "aten::gather")
 FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::alias")
-TWICE = {"_rotate": 1, "_moved": 1, "_head_gradient": 1}  # first arguments read and written
+TWICE = ("_rotate", "_moved", "_head_gradient")  # first arguments read and written
 
 
 def num_bytes(tensors) -> int:
@@ -81,8 +81,8 @@ class Traffic(TorchDispatchMode):
     def launch(self, executor, *args, **options) -> None:
         name = executor.fn.__name__
         tensors = [t for t in args if isinstance(t, torch.Tensor)]
-        size = num_bytes(list({id(t): t for t in tensors}.values()))
-        size += num_bytes(tensors[: TWICE.get(name, 0)])
+        size = num_bytes(list({t.untyped_storage()._cdata: t for t in tensors}.values()))
+        size += tensors[0].nbytes if name in TWICE else 0
         if name == "_moved":
             size -= 0 if options["ADDS"] else tensors[0].nbytes
             self.add("bookkeeping", size)

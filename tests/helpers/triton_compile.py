@@ -101,24 +101,25 @@ def round_into(ops, size: int):
 
 
 def add_norm_backward(ops, columns: int):
-    x = zeros(8, columns)
-    training().add_norm_backward(x, x, x, norm_of(columns), True)
+    x, norm = zeros(8, columns).requires_grad_(), norm_of(columns)
+    total, out = training().AddNorm.apply(x, x, norm.weight.requires_grad_(), norm)
+    (total + out).sum().backward()
 
 
 def rotate(ops, size: int, rotary: int):
     tables = (zeros(9, rotary // 2),) * 2
-    training().rotate(zeros(8, 16, size), 14, zeros(8, dtype=torch.int64), tables)
+    position = zeros(8, dtype=torch.int64)
+    training().rotate(zeros(8, 16, size), 14, position, tables, is_back=True)
 
 
 def gated_backward(ops, act: str):
-    training().gated_backward(zeros(8, 4864), zeros(8, 9728), act)
+    training().Gated.apply(zeros(8, 9728).requires_grad_(), act).sum().backward()
 
 
 def head(ops, vocabulary: int, beta: float | None = None):
-    logits, target = zeros(8, vocabulary), zeros(8, dtype=torch.int64)
+    logits, target = zeros(8, vocabulary).requires_grad_(), zeros(8, dtype=torch.int64)
     how = None if beta is None else logits, vocabulary - 7, 0.7, beta or 0.0
-    values, sums = training().head_values(logits, target, *how)
-    training().head_gradient(values, logits, target, how[0], sums, *how[1:])
+    training().HeadValues.apply(logits, target, *how).sum().backward()
 
 
 def training():

@@ -2,18 +2,20 @@
 
 The forwards are those of triton_ops.py. Nothing is added up in an order that could change: a
 gradient of a weight is summed over ROWS tokens by each program, and then over programs by torch.
+Results overwrite what a product has returned, which no backward pass reads.
 
-Shape legend: N tokens, H heads, K key/value heads, D head dimension, R rotary dimensions, C hidden
-size, I intermediate size, V columns of a product with the head.
+Shape legend: N tokens, H query heads, K key/value heads, D head dimension, R rotary dimensions, C
+hidden size, I intermediate size, V columns of a product with the head.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from bubblespec.engine.ops.triton_ops import VALUES, _activation, whole_rows
+from bubblespec.engine.ops.triton_ops import VALUES, _activation, add_norm, gated, whole_rows
 from bubblespec.engine.ops.triton_sampling import FUSED, LOGITS
-from bubblespec.engine.ops.view import Norm
 
 ROWS = 16  # tokens whose gradients of a norm's weight one program adds up
 MOVED = 4096  # numbers of a block that is added or copied
@@ -51,26 +53,32 @@ def _moved(target_ptr, source_ptr, size, ADDS: tl.constexpr, BLOCK: tl.constexpr
     tl.store(target_ptr + index, value.to(target_ptr.dtype.element_ty), mask=inside)
 
 
-def add_norm_backward(
-    grad: torch.Tensor,
-    total_grad: torch.Tensor | None,
-    total: torch.Tensor,
-    norm: Norm,
-    needs_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients [N, C] of both addends of `total` [N, C], and of the weight or None.
+class AddNorm(torch.autograd.Function):
+    """Return residual + x [N, C] and of this the norm; where x is None the norm alone."""
 
-    grad: of the norm, [N, C]; total_grad: that reaches `total` in other ways."""
-    num_tokens, columns = total.shape
-    programs = triton.cdiv(num_tokens, ROWS)
-    parts = total.new_empty(programs if needs_weight else 0, columns, dtype=torch.float32)
-    out = torch.empty_like(total)
-    _add_norm_backward[(programs,)](
-        grad.contiguous(), total if total_grad is None else total_grad.contiguous(), total,
-        norm.weight, out, parts, num_tokens, columns, norm.eps,
-        HAS_TOTAL=total_grad is not None, HAS_WEIGHT=needs_weight, ROWS=ROWS, **whole_rows(columns),
-    )  # fmt: skip
-    return out, parts.sum(0).to(norm.weight.dtype) if needs_weight else None
+    @staticmethod
+    def forward(ctx: Any, x, residual, weight, norm):
+        ctx.set_materialize_grads(False)
+        total = residual if x is None else torch.empty_like(residual)
+        out = add_norm(x, residual, norm, total)
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.has_x = norm.eps, x is not None
+        return (total, out) if ctx.has_x else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads):
+        (total, weight), grad = ctx.saved_tensors, grads[-1].contiguous()
+        total_grad = grads[0].contiguous() if ctx.has_x and grads[0] is not None else None
+        (num_tokens, columns), needs_weight = total.shape, ctx.needs_input_grad[2]
+        programs, out = triton.cdiv(num_tokens, ROWS), torch.empty_like(total)
+        parts = total.new_empty(programs if needs_weight else 0, columns, dtype=torch.float32)
+        _add_norm_backward[(programs,)](
+            grad, total if total_grad is None else total_grad, total, weight, out, parts,
+            num_tokens, columns, ctx.eps, HAS_TOTAL=total_grad is not None,
+            HAS_WEIGHT=needs_weight, ROWS=ROWS, **whole_rows(columns),
+        )  # fmt: skip
+        of_weight = parts.sum(0).to(weight.dtype) if needs_weight else None
+        return out if ctx.has_x else None, out, of_weight, None
 
 
 @triton.jit
@@ -101,17 +109,33 @@ def _add_norm_backward(
         tl.store(parts_ptr + program * columns + column, summed, mask=inside)
 
 
+class Rotated(torch.autograd.Function):
+    """Return queries, keys and values in the memory of qkv [N, H + 2K, D], rotated.
+
+    heads: H, K, K; position: int64 [N]; tables: see `triton_ops.rotation`."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv, heads, position, tables):
+        ctx.rotation = heads[0] + heads[1], position, tables
+        rotate(qkv, *ctx.rotation, is_back=False)
+        return qkv.detach().split(heads, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads):
+        grad = torch.cat(grads, 1)
+        rotate(grad, *ctx.rotation, is_back=True)
+        return grad, None, None, None
+
+
 def rotate(
     x: torch.Tensor,
     heads: int,
     position: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor],
     *,
-    is_back: bool = False,
+    is_back: bool,
 ) -> None:
-    """Rotate the first `heads` heads of contiguous x [N, heads or more, D] in place, or back.
-
-    position: int64 [N]; tables: see `triton_ops.rotation`."""
+    """Rotate the first `heads` heads of contiguous x [N, heads or more, D] in place, or back."""
     assert x.is_contiguous()
     cos, sin = tables
     half = cos.shape[1]
@@ -149,15 +173,25 @@ def _rotate(
     tl.store(place + HALF, new_high.to(dtype), mask=inside)
 
 
-def gated_backward(grad: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return the gradient [N, 2I] of what `gated` takes, from that of its result [N, I]."""
-    num_tokens, size = grad.shape
-    assert gate_up.is_contiguous()
-    out = torch.empty_like(gate_up)
-    _gated_backward[(num_tokens, triton.cdiv(size, VALUES))](
-        grad.contiguous(), gate_up, out, size, ACT=activation, BLOCK=VALUES, num_warps=4, **FUSED
-    )  # fmt: skip
-    return out
+class Gated(torch.autograd.Function):
+    """Return what `gated` does, [N, I], of contiguous gate_up [N, 2I]."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up, activation):
+        assert gate_up.is_contiguous()
+        ctx.save_for_backward(gate_up)
+        ctx.activation = activation
+        return gated(gate_up, activation)
+
+    @staticmethod
+    def backward(ctx: Any, grad):
+        ((gate_up,), (num_tokens, size)) = ctx.saved_tensors, grad.shape
+        out = torch.empty_like(gate_up)
+        _gated_backward[(num_tokens, triton.cdiv(size, VALUES))](
+            grad.contiguous(), gate_up, out, size, ACT=ctx.activation, BLOCK=VALUES, num_warps=4,
+            **FUSED,
+        )  # fmt: skip
+        return out, None
 
 
 @triton.jit
@@ -176,30 +210,40 @@ def _gated_backward(grad_ptr, gate_up_ptr, out_ptr, size, ACT: tl.constexpr, BLO
     tl.store(out_ptr + place + size, of_up, mask=inside)
 
 
-def head_values(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    teacher: torch.Tensor | None,
-    num_tokens: int,
-    inverse_temperature: float,
-    beta: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+class HeadValues(torch.autograd.Function):
     """Return log-probabilities of targets int64 [N] and divergences, float32 [2, N], or [1, N].
 
     Logits [N, V] and the teacher's, if there are any, count times inverse_temperature, and of each
-    the first `num_tokens` columns. Second: sums for the backward pass, [3, N]. beta: see
-    `distillation.divergence`."""
-    assert logits.stride(1) == 1 and (teacher is None or teacher.stride(1) == 1)
-    rows, has_teacher = len(logits), teacher is not None
-    values = torch.empty(1 + has_teacher, rows, dtype=torch.float32, device=logits.device)
-    sums = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    other = logits if teacher is None else teacher
-    _head_values[(rows,)](
-        logits, other, target, values, sums, num_tokens, logits.shape[1], other.shape[1],
-        logits.stride(0), other.stride(0), inverse_temperature, HAS_TEACHER=has_teacher, BETA=beta,
-        BLOCK=LOGITS // (1 + has_teacher), num_warps=8, **FUSED,
-    )  # fmt: skip
-    return values, sums
+    the first `num_tokens` columns. The gradient of logits takes their memory. beta: see
+    `distillation.divergence`. With g the gradient of a divergence, that of a logit is g (q - p) for
+    beta 0, g q (log(q / p) - KL(q || p)) for beta 1, and between
+    g (1 - beta) q (log(q / m) - KL(q || m))."""
+
+    @staticmethod
+    def forward(ctx: Any, logits, target, teacher, num_tokens, inverse_temperature, beta):
+        rows, has_teacher = len(logits), teacher is not None
+        other = teacher if has_teacher else logits
+        assert logits.stride(1) == other.stride(1) == 1
+        values = torch.empty(1 + has_teacher, rows, dtype=torch.float32, device=logits.device)
+        sums = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+        ctx.sizes = num_tokens, logits.shape[1], other.shape[1], logits.stride(0), other.stride(0)
+        ctx.options = {"HAS_TEACHER": has_teacher, "BETA": float(beta), "num_warps": 8, **FUSED}
+        _head_values[(rows,)](
+            logits, other, target, values, sums, *ctx.sizes, inverse_temperature,
+            BLOCK=LOGITS // (1 + has_teacher), **ctx.options,
+        )  # fmt: skip
+        ctx.save_for_backward(logits, other, target, sums)
+        ctx.inverse_temperature = inverse_temperature
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grads):
+        logits, *tensors = ctx.saved_tensors
+        _head_gradient[(len(logits), triton.cdiv(logits.shape[1], LOGITS))](
+            logits, *tensors, grads.contiguous(), *ctx.sizes, ctx.inverse_temperature,
+            BLOCK=LOGITS, **ctx.options,
+        )  # fmt: skip
+        return logits, None, None, None, None, None
 
 
 @triton.jit
@@ -270,32 +314,9 @@ def _log_mixture(q, p, BETA: tl.constexpr):
     return m
 
 
-def head_gradient(
-    grads: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    teacher: torch.Tensor | None,
-    sums: torch.Tensor,
-    num_tokens: int,
-    inverse_temperature: float,
-    beta: float,
-) -> torch.Tensor:
-    """Return the gradient of logits [N, V], in their memory. grads: of what `head_values` returns.
-
-    With g the gradient of a divergence, that of a logit is g (q - p) for beta 0, g q (log(q / p) -
-    KL(q || p)) for beta 1, and between g (1 - beta) q (log(q / m) - KL(q || m))."""
-    size, other = logits.shape[1], logits if teacher is None else teacher
-    _head_gradient[(len(logits), triton.cdiv(size, LOGITS))](
-        grads.contiguous(), logits, other, target, sums, num_tokens, size, other.shape[1],
-        logits.stride(0), other.stride(0), inverse_temperature, HAS_TEACHER=teacher is not None,
-        BETA=beta, BLOCK=LOGITS, num_warps=8, **FUSED,
-    )  # fmt: skip
-    return logits
-
-
 @triton.jit
 def _head_gradient(
-    grads_ptr, logits_ptr, teacher_ptr, target_ptr, sums_ptr, num_tokens, size, teacher_size,
+    logits_ptr, teacher_ptr, target_ptr, sums_ptr, grads_ptr, num_tokens, size, teacher_size,
     row_stride, teacher_stride, inverse_temperature, HAS_TEACHER: tl.constexpr,
     BETA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
