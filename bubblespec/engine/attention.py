@@ -10,6 +10,7 @@ Shape legend: N packed tokens, H query heads, K key/value heads, D head dimensio
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -98,28 +99,21 @@ def _varlen(packing: SequencePacking, query, key, value, *, scaling, window) -> 
     return attend(*tensors, offsets, offsets, longest, longest, scale=scaling, **options)
 
 
-def _flash(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func
-
+def _flash(
+    packing: SequencePacking, query, key, value, *, scaling, window, package="flash_attn"
+) -> torch.Tensor:
+    attend = importlib.import_module(package).flash_attn_varlen_func
     offsets, longest = packing.varlen
     back = -1 if window is None else window - 1
     options = {"softmax_scale": scaling, "causal": True, "window_size": (back, 0)}
-    return flash_attn_varlen_func(query, key, value, offsets, offsets, longest, longest, **options)
-
-
-def _flash_3(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
-    from flash_attn_interface import flash_attn_varlen_func
-
-    offsets, longest = packing.varlen
-    back = -1 if window is None else window - 1
-    options = {"softmax_scale": scaling, "causal": True, "window_size": (back, 0)}
-    out = flash_attn_varlen_func(query, key, value, offsets, offsets, longest, longest, **options)
-    return out[0] if isinstance(out, tuple) else out  # older ones return the logsumexp, too
+    out = attend(query, key, value, offsets, offsets, longest, longest, **options)
+    return out[0] if isinstance(out, tuple) else out  # an older one returns the logsumexp, too
 
 
 # Kernels of training; `auto` takes the first one that works.
-KERNELS = {"flash_attn_3": _flash_3, "flash_attn": _flash, "varlen": _varlen, "sdpa": _sdpa}
-PACKAGES = {"flash_attn_3": "flash_attn_interface", "flash_attn": "flash_attn"}  # of kernels
+PACKAGES = {"flash_attn_3": "flash_attn_interface", "flash_attn": "flash_attn"}
+KERNELS: dict[str, Callable] = {name: partial(_flash, package=p) for name, p in PACKAGES.items()}
+KERNELS |= {"varlen": _varlen, "sdpa": _sdpa}
 HOPPER = 9  # the compute capability that flash_attn_3 is written for
 
 
