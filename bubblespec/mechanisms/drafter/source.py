@@ -28,6 +28,7 @@ class DrafterSource(DraftSource):
     """The drafter's chains for the rows of an engine."""
 
     kinds = ((NAME,),)
+    needs_results = True
     weighs_its_time = True
 
     def __init__(self, runner: DrafterRunner, cost: CostModel, clock=time):

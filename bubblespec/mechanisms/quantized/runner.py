@@ -50,6 +50,8 @@ class CopyForward(ModelForward):
 class CopyRunner(SlotFollower):
     """The copy's part of an engine; with graphs a follower of its runner."""
 
+    reads_states = False
+
     def __init__(self, copy: Copy, engine: Engine, params: SamplingParams):
         """params: of the engine's rows."""
         self.copy, self.engine, self.params = copy, engine, params

@@ -22,6 +22,7 @@ class QuantizedSource(DraftSource):
     Shape legend: R queried rows, L longest chain."""
 
     kinds = ((NAME,),)
+    needs_results = True
     weighs_its_time = True
     is_last = True  # chains of a learned drafter cost less
 
