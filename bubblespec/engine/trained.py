@@ -18,13 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from bubblespec.engine.attention import KERNELS
-from bubblespec.engine.decoder import (
-    Decoder,
-    Kind,
-    Layer,
-    Multiply,
-    one_by_one,
-)
+from bubblespec.engine.decoder import Decoder, Kind, Layer, Multiply, one_by_one
 from bubblespec.engine.model import HAS_CHECKPOINTS
 from bubblespec.engine.ops.triton_training import AddNorm, Gated, Rotated
 from bubblespec.engine.ops.view import Norm
