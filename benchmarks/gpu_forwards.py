@@ -203,17 +203,8 @@ def step_profile(bench: Bench, name: str, model, rows: int, context: int) -> Ite
     num_steps, engine = 5, bench.decoding_engine(ModelForward(model), rows, context)
     for _ in range(3):
         engine.step(SamplingParams())
-    activities = [torch.profiler.ProfilerActivity.CUDA] if bench.is_cuda else None
-    with torch.profiler.profile(activities=activities) as profiled:
-        for _ in range(num_steps):
-            engine.step(SamplingParams())
-        bench.wait()
+    found = kernels_of(bench, lambda: [engine.step(SamplingParams()) for _ in range(num_steps)])
     engine.release()
-    found = [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in profiled.events()
-        if (event.device_type == DeviceType.CUDA) == bench.is_cuda and event.cpu_parent is None
-    ]
     expected: dict[str, float] = {}
     if (cost := bench.cost(name)) is not None:
         seconds = {"attention": cost.attention.seconds(rows, rows, rows * context)}
@@ -225,15 +216,30 @@ def step_profile(bench: Bench, name: str, model, rows: int, context: int) -> Ite
         yield Figure(case, ms / num_steps, "ms per step", "", expected.get(kind))
 
 
-def time_by_kind(found: list[tuple[str, float, float]]) -> dict[str, float]:
+def kernels_of(bench: Bench, run: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """Return name, begin and end in microseconds of each kernel, on a CPU of each operation."""
+    activities = [torch.profiler.ProfilerActivity.CUDA] if bench.is_cuda else None
+    with torch.profiler.profile(activities=activities) as profiled:
+        run()
+        bench.wait()
+    return [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiled.events()
+        if (event.device_type == DeviceType.CUDA) == bench.is_cuda and event.cpu_parent is None
+    ]
+
+
+def time_by_kind(
+    found: list[tuple[str, float, float]], kinds: dict[str, tuple[str, ...]] = KINDS
+) -> dict[str, float]:
     """Return milliseconds by kind of kernel, between kernels, and of the host.
 
     found: name, begin and end in microseconds, one after the other on one stream.
     """
-    us = dict.fromkeys((*KINDS, "other kernels", "short gaps", "host"), 0.0)
+    us = dict.fromkeys((*kinds, "other kernels", "short gaps", "host"), 0.0)
     last = None
     for name, begin, end in sorted(found, key=lambda kernel: kernel[1]):
-        is_of = (kind for kind, parts in KINDS.items() if any(p in name.lower() for p in parts))
+        is_of = (kind for kind, parts in kinds.items() if any(p in name.lower() for p in parts))
         us[next(is_of, "other kernels")] += end - begin
         gap = max(begin - last, 0.0) if last is not None else 0.0
         us["host" if gap >= HOST_GAP_US else "short gaps"] += gap

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks import shared
 from benchmarks.gpu_bench import SHAPES, Bench, Figure
+from benchmarks.gpu_forwards import KINDS, kernels_of, time_by_kind
 from benchmarks.paired_rollout import FITTED, fit, paired_steps
 from benchmarks.shared import ROOT
 from bubblespec import loading
@@ -33,6 +34,18 @@ from bubblespec.memory import full_batch, gradient_peak, peak_of
 from bubblespec.samples import Samples
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, OWN
 from bubblespec.types import Group, Prompt
+
+UPDATE_KINDS = {
+    "attention": KINDS["attention"],
+    "gradients and masters": ("_moved",),
+    "logits": ("_head_",),
+    "operations of layers": ("_add_norm", "_rotate", "_gated"),
+    "optimizer": ("adam",),
+    **{kind: KINDS[kind] for kind in ("products", "copies")},
+}
+# Of the update below on an H200, when torch's kernels did what Triton's do now; 108 of others.
+BEFORE_MS = {"gradients and masters": 157, "logits": 150, "operations of layers": 116}
+BEFORE_MS |= {"attention": 169, "products": 550}
 
 FIRST = "test_triton_ops"
 CONFIG, SMOLLM2 = "configs/tiny_cpu.yaml", "models/smollm2-135m-instruct"
@@ -233,6 +246,7 @@ def updates(bench: Bench) -> Iterator[Figure]:
             learner.update(samples, advantages, step)
             bench.wait()
             seconds = time.perf_counter() - started
+        weights.append([p.detach().to("cpu", copy=True) for p in model.parameters()])
         if number == 0:
             fed = sum(lengths) + count * prompt
             expected = None
@@ -241,7 +255,14 @@ def updates(bench: Bench) -> Iterator[Figure]:
                 expected = OWN.peak_share * GPUS[bench.gpu].peak / flops
             note = f"{fed} tokens in {seconds:.2f} s"
             yield Figure("update", fed / seconds, "tokens/s", note, expected)
-        weights.append([p.detach().to("cpu", copy=True) for p in model.parameters()])
+            if bench.gpu:
+                share = fed / seconds * flops / GPUS[bench.gpu].peak
+                yield Figure("update, share of peak", share, "", "32% on an H200 before kernels")
+            found = kernels_of(bench, partial(learner.update, samples, advantages, 2))
+            for kind, ms in time_by_kind(found, UPDATE_KINDS).items():
+                before = "" if bench.is_small else BEFORE_MS.get(kind, "")
+                note = before and f"{before} ms on an H200 before kernels"
+                yield Figure(f"update, {kind}", ms, "ms", note)
         del model, learner
     same = [torch.equal(a, b) for a, b in zip(*weights, strict=True)]
     note = f"{len(same)} parameters after 2 updates; deterministic only as exactness.md says"

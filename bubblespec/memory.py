@@ -24,6 +24,7 @@ from bubblespec.engine.packing import PAGE, pack_sequences
 from bubblespec.engine.sampling import SamplingParams, sample
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
+from bubblespec.learn.losses import COMPACT
 from bubblespec.learn.microbatch import pack_responses
 
 AUTO_TP_ROWS = 16
@@ -83,9 +84,11 @@ def estimate(
     if config.model.gradient_checkpointing:
         per_token = layers * hidden * size + 1.5 * layer
     tokens = config.optim.max_tokens_per_microbatch
-    # logits, their exponentials and two gradients, in float32 at least; the head's gradient twice
+    # logits, and without kernels their exponentials and two gradients, in float32 at least; the
+    # head's gradient twice
     num_models = 1 if teacher is None else 2
-    head = 4 * num_models * min(tokens * vocab, MAX_LOGITS // num_models) * max(size, 4)
+    bound, width = (COMPACT, size) if has_pages(config) else (1, 4 * max(size, 4))
+    head = num_models * min(tokens * vocab, bound * MAX_LOGITS // num_models) * width
     head += 2 * embeddings * size
     if teacher is not None:  # its last hidden states
         head += tokens * teacher.config.get_text_config(decoder=True).hidden_size * size

@@ -1,6 +1,7 @@
 """Attention over ragged rows against one token at a time, and the choice of training's kernel."""
 
 import importlib.util
+import sys
 import types
 from functools import partial
 
@@ -141,6 +142,32 @@ def test_kernels_are_compared_with_sdpa_in_training(make_model, monkeypatch):
         line = kernel_difference(model, "varlen")
         assert (line is not None) == differs
     assert line.startswith("hidden states differ from sdpa's by ")
+
+
+@pytest.mark.parametrize("returns_more", [False, True])
+def test_flash_attention_3_is_for_one_kind_of_gpu(monkeypatch, returns_more):
+    """Older versions return the logsumexp, too."""
+    calls, major = [], [9]
+
+    def function(query, key, value, *offsets, softmax_scale, causal, window_size):
+        calls.append((softmax_scale, causal, window_size, *offsets[2:]))
+        return (query, None) if returns_more else query
+
+    interface = types.SimpleNamespace(flash_attn_varlen_func=function)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", interface)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name == "flash_attn_interface" or None
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major[0], 0))
+    choose = lambda: choose_kernel("auto", GPU, NO_HEADS, lambda kernel: None)  # noqa: E731
+    assert choose() == ("flash_attn_3", None)
+    major[0] = 8
+    kernel, line = choose()
+    assert kernel == "varlen" and "flash_attn_3 is for GPUs of compute capability 9" in line
+    query = torch.randn(9, 4, 8)
+    packing = pack_sequences([4, 5], query.device)
+    out = KERNELS["flash_attn_3"](packing, query, query, query, scaling=0.3, window=5)
+    assert out is query and calls == [(0.3, True, (4, 0), 5, 5)]
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -212,6 +212,7 @@ def test_peaks_measure_full_micro_batches(monkeypatch):
 
     for module in (memory, gpu_programs):
         monkeypatch.setattr(module, "peak_of", peak_of)
+    monkeypatch.setattr(gpu_programs, "kernels_of", lambda *_: [])
     bench = make_bench(True)
     monkeypatch.setattr(Bench, "is_cuda", True)
     rows = [figure for figure in gpu_programs.updates(bench) if "peak" in figure.case]

@@ -137,7 +137,7 @@ def test_activations_are_within_twice_the_kept_memory():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         forward_hidden(model, torch.zeros(tokens, dtype=torch.int64), packing)
     held = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
-    head = 4 * tokens * 512 * 4 + 2 * 512 * 128 * 2
+    head = tokens * 512 * 2 + 2 * 512 * 128 * 2
     layers = memory.estimate(config, model, 1).training - head
     assert held / 2 < layers < 2 * held
     config.model.gradient_checkpointing = True
@@ -357,7 +357,7 @@ def test_teacher_is_counted_for_whole_run():
     size = sum(p.nbytes for p in teacher.parameters())
     assert needs.lasting - without.lasting == needs.teacher == size
     # its hidden states, and twice the logits, as no micro-batch needs chunks
-    assert needs.training - without.training == 8192 * (256 * 2 + 4 * 512 * 4)
+    assert needs.training - without.training == 8192 * (256 * 2 + 512 * 2)
     (row,) = re.findall(r"([\d.]+)  teacher\n", table(config, model, 1, teacher))
     assert float(row) == pytest.approx(size / 1e6, abs=0.005), "MB"
     assert "teacher" not in table(config, model, 1)

@@ -51,9 +51,9 @@ class ModelConfig:
     optimizer keeps float32 master weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes a GPU when there is one."""
-    attention: Literal["auto", "sdpa", "varlen", "flash_attn"] = "auto"
+    attention: Literal["auto", "sdpa", "varlen", "flash_attn", "flash_attn_3"] = "auto"
     """Attention kernel of training on GPUs (generation has its own); auto takes the first of
-    flash_attn, varlen and sdpa that works."""
+    flash_attn_3, flash_attn, varlen and sdpa that works."""
     cpu_linear: Literal["auto", "torch"] = key("auto", resume=ROUNDING)
     """Kernels of float32 linear layers on a CPU. auto measures for a second at the start and may
     keep a second copy of the weights; torch makes float32 tokens repeat bit for bit."""

@@ -2,13 +2,15 @@
 
 `bubblespec_attention` receives the packing as an extra keyword of the model's forward. Over a cache
 it calls the operations of ops/. Over whole sequences, in training, SDPA is the reference on every
-device; `varlen` (torch) and `flash_attn` (the package) are CUDA kernels for the same.
+device; `varlen` (torch), `flash_attn` and `flash_attn_3` (packages) are CUDA kernels for the same,
+and read parts of one product with queries, keys and values in place.
 
 Shape legend: N packed tokens, H query heads, K key/value heads, D head dimension, V vocabulary.
 """
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -86,7 +88,7 @@ def _sdpa(packing: SequencePacking, query, key, value, *, scaling, window) -> to
 
 def _varlen(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
     (offsets, longest), back = packing.varlen, -1 if window is None else window - 1
-    tensors = (t.contiguous() for t in (query, key, value))
+    tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)]
     if not HAS_WINDOWS:  # the operator below it does
         given = {"window_size_left": back, "window_size_right": 0}
         rest = (longest, longest, 0.0, back < 0, False)
@@ -97,18 +99,22 @@ def _varlen(packing: SequencePacking, query, key, value, *, scaling, window) -> 
     return attend(*tensors, offsets, offsets, longest, longest, scale=scaling, **options)
 
 
-def _flash(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func
-
+def _flash(
+    packing: SequencePacking, query, key, value, *, scaling, window, package="flash_attn"
+) -> torch.Tensor:
+    attend = importlib.import_module(package).flash_attn_varlen_func
     offsets, longest = packing.varlen
     back = -1 if window is None else window - 1
     options = {"softmax_scale": scaling, "causal": True, "window_size": (back, 0)}
-    tensors = (t.contiguous() for t in (query, key, value))
-    return flash_attn_varlen_func(*tensors, offsets, offsets, longest, longest, **options)
+    out = attend(query, key, value, offsets, offsets, longest, longest, **options)
+    return out[0] if isinstance(out, tuple) else out  # an older one returns the logsumexp, too
 
 
 # Kernels of training; `auto` takes the first one that works.
-KERNELS = {"flash_attn": _flash, "varlen": _varlen, "sdpa": _sdpa}
+PACKAGES = {"flash_attn_3": "flash_attn_interface", "flash_attn": "flash_attn"}
+KERNELS: dict[str, Callable] = {name: partial(_flash, package=p) for name, p in PACKAGES.items()}
+KERNELS |= {"varlen": _varlen, "sdpa": _sdpa}
+HOPPER = 9  # the compute capability that flash_attn_3 is written for
 
 
 def choose_kernel(
@@ -123,8 +129,7 @@ def choose_kernel(
     head_sizes: see `prepare_model`; difference_of: how a kernel differs from SDPA beyond rounding.
     Raises ValueError if a requested kernel cannot be used."""
     is_auto, problems = requested == "auto", []
-    has_package = importlib.util.find_spec("flash_attn") is not None
-    wanted = [k for k in KERNELS if k != "flash_attn" or has_package]
+    wanted = [k for k in KERNELS if k not in PACKAGES or importlib.util.find_spec(PACKAGES[k])]
     if model.device.type != "cuda":
         wanted = ["sdpa"]
     for kernel in wanted if is_auto else [requested]:
@@ -165,6 +170,8 @@ def problem_of(
             f"takes heads of one size up to {MAX_HEAD_SIZE}; this model's query and key heads have "
             f"{unfit[0][0]} and its value heads {unfit[0][1]}; set sdpa"
         )
-    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+    if kernel in PACKAGES and importlib.util.find_spec(PACKAGES[kernel]) is None:
         return "is not installed (see requirements-flash.txt); set varlen or sdpa"
+    if kernel == "flash_attn_3" and torch.cuda.get_device_capability(device)[0] != HOPPER:
+        return "is for GPUs of compute capability 9; set flash_attn or varlen"
     return None

@@ -2,7 +2,8 @@
 
 A layer is five operations (ops/) and four products. The products are values: a `Decoder` computes
 with the policy's weights, with a quantised copy of them or with a rank's shards. transformers'
-modules compute the same in twice the calls and, on a GPU, twice the kernels; training uses these.
+modules compute the same in twice the calls and, on a GPU, twice the kernels; training uses these
+on CPUs, and on a GPU the same layers with gradients (trained.py).
 
 Whether a model computes just this is found out by comparing logits (model_checks.py); others are
 computed by their own modules (model.py).
@@ -160,10 +161,10 @@ def one_by_one(layers: Linears) -> Multiply:
 
 
 def _norm_of(module: Any) -> Norm:
-    weight = module.weight.detach()
+    weight = module.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
     eps = module.variance_epsilon
-    return Norm(weight, eps, weight.new_tensor(eps, dtype=dtype))
+    return Norm(weight, eps, weight.new_full((), eps, dtype=dtype))
 
 
 def _norm_if_any(owner: Any, name: str) -> Norm | None:

@@ -14,6 +14,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bubblespec.engine.packing import CachePacking, SequencePacking
 
+# Attributes of a model: what computes whole sequences in place of its modules, and whether layers
+# are computed again in the backward pass.
+OWN_HIDDEN, HAS_CHECKPOINTS = "_bubblespec_own_hidden", "_bubblespec_has_checkpoints"
+
 
 class UnsupportedModel(ValueError):
     """This model cannot be served by the packed forward; the message says why."""
@@ -26,6 +30,9 @@ def forward_hidden(
     kernel: str = "sdpa",
 ) -> torch.Tensor:
     """Return last hidden states [N, hidden] of packed input_ids [N], at the packing's positions."""
+    own = vars(model).get(OWN_HIDDEN)
+    if own is not None and isinstance(packing, SequencePacking):
+        return own(model, input_ids, packing, kernel)
     out = model.base_model(
         input_ids=input_ids[None],
         position_ids=packing.position[None],
@@ -46,6 +53,7 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     if not layers:
         problem = f"{type(model).__name__} has no layers that can be checkpointed"
         raise UnsupportedModel(f"model.gradient_checkpointing: {problem}")
+    vars(model)[HAS_CHECKPOINTS] = True
     for layer in layers:
         layer.forward = functools.partial(_checkpointed, layer.forward)
 

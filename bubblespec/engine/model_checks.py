@@ -25,11 +25,12 @@ from bubblespec.engine.comparison import CHECKED, cache_for, difference, over_ca
 from bubblespec.engine.decoder import IS_LIKE_LLAMA, Decoder, stacked
 from bubblespec.engine.find_head import find_head, own_forward
 from bubblespec.engine.layers import of_layers
-from bubblespec.engine.model import UnsupportedModel, forward_hidden
+from bubblespec.engine.model import OWN_HIDDEN, UnsupportedModel, forward_hidden
 from bubblespec.engine.norms import replace_norms
-from bubblespec.engine.ops import TYPES
+from bubblespec.engine.ops import TYPES, has_kernels
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
+from bubblespec.errors import log, one_line
 
 RECORDER = "bubblespec_recorder"
 SLOW_WARNING = "warn_if_padding_and_no_attention_mask"
@@ -245,6 +246,20 @@ def _reference_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Ten
     return logits
 
 
+def _use_own_layers(model: PreTrainedModel, problem: Callable[[], str | None]) -> str | None:
+    """Let trained.py compute whole sequences, unless there is a problem; return that."""
+    try:
+        from bubblespec.engine import trained
+
+        vars(model)[OWN_HIDDEN] = trained.hidden
+        differs = problem()
+    except Exception as error:  # of the compiler, or a driver
+        differs = one_line(error)
+    if differs is not None:
+        vars(model).pop(OWN_HIDDEN, None)
+    return differs
+
+
 def _compare(model: PreTrainedModel, length: int, in_float32: bool) -> frozenset[tuple[int, int]]:
     """Compare the model's own logits with those of packed training and of generation.
 
@@ -271,6 +286,7 @@ def _compare(model: PreTrainedModel, length: int, in_float32: bool) -> frozenset
             "something (across tokens, or on the logits) that the engine would skip"
         )
 
+    vars(model).pop(OWN_HIDDEN, None)
     found, cache = problem("packed sequences", packed), cache_for(model, length)
     if vars(model)[IS_LIKE_LLAMA]:
         try:
@@ -278,6 +294,10 @@ def _compare(model: PreTrainedModel, length: int, in_float32: bool) -> frozenset
             vars(model)[IS_LIKE_LLAMA] = problem("", decoded) is None
         except Exception:  # it has other modules
             vars(model)[IS_LIKE_LLAMA] = False
+    if vars(model)[IS_LIKE_LLAMA] and has_kernels(model.device, model.dtype):
+        differs = _use_own_layers(model, partial(problem, "layers of training", packed))
+        if differs is not None:
+            log(f"warning: training computes transformers' modules: {differs}")
     if not vars(model)[IS_LIKE_LLAMA]:
         cache = cache_for(model, length)
         modules = partial(over_cache, partial(forward_hidden, model), cache)

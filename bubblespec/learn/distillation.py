@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from bubblespec.engine.ops import has_kernels
 from bubblespec.engine.output_head import OutputHead
-from bubblespec.learn.losses import in_chunks, logits_of
+from bubblespec.learn.losses import COMPACT, in_chunks, in_one_pass, logits_of
 
 
 @dataclass(frozen=True)
@@ -70,5 +71,14 @@ def compare(
         logprob = log_q.gather(-1, target[:, None])[:, 0]
         return torch.stack((logprob, divergence(log_q, log_p, beta)))
 
-    vocab = max(h.linear.get_parameter("weight").shape[0] for h in (head, teacher_head))
+    def by_kernels(own: torch.Tensor, other: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            logits = teacher_head.finish(teacher_head.linear(other))
+        return in_one_pass(own, target, logits, head=head, temperature=temperature, beta=beta)
+
+    weights = [h.linear.get_parameter("weight") for h in (head, teacher_head)]
+    vocab = max(map(len, weights))
+    if all(has_kernels(weight.device, weight.dtype) for weight in weights):
+        rows = COMPACT * max_logits // (2 * vocab)
+        return in_chunks(by_kernels, rows, hidden, teacher_hidden, target)
     return in_chunks(of_chunk, max_logits // (2 * vocab), hidden, teacher_hidden, target)

@@ -16,7 +16,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -89,10 +89,14 @@ def deterministic() -> Iterator[None]:
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # nothing reads it
     try:
         yield
     finally:
+        memory.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(enabled, warn_only=warns)
 
 

@@ -19,9 +19,16 @@ import torch
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from bubblespec.engine.ops import has_kernels
 from bubblespec.engine.output_head import OutputHead
 from bubblespec.errors import InputError, one_line, shown
 from bubblespec.imports import call, import_function
+from bubblespec.learn.optimizer import add_to
+
+# Kernels keep logits alone, in two bytes, which their gradient overwrites; elsewhere there are four
+# numbers of four bytes. So many times as many logits take twice the memory, and the gradient of the
+# head is added to its buffer two or three times per micro-batch of a 1.5B.
+COMPACT = 16
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -175,9 +182,12 @@ def token_logprobs(
     by one and again in the backward pass. The gradient of a head with a `main_grad` (optimizer.py)
     is added to that.
     """
-    vocab = head.linear.get_parameter("weight").shape[0]
+    weight = head.linear.get_parameter("weight")
+    if has_kernels(weight.device, weight.dtype):
+        compute = partial(in_one_pass, head=head, temperature=temperature)
+        return in_chunks(compute, COMPACT * max_logits // len(weight), hidden, target)[0]
     compute = partial(_logprob, head=head, temperature=temperature)
-    return in_chunks(compute, max_logits // vocab, hidden, target)
+    return in_chunks(compute, max_logits // len(weight), hidden, target)
 
 
 def in_chunks(
@@ -207,18 +217,23 @@ class _ToMainGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[None, None]:
-        ctx.main_grad.add_(grad)
+        add_to(ctx.main_grad, grad)
         return None, None
 
 
-def logits_of(hidden: torch.Tensor, head: OutputHead, temperature: float) -> torch.Tensor:
-    """Return logits / temperature of hidden states, [M, num_tokens], in float32 at least."""
+def product_of(hidden: torch.Tensor, head: OutputHead) -> torch.Tensor:
+    """Return the product with the head's weight, [M, V]."""
     params = {
         name: _ToMainGrad.apply(p, p.main_grad)
         for name, p in head.linear.named_parameters()
         if hasattr(p, "main_grad")
     }
-    logits = head.logits(functional_call(head.linear, params, (hidden,)))
+    return functional_call(head.linear, params, (hidden,))
+
+
+def logits_of(hidden: torch.Tensor, head: OutputHead, temperature: float) -> torch.Tensor:
+    """Return logits / temperature of hidden states, [M, num_tokens], in float32 at least."""
+    logits = head.logits(product_of(hidden, head))
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits if temperature == 1.0 else logits / temperature
 
@@ -228,3 +243,22 @@ def _logprob(
 ) -> torch.Tensor:
     logits = logits_of(hidden, head, temperature)
     return logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def in_one_pass(
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    teacher_logits: torch.Tensor | None = None,
+    *,
+    head: OutputHead,
+    temperature: float,
+    beta: float = 0.0,
+) -> torch.Tensor:
+    """Compute log-probabilities, and divergences from a teacher, float32 [1 or 2, M], by kernels.
+
+    teacher_logits: [M, num_tokens or more], not divided by the temperature."""
+    from bubblespec.engine.ops.triton_training import HeadValues
+
+    logits = head.finish(product_of(hidden, head))
+    options = head.num_tokens, 1.0 / temperature, beta
+    return HeadValues.apply(logits, target, teacher_logits, *options)

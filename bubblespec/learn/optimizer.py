@@ -16,6 +16,7 @@ import torch
 
 from bubblespec.config import OptimConfig
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.ops import has_kernels
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
 PIECE = 1 << 24  # elements that a rank sends to rank 0 at a time while saving
@@ -206,10 +207,28 @@ def learning_rate_factor(config: OptimConfig, step: int, max_steps: int) -> floa
 
 def _move_grad(buffer: torch.Tensor, param: torch.nn.Parameter) -> None:
     if param.grad is not None:  # None where all of it has gone to `main_grad`
-        buffer.add_(param.grad)
+        add_to(buffer, param.grad)
         param.grad = None
+
+
+def add_to(total: torch.Tensor, part: torch.Tensor) -> None:
+    """Add a gradient to a buffer of its shape, in place.
+
+    On a GPU torch reads and writes single numbers where types are mixed; the bits are equal."""
+    if has_kernels(part.device, part.dtype):
+        from bubblespec.engine.ops import triton_training
+
+        triton_training.add_to(total, part)
+    else:
+        total.add_(part)
 
 
 @torch.no_grad()
 def _copy_masters(params: list[torch.Tensor], masters: list[torch.Tensor], *_) -> None:
-    torch._foreach_copy_(params, masters)
+    if not has_kernels(params[0].device, params[0].dtype):
+        torch._foreach_copy_(params, masters)
+        return
+    from bubblespec.engine.ops import triton_training
+
+    for param, master in zip(params, masters, strict=True):
+        triton_training.round_into(param, master)

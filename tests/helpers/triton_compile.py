@@ -92,6 +92,42 @@ def sample(ops, vocabulary: int, is_greedy: bool = False):
     triton_sampling.sample(zeros(8, vocabulary), keys, seed=7, is_greedy=is_greedy, draft=draft)
 
 
+def add_to(ops, size: int):
+    training().add_to(zeros(size, dtype=torch.float32), zeros(size))
+
+
+def round_into(ops, size: int):
+    training().round_into(zeros(size), zeros(size, dtype=torch.float32))
+
+
+def add_norm_backward(ops, columns: int):
+    x, norm = zeros(8, columns).requires_grad_(), norm_of(columns)
+    total, out = training().AddNorm.apply(x, x, norm.weight.requires_grad_(), norm)
+    (total + out).sum().backward()
+
+
+def rotate(ops, size: int, rotary: int):
+    tables = (zeros(9, rotary // 2),) * 2
+    position = zeros(8, dtype=torch.int64)
+    training().rotate(zeros(8, 16, size), 14, position, tables, is_back=True)
+
+
+def gated_backward(ops, act: str):
+    training().Gated.apply(zeros(8, 9728).requires_grad_(), act).sum().backward()
+
+
+def head(ops, vocabulary: int, beta: float | None = None):
+    logits, target = zeros(8, vocabulary).requires_grad_(), zeros(8, dtype=torch.int64)
+    how = None if beta is None else logits, vocabulary - 7, 0.7, beta or 0.0
+    training().HeadValues.apply(logits, target, *how).sum().backward()
+
+
+def training():
+    from bubblespec.engine.ops import triton_training
+
+    return triton_training
+
+
 def rows(ops, num_stops: int):
     from bubblespec.engine.ops import triton_rows
     from bubblespec.engine.ops.view import RowState

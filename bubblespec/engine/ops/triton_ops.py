@@ -35,25 +35,34 @@ VALUES = 1024  # of a block in elementwise operations
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def add_norm(x: torch.Tensor | None, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """Add x to the residual stream [N, C] in place, and return its RMSNorm [N, C]."""
+def add_norm(
+    x: torch.Tensor | None, residual: torch.Tensor, norm: Norm, total: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Add x to the residual stream [N, C], and return the RMSNorm of the sum [N, C].
+
+    total: where the sum goes, by default in place."""
     assert residual.is_contiguous() and (x is None or x.is_contiguous())
     out = torch.empty_like(residual)
     num_tokens, columns = residual.shape
-    block = triton.next_power_of_2(columns)
     _add_norm[(num_tokens,)](
-        residual if x is None else x, residual, norm.weight, out, columns, norm.eps,
-        HAS_X=x is not None, BLOCK=block, num_warps=min(max(block // 512, 4), 16), **FUSED,
+        residual if x is None else x, residual, residual if total is None else total, norm.weight,
+        out, columns, norm.eps, HAS_X=x is not None, **whole_rows(columns),
     )  # fmt: skip
     return out
 
 
+def whole_rows(columns: int) -> dict:
+    """Return the options of programs that compute whole rows."""
+    block = triton.next_power_of_2(columns)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 4), 16), **FUSED}
+
+
 @triton.jit
 def _add_norm(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, columns, eps, HAS_X: tl.constexpr,
+    x_ptr, residual_ptr, total_ptr, weight_ptr, out_ptr, columns, eps, HAS_X: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalise one token; it is rounded where transformers rounds."""
+    """Add and normalise one token; it is rounded where transformers rounds."""
     dtype = residual_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * columns
     column = tl.arange(0, BLOCK)
@@ -62,7 +71,7 @@ def _add_norm(
     if HAS_X:
         wide += tl.load(x_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
         wide = wide.to(dtype).to(tl.float32)
-        tl.store(residual_ptr + row + column, wide.to(dtype), mask=inside)
+        tl.store(total_ptr + row + column, wide.to(dtype), mask=inside)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     tl.store(out_ptr + row + column, _scaled(wide, scale, weight, dtype), mask=inside)
@@ -328,13 +337,24 @@ def _gated(gate_up_ptr, out_ptr, row_stride, size, ACT: tl.constexpr, BLOCK: tl.
     source = gate_up_ptr + token * row_stride + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
-    if ACT == "gelu":
-        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    elif ACT == "gelu_tanh":  # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2z))
-        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate / (1.0 + tl.exp(-2.0 * z))
-    else:
-        gate = gate / (1.0 + tl.exp(-gate))
+    gate, _ = _activation(gate, ACT)
     dtype = out_ptr.dtype.element_ty
     product = (gate.to(dtype).to(tl.float32) * up).to(dtype)
     tl.store(out_ptr + token * size + column, product, mask=inside)
+
+
+@triton.jit
+def _activation(x, ACT: tl.constexpr):
+    """Compute an activation and its derivative."""
+    if ACT == "gelu":
+        share = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        slope = share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif ACT == "gelu_tanh":  # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2z))
+        z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        share = 1.0 / (1.0 + tl.exp(-2.0 * z))
+        rise = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        slope = share + x * share * (1.0 - share) * rise
+    else:
+        share = 1.0 / (1.0 + tl.exp(-x))
+        slope = share * (1.0 + x * (1.0 - share))
+    return x * share, slope
