@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from bubblespec.config import Config
+from bubblespec.draft.chains import ChainSource
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import History
 from bubblespec.engine.engine import Engine
@@ -14,7 +15,6 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.mechanisms.drafter.runner import DrafterRunner
-from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.tp_tail import tail as tp_tail
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup
 from bubblespec.mechanisms.tp_tail.tail import ROWS, STOP_INTERVAL, TPTail, make_tp_tail
@@ -52,9 +52,9 @@ NUM_ROWS = 12  # of four prompts, three responses each
 class TimedRunner(DrafterRunner):
     """A chain takes virtual time."""
 
-    def draft(self, *arguments):
+    def draw(self, *arguments):
         self.engine.clock.sleep(1e-4)
-        return super().draft(*arguments)
+        return super().draw(*arguments)
 
 
 def play(
@@ -93,10 +93,13 @@ def play(
             drafter = Drafter(model, np.arange(VOCAB))
             engine.clock = tail.engine.clock = ranks.clock
             runner = TimedRunner(drafter, engine, PARAMS)
-            source = DrafterSource(runner, fixed_cost(), ranks.clock)
-            source.choose_length = lambda active, count: 3
-            source.enable(True)
+            costs = fixed_cost(), fixed_cost()
+            source = ChainSource(
+                "drafter", runner, *costs, prior=0.6, longest=3, always=True, clock=ranks.clock
+            )
             together = TimedRunner(drafter, tail.engine, PARAMS)
+            for own in (runner, together):
+                own.enable(True)
             tail.companions.append(lambda engine: source.moved_to(together))
             proposer = Proposer([source], source.cost, always=True, clock=ranks.clock)
             proposer.begin()
