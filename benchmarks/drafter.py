@@ -78,7 +78,7 @@ def generate(engine: Engine, rows: list[Row], trainer: Trainer, proposer: Propos
     if proposer is not None:
         proposer.begin()
         for row in rows:
-            proposer.track(row, None, 0)
+            proposer.track(row, 0)
     engine.step(trainer.sampler.params, proposer)
     begin_s = time.perf_counter()
     while not engine.is_idle:

@@ -96,7 +96,8 @@ def start(rows: list[Row], drafts: list[Draft | None]) -> tuple[Proposer, float]
     begin_s = time.perf_counter()
     proposer.begin()
     for row, draft in zip(rows, drafts, strict=True):
-        proposer.track(row, draft, version=1)
+        row.draft = draft
+        proposer.track(row, version=1)
     return proposer, time.perf_counter() - begin_s
 
 

@@ -74,6 +74,8 @@ class Row:
     like `logprob`."""
     finish: str | None = None
     """"stop", "length", or None while unfinished."""
+    draft: "Draft | None" = None
+    """Draft of the row, by which its proposals begin."""
     has_turns: bool = False
     """Whether a stop token ends a turn, after which an environment may add tokens."""
 

@@ -262,7 +262,7 @@ def generated(source, num_rows: int, limit: int = 40) -> tuple[list[Row], int]:
     engine.add(rows)
     proposer.begin()
     for row in rows:
-        proposer.track(row, None, 0)
+        proposer.track(row, 0)
     while not engine.is_idle:
         engine.step(source.runner.params, proposer)
     return rows, engine.num_forwards

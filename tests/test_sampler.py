@@ -209,8 +209,8 @@ def test_deferred_rows_become_drafts():
     for row, of_row in zip(rows, tokens, strict=False):
         row.tokens = of_row
     rows[0].finish = "stop"
-    sampler.store.put(rows[1].id, Draft(np.arange(1, 12, dtype=np.int32), True, 2))  # right so far
-    sampler.store.put(rows[2].id, Draft(np.arange(2, 12, dtype=np.int32), True, 2))  # wrong
+    rows[1].draft = Draft(np.arange(1, 12, dtype=np.int32), True, 2)  # right so far
+    rows[2].draft = Draft(np.arange(2, 12, dtype=np.int32), True, 2)  # wrong
     sampler.keep_as_drafts(rows[:4], 5)
     kept = [sampler.store.get(row.id) for row in rows[:4]]
     assert [len(draft.tokens) for draft in kept[:3]] == [8, 11, 6] and kept[3] is None
@@ -272,7 +272,8 @@ def test_lengths_are_learned_with_any_drafts():
             record = sampler.sample(step)
         lengths = sampler.stats.lengths
         drafts = [sampler.store.get(name) for name in sampler.schedule.launch(2).ids]
-        table, rows, _ = sampler.begin(sampler.schedule.launch(2), 2, sampler.store)
+        plan = sampler.prepare(sampler.schedule.launch(2), 2, sampler.store, frozenset())
+        table, rows = plan.table, plan.rows
         predicted = lengths.predict(table.launch.groups, 2, drafts)
         np.testing.assert_array_equal(table.rows.expected, predicted.expected)
         order = table.rows.expected[list(rows)] - table.rows.drafted[list(rows)]

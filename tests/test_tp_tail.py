@@ -23,7 +23,6 @@ from bubblespec.planner.place import place_in_turn
 from bubblespec.planner.rows import Rows
 from bubblespec.planner.stats import RunStats
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Draft
@@ -44,7 +43,7 @@ from tests.helpers.rollouts import (
     plain,
     plain_rows,
 )
-from tests.helpers.rows import launch_of
+from tests.helpers.rows import launch_of, loop_over
 
 NUM_ROWS = 12  # of four prompts, three responses each
 
@@ -87,7 +86,8 @@ def play(
             )
             proposer.begin()
             for row in rows.values():
-                proposer.track(row, Draft(drafts[row.id], False, 0), version=1)
+                row.draft = Draft(drafts[row.id], False, 0)
+                proposer.track(row, version=1)
         source = None
         if has_drafter:
             drafter = Drafter(model, np.arange(VOCAB))
@@ -104,7 +104,7 @@ def play(
             proposer = Proposer([source], source.cost, always=True, clock=ranks.clock)
             proposer.begin()
             for row in rows.values():
-                proposer.track(row, None, version=1)
+                proposer.track(row, version=1)
         run, launch = tail.run, shared.launch
 
         def noted(loop):
@@ -122,7 +122,7 @@ def play(
         tail.run, shared.launch = noted, watched
         board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
         parts = {"proposer": proposer, "board": board, "take_over": tail}
-        loop = RolloutLoop(engine, ranks, PARAMS, rows, table, on_finished=finished.append, **parts)
+        loop = loop_over(engine, ranks, PARAMS, rows, table, on_finished=finished.append, **parts)
         record = loop.run()
         found = {"rows": rows, "finished": finished, "entered": entered, "record": record}
         results[rank] = found | {"board": board, "chains": num_chains}

@@ -170,7 +170,8 @@ def test_simulated_forwards_equal_real_forwards(make_model, slots, budget, has_d
         proposer = make_proposer(sources, history, CostModel(), has_drafts=True, clock=Clock())
         proposer.begin()
         for row in rows:
-            proposer.track(row, drafts[row.id], 3)
+            row.draft = drafts[row.id]
+            proposer.track(row, 3)
         loads = run_to_end(Engine(runner), rows, params, proposer)
         counts = vars(proposer.acceptance) | {"looked_up_rows": proposer.take_spent()[1]}
         return loads, counts | {"accepted_lengths": counts["accepted_lengths"].tolist()}

@@ -93,11 +93,13 @@ class DraftAhead(IdleTask):
         assert isinstance(job.key, SampleId)
         row, draft = Row(job.key, job.prompt, self.max_new_tokens), self.store.get(job.key)
         if draft is not None and self.view.begin is None:
-            row.tokens, draft = draft.tokens.astype(np.int64), None
+            row.tokens = draft.tokens.astype(np.int64)
+        else:
+            row.draft = draft
         self._rows.add(row)
         self.view.record.drafts_begun += bool(self.view.unfinished)
         # With an environment the row repeats the turns of its draft: tokens are verified, not kept.
-        self.proposer.track(row, draft, self.version, is_counted=False)
+        self.proposer.track(row, self.version, is_counted=False)
         self.view.add(row)
 
     def on_finished(self, row: Row) -> None:

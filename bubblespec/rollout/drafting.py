@@ -5,7 +5,8 @@ import math
 from bubblespec.draft.proposer import Proposer
 from bubblespec.idle.draft_ahead import MAX_SLOWDOWN, DraftAhead
 from bubblespec.planner.drafts import choose_lookahead, plan_drafts
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 
 

@@ -1,31 +1,11 @@
-"""The feed of a rollout's rows, and the interface of their proposer, as the loop sees both."""
+"""The feed of a rollout's rows, as the loop sees it."""
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any
 
-import numpy as np
-
-from bubblespec.engine.engine import Engine, Proposer
+from bubblespec.engine.engine import Engine
 from bubblespec.idle.task import RankView
-from bubblespec.records import Acceptance
 from bubblespec.types import Row
-
-
-class RolloutProposer(Proposer, Protocol):
-    """A source of draft tokens over a rollout; see draft/proposer.py."""
-
-    @property
-    def acceptance(self) -> Acceptance:
-        """Acceptance of drafts in this rollout so far."""
-
-    def take_spent(self) -> tuple[float, int]:
-        """Return seconds spent and rows queried since the last call."""
-
-    def catch_up(self, is_free: bool) -> None:
-        """Do postponed work. is_free: a GPU computes meanwhile."""
-
-    def extend(self, row: Row, ids: np.ndarray) -> None:
-        """Note tokens that an environment has appended to a row."""
 
 
 class RowFeed:
@@ -38,8 +18,8 @@ class RowFeed:
     is_running = False
     """Whether rows may have to wait for something outside the engine."""
 
-    def start(self, view: RankView, proposer: RolloutProposer | None) -> None:
-        """Begin with the rows of `view.unfinished`, in their order."""
+    def start(self, view: RankView, proposer: Any) -> None:
+        """Begin with the rows of `view.unfinished`, in their order. proposer: see `RolloutPlan`."""
         self.engine = view.engine
         self.engine.add(list(view.unfinished))
 

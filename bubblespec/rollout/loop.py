@@ -6,68 +6,38 @@ going to train on, begin a take-over, or assign the jobs of idle tasks. All leav
 unfinished idle jobs end there. A rollout that needs none of these is the same loop without ticks.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
-
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.sampling import SamplingParams
-from bubblespec.idle.task import IdleTask, RankView, assign
-from bubblespec.planner.costs import CostModel
+from bubblespec.idle.task import RankView, assign
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.feed import RolloutProposer, RowFeed
-from bubblespec.rollout.table import Cutoff, RowTable
+from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.table import Cutoff
 from bubblespec.types import Row
 
 
-class TakeOver(Protocol):
-    """Finishes the unfinished rows of all ranks in place of the loop; on all ranks or on none."""
-
-    def is_near(self, table: RowTable) -> bool:
-        """Whether the take-over may be due soon, so that ticks have to stay frequent."""
-
-    def is_due(self, table: RowTable, states: list[RankState]) -> bool:
-        """Whether the take-over begins at this tick: a pure function of shared data."""
-
-    def run(self, loop: "RolloutLoop") -> None:
-        """Generate the unfinished rows of all ranks to their end.
-
-        Rows of this rank leave the loop's engine, and `loop.finish` gets each complete one."""
-
-
-@dataclass
 class RolloutLoop:
     """One rollout on one rank, to be `run` once."""
 
-    engine: Engine
-    ranks: Ranks
-    params: SamplingParams
-    rows: dict[int, Row]
-    """Rows of this rank by their index in the table, in admission order."""
-    table: RowTable
-    proposer: RolloutProposer | None = None
-    """Source of draft tokens, which tracks the rows already."""
-    board: ProgressBoard | None = None
-    """Needed for tasks, a take-over, or a launch that selects groups."""
-    tasks: list[IdleTask] = field(default_factory=list)
-    cost: CostModel | None = None
-    """Learns from every forward."""
-    on_finished: Callable[[Row], None] | None = None
-    """Called with each complete row of this rank that is certain to be trained on."""
-    take_over: TakeOver | None = None
-    feed: RowFeed = field(default_factory=RowFeed)
-
-    def __post_init__(self) -> None:
-        self.clock, self.selects = self.ranks.clock, self.table.launch.selects
+    def __init__(
+        self, engine: Engine, ranks: Ranks, board: ProgressBoard | None, plan: RolloutPlan
+    ):
+        """board: needed for tasks, a take-over, or a launch that selects groups."""
+        self.engine, self.ranks, self.board, self.plan = engine, ranks, board, plan
+        self.table, self.proposer, self.feed, self.tasks = (
+            plan.table,
+            plan.proposer,
+            plan.feed,
+            plan.tasks,
+        )
+        self.clock, self.selects = ranks.clock, plan.launch.selects
         self.record = RolloutRecord()
-        self.unfinished = {row: index for index, row in self.rows.items()}
-        self.view = RankView(self.ranks.rank, self.engine, self.unfinished, self.record)
-        self._submitted: set[int] = set()  # indices of rows passed to on_finished
+        self.unfinished = {row: index for index, row in plan.rows.items()}
+        self.view = RankView(ranks.rank, engine, self.unfinished, self.record)
+        self._submitted: set[int] = set()  # indices of rows that are scored
         self._unlearned: tuple[Load, float] | None = None  # load and seconds of the last forward
         self._cutoff: Cutoff | None = self.table.cutoff() if self.selects else None
         self._ends = np.empty(0, np.int64)  # ends of the parts of a state's facts, but for the last
@@ -80,7 +50,7 @@ class RolloutLoop:
         self.engine.reset()
         self.feed.start(self.view, self.proposer)
         self.record.began_s = self._last_s = self.clock.perf_counter()
-        if self.tasks or self.selects or self.take_over is not None:
+        if self.tasks or self.selects or self.plan.take_over is not None:
             self._run_with_ticks()
         else:
             while self.unfinished and not self.ranks.must_stop:
@@ -141,8 +111,8 @@ class RolloutLoop:
             task.receive(by_rank)
         if self.selects:
             self._select()
-        if self.take_over is not None and self.take_over.is_due(self.table, states):
-            self.take_over.run(self)
+        if self.plan.take_over is not None and self.plan.take_over.is_due(self.table, states):
+            self.plan.take_over.run(self)
             board.go_on()
             self._last_s = self.clock.perf_counter()
             return
@@ -155,7 +125,7 @@ class RolloutLoop:
                     self.record.idle[self.tasks[number].name].expected_s += job.saves_s
         # Ticks stay frequent while jobs are assigned, or a cutoff or take-over waits for lengths.
         # The end of the rollout does not need that: a rank that is done posts at once.
-        is_near = self.take_over is not None and self.take_over.is_near(self.table)
+        is_near = self.plan.take_over is not None and self.plan.take_over.is_near(self.table)
         board.is_relaxed = not (self.selects or is_near or any(given))
 
     def _select(self) -> None:
@@ -180,10 +150,10 @@ class RolloutLoop:
         self._submit(self._note_end(row))
 
     def _submit(self, index: int) -> None:
-        """Pass a complete row that is trained on to `on_finished`, once."""
-        if index not in self._submitted and self.on_finished is not None:
+        """Begin to score a complete row that is trained on, once."""
+        if index not in self._submitted and self.plan.scoring is not None:
             self._submitted.add(index)
-            self.on_finished(self.rows[index])
+            self.plan.scoring.on_finished(self.plan.rows[index])
 
     def _note_end(self, row: Row) -> int:
         """Note that a row has left the rollout; return its index."""
@@ -248,7 +218,7 @@ class RolloutLoop:
         if self.feed.is_running:  # some rows may be outside the engine
             own_rows = sum(row in unfinished for row in (*engine.rows, *engine.queue))
         limit = self.view.max_prefill_tokens
-        finished, load = engine.step(self.params, self.proposer, limit, self._catch_up)
+        finished, load = engine.step(self.plan.params, self.proposer, limit, self._catch_up)
         if load is None:
             return
         end = self.clock.perf_counter()
@@ -267,8 +237,8 @@ class RolloutLoop:
 
     def _catch_up(self) -> None:
         """Learn from the last forward, while a GPU computes the next one."""
-        if self.cost is not None and self._unlearned is not None:
-            self.cost.observe(*self._unlearned)
+        if self.plan.cost is not None and self._unlearned is not None:
+            self.plan.cost.observe(*self._unlearned)
         self._unlearned = None
         if self.proposer is not None:
             self.proposer.catch_up(is_free=self.ranks.device.type == "cuda")

@@ -14,7 +14,8 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import Load
 from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.idle.draft_ahead import DraftAhead
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.trainer import Trainer
 from bubblespec.types import Draft, Row, SampleId
 

@@ -196,7 +196,8 @@ class World:
         self.proposer.begin()
         for row in rows:
             draft = drafts[row.id] if drafts and row.id in drafts else self.store.get(row.id)
-            self.proposer.track(row, draft, step)
+            row.draft = draft
+            self.proposer.track(row, step)
         tasks = []
         if plans is not None:
             options = {"version": step, "max_new_tokens": limit, "max_slowdown": max_slowdown}

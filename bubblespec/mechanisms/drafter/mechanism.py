@@ -19,7 +19,8 @@ from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, MAX_ROWS, Dra
 from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import StepRecord
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Row
 

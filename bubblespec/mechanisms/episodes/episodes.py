@@ -13,12 +13,14 @@ from functools import partial
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.draft.proposer import Proposer
 from bubblespec.idle.task import RankView
 from bubblespec.mechanisms.episodes.environments import Environments, Observation
 from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.records import StepRecord
-from bubblespec.rollout.feed import RolloutProposer, RowFeed
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.feed import RowFeed
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Prompt, Row
 
@@ -77,7 +79,7 @@ class Episodes(RowFeed):
         self.clock, self.with_environment = sampler.ranks.clock, sampler.scorer.takes_environments
         self.seed, self.runs_drafts = sampler.config.run.seed, sampler.config.environment.draft
         self.prompts = {prompt.uid: prompt for prompt in prompts}
-        self.proposer: RolloutProposer | None = None
+        self.proposer: Proposer | None = None
         self.counts = EpisodeCounts()
         self.outcomes: dict[Row, Future] = {}
         """`Outcome` of each finished episode of this step."""
@@ -89,7 +91,7 @@ class Episodes(RowFeed):
         """Whether any episode is unfinished."""
         return bool(self._running)
 
-    def start(self, view: RankView, proposer: RolloutProposer | None) -> None:
+    def start(self, view: RankView, proposer: Proposer | None) -> None:
         """Begin an episode for each row of this step."""
         self.engine, self.proposer = view.engine, proposer
         view.record.extras["episodes"] = self.counts

@@ -33,7 +33,8 @@ from bubblespec.mechanisms.quantized.products import NO_PRODUCT, Product, produc
 from bubblespec.mechanisms.quantized.runner import CopyRunner
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import RolloutRecord, StepRecord
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
 
 NAME = "quantized"
 MAX_CHAIN_LENGTH = 16  # tokens
@@ -65,7 +66,7 @@ class QuantizedMechanism(Mechanism):
         """Renew what the share of the last rollouts' seconds allows, if the copy is used."""
         is_evaluation = plan.step is None
         self.source.runner.params = self.evaluation_params if is_evaluation else self.params
-        is_used = self.name not in plan.without and (plan.is_on or is_evaluation)
+        is_used = self.name not in plan.without and plan.is_on
         self.source.is_enabled = is_used and self.source.problem is None
         if is_evaluation or not self.source.is_enabled:
             return

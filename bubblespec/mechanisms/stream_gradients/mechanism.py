@@ -5,7 +5,8 @@ from bubblespec.learn.learner import Learner
 from bubblespec.mechanisms.stream_gradients.gradients import StreamedGradients
 from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
 from bubblespec.records import StepRecord
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 
 
