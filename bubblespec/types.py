@@ -27,7 +27,7 @@ class Prompt:
     """One prompt of the data."""
 
     uid: int
-    """See `SampleId`."""
+    """Prompt id (63 bits), stable across runs on the same data."""
     text: str | list[dict]
     """String or chat messages."""
     token_ids: tuple[int, ...]
@@ -40,7 +40,7 @@ class Group(NamedTuple):
 
     prompt: Prompt
     visit: int
-    """See `SampleId`."""
+    """Number of earlier draws of this prompt in the data order."""
 
     @property
     def name(self) -> tuple[int, int]:

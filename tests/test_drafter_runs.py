@@ -112,16 +112,11 @@ def test_slices_and_evaluations_change_no_token(monkeypatch, tmp_path, plain):
     assert updates == sorted(updates) and updates[-1] > updates[0]
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-def test_resumed_run_has_the_drafter_of_the_checkpoint(tmp_path, drafted, capfd, is_old):
-    """Before drafter.path; older checkpoints have the drafter next to the weights."""
+def test_resumed_run_has_the_drafter_of_the_checkpoint(tmp_path, drafted, capfd):
+    """Before drafter.path."""
     folder = shutil.copytree(drafted, tmp_path / "run")
     checkpoint = folder / "checkpoint-4"
     saved = load_file(checkpoint / DRAFTER_FOLDER / DRAFTER_FILE)
-    if is_old:
-        shutil.move(checkpoint / DRAFTER_FOLDER / DRAFTER_FILE, checkpoint / DRAFTER_FILE)
-        sums, path = (checkpoint / SUMS_FILE).read_text(), f"{DRAFTER_FOLDER}/{DRAFTER_FILE}"
-        (checkpoint / SUMS_FILE).write_text(sums.replace(path, DRAFTER_FILE))
     options = [*OPTIONS, *DRAFTER, ALONE, "drafter.path=/nowhere", "run.max_steps=5"]
     train_in_virtual_time(*options, f"run.output_dir={folder}")
     assert TRAINED not in capfd.readouterr().err

@@ -19,9 +19,9 @@ import torch
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from bubblespec.config.imports import call, import_function
 from bubblespec.engine.output_head import OutputHead
 from bubblespec.errors import InputError, one_line, shown
-from bubblespec.imports import call, import_function
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -10,7 +10,6 @@ from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.task import IdleTask
 from bubblespec.planner.costs import CostModel
 from bubblespec.rollout.feed import RowFeed
-from bubblespec.rollout.scoring import Scoring
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Draft, Group, Launch, Row, SampleId
 
@@ -42,8 +41,8 @@ class RolloutPlan:
     proposer: Any = None
     """Source of draft tokens, a `Proposer` (draft/proposer.py), which the loop need not load; None
     without drafts."""
-    scoring: Scoring | None = None
-    """Scoring of the responses; None where they are not scored."""
+    scoring: Any = None
+    """Scores of the responses, a `Scoring` (rewards/scorer.py); None where they are not scored."""
     cost: CostModel | None = None
     """Learns from every forward."""
     feed: RowFeed = field(default_factory=RowFeed)

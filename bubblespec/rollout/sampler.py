@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.mechanism import Mechanism
 from bubblespec.rollout.plan import RolloutPlan
-from bubblespec.rollout.scoring import Scorer
 from bubblespec.rollout.table import RowTable
 from bubblespec.samples import Samples, has_rewards
 from bubblespec.types import Draft, Group, Launch, Row
@@ -52,7 +51,8 @@ class Sampler:
     engine: Engine
     params: SamplingParams
     schedule: StepSchedule
-    scorer: Scorer
+    scorer: Any
+    """A `Scorer` (rewards/scorer.py), or one in virtual time."""
     reward_weights: list[float]
     """Weights of the reward functions, in their order."""
     stats: RunStats

@@ -52,7 +52,7 @@ class InProcess:
     def submit(
         self, episode: Episode, request: bytes, limit_s: float, deliver: Deliver, *, is_end: bool
     ) -> None:
-        """See `EnvironmentWorker`."""
+        """Answer a request of `Host` at once, however long that takes."""
         deliver(json.loads(json.dumps(bounded(self._host.answer(request)))))
 
 

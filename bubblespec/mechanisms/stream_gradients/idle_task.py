@@ -17,7 +17,7 @@ from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
 from bubblespec.mechanisms.stream_gradients.gradients import StreamedGradients
 from bubblespec.records import Span
-from bubblespec.rollout.scoring import Scoring
+from bubblespec.rewards.scorer import Scoring
 from bubblespec.samples import has_zero_std
 from bubblespec.types import Launch, Row, is_sampled
 

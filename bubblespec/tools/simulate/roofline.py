@@ -68,7 +68,7 @@ class Fit(NamedTuple):
     peak_share: float
     """Share of the peak that products reach with many tokens."""
     knee: float
-    """See `both`."""
+    """Sharpness of the bend between two limits, see `both`."""
     layer_s: float
     """Seconds of a layer beyond its products and attention: small kernels, and each kernel's begin
     and end."""
