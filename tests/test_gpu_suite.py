@@ -16,10 +16,10 @@ import torch
 
 from benchmarks import gpu_bench, gpu_forwards, gpu_programs, gpu_suite
 from benchmarks.gpu_bench import Bench, Figure, make_bench
+from benchmarks.measured_costs import DECODE, read_cases
 from bubblespec import memory
 from bubblespec.engine import graphs
 from bubblespec.engine.batch import Load
-from bubblespec.tools.simulate.check import DECODE, read_cases
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, OWN, Model, roofline
 from tests.helpers.clocks import Clock
 from tests.helpers.graphs import stand_in

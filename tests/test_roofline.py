@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.measured_costs import predict, read_cases
 from bubblespec.engine.batch import Load
 from bubblespec.mechanisms.quantized.products import LARGE
 from bubblespec.tools.simulate import roofline as module
-from bubblespec.tools.simulate.check import predict, read_cases
 from bubblespec.tools.simulate.recorded import load_cost
 from bubblespec.tools.simulate.roofline import (
     FITTED,

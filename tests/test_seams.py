@@ -1,4 +1,4 @@
-"""The objects of the core hold nothing of a mechanism but at the seams of docs/architecture.md: what
+"""Objects of the core hold nothing of a mechanism but at the seams of docs/architecture.md: what
 imports do not show, as a method of a mechanism that setup.py hands to the planner."""
 
 from functools import partial
