@@ -84,7 +84,7 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
         rows = {index: plan.table.make_row(index, length) for index in plan.rows}
         for index, row in rows.items():
             row.draft = plan.rows[index].draft
-        plans[arm] = replace(plan, rows=rows, tasks=[])
+        plans[arm] = replace(plan, rows=rows, works=[])
     records: dict[str, RolloutRecord] = {}
 
     def roll_out(arm: str) -> int:

@@ -117,7 +117,7 @@ def paired_step(
     for index, row in rows.items():
         row.draft = plan.rows[index].draft
     scoring, plan.scoring = plan.scoring, None  # not in what is timed
-    drafted = replace(plan, rows=rows, tasks=[])
+    drafted = replace(plan, rows=rows, works=[])
     plan.proposer = plan.cost = rollout = None
 
     def roll_out(arm: str) -> int:

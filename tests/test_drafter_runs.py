@@ -188,8 +188,8 @@ def test_failed_drafter_is_neither_used_nor_saved(monkeypatch, tmp_path, has_fai
     drafter.runner = SimpleNamespace(enable=enabled.append)
     state = {"has_failed": has_failed, "drafter": None, "num_updates": 3}
     drafter.training = SimpleNamespace(clock=None, **state)
-    plan = SimpleNamespace(is_on=True, step=1, tasks=[])
+    plan = SimpleNamespace(is_on=True, step=1, works=[])
     drafter.begin_rollout(plan)
     drafter.save(str(tmp_path))
     assert enabled == [not has_failed]
-    assert len(plan.tasks) == len(saved) == (not has_failed)
+    assert len(plan.works) == len(saved) == (not has_failed)

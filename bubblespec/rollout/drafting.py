@@ -11,7 +11,7 @@ from bubblespec.rollout.sampler import Sampler
 
 
 class Drafting(Mechanism):
-    """Adds a `DraftAhead` task to each rollout in which something is left to draft."""
+    """Adds a `DraftAhead` to each rollout in which something is left to draft."""
 
     name = "drafting"
 
@@ -59,7 +59,7 @@ class Drafting(Mechanism):
         if co_scheduled and prices is not None and planning != "always":
             saved_s = sampler.ranks.world_size * sum(job.saves_s for job in co_scheduled)
             worth_s = prices.drafted_s * saved_s / sum(job.costs_s for job in co_scheduled)
-        task = DraftAhead(
+        plan.ahead = DraftAhead(
             jobs,
             store,
             self.proposer,
@@ -69,4 +69,3 @@ class Drafting(Mechanism):
             max_slowdown=math.inf if planning == "always" else MAX_SLOWDOWN,
             worth_s=worth_s,
         )
-        plan.tasks.append(task)

@@ -1,9 +1,9 @@
-"""The rollout loop: forwards, the ticks between them, and idle time given to tasks.
+"""The rollout loop: forwards, the ticks between them, and the use of idle time.
 
 A rank generates its rows of a step. At every tick the ranks exchange the lengths of their rows and
 their capacity for idle work, and draw the same conclusions: they abort rows that this step is not
-going to train on, begin a take-over, or assign the jobs of idle tasks. All leave at the same tick;
-unfinished idle jobs end there. A rollout that needs none of these is the same loop without ticks.
+going to train on, begin a take-over, or assign drafts of coming steps. All leave at the same tick;
+unfinished drafts end there. A rollout that needs none of these is the same loop without ticks.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
-from bubblespec.idle.task import RankView, assign
+from bubblespec.idle.task import LocalWork, RankView, assign
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.plan import RolloutPlan
@@ -25,14 +25,10 @@ class RolloutLoop:
     def __init__(
         self, engine: Engine, ranks: Ranks, board: ProgressBoard | None, plan: RolloutPlan
     ):
-        """board: needed for tasks, a take-over, or a launch that selects groups."""
+        """board: needed for idle work, a take-over, or a launch that selects groups."""
         self.engine, self.ranks, self.board, self.plan = engine, ranks, board, plan
-        self.table, self.proposer, self.feed, self.tasks = (
-            plan.table,
-            plan.proposer,
-            plan.feed,
-            plan.tasks,
-        )
+        self.table, self.proposer, self.feed = plan.table, plan.proposer, plan.feed
+        self.ahead, self.works = plan.ahead, plan.works
         self.clock, self.selects = ranks.clock, plan.launch.selects
         self.record = RolloutRecord()
         self.unfinished = {row: index for index, row in plan.rows.items()}
@@ -50,7 +46,7 @@ class RolloutLoop:
         self.engine.reset()
         self.feed.start(self.view, self.proposer)
         self.record.began_s = self._last_s = self.clock.perf_counter()
-        if self.tasks or self.selects or self.plan.take_over is not None:
+        if self.plan.idle_uses or self.selects or self.plan.take_over is not None:
             self._run_with_ticks()
         else:
             while self.unfinished and not self.ranks.must_stop:
@@ -74,9 +70,9 @@ class RolloutLoop:
     def _run_with_ticks(self) -> None:
         board = self.board
         assert board is not None
-        self.record.idle = {task.name: IdleUse() for task in self.tasks}
-        for task in self.tasks:
-            task.begin(self.view)
+        for use in self.plan.idle_uses:
+            self.record.idle[use.name] = IdleUse()
+            use.begin(self.view)
         board.begin()
         while True:
             while (states := board.poll(self._state, not self.unfinished)) is not None:
@@ -86,7 +82,7 @@ class RolloutLoop:
             if not self.unfinished and board.are_others_done:
                 self._wait()  # the last tick is about to complete, and all would wait for new work
                 continue
-            goes_on = self._run_slices()
+            goes_on = self._use_idle_time()
             self._advance_feed()
             if self._can_step:
                 self._forward()
@@ -95,8 +91,8 @@ class RolloutLoop:
                     self._wait_for_feed()
                 else:
                     self._wait()
-        for task in self.tasks:
-            task.end()
+        if self.ahead is not None:
+            self.ahead.end()
         self.record.num_ticks = board.num_ticks
 
     def _act_on(self, states: list[RankState]) -> None:
@@ -107,8 +103,8 @@ class RolloutLoop:
             *(np.split(state.facts, self._ends) for state in states), strict=True
         )
         self.table.sync(row_states)
-        for task, by_rank in zip(self.tasks, published, strict=True):
-            task.receive(by_rank)
+        for work, by_rank in zip(self.works, published, strict=True):
+            work.receive(by_rank)
         if self.selects:
             self._select()
         if self.plan.take_over is not None and self.plan.take_over.is_due(self.table, states):
@@ -116,17 +112,17 @@ class RolloutLoop:
             board.go_on()
             self._last_s = self.clock.perf_counter()
             return
-        jobs = [task.jobs() for task in self.tasks]
+        jobs = () if self.ahead is None else self.ahead.jobs()
         given = assign(jobs, capacities, [not state.is_done for state in states])
         for rank, assigned in enumerate(given):
-            for number, job in assigned:
-                self.tasks[number].accept(job, rank)
-                if rank == self.ranks.rank:
-                    self.record.idle[self.tasks[number].name].expected_s += job.saves_s
-        # Ticks stay frequent while jobs are assigned, or a cutoff or take-over waits for lengths.
-        # The end of the rollout does not need that: a rank that is done posts at once.
+            for job in assigned:
+                self.ahead.accept(job, rank)
+        # Ticks stay frequent while drafts are assigned, idle ranks work with others' numbers, or
+        # a cutoff or take-over waits for lengths. The end of the rollout does not need that: a rank
+        # that is done posts at once.
         is_near = self.plan.take_over is not None and self.plan.take_over.is_near(self.table)
-        board.is_relaxed = not (self.selects or is_near or any(given))
+        can_work = bool(self.works) and any(state.is_done for state in states)
+        board.is_relaxed = not (self.selects or is_near or any(given) or can_work)
 
     def _select(self) -> None:
         """Abort rows that the cutoff excludes; submit finished ones that it includes."""
@@ -172,18 +168,30 @@ class RolloutLoop:
                 longest = max(longest, length)
         return longest
 
-    def _run_slices(self) -> bool:
-        """Run a slice of each task; return whether any has more to do."""
-        goes_on = any([task.run_slice() for task in self.tasks])  # noqa: C419 (each one runs)
-        if self.record.slices:
-            self._last_s = max(self._last_s, self.record.slices[-1].end_s)
-        return goes_on
+    def _use_idle_time(self) -> bool:
+        """Begin drafts, or do a slice of work; return whether another slice is due."""
+        if self.ahead is not None:
+            self.ahead.fill()
+        if (work := self._best_work()) is None:
+            return False
+        work.run_slice()
+        self._last_s = max(self._last_s, self.record.slices[-1].end_s)
+        return self._best_work() is not None
+
+    def _best_work(self) -> LocalWork | None:
+        """Return the work that saves most per second now; None where drafts save more, or nothing.
+
+        On a rank whose own rows all wait, drafts take no time from it."""
+        work = max(self.works, key=lambda work: work.rate, default=None)
+        drafts = 0.0 if self.ahead is None or self.unfinished else self.ahead.rate
+        return work if work is not None and work.rate > drafts else None
 
     def _state(self) -> RankState:
         """Return this rank's state for the next tick."""
         self._note_active()
-        capacities = np.array([task.capacity() for task in self.tasks], np.float64)
-        facts = [capacities, self.table.local_state(), *(task.publish() for task in self.tasks)]
+        takes_drafts = self.ahead is not None and (self.unfinished or self._best_work() is None)
+        capacity = np.array([self.ahead.capacity() if takes_drafts else 0], np.float64)
+        facts = [capacity, self.table.local_state(), *(work.publish() for work in self.works)]
         self._ends = np.cumsum([len(part) for part in facts])[:-1]  # the same on all ranks
         return RankState(len(self.unfinished), self.ranks.must_stop, np.concatenate(facts))
 
@@ -244,12 +252,12 @@ class RolloutLoop:
             self.proposer.catch_up(is_free=self.ranks.device.type == "cuda")
 
     def _take_finished(self, finished: list[Row]) -> None:
-        """Note complete rows of this step, and pass others to the tasks."""
+        """Note complete rows, those of this step and drafts of coming ones."""
         unfinished = self.unfinished
         for row in finished:
             if row not in unfinished:
-                for task in self.tasks:
-                    task.on_finished(row)
+                if self.ahead is not None:
+                    self.ahead.on_finished(row)
                 continue
             index = self._note_end(row)
             if not self.selects:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.idle.task import IdleTask
+from bubblespec.idle.task import LocalWork
 from bubblespec.planner.costs import CostModel
 from bubblespec.rollout.feed import RowFeed
 from bubblespec.rollout.table import RowTable
@@ -51,10 +51,17 @@ class RolloutPlan:
     `is_near(table)`: whether that may be due soon, so that ticks have to stay frequent;
     `is_due(table, states)`: whether it is at this tick, by shared data alone; `run(loop)` generates
     the rows to their end: own ones leave the loop's engine, and `loop.finish` gets each."""
-    tasks: list[IdleTask] = field(default_factory=list)
-    """Uses of idle time, the same on all ranks."""
+    ahead: Any = None
+    """Drafting for coming steps, a `DraftAhead` (idle/draft_ahead.py); on all ranks or on none."""
+    works: list[LocalWork] = field(default_factory=list)
+    """Other uses of idle time, the same on all ranks."""
 
     @property
     def launch(self) -> Launch:
         """What all ranks generate."""
         return self.table.launch
+
+    @property
+    def idle_uses(self) -> list:
+        """All uses of idle time."""
+        return [self.ahead, *self.works] if self.ahead is not None else self.works

@@ -247,8 +247,8 @@ class Sampler:
         if plan.launch.selects:
             rows = [plan.rows[index] for index in deferred if index in plan.rows]
             self.keep_as_drafts(rows, plan.step)
-        for task in plan.tasks:
-            task.finish(self.ranks)
+        for use in plan.idle_uses:
+            use.finish(self.ranks)
         for mechanism in self.mechanisms:
             mechanism.end_rollout(record)
         span = Span("exchange", begin_s, self.ranks.clock.perf_counter())

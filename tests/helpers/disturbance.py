@@ -95,7 +95,7 @@ class Disturbance(Mechanism):
         return result
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
-        self.drafting = next((task for task in plan.tasks if isinstance(task, DraftAhead)), None)
+        self.drafting = plan.ahead
         if (drafting := self.drafting) is None:
             return
         finish = drafting.finish

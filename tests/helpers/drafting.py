@@ -12,12 +12,6 @@ from bubblespec.rollout.board import ProgressBoard
 
 def train_always(patch=setattr) -> None:
     """patch: as of pytest's monkeypatch, to take it back afterwards."""
-    jobs = TrainDrafter.jobs
-
-    def co_scheduled(task):
-        return [job._replace(co_scheduled=True) for job in jobs(task)]
-
-    patch(TrainDrafter, "jobs", co_scheduled)
     patch(TrainDrafter, "can_begin", lambda work: work.training.slice_tokens() > 0)
     patch(TrainDrafter, "_limit_s", lambda work: 1e9)
     patch(ProgressBoard, "_is_too_soon", lambda board: False)

@@ -198,11 +198,11 @@ class World:
             draft = drafts[row.id] if drafts and row.id in drafts else self.store.get(row.id)
             row.draft = draft
             self.proposer.track(row, step)
-        tasks = []
+        ahead = None
         if plans is not None:
             options = {"version": step, "max_new_tokens": limit, "max_slowdown": max_slowdown}
             parts = (plans, self.store, self.proposer, self.proposer.cost)
-            tasks = [DraftAhead(*parts, **options)]
+            ahead = DraftAhead(*parts, **options)
         own, step_engine, forwards = {id(row) for row in rows}, self.engine.step, []
 
         def noted_step(*arguments) -> tuple[list[Row], Load]:
@@ -212,14 +212,15 @@ class World:
             return step_engine(*arguments)
 
         self.engine.step = noted_step
-        parts = {"proposer": self.proposer, "board": self.board, "tasks": tasks}
+        parts = {"proposer": self.proposer, "board": self.board, "ahead": ahead}
         record = loop_of(self.engine, self.board.ranks, PARAMS, rows, **parts).run()
         del self.engine.step
         assert [(each.own_rows, each.ahead_rows) for each in record.forwards] == forwards
         self.store.drop(row.id for row in rows)
-        for task in tasks:
-            task.finish(ALONE)
-        return record, tasks[0].drafts if tasks else {}
+        if ahead is None:
+            return record, {}
+        ahead.finish(ALONE)
+        return record, ahead.drafts
 
 
 def made_up(wanted: dict, seed: int) -> dict:

@@ -126,7 +126,7 @@ class DrafterMechanism(Mechanism):
         self.training.is_enabled = self.source.is_enabled = is_used
         self.runner.enable(is_used)
         if is_used:
-            plan.tasks.append(TrainDrafter(self.training))
+            plan.works.append(TrainDrafter(self.training))
 
     @contextlib.contextmanager
     def moved_to(self, engine: Engine) -> Iterator[None]:

@@ -27,7 +27,7 @@ class StreamGradientsMechanism(Mechanism):
         if plan.step is None or plan.scoring is None or not is_first:
             return
         self.gradients.forget()  # of a rollout that was abandoned
-        plan.tasks.append(
+        plan.works.append(
             StreamGradients(plan.launch, self.gradients, plan.scoring, self.sampler.combined)
         )
 
