@@ -3,16 +3,20 @@
 The real engine and proposer, with a runner that computes nothing and has the text of each row:
 scheduling, looking for proposals, planning windows and taking in what was accepted. Prompts of 300
 tokens in groups of 8 rows, drafts of 4,000 tokens of which 3% are wrong, so that rows leave their
-drafts and find back. Processor time of one core. Noise counters and the input of a graph are timed
-separately. "Meanwhile" is what a rollout does while a GPU computes; for all else a GPU waits.
+drafts and find back. Processor time of one core, the packing of plans included.
+
+A GPU is a clock: a forward takes --forward-ms, and begins when it has been launched and the one
+before it has ended. It waits for the host between two forwards. At depth 0 that is all of the
+host's time but what is done meanwhile; at depth 1 what exceeds a forward. Launching two graphs and
+two copies takes the host some 0.03 ms more (CUDA's, which is not here).
 """
 
 import argparse
+import itertools
 import os
 import sys
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -23,15 +27,12 @@ import torch
 from benchmarks.shared import write_json
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import History
-from bubblespec.engine.batch import Batch, Load
+from bubblespec.engine.batch import Batch, Load, Plan, Runner, Texts
+from bubblespec.engine.device_rows import packed
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.graphs import FIELDS, ForwardGraphs, padded
-from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.noise import stream_counters
-from bubblespec.engine.packing import PAGE, CachePacking
-from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import Drawn, SamplingParams
+from bubblespec.engine.rows import Standing, draft_of
+from bubblespec.engine.sampling import Drawn, SamplingParams, num_accepted
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Draft, Row, SampleId
 
@@ -40,27 +41,53 @@ WINDOW = 8  # draft tokens of a row in a forward, on average: there is room for 
 MAX_LENGTH = 6000
 VOCABULARY = 32000
 NUM_WARM = 5  # forwards before those that count
-FOLD = 6  # query heads of a key/value head
+MAX_Q = 8  # tokens of a sequence in a graph
 COST_S = (1.0, 0.0, 1e-7)  # of a forward, a row and a token: drafts always pay
 
 
-class KnownText:
-    """A `Runner` that computes nothing: row n generates texts[n]. Takes note of its own time."""
+class KnownText(Runner):
+    """Row n generates texts[n], int64 [rows, tokens], on a GPU that is a clock."""
 
-    depth = 0
+    pages, keeps_rows = None, True
+    depth = 1
 
-    def __init__(self, texts: np.ndarray, max_num_batched_tokens: int):
-        self.texts, self.max_num_batched_tokens = texts, max_num_batched_tokens
+    def __init__(self, rows: list[Row], texts: np.ndarray, max_num_batched_tokens: int):
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.num_slots, self.max_length = len(texts), MAX_LENGTH
-        self.own_s, self.pages = 0.0, None
+        prompts = np.array([row.prompt for row in rows])
+        self.text = np.hstack((prompts, texts))
+        self.length = np.full(len(texts), 0)
+        self.forward_s = self.own_s = self.waited_s = 0.0
+        self.free_s = self.idle_s = 0.0  # when the last forward ends, and time between forwards
 
-    def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Drawn]:
-        begin_s = time.thread_time()
-        row, offset = ragged(batch.num_draft + 1)
-        text = self.texts[batch.slots[row], batch.generated[row] + offset]
-        drawn = Drawn(text, np.zeros((2, len(text)), np.float32))
+    def now_s(self) -> float:
+        """Return the host's time: processor time without this class's own, and waits."""
+        return time.thread_time() - self.own_s + self.waited_s
+
+    def launch_ahead(
+        self, plan: Plan, texts: Texts, params: SamplingParams, batch: Batch | None
+    ) -> Callable[[], Drawn]:
+        packed(plan, MAX_Q)
+        now_s, begin_s = self.now_s(), time.thread_time()
+        self.idle_s += max(now_s - self.free_s, 0.0)
+        self.free_s = ends_s = max(now_s, self.free_s) + self.forward_s
+        self.length[texts.slots] = texts.length
+        slots, sampled = plan.slots, plan.num_sampled
+        total = np.full(len(slots), MAX_LENGTH)
+        of_rows = self.text, slots, self.length[slots], total, np.ones(len(slots), bool)
+        num_draft, draft = draft_of(plan, Standing(*of_rows))
+        row, offset = ragged(sampled)
+        token = self.text[slots[row], np.minimum(self.length[slots][row] + offset, MAX_LENGTH - 1)]
+        counts = offset <= num_draft[row]
+        self.length[slots] += 1 + num_accepted(token[counts], draft, num_draft)
+        drawn = Drawn(token, np.zeros((2, len(token)), np.float32))
         self.own_s += time.thread_time() - begin_s
-        return lambda: drawn
+
+        def wait() -> Drawn:
+            self.waited_s += max(ends_s - self.now_s(), 0.0)
+            return drawn
+
+        return wait
 
     def place(self, slot: int, row: Row) -> None:
         pass
@@ -101,58 +128,40 @@ def start(rows: list[Row], drafts: list[Draft | None]) -> tuple[Proposer, float]
     return proposer, time.perf_counter() - begin_s
 
 
-def step_seconds(num_rows: int, num_forwards: int, has_drafts: bool) -> tuple[np.ndarray, float]:
-    """Return seconds of the host in each forward, and tokens that a row gains in one.
+def step_seconds(
+    num_rows: int, num_forwards: int, has_drafts: bool, depth: int = 0, forward_s: float = 1e-3
+) -> tuple[np.ndarray, float]:
+    """Return seconds of each forward, and tokens that a row gains in one.
 
-    Seconds are without the runner's, float64 [num_forwards, 2]: the first column is time for which
-    a GPU waits, the second is meanwhile.
-    """
+    Of the host without what it does meanwhile, and for which the GPU waits, float64 [num_forwards,
+    2]."""
     rows, texts, drafts = make_rows(num_rows, np.random.default_rng(num_rows))
-    runner = KnownText(texts, (1 + WINDOW) * num_rows)
+    runner = KnownText(rows, texts, (1 + WINDOW) * num_rows)
+    runner.depth, runner.forward_s = depth, forward_s
     engine, params = Engine(runner), SamplingParams(1.0)
     proposer = start(rows, drafts)[0] if has_drafts else None
     engine.add(rows)
     while len(engine.rows) < num_rows or (engine.lengths <= PROMPT).any():
         engine.step(params, proposer)
     seconds, gained, cost = [], int(engine.lengths.sum()), CostModel()
-    load = Load(num_rows, num_rows, 0, num_rows * PROMPT, 0, 0)
+    load, meanwhile_s = Load(num_rows, num_rows, 0, num_rows * PROMPT, 0, 0), [0.0]
 
     def meanwhile() -> None:
         begin_s = time.thread_time()
         cost.observe(load, 1.0)
         if proposer is not None:
             proposer.catch_up(is_free=True)
-        seconds.append([0.0, time.thread_time() - begin_s])
+        meanwhile_s[0] = time.thread_time() - begin_s
 
+    runner.free_s = runner.now_s()
     for _ in range(NUM_WARM + num_forwards):
-        runner.own_s, begin_s = 0.0, time.thread_time()
+        idle_s, began_s = runner.idle_s, runner.now_s() - runner.waited_s
         _, load = engine.step(params, proposer, None, meanwhile)
-        seconds[-1][0] = time.thread_time() - begin_s - runner.own_s - seconds[-1][1]
+        host_s = runner.now_s() - runner.waited_s - began_s
+        seconds.append([host_s - meanwhile_s[0], runner.idle_s - idle_s])
     gained = (int(engine.lengths.sum()) - gained) / num_rows / len(seconds)
     assert len(engine.rows) == num_rows and engine.lengths.max() < PROMPT + DRAFT
     return np.array(seconds[NUM_WARM:]), gained
-
-
-def runner_seconds(num_rows: int, count: int = 50) -> float:
-    """Return the median seconds of noise counters and a graph's input, a window for each row."""
-    length = -(-MAX_LENGTH // PAGE) * PAGE
-    pages = Pages(num_rows, length, num_rows * (length // PAGE), PAGE)
-    cache, rng = KVCache(num_rows, length, pages=pages), np.random.default_rng(0)
-    starts = rng.integers(PROMPT, DRAFT, num_rows)
-    fed, seconds = 1 + WINDOW, []
-    forward = SimpleNamespace(min_tokens=1, fold=FOLD, is_invariant=False)
-    known, tokens = ForwardGraphs(forward, cache, num_rows * fed), num_rows * fed
-    pages.grow(starts + fed)
-    slot, offset = ragged(np.full(num_rows, fed))
-    index = np.array((slot, starts[slot] + offset))
-    for _ in range(count):
-        begin_s = time.thread_time()
-        packing = CachePacking(cache, starts, np.full(num_rows, fed), index, torch.device("cpu"))
-        shape, zeros = known.shape_of(packing), np.zeros(tokens, np.int64)
-        padded(slot, packing, shape, np.zeros((FIELDS, shape.tokens + 1), np.int32))
-        stream_counters(slot, zeros, zeros, index[1])
-        seconds.append(time.thread_time() - begin_s)
-    return float(np.median(seconds))
 
 
 def main() -> int:
@@ -160,23 +169,22 @@ def main() -> int:
     parser.add_argument("--json", help="file for the result")
     parser.add_argument("--rows", default="16,128,512")
     parser.add_argument("--forwards", type=int, default=60)
+    parser.add_argument("--forward-ms", type=float, default=1.0, help="of the GPU")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result = {}
-    columns = (f"{name:>8}" for name in ("ms", "90th", "m.while", "90th"))
-    print(f"{'rows':>5} {'':30} {' '.join(columns)} tokens per row and forward")
-    for num_rows in map(int, arguments.rows.split(",")):
-        for suffix, has_drafts in (("_none", False), ("", True)):
-            seconds, gained = step_seconds(num_rows, arguments.forwards, has_drafts)
-            kind = "own drafts and suffix matches" if has_drafts else "no drafts"
-            ms, high = 1e3 * np.quantile(seconds, (0.5, 0.9), axis=0)
-            of_rows = f"{ms[0]:8.2f} {high[0]:8.2f} {ms[1]:8.2f} {high[1]:8.2f} {gained:8.1f}"
-            print(f"{num_rows:5} {kind:30} {of_rows}", flush=True)
-            name = f"ms{suffix}_{num_rows}"
-            result[name], result[f"{name}_meanwhile"] = 1e3 * np.median(seconds, axis=0)
-            result[f"{name}_p90"] = 1e3 * float(np.quantile(seconds[:, 0], 0.9))
-        result[f"runner_ms_{num_rows}"] = runner_ms = 1e3 * runner_seconds(num_rows)
-        print(f"{num_rows:5} {'noise, input of a graph':30} {runner_ms:8.2f}")
+    columns = (f"{name:>8}" for name in ("host ms", "90th", "GPU waits", "90th"))
+    print(f"{'rows':>5} {'depth':>5} {'':30} {' '.join(columns)} tokens per row and forward")
+    cases = itertools.product(map(int, arguments.rows.split(",")), (0, 1), (False, True))
+    for num_rows, depth, has_drafts in cases:
+        given = has_drafts, depth, arguments.forward_ms / 1e3
+        seconds, gained = step_seconds(num_rows, arguments.forwards, *given)
+        kind = "own drafts and suffix matches" if has_drafts else "no drafts"
+        ms, high = 1e3 * np.quantile(seconds, (0.5, 0.9), axis=0)
+        of_rows = f"{ms[0]:8.2f} {high[0]:8.2f} {ms[1]:9.2f} {high[1]:8.2f} {gained:8.1f}"
+        print(f"{num_rows:5} {depth:5} {kind:30} {of_rows}", flush=True)
+        name = f"{'drafts' if has_drafts else 'none'}_{num_rows}_depth_{depth}"
+        result[f"host_ms_{name}"], result[f"gpu_waits_ms_{name}"] = ms.tolist()
     rows, _, drafts = make_rows(256, np.random.default_rng(0))
     result["start_s"] = start(rows, drafts)[1]
     tokens = f"{256 * DRAFT / 1e6:.2f} M draft tokens"

@@ -78,7 +78,10 @@ def test_forward_equals_the_model_forward(make_model, page_size):
         fixed = make_runner(model, 3, 64, 0, batch_invariant=True)
         tokens = np.random.default_rng(0).integers(0, VOCAB, (3, batch_invariant.LENGTH))
         with torch.inference_mode():
-            got, wanted = (batch_invariant._logits(of, tokens, [3, 5]) for of in (fixed, plain))
+            got, wanted = (
+                batch_invariant._logits(of, tokens, [3, 5], of.forward.hidden)
+                for of in (fixed, plain)
+            )
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
         layer = next(m for m in model.modules() if isinstance(m, InvariantLinear))
         x = torch.randn(3, layer.in_features, dtype=torch.float64, requires_grad=True)

@@ -1,42 +1,23 @@
 """Forwards launched before the results of those before them: rows are those of depth 0."""
 
+import json
+
 import numpy as np
 import pytest
 
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
+from bubblespec.engine.pace import Pace
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import SamplingParams
-from tests.helpers.generation import (
-    STOP,
-    Drafter,
-    as_dict,
-    make_engine,
-    make_prompts,
-    make_rows,
-)
-from tests.helpers.late import LateRunner
+from tests.helpers import golden
+from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
+from tests.helpers.late import LateRunner, results_come_late
 from tests.helpers.models import VOCAB, random_model, small_config
 
 STOPS = (*STOP, *range(20, 30))  # so that turns are short
 PARAMS = SamplingParams(stop_token_ids=STOPS)
 SEED, LIMIT, MAX_LENGTH, NUM_SCHEDULES = 5, 30, 56, 36
-
-
-class LateDrafter(Drafter):
-    """Proposals that reach beyond what rows may gain in flight, right for some of that."""
-
-    def propose(self, rows, lengths, room, budget, ahead):
-        self.ahead = dict(zip(rows, ahead.tolist(), strict=True))
-        return super().propose(rows, lengths, room, budget, ahead)
-
-    def continuation(self, row, length):
-        truth = np.array(self.wanted[row.id.uid, row.id.sample][0])[length:]
-        draft = np.concatenate((truth, self.rng.integers(1, VOCAB, 3)))
-        draft = draft[: self.rng.integers(0, 9) + self.ahead[row]]
-        wrong = self.rng.random(len(draft)) < self.corrupted
-        draft[wrong] = self.rng.integers(1, VOCAB, wrong.sum())
-        return draft if self.rng.random() < 0.8 else None
 
 
 def observation(row, turn: int) -> np.ndarray | None:
@@ -99,7 +80,7 @@ def test_rows_of_random_schedules_equal_those_of_depth_0(baseline):
             random.integers(1, deepest + 1)
         )
         engine = Engine(runner)
-        drafter = LateDrafter(wanted, float(random.choice([0.0, 0.3]))) if seed % 4 else None
+        drafter = Drafter(wanted, float(random.choice([0.0, 0.3]))) if seed % 4 else None
         rows = make_rows(make_prompts(5, 25), 3, LIMIT)
         for row in rows:
             row.has_turns = row.id.sample != 1
@@ -113,3 +94,67 @@ def test_rows_of_random_schedules_equal_those_of_depth_0(baseline):
         if drafter is not None:
             drafts += drafter.num_draft, drafter.num_accepted
     assert masked and preempted and 0 < drafts[1] < drafts[0]
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def rate(pace: Pace, ahead: bool, forward_s: float, host_s: float, chance: float) -> float:
+    """Return tokens per second of a row with drafts of 8 tokens, each right with this chance, in a
+    virtual clock; what the pace has measured stays in it."""
+    random, clock = np.random.default_rng(0), pace.clock
+    began_s, gained, is_dropped, free_s = clock.now, 0, False, clock.now
+    for _ in range(4000):
+        launched_s = clock.now
+        clock.now += host_s
+        if ahead:
+            free_s = max(free_s, launched_s) + forward_s
+            waits_since_s, clock.now = clock.now, max(clock.now, free_s)
+        else:
+            launched_s = waits_since_s = clock.now
+            clock.now += forward_s
+        pace.landed(launched_s, waits_since_s)
+        right = 0 if is_dropped else int((random.random(8) < chance).cumprod().sum())
+        gained += right + 1
+        if not is_dropped:
+            pace.verified(np.array([8]), np.array([right]), np.array([right + 1]))
+        # The token behind a right draft is the next of the draft, or it is wrong, too.
+        is_dropped = ahead and not is_dropped and (right < 8 or random.random() >= chance)
+    return gained / (clock.now - began_s)
+
+
+@pytest.mark.parametrize(
+    "forward_s, host_s, chance",
+    [
+        (1.0, 0.6, 0.97),
+        (4.0, 0.6, 0.97),
+        (4.0, 0.6, 0.8),
+        (1.0, 0.9, 0.8),
+        (10.0, 0.6, 0.99),
+        (2.0, 0.1, 0.9),
+        (1.0, 0.3, 0.999),
+    ],
+)
+def test_pace_is_that_which_brings_more_tokens(forward_s, host_s, chance):
+    """Measured at either depth it gives the same answer, where the two are not within 5%."""
+    answers, rates = [], []
+    for ahead in (False, True):
+        pace = Pace(Clock())
+        rates.append(rate(pace, ahead, forward_s, host_s, chance))
+        answers.append(pace.goes_ahead(1, 1))
+        assert pace.goes_ahead(1, 0)
+    if abs(rates[1] / rates[0] - 1) > 0.05:
+        assert answers == [rates[1] > rates[0]] * 2
+    assert not Pace().goes_ahead(8, 1), "nothing has been measured"
+
+
+@pytest.mark.parametrize("name", ["default", "tail batching", "dynamic sampling", "episodes"])
+def test_runs_equal_recorded_runs(monkeypatch, tmp_path, name):
+    with open(golden.PATH, encoding="utf-8") as file:
+        wanted = json.load(file)
+    results_come_late(monkeypatch)
+    assert golden.differences(name, golden.run(name, str(tmp_path)), wanted[name]) == []

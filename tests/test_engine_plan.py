@@ -20,7 +20,7 @@ PARAMS = SamplingParams(stop_token_ids=(STOP,))
 class TextRunner:
     """Each row generates its text. In place of keys and values the cache has tokens, or -1."""
 
-    depth = 0
+    depth, keeps_rows = 0, False
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import functools
 import pytest
 
 from tests.helpers.drafting import chain_always, train_always
+from tests.helpers.late import results_come_late
 from tests.helpers.runs import (
     ALWAYS_DRAFT,
     digests,
@@ -57,6 +58,7 @@ OPTIONS = {
     ],
     "copy": ["speculative.method=bubble+suffix+quantized", ALWAYS_DRAFT],
     "streamed": ["optim.stream_gradients=true"],
+    "late": [],
     "tp tail": ["rollout.tp_tail_max_rows=6"],
     "workers": ["reward.num_workers=1"],
 }
@@ -83,6 +85,9 @@ CASES = [
     ("tail batching", "drafter+streamed", 2, None),
     ("dynamic sampling", "drafts", 2, "stop"),
     ("dynamic sampling", "drafter+streamed", 1, None),
+    ("in order", "late+drafts+tp tail", 4, "stop"),
+    ("tail batching", "late+drafts", 2, "kill"),
+    ("dynamic sampling", "late+drafts+streamed", 2, None),
 ]
 
 
@@ -125,6 +130,8 @@ def test_run_equals_plain_run(reference, monkeypatch, tmp_path, shape, used, ran
     patch = functools.partial(monkeypatch.setattr, raising=False)
     if "streamed" in used:
         stream_always(patch)
+    if "late" in used:
+        results_come_late(monkeypatch)
     if "drafter" in used:
         train_always(patch)
         chain_always(patch)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from bubblespec.engine import step_graphs
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import FIELDS, TILES, ForwardGraphs, padded
 from bubblespec.engine.kv_cache import KVCache
@@ -42,6 +43,11 @@ def make(num_tokens: int = 6):
     return make_rows([(1, 2, 3, 4, 5, 6, 7) * 2, (8, 9) * 7, (9, 3, 5)], 2, num_tokens)
 
 
+def num_launched(engine: Engine) -> int:
+    """Forwards, with those whose results nobody has read."""
+    return engine.num_forwards + len(engine.flights)
+
+
 def plain_rows(model, params, num_tokens: int = 6) -> dict:
     """Return the rows of torch's engine, all at once and without pages."""
     engine = make_engine(model, 6, **SIZES)
@@ -71,25 +77,25 @@ def test_rows_of_graphs_equal_rows_of_torch(monkeypatch, name, params, num_pages
     drafts = None if corrupted is None else Drafter(wanted, corrupted)
     assert as_dict(engine.run(make(), params, drafts)) == wanted
     found = engine.runner.graphs
-    assert found.problem is None and found.num_replays == engine.num_forwards
+    assert found.problem is None and found.num_replays == num_launched(engine)
     num_sampled = 0 if params.truncates else len({shape.tokens for shape in found.shapes})
     assert captures.pools == [None] + [POOL] * (len(found.shapes) + num_sampled - 1)
     assert drafts is None or drafts.num_accepted > 3
     assert (len(placed) > 6) == (num_pages is not None), "some rows were preempted"
 
 
-def test_forwards_too_large_for_graphs_are_eager(monkeypatch):
-    """Their sampling, too, once there are graphs for it."""
+def test_large_steps_sample_without_graphs(monkeypatch):
+    """Once there are graphs of sampling for smaller ones, too."""
     model = make_model(**ONE_LAYER)
     wanted = plain_rows(model, WARM, 3)
     stand_in(monkeypatch)
+    monkeypatch.setattr(step_graphs, "MAX_SAMPLED", 4)
     engine = make_engine(model, 6, **SIZES, max_num_batched_tokens=16)
-    graphs = engine.runner.graphs
-    shape_of = graphs.shape_of
-    graphs.shape_of = lambda packing: shape_of(packing) if packing.index.shape[1] < 8 else None
     for _ in range(2):
         assert as_dict(engine.run(make(3), WARM, Drafter(wanted, 0.0))) == wanted
-    assert graphs.problem is None and 3 < graphs.num_replays < engine.num_forwards
+    graphs = engine.runner.graphs
+    assert graphs.problem is None and graphs.num_replays == num_launched(engine)
+    assert [list(of) for of in graphs._samplers.values()] == [[4]]
     eager = make_engine(model, 6, **SIZES, enforce_eager=True)
     assert as_dict(eager.run(make(3), WARM)) == wanted and eager.runner.graphs is None
     assert eager.runner.forward.ops is not torch_ops
@@ -105,29 +111,38 @@ def test_another_temperature_leaves_the_step_unchanged(monkeypatch):
         rows, number = make(5), 0
         engine.add(rows)
         while not engine.is_idle:
-            engine.step([SamplingParams(), WARM, GREEDY][number % 3], None)
+            # The first step on a GPU launches two forwards.
+            of = number if is_gpu else max(number - 1, 0)
+            engine.step([SamplingParams(), WARM, GREEDY][of % 3], None)
             number += 1
         found.append(as_dict(rows))
     assert found[0] == found[1] and len(engine.runner.graphs._samplers) == 3
 
 
-def test_step_copies_once_waits_once_and_launches_two(monkeypatch):
-    """While no row takes a page: pages are a second copy."""
+def test_step_copies_once_launches_two_and_then_waits_once(monkeypatch):
+    """It waits for nothing before its launch. While no row takes a page: that is another copy."""
     captures = stand_in(monkeypatch)
     sizes = {"max_length": 64, "page_size": 64, "max_num_batched_tokens": 32}
     engine = make_engine(make_model(**ONE_LAYER), 6, **sizes)
-    engine.add(make(6))
+    engine.add(make(7))
     for _ in range(3):  # prompts, and rows that share them
         engine.step(WARM, None)
-    traffic, wanted = Traffic(monkeypatch, captures), {"uploads": 1, "waits": 1, "launches": 2}
+    traffic, launch_ahead = Traffic(monkeypatch, captures), engine.runner.launch_ahead
+    on_launch = []
+
+    def launch(*of):
+        wait = launch_ahead(*of)
+        on_launch.append((traffic.uploads, traffic.waits, captures.num_replays - before))
+        return wait
+
+    monkeypatch.setattr(engine.runner, "launch_ahead", launch)
     with traffic:
         for _ in range(2):
             traffic.clear()
             before = captures.num_replays
             engine.step(WARM, None)
-            launches = captures.num_replays - before
-            found = {"uploads": traffic.uploads, "waits": traffic.waits, "launches": launches}
-            assert found == wanted
+            assert (traffic.uploads, traffic.waits) == (1, 1)
+    assert on_launch == [(1, 0, 2)] * 2
 
 
 @pytest.mark.parametrize("fold", [1, 3, 7])
@@ -147,7 +162,7 @@ def test_every_number_of_tokens_fits_a_graph(num_slots, largest, fold):
         if not (tokens := int(count.sum())):
             continue
         packing = pack_rows(cache, np.full(rows, 3), count, torch.device("cpu"))
-        shape = graphs.shape_of(packing)
+        shape = graphs.shape_of(packing.count)
         shapes.add(shape)
         assert tokens <= shape.tokens < max(2 * tokens, tokens * 1.34 + 256 * (tokens > 1024), 2)
         tile = shape.max_q * fold
@@ -279,9 +294,9 @@ def test_rows_of_replayed_shards_equal_plain_rows(monkeypatch):
         connect = graphs.of.connect
         graphs.of.connect = lambda: (sums.append(tp.num_sums), connect(), sums.append(tp.num_sums))
         found = as_dict(engine.run(make(4), WARM, Drafter(wanted, 0.3)))
-        assert graphs.problem is None and graphs.num_replays == engine.num_forwards > 2
+        assert graphs.problem is None and graphs.num_replays == num_launched(engine) > 2
         assert sums == [0, len({shape.tokens for shape in graphs.shapes})]
-        assert tp.num_sums == sums[1] + 2 * 2 * engine.num_forwards
+        assert tp.num_sums == sums[1] + 2 * 2 * num_launched(engine)
         return found
 
     assert run_ranks(monkeypatch, model, of_rank) == [wanted] * 2

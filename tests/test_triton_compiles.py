@@ -23,6 +23,7 @@ OTHERS = [
     ("rope_store", 32, 96, 72, True),
     ("gated", "gelu"),
     ("sample", 151936),
+    ("rows", 2),
 ]
 
 
@@ -37,7 +38,8 @@ def kernels(tmp_path_factory):
 def test_no_kernel_spills_registers(kernels):
     names = {kernel.name for compiled in kernels.values() for kernel in compiled}
     assert names == {
-        "_add_norm", "_rope_store", "_attend", "_merge", "_gated", "_sample_blocks", "_sample_rows"
+        "_add_norm", "_rope_store", "_attend", "_merge", "_gated", "_sample_blocks", "_sample_rows",
+        "_stand", "_fill", "_sampled", "_accept",
     }  # fmt: skip
     for case, compiled in kernels.items():
         for kernel in compiled:
@@ -58,4 +60,4 @@ def test_attention_loads_keys_ahead_of_their_products(kernels):
 
 def test_kernels_load_vectors(kernels):
     for case, compiled in kernels.items():
-        assert compiled[0].widest == 128, case
+        assert compiled[0].widest == 128 or case[1] == "rows", case

@@ -81,17 +81,29 @@ class Runner:
     max_length: int  # prompt plus response in tokens
     max_num_batched_tokens: int  # in a forward, at least num_slots
     pages: Pages | None  # of keys and values; None where each slot has room for a whole row
-    depth: int = 0  # forwards launched before the results of the one before are read
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether forwards are launched by plans, see `launch_ahead`."""
+        return False
+
+    @property
+    def depth(self) -> int:
+        """Forwards that are launched before the results of the one before are read."""
+        return 0
 
     def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Drawn]:
         """Feed the batch and return the call that waits for its end."""
         raise NotImplementedError
 
-    def launch_ahead(self, plan: Plan, texts: Texts, params: SamplingParams) -> Callable[[], Drawn]:
-        """Feed a plan's rows from where they stand by then; where `depth` is above 0.
+    def launch_ahead(
+        self, plan: Plan, texts: Texts, params: SamplingParams, batch: Batch | None
+    ) -> Callable[[], Drawn]:
+        """Feed a plan's rows from where they stand by then.
 
-        texts: rows whose text has changed other than by forwards. Of each row that samples
-        `Plan.num_sampled` positions are drawn; those behind its draft (rows.py) are invalid."""
+        texts: rows whose text has changed other than by forwards; batch: what is fed, where `depth`
+        is 0. Of each row that samples `Plan.num_sampled` positions are drawn; those behind its
+        draft (rows.py) are invalid."""
         raise NotImplementedError
 
     def place(self, slot: int, row: Row) -> None:

@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from bubblespec.engine.batch import Batch, Load, Plan, Runner, Texts
+from bubblespec.engine.pace import Pace
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.rows import Standing, draft_of
 from bubblespec.engine.sampling import Drawn, SamplingParams, is_stop, num_accepted, num_gained
@@ -67,7 +68,9 @@ class Flight(NamedTuple):
 
     plan: Plan
     tickets: np.ndarray  # int64 [M], of the rows that sample
+    stop_token_ids: tuple[int, ...]
     is_exact: bool  # whether all their tokens were known when it was planned
+    launched_s: float
     wait: Callable[[], Drawn]
 
 
@@ -85,6 +88,7 @@ class Engine(Slots):
             )
         self.num_forwards = 0
         self.flights: deque[Flight] = deque()
+        self.pace = Pace()
 
     @property
     def is_waiting(self) -> bool:
@@ -118,7 +122,7 @@ class Engine(Slots):
         to feed. max_prefill_tokens: limit on tokens of rows that do not decode yet; meanwhile:
         called while a GPU computes the forward, must not change the engine or its rows."""
         depth = self.runner.depth
-        while len(self.flights) <= depth:
+        while len(self.flights) <= (depth if self._goes_ahead() else 0):
             plan = self.schedule(proposer, max_prefill_tokens)
             if plan is None:
                 break
@@ -128,25 +132,37 @@ class Engine(Slots):
         flight = self.flights.popleft()
         if meanwhile is not None:
             meanwhile()
+        waits_since_s = self.pace.clock.perf_counter()
         drawn = flight.wait()
+        if depth:
+            self.pace.landed(flight.launched_s, waits_since_s)
         self.num_forwards += 1
         load = flight.plan.load
         if len(flight.plan.slots) == 0:
             return [], load
         slots, num_draft, draft, drawn = self._land(flight, drawn)
-        gained, accepted, tokens = self._append(
-            slots, num_draft, draft, drawn, params.stop_token_ids
-        )
+        stops = flight.stop_token_ids
+        gained, accepted, tokens = self._append(slots, num_draft, draft, drawn, stops)
         if len(slots) == 0:
             return [], load
+        if depth:
+            self.pace.verified(num_draft, accepted, gained)
         if proposer is not None:
             proposer.observe(self._rows_in(slots), tokens, gained, num_draft, accepted)
         last = tokens[gained.cumsum() - 1]
-        return self._finish(slots, is_stop(last, params.stop_token_ids)), load
+        return self._finish(slots, is_stop(last, stops)), load
+
+    def _goes_ahead(self) -> bool:
+        """Whether not to wait for the forward launched last."""
+        if not self.flights:
+            return True
+        plan = self.flights[-1].plan
+        return self.pace.goes_ahead(len(plan.slots), int(np.count_nonzero(plan.num_proposed)))
 
     def reset(self) -> None:
         """Forget all rows, and all keys and values; needed whenever the weights have changed."""
         self.flights.clear()
+        self.pace.pause()
         super().reset()
 
     def schedule(
@@ -175,16 +191,17 @@ class Engine(Slots):
 
     def _launch(self, plan: Plan, params: SamplingParams) -> Flight:
         """Launch a planned forward. From now on its rows count as fed."""
-        runner, slots = self.runner, plan.slots
-        is_exact = runner.depth == 0
-        if is_exact:
-            wait = runner.launch(self._batch(plan), params)
+        runner, slots, is_exact = self.runner, plan.slots, not self.flights
+        if runner.keeps_rows:
+            batch = self._batch(plan) if is_exact else None
+            wait = runner.launch_ahead(plan, self._texts(), params, batch)
         else:
-            wait = runner.launch_ahead(plan, self._texts(), params)
+            wait = runner.launch(self._batch(plan), params)
         self.cached[: len(plan.count)] = np.minimum(plan.start + plan.count, plan.known)
         self.most[slots] += plan.num_sampled
         self.fewest[slots] += 1
-        return Flight(plan, self.ticket[slots], is_exact, wait)
+        stops, now_s = params.stop_token_ids, self.pace.clock.perf_counter()
+        return Flight(plan, self.ticket[slots], stops, is_exact, now_s, wait)
 
     def _batch(self, plan: Plan) -> Batch:
         """Return what a plan feeds where all tokens of its rows are known."""

@@ -1,8 +1,8 @@
-"""CUDA graphs of a step: a forward and its sampling, two launches in place of hundreds.
+"""CUDA graphs of forwards: one launch in place of hundreds.
 
 A graph replays the same kernels on the same addresses. So a forward is padded to a fixed number of
-tokens, and what changes between forwards (token ids, places in the cache, lengths, noise) is copied
-into one tensor at a fixed address; the block table has a fixed address too. Padding follows the
+tokens, and what changes between forwards (token ids, places in the cache, lengths) is copied into
+one tensor at a fixed address; the block table has a fixed address too. Padding follows the
 real tokens, is in no sequence and writes a spare page, so the real tokens' results are those of the
 unpadded forward, up to the rounding of matrix products of another height.
 
@@ -14,7 +14,7 @@ for decoding and short drafts, large ones for prompts and long drafts.
 All graphs of forwards are captured at the first forward, before anything is timed, the largest
 first; the others share its memory. Graphs contain the addresses of keys, values and weights:
 weights must be changed in place (optimizers do, LoRA too), and `clear` must follow a release of the
-cache. Graphs of sampling are captured when a distribution is first sampled from.
+cache. Graphs of whole steps: step_graphs.py.
 
 A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
 other ranks. So all ranks have graphs, captured in the same order, or none has any. Neither of the
@@ -24,12 +24,10 @@ each forward without its sums, where errors of one rank show. Then each records 
 computing a sum. In between the ranks sum zeros in every size, as NCCL connects them at a size's
 first use.
 
-Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that it has room for, T
-positions sampled.
+Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that it has room for.
 """
 
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,20 +37,16 @@ import torch
 
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.noise import Noise
 from bubblespec.engine.ops.view import View
 from bubblespec.engine.packing import CachePacking
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import fallback, first_problem, log, one_line
 
 # Beyond 8 no step is larger than a third: below about 250 tokens reading the weights takes longer
 # than computing with them, so padding costs next to nothing.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 GROWTH, STEP = 4 / 3, 64  # of larger sizes
-MAX_SAMPLED = 1024  # positions, whose logits take memory
 TILES = (16, 64)  # tokens times query heads of a block
 FIELDS = 6  # of a forward's inputs, see `padded`
-NOISE = 5  # numbers for each position sampled: its token in the forward, and four words
 OUT_OF_MEMORY = "out of memory"  # in the message of torch.OutOfMemoryError, and of CUDA's errors
 
 
@@ -100,14 +94,13 @@ class ForwardGraphs:
         self.sizes = sorted({shape.tokens for shape in self.shapes})
         self.states: torch.Tensor | None = None
         """Second input at a fixed address, [B of the largest, state_size]."""
-        self._inputs: torch.Tensor | None = None  # int32: of sampling, then of the forward
+        self._inputs: torch.Tensor | None = None  # int32, see `padded`
         self._hidden: torch.Tensor | None = None  # results of all forwards, [B of the largest, C]
         self.num_replays = 0
         self.problem: str | None = None
         """One line that says why the forward cannot be captured, here or on another rank."""
         self._has_warned = False
         self._graphs: dict[Shape, Callable[[], None]] = {}
-        self._samplers: dict[tuple[SamplingParams, int], dict[int, _Sampler]] = {}
 
     def hidden(self, tokens: torch.Tensor, packing: CachePacking) -> torch.Tensor:
         """Return what `forward` does or, if no graph fits, what the forward without graphs does."""
@@ -119,80 +112,68 @@ class ForwardGraphs:
         tokens: np.ndarray | torch.Tensor,
         packing: CachePacking,
         states: torch.Tensor | None = None,
-        to_sample: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> torch.Tensor | None:
         """Return the last hidden states [B, hidden] of packed tokens int64 [N], first those of N.
 
         They are valid until the next forward. None if no graph fits. tokens: on the host or the
-        device; states: [N, state_size], the second input; to_sample: for `sample`, the tokens int64
-        [T] behind which it samples and the counters of their noise, uint32 [T, 4]."""
-        shape = self.shape_of(packing)
-        if shape is None or self.problem:
+        device; states: [N, state_size], the second input."""
+        shape = self.shape_of(packing.count)
+        if shape is None or not self.are_ready():
             return None
         self.cache.block_table(packing.device)  # is up to date
-        if not self._graphs:
-            self._capture()
-            if self.problem:
-                return None
         known = tokens if isinstance(tokens, np.ndarray) else np.zeros(len(tokens), np.int64)
-        inputs = np.zeros(NOISE * shape.tokens + FIELDS * (shape.tokens + 1), np.int32)
-        if to_sample is not None:
-            behind, words = to_sample
-            count = self._size_for(len(behind))
-            inputs[: len(behind)] = behind
-            noise = inputs[count : NOISE * count].view(np.uint32).reshape(count, 4)
-            noise[: len(behind)] = words
-        padded(known, packing, shape, inputs[NOISE * shape.tokens :].reshape(FIELDS, -1))
-        assert self._inputs is not None and self._hidden is not None
-        self._inputs[: len(inputs)].copy_(torch.from_numpy(inputs), non_blocking=True)
+        inputs = np.zeros((FIELDS, shape.tokens + 1), np.int32)
+        padded(known, packing, shape, inputs)
+        assert self._inputs is not None
+        flat = torch.from_numpy(inputs.ravel())
+        self._inputs[: len(flat)].copy_(flat, non_blocking=True)
         if isinstance(tokens, torch.Tensor):
             ids, *_ = self._fields(shape)
             ids[: len(tokens)] = tokens
         if states is not None and self.states is not None:
             self.states[: len(states)] = states
+        return self.replay(shape)
+
+    def are_ready(self) -> bool:
+        """Whether there are graphs, which are captured if this is the first call."""
+        if not self._graphs and not self.problem:
+            self._capture()
+        return not self.problem
+
+    def replay(self, shape: Shape) -> torch.Tensor:
+        """Return the hidden states [B, hidden] of the inputs as they are."""
+        assert self._hidden is not None
         self._graphs[shape]()
         self.num_replays += 1
         return self._hidden[: shape.tokens]
 
-    def sample(self, count: int, params: SamplingParams, seed: int) -> torch.Tensor | None:
-        """Return what `sampling.sample` does of the positions given to the last `forward`.
+    def shape_of(self, count: np.ndarray) -> Shape | None:
+        """Return the smallest shape that fits rows of so many tokens, int64 [R].
 
-        As one tensor, float64 [3, T], T = count. None where this is no graph: if tokens are barred,
-        or ranks sample together."""
-        if params.truncates or not self.of.samples_alone or not self._graphs:
-            return None
-        key = params, seed
-        if key not in self._samplers:
-            self._samplers[key] = self._capture_sampling(*key)
-        sampler = self._samplers[key].get(self._size_for(count))
-        if sampler is None or self.problem:
-            return None
-        sampler.replay()
-        return sampler.sampled[:, :count]
-
-    def shape_of(self, packing: CachePacking) -> Shape | None:
-        """Return the smallest shape that fits, of small tiles if no row takes more than one."""
-        tokens, widest = packing.index.shape[1], int(packing.count.max())
+        It has small tiles if no row takes more than one."""
+        tokens, widest = int(count.sum()), int(count.max())
         for shape in reversed(self.shapes):
             if shape.tokens < tokens:
                 continue
             fits = widest <= shape.max_q or shape.max_q == self.shapes[0].max_q
-            if fits and int((-(-packing.count // shape.max_q)).sum()) <= shape.sequences:
+            if fits and int((-(-count // shape.max_q)).sum()) <= shape.sequences:
                 return shape
         return None
 
     def clear(self) -> None:
         """Give graphs and their memory back; the next forward captures them again."""
-        self._graphs.clear()
-        self._samplers.clear()
-        self.of.memory.pools.pop(self, None)
-        self.states = self._inputs = self._hidden = None
+        self._give_up()
         if self.problem and OUT_OF_MEMORY in self.problem:
             self.problem = None
 
-    def _size_for(self, count: int) -> int:
-        """Return the smallest size of a graph for this many tokens or positions."""
-        return self.sizes[bisect_left(self.sizes, count)]
+    def _forget(self) -> None:
+        """Give the graphs' memory back."""
+        self._graphs.clear()
+        self.of.memory.pools.pop(self, None)
+
+    def _give_up(self) -> None:
+        self._forget()
+        self.states = self._inputs = self._hidden = None
 
     def _capture(self) -> None:
         """Capture graphs of all shapes, or of none; on all ranks, or on none."""
@@ -206,9 +187,7 @@ class ForwardGraphs:
         Where memory runs out, the allocator's unused memory is given back for a second attempt."""
 
         def with_free_memory() -> None:
-            self._graphs.clear()
-            self._samplers.clear()
-            self.of.memory.pools.pop(self, None)
+            self._forget()
             torch.cuda.empty_cache()
             stage()
 
@@ -218,7 +197,7 @@ class ForwardGraphs:
         problem = first_problem(problem, self.of.gather_text)
         if problem is None:
             return True
-        self.clear()
+        self._give_up()
         key = "rollout.enforce_eager=true"
         self.problem = fallback("forwards are eager, not CUDA graphs", problem, key)
         if self.of.rank == 0 and not self._has_warned:  # memory may run out at every step
@@ -231,10 +210,8 @@ class ForwardGraphs:
         weight, most = self.of.weight(), self.shapes[0].tokens
         if self.state_size:
             self.states = weight.new_zeros(most, self.state_size)
-        size = NOISE * most + FIELDS * (most + 1)
-        self._inputs = torch.zeros(size, dtype=torch.int32, device=weight.device)
+        self._make_inputs(weight.device)
         self._hidden = None
-        self._samplers.clear()  # they know the old ones
         with self.of.rehearsal([shape.tokens for shape in self.shapes]):
             for shape in self.shapes:
                 self._clear_inputs(shape)
@@ -247,74 +224,41 @@ class ForwardGraphs:
             run = partial(self._run, shape)
             self._graphs[shape], memory.pools[self] = capture(run, memory.pool)
 
+    def _make_inputs(self, device: torch.device) -> None:
+        size = FIELDS * (self.shapes[0].tokens + 1)
+        self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
+
     def _clear_inputs(self, shape: Shape) -> None:
         """Let all tokens of a forward be padding."""
         nothing = np.zeros((FIELDS, shape.tokens + 1), np.int32)
         nothing[1] = self.cache.num_pages * self.cache.page_size
         assert self._inputs is not None
-        begin = NOISE * shape.tokens
         flat = torch.from_numpy(nothing.ravel())
-        self._inputs[begin : begin + len(flat)].copy_(flat)
+        self._inputs[: len(flat)].copy_(flat)
 
     def _fields(self, shape: Shape) -> tuple[torch.Tensor, ...]:
         """Return the rows of a forward's inputs, see `padded`."""
         assert self._inputs is not None
-        begin = NOISE * shape.tokens
-        fields = self._inputs[begin : begin + FIELDS * (shape.tokens + 1)].view(FIELDS, -1)
+        fields = self._inputs[: FIELDS * (shape.tokens + 1)].view(FIELDS, -1)
         ids, place, position = fields[:3, : shape.tokens]
         first, slot, used = fields[3:, : shape.sequences + 1]
         return ids, place, position, first, slot[:-1], used[:-1]
 
-    def _run(self, shape: Shape) -> None:
+    def _read(self, shape: Shape) -> tuple[torch.Tensor, View]:
+        """Return token ids and the view of a forward's inputs."""
         ids, place, position, first, slot, used = self._fields(shape)
         length, table = self.cache.slot_length, self.cache.block_table(ids.device)
         sizes = shape.max_q, length, self.cache.split_of(shape.tokens, length)
-        packing = PaddedPacking(self.cache, View(place, position, first, slot, used, table, *sizes))
+        return ids, View(place, position, first, slot, used, table, *sizes)
+
+    def _run(self, shape: Shape) -> None:
+        ids, view = self._read(shape)
         hidden: Callable[..., torch.Tensor] = self.of.hidden
         second = () if self.states is None else (self.states[: shape.tokens],)
-        found = hidden(ids, packing, *second)
+        found = hidden(ids, PaddedPacking(self.cache, view), *second)
         if self._hidden is None:  # in the rehearsal of the largest
             self._hidden = torch.empty_like(found)
         self._hidden[: shape.tokens] = found
-
-    def _capture_sampling(self, params: SamplingParams, seed: int) -> "dict[int, _Sampler]":
-        assert self._inputs is not None
-        samplers: dict[int, _Sampler] = {}
-        inputs = self._inputs
-        given = inputs.clone()  # of the step that is about to sample
-
-        def record() -> None:
-            inputs.zero_()
-            for count in [size for size in self.sizes if size <= MAX_SAMPLED][::-1]:
-                run = partial(self._sample, count, params, seed)
-                rehearse(run)
-                sampler = _Sampler()
-                replay, self.of.memory.pools[self] = capture(
-                    partial(sampler.record, run), self.of.memory.pool
-                )
-                sampler.replay = replay
-                samplers[count] = sampler
-
-        self._on_all(record)
-        inputs.copy_(given)
-        return samplers
-
-    def _sample(self, count: int, params: SamplingParams, seed: int) -> torch.Tensor:
-        assert self._inputs is not None and self._hidden is not None
-        behind, words = self._inputs[: NOISE * count].split((count, 4 * count))
-        logits = self.of.logits(self._hidden.index_select(0, behind))
-        noise = Noise(words.view(count, 4), seed)
-        return torch.stack([of.double() for of in self.of.sample(logits, noise, behind, params)])
-
-
-class _Sampler:
-    """A graph of sampling, and its results at fixed addresses."""
-
-    replay: Callable[[], None]
-    sampled: torch.Tensor
-
-    def record(self, run: Callable[[], torch.Tensor]) -> None:
-        self.sampled = run()
 
 
 def attempt(stage: Callable[[], None]) -> str | None:

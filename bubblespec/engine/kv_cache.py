@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from bubblespec.engine.pages import Pages
+from bubblespec.engine.transfer import staged
 
 SPLIT = 512  # keys; 256 and 1,024 were within 5% for 1 to 128 rows of 4,096 keys on an H200
 MAX_SPLIT_TOKENS = 256
@@ -117,11 +118,10 @@ class KVCache:
                 slots = torch.arange(self.num_slots + 1, dtype=torch.int32, device=device)
                 self._table = slots[:, None].expand(-1, 2).contiguous()
             return self._table
-        table = torch.from_numpy(self.pages.table)
         if self._table is None:
-            self._table = table.to(device, non_blocking=True)
+            self._table = torch.from_numpy(self.pages.table).to(device)
         elif self._version != self.pages.version:
-            self._table.copy_(table, non_blocking=True)
+            self._table.copy_(staged(self.pages.table, device), non_blocking=True)
         self._version = self.pages.version
         return self._table
 

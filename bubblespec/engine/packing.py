@@ -19,6 +19,8 @@ import torch
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.ops.view import View
 from bubblespec.engine.ragged import ragged
+from bubblespec.engine.transfer import to_device as to_device
+from bubblespec.engine.transfer import to_host as to_host
 
 # Rows of adjacent slots are padded to the longest of them and attended in one call, as long as the
 # padding costs less than two calls: MAX_PADDING, where a row costs (Q + 10) * (L + 80). Fitted to
@@ -29,19 +31,6 @@ MAX_PADDING = 15_000
 LANES = 16
 PAGE = 256  # positions
 WIDE = 9  # new tokens of a row that a GPU attends together outside graphs
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to a GPU without waiting for its queued work; on a CPU share the array's memory."""
-    # The array may be changed at once: the call has read memory that is not pinned.
-    return torch.from_numpy(array).to(device, non_blocking=True)
-
-
-def to_host(*vectors: torch.Tensor) -> tuple[np.ndarray, ...]:
-    """Return vectors of one length; from a GPU in one copy, as float64, exact for token ids."""
-    if vectors[0].device.type == "cpu":
-        return tuple(vector.numpy() for vector in vectors)
-    return tuple(torch.stack([vector.double() for vector in vectors]).cpu().numpy())
 
 
 class AttentionGroup(NamedTuple):
@@ -157,9 +146,8 @@ class CachePacking:
 
     def pieces(self, max_q: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return slot, tokens and keys of sequences of at most max_q tokens each, int64 [S]."""
-        slot, piece = ragged(-(-self.count // max_q))
-        end = np.minimum((piece + 1) * max_q, self.count[slot])
-        return slot, end - piece * max_q, self.start[slot] + end
+        slot, width, end = pieces(self.count, max_q)
+        return slot, width, self.start[slot] + end
 
     @cached_property
     def view(self) -> View:
@@ -171,6 +159,15 @@ class CachePacking:
         table, max_keys = self.cache.block_table(self.device), int(self.ends.max())
         sizes = max_q, max_keys, self.cache.split_of(self.index.shape[1], max_keys)
         return View(self.place, self.position, first, slots, keys, table, *sizes)
+
+
+def pieces(count: np.ndarray, max_q: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut rows of `count` tokens into sequences of at most max_q, S in all; int64.
+
+    Returns their rows, tokens and ends in the row, [S] each."""
+    row, piece = ragged(-(-count // max_q))
+    end = np.minimum((piece + 1) * max_q, count[row])
+    return row, end - piece * max_q, end
 
 
 def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.batch import Batch, Runner
-from bubblespec.engine.forward import ModelForward, Sampled, SlotFollower
-from bubblespec.engine.graphs import ForwardGraphs
+from bubblespec.engine.batch import Batch, Plan, Runner, Texts
+from bubblespec.engine.forward import ModelForward, SlotFollower
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import Noise, stream_counters, stream_keys
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.packing import PAGE, CachePacking, to_device
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import Drawn, SamplingParams, read
+from bubblespec.engine.sampling import Drawn, SamplingParams, drawn, read
+from bubblespec.engine.step_graphs import StepGraphs
+from bubblespec.engine.transfer import reading
 from bubblespec.engine.weights import join
 from bubblespec.types import Row
 
@@ -57,9 +58,10 @@ class ModelRunner(Runner):
         # Its tensors are made at the first forward.
         self.cache = KVCache(num_slots, slot_length, int(on_gpu), pages, layers)
         self.cache.is_invariant = self.forward.is_invariant
-        self.graphs: ForwardGraphs | None = None
+        self.graphs: StepGraphs | None = None
         if not self.forward.is_eager:
-            self.graphs = ForwardGraphs(self.forward, self.cache, max_num_batched_tokens)
+            sizes = max_num_batched_tokens, max_length
+            self.graphs = StepGraphs(self.forward, self.cache, *sizes)
         self._noise_key = np.zeros((num_slots, 3), np.int64)  # uid, visit, sample
         # Keys of the noise streams of each response position, computed ahead for its first `_keyed`
         # positions.
@@ -80,6 +82,8 @@ class ModelRunner(Runner):
         self.cache.move(source, target, length)
         for array in (self._noise_key, self._stream_key, self._keyed):
             array[target] = array[source]
+        if self.graphs is not None:
+            self.graphs.rows.move(source, target)
         for follower in self.followers:
             follower.move(source, target)
 
@@ -100,38 +104,54 @@ class ModelRunner(Runner):
         for follower in self.followers:
             follower.release()
 
+    @property
+    def keeps_rows(self) -> bool:
+        """See `Runner`: with graphs, which are captured at the first call."""
+        with torch.inference_mode():
+            return self.graphs is not None and self.graphs.are_ready()
+
+    @property
+    def depth(self) -> int:
+        """See `Runner`. What follows the rows needs their tokens on the host."""
+        return 1 if self.keeps_rows and not self.followers else 0
+
     @torch.inference_mode()
     def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Drawn]:
         """See `Runner`. The host waits for the GPU once, in the call that this returns."""
         packing = CachePacking(self.cache, batch.start, batch.count, batch.index, self.device)
-        num_sampled = batch.num_draft + 1
-        row, offset = ragged(num_sampled)
-        packed = (np.cumsum(batch.count)[batch.slots] - num_sampled)[row] + offset
-        slots, position = batch.slots[row], batch.generated[row] + offset
-        hidden: torch.Tensor | None = None
-        if self.graphs is not None:
-            words = self._counters(slots, position)
-            hidden = self.graphs.forward(batch.tokens, packing, to_sample=(packed, words))
-        is_replayed = hidden is not None
-        if hidden is None:
-            hidden = self.forward.hidden(to_device(batch.tokens, self.device), packing)
+        hidden = self.forward.hidden(to_device(batch.tokens, self.device), packing)
         for follower in self.followers:
             follower.note(batch, hidden)
         if len(batch.slots) == 0:
             return self._wait
-        sampled: Sampled | torch.Tensor | None = None
-        if self.graphs is not None and is_replayed:
-            sampled = self.graphs.sample(len(packed), params, self.seed)
-        if sampled is None:
-            logits = self.forward.logits(hidden[to_device(packed, self.device)])
-            noise, num_generated = self._noise(slots, position), to_device(position, self.device)
-            sampled = self.forward.sample(logits, noise, num_generated, params)
-            self._make_keys(batch.slots, batch.generated + batch.num_draft + 1 + KEYS_AHEAD // 2)
+        num_sampled = batch.num_draft + 1
+        row, offset = ragged(num_sampled)
+        packed = (np.cumsum(batch.count)[batch.slots] - num_sampled)[row] + offset
+        slots, position = batch.slots[row], batch.generated[row] + offset
+        logits = self.forward.logits(hidden[to_device(packed, self.device)])
+        noise, num_generated = self._noise(slots, position), to_device(position, self.device)
+        sampled = self.forward.sample(logits, noise, num_generated, params)
+        self._make_keys(batch.slots, batch.generated + batch.num_draft + 1 + KEYS_AHEAD // 2)
         return partial(read, sampled)
+
+    @torch.inference_mode()
+    def launch_ahead(
+        self, plan: Plan, texts: Texts, params: SamplingParams, batch: Batch | None
+    ) -> Callable[[], Drawn]:
+        """See `Runner`: two graphs, with one copy to the GPU before them and one back behind."""
+        assert self.graphs is not None
+        ids = self._noise_key[texts.slots]
+        hidden, sampled = self.graphs.step(plan, texts, ids, params, self.seed)
+        for follower in self.followers:
+            assert batch is not None
+            follower.note(batch, hidden)
+        if sampled is None:
+            return self._wait
+        return partial(drawn, reading(sampled))
 
     def _wait(self) -> Drawn:
         """Wait for a forward in which nothing is sampled: its time is not the next one's."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.depth == 0:
             torch.cuda.synchronize(self.device)
         return Drawn(np.empty(0, np.int64), np.empty((2, 0)))
 

@@ -177,11 +177,16 @@ def draw_among(
     return token[:, 0], best.values[:, 0] - best.values[:, 1]
 
 
-def read(sampled: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | torch.Tensor) -> Drawn:
-    """Return what `sample` returned, [T] each, or as one tensor; the host waits once."""
-    rows = sampled.cpu().numpy() if isinstance(sampled, torch.Tensor) else to_host(*sampled)
-    token, *logprobs = rows
+def read(sampled: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Drawn:
+    """Return what `sample` returned, [T] each; the host waits once."""
+    token, *logprobs = to_host(*sampled)
     return Drawn(token.astype(np.int64, copy=False), np.array(logprobs))
+
+
+def drawn(wait: Callable[[], np.ndarray]) -> Drawn:
+    """Return the same from a call that returns it as one array, float64 [3, T]."""
+    token, *logprobs = wait()
+    return Drawn(token.astype(np.int64), np.array(logprobs))
 
 
 def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np.ndarray:

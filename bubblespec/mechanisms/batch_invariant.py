@@ -11,6 +11,7 @@ query heads, K key/value heads, G = H / K, D head dimension.
 """
 
 import os
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -23,6 +24,7 @@ from bubblespec.config import Config
 from bubblespec.engine.comparison import feed
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
+from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import LayerCache
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.packing import CachePacking, to_device
@@ -140,11 +142,14 @@ def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
     runner: of NUM_SLOTS slots of SLOT_LENGTH positions; vocab_size: tokens to feed."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, vocab_size, (1 + max(NUM_OTHERS), LENGTH))
-    wanted = None
+    wanted, graphs = None, None
+    if runner.graphs is not None:
+        graphs = ForwardGraphs(runner.forward, runner.cache, runner.max_num_batched_tokens)
+    hidden = (graphs or runner.forward).hidden
     for others in NUM_OTHERS:
         fed = {"prefill": [], "decoding": [1] * COMPARED, "verification": [3, 5]}
         for how, widths in fed.items():
-            got = _logits(runner, tokens[: 1 + others], widths)
+            got = _logits(runner, tokens[: 1 + others], widths, hidden)
             wanted = got if wanted is None else wanted
             if not torch.equal(got, wanted):
                 share = (got != wanted).double().mean().item()
@@ -156,14 +161,16 @@ def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
     return None
 
 
-def _logits(runner: ModelRunner, tokens: np.ndarray, widths: list[int]) -> torch.Tensor:
+def _logits(
+    runner: ModelRunner, tokens: np.ndarray, widths: list[int], hidden: Callable
+) -> torch.Tensor:
     """Compute the first row's last logits, [COMPARED, V], fed in the middle of other rows.
 
-    tokens: [R, LENGTH]; widths: of the forwards after the first."""
+    tokens: [R, LENGTH]; widths: of the forwards after the first; hidden: of a forward."""
     own, widths = len(tokens) // 2, [LENGTH - sum(widths), *widths]
     counts = np.minimum(1 + np.arange(len(tokens)) % 4, np.array(widths)[:, None])  # of others
     counts[:, own] = widths
-    hidden, logits = (runner.graphs or runner.forward).hidden, []
+    logits = []
     ids = to_device(np.roll(tokens, own, axis=0), runner.device)
     for packing, states in feed(hidden, runner.cache, ids, counts):
         is_own = packing.index[0] == own

@@ -92,10 +92,14 @@ class Drafter(Drafts):
         super().__init__(self.continuation)
         self.wanted, self.corrupted, self.rng = wanted, corrupted, np.random.default_rng(3)
 
+    def propose(self, rows, lengths, room, budget, ahead):
+        self.ahead = dict(zip(rows, ahead.tolist(), strict=True))
+        return super().propose(rows, lengths, room, budget, ahead)
+
     def continuation(self, row: Row, length: int) -> np.ndarray | None:
         truth = np.array(self.wanted[row.id.uid, row.id.sample][0])[length:]
         draft = np.concatenate((truth, self.rng.integers(1, VOCAB, 3)))
-        draft = draft[: self.rng.integers(0, 9)]
+        draft = draft[: self.rng.integers(0, 9) + self.ahead[row]]
         wrong = self.rng.random(len(draft)) < self.corrupted
         draft[wrong] = self.rng.integers(1, VOCAB, wrong.sum())
         return draft if self.rng.random() < 0.8 else None

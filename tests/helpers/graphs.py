@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bubblespec.engine import graphs, ops
+from bubblespec.engine import graphs, ops, step_graphs, transfer
 
 POOL = ("the pool",)
 SIZES = (4, 16, 32)  # of graphs here
@@ -51,7 +51,8 @@ def fail_at(monkeypatch, stage: str, times: list[int], applies=lambda: True) -> 
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return original(*arguments)
 
-    monkeypatch.setattr(graphs, stage, short_of_memory)
+    for module in (graphs, step_graphs):
+        monkeypatch.setattr(module, stage, short_of_memory)
     return calls
 
 
@@ -70,7 +71,7 @@ class Captures:
         return getattr(self._stage, "name", None)
 
     def __call__(self, run, pool):
-        sampler = run.func.__self__ if isinstance(run.func.__self__, graphs._Sampler) else None
+        sampler = run.func.__self__ if isinstance(run.func.__self__, step_graphs._Sampler) else None
         of = (run if sampler is None else run.args[0]).func.__self__
         self.pools.append(pool)
         self._run(run, "capture")
@@ -99,7 +100,8 @@ class Captures:
 
 def memory_of(of: graphs.ForwardGraphs) -> list[torch.Tensor | None]:
     """Return the tensors that a graph knows by their addresses, weights excepted."""
-    return [of._inputs, of._hidden, of.states, of.cache._table, *of.cache._tensors]
+    rows = of.rows._state or () if isinstance(of, step_graphs.StepGraphs) else ()
+    return [of._inputs, of._hidden, of.states, of.cache._table, *of.cache._tensors, *rows]
 
 
 class Launches(TorchDispatchMode):
@@ -137,7 +139,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.captures, self.uploads, self.waits = captures, 0, 0
         self._on_host: dict[int, torch.Tensor] = {}
-        from_numpy, cpu = torch.from_numpy, torch.Tensor.cpu
+        from_numpy, cpu, wait = torch.from_numpy, torch.Tensor.cpu, transfer.wait
 
         def noted(array):
             tensor = from_numpy(array)
@@ -148,6 +150,11 @@ class Traffic(TorchDispatchMode):
             self.waits += captures.stage is None
             return cpu(tensor)
 
+        def waited(*of):
+            self.waits += 1
+            return wait(*of)
+
+        monkeypatch.setattr(transfer, "wait", waited)
         monkeypatch.setattr(torch, "from_numpy", noted)
         monkeypatch.setattr(torch.Tensor, "cpu", counted)
 
@@ -179,6 +186,7 @@ def stand_in(monkeypatch) -> Captures:
     monkeypatch.setattr(ops, "TYPES", (torch.float32, *ops.TYPES))
     for name, value in {"SIZES": SIZES, "STEP": SIZES[-1], "GROWTH": 2}.items():
         monkeypatch.setattr(graphs, name, value)
-    monkeypatch.setattr(graphs, "rehearse", rehearse)
-    monkeypatch.setattr(graphs, "capture", captures)
+    for module in (graphs, step_graphs):
+        monkeypatch.setattr(module, "rehearse", rehearse)
+        monkeypatch.setattr(module, "capture", captures)
     return captures

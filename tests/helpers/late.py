@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from bubblespec import setup
 from bubblespec.engine.batch import Batch, Plan, Texts
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.rows import Standing, draft_of
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import Drawn, SamplingParams, is_stop, num_accepted, num_gained
+from bubblespec.mechanisms.tp_tail import tail
 
 JUNK = -7  # a token at positions that do not count
 
@@ -18,6 +20,7 @@ class LateRunner(ModelRunner):
 
     `depths` decides, forward by forward, how many are in flight."""
 
+    keeps_rows = True
     depths: Callable[[], int] = staticmethod(lambda: 1)
 
     def __init__(self, *arguments, **options):
@@ -36,7 +39,9 @@ class LateRunner(ModelRunner):
         for of in (self.tokens, self.length, self.prompt_length, self.total, self.has_ended):
             of[target] = of[source]
 
-    def launch_ahead(self, plan: Plan, texts: Texts, params: SamplingParams) -> Callable[[], Drawn]:
+    def launch_ahead(
+        self, plan: Plan, texts: Texts, params: SamplingParams, batch: Batch | None
+    ) -> Callable[[], Drawn]:
         row, offset = ragged(texts.length)
         self.tokens[texts.slots[row], offset] = texts.tokens
         for of in ("length", "prompt_length", "total"):
@@ -59,10 +64,10 @@ class LateRunner(ModelRunner):
         places[is_open[row]] = offset[is_open[row]] <= num_draft.repeat(sampled[is_open])
         late = Drawn(np.full(len(places), JUNK), np.full((2, len(places)), np.nan))
         if count.any():
-            batch = self._batch(plan, start, count, slots, num_draft, draft)
-            drawn = super().launch(batch, params)()
+            fed = self._batch(plan, start, count, slots, num_draft, draft)
+            drawn = super().launch(fed, params)()
             late.token[places], late.logprobs[:, places] = drawn
-            self._append(batch, drawn, params)
+            self._append(fed, drawn, params)
         return lambda: late
 
     def _batch(self, plan, start, count, slots, num_draft, draft) -> Batch:
@@ -88,3 +93,18 @@ class LateRunner(ModelRunner):
         self.length[slots] += gained
         is_last = is_stop(token[gained.cumsum() - 1], stops)
         self.has_ended[slots] = is_last | (self.length[slots] >= self.total[slots])
+
+
+class RandomlyLateRunner(LateRunner):
+    """One to three forwards are in flight."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        random = np.random.default_rng(0)
+        self.depths = lambda: int(random.integers(1, 4))
+
+
+def results_come_late(monkeypatch) -> None:
+    """Let runs generate so; ranks of a TP tail have to agree on what is in flight."""
+    monkeypatch.setattr(setup, "ModelRunner", RandomlyLateRunner)
+    monkeypatch.setattr(tail, "ModelRunner", LateRunner)

@@ -92,6 +92,20 @@ def sample(ops, vocabulary: int, is_greedy: bool = False):
     triton_sampling.sample(zeros(8, vocabulary), keys, seed=7, is_greedy=is_greedy, draft=draft)
 
 
+def rows(ops, num_stops: int):
+    from bubblespec.engine.ops import triton_rows
+    from bubblespec.engine.ops.view import RowState
+
+    shapes = [(8, 64), (4, 8), (8, 4), (512,), (3, 8), (64,), (64,), (64,), (9,), (8,), (8,)]
+    shapes += [(64,), (64, 4), (64,)]
+    state = RowState(*(zeros(*shape, dtype=torch.int32) for shape in shapes))
+    triton_rows.stand(state)
+    triton_rows.fill(state, zeros(9, 5, dtype=torch.int32), 16, 640, 64)
+    triton_rows.sampled(state, 64)
+    token, stops = zeros(64, dtype=torch.int64), zeros(num_stops, dtype=torch.int32)
+    triton_rows.accept(state, token, stops)
+
+
 class Driver:
     """Stands in for a CUDA driver; a device's number is its capability."""
 

@@ -41,3 +41,22 @@ class Sampled(NamedTuple):
     chosen: torch.Tensor  # float32 [T], the token's logit without noise
     total: torch.Tensor  # float32 [T], logsumexp of all logits without noise
     is_draft: torch.Tensor | None  # bool [T], whether the token is the draft's
+
+
+class RowState(NamedTuple):
+    """Rows on a device, and what a step's kernels exchange; all int32, at fixed addresses."""
+
+    tokens: torch.Tensor  # [slots, max_length]
+    state: torch.Tensor  # [4, slots]: tokens, of the prompt, and at the row's end; whether it ended
+    counters: torch.Tensor  # [slots, 4], of the noise at a row's first response position
+    plan: torch.Tensor  # see `device_rows.packed`
+    standing: torch.Tensor  # [3, slots], of each row fed: first position, draft tokens, tokens fed
+    ids: torch.Tensor  # [B], token ids
+    place: torch.Tensor  # [B], `View.place`
+    position: torch.Tensor  # [B], `View.position`
+    first: torch.Tensor  # [S + 1], `View.first`
+    slot: torch.Tensor  # [S], `View.slot`
+    used: torch.Tensor  # [S], `View.used`
+    behind: torch.Tensor  # [T or more], tokens of the forward behind which it samples
+    words: torch.Tensor  # [T or more, 4], counters of the noise there
+    generated: torch.Tensor  # [T or more], response tokens before

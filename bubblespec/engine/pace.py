@@ -1,0 +1,60 @@
+"""Whether a forward is launched before the results of the one before are read.
+
+Then a GPU does not wait for the host between them. But a row whose draft turns out wrong in the
+first gets nothing from its draft in the second, which began behind it. With F seconds of a forward,
+H of the host, E tokens that a row with a draft gains, and q the chance that not all of its draft is
+right, a forward behind drafts brings a row E tokens in F + H seconds if it waits, and else
+(E + q) / (1 + q) in F: a wrong draft is followed by a forward that brings one token. Rows without
+drafts bring one in any case. The rows of a forward together decide.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+
+WEIGHT = 0.1  # of the latest forward in averages
+
+
+class Pace:
+    """Averages over the forwards of an engine."""
+
+    def __init__(self, clock: Any = time):
+        self.clock = clock
+        # F, H, E and q; not numbers before there is a first one.
+        self.forward_s = self.host_s = self.gain = self.wrong = np.nan
+        self._ready_s = np.nan  # when the host has had the latest results
+
+    def goes_ahead(self, num_rows: int, num_drafted: int) -> bool:
+        """Whether not to wait for a forward of rows of which some verify drafts."""
+        if num_drafted == 0:
+            return True
+        plain, wrong = num_rows - num_drafted, self.wrong
+        waits = (plain + num_drafted * self.gain) / (self.forward_s + self.host_s)
+        behind = (self.gain + wrong) / (1 + wrong)
+        return bool((plain + num_drafted * behind) / self.forward_s > waits)
+
+    def landed(self, launched_s: float, waits_since_s: float) -> None:
+        """Note that a forward's results have been read. waits_since_s: when the host was done."""
+        now_s = self.clock.perf_counter()
+        began_s = np.fmax(launched_s, self._ready_s)
+        self.forward_s = _averaged(self.forward_s, now_s - began_s)
+        if waits_since_s >= self._ready_s:
+            self.host_s = _averaged(self.host_s, waits_since_s - self._ready_s)
+        self._ready_s = now_s
+
+    def verified(self, num_draft: np.ndarray, accepted: np.ndarray, gained: np.ndarray) -> None:
+        """Note the outcome of rows with drafts, int64 [rows] each."""
+        has = num_draft > 0
+        if has.any():
+            self.gain = _averaged(self.gain, float(gained[has].mean()))
+            is_wrong = (accepted < num_draft)[has]
+            self.wrong = _averaged(self.wrong, float(is_wrong.mean()))
+
+    def pause(self) -> None:
+        """Note that the next forward is no successor of the last one."""
+        self._ready_s = np.nan
+
+
+def _averaged(average: float, value: float) -> float:
+    return value if np.isnan(average) else average + WEIGHT * (value - average)
