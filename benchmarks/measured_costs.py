@@ -16,7 +16,6 @@ from typing import NamedTuple
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared
-from bubblespec.engine.batch import Load
 from bubblespec.errors import InputError, one_line
 from bubblespec.mechanisms.tp_tail.shards import shard_heads
 from bubblespec.tools.simulate.roofline import (
@@ -29,6 +28,7 @@ from bubblespec.tools.simulate.roofline import (
     Model,
     roofline,
 )
+from bubblespec.types import Load
 
 DECODE, VERIFY, COPY = "target_decode", "target_verify", "drafter_decode"
 BITS = {DECODE: 16, VERIFY: 16, COPY: 4}

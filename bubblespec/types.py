@@ -1,4 +1,4 @@
-"""What is generated: prompts, groups, ids of samples, rows and drafts.
+"""What is generated: prompts, groups, ids of samples, rows and drafts; and the work of a forward.
 
 Plain data. This module imports no other module of the package.
 """
@@ -116,3 +116,20 @@ class Launch(NamedTuple):
 def is_sampled(logprob: np.ndarray) -> np.ndarray:
     """Return which tokens of a response were sampled, bool [L]. logprob: [L], see `Row`."""
     return ~np.isnan(logprob)
+
+
+class Load(NamedTuple):
+    """The work of a forward."""
+
+    rows: int
+    """Active rows."""
+    tokens: int
+    """Tokens fed."""
+    wide_rows: int = 0
+    """Rows that feed more than one token."""
+    positions: int = 0
+    """Positions attended to, summed over rows."""
+    prompt_tokens: int = 0
+    """Prompt tokens among the tokens fed."""
+    draft_tokens: int = 0
+    """Draft tokens among the tokens fed."""

@@ -19,7 +19,7 @@ from bubblespec.planner.jobs import Job
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.tools.simulate.runner import SimulatedRunner
 from bubblespec.tools.simulate.world import SimulatedRanks, World
-from bubblespec.types import Draft, Launch, Row, SampleId
+from bubblespec.types import Draft, Launch, Load, Row, SampleId
 from tests.helpers.clocks import Clock
 from tests.helpers.rollouts import ALONE, PARAMS, fixed_cost, groups_of, rows_of
 from tests.helpers.rows import loop_of
@@ -158,7 +158,8 @@ def test_drafts_on_waiting_rank_keep_forwards_short():
     task.fill()
     assert len(rows_in(task)) == int(MAX_IDLE_FORWARDS) - 1
     task.view.engine.step(PARAMS)
-    task.view.record.forwards.append(ForwardRecord(0.0, 1.0, *[0] * 11))  # a second has passed
+    a_second = ForwardRecord(0.0, 1.0, 1.0, 0.0, Load(0, 0), 0, 0, 0)
+    task.view.record.forwards.append(a_second)
     task.fill()
     assert len(rows_in(task)) == 19, "2% of it"
 

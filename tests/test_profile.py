@@ -4,11 +4,11 @@ virtual seconds, and the profile finds what they cost."""
 import pytest
 
 from bubblespec.config.file import load_config
-from bubblespec.engine.batch import Load
 from bubblespec.planner.costs import CostModel
 from bubblespec.rollout import make_sampler
 from bubblespec.rollout.profile import profile
 from bubblespec.setup import build
+from bubblespec.types import Load
 from tests.helpers.clocks import forward_seconds, virtual_time
 from tests.helpers.runs import SHORT
 

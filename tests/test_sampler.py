@@ -10,7 +10,6 @@ import pytest
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
@@ -27,7 +26,7 @@ from bubblespec.rollout.sampler import Sampler
 from bubblespec.samples import Samples
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.tools.simulate.world import World as VirtualTime
-from bubblespec.types import Draft, Group, Launch, Row, ids_of
+from bubblespec.types import Draft, Group, Launch, Load, Row, ids_of
 from tests.helpers.rollouts import (
     ALONE,
     FOUR_PROMPTS,
@@ -323,7 +322,7 @@ def test_stats_count_shared_forwards():
     for row in rows.values():
         row.tokens = np.ones(20, np.int64)
     load = Load(6, 6, 0, 60, 0, 0)
-    forwards = [ForwardRecord(n, n + 1.0, 1.0, 0.0, *load, 6, 0, 0) for n in range(12)]
+    forwards = [ForwardRecord(n, n + 1.0, 1.0, 0.0, load, 6, 0, 0) for n in range(12)]
     record = RolloutRecord(0.0, 16.0, forwards, shared=[Span("shared", 12.0, 16.0)])
     record.shared_forwards = forwards[:8]
     options = {"num_slots": 8, "planning_s": 0.5, "used_share": 0.0, "without": frozenset()}

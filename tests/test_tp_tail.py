@@ -175,9 +175,9 @@ def test_responses_equal_without_tail(monkeypatch, num_ranks, max_rows, page_siz
     for result in ranks:
         first = result["record"].shared_forwards[0]
         if not can_move:
-            assert first.tokens > 2 * first.rows and first.prompt_tokens > 0
+            assert first.load.tokens > 2 * first.load.rows and first.load.prompt_tokens > 0
         elif max_rows < 12:  # all rows have decoded
-            assert first.rows == first.tokens == len(lengths)
+            assert first.load.rows == first.load.tokens == len(lengths)
         (span,) = result["record"].shared
         assert span in result["record"].spans and span.end_s > span.begin_s
         assert result["board"].is_over and not had_stop_request(result)

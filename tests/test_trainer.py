@@ -29,7 +29,7 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.samples import digest
 from bubblespec.trainer import Trainer
-from bubblespec.types import Group, Prompt
+from bubblespec.types import Group, Load, Prompt
 from tests.helpers.rows import samples_of
 from tests.helpers.runs import SHORT, read, weights
 
@@ -137,7 +137,7 @@ def test_an_evaluation_by_hand(monkeypatch):
             row.tokens, row.finish = np.arange(length), "length" if length == 6 else "stop"
             row.logprob = row.full_logprob = np.zeros(length, np.float32)
             loop.plan.scoring.on_finished(row)
-        forwards = [ForwardRecord(*[0.0] * 4, *[0] * 6, own_rows, 0, 0) for own_rows in (8, 5)]
+        forwards = [ForwardRecord(*[0.0] * 4, Load(0, 0), own_rows, 0, 0) for own_rows in (8, 5)]
         return RolloutRecord(forwards=forwards)
 
     monkeypatch.setattr(RolloutLoop, "run", generate)

@@ -8,7 +8,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward, SlotFollower
 from bubblespec.engine.graphs import ForwardGraphs
@@ -17,6 +16,7 @@ from bubblespec.engine.packing import CachePacking, pack_rows, to_device, to_hos
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, draw_among
 from bubblespec.planner.costs import CostModel
+from bubblespec.types import Load
 
 TIMED_ROWS = (1, 4, 16)
 

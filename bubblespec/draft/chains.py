@@ -18,11 +18,11 @@ import numpy as np
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.chain_runner import ChainRunner
 from bubblespec.draft.sources import DraftSource, Proposals, TrackedRows
-from bubblespec.engine.batch import Load
 from bubblespec.errors import first_problem, log, one_line
 from bubblespec.planner.costs import CHAIN_ROWS, CostModel
 from bubblespec.planner.survival import TRIED, Survival
 from bubblespec.planner.windows import MIN_GAIN, rate_below_which_chains_gain
+from bubblespec.types import Load
 
 LEADS = np.array((0.1, 0.25, 0.5, 1.0, 2.0, 4.0))  # leads between two of these are alike
 PRIORS = (0.5, 0.6, 0.7, 0.85, 0.95, 0.98, 0.99)  # chance that a token with such a lead is right

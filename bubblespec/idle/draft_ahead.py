@@ -135,8 +135,9 @@ class DraftAhead:
         use, cost = self.view.record.idle[self.name], self.cost.coefficients
         for forward in self.view.record.forwards:
             if forward.ahead_rows and forward.own_rows:
-                row_s = cost[1] + cost[2] + cost[4] * forward.positions / forward.rows
-                use.seconds += forward.ahead_rows * row_s + cost[2] * forward.prompt_tokens
+                load = forward.load
+                row_s = cost[1] + cost[2] + cost[4] * load.positions / load.rows
+                use.seconds += forward.ahead_rows * row_s + cost[2] * load.prompt_tokens
             elif forward.ahead_rows:
                 use.seconds += forward.end_s - forward.begin_s
 

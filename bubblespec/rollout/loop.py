@@ -9,14 +9,13 @@ unfinished drafts end there. A rollout that needs none of these is the same loop
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.idle.task import LocalWork, RankView, assign
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.table import Cutoff
-from bubblespec.types import Row
+from bubblespec.types import Load, Row
 
 
 class RolloutLoop:
@@ -234,7 +233,7 @@ class RolloutLoop:
         if self.proposer is not None:
             propose_s, looked_up = self.proposer.take_spent()
         seconds = (self._last_s, end, end - begin - propose_s, propose_s)
-        record = ForwardRecord(*seconds, *load, own_rows, in_engine - own_rows, looked_up)
+        record = ForwardRecord(*seconds, load, own_rows, in_engine - own_rows, looked_up)
         self.record.forwards.append(record)
         self._unlearned = load, end - self._last_s - propose_s
         self._last_s = end

@@ -11,13 +11,12 @@ import dataclasses
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.batch import Load
 from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.rollout.mechanism import Mechanism
 from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.trainer import Trainer
-from bubblespec.types import Draft, Row, SampleId
+from bubblespec.types import Draft, Load, Row, SampleId
 
 COUNTS = ("own rows preempted", "draft rows preempted", "drafts corrupted", "proposals corrupted")
 MAX_ROWS = 4  # preempted after one forward

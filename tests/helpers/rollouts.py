@@ -12,7 +12,6 @@ import transformers
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import DraftStore, History
-from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
@@ -24,7 +23,7 @@ from bubblespec.planner.survival import ALIGNED, TRIED
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.tools.simulate.world import SimulatedRanks
-from bubblespec.types import Draft, Group, Prompt, Row, SampleId
+from bubblespec.types import Draft, Group, Load, Prompt, Row, SampleId
 from tests.helpers.clocks import Clock, forward_seconds
 from tests.helpers.models import VOCAB, small_config
 from tests.helpers.rows import loop_of, make_rows

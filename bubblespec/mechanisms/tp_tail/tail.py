@@ -136,7 +136,7 @@ class TPTail(Mechanism):
                 assert load is not None, "the engine is not idle"
                 propose_s, looked_up = (0.0, 0) if proposer is None else proposer.take_spent()
                 seconds = (last_s, end_s, end_s - step_s - propose_s, propose_s)
-                forward = ForwardRecord._make((*seconds, *load, own_rows, 0, looked_up))
+                forward = ForwardRecord(*seconds, load, own_rows, 0, looked_up)
                 record.shared_forwards.append(forward)
                 last_s = end_s
                 for row in finished:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from bubblespec.engine.batch import Batch, Load, Runner
+from bubblespec.engine.batch import Batch, Runner
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.pages import Pages
@@ -21,7 +21,7 @@ from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.runner import CONTEXT, MAX_CHAIN_LENGTH
 from bubblespec.planner.prices import Prices
 from bubblespec.tools.simulate.world import SimulatedRanks
-from bubblespec.types import Row
+from bubblespec.types import Load, Row
 
 FREE = Prices(0.0, 1.0, 0.0, 0.0, 0.0)  # nothing but forwards takes time
 NO_TOKEN = -2  # follows the end of a text; no draft contains it
