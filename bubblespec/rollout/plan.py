@@ -1,17 +1,48 @@
-"""The plan of a rollout: what a rank generates, with what, and the use of its idle time.
+"""The plan of a rollout: what a rank generates, how it feeds it, and the use of its idle time.
 
 The sampler makes a plan, each mechanism amends it, and the loop carries it out.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.idle.task import LocalWork
+from bubblespec.idle.task import LocalWork, RankView
 from bubblespec.planner.costs import CostModel
-from bubblespec.rollout.feed import RowFeed
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Draft, Group, Launch, Row, SampleId
+
+
+class RowFeed:
+    """Feeds the rows of one rollout on one rank.
+
+    By default all rows go into the engine at once, and are complete when they leave it.
+    """
+
+    engine: Engine
+    is_running = False
+    """Whether rows may have to wait for something outside the engine."""
+
+    def start(self, view: RankView, proposer: Any) -> None:
+        """Begin with the rows of `view.unfinished`, in their order. proposer: see `RolloutPlan`."""
+        self.engine = view.engine
+        self.engine.add(list(view.unfinished))
+
+    def advance(self, finished: Iterable[Row] = ()) -> list[Row]:
+        """Return complete rows. finished: rows that the engine has just returned."""
+        return list(finished)
+
+    def drop(self, row: Row) -> None:
+        """Take an unfinished row out of the rollout; the row keeps its tokens."""
+        self.engine.drop(row)
+
+    def wait(self) -> None:
+        """Wait a moment for whatever blocks rows. Called while `is_running`."""
+
+    def close(self) -> None:
+        """End the rollout."""
 
 
 @dataclass

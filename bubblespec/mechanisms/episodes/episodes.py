@@ -18,9 +18,8 @@ from bubblespec.idle.task import RankView
 from bubblespec.mechanisms.episodes.environments import Environments, Observation
 from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.records import StepRecord
-from bubblespec.rollout.feed import RowFeed
 from bubblespec.rollout.mechanism import Mechanism
-from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.plan import RolloutPlan, RowFeed
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Prompt, Row
 
