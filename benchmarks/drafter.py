@@ -106,8 +106,8 @@ def acceptance(trainer: Trainer, has_own_noise: bool) -> list[float]:
     rows = held_out_rows(trainer)[ranks.rank :: ranks.world_size]
     generate(trainer.sampler.engine, rows, trainer, proposer)
     tried, right = ranks.gather(source.rates.survival.counts[TRIED:, 1]).sum(axis=0)
-    places = [kind[0] == "place" for kind in source.rates.survival.kinds]
-    return np.cumprod(right[places] / np.maximum(tried[places], 1)).tolist()
+    numbers = [kind[0] == "number" for kind in source.rates.survival.kinds]
+    return np.cumprod(right[numbers] / np.maximum(tried[numbers], 1)).tolist()
 
 
 def tails(trainer: Trainer, source: ChainSource, count: int, repeats: int) -> dict:

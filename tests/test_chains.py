@@ -77,8 +77,8 @@ def test_rates_count_how_often_tokens_were_right():
         assert rates.chances(np.array([lead]))[0] == pytest.approx(is_right[alike].mean(), abs=0.02)
     for number in range(2):
         right = is_right[place == number].mean()
-        assert rates.by_place[number] == pytest.approx(right, abs=0.02)
-    assert rates.accepted[2] == pytest.approx(rates.by_place[:2].prod() * PRIOR)
+        assert rates.by_number[number] == pytest.approx(right, abs=0.02)
+    assert rates.accepted[2] == pytest.approx(rates.by_number[:2].prod() * PRIOR)
 
 
 def test_drafter_is_asked_before_the_copy_though_added_later():
@@ -143,7 +143,7 @@ def test_chain_cost_is_learned(seconds, drafts_on):
     assert (source.chance > 0.3) == drafts_on
 
 
-def test_acceptance_is_counted_by_place_and_fades():
+def test_acceptance_is_counted_by_number_and_fades():
     source = make_source(1, 1e-6, made_cost(0.01, 0, 1e-9, 0, 0))
     source.always = True
     prior = PRIOR ** np.arange(1, LONGEST + 1)

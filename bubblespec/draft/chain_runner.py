@@ -46,25 +46,25 @@ class ChainRunner(SlotFollower):
         return slots >= 0
 
     def candidates(
-        self, slots: np.ndarray, place: int, tokens: np.ndarray
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Return logits [M, C] of what follows, their tokens, [C] or [M, C], and how many were fed.
 
-        slots, place, tokens: see `draw`."""
+        slots, number, tokens: see `draw`."""
         raise NotImplementedError
 
     @torch.inference_mode()
     def draw(
-        self, slots: np.ndarray, place: int, tokens: np.ndarray
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, int]:
         """Draw the next token of some rows' chains, int64 [M], with the rows' own noise.
 
         Also return by how much each has won, float [M], in units of logits over the temperature,
-        and the tokens that were fed. slots: int64 [M], ascending; place: tokens that each chain
+        and the tokens that were fed. slots: int64 [M], ascending; number: tokens that each chain
         has; tokens: int64 [M], the last token of each. The host waits for the device once. Raises
         ValueError for what is no number."""
-        generated = (self.engine.length - self.engine.prompt_length)[slots] + place
-        logits, ids, fed = self.candidates(slots, place, tokens)
+        generated = (self.engine.length - self.engine.prompt_length)[slots] + number
+        logits, ids, fed = self.candidates(slots, number, tokens)
         keys = self.runner.noise_keys(slots, generated)
         position = to_device(generated, self.runner.device)
         token, lead = to_host(*draw_among(logits, ids, keys, position, self.params))

@@ -30,14 +30,14 @@ AHEAD = np.array((1, 2, 4))  # further tokens that a decision considers
 
 
 class ChainRates:
-    """How often tokens of chains were right: by their lead, and by their place in the chain."""
+    """How often tokens of chains were right: by their lead, and by their number in the chain."""
 
     def __init__(self, longest: int, prior: float):
-        """prior: chance that a token is right, at each of `longest` places, if all before are."""
+        """prior: chance that a token is right, at each of `longest` numbers, if all before are."""
         self.survival = Survival()
         self._by_lead = self.survival.add([("lead", n) for n in range(len(PRIORS))], PRIORS)
-        places = [("place", n) for n in range(longest)]
-        self._by_place = self.survival.add(places, [prior] * longest)
+        numbers = [("number", n) for n in range(longest)]
+        self._by_number = self.survival.add(numbers, [prior] * longest)
         self._any = self.survival.add([("any",)], [prior])
 
     def chances(self, lead: np.ndarray) -> np.ndarray:
@@ -46,23 +46,27 @@ class ChainRates:
 
     @property
     def mean(self) -> float:
-        """Chance that a token is right, if all before it are, whatever its lead and place."""
+        """Chance that a token is right, if all before it are, whatever its lead and number."""
         return float(self.survival.estimates[self._any[0]])
 
     @property
-    def by_place(self) -> np.ndarray:
+    def by_number(self) -> np.ndarray:
         """Chance that a chain's first, second, ... token is right if all before are, [L]."""
-        return self.survival.estimates[self._by_place]
+        return self.survival.estimates[self._by_number]
 
     @property
     def accepted(self) -> np.ndarray:
         """Chance that the first 1, 2, ... tokens of a chain are all right, float64 [L]."""
-        return np.cumprod(self.by_place)
+        return np.cumprod(self.by_number)
 
-    def observe(self, lead: np.ndarray, place: np.ndarray, is_right: np.ndarray) -> None:
+    def observe(self, lead: np.ndarray, number: np.ndarray, is_right: np.ndarray) -> None:
         """Count tokens whose predecessors were all right: [n] each, and whether they were."""
         tried, right = self.survival.counts[TRIED:, 1]
-        kinds = self._by_lead[LEADS.searchsorted(lead)], self._by_place[place], self._any[0 * place]
+        kinds = (
+            self._by_lead[LEADS.searchsorted(lead)],
+            self._by_number[number],
+            self._any[0 * number],
+        )
         for kind in kinds:
             tried += np.bincount(kind, minlength=len(tried))
             right += np.bincount(kind, is_right, len(right))
@@ -175,15 +179,15 @@ class ChainSource(DraftSource):
         active, kv_tokens, gained = len(engine.rows), int(engine.lengths.sum()), 0.0
         self._mean_kv = kv_tokens / max(active, 1)
         latest = engine.tokens[slots, engine.length[slots] - 1]
-        rates = np.append(self.rates.by_place, np.zeros(AHEAD[-1]))
-        for place in range(self.longest):
+        rates = np.append(self.rates.by_number, np.zeros(AHEAD[-1]))
+        for number in range(self.longest):
             rows = going.nonzero()[0]
             if not len(rows):
                 break
             if not self.always:
                 kept = rows_to_continue(
                     chance[rows],
-                    rates[place : place + AHEAD[-1]],
+                    rates[number : number + AHEAD[-1]],
                     gained=active + gained,
                     drafted=int(lengths.sum()),
                     spent_s=spent_s,
@@ -198,16 +202,16 @@ class ChainSource(DraftSource):
             if not len(rows):
                 break
             step_s = clock()
-            latest[rows], lead, fed = self.runner.draw(slots[rows], place, latest[rows])
+            latest[rows], lead, fed = self.runner.draw(slots[rows], number, latest[rows])
             end_s = clock()
-            positions = int(engine.length[slots[rows]].sum()) + place * len(rows)
+            positions = int(engine.length[slots[rows]].sum()) + number * len(rows)
             load = Load(len(rows), fed, int(fed > len(rows)), positions)
             self.own_cost.observe(load, end_s - step_s)
-            chains[rows, place], leads[rows, place] = latest[rows], lead
+            chains[rows, number], leads[rows, number] = latest[rows], lead
             chance[rows] *= self.rates.chances(lead)
             lengths[rows] += 1
             gained += float(chance[rows].sum())
-            going[rows] = limits[rows] > place + 1
+            going[rows] = limits[rows] > number + 1
             spent_s = end_s - begin_s
         self.drafting_s += clock() - begin_s
         return chains, leads, lengths
@@ -227,8 +231,8 @@ class ChainSource(DraftSource):
         # Tokens are tried up to the first wrong one.
         is_tried = offset <= np.logical_and.accumulate(is_right, axis=1).sum(1)[:, None]
         is_tried &= offset < length
-        place = is_tried.nonzero()[1]
-        self.rates.observe(self._leads[index][is_tried], place, is_right[is_tried])
+        number = is_tried.nonzero()[1]
+        self.rates.observe(self._leads[index][is_tried], number, is_right[is_tried])
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Return the mean length of chains and the slowest rank's seconds since the last call.

@@ -93,7 +93,7 @@ class Sampler:
     def _sample_groups(self, launch: Launch, step: int, used: list[Group]) -> StepRecord:
         """Generate and score the groups of one rollout. used: see `RolloutPlan`."""
         plan = self.plan(launch, step, used)
-        self.ranks.place = f"rollout of step {step + 1}"
+        self.ranks.activity = f"rollout of step {step + 1}"
         rollout = self.rollout(plan)
         samples, table = rollout.samples, plan.table
         assert samples is not None

@@ -60,7 +60,7 @@ class Recorder:
 
         All ranks continue together, so that no rank counts the writing as waiting for rank 0."""
         step = record.step + 1
-        self.ranks.place = f"recording of step {step}"
+        self.ranks.activity = f"recording of step {step}"
         forwards = self.ranks.gather_ragged(_own_forwards(record.rollouts).ravel())
         if self.files is not None:
             try:

@@ -78,7 +78,7 @@ class DrafterMechanism(Mechanism):
         with trainer.reporter.phase("preparing the drafter"):
             rows: list[Row] = []
             if self._saved is None:
-                self.ranks.place = "warm start of the drafter"
+                self.ranks.activity = "warm start of the drafter"
                 rows = warm_start.generate(sampler, step)
             training = self.training = self._make_training(rows)
             # The warm start generates the beginnings of episodes alone.

@@ -153,9 +153,9 @@ class DrafterRunner(ChainRunner):
         return known
 
     def candidates(
-        self, slots: np.ndarray, place: int, tokens: np.ndarray
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        state, fed = self._catch_up(slots) if place == 0 else self._go_on(slots, place, tokens)
+        state, fed = self._catch_up(slots) if number == 0 else self._go_on(slots, number, tokens)
         self._latest = slots, state
         return SHARPNESS * widen(self.drafter.logits(state)), self.drafter.device_ids, fed
 
@@ -173,13 +173,15 @@ class DrafterRunner(ChainRunner):
         self._num_cached[slots] += count
         return states[to_device(np.cumsum(count) - 1, self.runner.device)], len(row)
 
-    def _go_on(self, slots: np.ndarray, place: int, tokens: np.ndarray) -> tuple[torch.Tensor, int]:
+    def _go_on(
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
+    ) -> tuple[torch.Tensor, int]:
         """Feed chains' last tokens after the drafter's own states of the draw before."""
         assert self._latest is not None
         known, state = self._latest
         if len(slots) < len(known):
             state = state[to_device(known.searchsorted(slots), self.runner.device)]
-        begin = self._num_cached[slots] + place - 1
+        begin = self._num_cached[slots] + number - 1
         return self.feed(tokens, slots, begin, np.ones_like(slots), state), len(slots)
 
     def run_once(self, num_rows: int) -> None:

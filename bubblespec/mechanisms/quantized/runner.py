@@ -59,19 +59,19 @@ class CopyRunner(ChainRunner):
 
     @torch.inference_mode()
     def draw(
-        self, slots: np.ndarray, place: int, tokens: np.ndarray
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, int]:
         try:
-            return super().draw(slots, place, tokens)
+            return super().draw(slots, number, tokens)
         except Exception:  # what was written is masked, but must be finite: see `KVCache`
-            start = self.engine.length[slots] - 1 + place
+            start = self.engine.length[slots] - 1 + number
             self.cache.erase(self.pack(slots, start, np.ones_like(start)).place)
             raise
 
     def candidates(
-        self, slots: np.ndarray, place: int, tokens: np.ndarray
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        start = self.engine.length[slots] - 1 + place
+        start = self.engine.length[slots] - 1 + number
         hidden = self.feed(tokens, slots, start, np.ones_like(start))
         ids = widen(self.forward.logits(hidden)).topk(self.num_candidates).indices
         return exact_logits(output_head(self.runner.model), hidden, ids), ids, len(tokens)

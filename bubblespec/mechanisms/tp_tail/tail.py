@@ -216,7 +216,7 @@ def make_tp_tail(sampler: Sampler, max_rows: int) -> TPTail | None:
     if ranks.world_size == 1 or not is_wanted or sampler.board is None:
         return None
     alone = cast(ModelRunner, engine.runner)
-    ranks.place = "set-up of the TP tail"
+    ranks.activity = "set-up of the TP tail"
     try:
         tp = shards.TPGroup(ranks)
         forward = shards.ShardedForward(

@@ -155,17 +155,17 @@ class SimulatedChains:
         return slots >= 0
 
     def draw(
-        self, slots: np.ndarray, place: int, tokens: np.ndarray
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, int]:
         """Propose a token for each of some rows, as `ChainRunner.draw` does."""
         engine, runner, fed = self.engine, self.runner, len(slots)
-        if self.catches_up and place == 0:
+        if self.catches_up and number == 0:
             cached = engine.cached[slots]
             fed = int(np.minimum(cached - runner.drafter_knows[slots], CONTEXT).sum())
             runner.drafter_knows[slots] = cached
-        positions = int(engine.length[slots].sum()) + place * len(slots)
+        positions = int(engine.length[slots].sum()) + number * len(slots)
         runner.advance(self.cost(Load(len(slots), fed, 0, positions)))
-        generated = (engine.length - engine.prompt_length)[slots] + place
+        generated = (engine.length - engine.prompt_length)[slots] + number
         uid, visit, sample = runner.name[slots].T
         bits = stream_keys(1, uid, visit, sample, generated)[:, :2].view(np.uint32)
         unsure, right = ((bits + 0.5) * 2.0**-32).T
