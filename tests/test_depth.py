@@ -150,6 +150,7 @@ def test_pace_is_that_which_brings_more_tokens(forward_s, host_s, chance):
     if abs(rates[1] / rates[0] - 1) > 0.05:
         assert answers == [rates[1] > rates[0]] * 2
     assert not Pace().goes_ahead(8, 1), "nothing has been measured"
+    assert not Pace(is_shared=True).goes_ahead(8, 1) and Pace(is_shared=True).goes_ahead(8, 0)
 
 
 @pytest.mark.parametrize("name", ["default", "tail batching", "dynamic sampling", "episodes"])

@@ -20,7 +20,7 @@ PARAMS = SamplingParams(stop_token_ids=(STOP,))
 class TextRunner:
     """Each row generates its text. In place of keys and values the cache has tokens, or -1."""
 
-    depth, keeps_rows = 0, False
+    depth, keeps_rows, is_shared = 0, False, False
 
     def __init__(
         self,

@@ -409,3 +409,17 @@ def test_disabled_source_gets_no_query_and_no_tokens():
     assert guesses.asked == [] and guesses.gained == {one.id: []}
     guesses.is_enabled, guesses.gained = True, {one.id: one.tokens.tolist()}
     assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[7, 7, 7]]
+
+
+def test_sources_that_need_results_are_not_asked_while_tokens_are_in_flight():
+    class Waiting(OwnDrafts):
+        needs_results = True
+
+    proposer = Proposer([Waiting()], CostModel(), always=True)
+    proposer.begin()
+    row = Row(SampleId(0, 0, 0), (1,), 20)
+    proposer.track(row, Draft(np.arange(9, dtype=np.int32), True, 0), 1)
+    one = np.array([1])
+    given = [row], 0 * one, 15 * one, 64
+    assert proposer.needs_results and proposer.propose(*given, ahead=0 * one)[1] == 6
+    assert proposer.propose(*given, ahead=one)[1] == 0

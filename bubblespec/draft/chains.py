@@ -76,6 +76,7 @@ class ChainSource(DraftSource):
     """Chains of a small model as a draft source."""
 
     weighs_its_time = True
+    needs_results = True
 
     def __init__(
         self,

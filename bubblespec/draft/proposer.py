@@ -74,6 +74,11 @@ class Proposer:
         """Sources that may propose something."""
         return [source for source in self.sources if source.is_enabled]
 
+    @property
+    def needs_results(self) -> bool:
+        """Whether a forward has to wait for the results of the one before."""
+        return not self._pause and any(s.needs_results for s in self.enabled_sources)
+
     def begin(self) -> None:
         """Begin a rollout: forget rows, reset the counts, and keep the estimates."""
         self._start()
@@ -163,7 +168,7 @@ class Proposer:
         text, begin, count, kind = np.zeros((4, len(rows)), np.int64)
         chances = self.survival.estimates
         for source, kinds in zip(self.sources, self._kinds, strict=True):
-            if not source.is_enabled:
+            if not source.is_enabled or (source.needs_results and np.any(ahead)):
                 continue
             is_open = count[asked] == 0
             if chance := source.chance:

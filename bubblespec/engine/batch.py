@@ -70,6 +70,7 @@ class Runner:
     max_length: int  # prompt plus response in tokens
     max_num_batched_tokens: int  # in a forward, at least num_slots
     pages: Pages | None  # of keys and values; None where each slot has room for a whole row
+    is_shared = False  # whether ranks compute each forward together
 
     @property
     def keeps_rows(self) -> bool:

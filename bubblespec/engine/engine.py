@@ -33,7 +33,10 @@ from bubblespec.types import Row
 
 
 class Proposer(Protocol):
-    """Where draft tokens come from."""
+    """Where draft tokens come from.
+
+    With an attribute `needs_results` that is true, it proposes behind the latest tokens alone: no
+    forward is in flight then."""
 
     def propose(
         self,
@@ -88,7 +91,7 @@ class Engine(Slots):
             )
         self.num_forwards = 0
         self.flights: deque[Flight] = deque()
-        self.pace = Pace()
+        self.pace = Pace(is_shared=runner.is_shared)
 
     @property
     def is_waiting(self) -> bool:
@@ -122,6 +125,8 @@ class Engine(Slots):
         to feed. max_prefill_tokens: limit on tokens of rows that do not decode yet; meanwhile:
         called while a GPU computes the forward, must not change the engine or its rows."""
         depth = self.runner.depth
+        if depth and getattr(proposer, "needs_results", False):
+            depth = 0
         while len(self.flights) <= (depth if self._goes_ahead() else 0):
             plan = self.schedule(proposer, max_prefill_tokens)
             if plan is None:

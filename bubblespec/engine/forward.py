@@ -44,6 +44,8 @@ class GraphMemory:
 class SlotFollower:
     """Keeps something of its own for the rows in a runner's slots, see `Runner`."""
 
+    reads_states = True  # whether `note` does anything
+
     def move(self, source: int, target: int) -> None:
         """Continue the row of slot `source` in slot `target`."""
 

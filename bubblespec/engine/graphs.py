@@ -177,6 +177,7 @@ class ForwardGraphs:
 
     def _capture(self) -> None:
         """Capture graphs of all shapes, or of none; on all ranks, or on none."""
+        self.cache.block_table(self.of.weight().device)  # is up to date: no graph has its copy
         if self._on_all(self._rehearse):
             self.of.connect()
             self._on_all(self._record)

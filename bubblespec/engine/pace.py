@@ -19,16 +19,17 @@ WEIGHT = 0.1  # of the latest forward in averages
 class Pace:
     """Averages over the forwards of an engine."""
 
-    def __init__(self, clock: Any = time):
-        self.clock = clock
+    def __init__(self, clock: Any = time, is_shared: bool = False):
+        """is_shared: whether ranks compute forwards together, and so have to decide alike."""
+        self.clock, self.is_shared = clock, is_shared
         # F, H, E and q; not numbers before there is a first one.
         self.forward_s = self.host_s = self.gain = self.wrong = np.nan
         self._ready_s = np.nan  # when the host has had the latest results
 
     def goes_ahead(self, num_rows: int, num_drafted: int) -> bool:
         """Whether not to wait for a forward of rows of which some verify drafts."""
-        if num_drafted == 0:
-            return True
+        if num_drafted == 0 or self.is_shared:
+            return num_drafted == 0
         plain, wrong = num_rows - num_drafted, self.wrong
         waits = (plain + num_drafted * self.gain) / (self.forward_s + self.host_s)
         behind = (self.gain + wrong) / (1 + wrong)

@@ -49,6 +49,7 @@ class ModelRunner(Runner):
         self.num_slots, self.max_length = num_slots, max_length
         self.max_num_batched_tokens = max_num_batched_tokens
         self.forward: ModelForward = ModelForward(model) if forward is None else forward
+        self.is_shared = not self.forward.samples_alone
         on_gpu = self.forward.ops is not torch_ops
         if pages is None and on_gpu:
             pages = Pages.for_rows(num_slots, max_length, PAGE)
@@ -112,8 +113,9 @@ class ModelRunner(Runner):
 
     @property
     def depth(self) -> int:
-        """See `Runner`. What follows the rows needs their tokens on the host."""
-        return 1 if self.keeps_rows and not self.followers else 0
+        """See `Runner`. What reads hidden states has to know of which tokens they are."""
+        is_read = any(follower.reads_states for follower in self.followers)
+        return 1 if self.keeps_rows and not is_read else 0
 
     @torch.inference_mode()
     def launch(self, batch: Batch, params: SamplingParams) -> Callable[[], Drawn]:
@@ -142,9 +144,9 @@ class ModelRunner(Runner):
         assert self.graphs is not None
         ids = self._noise_key[texts.slots]
         hidden, sampled = self.graphs.step(plan, texts, ids, params, self.seed)
-        for follower in self.followers:
-            assert batch is not None
-            follower.note(batch, hidden)
+        if batch is not None:
+            for follower in self.followers:
+                follower.note(batch, hidden)
         if sampled is None:
             return self._wait
         return partial(drawn, reading(sampled))

@@ -235,7 +235,8 @@ class RolloutLoop:
         seconds = (self._last_s, end, end - begin - propose_s, propose_s)
         record = ForwardRecord(*seconds, load, own_rows, in_engine - own_rows, looked_up)
         self.record.forwards.append(record)
-        self._unlearned = load, end - self._last_s - propose_s
+        # Proposing takes the GPU no time where the next forward is in flight already.
+        self._unlearned = load, end - self._last_s - (0.0 if engine.flights else propose_s)
         self._last_s = end
         if self.feed.is_running:
             finished = self.feed.advance(finished)

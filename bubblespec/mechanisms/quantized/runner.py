@@ -48,6 +48,8 @@ class CopyForward(ModelForward):
 class CopyRunner(ChainRunner):
     """The copy's part of an engine, in the cache of the policy."""
 
+    reads_states = False
+
     def __init__(self, copy: Copy, engine: Engine, params: SamplingParams):
         """params: of the engine's rows."""
         runner = cast(ModelRunner, engine.runner)

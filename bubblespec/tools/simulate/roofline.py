@@ -106,9 +106,11 @@ OWN, AROUND, SAMPLE_S = FITTED._replace(keys_share=0.95, knee=2.0, layer_s=32e-6
 # "graph": this engine without the host, as the prototype was measured.
 FITS = {"bubblespec": OWN, "graph": OWN, "vllm": FITTED, "gpt-fast": FITTED}
 ENGINES = tuple(FITS)
-# Host time of a forward in which the GPU waits (docs/results/h200.md): planning and packing 0.3 ms,
-# the graph's launch 0.15 ms. If rows verify, 0.35 ms and 0.8 us for each of them more
-# (benchmarks/host_time.py, on a CPU).
+# Host time of a forward: planning and packing 0.3 ms, the graph's launch 0.15 ms
+# (docs/results/h200.md). A forward that verifies nothing is launched ahead of results, so a GPU
+# waits for what exceeds the forward. Behind one that verifies the host waits for results: that
+# costs all of it, and 0.35 ms and 0.8 us for each row that verifies (benchmarks/host_time.py, on a
+# CPU; engine/pace.py does better where the host takes long).
 HOST_S, VERIFY_S, VERIFY_ROW_S = 4.5e-4, 3.5e-4, 8e-7
 # Seconds of a small all-reduce over NVLink: at all, and for each rank beyond the first. These are
 # what gpt-fast's tokens per second on 2, 4 and 8 A100s leave for its all-reduces (6.8, 7.3 and
@@ -202,8 +204,10 @@ class GPUCost:
     token_s: float
     """Seconds of a token in all-reduces."""
     sample_s: float
+    host_s: float
+    """Seconds of the host, in which the GPU computes the forward before if no row verifies."""
     verify_s: tuple[float, float]
-    """Seconds of the host if any row verifies, and for each that does."""
+    """More seconds of the host if any row verifies, and for each that does."""
     source: str
     """Where the figures are from."""
 
@@ -215,9 +219,9 @@ class GPUCost:
         total_s += self.layers.seconds(tokens) + self.attention.seconds(rows, tokens, positions)
         if self.head is not None:
             total_s += self.head.seconds(sampled)
-        if wide_rows:
-            total_s += self.verify_s[0] + self.verify_s[1] * wide_rows
-        return total_s
+        if not wide_rows:
+            return max(total_s, self.host_s)
+        return total_s + self.host_s + self.verify_s[0] + self.verify_s[1] * wide_rows
 
 
 def roofline(
@@ -261,7 +265,7 @@ def roofline(
     block_s = fit.block_s * card.block_time * dimension / 128
     is_ours, has_host = engine in ("bubblespec", "graph"), engine == "bubblespec"
     position_s = 2 * 2 * layers * own_kv_heads * dimension / (fit.keys_share * card.memory)
-    constant_s = (layers + is_ours * AROUND) * fit.layer_s + has_host * HOST_S
+    constant_s = (layers + is_ours * AROUND) * fit.layer_s
     summed_s, where = 0.0, f"one {gpu.upper()}"
     if num_ranks > 1:
         latency_s = ALL_REDUCE_S + ALL_REDUCE_RANK_S * (num_ranks - 1)
@@ -279,6 +283,7 @@ def roofline(
         constant_s=constant_s,
         token_s=summed_s,
         sample_s=is_ours * SAMPLE_S,
+        host_s=has_host * HOST_S,
         verify_s=(has_host * VERIFY_S, has_host * VERIFY_ROW_S),
         source=f"roofline, not measured: {title}, bfloat16, on {where}",
     )
