@@ -417,8 +417,8 @@ def test_sources_that_need_results_are_not_asked_while_tokens_are_in_flight():
 
     proposer = Proposer([Waiting()], CostModel(), always=True)
     proposer.begin()
-    row = Row(SampleId(0, 0, 0), (1,), 20)
-    proposer.track(row, Draft(np.arange(9, dtype=np.int32), True, 0), 1)
+    row = Row(SampleId(0, 0, 0), (1,), 20, draft=Draft(np.arange(9, dtype=np.int32), True, 0))
+    proposer.track(row, 1)
     one = np.array([1])
     given = [row], 0 * one, 15 * one, 64
     assert proposer.needs_results and proposer.propose(*given, ahead=0 * one)[1] == 6
