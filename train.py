@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import transformers
 
+from bubblespec.config.command import parse
 from bubblespec.config.file import load_config
 from bubblespec.distributed.failures import report
 from bubblespec.distributed.ranks import ranks_from_environment, signals_stop
@@ -41,15 +42,13 @@ def train(trainer: Trainer) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Synchronous RL for language models")
-    parser.add_argument("--config", required=True, help="YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    arguments = parser.parse_intermixed_args()
     # Make modules in the working directory importable, ahead of files next to this one.
     sys.path.insert(0, os.getcwd())
     transformers.utils.logging.disable_progress_bar()
     if os.environ.get("RANK", "0") != "0":
         logging.disable(logging.WARNING)
     try:
+        arguments = parse(parser, sys.argv[1:])
         config = load_config(arguments.config, arguments.overrides)
         with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
             trainer = build(config, ranks)  # signals end it at once: there is nothing to save yet

@@ -27,16 +27,19 @@ SAME += ["loss.mask_truncated_completions", "optim.learning_rate", "optim.warmup
 SAME += ["optim.weight_decay", "optim.adam_epsilon", "optim.max_grad_norm", "run.seed"]
 
 
-def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Callable) -> dict:
-    """Make steps of TRL's trainer. make_clock: makes the `vs_trl.Clock` of a model.
+def run_trl(
+    config: Config, num_steps: int, microbatches: int, make_clock: Callable, options: dict
+) -> dict:
+    """Make steps of TRL's trainer.
 
-    Raises InputError for what TRL has under no option of its own.
+    make_clock: makes the `vs_trl.Clock` of a model; options: of GRPOConfig, on generation. Raises
+    InputError for what TRL has under no option of its own.
     """
     rollout, optim, loss = config.rollout, config.optim, config.loss
     torch.manual_seed(config.run.seed)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     model = AutoModelForCausalLM.from_pretrained(
-        config.model.path, dtype=torch.float32, attn_implementation="sdpa"
+        config.model.path, dtype=getattr(torch, config.model.dtype), attn_implementation="sdpa"
     )
     model.generation_config.eos_token_id = list(stop_tokens(config, model, tokenizer))
     environment, form, tokenize = config.environment, None, None
@@ -73,8 +76,23 @@ def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Calla
             f"--trl-microbatches: {rows} sequences on {world_size} ranks, {microbatches} parts"
         )
     rewards, clock = [], make_clock(model)
+    phases: dict[str, list[float]] = {"generate": [], "reward": []}  # seconds, by step
+
+    def timed(phase: str, function: Callable, *arguments):
+        begin_s = time.perf_counter()
+        found = function(*arguments)  # which waits for the GPU
+        steps, number = phases[phase], len(clock.seconds)
+        steps += [0.0] * (number + 1 - len(steps))
+        steps[number] += time.perf_counter() - begin_s
+        return found
 
     class Trainer(GRPOTrainer):
+        def _generate(self, *arguments):
+            return timed("generate", super()._generate, *arguments)
+
+        def _calculate_rewards(self, *arguments):
+            return timed("reward", super()._calculate_rewards, *arguments)
+
         def _tool_call_loop(self, *arguments):
             found = super()._tool_call_loop(*arguments)
             lengths.append([sum(mask) for mask in found[0]])
@@ -91,8 +109,8 @@ def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Calla
     flat = flatten(config)
     arguments = GRPOConfig(
         output_dir=config.run.output_dir,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=config.model.dtype == "float32",
+        bf16=config.model.dtype == "bfloat16",
         gradient_checkpointing=False,
         per_device_train_batch_size=per_device,
         gradient_accumulation_steps=microbatches,
@@ -114,6 +132,7 @@ def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Calla
         disable_tqdm=True,
         ddp_find_unused_parameters=False,
         **{key.partition(".")[2]: flat[key] for key in SAME},
+        **options,
     )
     data = {"prompt": prompts, "number": range(len(prompts))}
     if form is not None:  # what `reset` may need
@@ -150,4 +169,6 @@ def run_trl(config: Config, num_steps: int, microbatches: int, make_clock: Calla
         "tokens": [int(step.sum()) for step in by_step],
         "median_length": [float(np.median(step)) for step in by_step],
         "rewards": [float(r) for r in rewards],
+        **phases,
+        "train": [s - a - b for s, a, b in zip(clock.seconds, *phases.values(), strict=True)],
     }

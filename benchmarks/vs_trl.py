@@ -2,11 +2,22 @@
 benchmarks/vs_trl.py --config F [--json OUT] [--every N --picture PNG] [overrides]
 
 TRL is a dependency of this comparison alone: pip install --no-deps trl==1.16.0 (into a folder of
-its own, given by PYTHONPATH). Arms: trl (generation by `model.generate`), none (this trainer
-without speculation), default (as the configuration says), and tail (with tail batching too). All
-have the same model, prompts in the same order (but for tail batching, which defers some), group
-size, limits, reward functions, global batch, loss (one update per batch, no KL), AdamW and
-clipping, in float32 on two ranks with one thread each. Tokens differ: each samples in its own way.
+its own, given by PYTHONPATH). Arms: trl (generation by `model.generate`), trl_batched (by
+transformers' continuous batching), trl_vllm (by vLLM in the same process, where it is installed),
+none (this trainer without speculation), default (as the configuration says), and tail (with tail
+batching too). All have the same model, prompts in the same order (but for tail batching, which
+defers some), group size, limits, reward functions, global batch, loss (one update per batch, no
+KL), AdamW and clipping, in float32 on two ranks with one thread each. Tokens differ: each samples
+in its own way.
+On a GPU (--nproc-per-node 1 model.device=cuda) all are in bfloat16. --random-weights FOLDER takes a
+model of the shape in the folder's config.json, whose responses all have the maximum length:
+
+python benchmarks/vs_trl.py --config configs/tiny_cpu.yaml --nproc-per-node 1 --minutes 10 --arms
+trl_batched trl_vllm trl default --random-weights configs/shapes/Qwen2.5-1.5B --json OUT --
+model.device=cuda model.dtype=bfloat16 rollout.num_prompts_per_step=16 rollout.num_generations=8
+rollout.max_completion_length=512 rollout.max_num_seqs=128 rollout.max_num_batched_tokens=2048
+optim.max_tokens_per_microbatch=8192 optim.learning_rate=1e-6
+
 TRL gets SDPA, a K/V cache, no gradient checkpointing, no logging, no old-policy forward, and the
 --trl-microbatches that suit it.
 
@@ -22,9 +33,11 @@ Neither saving nor evaluating counts.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +47,7 @@ from functools import partial
 import numpy as np
 import torch
 from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -42,8 +56,10 @@ from bubblespec.config import Config, flatten
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.errors import InputError
+from bubblespec.loading import with_dtype
 from bubblespec.records import StepRecord
 from bubblespec.setup import build
+from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer
 from notebooks.reading import time_to
 from notebooks.report_pictures import draw_rewards
@@ -53,9 +69,17 @@ OWN = {  # arms of this trainer, and what is switched
     "default": (),
     "tail": ("tail_batching.enabled=true",),
 }
-ARMS = ("trl", *OWN)
+OF_TRL: dict[str, dict] = {  # arms of TRL, and their options of GRPOConfig
+    "trl": {},
+    "trl_batched": {"use_transformers_continuous_batching": True},
+    "trl_vllm": {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4},
+}
+ARMS = (*OF_TRL, *OWN)
+PHASES = ("generate", "reward", "train")
 LABELS = {
     "trl": "TRL 1.16 (generate)",
+    "trl_batched": "TRL 1.16 (continuous batching)",
+    "trl_vllm": "TRL 1.16 (vLLM)",
     "none": "ours, no drafts",
     "default": "ours, with drafts (the default)",
     "tail": "ours, with drafts and tail batching",
@@ -67,7 +91,6 @@ COMPARED = {  # what the arm of TRL is set up for
     "loss.num_minibatches": 1,
     "rollout.dynamic_sampling_max_batches": 1,
     "rollout.min_completion_length": 0,
-    "model.dtype": "float32",
     "model.lora_r": 0,
     "loss.delta": None,
     "reward.overlong_buffer_length": 0,
@@ -79,6 +102,7 @@ STEPS_BEYOND = 16  # after the measured ones, so that drafts are made as in a lo
 COLUMNS = {
     "arm": "{arm}",
     "seconds per step": "{seconds:.2f}",
+    "generate, reward, train": "{generate:.2f}, {reward:.2f}, {train:.2f}",
     "tokens per step": "{tokens:.0f}",
     "median length": "{median_length:.0f}",
     "tokens/s": "{tokens_per_second:.0f}",
@@ -141,6 +165,9 @@ def run_own(config: Config, num_steps: int, make_clock: Callable) -> dict:
         "tokens": [round(m["completions/mean_length"] * rows) for m in steps],
         "median_length": [m["completions/median_length"] for m in steps],
         "rewards": [m["reward"] for m in steps],
+        "generate": [m["timing_s/gen"] + m["timing_s/bubble"] for m in steps],
+        "reward": [m["timing_s/reward"] for m in steps],
+        "train": [m["timing_s/train"] + m["timing_s/sync"] for m in steps],
     }
 
 
@@ -156,14 +183,22 @@ def run_arm(arguments: argparse.Namespace, folder: str) -> None:
     else:
         from benchmarks.trl_arm import run_trl  # not in the memory of the other arms
 
-        measured = run_trl(config, num_steps, arguments.trl_microbatches, clock)
+        config = with_dtype(config, device_of(config))
+        parts, options = arguments.trl_microbatches, OF_TRL[arm]
+        measured = run_trl(config, num_steps, parts, clock, options)
     if os.environ.get("RANK", "0") == "0":
-        measured["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if device_of(config) == "cuda":
+            free, total = torch.cuda.mem_get_info()  # vLLM's memory is not torch's
+            peak = max(torch.cuda.max_memory_reserved(), total - free)
+        measured["peak_memory_gb"] = peak / 1e9
         shared.write_json(arguments.json, measured)
 
 
 def run_job(arguments: argparse.Namespace, arm: str, seed: int, folder: str) -> dict:
-    """Measure an arm in a job of several ranks. Return its result, or its error."""
+    """Measure an arm in a job of several ranks. Return its result, or its error.
+
+    A job that is not done when --minutes are over is ended."""
     out, log = os.path.join(folder, "arm.json"), os.path.join(folder, "log")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={arguments.nproc_per_node}", os.path.abspath(__file__)]
@@ -174,7 +209,14 @@ def run_job(arguments: argparse.Namespace, arm: str, seed: int, folder: str) -> 
     command += ["--", *arguments.overrides, f"run.seed={seed}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with open(log, "wb") as file:
-        job = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        streams = {"stdout": file, "stderr": subprocess.STDOUT}
+        job = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+        try:
+            job.wait(max(arguments.end_s - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGTERM)  # torchrun, which ends the ranks
+            job.wait()
+            return {"error": f"not done after {arguments.minutes:g} minutes of all arms"}
     if job.returncode or not os.path.exists(out):
         with open(log, encoding="utf-8", errors="replace") as file:
             lines = [line.strip() for line in file if "Error" in line or line.startswith("error")]
@@ -189,8 +231,33 @@ def check(config: Config) -> None:
         found = flatten(config)[key]
         if found != value:
             raise InputError(f"{key}: {found}; the comparison is made for {value} alone")
-    if config.model.device != "cpu" and torch.cuda.is_available():
-        raise InputError(f"model.device: {config.model.device}; the comparison needs cpu")
+    device = device_of(config)
+    found = with_dtype(config, device).model.dtype
+    if found != (wanted := {"cpu": "float32", "cuda": "bfloat16"}[device]):
+        raise InputError(f"model.dtype: {found}; on {device} the comparison is made for {wanted}")
+
+
+def device_of(config: Config) -> str:
+    """Return where a run is: cuda or cpu."""
+    return "cuda" if config.model.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def make_random_policy(shape: str, tokenizer: str, folder: str) -> list[str]:
+    """Save a model with random weights, and a tokenizer. Return the overrides that make it run.
+
+    shape: folder of its config.json. No response ends before the maximum length, but for one in as
+    many tokens as the vocabulary has."""
+    config = AutoConfig.from_pretrained(shape)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    last = config.vocab_size - 1
+    reward = "benchmarks.gpu_programs.share_of_odd"
+    return [
+        f"model.path={folder}",
+        f"rollout.stop_token_ids=[{last}]",
+        f"reward.functions=[{reward}]",
+    ]
 
 
 def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
@@ -253,6 +320,15 @@ def curve_of(job: dict, trainer: Trainer, folder: str, every: int) -> list[tuple
     return list(zip([0.0, *(ends[number] for number in numbers)], rewards, strict=True))
 
 
+def heading_of(arguments: argparse.Namespace) -> str:
+    """Return the machine, and what TRL generates without."""
+    hardware = describe_hardware(torch.device("cpu"))
+    ways = {"trl_vllm": "vLLM", "trl_batched": "continuous batching"}
+    without = " and ".join(name for arm, name in ways.items() if arm not in arguments.arms)
+    machine = f"{arguments.nproc_per_node} ranks with one thread each on {hardware['cpu']}"
+    return f"{machine}; TRL without {without}" if without else machine
+
+
 def report_curves(curves: dict[str, list[list]], reward: float) -> None:
     """Print the seconds until a reward, against the first arm."""
     times = {arm: [time_to(curve, reward) for curve in found] for arm, found in curves.items()}
@@ -279,14 +355,26 @@ def run(arguments: argparse.Namespace, base: str) -> None:
         path = load_config(arguments.config, arguments.overrides).model.path
         policy = tool_game.make_policy(path, os.path.join(base, "policy"))
         arguments.overrides += [*tool_game.OVERRIDES, f"model.path={policy}"]
-    check(load_config(arguments.config, arguments.overrides))
+    if arguments.random_weights:
+        path = load_config(arguments.config, arguments.overrides).model.path
+        policy = os.path.join(base, "policy")
+        arguments.overrides += make_random_policy(arguments.random_weights, path, policy)
+    config = load_config(arguments.config, arguments.overrides)
+    check(config)
+    if arguments.every and device_of(config) == "cuda":
+        raise InputError("--every: the evaluations' engine would take the GPU's memory; leave out")
+    arguments.end_s = time.monotonic() + 60 * arguments.minutes
     jobs: dict[str, list[dict]] = {arm: [] for arm in arguments.arms}
     curves: dict[str, list[list]] = {arm: [] for arm in arguments.arms}
     # Weights come and go: no copies of them for other kernels.
     options = [*arguments.overrides, "model.cpu_linear=torch", "speculative.method=none"]
     config = load_config(arguments.config, [*options, f"run.output_dir={base}/held_out"])
-    with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-        trainer = build(config, ranks) if arguments.every else None
+    with contextlib.ExitStack() as stack:
+        trainer = None
+        if arguments.every:
+            timeout_s = config.run.timeout_s
+            ranks = stack.enter_context(ranks_from_environment(config.model.device, timeout_s))
+            trainer = build(config, ranks)
         for turn, seed in enumerate(tqdm(arguments.seeds, unit="seed")):
             for arm in arguments.arms[:: -1 if turn % 2 else 1]:
                 folder = os.path.join(base, f"{arm}_{turn}")
@@ -302,7 +390,7 @@ def run(arguments: argparse.Namespace, base: str) -> None:
         report_curves(curves, arguments.reward)
         if arguments.picture:
             labelled = {LABELS[arm]: found for arm, found in curves.items()}
-            draw_rewards(labelled).savefig(arguments.picture, dpi=120)
+            draw_rewards(labelled, heading_of(arguments)).savefig(arguments.picture, dpi=120)
     shared.write_result(arguments, {"summary": summary, "jobs": jobs, "curves": curves})
 
 
@@ -312,7 +400,7 @@ def main() -> int:
     )
     parser.add_argument("--config", required=True)
     parser.add_argument("--json")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=("trl", *OWN))
     parser.add_argument("--steps", type=int, default=5, help="of each job")
     parser.add_argument("--warmup", type=int, default=1, help="first steps that are not counted")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a job of each arm each")
@@ -321,6 +409,8 @@ def main() -> int:
     parser.add_argument("--picture", help="PNG of held-out reward over seconds")
     parser.add_argument("--trl-microbatches", type=int, default=1, help="of a rank's sequences")
     parser.add_argument("--nproc-per-node", type=int, default=2)
+    parser.add_argument("--random-weights", metavar="FOLDER", help="shape of the policy")
+    parser.add_argument("--minutes", type=float, default=600.0, help="end what is running then")
     parser.add_argument("--tool-game", action="store_true", help="episodes with a tool")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)  # a rank of a job
     parser.add_argument("--weights", help=argparse.SUPPRESS)

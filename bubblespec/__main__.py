@@ -7,22 +7,19 @@ import sys
 
 from bubblespec.distributed.processes import end_early
 from bubblespec.errors import EndsRun
-
-COMMANDS = {
-    "doctor": "bubblespec.tools.doctor.command",
-    "memory": "bubblespec.tools.memory",
-    "simulate": "bubblespec.tools.simulate.command",
-    "train": "bubblespec.tools.launch",
-    "play": "bubblespec.tools.play",
-}
+from bubblespec.tools import COMMANDS, usage
 
 
 def main() -> int:
     """Run the command that the first argument names. Return the exit code: 2 for bad input."""
     end_early()
-    name, *arguments = sys.argv[1:] or [""]
+    name, *arguments = sys.argv[1:] or ["--help"]
     if name not in COMMANDS:
-        sys.exit(f"usage: python -m bubblespec {'|'.join(COMMANDS)} ...")
+        if is_help := name in ("-h", "--help", "help"):
+            print(usage())
+        else:
+            print(f"error: {name} is no command\n{usage()}", file=sys.stderr)
+        return 0 if is_help else 2
     import transformers  # here and below, as imports take seconds
 
     from bubblespec.distributed.failures import report
@@ -31,7 +28,7 @@ def main() -> int:
     if os.environ.get("RANK", "0") != "0":
         logging.disable(logging.WARNING)
     try:
-        return importlib.import_module(COMMANDS[name]).main(arguments) or 0
+        return importlib.import_module(COMMANDS[name].module).main(arguments) or 0
     except EndsRun as error:  # one line
         return report(error)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-MAX_SHOWN = 200  # characters of a message or value of the user's code
+MAX_SHOWN = 500  # characters of a message or value of the user's code
 
 
 class EndsRun(Exception):
@@ -120,7 +120,7 @@ def one_line(error: BaseException) -> str:
 def trace_of(error: BaseException) -> str:
     """Return an error's traceback with the beginning of each long message."""
     entries = traceback.format_exception(error)
-    limit = 20 * MAX_SHOWN
+    limit = 8 * MAX_SHOWN
     return "".join(e if len(e) <= limit else f"{e[:limit]}...\n" for e in entries)
 
 

@@ -49,6 +49,9 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         except (OSError, UnicodeDecodeError) as error:
             problem = f"cannot read {path}: {one_line(error)}"
             raise InputError(f"model.chat_template_path: {problem}") from error
+    if options := config.data.chat_template_kwargs:
+        render = functools.partial(tokenizer.apply_chat_template, **options)
+        tokenizer.apply_chat_template = render  # for prompts and turns alike
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_bpe = backend is not None and type(backend.model).__name__ == "BPE"
     if is_bpe and not getattr(tokenizer, CLEANS_UP_ANYWAY, False):

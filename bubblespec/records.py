@@ -191,6 +191,8 @@ class StepRecord:
     """float64 [samples], of `samples`; set by the update."""
     deferred: dict[SampleId, int] = field(default_factory=dict)
     """Deferred samples, with their length when the rollout ended."""
+    logged: dict[SampleId, dict] = field(default_factory=dict)
+    """Columns that reward functions have logged of samples."""
 
     @property
     def seconds(self) -> float:

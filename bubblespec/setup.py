@@ -70,6 +70,7 @@ from bubblespec.rewards.trial import begin_trial, check_prompts, check_weights, 
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
+from bubblespec.telemetry.loggers import PACKAGES, make_logger
 from bubblespec.telemetry.reporter import RunReporter, show_phase
 from bubblespec.trainer import Trainer
 
@@ -149,6 +150,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         learner.after_update.append(partial(linear.refresh_copies, model))
     schedule = make_schedule(config, train_prompts)
     scorer = Scorer(config.reward, functions, tokenizer, ranks, has_reward, own)
+    scorer.progress = (state["step"], config.run.max_steps)
     check_save_best(config, scorer.names)
     trial = {}  # in workers, the trial goes on while the engine is timed
     if ranks.is_main:
@@ -268,6 +270,8 @@ def load_own(config: Config, ranks: Ranks) -> list[Callable[[dict], object]]:
 
     if log_to is not None:
         load = partial(import_function, "run.log_to", log_to, "my_module.log", ("metrics",))
+        if log_to in PACKAGES:
+            load = partial(make_logger, log_to, config)
         ranks.agree(lambda: hooks.append(load()))
     return hooks
 

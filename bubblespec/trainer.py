@@ -102,6 +102,7 @@ class Trainer:
         if step + 1 in timeline_steps or step in timeline_steps:
             self.ranks.barrier()  # lanes begin together; drawing does not count as idle time
         self.reporter.begin_step(step)
+        self.sampler.scorer.progress = (step, self.config.run.max_steps)
         record = self.sampler.sample(step)
         self.warn_of_missing(record.generated.groups, record.all_rewards, f"step {step + 1}")
         return record
@@ -145,6 +146,7 @@ class Trainer:
         """Report a step. metrics: of the update."""
         sampler, schedule = self.sampler, self.sampler.schedule
         metrics |= sampler.scorer.take_metrics() | schedule.metrics()
+        record.logged = sampler.scorer.take_logged()
         if sampler.needs_timings:
             metrics |= sampler.stats.metrics()
         for mechanism in sampler.mechanisms:
@@ -179,6 +181,7 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Evaluate on the held-out prompts. Raises StopRequested, before it counts as made."""
         self.ranks.activity = f"evaluation after {self.num_updates} updates"
+        self.sampler.scorer.progress = (self.num_updates, self.config.run.max_steps)
         evaluation = self.evaluator.evaluate(self.eval_prompts, self.num_updates)
         self.warn_of_missing(evaluation.samples.groups, evaluation.rewards, self.ranks.activity)
         self.evaluated = self.num_updates

@@ -1,6 +1,6 @@
 """Draws pictures of docs/images: python -m notebooks.images [NAME ...]
 
-By default all that need no training run: from the simulator (step_eight_ranks takes three
+By default all that need no training run: from the simulator (step_eight_ranks takes several
 minutes), from the estimate of memory, from the tiny policy, and from what benchmarks and runs have
 recorded.
 """
@@ -44,7 +44,7 @@ SIMULATED = os.path.join(ROOT, "docs", "results", "simulated_systems.json")
 COST = "h200:7b"
 LONGEST = 16 * K  # tokens of the responses of the simulated step
 SCALE = 32  # real tokens for each simulated one, to have fewer forwards
-PROMPTS = 16  # of a step
+PROMPTS = 64  # of a step
 STEPS = 30  # one from the middle is drawn: the first has no drafts, and the last drafts nothing
 # Operations per parameter and token: forward, backward, and a forward to recompute activations.
 TRAINING_OPERATIONS = 2 + 4 + 2
@@ -56,6 +56,7 @@ EXPLAINED = {
     "verify drafts": "verify drafts of earlier steps",
     "draft (co-scheduled)": "generate or verify, and draft",
     "draft (idle)": "draft coming steps (idle)",
+    "TP tail": "the last rows, computed by all ranks together (TP tail)",
     "idle": "idle (wait for others)",
 }
 
@@ -111,7 +112,7 @@ def step_eight_ranks() -> Figure:
         title: [with_training(lane, steps[number]) for lane in steps[number].lanes]
         for title, steps in zip(titles, of_method, strict=True)
     }
-    figure = draw_timelines(lanes, columns=4)
+    figure = draw_timelines(lanes, columns=3)
     for text in figure.legends[0].get_texts():
         text.set_text(EXPLAINED.get(text.get_text(), text.get_text()))
     idle = [f"{idle_share(steps):.0%}" for steps in of_method]
@@ -251,7 +252,7 @@ def memory_7b() -> Figure:
     lasting = (needs.weights, needs.gradients, needs.optimizer, needs.quantized)
     figure, (axes,) = figure_of(11, 3.8)
     names = []
-    for card, total in CARDS.items():
+    for card, total in list(CARDS.items())[1:]:  # a 7B does not fit on the smallest
         room = total * config.rollout.gpu_memory_utilization - needs.lasting
         cache = needs.room_for_cache(room, config)
         for moment in ("rollout", "update"):

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from bubblespec.telemetry.timeline import COLOURS, LABELS, draw_lanes
+from bubblespec.telemetry.timeline import COLOURS, GAPS, LABELS, draw_lanes
 from notebooks.reading import Run, compare, num_response_tokens, seconds_by_kind, seconds_so_far
 
 PLAIN, DRAFTED = "#5aa5e0", "#1b9e77"  # as decode and verify in timelines
@@ -147,7 +147,7 @@ def draw_timelines(timelines: dict[str, list[np.ndarray]], columns: int = 5) -> 
         one.set_xlabel("")
     axes[-1].set_xlim(0, max(lane[:, 2].max() for lanes in timelines.values() for lane in lanes))
     axes[-1].set_xlabel("seconds since the step began", fontsize=SIZE)
-    ordered = [handles[LABELS[kind]] for kind in COLOURS if LABELS[kind] in handles]
+    ordered = [handles[name] for name in [*LABELS.values(), GAPS] if name in handles]
     legend_below(figure, columns, ordered, [patch.get_label() for patch in ordered])
     return figure
 
@@ -156,7 +156,7 @@ def draw_kinds(timelines: dict[str, list[np.ndarray]]) -> Figure:
     """Draw seconds of a step by kind, mean over ranks: a stacked bar per timeline."""
     figure, (axes,) = figure_of(10, 1.0 + 0.5 * len(timelines))
     colours = {LABELS[kind]: colour for kind, colour in COLOURS.items()}
-    colours, handles = colours | {"between forwards": "#f7f7f7"}, {}
+    colours, handles = colours | {GAPS: "#f7f7f7"}, {}
     for place, lanes in enumerate(timelines.values()):
         left, seconds = 0.0, seconds_by_kind(lanes)
         for kind, colour in colours.items():

@@ -65,11 +65,11 @@ def draw_curves(
     label_axes(axes, "", "seconds of training, without evaluations", "held-out reward")
 
 
-def draw_rewards(curves: dict[str, list[list[tuple[float, float]]]]) -> Figure:
+def draw_rewards(curves: dict[str, list[list[tuple[float, float]]]], heading: str) -> Figure:
     """Draw held-out reward over seconds of training, see `draw_curves`."""
     figure, (axes,) = figure_of(7, 4.4)
     draw_curves(axes, curves, {name: f"C{number}" for number, name in enumerate(curves)})
-    axes.set_title("pale: seeds; dots: their mean", fontsize=SIZE)
+    axes.set_title(f"{heading}\npale: seeds; dots: their mean", fontsize=SIZE)
     legend_below(figure, 2)
     return figure
 

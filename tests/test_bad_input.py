@@ -127,7 +127,7 @@ def copy_policy(folder, **keys):
     "overrides, says",
     [
         ("rollout.num_generations=0", "rollout.num_generations: 0 must be at least 1"),
-        ("data.tasks=[] data.path=/none.jsonl", "data.path: no JSON, JSONL, CSV or Parquet file"),
+        ("data.tasks=[] data.path=/none.jsonl", "data.path: no JSON, JSONL, CSV, TSV or Parquet"),
         ("data.as_chat=true", "model.path: its tokenizer has no chat template"),
         ("reward.functions=[math.nothing]", "reward.functions: cannot import 'math.nothing'"),
         ("model.path=/nowhere", "model.path: there is no folder /nowhere"),

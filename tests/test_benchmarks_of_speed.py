@@ -6,11 +6,12 @@ import functools
 import gc
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2Config
 
 from benchmarks import (
     episodes,
@@ -191,6 +192,8 @@ def test_own_arms_are_measured_and_evaluated(monkeypatch, tmp_path, capsys):
     result = json.loads((tmp_path / "out.json").read_text())
     (none,) = result["jobs"]["none"]
     assert len(none["tokens"]) == 2
+    for step in range(2):
+        assert 0 < sum(none[phase][step] for phase in vs_trl.PHASES) <= none["seconds"][step]
     assert all(s > 0 for s in none["seconds"]) and result["summary"]["none"]["steps"] == 1
     (curve,) = result["curves"]["none"]
     seconds, rewards = zip(*curve, strict=True)
@@ -199,6 +202,40 @@ def test_own_arms_are_measured_and_evaluated(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "out.png").stat().st_size > 10_000
     assert vs_trl.LABELS.keys() == set(vs_trl.ARMS), "each has a label in words"
     assert "| trl | does not run: No module named 'trl' |" in capsys.readouterr().out
+
+
+def test_trl_is_measured_next_to_random_weights_by_phase(monkeypatch, tmp_path, capsys):
+    """All responses have the maximum length; an arm that does not end in time is left out."""
+    pytest.importorskip("trl")
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    Qwen2Config(vocab_size=512, **shape, **heads).save_pretrained(tmp_path / "shape")
+    out = str(tmp_path / "out.json")
+    options = ["--config", CONFIG, "--random-weights", str(tmp_path / "shape"), "--json", out]
+    options += ["--steps", "2", "--nproc-per-node", "1"]
+    keys = [key for key in SMALL if "dtype" not in key and "reward" not in key]
+    keys += ["rollout.max_completion_length=8"]
+    monkeypatch.setattr(sys, "argv", ["vs_trl.py", *options, "--arms", "trl", "--", *keys])
+    assert vs_trl.main() == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    (job,) = result["jobs"]["trl"]
+    assert job["median_length"] == [8.0, 8.0]
+    for step in range(2):
+        phases = [job[phase][step] for phase in vs_trl.PHASES]
+        assert min(phases) > 0 and sum(phases) == pytest.approx(job["seconds"][step])
+    late = ["vs_trl.py", *options, "--minutes", "0", "--arms", "trl", "none", "--", *keys]
+    monkeypatch.setattr(sys, "argv", late)
+    assert vs_trl.main() == 0
+    assert capsys.readouterr().out.count("does not run: not done after 0 minutes") == 2
+
+
+def test_precision_of_comparison_is_that_of_the_device(monkeypatch):
+    config = load_config(CONFIG, ["model.device=auto", "run.output_dir=none"])
+    vs_trl.check(config)
+    monkeypatch.setattr(vs_trl.torch.cuda, "is_available", lambda: True)
+    vs_trl.check(replace(config, model=replace(config.model, dtype="auto")))
+    with pytest.raises(InputError, match=r"^model\.dtype: float32; on cuda"):
+        vs_trl.check(replace(config, model=replace(config.model, dtype="float32")))
 
 
 def test_tool_game_reads_the_same_calls_as_trl(tmp_path):

@@ -1,8 +1,13 @@
 """The commands beside training."""
 
+import shlex
+
 import pytest
 
-from bubblespec.__main__ import COMMANDS
+from bubblespec.config.command import refuse_dashes
+from bubblespec.config.file import load_config
+from bubblespec.errors import InputError
+from bubblespec.tools import COMMANDS, usage
 from tests.helpers.warm import launch, python
 
 
@@ -11,10 +16,43 @@ def test_command_shows_usage(name):
     done = python("-m", "bubblespec", name, "--help")
     assert done.returncode == 0
     assert done.stdout.startswith(f"usage: python -m bubblespec {name} ")
+    example = f"python -m bubblespec {name} {COMMANDS[name].example}\n"
+    assert done.stdout.endswith(f"\nexample: {example}")
+    words = shlex.split(COMMANDS[name].example)
+    if "--config" in words:
+        load_config(words[words.index("--config") + 1], [w for w in words if "." in w and "=" in w])
 
 
-def test_unknown_command_lists_names():
-    for arguments in ([], ["learn"]):
-        done = launch(1, ["-m", "bubblespec", *arguments])
-        assert done.returncode == 1
-        assert done.stderr == "usage: python -m bubblespec doctor|memory|simulate|train|play ...\n"
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_commands_are_listed_with_examples(arguments):
+    done = launch(1, ["-m", "bubblespec", *arguments])
+    assert (done.returncode, done.stdout) == (0, f"{usage()}\n")
+    assert all(
+        f"\n{name} " in usage() and command.example in usage() for name, command in COMMANDS.items()
+    )
+
+
+def test_unknown_command_lists_commands():
+    done = launch(1, ["-m", "bubblespec", "learn"])
+    assert (done.returncode, done.stderr) == (2, f"error: learn is no command\n{usage()}\n")
+
+
+def test_key_with_dashes_is_answered_with_its_form():
+    given = ["--run.max_steps", "2", "--data.path=a=b", "--run.trace", "--config", "x.yaml"]
+    with pytest.raises(InputError) as error:
+        refuse_dashes(given)
+    assert str(error.value).splitlines() == [
+        "--run.max_steps 2: write run.max_steps=2",
+        "--data.path=a=b: write data.path=a=b",
+        "--run.trace VALUE: write run.trace=VALUE",
+    ]
+    refuse_dashes(["--config", "a.b.yaml", "--nproc-per-node", "2", "run.seed=--1"])
+
+
+@pytest.mark.parametrize("command", [["train.py"], ["-m", "bubblespec", "train"]])
+def test_training_answers_key_with_dashes(command):
+    done = python(*command, "--config", "configs/tiny_cpu.yaml", "--run.max_steps", "2")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: --run.max_steps 2: write run.max_steps=2\n",
+    )

@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from bubblespec.config import Config
 from bubblespec.data.prompts import (
     PromptSet,
     build_prompt_set,
@@ -14,6 +15,7 @@ from bubblespec.data.prompts import (
     reasoning_gym_rows,
 )
 from bubblespec.errors import InputError
+from bubblespec.loading import load_tokenizer
 from tests.helpers.checks import refusal
 from tests.helpers.rows import numbered_prompts
 
@@ -121,6 +123,15 @@ def test_chats_get_special_tokens_of_template_only():
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
     assert make_tokenize(tokenizer)([USER]) == [0, 1, 3, 2]
+
+
+@pytest.mark.parametrize("options, wanted", [({}, [1, 4, 2]), ({"thinks": False}, [1, 2])])
+def test_template_gets_configured_options(tmp_path, options, wanted):
+    template = "user {% if thinks is not defined %}there {% endif %}assistant"
+    make_tokenizer(VOCABULARY, chat_template=template).save_pretrained(tmp_path)
+    config = Config()
+    config.model.path, config.data.chat_template_kwargs = str(tmp_path), options
+    assert make_tokenize(load_tokenizer(config))([USER]) == wanted
 
 
 @pytest.mark.parametrize("processor, before", [(BOTH, [0, 1]), (BOS, [0]), (None, [])])

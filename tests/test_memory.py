@@ -286,6 +286,10 @@ def test_host_token_budget_is_a_share_of_free_memory(monkeypatch):
     assert memory.free_host_bytes() == pytest.approx(whole / 4, rel=0.5)
 
 
+def small_size() -> int:
+    return sum(p.numel() for p in meta_model(small(), torch.bfloat16).parameters())
+
+
 def call(monkeypatch, *arguments: str) -> int:
     config = os.path.join(ROOT, "configs/qwen2.5_7b.yaml")
     monkeypatch.setattr(sys, "argv", ["", "memory", "--config", config, *arguments])
@@ -298,11 +302,14 @@ def test_command_prints_a_table_or_one_line(monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().out
     names = set(re.findall(r"^ *[\d.]+  (\w+)", printed, re.M))
     assert {"weights", "gradients", "optimizer", "total", "gradient", "keys"} <= names
-    assert "4 x 80 GB: fits; " in printed and "4 x 141 GB: fits; " in printed
+    assert all(f"4 x {card}: fits; " in printed for card in CARDS)
+    assert "M parameters in bfloat16, 4 ranks; MB on each" in printed
+    (weights,) = re.findall(r"^ *([\d.]+)  weights", printed, re.M)
+    assert float(weights) == pytest.approx(2e-6 * small_size(), rel=0.01), "bfloat16, in MB"
     small(hidden_size=16384, num_hidden_layers=80).save_pretrained(tmp_path)
     assert call(monkeypatch, "--world-size", "1", f"model.path={tmp_path}") == 1
     printed = capsys.readouterr().out
-    assert printed.count("DOES NOT FIT") == 2 and "try model.lora_r=8, a smaller model" in printed
+    assert printed.count("DOES NOT FIT") == 3 and "try model.lora_r=8, a smaller model" in printed
     assert call(monkeypatch) == 0, "the shapes of the hub's model are shipped"
     assert "7.62 B parameters" in capsys.readouterr().out
     transformers.MambaConfig(hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path)
@@ -319,7 +326,7 @@ def test_table_marks_gpus_with_too_little_memory():
     config = make_config("bfloat16")
     large = small(hidden_size=8192, intermediate_size=20_000, num_hidden_layers=10)
     model = meta_model(large, torch.bfloat16)
-    assert table(config, model, 8).count("DOES NOT FIT") == 2
+    assert table(config, model, 8).count("DOES NOT FIT") == 3
     config.optim.shard_state = True
     *_, first, advice, second = table(config, model, 8).splitlines()
     assert "8 x 80 GB: DOES NOT FIT" in first and "8 x 141 GB: fits" in second
@@ -352,5 +359,5 @@ def test_teacher_is_counted_for_whole_run():
     # its hidden states, and twice the logits, as no micro-batch needs chunks
     assert needs.training - without.training == 8192 * (256 * 2 + 4 * 512 * 4)
     (row,) = re.findall(r"([\d.]+)  teacher\n", table(config, model, 1, teacher))
-    assert float(row) == pytest.approx(size / 1e9, abs=0.005)
+    assert float(row) == pytest.approx(size / 1e6, abs=0.005), "MB"
     assert "teacher" not in table(config, model, 1)

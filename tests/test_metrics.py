@@ -18,9 +18,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.summary.writer import event_file_writer
 
+from bubblespec.config import Config
 from bubblespec.distributed import ranks as ranks_module
 from bubblespec.distributed.ranks import Ranks, signals_stop
 from bubblespec.errors import one_line
+from bubblespec.setup import load_own
 from bubblespec.telemetry.metrics import MetricsLogger
 from bubblespec.telemetry.tensorboard import CHARTS
 from bubblespec.types import Group, Prompt
@@ -234,6 +236,29 @@ def test_hook_gets_each_line_and_may_fail(tmp_path, capsys):
     warnings = capsys.readouterr().err
     assert warnings.count("run.log_to failed") == 1
     assert "ConnectionError: no network" in warnings
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_lines_go_to_the_package_that_log_to_names(tmp_path, monkeypatch, capsys, package):
+    begun, taken = [], []
+    run = SimpleNamespace(log=lambda metrics, step: taken.append((step, metrics)))
+    module = SimpleNamespace(init=lambda **options: begun.append(options) or run, finish=list)
+    monkeypatch.setitem(sys.modules, package, module)
+    monkeypatch.setenv(f"{package.upper()}_PROJECT", "sums")
+    config = Config()
+    config.run.output_dir, config.run.log_to = str(tmp_path / "my_run"), package
+    (hook,) = load_own(config, Ranks(torch.device("cpu")))
+    assert not begun, "no run before its first line"
+    log_steps(tmp_path, hook)
+    (options,) = begun
+    assert (options["project"], options["name"], options["resume"]) == ("sums", "my_run", "allow")
+    assert options["config"]["run.log_to"] == package
+    assert [metrics for _, metrics in taken] == read(tmp_path)
+    assert [step for step, _ in taken] == [line["step"] for line in read(tmp_path)]
+    module.init = lambda **options: 1 / 0
+    (hook,) = load_own(config, Ranks(torch.device("cpu")))
+    log_steps(tmp_path, hook)
+    assert capsys.readouterr().err.count("ZeroDivisionError") == 1, "one attempt, one warning"
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()])

@@ -121,7 +121,7 @@ def test_bad_losses_are_refused_before_the_run(give, own, problem):
     assert message.startswith("loss.loss_type: ") and problem in message
 
 
-def test_bad_estimators_and_hooks_are_refused_before_the_run(give):
+def test_bad_estimators_and_hooks_are_refused_before_the_run(give, monkeypatch):
     assert "no_module" in refusal(load_estimator, "no_module.advantages")
     assert "cannot import" in refusal(load_loss, f"{__name__}.absent")
     give(lambda one, two, three: one)
@@ -134,6 +134,9 @@ def test_bad_estimators_and_hooks_are_refused_before_the_run(give):
     assert "cannot be called with (metrics)" in refusal(load_own, config, ALONE)
     config.run.log_to = "builtins.print"
     assert load_own(config, ALONE) == [print]
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    config.run.log_to = "trackio"
+    assert refusal(load_own, config, ALONE).endswith("; pip install trackio")
     # it has no signature
     assert import_function("a.key", "builtins.max", "a.b", ("metrics",)) is max
 

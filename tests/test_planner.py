@@ -9,6 +9,7 @@ import pytest
 from bubblespec.planner.costs import CostModel, rollout_seconds
 from bubblespec.planner.drafts import (
     MAX_LOOKAHEAD,
+    MIN_RETURN,
     RETRY_STEPS,
     choose_lookahead,
     draft_value,
@@ -147,6 +148,20 @@ def test_draft_value_grows_with_acceptance(terms):
         rates = acceptance_rates(1e7 * np.array([[1.0, share], [1.0, 0.0]]))
         saved_s.append(value_of(rows, terms, rates).saves_s.sum())
     assert (np.diff(saved_s) >= -1e-9).all() and saved_s[-1] > saved_s[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_drafts_save_more_than_their_rank_spends(num_ranks):
+    """However many ranks share the saving, the one that drafts may end the rollout."""
+    cost, spent_s = cost_of((1e-2, 1e-4, 1e-4, 0.0, 0.0)), 0.0
+    suggested, shape = suggested_prices(cost, 10.0, 100.0), PLAN | {"num_ranks": num_ranks}
+    for seed, factor in itertools.product(range(5), (1.0, 2.0, 4.0, 8.0)):
+        prices = suggested._replace(drafted_s=factor * suggested.drafted_s)
+        value = draft_value(random_rows(seed, 32), cost, ALL_HOLD, prices, **shape)
+        own_s = value.costs_s[value.pays].sum()
+        assert value.saves_s[value.pays].sum() >= MIN_RETURN * own_s
+        spent_s += own_s
+    assert spent_s > 0.0
 
 
 def test_only_long_rows_pay_where_forwards_cost_most():

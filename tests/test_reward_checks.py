@@ -1,8 +1,10 @@
 """Checks of reward functions before the first step, through the real entry point."""
 
+import json
 import os
 import sys
 
+import pyarrow.parquet
 import pytest
 
 from bubblespec.rewards import math_equivalence
@@ -30,21 +32,35 @@ def test_function_without_rewards_is_refused(refusal, num_workers, name, says): 
     assert message.startswith(f"reward.functions: {HERE}.{name}: ") and says in message
 
 
-def test_argument_that_only_trl_passes_is_refused(refusal):  # noqa: F811
-    message = refusal(f"reward.functions=[{HERE}.needs_state]")
-    assert message.endswith(" 'trainer_state' (for TRL's trainer_state see docs/coming-from.md)")
-
-
 @WORKERS
 def test_coroutines_run_and_failures_of_the_trial_warn(monkeypatch, tmp_path, num_workers):
-    functions = f"reward.functions=[{HERE}.judge,{HERE}.picky,{HERE}.logs]"
+    functions = f"reward.functions=[{HERE}.judge,{HERE}.picky]"
     code, said = run(monkeypatch, tmp_path / "out", functions, f"reward.num_workers={num_workers}")
     assert code == 0
-    unpassed, warning = [line for line in said.splitlines() if "warning: reward" in line]
-    assert f"{HERE}.logs: TRL's log_metric is not passed; docs/coming-from.md has" in unpassed
+    (warning,) = [line for line in said.splitlines() if "warning: reward" in line]
     assert "picky: raised ZeroDivisionError" in warning and "in a trial on the response" in warning
     (line,) = read(tmp_path / "out")
     assert line["reward/errors"] == 0 and {"rewards/judge/mean", "rewards/picky/mean"} <= set(line)
+
+
+@WORKERS
+def test_arguments_of_trl_are_passed_and_logged(monkeypatch, tmp_path, num_workers):
+    options = [f"reward.functions=[{HERE}.logs]", f"reward.num_workers={num_workers}"]
+    options += ["run.max_steps=2", "run.save_rollouts=true"]
+    code, said = run(monkeypatch, tmp_path / "out", *options)
+    assert code == 0 and "warning" not in said
+    lines = read(tmp_path / "out")
+    assert [line["reward"] for line in lines] == [0.0, 0.5], "global_step / max_steps"
+    for line in lines:
+        assert line["logged/mean_size"] == pytest.approx(line["completions/mean_length"])
+    rows = pyarrow.parquet.read_table(tmp_path / "out" / "rollouts").to_pylist()
+    assert len(rows) > 2
+    for row in rows:
+        columns = json.loads(row["columns"])
+        assert columns["size"] == len(row["tokens"]) and columns["kind"].startswith("[[")
+    samples = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+    sample = json.loads(samples[0])
+    assert sample["columns"]["size"] == sample["num_tokens"]
 
 
 def test_hanging_trial_does_not_stop_a_run(monkeypatch, tmp_path):

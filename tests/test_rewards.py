@@ -13,7 +13,7 @@ import torch
 
 from bubblespec.config.imports import import_function
 from bubblespec.data.prompts import reasoning_gym_rows
-from bubblespec.errors import MAX_SHOWN, Interrupt
+from bubblespec.errors import MAX_SHOWN, Interrupt, one_line
 from bubblespec.rewards import mathematics as module
 from bubblespec.rewards.code import program_in
 from bubblespec.rewards.functions import (
@@ -295,6 +295,11 @@ def test_value_whose_methods_fail_is_a_failure(value):
     assert failure.kind == "value" and len(failure.message) < 2 * MAX_SHOWN
 
 
+def test_long_message_of_an_exception_is_cut():
+    line = one_line(ValueError("a" * 400 + "\n" + "b" * 10**6))
+    assert line == "ValueError: " + "a" * 400 + " " + "b" * 99 + "..."
+
+
 def test_result_whose_methods_fail_is_a_failure():
     (failure,) = score(lambda **kwargs: Wordless(), SAMPLES[:1])
     wanted = "returned a Wordless without text, not a list of 1 values, one per sample"
@@ -308,7 +313,7 @@ def test_message_is_cut_and_printable(error):
 
     (failure,) = score(fail, SAMPLES[:1])
     assert f"raised {type(error).__name__} at {__file__}:" in failure.message
-    assert len(failure.message.encode()) < 400 + len(__file__)
+    assert len(failure.message.encode()) < 600 + len(__file__)
     assert len(failure.trace) < 10_000 and "in fail" in failure.trace
 
 

@@ -144,10 +144,14 @@ def test_csv_cells_are_unchanged_texts(tmp_path):
 # Forms of files
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def zstd(content: bytes) -> bytes:
+    return pyarrow.compress(content, "zstd", asbytes=True)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, zstd])
 def test_compressed_files_are_recognised_by_first_bytes(tmp_path, compress):
     content = compress(as_jsonl(ROWS).encode())
-    for name in ("plain.jsonl", "rows.jsonl.gz", "ROWS.JSON.XZ"):
+    for name in ("plain.jsonl", "rows.jsonl.gz", "ROWS.JSON.XZ", "rows.ndjson.zst"):
         (tmp_path / name).write_bytes(content)
         assert load(tmp_path / name) == ROWS
     (tmp_path / "rows.csv.gz").write_bytes(compress(b"prompt,answer\nx,007\n"))
@@ -179,8 +183,9 @@ CELLS = [
         *(("json", text, ROWS) for text in LAYOUTS.values()),
         ("jsonl", '{"prompt": "x", "a": 1}\n{"prompt": "y", "b": "z"}', MISSING),
         ("csv", SPREADSHEET, CELLS),
+        ("tsv", SPREADSHEET.replace(",", "\t"), CELLS),
     ],
-    ids=[*LAYOUTS, "missing columns", "spreadsheet"],
+    ids=[*LAYOUTS, "missing columns", "spreadsheet", "tabs"],
 )
 def test_rows_are_read_in_any_layout(tmp_path, suffix, text, rows):
     (tmp_path / f"rows.{suffix}").write_text(text, encoding="utf-8", newline="")
@@ -252,22 +257,22 @@ def test_name_of_two_splits_is_refused_beside_others(tmp_path):
 def test_test_set_alone_is_no_train_set_beside_unread_files(tmp_path):
     write(tmp_path / "test.jsonl", ROWS)
     assert load(tmp_path) == ROWS
-    (tmp_path / "train.jsonl.zst").write_bytes(b"")
+    (tmp_path / "train.jsonl.lz4").write_bytes(b"")
     assert "Unknown split" in refusal(load, tmp_path)
     assert load_rows(str(tmp_path), None, "test") == ROWS
 
 
 def test_any_depth_is_read_and_unread_files_are_named(tmp_path):
-    names = ["a/b/three.jsonl", "a/two.ndjson", "four.tsv", "one.jsonl", "one.jsonl.zst"]
+    names = ["a/b/three.jsonl", "a/two.ndjson", "four.xlsx", "one.jsonl", "one.jsonl.lz4"]
     for number, name in enumerate(names):
         write((tmp_path / name).with_suffix(".jsonl"), [{"prompt": str(number)}])
         (tmp_path / name).with_suffix(".jsonl").rename(tmp_path / name)
     (tmp_path / "config.json").write_text("{}")
     for path, read, unread in [
-        (".", [0, 1, 3], "config.json, four.tsv, one.jsonl.zst"),
-        ("*", [3], "a, config.json, four.tsv, one.jsonl.zst"),
+        (".", [0, 1, 3], "config.json, four.xlsx, one.jsonl.lz4"),
+        ("*", [3], "a, config.json, four.xlsx, one.jsonl.lz4"),
         ("**/*.jsonl", [0, 3], None),
-        ("**/*.tsv", [], "four.tsv"),
+        ("**/*.xlsx", [], "four.xlsx"),
     ]:
         lines = []
         path = str(tmp_path if path == "." else tmp_path / path)

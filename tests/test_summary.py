@@ -60,7 +60,8 @@ def test_start_names_model_ranks_and_data(monkeypatch):
     model = torch.nn.Sequential(torch.nn.Linear(1000, 2), torch.nn.Linear(4, 1, bias=False))
     model[0].requires_grad_(False)
     parts = (SimpleNamespace(model=model, kernel="sdpa"), PromptSet([None] * 9872, 3, 5), 128)
-    text = summary.start_text(make_config(), Ranks(torch.device("cpu")), *parts)
+    config = make_config(run__eval_steps=5)
+    text = summary.start_text(config, Ranks(torch.device("cpu")), *parts)
     assert text.splitlines() == [
         "model: my/model, 2,006 parameters (4 trained), bfloat16; ranks: 1 on CPU (Fast 9000, "
         "threads per rank: 1), sdpa attention",
@@ -68,7 +69,11 @@ def test_start_names_model_ranks_and_data(monkeypatch):
         "rollout.max_prompt_length = 512",
     ]
     hardware["gpu"] = "Card 1"
-    assert " on Card 1, " in summary.start_text(make_config(), Ranks(torch.device("cpu")), *parts)
+    other = summary.start_text(make_config(), Ranks(torch.device("cpu")), *parts)
+    assert " on Card 1, " in other
+    assert other.splitlines()[2:] == [
+        "warning: eval.num_prompts: held-out prompts are never evaluated; set run.eval_steps"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,10 @@ def test_pictures_show_kinds_and_idle_shares():
     lanes = [lane(("decode", 0.0, end), ("wait", end, 4.0)) for end in ends]
     axes = Figure().subplots()
     assert [patch.get_label() for patch in draw_lanes(axes, lanes)] == ["generate", "idle"]
+    apart = [lanes[1].copy()]
+    apart[0][-1, 1:] += 1.0
+    *_, gaps = [patch.get_label() for patch in draw_lanes(Figure().subplots(), apart)]
+    assert gaps == "between forwards"
     shares = [text.get_text() for text in axes.texts]
     assert shares == [f"idle {share}%" for share in (0, 12, 25, 38, 50, 62, 75, 88)]
     assert len(set(LABELS.values())) == len(KINDS), "a trace is read by its labels"

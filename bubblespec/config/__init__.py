@@ -66,8 +66,9 @@ class ModelConfig:
     trust_remote_code: bool = key(False, resume=SAFE)
     """Allow model and tokenizer folders to run their own code."""
     lora_r: int = key(0, at_least(0))
-    """Rank of a LoRA adapter on all linear layers except the output head (needs
-    requirements-lora.txt); 0 trains all weights."""
+    """Rank of a LoRA adapter on all linear layers but the output head; 0 trains all weights. Needs
+    requirements-lora.txt, with transformers below 5.24: newer ones require peft 0.22, not on PyPI
+    yet."""
     lora_alpha: int = key(32, at_least(1))
     """The adapter's output is scaled by lora_alpha / lora_r."""
     teacher_path: str | None = None
@@ -92,7 +93,7 @@ class DataConfig:
     """The prompts, and the columns that rewards read."""
 
     path: str | None = None
-    """JSON/JSONL/CSV/Parquet file, folder or glob, or hub dataset, with a column `prompt`."""
+    """JSON/JSONL/CSV/TSV/Parquet file, folder, glob or hub dataset with a column `prompt`."""
     name: str | None = None
     """Subset of a hub dataset."""
     split: str = "train"
@@ -111,6 +112,8 @@ class DataConfig:
     """Wrap string prompts as a user message and apply the tokenizer's chat template."""
     system_prompt: str | None = None
     """System message in front of chat prompts that have none; string prompts need as_chat."""
+    chat_template_kwargs: dict[str, Any] = key({})
+    """Options of the chat template, such as {enable_thinking: false}."""
 
 
 @dataclass
@@ -317,7 +320,7 @@ class RunConfig:
     trace: bool = key(False, resume=SAFE)
     """Record responses, drafts, and load and time of forwards in output_dir/trace (simulator)."""
     log_to: str | None = key(None, resume=SAFE)
-    """Dotted path of a function called on rank 0 with each line of metrics (docs/metrics.md)."""
+    """wandb, trackio, or dotted path of a function of each line of metrics (docs/metrics.md)."""
     save_rollouts: bool = key(False, resume=SAFE)
     """Write all samples of each step to a Parquet file in output_dir/rollouts (docs/metrics.md)."""
     save_total_limit: int = key(2, at_least(1), resume=SAFE)

@@ -16,7 +16,7 @@ from bubblespec.config import Config
 from bubblespec.config.combinations import combination_problems
 from bubblespec.config.keys import bound_problems, keys_of
 from bubblespec.config.names import answer_to, value_of
-from bubblespec.errors import InputError
+from bubblespec.errors import InputError, shown
 
 KEYS = keys_of(Config)
 SECTIONS = {key.partition(".")[0] for key in KEYS}
@@ -42,7 +42,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
         with open(path, encoding="utf-8") as file:
             as_written = _without_types(file.read())
     except Exception as error:  # of many kinds; all mean a file that is not valid YAML
-        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise InputError(f"{path}: not valid YAML: {shown(error, str)}") from error
     given = OmegaConf.to_container(base)
     for section, leaf in (key.split(".") for key in TEXT | TEXTS):
         with contextlib.suppress(KeyError, TypeError):
@@ -82,9 +82,7 @@ def _fill(given: Any, overrides: Sequence[str], source: str) -> Config:
         try:
             given = _read_override(override)
         except Exception as error:
-            problems.append(
-                f"override '{override}': not valid YAML: {' '.join(str(error).split())}"
-            )
+            problems.append(f"override '{override}': not valid YAML: {shown(error, str)}")
         else:
             problems += _put_all(config, given, source)
             has_rewards |= _sets_rewards(given)

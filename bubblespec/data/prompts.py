@@ -16,7 +16,7 @@ import numpy as np
 
 from bubblespec.config.imports import import_quietly
 from bubblespec.data.fingerprints import hash_text, plain_text
-from bubblespec.errors import InputError, one_line
+from bubblespec.errors import InputError, one_line, shown
 from bubblespec.types import Prompt
 
 _EXTRA = 1 << 40  # first epoch of the orders of extra prompts, beyond any real epoch
@@ -214,7 +214,9 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
             sources.append(reasoning_gym.create_dataset(task["name"], **options))
             sources[-1][0]  # some parameters fail only here
         except Exception as error:  # each task checks its parameters in its own way
-            raise InputError(f"data.tasks[{number}] ({task['name']}): {error}") from error
+            raise InputError(
+                f"data.tasks[{number}] ({task['name']}): {shown(error, str)}"
+            ) from error
     weights = [task["weight"] for task in tasks]
     rows = []
     for i in range(size):

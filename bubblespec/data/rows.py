@@ -1,8 +1,8 @@
 """Rows of local files and of hub datasets.
 
-JSON, JSONL and CSV are read here, because `datasets` converts values: texts that look like dates,
-the numbers of a column that has one fraction, cells of a CSV file. Parquet files, hub datasets and
-folders of `save_to_disk` have types of their own, and are left to `datasets`.
+JSON, JSONL, CSV and TSV are read here, because `datasets` converts values: texts that look like
+dates, the numbers of a column that has one fraction, cells of a CSV file. Parquet files, hub
+datasets and folders of `save_to_disk` have types of their own, and are left to `datasets`.
 """
 
 import bz2
@@ -10,6 +10,7 @@ import csv
 import functools
 import glob
 import gzip
+import io
 import json
 import lzma
 import operator
@@ -21,13 +22,23 @@ from pathlib import Path
 
 from bubblespec.errors import InputError, log, one_line
 
-FILE_FORMATS = {f".{name}": name for name in ("json", "csv", "parquet", "arrow")}
+FILE_FORMATS = {f".{name}": name for name in ("json", "csv", "tsv", "parquet", "arrow")}
 FILE_FORMATS |= {".jsonl": "json", ".ndjson": "json"}
+
+
+def _open_zstd(path: str, mode: str, **options) -> io.TextIOWrapper:
+    """Open a text file for reading. options: of TextIOWrapper."""
+    import pyarrow  # here, as it takes a tenth of a second
+
+    return io.TextIOWrapper(pyarrow.input_stream(path, compression="zstd"), **options)
+
+
 # Functions that open compressed files, by first bytes.
 COMPRESSIONS: dict[bytes, Callable] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,
+    b"\x28\xb5\x2f\xfd": _open_zstd,
 }
 # Files of the hub's library next to rows.
 DESCRIPTIONS = {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json"}
@@ -51,12 +62,12 @@ def load_rows(
 ) -> list[dict]:
     """Return the rows of local files, of a folder of `save_to_disk`, or of a hub dataset.
 
-    Local files are JSON, JSONL, CSV or Parquet: a file, a folder or a glob. All rows get the same
-    columns, None where a row lacks one. Files belong to the splits that the names of their folders
-    or their own contain; a single split is also `train`. A slice such as train[:100] may be taken.
-    Loading scripts are never run. key: the configuration's key, for errors; columns: {name: source}
-    for columns to rename, where a dot in the source reaches into a nested column; warn: gets a line
-    about what is read of a folder or glob.
+    Local files are JSON, JSONL, CSV, TSV or Parquet: a file, a folder or a glob. All rows get the
+    same columns, None where a row lacks one. Files belong to the splits that the names of their
+    folders or their own contain; a single split is also `train`. A slice such as train[:100] may be
+    taken. Loading scripts are never run. key: the configuration's key, for errors; columns: {name:
+    source} for columns to rename, where a dot in the source reaches into a nested column; warn:
+    gets a line about what is read of a folder or glob.
     """
     import datasets
 
@@ -69,7 +80,7 @@ def load_rows(
     is_path = os.path.exists(path) or path.startswith((".", "/", "~")) or "*" in path
     if not files and (is_path or _suffix(path) in FILE_FORMATS):
         found = f"; not read: {_names(others, path)}" if others else ""
-        raise InputError(f"{key}: no JSON, JSONL, CSV or Parquet file at {path}{found}")
+        raise InputError(f"{key}: no JSON, JSONL, CSV, TSV or Parquet file at {path}{found}")
     if len(formats) > 1:
         raise InputError(f"{key}: {path} mixes file formats {formats}; use one format")
     if files and name is not None:
@@ -175,7 +186,7 @@ def _names(found: list[str], path: str) -> str:
 def _suffix(path: str) -> str:
     """Return the suffix of the format, which a suffix of a compression may follow."""
     stem, suffix = os.path.splitext(path.lower())
-    return os.path.splitext(stem)[1] if suffix in (".gz", ".bz2", ".xz") else suffix
+    return os.path.splitext(stem)[1] if suffix in (".gz", ".bz2", ".xz", ".zst") else suffix
 
 
 def _take(files: dict[str, list[str]], read: Callable[[str], Iterator[dict]], split: str) -> list:
@@ -234,11 +245,11 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats)
 _TEXT = re.compile(r"\S")
 
 
-def _read_csv(path: str) -> Iterator[dict[str, str]]:
+def _read_csv(path: str, delimiter: str = ",") -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV file, whose cells are texts. Raises InputError."""
     csv.field_size_limit(sys.maxsize)
     with _open(path, newline="") as file:
-        lines = csv.reader(file, strict=True)
+        lines = csv.reader(file, strict=True, delimiter=delimiter)
         try:
             header = [name or f"Unnamed: {n}" for n, name in enumerate(next(lines, []))]
             if len(set(header)) < len(header):
@@ -254,6 +265,7 @@ def _read_csv(path: str) -> Iterator[dict[str, str]]:
 
 
 READERS = {"json": _read_json, "csv": _read_csv}
+READERS["tsv"] = functools.partial(_read_csv, delimiter="\t")
 
 
 def _column(rows: list[dict], key: str, source: str) -> list:

@@ -246,7 +246,7 @@ class ChainSource(DraftSource):
             self._is_known = True
             self.problem = first_problem(self.problem, ranks.gather_text)
             if ranks.is_main:
-                log(f"{self.name}: drafts no more: {self.problem}")
+                log(f"{self.name} drafts no more: {self.problem}")
         self.chain_lengths[:], self.drafting_s = 0, 0.0
         metrics = {f"{self.name}/draft_s": float(seconds)}
         if chosen.any():

@@ -21,7 +21,7 @@ MAX_LOOKAHEAD = 8
 RETRY_STEPS = 8  # interval of drafting steps where even the freshest drafts are refused
 MIN_ACCEPTED_SHARE = 0.2  # older drafts, of which less is accepted, are not made
 # Co-scheduled drafts must save this many times their cost: both are estimates, and the best of many
-# counts is taken.
+# counts is taken. The cost is not shared: all ranks wait for the one that drafts.
 MIN_RETURN = 1.25
 
 
@@ -55,7 +55,7 @@ def draft_value(
     order = np.argsort(-np.where(is_open, coming.expected, -1.0), kind="stable")
     num_open = int(is_open.sum())
     seconds = _seconds_by_count(coming.take(order), cost, rates, prices, num_ranks, num_slots)
-    spent_s = np.append(0.0, np.cumsum(costs_s[order])) / num_ranks
+    spent_s = np.append(0.0, np.cumsum(costs_s[order]))
     best = int((seconds + MIN_RETURN * spent_s)[: num_open + 1].argmin())
     pays, saves_s = np.zeros(len(coming), bool), np.zeros(len(coming))
     pays[order[:best]] = True

@@ -3,7 +3,8 @@
 A reward function has TRL's signature `f(prompts, completions, completion_ids, **columns) ->
 list[float | None]`: prompts and completions are strings, or lists of chat messages if the prompt is
 a chat; every further column of the data is a keyword argument with one value per sample. None means
-that the function does not apply to that sample. An `async` function is awaited. A call has the
+that the function does not apply to that sample. An `async` function is awaited. TRL's further
+arguments (OF_TRL) are passed to a function that names them. A call has the
 responses of one whole group, all of one prompt, so a function may compare them. A function that is
 declared `@per_sample` is called as soon as a response is finished, with any samples, and a sample
 for which it fails costs no other sample its reward.
@@ -15,8 +16,9 @@ import math
 import pickle
 import re
 import traceback
-from collections.abc import Callable, Collection
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +28,7 @@ from bubblespec.errors import InputError, is_interrupt, shown, trace_of
 RewardFunction = Callable[..., list[float | None]]
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
-NOT_PASSED = ("trainer_state", "log_extra", "log_metric")  # TRL's further arguments
+OF_TRL = ("trainer_state", "log_extra", "log_metric")
 
 
 class Sample(NamedTuple):
@@ -41,6 +43,8 @@ class Sample(NamedTuple):
     """Other columns of the prompt's row, by name."""
     environment: bytes = pickle.dumps(None)
     """Environment of the episode, pickled; None unless a function takes environments."""
+    progress: tuple[int, int] = (0, 0)
+    """Finished steps, and run.max_steps."""
 
 
 class RewardFailure(NamedTuple):
@@ -66,6 +70,10 @@ class Answer(NamedTuple):
     """Time inside the function."""
     ended_s: float
     """Time at which it returned or was killed, by time.monotonic, which processes share."""
+    columns: Mapping[str, Any] = MappingProxyType({})
+    """What the function has logged of the sample by `log_extra`."""
+    metrics: Sequence[tuple[str, float]] = ()
+    """Calls of `log_metric`, in the answer for the first sample of a call."""
 
 
 def per_sample(function: RewardFunction) -> RewardFunction:
@@ -85,11 +93,10 @@ def takes_environments(function: RewardFunction) -> bool:
     return signature is not None and "environments" in signature.parameters
 
 
-def names_not_passed(function: RewardFunction, columns: Collection[str]) -> list[str]:
-    """Return which of NOT_PASSED the function names as arguments and these columns lack."""
+def named_of_trl(function: RewardFunction) -> list[str]:
+    """Return which of TRL's further arguments the function names."""
     signature = _signature_of(function)
-    parameters = signature.parameters if signature else {}
-    return [name for name in NOT_PASSED if name in parameters and name not in columns]
+    return [name for name in OF_TRL if signature and name in signature.parameters]
 
 
 def _signature_of(function: Callable) -> inspect.Signature | None:
@@ -117,30 +124,33 @@ def check_arguments(
     source: of the data, for the error; has_environments: whether responses are episodes; key: that
     names the function."""
     signature = _signature_of(function)
-    given = dict.fromkeys([*ARGUMENTS, *columns])
+    given = dict.fromkeys([*ARGUMENTS, *columns, *named_of_trl(function)])
     if has_environments and takes_environments(function):
         given["environments"] = None
     try:
         if signature is not None:
             signature.bind(**given)
     except TypeError as error:
-        names = ", ".join(names_not_passed(function, columns))
-        hint = f" (for TRL's {names} see docs/coming-from.md)" if names else ""
         has = f"the columns {sorted(columns)}" if columns else "no further columns"
         raise InputError(
             f"{key}: {path} cannot be called with prompts, completions, completion_ids "
-            f"and {has} of {source}: {shown(error, str)}{hint}"
+            f"and {has} of {source}: {shown(error, str)}"
         ) from error
 
 
-def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
+def score(
+    function: RewardFunction, samples: list[Sample], logs: list[tuple[dict, list]] | None = None
+) -> list[Reward]:
     """Return one reward per sample, by one call with copies of their prompts and columns.
 
     If the call raises, all samples of a group fail; a function per sample is called again for each
-    sample alone."""
+    sample alone. logs: get the columns and metrics that the function logs, by sample."""
     names = sorted({name for sample in samples for name in sample.columns}.difference(ARGUMENTS))
+    logs = [({}, []) for _ in samples] if logs is None else logs
+    of_trl = _arguments_of_trl(samples[0].progress, logs)
     try:
-        columns = {name: [copy.deepcopy(s.columns.get(name)) for s in samples] for name in names}
+        columns = {name: of_trl[name] for name in named_of_trl(function)}
+        columns |= {name: [copy.deepcopy(s.columns.get(name)) for s in samples] for name in names}
         if takes_environments(function):
             columns["environments"] = [pickle.loads(s.environment) for s in samples]
         returned = call(
@@ -158,7 +168,11 @@ def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
             place = f"{frame.filename}:{frame.lineno}"
             message = f"raised {type(error).__name__} at {place}: {shown(error, str)}"
             return [RewardFailure("exception", message, trace_of(error))] * len(samples)
-        return [reward for sample in samples for reward in score(function, [sample])]
+        for columns, metrics in logs:
+            columns.clear()
+            metrics.clear()
+        pairs = zip(samples, logs, strict=True)
+        return [reward for sample, log in pairs for reward in score(function, [sample], [log])]
     try:
         if isinstance(returned, str | bytes | dict | set) or len(returned) != len(samples):
             raise TypeError
@@ -173,9 +187,27 @@ def score(function: RewardFunction, samples: list[Sample]) -> list[Reward]:
 def answers_of(function: RewardFunction, samples: list[Sample], clock) -> list[Answer]:
     """Return the answers from one call, timed by the clock."""
     begin_s = clock.monotonic()
-    rewards = score(function, samples)
+    logs: list[tuple[dict, list]] = [({}, []) for _ in samples]
+    rewards = score(function, samples, logs)
     end_s = clock.monotonic()
-    return [Answer(reward, (end_s - begin_s) / len(samples), end_s) for reward in rewards]
+    each_s, pairs = (end_s - begin_s) / len(samples), zip(rewards, logs, strict=True)
+    return [Answer(reward, each_s, end_s, *log) for reward, log in pairs]
+
+
+def _arguments_of_trl(progress: tuple[int, int], logs: list[tuple[dict, list]]) -> dict[str, Any]:
+    """Return TRL's further arguments of one call, by name. logs: what they write to, by sample."""
+
+    def log_extra(column: str, values: Sequence) -> None:
+        for (columns, _), value in zip(logs, values, strict=True):
+            value = value.item() if hasattr(value, "item") else value  # of numpy or torch
+            is_plain = isinstance(value, str | int | float | None)
+            columns[str(column)] = value if is_plain else shown(value, str)
+
+    def log_metric(name: str, value: float) -> None:
+        logs[0][1].append((str(name), float(value)))
+
+    state = SimpleNamespace(global_step=progress[0], max_steps=progress[1])
+    return dict(zip(OF_TRL, (state, log_extra, log_metric), strict=True))
 
 
 def _completion_of(sample: Sample) -> str | list[dict]:

@@ -7,6 +7,7 @@ ends, as there is nothing to train on.
 """
 
 import atexit
+import json
 import sys
 from collections import Counter
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -22,6 +23,7 @@ from bubblespec.rewards.functions import (
     RewardFailure,
     RewardFunction,
     Sample,
+    named_of_trl,
     sees_groups,
     takes_environments,
 )
@@ -55,6 +57,12 @@ class Scorer:
         # Sums over all ranks and batches of a step: seconds inside the functions, the part of these
         # before the end of the rollouts, rows, and failures by function.
         self._totals = np.zeros(3 + len(self.names_of(None)))
+        self.progress = (0, 0)
+        """Of the run, for samples; see `Sample`."""
+        self.logged: dict[SampleId, dict] = {}
+        """Columns that functions have logged, of all ranks' samples, until they are taken."""
+        self._metrics: dict[str, list[float]] = {}
+        self._has_logs = any(set(named_of_trl(f)) - {"trainer_state"} for f in functions.values())
         self.pool: RewardWorkers | InProcess
         if config.num_workers and functions:
             self.pool = RewardWorkers(self.all_paths, config.num_workers, config.timeout_s)
@@ -85,8 +93,29 @@ class Scorer:
         metrics = {"reward/errors": int(sum(failures)), "reward/function_s": seconds}
         if seconds:
             metrics["reward/overlapped_share"] = overlapped_s / seconds
+        metrics |= {f"logged/{k}": float(np.mean(v)) for k, v in self._metrics.items()}
         self._totals[:] = 0
+        self._metrics.clear()
         return metrics
+
+    def take_logged(self) -> dict[SampleId, dict]:
+        """Return the columns that functions have logged since the last call."""
+        logged, self.logged = self.logged, {}
+        return logged
+
+    def gather_logs(self, rows: list[Row], answers: list[list[Answer]]) -> None:
+        """Take what the functions have logged by TRL's `log_extra` and `log_metric`, on all ranks.
+
+        answers: [rows][functions]."""
+        if not self._has_logs:
+            return
+        pairs = zip(rows, answers, strict=True)
+        own = [(row.id, dict(a.columns), a.metrics) for row, found in pairs for a in found]
+        for text in self.ranks.gather_text(json.dumps(own)):
+            for name, columns, metrics in json.loads(text):
+                self.logged.setdefault(SampleId(*name), {}).update(columns)
+                for metric, value in metrics:
+                    self._metrics.setdefault(metric, []).append(value)
 
     def count(self, answers: list[list[Answer]], end_s: float) -> list[str]:
         """Sum up the answers of all ranks, [rows][functions]. end_s: of this rank's rollouts.
@@ -171,7 +200,8 @@ class Scoring:
     def _begin(self, row: Row, tokens: np.ndarray, environment: dict) -> None:
         ids, prompt = tokens.tolist(), self._prompts[row.id.uid]
         (text,) = self.scorer.tokenizer.batch_decode([ids], skip_special_tokens=True)
-        sample = Sample(prompt.text, text, ids, prompt.columns, **environment)
+        more = {"progress": self.scorer.progress, **environment}
+        sample = Sample(prompt.text, text, ids, prompt.columns, **more)
         group = self._finished.setdefault(row.id[:2], {})
         group[row.id] = sample
         for number, path in enumerate(self.scorer.all_paths):
@@ -232,6 +262,7 @@ class Scoring:
         answers = [self._answers(row) for row in rows]
         self._report(rows, answers)
         broken = scorer.count(answers, rollouts_ended_s)
+        scorer.gather_logs(rows, answers)
         on_error = scorer.config.reward_on_error
         rewards = [
             [on_error if isinstance(a.reward, RewardFailure) else a.reward for a in row_answers]

@@ -14,7 +14,6 @@ from bubblespec.rewards.functions import (
     RewardFunction,
     Sample,
     check_arguments,
-    names_not_passed,
     sees_groups,
     takes_environments,
 )
@@ -78,9 +77,7 @@ def check_prompts(
     has_reward: bool,
     eval_functions: dict[str, RewardFunction],
 ) -> None:
-    """Raise InputError where functions lack columns or there are too few prompts.
-
-    Warn of arguments that are not passed."""
+    """Raise InputError where functions lack columns or there are too few prompts."""
     sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
     for source, prompts in sources.items():
         if not prompts:
@@ -99,10 +96,6 @@ def check_prompts(
     if num_prompts < ranks.world_size:
         shortage = f"{num_prompts} prompts for {ranks.world_size} ranks"
         raise InputError(f"rollout.num_prompts_per_step: {shortage}; each rank needs at least one")
-    for path, function in (functions | eval_functions).items() if ranks.is_main else ():
-        if names := names_not_passed(function, train_prompts.prompts[0].columns):
-            problem = f"TRL's {', '.join(names)} is not passed"
-            log(f"warning: reward {path}: {problem}; docs/coming-from.md has what to use instead")
 
 
 def begin_trial(
@@ -112,7 +105,7 @@ def begin_trial(
 
     Functions that take environments are left out."""
     ids = scorer.tokenizer(RESPONSE, add_special_tokens=False)["input_ids"]
-    sample, trial = Sample(prompt.text, RESPONSE, ids, prompt.columns), {}
+    sample, trial = Sample(prompt.text, RESPONSE, ids, prompt.columns, progress=scorer.progress), {}
     for number, (path, function) in enumerate(functions.items()):
         if not takes_environments(function):
             size = num_generations if sees_groups(function) else 2  # to see that each has its value

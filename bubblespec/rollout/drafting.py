@@ -57,7 +57,7 @@ class Drafting(Mechanism):
         co_scheduled = [job for job in jobs if job.co_scheduled]
         worth_s, prices = math.inf, stats.pricing.prices
         if co_scheduled and prices is not None and planning != "always":
-            saved_s = sampler.ranks.world_size * sum(job.saves_s for job in co_scheduled)
+            saved_s = sum(job.saves_s for job in co_scheduled)
             worth_s = prices.drafted_s * saved_s / sum(job.costs_s for job in co_scheduled)
         plan.ahead = DraftAhead(
             jobs,

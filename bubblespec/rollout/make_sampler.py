@@ -9,6 +9,7 @@ from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.errors import log
 from bubblespec.memory import host_token_budget
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.guard import DRAFTS, PLACEMENT, Guard, Guards
@@ -48,7 +49,8 @@ def make_sampler(
     if cost is None:
         cost = CostModel()
         if has_drafts:
-            profile(engine, params, cost, clock=ranks.clock)
+            show = log if ranks.is_main else lambda line: None
+            profile(engine, params, cost, clock=ranks.clock, show=show)
     if board is None and (has_drafts or uses_tail or config.optim.stream_gradients):
         board = ProgressBoard(ranks, config.run.timeout_s, config.rollout.progress_backend)
     history = History(max_history_tokens)

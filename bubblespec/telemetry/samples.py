@@ -37,7 +37,7 @@ def describe(
         "reward": float(record.rewards.ravel()[index]),
         "rewards": dict(zip(names, samples.rewards[index].tolist(), strict=True)),
         "advantage": float(record.advantages[index]),
-        "columns": prompt.columns,
+        "columns": prompt.columns | record.logged.get(samples.ids[index], {}),
     }
 
 
@@ -68,7 +68,10 @@ def save_rollouts(
     samples, step = record.generated, record.step + 1
     advantages = dict(zip(record.samples.ids, record.advantages.tolist(), strict=True))
     prompts = [samples.prompt_of(i) for i in range(len(samples))]
-    data = [json.dumps(p.columns, default=str, ensure_ascii=False) for p in prompts]
+    data = [
+        json.dumps(p.columns | record.logged.get(name, {}), default=str, ensure_ascii=False)
+        for p, name in zip(prompts, samples.ids, strict=True)
+    ]
     columns = token_columns(record) | {
         "prompt": [p.text if isinstance(p.text, str) else json.dumps(p.text) for p in prompts],
         "text": [completion_of(samples, i, tokenizer) for i in range(len(samples))],

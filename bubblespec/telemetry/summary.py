@@ -75,11 +75,13 @@ def start_text(
     size = f"{sum(p.numel() for p in parameters):,} parameters ({num_trained:,} trained)"
     device = hardware["gpu"] or f"CPU ({hardware['cpu']}, threads per rank: {hardware['threads']})"
     longest = f"rollout.max_prompt_length = {config.rollout.max_prompt_length}"
+    never = "\nwarning: eval.num_prompts: held-out prompts are never evaluated; set run.eval_steps"
     return (
         f"model: {config.model.path}, {size}, {config.model.dtype}; ranks: {ranks.world_size} on "
         f"{device}, {learner.kernel} attention\n"
         f"data: {len(prompts):,} prompts, {num_held_out:,} held out; left out: "
         f"{prompts.num_duplicates:,} equal to these, {prompts.num_dropped:,} longer than {longest}"
+        f"{never if num_held_out and not config.run.eval_steps else ''}"
     )
 
 

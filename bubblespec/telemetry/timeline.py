@@ -39,6 +39,7 @@ STYLES = {
 KINDS = list(STYLES)
 LABELS = {kind: label for kind, (label, _) in STYLES.items()}
 COLOURS = {kind: colour for kind, (_, colour) in STYLES.items()}
+GAPS = "between forwards"  # in the legend
 NUM_BARRIERS = 11
 
 
@@ -131,7 +132,7 @@ def draw(path: str, lanes: list[np.ndarray], title: str) -> None:
 def draw_lanes(axes, lanes: list[np.ndarray]) -> list:
     """Draw the lanes on matplotlib axes, each with its share of idle time.
 
-    Return the legend's patches in the order of KINDS."""
+    Return the legend's patches in the order of KINDS, then that of gaps, if any can be seen."""
     from matplotlib.patches import Patch
 
     end = max(lane[:, 2].max() for lane in lanes)
@@ -151,4 +152,8 @@ def draw_lanes(axes, lanes: list[np.ndarray]) -> list:
     axes.set_ylim(len(lanes) - 0.5, -0.5)  # rank 0 on top
     axes.spines[["top", "right"]].set_visible(False)
     kinds = [KINDS[int(number)] for number in np.unique(np.concatenate(lanes)[:, 0])]
-    return [Patch(facecolor=COLOURS[kind], label=LABELS[kind]) for kind in kinds]
+    patches = [Patch(facecolor=COLOURS[kind], label=LABELS[kind]) for kind in kinds]
+    gaps = np.concatenate([lane[:, 1] - np.append(0.0, lane[:-1, 2]) for lane in lanes])
+    if gaps[gaps > 0].sum() > 0.01 * end:
+        patches.append(Patch(facecolor="white", edgecolor="#999999", label=GAPS))
+    return patches

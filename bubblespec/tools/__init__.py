@@ -1,0 +1,65 @@
+"""The commands beside train.py, and what `python -m bubblespec` shows of them."""
+
+import argparse
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A command."""
+
+    module: str
+    """Of its `main`; imported when the command runs, as imports take seconds."""
+    purpose: str
+    example: str
+    """Arguments that work in a clone of the repository."""
+
+
+COMMANDS = {
+    "train": Command(
+        "bubblespec.tools.launch",
+        "train on several ranks, as torchrun does with train.py",
+        "--nproc-per-node 2 --config configs/tiny_cpu.yaml run.max_steps=2",
+    ),
+    "doctor": Command(
+        "bubblespec.tools.doctor.command",
+        "check whether this machine can run a configuration",
+        "--config configs/tiny_cpu.yaml",
+    ),
+    "memory": Command(
+        "bubblespec.tools.memory",
+        "estimate the memory of one rank before a run",
+        "--config configs/qwen2.5_7b.yaml --world-size 8 optim.shard_state=true",
+    ),
+    "simulate": Command(
+        "bubblespec.tools.simulate.command",
+        "simulate the rollouts of a run on any number of ranks",
+        "--synthetic mean=2000,max=16000,run=500 --ranks 8 --cost-model h200:7b",
+    ),
+    "play": Command(
+        "bubblespec.tools.play",
+        "play one episode in the terminal, as the model",
+        "--config configs/tiny_episodes.yaml --prompt 3",
+    ),
+}
+
+
+def usage() -> str:
+    """Return a line and an example for each command."""
+    lines = ["usage: python -m bubblespec COMMAND ..., or COMMAND --help", ""]
+    for name, command in COMMANDS.items():
+        lines += [f"{name:9} {command.purpose}", f"{'':9} {_example_of(name)}"]
+    return "\n".join(lines)
+
+
+def make_parser(name: str, **options) -> argparse.ArgumentParser:
+    """Return a command's parser, whose --help shows the example. options: of ArgumentParser."""
+    purpose, example = COMMANDS[name].purpose, f"example: {_example_of(name)}"
+    prog = f"python -m bubblespec {name}"
+    as_written = argparse.RawDescriptionHelpFormatter  # on one line, to be copied
+    return argparse.ArgumentParser(
+        prog, description=purpose, epilog=example, formatter_class=as_written, **options
+    )
+
+
+def _example_of(name: str) -> str:
+    return f"python -m bubblespec {name} {COMMANDS[name].example}"

@@ -6,7 +6,6 @@ torchrun's options may stand before --config. After an error or Ctrl-C its own l
 would hide what the ranks have printed. After Ctrl-C the ranks have five minutes to save.
 """
 
-import argparse
 import logging
 import signal
 import sys
@@ -16,7 +15,9 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from bubblespec.config.command import refuse_dashes
 from bubblespec.errors import InputError, RankTimeout, log, one_line
+from bubblespec.tools import make_parser
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
 SAVE_S = 300
@@ -24,12 +25,12 @@ SAVE_S = 300
 
 def main(arguments: list[str]) -> None:
     """Run all ranks to their end. Exit with the code of the first that failed, or by a signal."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bubblespec train",
+    parser = make_parser(
+        "train",
         usage="%(prog)s [torchrun's options, such as --nproc-per-node 8] --config FILE "
         "[section.key=value ...]",
-        description="Train on several ranks, as torchrun does with train.py.",
     )
+    refuse_dashes(arguments)
     names = [argument.partition("=")[0] for argument in arguments]
     if "--config" not in names:
         parser.parse_known_args(arguments)  # --help

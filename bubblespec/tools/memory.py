@@ -3,7 +3,6 @@
 python -m bubblespec memory --config FILE [--world-size N] [section.key=value ...]
 """
 
-import argparse
 import copy
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from bubblespec import memory
 from bubblespec.config import Config
+from bubblespec.config.command import parse
 from bubblespec.config.file import load_config
 from bubblespec.engine.packing import PAGE
 from bubblespec.errors import InputError
@@ -21,19 +21,18 @@ from bubblespec.loading import from_pretrained, with_dtype
 from bubblespec.mechanisms.drafter.memory import add_drafter
 from bubblespec.mechanisms.quantized.memory import add_quantized
 from bubblespec.mechanisms.quantized.products import product_for
+from bubblespec.tools import make_parser
 
-CARDS = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}  # usable bytes of an H100, an H200
+# Usable bytes of an RTX 4090, an H100 and an H200.
+CARDS = {"24 GB": 23.5 * 2**30, "80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"  # config.json of models in configs/
 
 
 def main(arguments: list[str]) -> int:
     """Print the table. Return 1 if the run fits on no card, else 0."""
-    description = "Memory of one rank, before a run"
-    parser = argparse.ArgumentParser("python -m bubblespec memory", description=description)
-    parser.add_argument("--config", required=True, help="YAML file, see configs/")
+    parser = make_parser("memory")
     parser.add_argument("--world-size", type=int, default=8, help="number of ranks")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    given = parser.parse_intermixed_args(arguments)
+    given = parse(parser, arguments)
     if given.world_size < 1:
         raise InputError(f"--world-size: {given.world_size} must be at least 1")
     config = load_config(given.config, given.overrides)
@@ -123,7 +122,7 @@ def settings_that_fit(
 def table(
     config: Config, model: PreTrainedModel, world_size: int, teacher: PreTrainedModel | None = None
 ) -> str:
-    """Return a table of what each rank needs, and of what fits on GPUs of two sizes."""
+    """Return a table of what each rank needs, and of what fits on GPUs of three sizes."""
     needs = needs_of(config, model, world_size, teacher)
     count = sum(p.numel() for p in model.parameters())
     rows = [(needs.weights, "weights"), (needs.gradients, "gradients")]
@@ -134,12 +133,14 @@ def table(
     rows += [(needs.training, "gradient step, in addition (estimated)")]
     rows += [(needs.rollout, "forward of a rollout, in addition, at another time (estimated)")]
     rows += [(needs.slot, f"keys and values of one response of {memory.max_length(config)} tokens")]
-    title = f"{config.model.path}: {count / 1e9:.2f} B parameters in {config.model.dtype}"
+    size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+    title = f"{config.model.path}: {size} parameters in {config.model.dtype}"
     if config.model.lora_r:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         title += f", {trained / 1e6:.1f} M of them trained (LoRA)"
-    lines = [f"{title}, {world_size} ranks; GB on each"]
-    lines += [f"{size / 1e9:8.2f}  {name}" for size, name in rows if size]
+    unit, scale = ("GB", 1e9) if needs.lasting >= 1e9 else ("MB", 1e6)
+    lines = [f"{title}, {world_size} ranks; {unit} on each"]
+    lines += [f"{size / scale:8.2f}  {name}" for size, name in rows if size]
     count = memory.num_rows(config, world_size)
     for name, total in CARDS.items():
         has_fit, fitting = fit(config, needs, world_size, total)

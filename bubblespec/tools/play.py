@@ -8,7 +8,6 @@ tokenizer of the model is loaded. On a terminal colours show the mask: tokens of
 are trained on, are green, those of the environment cyan. Elsewhere the latter are between ⟦ and ⟧.
 """
 
-import argparse
 import io
 import itertools
 import sys
@@ -17,6 +16,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from bubblespec.config import Config
+from bubblespec.config.command import parse
 from bubblespec.config.file import load_config
 from bubblespec.errors import InputError, log
 from bubblespec.loading import load_prompts, load_tokenizer
@@ -25,6 +25,7 @@ from bubblespec.mechanisms.episodes.episodes import episode_seed
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.rewards.functions import Sample, load_reward, score, takes_environments
+from bubblespec.tools import make_parser
 
 NAME = "episode"
 REASONS = {
@@ -97,7 +98,8 @@ def play(config: Config, number: int, lines: Iterator[str], has_colour: bool) ->
         print(f"the environment failed: {outcome.problem}")
     ids = response[len(begun.ids) :]
     (completion,) = tokenizer.batch_decode([ids], skip_special_tokens=True)
-    sample = Sample(prompt.text, completion, ids, prompt.columns)
+    progress = (0, config.run.max_steps)
+    sample = Sample(prompt.text, completion, ids, prompt.columns, progress=progress)
     if outcome.environment:
         sample = sample._replace(environment=outcome.environment)
     for path, function in functions.items():
@@ -132,11 +134,9 @@ def read_turn(lines: Iterator[str]) -> str | None:
 
 def main(arguments: list[str]) -> None:
     """Play one episode with standard input and output."""
-    parser = argparse.ArgumentParser("python -m bubblespec play", description="Play one episode")
-    parser.add_argument("--config", required=True, help="YAML file, see configs/")
+    parser = make_parser("play")
     parser.add_argument("--prompt", type=int, default=0, help="index of the prompt in the data")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    given = parser.parse_intermixed_args(arguments)
+    given = parse(parser, arguments)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")

@@ -14,7 +14,7 @@ from bubblespec.types import Load
 from tests.helpers.clocks import forward_seconds
 
 
-def given_costs(engine, params, cost: CostModel, *, clock) -> None:
+def given_costs(engine, params, cost: CostModel, **options) -> None:
     """In place of `profile`: the seconds of forwards in virtual time, without the forwards."""
     lengths = (8, engine.max_length // 2)
     for rows, length, window in itertools.product((1, 16, 64), lengths, (0, 3, 15)):

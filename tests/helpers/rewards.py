@@ -5,6 +5,8 @@ import os
 import signal
 import time
 
+import numpy as np
+
 from bubblespec.rewards import per_sample
 
 
@@ -71,14 +73,12 @@ async def judge(prompts, completions, **columns) -> list[float]:
     return [float(len(text) % 3) for text in completions]
 
 
-def logs(completions, log_metric=None, **columns) -> list[float]:
-    """A function that takes an argument of TRL's where it is passed."""
-    return [1.0] * len(completions)
-
-
-def needs_state(completions, trainer_state, **columns) -> list[float]:
-    """A function that needs one."""
-    return [float(trainer_state.global_step)] * len(completions)
+def logs(completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
+    """A function that takes TRL's further arguments."""
+    log_extra("size", np.array([len(ids) for ids in completion_ids]))
+    log_extra("kind", [completion_ids for _ in completions])
+    log_metric("mean_size", np.mean([len(ids) for ids in completion_ids]))
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
 
 
 def too_few(completions, **columns) -> list[float]:

@@ -9,7 +9,6 @@ name the key that matters. A failed check stops only the checks that need it.
 Nothing is left on disk.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -20,10 +19,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from bubblespec.config.command import parse
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import EndsRun, RankTimeout, RunFailed, log, one_line
 from bubblespec.loading import with_dtype
+from bubblespec.tools import make_parser
 from bubblespec.tools.doctor.checks import CHECKS, local_ranks
 from bubblespec.tools.doctor.forwards import Case, Check, Line, failed
 
@@ -115,11 +116,7 @@ def next_command(config_path: str, overrides: list[str], ranks: Ranks) -> str:
 
 def main(arguments: list[str]) -> None:
     """Run all checks. Raises RunFailed if one fails."""
-    description = "Can this machine run that configuration?"
-    parser = argparse.ArgumentParser("python -m bubblespec doctor", description=description)
-    parser.add_argument("--config", required=True, help="YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    given = parser.parse_intermixed_args(arguments)
+    given = parse(make_parser("doctor"), arguments)
     config = load_config(given.config, given.overrides)
     timeout_s = min(config.run.timeout_s, TIMEOUT_S)
     with (

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from bubblespec.config import Config
+from bubblespec.config.command import refuse_dashes
 from bubblespec.config.file import config_of_sections
 from bubblespec.errors import InputError, log
 from bubblespec.telemetry.trace import FOLDER
+from bubblespec.tools import make_parser
 from bubblespec.tools.simulate.recorded import (
     load_copy_cost,
     load_cost,
@@ -47,8 +49,7 @@ LABELS = {
 
 def main(arguments: list[str]) -> None:
     """Simulate the workload that the arguments describe, and print a table."""
-    description = "Rollouts of a run, simulated on any number of ranks"
-    parser = argparse.ArgumentParser("python -m bubblespec simulate", description=description)
+    parser = make_parser("simulate")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", metavar="RUN_DIR", help="output_dir of a run with run.trace")
     names = ", ".join(f.name for f in dataclasses.fields(Spec))
@@ -61,6 +62,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--cost-model", metavar="COST", help="GPU:MODEL or RUN_DIR to fit it on")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this new file")
     parser.add_argument("overrides", nargs="*", help=f"section.key=value of {', '.join(SECTIONS)}")
+    refuse_dashes(arguments)
     run(parser.parse_intermixed_args(arguments))
 
 
