@@ -12,6 +12,7 @@ from bubblespec.engine.transfer import staged
 
 SPLIT = 512  # keys; 256 and 1,024 were within 5% for 1 to 128 rows of 4,096 keys on an H200
 MAX_SPLIT_TOKENS = 256
+ALIGNMENT = 64  # bytes, as torch's own tensors have it
 
 
 class LayerCache(NamedTuple):
@@ -78,7 +79,7 @@ class KVCache:
             whole = self._tensors[0] if self._tensors else None
             if whole is None or number >= len(whole) or whole.shape[1:] != shape:
                 count = 1 if self._tensors else max(self.num_layers, number + 1)
-                whole = key.new_zeros(count, *shape)
+                whole = _zeros((count, *shape), key)
                 self._tensors.append(whole)
             own = whole[number if whole is self._tensors[0] else 0]
             parts = own.split([self.page_size * heads * size for size in sizes], dim=1)
@@ -185,3 +186,13 @@ class KVCache:
     def num_bytes(self) -> int:
         """Return the bytes of the tensors that exist; 0 before the first forward."""
         return sum(tensor.nbytes for tensor in self._tensors)
+
+
+def _zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Return zeros; on a CPU in pages that take memory, and time, when they are written to."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = int(np.prod(shape)) * like.element_size()
+    taken = np.zeros(size + ALIGNMENT, np.uint8)
+    begin = -taken.ctypes.data % ALIGNMENT
+    return torch.from_numpy(taken[begin : begin + size]).view(like.dtype).view(shape)
