@@ -18,17 +18,15 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.draft.chains import ChainSource
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
-from bubblespec.engine.ragged import unpacked
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.layer import save_drafter
-from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
-from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH
-from bubblespec.mechanisms.drafter.source import DrafterSource
-from bubblespec.mechanisms.drafter.training import DrafterTraining
-from bubblespec.mechanisms.quantized.source import QuantizedSource
+from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism, make_source
+from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, DrafterRunner
+from bubblespec.planner.survival import TRIED
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Row
 
@@ -40,39 +38,28 @@ TAIL_LINE = (
 PAPER = "TLT (arXiv 2511.16665, its own hardware): end to end 1.7x and more"
 
 
-class CountedSource(DrafterSource):
-    """Proposes chains of full length, and counts tried and right tokens by position."""
+class OtherNoise:
+    """A drafter's runner whose chains are drawn with other noise than the rows' own."""
 
-    def __init__(self, source: DrafterSource, has_own_noise: bool):
-        super().__init__(source.runner, source.cost)
-        self.drafter_cost, self.has_own_noise = source.drafter_cost, has_own_noise
-        self.counts = np.zeros((2, MAX_CHAIN_LENGTH), np.int64)
+    def __init__(self, runner: DrafterRunner):
+        self.runner = runner
 
-    def choose_length(self, active, count):
-        return MAX_CHAIN_LENGTH
+    def __getattr__(self, name: str):
+        return getattr(self.runner, name)
 
-    def propose(self, *arguments):
-        runner = self.runner.engine.runner
-        if not self.has_own_noise:
-            noise_keys = runner.noise_keys
-            runner.noise_keys = lambda *where: noise_keys(*where) ^ 1
-        proposals = super().propose(*arguments)
-        vars(runner).pop("noise_keys", None)
-        return proposals
-
-    def observe(self, numbers, tokens, counts):
-        for number, gained in zip(numbers.tolist(), unpacked(tokens, counts), strict=True):
-            chain = self._proposed.pop(number, ())
-            for place, (drafted, token) in enumerate(zip(chain, gained, strict=False)):
-                self.counts[:, place] += 1, drafted == token
-                if drafted != token:
-                    break
+    def draw(self, *arguments):
+        engine_runner = self.runner.engine.runner
+        noise_keys = engine_runner.noise_keys
+        engine_runner.noise_keys = lambda *where: noise_keys(*where) ^ 1
+        drawn = self.runner.draw(*arguments)
+        del engine_runner.noise_keys
+        return drawn
 
 
-def training_of(trainer: Trainer) -> DrafterTraining:
+def drafter_of(trainer: Trainer) -> DrafterMechanism:
     """Return the run's drafter and its source of draft tokens."""
     (drafter,) = (m for m in trainer.sampler.mechanisms if isinstance(m, DrafterMechanism))
-    return drafter.training
+    return drafter
 
 
 def held_out_rows(trainer: Trainer) -> list[Row]:
@@ -91,7 +78,7 @@ def generate(engine: Engine, rows: list[Row], trainer: Trainer, proposer: Propos
     if proposer is not None:
         proposer.begin()
         for row in rows:
-            proposer.track(row, None, 0)
+            proposer.track(row, 0)
     engine.step(trainer.sampler.params, proposer)
     begin_s = time.perf_counter()
     while not engine.is_idle:
@@ -110,18 +97,20 @@ def acceptance(trainer: Trainer, has_own_noise: bool) -> list[float]:
 
     Chains are drafted on this policy's responses to the held-out prompts, shared among ranks.
     """
-    ranks, source = trainer.ranks, CountedSource(training_of(trainer).source, has_own_noise)
+    ranks, drafter = trainer.ranks, drafter_of(trainer)
+    runner = drafter.runner if has_own_noise else OtherNoise(drafter.runner)
+    source = make_source(runner, drafter.source.cost, ranks.clock)
     # A chain that is not verified shows only whether its first token is right.
+    source.always = True
     proposer = Proposer([source], source.cost, always=True)
     rows = held_out_rows(trainer)[ranks.rank :: ranks.world_size]
     generate(trainer.sampler.engine, rows, trainer, proposer)
-    tried, right = ranks.gather(source.counts).sum(axis=0)
-    return np.cumprod(right / np.maximum(tried, 1)).tolist()
+    tried, right = ranks.gather(source.rates.survival.counts[TRIED:, 1]).sum(axis=0)
+    numbers = [kind[0] == "number" for kind in source.rates.survival.kinds]
+    return np.cumprod(right[numbers] / np.maximum(tried[numbers], 1)).tolist()
 
 
-def tails(
-    trainer: Trainer, source: DrafterSource | QuantizedSource, count: int, repeats: int
-) -> dict:
+def tails(trainer: Trainer, source: ChainSource, count: int, repeats: int) -> dict:
     """Generate the held-out rows, `count` at a time, without drafts and with a source, in turn."""
     proposer = Proposer([source], source.cost)
     arms = {
@@ -169,7 +158,7 @@ def run(arguments: Namespace, folder: str) -> None:
     if "drafter" not in config.speculative.sources:
         raise InputError(f"speculative.method: {config.speculative.method} has no drafter")
     with shared.open_trainer(config) as trainer:
-        ranks, training = trainer.ranks, training_of(trainer)
+        ranks, drafter = trainer.ranks, drafter_of(trainer)
         if not trainer.eval_prompts:
             raise InputError("eval.num_prompts: 0; held-out prompts are needed")
         begin_s = time.perf_counter()
@@ -177,6 +166,7 @@ def run(arguments: Namespace, folder: str) -> None:
             trainer.warm_start()
         warm_start_s = time.perf_counter() - begin_s
         if arguments.save and ranks.is_main:
+            training = drafter.training
             save_drafter(arguments.save, training.drafter, training.num_updates)
         accepted = {}
         for name, noise in NOISE.items():
@@ -187,7 +177,7 @@ def run(arguments: Namespace, folder: str) -> None:
         by_rows = []
         for count in arguments.rows if arguments.repeats else ():
             ranks.barrier()
-            by_rows.append(tails(trainer, training.source, count, arguments.repeats))
+            by_rows.append(tails(trainer, drafter.source, count, arguments.repeats))
             log(TAIL_LINE.format_map(by_rows[-1]), ranks)
         if ranks.is_main:
             print(PAPER)

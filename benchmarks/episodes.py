@@ -22,6 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Hashable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -75,26 +76,30 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
     config, ranks, sampler = trainer.config, trainer.ranks, trainer.sampler
     (mechanism,) = (each for each in sampler.mechanisms if each.name == "episodes")
     launch, state = sampler.schedule.launch(step), sampler.state_dict()
-    table, placed, scoring = sampler.begin(launch, step, sampler.store)
+    plan = sampler.plan(launch, step, launch.groups)
+    scoring, plan.scoring = plan.scoring, None  # not in what is timed
     length, prompts = config.rollout.max_completion_length, [of.prompt for of in launch.groups]
-    rows = {arm: {index: table.make_row(index, length) for index in placed} for arm in ARMS}
+    plans = {}
+    for arm in ARMS:
+        rows = {index: plan.table.make_row(index, length) for index in plan.rows}
+        for index, row in rows.items():
+            row.draft = plan.rows[index].draft
+        plans[arm] = replace(plan, rows=rows, works=[])
     records: dict[str, RolloutRecord] = {}
 
     def roll_out(arm: str) -> int:
         if arm == "drafts":
-            records[arm], tasks = sampler.roll_out(table, rows[arm], step, launch.groups)
-            ranks.barrier()  # as in a step
-            sampler.conclude(records[arm], tasks, table, rows[arm], step)
+            records[arm] = sampler.rollout(plans[arm]).record
             return records[arm].own_forwards
+        own = plans[arm]
         environments = lock_step if arm == "lock_step" else mechanism.environments
-        episodes = Episodes(sampler, environments, prompts)
-        records[arm] = RolloutLoop(
-            plain, ranks, sampler.params, rows[arm], table, feed=episodes
-        ).run()
+        own.feed = episodes = Episodes(sampler, environments, prompts)
+        own.proposer = own.cost = None
+        records[arm] = RolloutLoop(plain, ranks, None, own).run()
         scoring.outcomes |= episodes.outcomes
         return records[arm].own_forwards
 
-    result = {"step": step, "rows": len(table.rank_of)}
+    result = {"step": step, "rows": len(plan.table.rank_of)}
     for arm in np.roll(ARMS, step).tolist():
         sampler.load_state_dict(state)
         timing = timed(trainer, partial(roll_out, arm))
@@ -103,15 +108,15 @@ def step_in_all_ways(trainer: Trainer, plain: Engine, lock_step: LockStep, step:
             time.sleep(slow_game.LONGEST_S)  # calls of drafts that were left unfinished
             next_state = sampler.state_dict()
     sampler.load_state_dict(next_state)
-    wanted = rows["lock_step"]
-    pairs = [(row.tokens, wanted[at].tokens) for own in rows.values() for at, row in own.items()]
+    wanted, others = plans["lock_step"].rows, [own.rows for own in plans.values()]
+    pairs = [(row.tokens, wanted[at].tokens) for own in others for at, row in own.items()]
     chain_s = max((lock_step.tool_s[row] for row in wanted.values()), default=0.0)
     result["longest_chain_s"] = float(ranks.gather(np.array([chain_s])).max())
     local = {name: getattr(records["drafts"].extras["episodes"], name) for name in COUNTS}
     local["differing_rows"] = sum(not np.array_equal(*pair) for pair in pairs)
     local["drafted_tokens"] = records["drafts"].drafted_tokens
     totals = ranks.gather(np.array(list(local.values()), np.float64)).sum(axis=0)
-    learn(trainer, table, rows["overlapped"], scoring, step)
+    learn(trainer, replace(plans["overlapped"], scoring=scoring))
     return result | dict(zip(local, totals.tolist(), strict=True))
 
 

@@ -19,9 +19,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.optimize import least_squares
 
-from bubblespec.engine.batch import Load
-from bubblespec.tools.simulate.check import COPY, DECODE, VERIFY, Case, compare, predict, read_cases
+from benchmarks.measured_costs import COPY, DECODE, VERIFY, Case, compare, predict, read_cases
 from bubblespec.tools.simulate.roofline import FITS, Fit, roofline
+from bubblespec.types import Load
 
 FIXED = ("memory_share", "keys_share")
 COPY_PASSES = (3, 7)

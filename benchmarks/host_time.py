@@ -27,14 +27,14 @@ import torch
 from benchmarks.shared import write_json
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import History
-from bubblespec.engine.batch import Batch, Load, Plan, Runner, Texts
+from bubblespec.engine.batch import Batch, Plan, Runner, Texts
 from bubblespec.engine.device_rows import packed
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.rows import Standing, draft_of
 from bubblespec.engine.sampling import Drawn, SamplingParams, num_accepted
 from bubblespec.planner.costs import CostModel
-from bubblespec.types import Draft, Row, SampleId
+from bubblespec.types import Draft, Load, Row, SampleId
 
 PROMPT, DRAFT, GROUP, WRONG = 300, 4000, 8, 0.03
 WINDOW = 8  # draft tokens of a row in a forward, on average: there is room for no more
@@ -123,7 +123,8 @@ def start(rows: list[Row], drafts: list[Draft | None]) -> tuple[Proposer, float]
     begin_s = time.perf_counter()
     proposer.begin()
     for row, draft in zip(rows, drafts, strict=True):
-        proposer.track(row, draft, version=1)
+        row.draft = draft
+        proposer.track(row, version=1)
     return proposer, time.perf_counter() - begin_s
 
 

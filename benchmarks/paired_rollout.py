@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -30,9 +31,8 @@ from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.records import StepRecord
-from bubblespec.rewards.scorer import Scoring
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.table import RowTable
+from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.samples import Samples
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.trainer import Trainer
@@ -111,49 +111,47 @@ def paired_step(
     """Roll out a step twice, then learn from it. inspect: gets the rows before weights change."""
     ranks, sampler = trainer.ranks, trainer.sampler
     launch = sampler.schedule.launch(step)
-    table, plain_rows, scoring = sampler.begin(launch, step, sampler.store)
+    plan = sampler.plan(launch, step, launch.groups)
     length = trainer.config.rollout.max_completion_length
-    rows = {
-        "none": plain_rows,
-        "speculation": {index: table.make_row(index, length) for index in plain_rows},
-    }
-    rollout = exchange = None
+    rows = {index: plan.table.make_row(index, length) for index in plan.rows}
+    for index, row in rows.items():
+        row.draft = plan.rows[index].draft
+    scoring, plan.scoring = plan.scoring, None  # not in what is timed
+    drafted = replace(plan, rows=rows, works=[])
+    plan.proposer = plan.cost = rollout = None
 
     def roll_out(arm: str) -> int:
-        nonlocal rollout, exchange
-        own = rows[arm]
+        nonlocal rollout
         if arm == "none":
             followers, plain.runner.followers = plain.runner.followers, []  # those of drafts
             try:
-                return RolloutLoop(plain, ranks, sampler.params, own, table).run().own_forwards
+                return RolloutLoop(plain, ranks, None, plan).run().own_forwards
             finally:
                 plain.runner.followers = followers
-        rollout, tasks = sampler.roll_out(table, own, step, launch.groups)
-        ranks.barrier()  # as a step: waiting for the slowest rank is not part of the exchange
-        exchange = sampler.conclude(rollout, tasks, table, own, step)
-        return rollout.own_forwards
+        rollout = sampler.rollout(drafted)
+        return rollout.record.own_forwards
 
     result: dict = {"step": step}
     for arm in ARMS if step % 2 == 0 else reversed(ARMS):
         timing = timed(trainer, lambda arm=arm: roll_out(arm))
         result[f"{arm}_s"], result[f"{arm}_forwards"] = timing
-    pairs = [(row, rows["speculation"][place]) for place, row in plain_rows.items()]
+    pairs = [(row, rows[index]) for index, row in plan.rows.items()]
     differing = sum(not np.array_equal(a.tokens, b.tokens) for a, b in pairs)
     result["differing_rows"] = int(ranks.sum_(torch.tensor(differing)).item())
     if inspect is not None:
         inspect(*map(list, zip(*pairs, strict=True)))
-    samples, rewards = learn(trainer, table, plain_rows, scoring, step)
+    samples, rewards = learn(trainer, replace(plan, scoring=scoring))
     record = StepRecord(
         step=step,
         samples=samples,
         rewards=rewards,
         generated=samples,
         all_rewards=rewards,
-        owners=table.rank_of,
+        owners=plan.table.rank_of,
         batch_sizes=[len(launch.groups)],
-        rollouts=[rollout],
+        rollouts=[rollout.record],
         stages=[],
-        spans=[exchange],
+        spans=rollout.spans,
         drafts={},
     )
     result |= speculation_metrics(ranks, record, has_store=True)
@@ -165,18 +163,16 @@ def paired_step(
     return result | {"exchange_s": result["timing_s/exchange"], "reward": float(rewards.mean())}
 
 
-def learn(
-    trainer: Trainer, table: RowTable, rows: dict[int, Row], scoring: Scoring, step: int
-) -> tuple[Samples, np.ndarray]:
+def learn(trainer: Trainer, plan: RolloutPlan) -> tuple[Samples, np.ndarray]:
     """Train the policy on a step's rows. Return the samples and their rewards by group."""
     loss, sampler = trainer.config.loss, trainer.sampler
-    samples = sampler.gather(table, rows, scoring)
+    samples = sampler.gather(plan)
     rewards = sampler.combined(samples.rewards, samples.lengths)
-    rewards = rewards.reshape(len(table.launch.groups), -1)
+    rewards = rewards.reshape(len(plan.launch.groups), -1)
     advantages = estimate_advantages(
         rewards, loss.advantage_estimator, loss.scale_rewards, samples
     ).ravel()
-    trainer.learner.update(samples, advantages, step)
+    trainer.learner.update(samples, advantages, plan.step)
     sampler.observe_samples(samples, rewards.ravel())
     sampler.schedule.finish(samples, {})
     return samples, rewards

@@ -16,8 +16,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared
 from benchmarks.drafter import TAIL_LINE, log, tails
+from bubblespec.draft.chains import LEADS
 from bubblespec.errors import InputError
-from bubblespec.mechanisms.quantized.chains import ANY, LEADS
 from bubblespec.mechanisms.quantized.mechanism import QuantizedMechanism
 
 ROWS = (1, 2, 4, 8, 16)  # of the forwards whose seconds are shown
@@ -31,17 +31,19 @@ def run(arguments: Namespace, folder: str) -> None:
         if not made or not trainer.eval_prompts:
             raise InputError("speculative.method, eval.num_prompts: no copy, or no prompts")
         source, by_rows = made[0].source, []
-        for name, cost in (("policy", source.cost), ("copy", source.copy_cost)):
+        for name, cost in (("policy", source.cost), ("copy", source.own_cost)):
             text = ", ".join(f"{1e3 * float(cost.seconds(n, n)):.1f} with {n}" for n in ROWS)
             log(f"ms of a forward of the {name}, by rows of one token: {text}", ranks)
         for count in arguments.rows:
             ranks.barrier()
             by_rows.append(tails(trainer, source, count, arguments.repeats))
             log(TAIL_LINE.format_map(by_rows[-1]), ranks)
-        rates = np.round(source.leads.survival.estimates, 4).tolist()
-        shares = ", ".join(f"{rate:.1%}" for rate in rates[:ANY])
+        edges = [*LEADS.tolist(), np.inf]
+        rates = [round(float(source.rates.chances(np.array(lead))), 4) for lead in edges]
+        shares = ", ".join(f"{rate:.1%}" for rate in rates)
         log(f"tokens right by lead, up to {LEADS.tolist()} and above: {shares}", ranks)
-        log(f"of all {rates[ANY]:.1%}", ranks)
+        rates.append(round(source.rates.mean, 4))
+        log(f"of all {rates[-1]:.1%}", ranks)
         if ranks.is_main:
             shared.write_result(arguments, {"by_rows": by_rows, "rates": rates, "steps": []})
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bubblespec.samples import Samples
-from bubblespec.types import Draft, SampleId
+from bubblespec.types import Draft, Load, SampleId
 
 
 class Span(NamedTuple):
@@ -38,13 +38,7 @@ class ForwardRecord(NamedTuple):
     """Seconds in the engine, less propose_s."""
     propose_s: float
     """Seconds spent on proposals: queries and updates."""
-    rows: int
-    """Rows; for this and the next five see `Load` in engine/batch.py."""
-    tokens: int
-    wide_rows: int
-    positions: int
-    prompt_tokens: int
-    draft_tokens: int
+    load: Load
     own_rows: int
     """Unfinished rows of this step on this rank before the forward."""
     ahead_rows: int
@@ -57,7 +51,8 @@ class ForwardRecord(NamedTuple):
         """Kind in timelines; co-scheduled drafts are alongside rows of this step."""
         if self.ahead_rows:
             return "draft (co-scheduled)" if self.own_rows else "draft (idle)"
-        return "prefill" if self.prompt_tokens else "verify" if self.draft_tokens else "decode"
+        load = self.load
+        return "prefill" if load.prompt_tokens else "verify" if load.draft_tokens else "decode"
 
 
 # Lower bounds of the bins of `Acceptance.accepted_lengths`, in tokens.

@@ -26,6 +26,7 @@ from bubblespec.checkpoint import (
     refuse_what_does_not_fit,
 )
 from bubblespec.config import Config
+from bubblespec.config.imports import import_function
 from bubblespec.data.fingerprints import HELD_OUT, check_continued, check_equal, data_state
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
@@ -42,7 +43,6 @@ from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError, log
-from bubblespec.imports import import_function
 from bubblespec.learn.advantages import load_estimator
 from bubblespec.learn.distillation import Teacher
 from bubblespec.learn.learner import Learner

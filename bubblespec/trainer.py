@@ -126,7 +126,7 @@ class Trainer:
         """Apply all updates of a step, also after a stop request; see `Learner.update`.
 
         Raises RunFailed after too many steps without an update."""
-        self.ranks.place = f"training of step {record.step + 1}"
+        self.ranks.activity = f"training of step {record.step + 1}"
         if "." in self.config.loss.advantage_estimator:  # a user's own may differ between ranks
             advantages = self.ranks.gather(advantages)[0]
         record.advantages = advantages
@@ -180,10 +180,10 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """Evaluate on the held-out prompts. Raises StopRequested, before it counts as made."""
-        self.ranks.place = f"evaluation after {self.num_updates} updates"
+        self.ranks.activity = f"evaluation after {self.num_updates} updates"
         self.sampler.scorer.progress = (self.num_updates, self.config.run.max_steps)
         evaluation = self.evaluator.evaluate(self.eval_prompts, self.num_updates)
-        self.warn_of_missing(evaluation.samples.groups, evaluation.rewards, self.ranks.place)
+        self.warn_of_missing(evaluation.samples.groups, evaluation.rewards, self.ranks.activity)
         self.evaluated = self.num_updates
         return evaluation
 
@@ -231,7 +231,7 @@ class Trainer:
         After a failure the run continues with a warning. Raises SaveFailed if `is_last`.
         """
         done, sampler = self.num_updates, self.sampler
-        self.ranks.place = f"save after {done} updates"
+        self.ranks.activity = f"save after {done} updates"
         state = {"step": done, "evaluated": self.evaluated, "linear": self.linear}
         state["best"] = self.best
         with self.reporter.phase(f"saving checkpoint-{done}"):

@@ -1,4 +1,4 @@
-"""What is generated: prompts, groups, ids of samples, rows and drafts.
+"""What is generated: prompts, groups, ids of samples, rows and drafts; and the work of a forward.
 
 Plain data. This module imports no other module of the package.
 """
@@ -27,7 +27,7 @@ class Prompt:
     """One prompt of the data."""
 
     uid: int
-    """See `SampleId`."""
+    """Prompt id (63 bits), stable across runs on the same data."""
     text: str | list[dict]
     """String or chat messages."""
     token_ids: tuple[int, ...]
@@ -40,7 +40,7 @@ class Group(NamedTuple):
 
     prompt: Prompt
     visit: int
-    """See `SampleId`."""
+    """Number of earlier draws of this prompt in the data order."""
 
     @property
     def name(self) -> tuple[int, int]:
@@ -74,6 +74,8 @@ class Row:
     like `logprob`."""
     finish: str | None = None
     """"stop", "length", or None while unfinished."""
+    draft: "Draft | None" = None
+    """Draft of the row, by which its proposals begin."""
     has_turns: bool = False
     """Whether a stop token ends a turn, after which an environment may add tokens."""
 
@@ -114,3 +116,20 @@ class Launch(NamedTuple):
 def is_sampled(logprob: np.ndarray) -> np.ndarray:
     """Return which tokens of a response were sampled, bool [L]. logprob: [L], see `Row`."""
     return ~np.isnan(logprob)
+
+
+class Load(NamedTuple):
+    """The work of a forward."""
+
+    rows: int
+    """Active rows."""
+    tokens: int
+    """Tokens fed."""
+    wide_rows: int = 0
+    """Rows that feed more than one token."""
+    positions: int = 0
+    """Positions attended to, summed over rows."""
+    prompt_tokens: int = 0
+    """Prompt tokens among the tokens fed."""
+    draft_tokens: int = 0
+    """Draft tokens among the tokens fed."""

@@ -1,13 +1,13 @@
-"""`simulate --check`, which compares GPU costs with measured ones, and the script of the fit."""
+"""The scripts that compare GPU costs with measured ones, and that fit them."""
 
-import sys
+from argparse import Namespace
 
 import numpy as np
 import pytest
 
-from benchmarks import fit_roofline
-from bubblespec.__main__ import main
-from bubblespec.tools.simulate.check import compare, predict, read_cases
+from benchmarks import fit_roofline, measured_costs
+from benchmarks.measured_costs import compare, predict, read_cases
+from bubblespec.errors import InputError
 from bubblespec.tools.simulate.roofline import FITTED, MODELS, Model
 
 COLUMNS = "model,batch,seq,gamma,mode,mean_ms,median_ms"
@@ -21,16 +21,18 @@ LINES = [
 
 
 @pytest.fixture
-def check(monkeypatch, tmp_path, capsys):
-    """Run the command on such a file; return its exit code, output and error."""
+def check(tmp_path, capsys):
+    """Run the script on such a file; return its exit code, output and error."""
 
-    def run(text: str | None, *options: str) -> tuple[int, str, str]:
+    def run(text: str | None) -> tuple[int, str, str]:
         path = tmp_path / "measured.csv"
         if text is not None:
             path.write_text(text)
-        monkeypatch.setattr(sys, "argv", ["", "simulate", "--check", str(path), *options])
-        code = main()
-        return code, *capsys.readouterr()
+        try:
+            measured_costs.run(Namespace(file=str(path)), "")
+        except InputError as error:
+            return 2, "", f"{error}"
+        return 0, *capsys.readouterr()
 
     return run
 
@@ -86,13 +88,7 @@ def test_shape_by_columns_equals_known_model(tmp_path):
 )
 def test_bad_file_ends_in_one_line(check, text, message):
     code, _, error = check(text)
-    assert code == 2 and error.count("\n") == 1
-    assert error.startswith("error: --check: ") and message in error
-
-
-def test_check_refuses_options_of_a_simulation(check):
-    code, _, error = check("\n".join([COLUMNS, *LINES]), "--ranks", "4")
-    assert code == 2 and "--check: simulates nothing; leave out ranks" in error
+    assert code == 2 and "\n" not in error and message in error
 
 
 def test_fit_recovers_constants_despite_noise(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.engine.batch import Load, Plan, Texts
+from bubblespec.engine.batch import Plan, Texts
 from bubblespec.engine.device_rows import DeviceRows
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.noise import stream_counters
@@ -12,6 +12,7 @@ from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.rows import Standing, draft_of
 from bubblespec.engine.sampling import num_accepted, num_gained
+from bubblespec.types import Load
 from tests.helpers.graphs import needs_interpreter
 
 pytestmark = needs_interpreter

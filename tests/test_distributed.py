@@ -114,9 +114,9 @@ def meets_without(ranks: Ranks, collective: str, fate: str, missing: int) -> str
     ranks.timeout_s, store = HANG_S, dist.distributed_c10d._get_default_store()
     clock = failures.time = distributed.time = ClockThatSkips()
     for round_ in range(5):
-        ranks.place = f"round {round_}"
+        ranks.activity = f"round {round_}"
         COLLECTIVES[collective](ranks)
-    ranks.place = "training of step 7"
+    ranks.activity = "training of step 7"
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG_S))  # as in a run
     survivors = [rank for rank in range(ranks.world_size) if rank != missing]
     if ranks.rank == missing:
@@ -197,7 +197,7 @@ def test_collective_is_awaited_until_time_out(monkeypatch, capsys):
     monkeypatch.setattr(distributed, "time", clock)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     ranks = Ranks(torch.device("cpu"), timeout_s=7.0)
-    ranks.world_size, ranks.watchdog, ranks.place = 2, distributed.Watchdog(0, 2), "the test"
+    ranks.world_size, ranks.watchdog, ranks.activity = 2, distributed.Watchdog(0, 2), "the test"
     never = SimpleNamespace(is_completed=lambda: False)
     with pytest.raises(
         RankTimeout,

@@ -63,11 +63,11 @@ def test_all_checks_of_the_default_run(ranks, tmp_path):
 
 def test_failed_checks_leave_other_checks(monkeypatch, capsys):
     """A check that raises, and a token that differs with drafts."""
-    roll_out = Sampler.roll_out
+    rollout = Sampler.rollout
 
-    def wrong(sampler, table, rows, *rest):
-        result = roll_out(sampler, table, rows, *rest)
-        rows[0].tokens[-1] += 1
+    def wrong(sampler, plan):
+        result = rollout(sampler, plan)
+        plan.rows[0].tokens[-1] += 1
         return result
 
     def broken(case):
@@ -75,7 +75,7 @@ def test_failed_checks_leave_other_checks(monkeypatch, capsys):
         raise RuntimeError("CUDA error:\n  no such thing")
 
     monkeypatch.setitem(CHECKS, "attention", CHECKS["attention"]._replace(make=broken))
-    monkeypatch.setattr(Sampler, "roll_out", wrong)
+    monkeypatch.setattr(Sampler, "rollout", wrong)
     failed, lines = failing(monkeypatch, capsys)
     assert failed == "attention, rollouts" and {name for name, _, _ in lines} == CHECKS.keys()
     why = "RuntimeError: CUDA error: no such thing; model.attention=sdpa"

@@ -22,6 +22,7 @@ from tests.helpers.drafter_oracle import (
     PARAMS,
     SEED,
     chain_of,
+    draft,
     make_drafter,
     make_policy,
     states_of,
@@ -56,7 +57,7 @@ class CheckedDrafts:
 
     def check(self, slots: np.ndarray, length: int) -> None:
         engine, drafter = self.runner.engine, self.runner.drafter
-        chains, found, num_positions = self.runner.draft(slots, length)
+        chains, found, num_positions = draft(self.runner, slots, length)
         assert chains.shape == (len(found), length) and set(found.tolist()) <= set(slots.tolist())
         assert num_positions >= len(found)
         for slot, chain in zip(found.tolist(), chains.tolist(), strict=True):
@@ -129,7 +130,7 @@ def chains_of_rows(policy) -> tuple[list, DrafterRunner]:
     runner.engine.add([Row(SampleId(9, 3, n), tuple(range(12, 15 + 2 * n)), 9) for n in range(3)])
     for _ in range(4):
         runner.engine.step(PARAMS)
-        chains += [part.tolist() for part in runner.draft(np.arange(3), 2)[:2]]
+        chains += [part.tolist() for part in draft(runner, np.arange(3), 2)[:2]]
     return chains, runner
 
 
@@ -187,7 +188,7 @@ def test_disabled_drafter_keeps_no_state():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
-def test_spoilt_weights_still_draft_known_tokens(value):
+def test_spoilt_weights_draft_known_tokens_or_nothing(value):
     policy = make_policy("llama")
     drafter = make_drafter(policy)
     with torch.no_grad():
@@ -198,8 +199,12 @@ def test_spoilt_weights_still_draft_known_tokens(value):
         runner.engine.add(make_rows(2, 1))
         for _ in range(4):
             runner.engine.step(params)
-        chains, slots, _ = runner.draft(np.arange(2), 3)
-        assert len(slots) == 2 and set(chains.ravel().tolist()) <= set(drafter.ids.tolist())
+        if value:
+            with pytest.raises(ValueError, match="not numbers"):
+                draft(runner, np.arange(2), 3)
+        else:
+            chains, slots, _ = draft(runner, np.arange(2), 3)
+            assert len(slots) == 2 and set(chains.ravel().tolist()) <= set(drafter.ids.tolist())
 
 
 def test_head_follows_weights_and_trains_after_a_chain():

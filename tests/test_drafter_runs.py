@@ -3,6 +3,7 @@
 import os
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_chains_change_no_token(plain, drafted, capfd):
     assert_same_run(drafted, plain)
     lines = read(drafted)
     assert num_drafted(drafted) > 100
-    assert [line["drafter/chain_length"] for line in lines] == [3] * 4
+    assert all(3 < line["drafter/chain_length"] <= 5 for line in lines)
     for line in lines:
         assert 0 <= line["drafter/accepted_5"] <= line["drafter/accepted_1"] <= 1
         assert line["drafter/num_updates"] > 0
@@ -98,7 +99,7 @@ def test_slices_and_evaluations_change_no_token(monkeypatch, tmp_path, plain):
         before = len(kept)
         result = evaluate(evaluator, *arguments)
         (drafter,) = (m for m in evaluator.sampler.mechanisms if m.name == "drafter")
-        assert len(kept) == before and drafter.training.source.runner._hidden is None
+        assert len(kept) == before and drafter.runner._hidden is None
         return result
 
     patch(DrafterTraining, "run_slice", noted)
@@ -111,16 +112,11 @@ def test_slices_and_evaluations_change_no_token(monkeypatch, tmp_path, plain):
     assert updates == sorted(updates) and updates[-1] > updates[0]
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-def test_resumed_run_has_the_drafter_of_the_checkpoint(tmp_path, drafted, capfd, is_old):
-    """Before drafter.path; older checkpoints have the drafter next to the weights."""
+def test_resumed_run_has_the_drafter_of_the_checkpoint(tmp_path, drafted, capfd):
+    """Before drafter.path."""
     folder = shutil.copytree(drafted, tmp_path / "run")
     checkpoint = folder / "checkpoint-4"
     saved = load_file(checkpoint / DRAFTER_FOLDER / DRAFTER_FILE)
-    if is_old:
-        shutil.move(checkpoint / DRAFTER_FOLDER / DRAFTER_FILE, checkpoint / DRAFTER_FILE)
-        sums, path = (checkpoint / SUMS_FILE).read_text(), f"{DRAFTER_FOLDER}/{DRAFTER_FILE}"
-        (checkpoint / SUMS_FILE).write_text(sums.replace(path, DRAFTER_FILE))
     options = [*OPTIONS, *DRAFTER, ALONE, "drafter.path=/nowhere", "run.max_steps=5"]
     train_in_virtual_time(*options, f"run.output_dir={folder}")
     assert TRAINED not in capfd.readouterr().err
@@ -168,3 +164,32 @@ def test_batch_invariant_runs_with_a_fresh_and_a_saved_drafter(monkeypatch, tmp_
         assert capfd.readouterr().err.count(TRAINED) == (num_steps == 2)
     assert digests(tmp_path) == digests(plain)
     assert num_drafted(tmp_path) > 100
+
+
+def test_complete_run_has_no_drafter_to_move(monkeypatch):
+    """An evaluation of a run that is complete may still enter the TP tail."""
+    monkeypatch.setattr(drafter_mechanism, "read_drafter", lambda *args, **options: None)
+    sampler = SimpleNamespace(config=None, ranks=SimpleNamespace(is_main=True), params=None)
+    drafter = drafter_mechanism.DrafterMechanism(sampler, None, None, id)
+    with drafter.moved_to(engine=None):
+        assert drafter.training is None
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_failed_drafter_is_neither_used_nor_saved(monkeypatch, tmp_path, has_failed):
+    monkeypatch.setattr(drafter_mechanism, "read_drafter", lambda *args, **options: None)
+    enabled, saved = [], []
+    monkeypatch.setattr(
+        drafter_mechanism, "save_drafter", lambda *arguments: saved.append(arguments)
+    )
+    sampler = SimpleNamespace(config=None, ranks=SimpleNamespace(is_main=True), params=None)
+    drafter = drafter_mechanism.DrafterMechanism(sampler, None, None, id)
+    drafter.source = SimpleNamespace(problem=None)
+    drafter.runner = SimpleNamespace(enable=enabled.append)
+    state = {"has_failed": has_failed, "drafter": None, "num_updates": 3}
+    drafter.training = SimpleNamespace(clock=None, **state)
+    plan = SimpleNamespace(is_on=True, step=1, works=[])
+    drafter.begin_rollout(plan)
+    drafter.save(str(tmp_path))
+    assert enabled == [not has_failed]
+    assert len(plan.works) == len(saved) == (not has_failed)

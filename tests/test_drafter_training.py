@@ -64,11 +64,11 @@ def test_step_replaces_a_share_of_examples(monkeypatch, llama):
     batch, hidden = make_batch(llama, [(5, 14)] * 12)
     training.take(batch, hidden)
     assert not training.examples, "no rollout yet"
-    training.source.enable(False)
+    training.is_enabled = False
     training.merge(ONE_RANK)
     training.take(batch, hidden)
     assert not training.examples
-    training.source.enable(True)
+    training.is_enabled = True
     for steps in (1, 2, 6):
         training.merge(ONE_RANK)
         training.take(batch, hidden)

@@ -185,7 +185,7 @@ def test_responses_contain_the_real_observations(shapes, monkeypatch, tmp_path):
     monkeypatch.setattr(Environments, "poll", noted_poll)
     monkeypatch.setattr(Trainer, "report", checked_report)
     options = [*TINY, *shapes["game"], *DRAFTS, f"environment.factory={games.DICE}"]
-    options += ["environment.deterministic=false", f"run.output_dir={tmp_path}"]
+    options += [f"run.output_dir={tmp_path}"]
     train_on_threads(1, *options)
     assert sum(line["bubble/drafted_tokens"] for line in read(tmp_path)) > 0
     assert np.mean(checked) > 1

@@ -39,7 +39,7 @@ def train_alone(folder, stop_at: str | None = None) -> None:
 
     def stopped_step(engine, *arguments) -> tuple:
         nonlocal num_forwards
-        num_forwards += ranks.place == stop_at
+        num_forwards += ranks.activity == stop_at
         ranks.must_stop = num_forwards >= 2
         return step(engine, *arguments)
 

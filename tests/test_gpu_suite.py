@@ -16,11 +16,11 @@ import torch
 
 from benchmarks import gpu_bench, gpu_forwards, gpu_programs, gpu_suite
 from benchmarks.gpu_bench import Bench, Figure, make_bench
+from benchmarks.measured_costs import DECODE, read_cases
 from bubblespec import memory
 from bubblespec.engine import graphs
-from bubblespec.engine.batch import Load
-from bubblespec.tools.simulate.check import DECODE, read_cases
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, OWN, Model, roofline
+from bubblespec.types import Load
 from tests.helpers.clocks import Clock
 from tests.helpers.graphs import stand_in
 from tests.helpers.warm import launch

@@ -12,70 +12,66 @@ from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.engine import Engine
 from bubblespec.idle.draft_ahead import MAX_IDLE_FORWARDS, DraftAhead
-from bubblespec.idle.task import NUM_WANTED, IdleTask, Job, RankView, assign
+from bubblespec.idle.task import LocalWork, RankView, assign
 from bubblespec.mechanisms.drafter.idle_task import LITTLE_S, MAX_SHARE, TrainDrafter
 from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
+from bubblespec.planner.jobs import Job
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.tools.simulate.runner import SimulatedRunner
 from bubblespec.tools.simulate.world import SimulatedRanks, World
-from bubblespec.types import Draft, Launch, Row, SampleId
+from bubblespec.types import Draft, Launch, Load, Row, SampleId
 from tests.helpers.clocks import Clock
 from tests.helpers.rollouts import ALONE, PARAMS, fixed_cost, groups_of, rows_of
+from tests.helpers.rows import loop_of
 
 # Who does what
-
-
-def random_jobs(rng: np.random.Generator, num_ranks: int) -> list[list[Job]]:
-    """Of three tasks: co-scheduled drafts and others, slices of some rank, slices of any."""
-    tasks = []
-    for task in range(3):
-        ranks = rng.integers(0, num_ranks, 8).tolist() if task == 1 else [None] * 8
-        tasks.append(
-            [
-                Job((task, n), *rng.uniform(0.1, 2.0, 2).tolist(), bool(n < 4 and task == 0), rank)
-                for n, rank in enumerate(ranks)
-            ]
-        )
-    return tasks
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_jobs_are_assigned_once_to_allowed_ranks(seed):
     rng = np.random.default_rng(seed)
     num_ranks = int(rng.integers(1, 5))
-    jobs, has_rows = random_jobs(rng, num_ranks), (rng.random(num_ranks) < 0.5).tolist()
-    capacities = [tuple(rng.integers(0, 4, 3).tolist()) for _ in range(num_ranks)]
+    jobs = [Job(n, *rng.uniform(0.1, 2.0, 2).tolist(), n < 4) for n in range(8)]
+    has_rows = (rng.random(num_ranks) < 0.5).tolist()
+    capacities = rng.integers(0, 4, num_ranks).tolist()
     before = copy.deepcopy((jobs, capacities, has_rows))
     given = assign(jobs, capacities, has_rows)
     assert (jobs, capacities, has_rows) == before and assign(*before) == given, "a pure function"
-    keys = [job.key for of_rank in given for _, job in of_rank]
-    assert len(keys) == len(set(keys)), "no job twice"
+    keys = [job.key for of_rank in given for job in of_rank]
+    assert sorted(keys) == list(range(len(keys))), "most urgent first, and no job twice"
     for rank, of_rank in enumerate(given):
-        tasks = [task for task, _ in of_rank]
-        assert all(tasks.count(task) <= capacities[rank][task] for task in range(3))
-        assert all(job.rank in (None, rank) for _, job in of_rank)
-        assert all(job in jobs[task] for task, job in of_rank)
-        if has_rows[rank]:
-            assert all(job.co_scheduled for _, job in of_rank)
-        else:
-            assert len(set(tasks)) <= 1, "a rank that waits does one thing at a time"
-
-
-def test_assignment_prefers_largest_savings():
-    drafts = [Job("a", 2.0, 1.0, True), Job("b", 1.0, 1.0, True)]
-    slices = [Job("c", 1.5, 0.5, False), Job("d", 1.5, 0.5, False)]
-    waiting = assign([drafts, slices], [(2, 2)], [False])
-    assert [job.key for _, job in waiting[0]] == ["c", "d"], "per second"
-    assert [job.key for _, job in assign([drafts, slices], [(2, 2)], [True])[0]] == ["a", "b"]
-    both = assign([drafts, slices], [(1, 0), (1, 1)], [True, False])
-    assert [[job.key for _, job in of_rank] for of_rank in both] == [["a"], ["c"]]
-    assert assign([drafts], [(0,)], [False]) == [[]] and assign([], [()], [False]) == [[]]
+        assert len(of_rank) <= capacities[rank]
+        assert not has_rows[rank] or all(job.co_scheduled for job in of_rank)
 
 
 def test_assignment_is_round_robin_from_waiting_ranks():
     jobs = [Job(number, 1.0, 1.0, co_scheduled=True) for number in range(5)]
-    given = assign([jobs], [(4,), (4,), (1,)], [True, True, False])
-    assert [[job.key for _, job in of] for of in given] == [[1, 3], [2, 4], [0]]
+    given = assign(jobs, [4, 4, 1], [True, True, False])
+    assert [[job.key for job in of] for of in given] == [[1, 3], [2, 4], [0]]
+
+
+class FakeWork(LocalWork):
+    def __init__(self, seconds: float, saved_s: float, is_due: bool = True):
+        self.slice, self.is_due = (seconds, saved_s), is_due
+
+    def can_begin(self):
+        return self.is_due
+
+    def next_slice(self):
+        return self.slice
+
+
+@pytest.mark.parametrize("drafts_save, has_rows", [(2.5, False), (3.5, False), (9.0, True)])
+def test_best_work_saves_most_per_second(drafts_save, has_rows):
+    """A rank whose own rows wait works beside its drafts; another does what saves most."""
+    works = [FakeWork(1.0, 2.0), FakeWork(0.5, 1.5), FakeWork(1.0, 9.0, is_due=False)]
+    ahead = SimpleNamespace(rate=drafts_save, capacity=lambda: 7)
+    loop = loop_of(view_of().engine, ALONE, PARAMS, rows_of(0)[:has_rows], works=works, ahead=ahead)
+    wanted = None if drafts_save > 3.0 and not has_rows else works[1]
+    assert loop._best_work() is wanted
+    takes_drafts = has_rows or wanted is None
+    loop._note_active = lambda: 0
+    assert loop._state().facts[0] == (7 if takes_drafts else 0)
 
 
 # Drafting ahead
@@ -104,7 +100,7 @@ def view_of(own: list[Row] = (), num_slots: int = 8, is_prefilled: bool = True) 
     return RankView(0, engine, {row: index for index, row in enumerate(own)}, record)
 
 
-def rows_in(task: IdleTask) -> list[Row]:
+def rows_in(task: DraftAhead) -> list[Row]:
     return [*task.view.engine.rows, *task.view.engine.queue]
 
 
@@ -131,7 +127,7 @@ def test_jobs_are_unassigned_plans():
     mine, others = give(task, 2), give(task, 3, rank=1)
     assert [job.key.sample for job in mine + others] == [0, 1, 2, 3, 4]
     assert len(list(task.jobs())) == 15 and not rows_in(task)
-    task.run_slice()
+    task.fill()
     assert [row.id for row in rows_in(task)] == [job.key for job in mine]
 
 
@@ -139,7 +135,7 @@ def test_drafts_fill_free_slots():
     task = drafting(view_of(num_slots=4))
     assert task.capacity() == 8, "twice what fits: the next tick is some forwards away"
     give(task, 6)
-    task.run_slice()
+    task.fill()
     assert len(task.view.engine.queue) == 4 and task.capacity() == 0
     task.view.engine.step(PARAMS)
     assert len(task.view.engine.rows) == 4 and task.capacity() == 0
@@ -151,7 +147,7 @@ def test_co_scheduled_drafts_keep_to_a_slowdown(max_slowdown, num_ahead):
     cost = fixed_cost(1e-3, 5e-4, 5e-4)
     task = drafting(view_of(rows_of(0), 32), cost=cost, max_slowdown=max_slowdown)
     give(task, 20)
-    task.run_slice()
+    task.fill()
     assert len(rows_in(task)) - 6 == num_ahead
 
 
@@ -159,11 +155,12 @@ def test_drafts_on_waiting_rank_keep_forwards_short():
     """The others wait for the end of its forward."""
     task = drafting(view_of(num_slots=32), cost=fixed_cost(1e-3, 5e-4, 5e-4))
     give(task, 20)
-    task.run_slice()
+    task.fill()
     assert len(rows_in(task)) == int(MAX_IDLE_FORWARDS) - 1
     task.view.engine.step(PARAMS)
-    task.view.record.forwards.append(ForwardRecord(0.0, 1.0, *[0] * 11))  # a second has passed
-    task.run_slice()
+    a_second = ForwardRecord(0.0, 1.0, 1.0, 0.0, Load(0, 0), 0, 0, 0)
+    task.view.record.forwards.append(a_second)
+    task.fill()
     assert len(rows_in(task)) == 19, "2% of it"
 
 
@@ -172,10 +169,10 @@ def test_prompts_of_drafts_are_fed_in_small_pieces():
     view = view_of(own, 32, is_prefilled=False)
     task = drafting(view, cost=fixed_cost(1e-3, 5e-4, 5e-4), max_slowdown=0.5)
     give(task, 1)
-    task.run_slice()
+    task.fill()
     assert view.max_prefill_tokens is None and len(rows_in(task)) == 6, "own first"
     prefill(view.engine)
-    task.run_slice()
+    task.fill()
     assert view.max_prefill_tokens == 7 and len(rows_in(task)) == 7
 
 
@@ -185,7 +182,7 @@ def test_only_grown_drafts_are_kept():
         store.put(SampleId(5, 1, number), Draft(np.arange(4, dtype=np.int32), False, 1))
     task = drafting(view_of(), store=store)
     give(task, 3)
-    task.run_slice()
+    task.fill()
     first, second, third = rows_in(task)
     assert first.tokens.tolist() == second.tokens.tolist() == [0, 1, 2, 3], "it goes on"
     first.tokens = np.arange(9)
@@ -249,25 +246,17 @@ def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **rollout):
     return task, learner
 
 
-def tick(task: IdleTask, *others: np.ndarray) -> None:
+def tick(task: LocalWork, *others: np.ndarray) -> None:
     task.receive([task.publish(), *others])
 
 
 def test_gradients_of_complete_groups_come_in_slices():
     task, learner = streaming()
-    assert task.capacity() == 0 and not list(task.jobs())
-    tick(task)
-    assert task.capacity() == NUM_WANTED
-    tick(task)
-    jobs = list(task.jobs())
-    assert [job.rank for job in jobs] == [0, 0]
-    assert not task.run_slice() and not learner.done, "not before it is given"
-    for job in jobs:
-        task.accept(job, 1)
-    assert not task.run_slice(), "given to another rank"
-    for job in jobs:
-        task.accept(job, 0)
-    assert task.run_slice() and not task.run_slice()
+    assert task.rate == 0.0
+    tick(task, np.full(4, np.nan))
+    assert task.rate == pytest.approx(0.5), "two ranks share what is saved"
+    while task.rate:
+        task.run_slice()
     sizes = [[len(row.tokens) for row, _ in done] for done in learner.done]
     assert sizes == [[40, 10], [30, 20]], "the longest that fit into 50 ms"
     assert [[advantage for _, advantage in done] for done in learner.done] == [
@@ -277,13 +266,14 @@ def test_gradients_of_complete_groups_come_in_slices():
     task.finish(ALONE)
     use = task.view.record.idle[task.name]
     assert use.seconds == pytest.approx(0.1, abs=1e-3) and use.saved_s == pytest.approx(0.1)
+    assert use.expected_s == pytest.approx(0.05) and len(task.view.record.slices) == 2
 
 
 def test_group_waits_for_all_rewards():
     task, _ = streaming(rewards=(1.0, np.nan, 2.0, 0.0))
     tick(task)
     assert len(task._pieces) == 2, "the second group's"
-    theirs = np.concatenate((np.zeros(3), [np.nan, 0.5, np.nan, np.nan]))
+    theirs = np.array([np.nan, 0.5, np.nan, np.nan])
     tick(task, theirs)
     assert len(task._pieces) == 4
 
@@ -294,13 +284,12 @@ def test_gradients_skip_equal_rewards_and_yield_to_own_rows():
     assert [piece.num_tokens for piece in task._pieces] == [10, 20]
     task, learner = streaming(own=rows_of(0))
     tick(task)
-    assert task.capacity() == 0 and not list(task.jobs())
+    assert task.rate == 0.0
     task, learner = streaming(own=rows_of(0))
     task.config.reward.num_workers = 0
-    assert np.isnan(task.publish()[3:]).all(), "scoring would keep the rows waiting"
+    assert np.isnan(task.publish()).all(), "scoring would keep the rows waiting"
     task, learner = streaming(free_cache_engine=True)
     tick(task)
-    task.accept(Job((0, 0), 1.0, 1.0, False, 0), 0)
     releases, task.view.engine.release = [], lambda: releases.append(len(learner.done))
     task.run_slice()
     assert releases == [0] and len(learner.done) == 1
@@ -321,25 +310,20 @@ def training(elapsed_s: float, tokens: int = 10, own=None):
     return task, fake
 
 
-def test_drafter_trains_only_without_other_jobs():
+def test_drafter_trains_after_what_saves_time():
     task, fake = training(10.0)
-    task.receive([task.publish(), np.zeros(3)])
-    jobs = list(task.jobs())
-    assert [job.rank for job in jobs] == [0, 0] and task.capacity() == 2
-    drafts = [Job("draft", 1e-3, 1.0, False)]
-    assert assign([jobs, drafts], [(2, 1)], [False])[0] == [(1, drafts[0])], "it comes last"
-    for job in jobs:
-        task.accept(job, 0)
-    assert task.capacity() == 0 and task.run_slice() and not task.run_slice()
-    assert fake.slices == [0.05, 0.05] and not task.run_slice()
+    assert task.rate == pytest.approx(LITTLE_S)
+    for _ in range(2):
+        task.run_slice()
+    assert fake.slices == [0.05, 0.05]
     task.finish(ALONE)
     assert task.view.record.idle[task.name].seconds == pytest.approx(0.02) and len(fake.merged) == 1
 
 
 def test_drafter_slices_are_short_and_yield_to_own_rows():
     late, _ = training(0.21)
-    assert late.capacity() == 2 and late.publish().tolist() == [2, 0.01, LITTLE_S]
+    assert late.rate > 0 and late.next_slice()[0] == pytest.approx(0.01)
     early, _ = training(0.19)
     assert pytest.approx(0.01) == MAX_SHARE * 0.2
     for task in (early, training(10.0, own=rows_of(0))[0], training(10.0, tokens=0)[0]):
-        assert task.capacity() == 0 and not task.publish().any()
+        assert task.rate == 0.0

@@ -24,7 +24,6 @@ FLOORS = [
     {"learn", "planner", "data"},
     {"engine"},
     {"distributed", "config"},
-    {"imports"},
     {"records"},
     {"samples"},
     {"errors", "types"},

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from bubblespec.config import Config
+from bubblespec.config.imports import import_function
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import DraftSource, Proposals, check_proposals, load_source
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.imports import import_function
 from bubblespec.learn.advantages import estimate_advantages, load_estimator
 from bubblespec.learn.losses import load_loss
 from bubblespec.setup import load_own

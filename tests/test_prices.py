@@ -5,6 +5,7 @@ import pytest
 
 from bubblespec.planner.prices import Counts, PriceModel, Prices, counts_of, suggested_prices
 from bubblespec.records import ForwardRecord, RolloutRecord, Span
+from bubblespec.types import Load
 from tests.helpers.planning import cost_of
 
 COST = cost_of((2e-3, 1e-4, 1e-5, 0.0, 1e-8))
@@ -58,8 +59,8 @@ def test_counts_are_of_rows_of_this_step():
     """Forwards with nothing but drafts count for nothing; waiting rows feed no tokens."""
 
     def forward(rows, own, ahead, prompts=0, drafts=0):
-        load = (rows, rows + prompts + drafts, 0, 100 * rows, prompts, drafts)
-        return ForwardRecord(0.0, 1.0, 1.0, 0.0, *load, own, ahead, 0)
+        load = Load(rows, rows + prompts + drafts, 0, 100 * rows, prompts, drafts)
+        return ForwardRecord(0.0, 1.0, 1.0, 0.0, load, own, ahead, 0)
 
     record = RolloutRecord(shared=[Span("shared", 2.0, 2.5)], drafts_begun=2)
     record.forwards = [forward(4, 9, 0, 40), forward(6, 2, 4), forward(5, 0, 5)]

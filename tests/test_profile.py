@@ -6,7 +6,6 @@ import re
 import pytest
 
 from bubblespec.config.file import load_config
-from bubblespec.engine.batch import Load
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
@@ -14,6 +13,7 @@ from bubblespec.rollout import make_sampler
 from bubblespec.rollout import profile as profile_module
 from bubblespec.rollout.profile import profile
 from bubblespec.setup import build
+from bubblespec.types import Load
 from tests.helpers.clocks import forward_seconds, virtual_time
 from tests.helpers.generation import make_engine
 from tests.helpers.models import random_model, small_config

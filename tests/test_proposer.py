@@ -84,7 +84,8 @@ def estimate(proposer: Proposer, kind: tuple) -> float:
 def test_matches_follow_the_draft_behind_a_mismatch():
     """The second of four forwards meets a replaced token."""
     proposer, own = make(), row()
-    proposer.track(own, draft(range(10, 40)), STEP)
+    own.draft = draft(range(10, 40))
+    proposer.track(own, STEP)
     truth = [*range(10, 15), 99, *range(16, 40)]
     proposed = [forward(proposer, [own], [truth])[0] for _ in range(4)]
     assert proposed == [[10, 11, 12], [14, 15, 16], [16, 17, 18], [20, 21, 22]]
@@ -103,7 +104,8 @@ def test_matches_follow_the_draft_behind_a_mismatch():
 )
 def test_draft_is_followed_up_to_a_mismatch(tokens, truth, wanted):
     proposer, own = make("bubble"), row(tokens=tokens)
-    proposer.track(own, draft(range(10, 40)), STEP)
+    own.draft = draft(range(10, 40))
+    proposer.track(own, STEP)
     assert [forward(proposer, [own], [truth])[0] for _ in range(2)] == wanted
 
 
@@ -111,10 +113,10 @@ def test_draft_is_followed_up_to_a_mismatch(tokens, truth, wanted):
 def test_row_tracked_again_has_no_match_in_own_tokens(asked_before):
     """As where a draft was interrupted, or a row comes back from another rank."""
     proposer, own = make("suffix"), row(tokens=range(10, 40))
-    proposer.track(own, None, STEP)
+    proposer.track(own, STEP)
     if asked_before:
         assert nothing(proposer, own, 30)
-    proposer.track(own, None, STEP)
+    proposer.track(own, STEP)
     assert nothing(proposer, own, 30)
 
 
@@ -124,10 +126,10 @@ def test_suffix_alone_finds_other_samples_and_epochs():
     proposer = make("suffix", history=history)
     own, other = row(0), row(1, uid=71)
     for r in (own, other):
-        proposer.track(r, None, STEP)
+        proposer.track(r, STEP)
     assert forward(proposer, [own, other], [range(50, 70)] * 2) == [[50, 51, 52], []]
     late = row(2)
-    proposer.track(late, None, STEP)
+    proposer.track(late, STEP)
     assert forward(proposer, [own, late], [range(50, 70)] * 2)[0] == [54, 55, 56]
     assert set(proposer.acceptance.by_source) <= {"history", "sibling"}
     assert not tried_ages(proposer)
@@ -144,7 +146,8 @@ def test_suffix_alone_finds_other_samples_and_epochs():
 )
 def test_windows_follow_costs_and_budget_unless_fixed(always, costs, budget, wanted):
     proposer, own = make(always=always, costs=costs), row()
-    proposer.track(own, draft(range(1000)), STEP)
+    own.draft = draft(range(1000))
+    proposer.track(own, STEP)
     for _ in range(2 if always else 1):
         begin = len(own.tokens)
         proposed = forward(proposer, [own], [range(1000)], room=400, budget=budget)
@@ -155,9 +158,11 @@ def test_rollout_counts_equal_hand_counts():
     """A row with an old draft that goes wrong, one without, and an uncounted one drafted ahead."""
     proposer = make("bubble")
     old, bare, ahead = row(0), row(1), row(0, visit=STEP + 1)
-    proposer.track(old, draft(range(10, 18), version=2), STEP)
-    proposer.track(bare, None, STEP)
-    proposer.track(ahead, draft(range(10, 40), version=1), STEP, is_counted=False)
+    old.draft = draft(range(10, 18), version=2)
+    proposer.track(old, STEP)
+    proposer.track(bare, STEP)
+    ahead.draft = draft(range(10, 40), version=1)
+    proposer.track(ahead, STEP, is_counted=False)
     truths = [[10, 11, 12, 13, 50, 51, 52], range(80, 90), range(10, 40)]
     proposed = [forward(proposer, [old, bare, ahead], truths) for _ in range(3)]
     assert [p[0] for p in proposed] == [[10, 11, 12], [14, 15, 16], []]
@@ -184,7 +189,8 @@ def test_unprofitable_proposals_pause_queries():
     """Until queries take LOOK_SHARE of the time, at most MAX_PAUSE forwards; none once they pay."""
     dear, cheap = cost(1e-9, 0.0, 1.0), cost()  # a token costs what it brings at best
     proposer, own = make("bubble", always=False, costs=dear), row()
-    proposer.track(own, draft(range(1000)), STEP)
+    own.draft = draft(range(1000))
+    proposer.track(own, STEP)
 
     def looked_at(num_forwards: int, overhead_s: float) -> list[int]:
         looked = []
@@ -206,7 +212,8 @@ def test_unprofitable_proposals_pause_queries():
 def test_found_drafts_are_used_whatever_the_query_took():
     """A pause follows, except where the source weighs its own time."""
     proposer, own = make("bubble", always=False, costs=cost()), row()
-    proposer.track(own, draft(range(1000)), STEP)
+    own.draft = draft(range(1000))
+    proposer.track(own, STEP)
     proposer._overhead_s = 100.0  # of a forward's second
     found = [len(forward(proposer, [own], [range(1000)])[0]) for _ in range(module.MAX_PAUSE + 2)]
     assert found[0] and found[-1] and not any(found[1:-1])
@@ -215,7 +222,8 @@ def test_found_drafts_are_used_whatever_the_query_took():
     source.propose = lambda *of: proposer.clock.sleep(seconds) or propose(*of)
     source.weighs_its_time = True
     proposer.begin()
-    proposer.track(own, draft(range(1000)), STEP)
+    own.draft = draft(range(1000))
+    proposer.track(own, STEP)
     proposer._overhead_s = 0.0
     assert all(len(forward(proposer, [own], [range(1000)])[0]) for _ in range(9))
     assert proposer._overhead_s < 1e-3 and proposer.take_spent()[0] >= 9 * seconds
@@ -246,15 +254,17 @@ def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
     monkeypatch.setattr(sources, "SuffixIndex", Recorder)
     proposer = make("bubble+suffix")
     own, continued = row(0), row(1, tokens=[8, 9, 10])
-    proposer.track(own, draft(range(10, 14)), STEP)
-    proposer.track(continued, None, STEP)
+    own.draft = draft(range(10, 14))
+    proposer.track(own, STEP)
+    proposer.track(continued, STEP)
     proposer.observe([continued], *np.array([[11], [1], [0], [0]]))
     continued.tokens = np.array([8, 9, 10, 11])
     assert not drafts and not indexed, "a group is indexed when it is first needed"
     truths = [range(10, 30), range(8, 30)]
     assert forward(proposer, [own, continued], truths, room=2) == [[10, 11], [12, 13]]
     late = row(2)
-    proposer.track(late, draft(range(60, 64)), STEP)
+    late.draft = draft(range(60, 64))
+    proposer.track(late, STEP)
     for _ in range(2):
         forward(proposer, [own, continued, late], [*truths, range(60, 90)], room=2)
     assert proposer.acceptance.row_forwards == 9
@@ -327,7 +337,8 @@ def test_source_is_queried_for_unserved_rows_alone():
     guesses = Guesses({drafted.id: list(range(70, 99)), guessed.id: [20, 21, 99, *range(23, 40)]})
     proposer = with_sources(OwnDrafts(), guesses)
     for each in (drafted, guessed, bare):
-        proposer.track(each, draft(range(10, 40)) if each is drafted else None, STEP)
+        each.draft = draft(range(10, 40)) if each is drafted else None
+        proposer.track(each, STEP)
     truths = [[*range(10, 15), 99, 76, 77, 78, 79, 80], range(20, 40), range(50, 70)]
     proposed = [forward(proposer, [drafted, guessed, bare], truths) for _ in range(3)]
     assert [p[0] for p in proposed] == [[10, 11, 12], [14, 15, 16], [76, 77, 78]]
@@ -352,7 +363,8 @@ def with_guess(guess: list[int], tokens) -> tuple[Proposer, Row, Guesses]:
     guesses = Guesses({one.id: guess})
     guesses.chance = 1.0
     proposer = with_sources(OwnDrafts(), guesses)
-    proposer.track(one, draft(tokens), STEP)
+    one.draft = draft(tokens)
+    proposer.track(one, STEP)
     return proposer, one, guesses
 
 
@@ -375,7 +387,7 @@ def test_given_up_source_is_tried_again():
         proposer.begin()
         for each in rows:
             each.tokens = each.tokens[:0]
-            proposer.track(each, None, STEP)
+            proposer.track(each, STEP)
             guesses.guesses[each.id] = list(range(50, 550)) if rollout else [7] * 500
         for _ in range(8):
             forward(proposer, rows, [range(50, 600)] * len(rows))
@@ -405,8 +417,8 @@ def test_sources_that_need_results_are_not_asked_while_tokens_are_in_flight():
 
     proposer = Proposer([Waiting()], CostModel(), always=True)
     proposer.begin()
-    row = Row(SampleId(0, 0, 0), (1,), 20)
-    proposer.track(row, Draft(np.arange(9, dtype=np.int32), True, 0), 1)
+    row = Row(SampleId(0, 0, 0), (1,), 20, draft=Draft(np.arange(9, dtype=np.int32), True, 0))
+    proposer.track(row, 1)
     one = np.array([1])
     given = [row], 0 * one, 15 * one, 64
     assert proposer.needs_results and proposer.propose(*given, ahead=0 * one)[1] == 6

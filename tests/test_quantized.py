@@ -25,14 +25,16 @@ from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.lora import add_adapter
 from bubblespec.mechanisms.quantized import products
-from bubblespec.mechanisms.quantized.chains import AHEAD, LEADS, Leads, rows_to_continue
 from bubblespec.mechanisms.quantized.copy import Copy, Layers, observe_inputs
-from bubblespec.mechanisms.quantized.mechanism import RENEWAL_SHARE, QuantizedMechanism
+from bubblespec.mechanisms.quantized.mechanism import (
+    MAX_CHAIN_LENGTH,
+    RENEWAL_SHARE,
+    QuantizedMechanism,
+)
+from bubblespec.mechanisms.quantized.mechanism import make_source as source_of
 from bubblespec.mechanisms.quantized.products import INT8_CPU, Product, round_to_int4, round_to_int8
-from bubblespec.mechanisms.quantized.runner import CopyForward, CopyRunner, draw_among, exact_logits
-from bubblespec.mechanisms.quantized.source import MAX_CHAIN_LENGTH, QuantizedSource
+from bubblespec.mechanisms.quantized.runner import CopyForward, CopyRunner, exact_logits
 from bubblespec.planner.costs import KNOTS, CostModel
-from bubblespec.planner.windows import MIN_GAIN
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import make_runner
 from tests.helpers.graphs import needs_interpreter, stand_in
@@ -173,7 +175,7 @@ def test_renewals_have_the_credit_of_one_rollout():
     """What rollouts leave is lost; what they take too much the next one lacks."""
     model = make_policy("llama")
     source = make_source(model, make_copy(model), SamplingParams(), 2)
-    made, limits = QuantizedMechanism(source, Config(), time), []
+    made, limits = QuantizedMechanism(source, source.runner.copy, Config(), time), []
     made.copy.renew = lambda clock, limit_s: limits.append(limit_s) or taken.pop(0)
     taken, plan = [0.0, 0.0, 0.3, 0.0], SimpleNamespace(step=1, is_on=True, without=frozenset())
     for _ in range(4):
@@ -213,59 +215,6 @@ def test_renewal_takes_the_oldest_parts_first_and_all_in_the_end(adapters):
 # Chains
 
 
-def made_cost(random, scale: float) -> CostModel:
-    coefficients = scale * 10.0 ** random.uniform(-1, 0, 5) * (1, 0.05, 0.05, 0.05, 1e-4)
-    return CostModel.from_parameters(np.append(coefficients, np.zeros(len(KNOTS))))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_rows_continue_where_tokens_per_second_rise_most(seed):
-    """Against all subsets of rows, and each number of tokens that is looked ahead."""
-    random = np.random.default_rng(seed)
-    active, count = 8, int(random.integers(1, 7))
-    cost, copy_cost = made_cost(random, 1.0), made_cost(random, 0.4)
-    chance, mean = random.uniform(0.2, 1.0, count), random.uniform(0.5, 0.97)
-    state = {"gained": 8 + random.uniform(0, 3), "drafted": int(random.integers(0, 9))}
-    state |= {
-        "spent_s": random.choice([0.0, random.uniform(0, 1)]),
-        "active": active,
-        "kv_tokens": 900,
-    }
-
-    def rate(rows: tuple[int, ...], ahead: int) -> float:
-        tokens = active + state["drafted"] + len(rows) * ahead
-        seconds = state["spent_s"] + float(cost.seconds(active, tokens, int(tokens > active), 900))
-        if rows:
-            kv_tokens = len(rows) * 900 / active
-            seconds += ahead * float(copy_cost.seconds(len(rows), len(rows), 0, kv_tokens))
-        gained = sum(chance[row] * mean**n for row in rows for n in range(1, ahead + 1))
-        return (state["gained"] + gained) / seconds
-
-    rates = {
-        (rows, int(ahead)): rate(rows, int(ahead))
-        for size in range(1, count + 1)
-        for rows in itertools.combinations(range(count), size)
-        for ahead in AHEAD
-    }
-    best = max(rates, key=rates.__getitem__)
-    kept = rows_to_continue(chance, mean, cost=cost, copy_cost=copy_cost, **state)
-    least = MIN_GAIN if state["spent_s"] == 0 else 1.0
-    wanted = set(best[0]) if rates[best] > least * rate((), 0) else set()
-    assert set(kept.tolist()) == wanted
-
-
-def test_leads_count_how_often_tokens_were_right():
-    leads, random = Leads(), np.random.default_rng(0)
-    of_tokens = random.uniform(0, 6, 4000)
-    is_right = random.random(4000) < np.where(of_tokens < 1.0, 0.6, 0.97)
-    for part in np.split(np.arange(4000), 8):
-        leads.observe(of_tokens[part], is_right[part])
-    assert leads.mean == pytest.approx(is_right.mean(), abs=0.01)
-    for lead, kind in ((0.7, 3), (3.0, 5)):
-        alike = LEADS.searchsorted(of_tokens) == kind
-        assert leads.chances(np.array([lead]))[0] == pytest.approx(is_right[alike].mean(), abs=0.02)
-
-
 PARAMS = [
     SamplingParams(),
     SamplingParams(temperature=0.0),
@@ -283,7 +232,7 @@ def test_draw_among_all_tokens_is_the_samplers(params):
     keys = torch.randint(-(2**31), 2**31, (40, 4), generator=generator).int()
     position = torch.arange(40) % 8
     order = logits.argsort(descending=True)
-    token, lead = draw_among(logits.gather(1, order), order, keys, position, params)
+    token, lead = sampling.draw_among(logits.gather(1, order), order, keys, position, params)
     assert torch.equal(token, sampling.sample(logits, keys, position, params)[0])
     assert (lead >= 0).all()
 
@@ -303,7 +252,7 @@ def make_source(model, copy: Copy, params: SamplingParams, num_slots: int, **opt
     flat = CostModel.from_parameters(np.append([1.0, 0, 1e-6, 0, 0], np.zeros(len(KNOTS))))
     cheap = CostModel.from_parameters(np.append([0.02, 0, 1e-6, 0, 0], np.zeros(len(KNOTS))))
     clock = SimpleNamespace(perf_counter=lambda: 0.0)
-    return QuantizedSource(CopyRunner(copy, engine, params), flat, cheap, clock=clock)
+    return source_of(CopyRunner(copy, engine, params), flat, cheap, clock=clock)
 
 
 def generated(source, num_rows: int, limit: int = 40) -> tuple[list[Row], int]:
@@ -313,7 +262,7 @@ def generated(source, num_rows: int, limit: int = 40) -> tuple[list[Row], int]:
     engine.add(rows)
     proposer.begin()
     for row in rows:
-        proposer.track(row, None, 0)
+        proposer.track(row, 0)
     while not engine.is_idle:
         engine.step(source.runner.params, proposer)
     return rows, engine.num_forwards
@@ -334,7 +283,7 @@ def test_every_token_of_an_exact_copy_is_right(name, paged, params):
     rows, num_forwards = generated(source, 7)
     for row, other in zip(rows, plain(model, params, 7), strict=True):
         assert row.tokens.tolist() == other.tokens.tolist()
-    tried, right = source.leads.survival.counts[2:, 1].sum(axis=1)
+    tried, right = source.rates.survival.counts[2:, 1, -1]
     assert tried == right > 100
     assert num_forwards < 7 * 40 / 3 / 4
 
@@ -357,7 +306,7 @@ def test_renewed_copy_in_graphs_has_the_new_weights(monkeypatch):
     for seed in range(2):
         rows, num_forwards = generated(source, 3, 9)
         assert [row.tokens.tolist() for row in rows] == wanted[seed]
-        tried, right = source.leads.survival.counts[2:, 1].sum(axis=1)
+        tried, right = source.rates.survival.counts[2:, 1, -1]
         assert tried == right > 5 and num_forwards <= 4 * (seed + 1), "every draft is right"
         assert copies.graphs.num_replays > 4 * (seed + 1) and captures.pools.count(None) == 1
         source.runner.engine.reset()
@@ -390,7 +339,7 @@ def test_a_bad_copy_changes_no_token(kind):
     for row, wanted in zip(rows, plain(model, params, 7), strict=True):
         assert row.tokens.tolist() == wanted.tokens.tolist()
         assert np.allclose(row.logprob, wanted.logprob, rtol=0, atol=1e-9)
-    tried, right = source.leads.survival.counts[2:, 1].sum(axis=1)
+    tried, right = source.rates.survival.counts[2:, 1, -1]
     assert tried > right and (right > 0.5 * tried) == (kind == "int8")
 
 
@@ -430,7 +379,7 @@ def test_chains_end_at_limits_and_at_high_cost():
     assert [len(row.tokens) for row in rows] == [6] * 4
     assert source.chain_lengths[1:].sum() > 0 and not source.chain_lengths[6:].any()
     slow = CostModel.from_parameters(np.append([2.0, 0, 0, 0, 0], np.zeros(len(KNOTS))))
-    source.copy_cost = slow
+    source.own_cost = slow
     before = source.chain_lengths.copy()
     generated(source, 4)
     assert not (source.chain_lengths - before)[1:].any() and source.chance == 0.0
@@ -441,7 +390,7 @@ def test_cheap_copies_shorten_decoding():
     model = make_policy("llama")
     source = make_source(model, make_copy(model), SamplingParams(), 4)
     factors = source.shortening()
-    mean, lengths = source.leads.mean, np.arange(MAX_CHAIN_LENGTH + 1)
+    mean, lengths = source.rates.mean, np.arange(MAX_CHAIN_LENGTH + 1)
     gained = np.cumsum(mean**lengths)
     assert factors[0] == pytest.approx(((1.0 + 0.02 * lengths) / gained).min(), rel=1e-3)
     cost = CostModel.from_parameters(source.cost.parameters)

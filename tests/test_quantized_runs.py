@@ -73,7 +73,7 @@ def test_copy_without_numbers_on_one_rank_is_given_up(monkeypatch, tmp_path, cap
     train_in_virtual_time(*OPTIONS, "speculative.method=none", f"run.output_dir={plain}")
     train_on_threads(2, *OPTIONS, *COPY, f"run.output_dir={drafted}")
     assert digests(drafted) == digests(plain)
-    assert capfd.readouterr().err.count("the quantised copy drafts no more: ") == 1
+    assert capfd.readouterr().err.count("quantized drafts no more: ") == 1
     drafts = [line.get("drafts/quantized/tokens", 0) for line in read(drafted)]
     assert drafts[0] > drafts[1] > 0 == sum(drafts[2:])
 

@@ -11,9 +11,9 @@ import pytest
 import reasoning_gym
 import torch
 
+from bubblespec.config.imports import import_function
 from bubblespec.data.prompts import reasoning_gym_rows
 from bubblespec.errors import MAX_SHOWN, Interrupt, one_line
-from bubblespec.imports import import_function
 from bubblespec.rewards import mathematics as module
 from bubblespec.rewards.code import program_in
 from bubblespec.rewards.functions import (

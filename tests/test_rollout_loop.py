@@ -13,7 +13,6 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.rollout.board import ProgressBoard
-from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.tools.simulate.world import World as VirtualTime
@@ -38,7 +37,7 @@ from tests.helpers.rollouts import (
     tried_ages,
     update,
 )
-from tests.helpers.rows import loop_of
+from tests.helpers.rows import loop_of, loop_over
 
 
 @pytest.mark.parametrize("num_slots", [2, 24])
@@ -149,7 +148,7 @@ class Selecting:
         self.rows = self.table.make_rows(LIMIT)
         self.handed_on: list[Row] = []
         parts = (self.engine, board.ranks, PARAMS, self.rows, self.table)
-        self.loop = RolloutLoop(*parts, board=board, on_finished=self._hand_on)
+        self.loop = loop_over(*parts, board=board, on_finished=self._hand_on)
         self.wanted = plain(model, 0, FOUR_PROMPTS, launch.num_generations)[0]
         if stop_after is not None:
             step_engine = self.engine.step
@@ -220,14 +219,15 @@ def play_step(world: World, step: int, ranks: SimulatedRanks) -> dict:
     rows = rows_of(step, FOUR_PROMPTS[:1] if ranks.rank == 0 else FOUR_PROMPTS[1:])
     world.proposer.begin()
     for row in rows:
-        world.proposer.track(row, world.store.get(row.id), step)
+        row.draft = world.store.get(row.id)
+        world.proposer.track(row, step)
     # The less urgent half waits for the end of a rank's rows.
     plans = world.plans((step + 1, step + 2), FOUR_PROMPTS)
     half = len(plans) // 2
     plans = [plan._replace(co_scheduled=number < half) for number, plan in enumerate(plans)]
     parts = (plans, world.store, world.proposer, world.proposer.cost)
     ahead = DraftAhead(*parts, version=step, max_new_tokens=LIMIT)
-    options = {"proposer": world.proposer, "board": world.board, "tasks": [ahead]}
+    options = {"proposer": world.proposer, "board": world.board, "ahead": ahead}
     record = loop_of(world.engine, ranks, PARAMS, rows, **options).run()
     for group in groups_of(step, FOUR_PROMPTS):
         world.store.drop(map(group.sample, range(2)))

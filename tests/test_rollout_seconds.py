@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bubblespec.engine.batch import Load
 from bubblespec.planner.costs import CostModel, prefill_seconds, rollout_seconds
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.rows import (
@@ -17,6 +16,7 @@ from bubblespec.planner.rows import (
     forwards_survival,
     mean_length_beyond,
 )
+from bubblespec.types import Load
 from tests.helpers.planning import (
     CPU,
     GPU,

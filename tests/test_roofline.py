@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bubblespec.engine.batch import Load
+from benchmarks.measured_costs import predict, read_cases
 from bubblespec.mechanisms.quantized.products import LARGE
 from bubblespec.tools.simulate import roofline as module
-from bubblespec.tools.simulate.check import predict, read_cases
 from bubblespec.tools.simulate.recorded import load_cost
 from bubblespec.tools.simulate.roofline import (
     FITTED,
@@ -19,6 +18,7 @@ from bubblespec.tools.simulate.roofline import (
     copy_roofline,
     roofline,
 )
+from bubblespec.types import Load
 from tests.helpers.checks import refusal
 
 # Median milliseconds of the layers of vLLM 0.11.2 on an A100-SXM4-80GB: an excerpt of

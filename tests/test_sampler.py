@@ -10,7 +10,6 @@ import pytest
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
@@ -27,7 +26,7 @@ from bubblespec.rollout.sampler import Sampler
 from bubblespec.samples import Samples
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.tools.simulate.world import World as VirtualTime
-from bubblespec.types import Draft, Group, Launch, Row, ids_of
+from bubblespec.types import Draft, Group, Launch, Load, Row, ids_of
 from tests.helpers.rollouts import (
     ALONE,
     FOUR_PROMPTS,
@@ -209,8 +208,8 @@ def test_deferred_rows_become_drafts():
     for row, of_row in zip(rows, tokens, strict=False):
         row.tokens = of_row
     rows[0].finish = "stop"
-    sampler.store.put(rows[1].id, Draft(np.arange(1, 12, dtype=np.int32), True, 2))  # right so far
-    sampler.store.put(rows[2].id, Draft(np.arange(2, 12, dtype=np.int32), True, 2))  # wrong
+    rows[1].draft = Draft(np.arange(1, 12, dtype=np.int32), True, 2)  # right so far
+    rows[2].draft = Draft(np.arange(2, 12, dtype=np.int32), True, 2)  # wrong
     sampler.keep_as_drafts(rows[:4], 5)
     kept = [sampler.store.get(row.id) for row in rows[:4]]
     assert [len(draft.tokens) for draft in kept[:3]] == [8, 11, 6] and kept[3] is None
@@ -272,7 +271,8 @@ def test_lengths_are_learned_with_any_drafts():
             record = sampler.sample(step)
         lengths = sampler.stats.lengths
         drafts = [sampler.store.get(name) for name in sampler.schedule.launch(2).ids]
-        table, rows, _ = sampler.begin(sampler.schedule.launch(2), 2, sampler.store)
+        plan = sampler.prepare(sampler.schedule.launch(2), 2, sampler.store, frozenset())
+        table, rows = plan.table, plan.rows
         predicted = lengths.predict(table.launch.groups, 2, drafts)
         np.testing.assert_array_equal(table.rows.expected, predicted.expected)
         order = table.rows.expected[list(rows)] - table.rows.drafted[list(rows)]
@@ -322,7 +322,7 @@ def test_stats_count_shared_forwards():
     for row in rows.values():
         row.tokens = np.ones(20, np.int64)
     load = Load(6, 6, 0, 60, 0, 0)
-    forwards = [ForwardRecord(n, n + 1.0, 1.0, 0.0, *load, 6, 0, 0) for n in range(12)]
+    forwards = [ForwardRecord(n, n + 1.0, 1.0, 0.0, load, 6, 0, 0) for n in range(12)]
     record = RolloutRecord(0.0, 16.0, forwards, shared=[Span("shared", 12.0, 16.0)])
     record.shared_forwards = forwards[:8]
     options = {"num_slots": 8, "planning_s": 0.5, "used_share": 0.0, "without": frozenset()}

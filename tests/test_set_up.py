@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from bubblespec import loading
 from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
+from bubblespec.config.imports import import_quietly
 from bubblespec.data.fingerprints import check_equal, data_state
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import graphs
-from bubblespec.imports import import_quietly
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.loading import (
     check_vocabulary,

@@ -51,7 +51,7 @@ def test_sums_and_gathers_equal_plain_computation(tmp_path, num_ranks):
 
 def with_missing(ranks: Ranks, fate: str) -> str:
     collectives, own = open_collectives(ranks), np.ones(5)
-    ranks.place, ranks.timeout_s = "the TP tail", 2.0 if fate == "hangs" else 100.0
+    ranks.activity, ranks.timeout_s = "the TP tail", 2.0 if fate == "hangs" else 100.0
     try:
         for number in range(10):
             if ranks.rank == 1 and number == 7:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from bubblespec.__main__ import main
-from bubblespec.engine.batch import Load
 from bubblespec.planner.place import place_in_turn
 from bubblespec.rollout import board as boards
 from bubblespec.telemetry.timeline import KINDS
@@ -19,7 +18,7 @@ from bubblespec.tools.simulate.run import counted, simulate
 from bubblespec.tools.simulate.runner import CopyModel, DrafterModel
 from bubblespec.tools.simulate.workload import STOP, Spec, Texts, Workload
 from bubblespec.tools.simulate.world import World
-from bubblespec.types import Group
+from bubblespec.types import Group, Load
 from tests.helpers.simulated import (
     LinearCost,
     first_mismatch,

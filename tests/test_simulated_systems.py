@@ -8,8 +8,8 @@ import pytest
 from benchmarks import simulated_systems
 from benchmarks.shared import main
 from benchmarks.simulated_systems import CHANGES, SYSTEMS, scaled
-from bubblespec.engine.batch import Load
 from bubblespec.tools.simulate.roofline import roofline
+from bubblespec.types import Load
 
 SMALL = ["--sizes", "7b", "--lengths", "8k", "--longest", "100", "--steps", "2", "--prompts", "2"]
 

@@ -113,21 +113,22 @@ def test_abandoned_step_leaves_no_gradient(monkeypatch, tmp_path):
     of its samples alone."""
     stream_always(partial(monkeypatch.setattr, raising=False))
     options = [*OPTIONS, *STREAMED, "run.max_steps=1"]
-    end, norms = StreamGradients.end, []
+    run_loop, norms = RolloutLoop.run, []
     for name, is_stopped in (("undisturbed", False), ("stopped", True)):
         with virtual_time() as ranks:
             overrides = [*options, f"run.output_dir={tmp_path / name}"]
             trainer = build(load_config("configs/tiny_cpu_bulk.yaml", overrides), ranks)
             if is_stopped:
 
-                def stopped_end(work, ranks=ranks):
+                def stopped_run(loop, ranks=ranks):
+                    record = run_loop(loop)
                     ranks.must_stop = True
-                    end(work)
+                    return record
 
-                monkeypatch.setattr(StreamGradients, "end", stopped_end)
+                monkeypatch.setattr(RolloutLoop, "run", stopped_run)
                 with pytest.raises(StopRequested):
                     trainer.sample(0)
-                monkeypatch.setattr(StreamGradients, "end", end)
+                monkeypatch.setattr(RolloutLoop, "run", run_loop)
                 ranks.must_stop = False
                 assert trainer.learner.early.ids and trainer.learner.optimizer.flat_grad.any()
             train(trainer)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from bubblespec.engine.batch import Load
 from bubblespec.records import ForwardRecord, RolloutRecord, Span
 from bubblespec.telemetry.timeline import KINDS, LABELS, draw_lanes, gather_lanes, step_spans
+from bubblespec.types import Load
 from tests.helpers.runs import read, run
 
 
@@ -32,7 +32,7 @@ def lane(*events: tuple[str, float, float]) -> np.ndarray:
 def forward(end_s: float, load: Load, own_rows: int = 4, ahead_rows: int = 0) -> ForwardRecord:
     """Return a forward of a second: 0.125 s of the host's, 0.25 s for proposals."""
     rows = (own_rows, ahead_rows, 0)
-    return ForwardRecord(end_s - 1.0, end_s, 0.625, 0.25, *load, *rows)
+    return ForwardRecord(end_s - 1.0, end_s, 0.625, 0.25, load, *rows)
 
 
 def test_neighbours_of_one_kind_are_joined():

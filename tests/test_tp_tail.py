@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from bubblespec.config import Config
+from bubblespec.draft.chains import ChainSource
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import History
 from bubblespec.engine.engine import Engine
@@ -14,7 +15,6 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.mechanisms.drafter.runner import DrafterRunner
-from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.tp_tail import tail as tp_tail
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup
 from bubblespec.mechanisms.tp_tail.tail import ROWS, STOP_INTERVAL, TPTail, make_tp_tail
@@ -23,7 +23,6 @@ from bubblespec.planner.place import place_in_turn
 from bubblespec.planner.rows import Rows
 from bubblespec.planner.stats import RunStats
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Draft
@@ -44,7 +43,7 @@ from tests.helpers.rollouts import (
     plain,
     plain_rows,
 )
-from tests.helpers.rows import launch_of
+from tests.helpers.rows import launch_of, loop_over
 
 NUM_ROWS = 12  # of four prompts, three responses each
 
@@ -52,9 +51,9 @@ NUM_ROWS = 12  # of four prompts, three responses each
 class TimedRunner(DrafterRunner):
     """A chain takes virtual time."""
 
-    def draft(self, *arguments):
+    def draw(self, *arguments):
         self.engine.clock.sleep(1e-4)
-        return super().draft(*arguments)
+        return super().draw(*arguments)
 
 
 def play(
@@ -87,21 +86,25 @@ def play(
             )
             proposer.begin()
             for row in rows.values():
-                proposer.track(row, Draft(drafts[row.id], False, 0), version=1)
+                row.draft = Draft(drafts[row.id], False, 0)
+                proposer.track(row, version=1)
         source = None
         if has_drafter:
             drafter = Drafter(model, np.arange(VOCAB))
             engine.clock = tail.engine.clock = ranks.clock
             runner = TimedRunner(drafter, engine, PARAMS)
-            source = DrafterSource(runner, fixed_cost(), ranks.clock)
-            source.choose_length = lambda active, count: 3
-            source.enable(True)
+            costs = fixed_cost(), fixed_cost()
+            source = ChainSource(
+                "drafter", runner, *costs, prior=0.6, longest=3, always=True, clock=ranks.clock
+            )
             together = TimedRunner(drafter, tail.engine, PARAMS)
+            for own in (runner, together):
+                own.enable(True)
             tail.companions.append(lambda engine: source.moved_to(together))
             proposer = Proposer([source], source.cost, always=True, clock=ranks.clock)
             proposer.begin()
             for row in rows.values():
-                proposer.track(row, None, version=1)
+                proposer.track(row, version=1)
         run, launch = tail.run, shared.launch
 
         def noted(loop):
@@ -119,7 +122,7 @@ def play(
         tail.run, shared.launch = noted, watched
         board = ProgressBoard(ranks, 120, SimulatedTicks(ranks), interval_s=0)
         parts = {"proposer": proposer, "board": board, "take_over": tail}
-        loop = RolloutLoop(engine, ranks, PARAMS, rows, table, on_finished=finished.append, **parts)
+        loop = loop_over(engine, ranks, PARAMS, rows, table, on_finished=finished.append, **parts)
         record = loop.run()
         found = {"rows": rows, "finished": finished, "entered": entered, "record": record}
         results[rank] = found | {"board": board, "chains": num_chains}
@@ -172,9 +175,9 @@ def test_responses_equal_without_tail(monkeypatch, num_ranks, max_rows, page_siz
     for result in ranks:
         first = result["record"].shared_forwards[0]
         if not can_move:
-            assert first.tokens > 2 * first.rows and first.prompt_tokens > 0
+            assert first.load.tokens > 2 * first.load.rows and first.load.prompt_tokens > 0
         elif max_rows < 12:  # all rows have decoded
-            assert first.rows == first.tokens == len(lengths)
+            assert first.load.rows == first.load.tokens == len(lengths)
         (span,) = result["record"].shared
         assert span in result["record"].spans and span.end_s > span.begin_s
         assert result["board"].is_over and not had_stop_request(result)

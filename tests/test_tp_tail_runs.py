@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from bubblespec.engine.batch import Load
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.mechanisms.tp_tail.tail import TPTail
 from bubblespec.planner.stats import RunStats
@@ -18,6 +17,7 @@ from bubblespec.tools.simulate.recorded import (
     sections_of,
 )
 from bubblespec.tools.simulate.run import simulate
+from bubblespec.types import Load
 from tests.helpers.checks import refusal
 from tests.helpers.clocks import forward_seconds
 from tests.helpers.runs import digests, read

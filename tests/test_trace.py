@@ -10,7 +10,6 @@ import torch
 
 from bubblespec.config import Config, RunConfig
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.batch import Load
 from bubblespec.records import ForwardRecord, RolloutRecord, Span, StepRecord
 from bubblespec.telemetry.trace import Recorder
 from bubblespec.tools.simulate.command import SECTIONS, simulated_config
@@ -24,7 +23,7 @@ from bubblespec.tools.simulate.recorded import (
 )
 from bubblespec.tools.simulate.run import simulate
 from bubblespec.tools.simulate.workload import Texts
-from bubblespec.types import Draft, Group, Prompt, SampleId
+from bubblespec.types import Draft, Group, Load, Prompt, SampleId
 from tests.helpers.checks import refusal
 from tests.helpers.clocks import forward_seconds, train_in_virtual_time
 from tests.helpers.rows import record_of, samples_of
@@ -141,7 +140,7 @@ def one_step(step: int, drafts: dict[SampleId, Draft] | None = None) -> StepReco
     truncated = np.array([True, False, False, True])
     samples = samples_of(groups, tokens, is_truncated=truncated, rewards=rewards.reshape(-1, 1))
     rows = {"own_rows": 2, "ahead_rows": 1, "looked_up_rows": 3}
-    forward = ForwardRecord(10.0, 10.5, 0.375, 0.125, *Load(3, 9, 2, 40, 5, 1), **rows)
+    forward = ForwardRecord(10.0, 10.5, 0.375, 0.125, Load(3, 9, 2, 40, 5, 1), **rows)
     ends = [1.0, 3.0, 3.5, 4.0, 6.0]
     stages = list(map(Span, ("gen", "wait", "reward", "train"), ends, ends[1:]))
     rollouts = [RolloutRecord(10.0, 11.0, [forward]), RolloutRecord(12.0, 12.5)]

@@ -29,7 +29,7 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.samples import digest
 from bubblespec.trainer import Trainer
-from bubblespec.types import Group, Prompt
+from bubblespec.types import Group, Load, Prompt
 from tests.helpers.rows import samples_of
 from tests.helpers.runs import SHORT, read, weights
 
@@ -131,13 +131,13 @@ def test_an_evaluation_by_hand(monkeypatch):
     sampling = SamplingParams(0.9, 0.8, 7, (3,), 2)
 
     def generate(loop):
-        rows = loop.rows
-        used.append((loop.params, [(*row.id, row.max_new_tokens) for row in rows.values()]))
+        rows = loop.plan.rows
+        used.append((loop.plan.params, [(*row.id, row.max_new_tokens) for row in rows.values()]))
         for row, length in zip(rows.values(), lengths, strict=True):
             row.tokens, row.finish = np.arange(length), "length" if length == 6 else "stop"
             row.logprob = row.full_logprob = np.zeros(length, np.float32)
-            loop.on_finished(row)
-        forwards = [ForwardRecord(*[0.0] * 4, *[0] * 6, own_rows, 0, 0) for own_rows in (8, 5)]
+            loop.plan.scoring.on_finished(row)
+        forwards = [ForwardRecord(*[0.0] * 4, Load(0, 0), own_rows, 0, 0) for own_rows in (8, 5)]
         return RolloutRecord(forwards=forwards)
 
     monkeypatch.setattr(RolloutLoop, "run", generate)
@@ -154,9 +154,9 @@ def test_an_evaluation_by_hand(monkeypatch):
         "engine": SimpleNamespace(num_slots=8),
         "stats": RunStats(cost=CostModel()),
     }
-    parts |= {"mechanisms": [], "store": DraftStore(0)}
+    parts |= {"mechanisms": [], "store": DraftStore(0), "planning_s": 0.0}
     trainer = make_trainer(config, parts, eval_prompts=prompts, num_updates=12)
-    trainer.ranks.clock = SimpleNamespace(perf_counter=iter((2.0, 5.5)).__next__)
+    trainer.ranks.clock = SimpleNamespace(perf_counter=iter([2.0] * 7 + [5.5]).__next__)
     assert trainer.evaluate().metrics == {
         "eval/reward": (3 + 5) / 8,
         "eval/completions/mean_length": 30 / 8,

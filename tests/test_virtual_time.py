@@ -5,7 +5,6 @@ import pytest
 
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import History
-from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -14,7 +13,7 @@ from bubblespec.rollout.board import LINGER_S, ProgressBoard, RankState
 from bubblespec.tools.simulate import world as world_module
 from bubblespec.tools.simulate.runner import SimulatedRunner
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
-from bubblespec.types import Draft, Row, SampleId
+from bubblespec.types import Draft, Load, Row, SampleId
 from tests.helpers.clocks import Clock
 from tests.helpers.simulated import LinearCost, run_to_end
 
@@ -170,7 +169,8 @@ def test_simulated_forwards_equal_real_forwards(make_model, slots, budget, has_d
         proposer = make_proposer(sources, history, CostModel(), has_drafts=True, clock=Clock())
         proposer.begin()
         for row in rows:
-            proposer.track(row, drafts[row.id], 3)
+            row.draft = drafts[row.id]
+            proposer.track(row, 3)
         loads = run_to_end(Engine(runner), rows, params, proposer)
         counts = vars(proposer.acceptance) | {"looked_up_rows": proposer.take_spent()[1]}
         return loads, counts | {"accepted_lengths": counts["accepted_lengths"].tolist()}

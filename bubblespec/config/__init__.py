@@ -157,9 +157,6 @@ class EnvironmentConfig:
     drafts; 0 runs them in the main process, unprotected from what hangs or crashes."""
     timeout_s: float = key(60.0, above(0), resume=SAFE)
     """Seconds that a call may take in a worker; taking longer is the tool's error."""
-    deterministic: bool = key(True, resume=SAFE)
-    """Whether equal columns, seeds and actions have equal results. A replay that differs ends the
-    run then; otherwise it is counted."""
     draft: bool = key(True, resume=SAFE)
     """Whether drafts run copies of the environment; false where tools have side effects."""
 

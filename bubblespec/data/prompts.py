@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bubblespec.config.imports import import_quietly
 from bubblespec.data.fingerprints import hash_text, plain_text
 from bubblespec.errors import InputError, one_line, shown
-from bubblespec.imports import import_quietly
 from bubblespec.types import Prompt
 
 _EXTRA = 1 << 40  # first epoch of the orders of extra prompts, beyond any real epoch

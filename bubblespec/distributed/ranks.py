@@ -55,7 +55,9 @@ class Ranks:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.is_main = self.rank == 0
-        self.place = "set-up"  # what the ranks are doing, for the message that names a missing one
+        self.activity = (
+            "set-up"  # what the ranks are doing, for the message that names a missing one
+        )
         self.must_stop = False  # a stop request to this rank, which `barrier_or_stop` exchanges
         self.signal = 0  # that requested it
         self.exit_code = 0  # of the process: 128 + the signal after which all ranks have stopped
@@ -155,7 +157,9 @@ class Ranks:
             work, nap_s = start(), 1e-5
             while not work.is_completed():
                 if time.monotonic() > deadline:
-                    self.watchdog.fail(self.place, f"no answer for {self.timeout_s:g} s", deadline)
+                    self.watchdog.fail(
+                        self.activity, f"no answer for {self.timeout_s:g} s", deadline
+                    )
                 if self.must_stop:
                     self.watchdog.request_stop()
                 time.sleep(nap_s)
@@ -171,7 +175,7 @@ class Ranks:
         """
         deadline = time.monotonic() + self.timeout_s
         if self.world_size > 1:
-            self.watchdog.enter(self.place)
+            self.watchdog.enter(self.activity)
         try:
             yield deadline
         except OWN_ERRORS:
@@ -179,7 +183,7 @@ class Ranks:
         except RuntimeError as error:  # gloo: a rank has left, or its own time-out
             if self.world_size == 1:
                 raise
-            self.watchdog.fail(self.place, one_line(error), deadline)
+            self.watchdog.fail(self.activity, one_line(error), deadline)
 
 
 def one_line(error: Exception) -> str:
@@ -215,7 +219,7 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         threading.Thread(target=ranks.watchdog.follow, args=(is_over,), daemon=True).start()
     try:
         yield ranks
-        ranks.place = "the end of the run"
+        ranks.activity = "the end of the run"
         ranks.barrier()
         is_over.set()
         for free in ranks.before_end:

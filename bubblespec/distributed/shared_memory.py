@@ -134,7 +134,7 @@ class SharedCollectives:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"no answer for {ranks.timeout_s:g} s")
         except RuntimeError as error:
-            ranks.watchdog.fail(ranks.place, str(error), time.monotonic())
+            ranks.watchdog.fail(ranks.activity, str(error), time.monotonic())
         return self.posted
 
 

@@ -28,7 +28,7 @@ from bubblespec.planner.costs import CostModel
 from bubblespec.planner.survival import ALIGNED, OFFERED, PROPOSED, Survival
 from bubblespec.planner.windows import WINDOWS, choose_windows
 from bubblespec.records import Acceptance
-from bubblespec.types import Draft, Row
+from bubblespec.types import Row
 
 PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6}  # survival by source
 PRIOR = 0.5  # survival of another source
@@ -113,13 +113,13 @@ class Proposer:
         counts.draft_tokens, counts.covered_tokens, counts.accepted_tokens = totals
         return counts
 
-    def track(self, row: Row, draft: Draft | None, version: int, is_counted: bool = True) -> None:
+    def track(self, row: Row, version: int, is_counted: bool = True) -> None:
         """Propose for a row from now on.
 
         version: updates of the current weights; is_counted: whether the row is of this step."""
         self._read()
-        age = 0 if draft is None else min(version - draft.version, MAX_AGE)
-        number = self._numbers[id(row)] = self.tracked.add(row, draft, age, is_counted)
+        age = 0 if row.draft is None else min(version - row.draft.version, MAX_AGE)
+        number = self._numbers[id(row)] = self.tracked.add(row, row.draft, age, is_counted)
         self._last = ([], *self._last[1:])
         for source in self.sources:
             source.track(number)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bubblespec.config.imports import call, import_path
 from bubblespec.draft.store import History
 from bubblespec.draft.suffix import (
     HISTORY,
@@ -26,7 +27,6 @@ from bubblespec.draft.suffix import (
 )
 from bubblespec.engine.ragged import doubled, spans
 from bubblespec.errors import InputError, one_line, shown
-from bubblespec.imports import call, import_path
 from bubblespec.planner.survival import ALIGNED
 from bubblespec.records import SOURCES
 from bubblespec.types import Draft, Row, SampleId

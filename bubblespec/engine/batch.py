@@ -17,18 +17,7 @@ import numpy as np
 
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import Drawn, SamplingParams
-from bubblespec.types import Row
-
-
-class Load(NamedTuple):
-    """The work of a forward."""
-
-    rows: int  # active rows
-    tokens: int  # tokens fed
-    wide_rows: int = 0  # rows that feed more than one token
-    positions: int = 0  # positions attended to, summed over rows
-    prompt_tokens: int = 0  # prompt tokens among the tokens fed
-    draft_tokens: int = 0  # draft tokens among the tokens fed
+from bubblespec.types import Load, Row
 
 
 class Plan(NamedTuple):

@@ -118,28 +118,34 @@ def widen(logits: torch.Tensor) -> torch.Tensor:
 
 
 def scale_and_restrict(
-    logits: torch.Tensor, num_generated, params: SamplingParams
+    logits: torch.Tensor, num_generated, params: SamplingParams, ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits [T, V] divided by the temperature, and the same with barred tokens at -inf.
 
-    Both are the given logits where nothing changes."""
+    ids: see `restrict`. Both are the given logits where nothing changes."""
     if params.temperature not in (0.0, 1.0):
         logits = widen(logits) / params.temperature
     if params.truncates:
         logits = widen(logits)
-    return logits, restrict(logits, num_generated, params)
+    return logits, restrict(logits, num_generated, params, ids)
 
 
-def restrict(logits: torch.Tensor, num_generated, params: SamplingParams) -> torch.Tensor:
+def restrict(
+    logits: torch.Tensor, num_generated, params: SamplingParams, ids: torch.Tensor | None = None
+) -> torch.Tensor:
     """Set barred tokens of logits [T, V], divided by the temperature, to -inf.
 
     Barred are early stop tokens, then all but the top_k, then all outside the nucleus (the smallest
-    set of best tokens with probability at least top_p)."""
+    set of best tokens with probability at least top_p). ids: [V] or [T, V], the tokens that the
+    logits are of; None: all tokens."""
     if params.stop_token_ids and params.min_length > 0:
-        too_early = num_generated < params.min_length
+        too_early = (num_generated < params.min_length)[:, None]
         stop = to_device(np.array(params.stop_token_ids), logits.device)
-        bars = logits[:, stop].masked_fill(too_early[:, None], float("-inf"))
-        logits = logits.index_copy(1, stop, bars)
+        if ids is None:
+            bars = logits[:, stop].masked_fill(too_early, float("-inf"))
+            logits = logits.index_copy(1, stop, bars)
+        else:
+            logits = logits.masked_fill(torch.isin(ids, stop) & too_early, float("-inf"))
     if 0 < params.top_k < logits.shape[1]:
         threshold = logits.topk(params.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, float("-inf"))
@@ -150,6 +156,25 @@ def restrict(logits: torch.Tensor, num_generated, params: SamplingParams) -> tor
         dropped = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, index, is_dropped)
         logits = logits.masked_fill(dropped, float("-inf"))
     return logits
+
+
+def draw_among(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    keys: torch.Tensor,
+    num_generated: torch.Tensor,
+    params: SamplingParams,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw from C of all tokens with a position's noise, int64 [T], as `sample` does from all.
+
+    Also return by how much the token wins against the second, float [T]. logits: [T, C]; ids: [C]
+    or [T, C], their tokens; keys, num_generated: see `sample`."""
+    _, allowed = scale_and_restrict(logits, num_generated, params, ids)
+    if params.temperature > 0.0:
+        allowed = add_gumbel(allowed, keys, ids.int())
+    best = allowed.topk(2)
+    token = ids.expand(logits.shape).gather(-1, best.indices[:, :1])
+    return token[:, 0], best.values[:, 0] - best.values[:, 1]
 
 
 def read(sampled: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Drawn:

@@ -15,8 +15,9 @@ import numpy as np
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, exchange
-from bubblespec.idle.task import IdleTask, Job
+from bubblespec.idle.task import LEAST_S, RankView
 from bubblespec.planner.costs import CostModel
+from bubblespec.planner.jobs import Job
 from bubblespec.types import Draft, Row, SampleId
 
 MAX_SLOWDOWN = 1.0  # by which co-scheduled drafts may slow a forward with own rows, by default
@@ -26,10 +27,12 @@ MAX_IDLE_FORWARDS, MAX_IDLE_SHARE = 2.0, 0.02
 MAX_WORTH_S = 1e3  # of a token, where nothing is weighed
 
 
-class DraftAhead(IdleTask):
+class DraftAhead:
     """Drafting in one rollout on one rank."""
 
     name = "draft_ahead"
+    """Name in metrics (`idle/NAME/...`)."""
+    view: RankView
 
     def __init__(
         self,
@@ -53,11 +56,26 @@ class DraftAhead(IdleTask):
         self._order = [job.key for job in plans]
         self._open = {job.key: job for job in plans}
         self._given: deque[Job] = deque()  # assigned to this rank, not yet in its engine
+        self._latest: Job | None = None  # assigned to this rank
         self._rows: set[Row] = set()  # unfinished drafts
         self.drafts: dict[SampleId, Draft] = {}  # made or continued by this rank
 
+    def begin(self, view: RankView) -> None:
+        """Start with a rollout."""
+        self.view = view
+
+    @property
+    def rate(self) -> float:
+        """Predicted seconds saved per second of the drafts that this rank makes, or could get."""
+        job = self._latest if self._given or self._rows else None
+        if job is None and self.capacity() > 0:
+            job = next(iter(self._open.values()), None)
+        return 0.0 if job is None else job.saves_s / max(job.costs_s, LEAST_S)
+
     def jobs(self) -> Iterable[Job]:
-        """Return all unassigned drafts."""
+        """Return all unassigned drafts, most urgent first, co-scheduled ones before others.
+
+        The same on every rank."""
         return self._open.values()
 
     def capacity(self) -> int:
@@ -65,12 +83,14 @@ class DraftAhead(IdleTask):
         return 0 if self.view.engine.queue else max(0, 2 * self._num_free() - len(self._given))
 
     def accept(self, job: Job, rank: int) -> None:
-        """Queue the job on its rank."""
+        """Queue the job on its rank. Called on all ranks."""
         del self._open[job.key]
         if rank == self.view.rank:
             self._given.append(job)
+            self._latest = job
+            self.view.record.idle[self.name].expected_s += job.saves_s
 
-    def run_slice(self) -> bool:
+    def fill(self) -> None:
         """Put queued jobs into free slots.
 
         Prompts of drafts are fed a little at a time, and only once all prompts of own rows are fed,
@@ -80,42 +100,44 @@ class DraftAhead(IdleTask):
         prefilling = [*engine.queue, *engine.prefilling()]
         if any(row in view.unfinished for row in prefilling):
             view.max_prefill_tokens = None
-            return False
+            return
         if prefilling or self._given:
             tokens = min(self._spare_s() / self.cost.coefficients[2], engine.max_num_batched_tokens)
             view.max_prefill_tokens = max(int(tokens), 1)
         if self._given and not engine.queue:
             for _ in range(min(self._num_free(), len(self._given))):
                 self._start(self._given.popleft())
-        return False
 
     def _start(self, job: Job) -> None:
         assert isinstance(job.key, SampleId)
         row, draft = Row(job.key, job.prompt, self.max_new_tokens), self.store.get(job.key)
         if draft is not None and self.view.begin is None:
-            row.tokens, draft = draft.tokens.astype(np.int64), None
+            row.tokens = draft.tokens.astype(np.int64)
+        else:
+            row.draft = draft
         self._rows.add(row)
         self.view.record.drafts_begun += bool(self.view.unfinished)
         # With an environment the row repeats the turns of its draft: tokens are verified, not kept.
-        self.proposer.track(row, draft, self.version, is_counted=False)
+        self.proposer.track(row, self.version, is_counted=False)
         self.view.add(row)
 
     def on_finished(self, row: Row) -> None:
-        """Note the finished draft."""
+        """Note the draft that a complete row of a coming step is."""
         if row in self._rows:
             self._rows.remove(row)
             self._note(row, is_finished=True)
 
     def end(self) -> None:
-        """Note the unfinished drafts, and the seconds of all drafts."""
+        """Note the unfinished drafts and the seconds of all, at the last tick: no forward comes."""
         self.view.engine.collect()
         for row in self._rows:
             self._note(row, is_finished=False)
         use, cost = self.view.record.idle[self.name], self.cost.coefficients
         for forward in self.view.record.forwards:
             if forward.ahead_rows and forward.own_rows:
-                row_s = cost[1] + cost[2] + cost[4] * forward.positions / forward.rows
-                use.seconds += forward.ahead_rows * row_s + cost[2] * forward.prompt_tokens
+                load = forward.load
+                row_s = cost[1] + cost[2] + cost[4] * load.positions / load.rows
+                use.seconds += forward.ahead_rows * row_s + cost[2] * load.prompt_tokens
             elif forward.ahead_rows:
                 use.seconds += forward.end_s - forward.begin_s
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from bubblespec.config.imports import call, import_function
 from bubblespec.errors import InputError, shown
-from bubblespec.imports import call, import_function
 from bubblespec.samples import Samples
 
 KEY = "loss.advantage_estimator"

@@ -19,10 +19,10 @@ import torch
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from bubblespec.config.imports import call, import_function
 from bubblespec.engine.ops import has_kernels
 from bubblespec.engine.output_head import OutputHead
 from bubblespec.errors import InputError, one_line, shown
-from bubblespec.imports import call, import_function
 from bubblespec.learn.optimizer import add_to
 
 # Kernels keep logits alone, in two bytes, which their gradient overwrites; elsewhere there are four

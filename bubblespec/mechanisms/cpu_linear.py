@@ -77,7 +77,7 @@ class PackedLinear(torch.nn.Linear):
         return linear(x, weight, bias)
 
     def partial(self, x: torch.Tensor, parts: tuple[slice, ...], is_rowwise: bool) -> torch.Tensor:
-        """See `weights.by_parts`."""
+        """Return partial products, as `weights.by_parts` does, packed where that is chosen."""
         if not is_inference_mode_enabled() or x.numel() // x.shape[-1] not in self.rows:
             return by_parts(linear, x, self, parts, is_rowwise)
         bias = None

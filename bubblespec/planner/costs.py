@@ -4,7 +4,6 @@ Placement, drafting, the TP tail and the guard all use these estimates."""
 
 import numpy as np
 
-from bubblespec.engine.batch import Load
 from bubblespec.planner.rows import (
     NUM_POINTS,
     TYPICAL_WINDOW,
@@ -14,6 +13,7 @@ from bubblespec.planner.rows import (
     forwards_horizon,
     forwards_survival,
 )
+from bubblespec.types import Load
 
 SLOWEST = 5.0  # times the predicted seconds; a slower forward was interrupted
 # Tokens of a forward at which the cost may bend. Matrix products have steps in the number of their

@@ -15,7 +15,5 @@ class Job(NamedTuple):
     """Predicted seconds of work; free where the rank waits."""
     co_scheduled: bool
     """Whether the job is worth slowing down a rank's own rows."""
-    rank: int | None = None
-    """The only rank that can do the job, or None for any."""
     prompt: tuple[int, ...] = ()
     """Prompt of a draft."""

@@ -1,4 +1,4 @@
-"""Windows: the number of draft tokens that each row feeds in a forward; and the length of chains.
+"""Windows: the number of draft tokens that each row feeds in a forward.
 
 A forward takes T seconds, and a draft token is accepted only if all tokens before it were. With
 survival s, the chance that one more token of a draft is right, the i-th token of a window adds s**i
@@ -96,26 +96,3 @@ def rate_below_which_chains_gain(
     and of verifying it."""
     net = float((gained - (1 + gained) * chain_s / (forward_s + chain_s)).max(initial=0.0))
     return net / (1 + net)  # a long proposal with rate s gains s / (1 - s) tokens
-
-
-def choose_chain_length(
-    acceptance_rates: np.ndarray,
-    cost: CostModel,
-    drafter_cost: CostModel,
-    active: int,
-    count: int,
-    kv_tokens: int,
-) -> int:
-    """Return the length of chains, 0 included, with most tokens per second for `count` rows.
-
-    The rows are some of the `active` ones.
-
-    acceptance_rates: float64 [n], chance that the first 1, 2, ..., n tokens of a chain are all
-    accepted; drafter_cost: cost of chains, with the drafter's forwards as rows; kv_tokens: attended
-    to by all active rows.
-    """
-    lengths = np.arange(len(acceptance_rates) + 1)
-    gained = active + count * np.concatenate(([0.0], np.cumsum(acceptance_rates)))
-    seconds = cost.seconds(active, active + count * lengths, count * (lengths > 0), kv_tokens)
-    drafter_s = drafter_cost.seconds(lengths, count * np.maximum(lengths, 1))
-    return int((gained / (seconds + np.where(lengths > 0, drafter_s, 0.0))).argmax())

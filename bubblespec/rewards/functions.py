@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bubblespec.config.imports import call, import_function, import_quietly
 from bubblespec.errors import InputError, is_interrupt, shown, trace_of
-from bubblespec.imports import call, import_function, import_quietly
 
 RewardFunction = Callable[..., list[float | None]]
 

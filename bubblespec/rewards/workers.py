@@ -51,7 +51,7 @@ class InProcess:
                     future.set_result([next(answers) for _ in own])
 
     def close(self) -> None:
-        """See `RewardWorkers`."""
+        """Do nothing: there are no workers."""
 
 
 class RewardWorkers:

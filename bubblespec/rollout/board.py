@@ -315,7 +315,7 @@ class ProgressBoard:
         return self.last_states
 
     def _tick_name(self) -> str:
-        return f"tick {self.num_ticks} of the {self.ranks.place}"
+        return f"tick {self.num_ticks} of the {self.ranks.activity}"
 
     def _fail(self, reason: str) -> NoReturn:
         describe = (lambda rank: str(self.last_states[rank])) if self.last_states else None

@@ -5,12 +5,13 @@ import math
 from bubblespec.draft.proposer import Proposer
 from bubblespec.idle.draft_ahead import MAX_SLOWDOWN, DraftAhead
 from bubblespec.planner.drafts import choose_lookahead, plan_drafts
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 
 
 class Drafting(Mechanism):
-    """Adds a `DraftAhead` task to each rollout in which something is left to draft."""
+    """Adds a `DraftAhead` to each rollout in which something is left to draft."""
 
     name = "drafting"
 
@@ -58,7 +59,7 @@ class Drafting(Mechanism):
         if co_scheduled and prices is not None and planning != "always":
             saved_s = sum(job.saves_s for job in co_scheduled)
             worth_s = prices.drafted_s * saved_s / sum(job.costs_s for job in co_scheduled)
-        task = DraftAhead(
+        plan.ahead = DraftAhead(
             jobs,
             store,
             self.proposer,
@@ -68,4 +69,3 @@ class Drafting(Mechanism):
             max_slowdown=math.inf if planning == "always" else MAX_SLOWDOWN,
             worth_s=worth_s,
         )
-        plan.tasks.append(task)

@@ -14,7 +14,7 @@ from bubblespec.errors import RewardsFailed
 from bubblespec.planner.stats import load_parts, state_of
 from bubblespec.records import RolloutRecord
 from bubblespec.rewards.functions import combine
-from bubblespec.rollout.sampler import Sampler, track, vocab_size_of
+from bubblespec.rollout.sampler import Sampler, vocab_size_of
 from bubblespec.samples import Samples, has_rewards
 from bubblespec.telemetry.report import evaluation_metrics, function_metrics, short_names
 from bubblespec.types import Draft, Group, Launch, Prompt
@@ -100,14 +100,12 @@ class Evaluator:
 
         version: updates of the weights. Raises StopRequested."""
         sampler, launch = self.sampler, Launch(groups, len(groups), num_generations)
-        table, rows, scoring = sampler.begin(launch, None, self.store)
-        plan = sampler.plan_rollout(launch, None, groups, scoring)
-        if self.proposer is not None and (len(self.store) or self.has_chains):
+        plan = sampler.prepare(launch, None, self.store, sampler.stats.guards.without)
+        plan.used, plan.params, plan.version = groups, params, version
+        if len(self.store) or self.has_chains:
             plan.proposer = self.proposer
-            track(self.proposer, rows, self.store, version)
-        record = sampler.carry_out(plan, table, rows, params)
-        sampler.ranks.barrier_or_stop()
-        samples = sampler.gather(table, rows, scoring)
+        samples, record, *_ = sampler.rollout(plan)
+        assert samples is not None
         if self.proposer is not None:
             self.store = DraftStore(self.store.max_tokens)
             # All of them, or the longest, as many as there is room for.

@@ -1,73 +1,38 @@
-"""The rollout loop: forwards, the ticks between them, and idle time given to tasks.
+"""The rollout loop: forwards, the ticks between them, and the use of idle time.
 
 A rank generates its rows of a step. At every tick the ranks exchange the lengths of their rows and
 their capacity for idle work, and draw the same conclusions: they abort rows that this step is not
-going to train on, begin a take-over, or assign the jobs of idle tasks. All leave at the same tick;
-unfinished idle jobs end there. A rollout that needs none of these is the same loop without ticks.
+going to train on, begin a take-over, or assign drafts of coming steps. All leave at the same tick;
+unfinished drafts end there. A rollout that needs none of these is the same loop without ticks.
 """
-
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.sampling import SamplingParams
-from bubblespec.idle.task import IdleTask, RankView, assign
-from bubblespec.planner.costs import CostModel
+from bubblespec.idle.task import LocalWork, RankView, assign
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.feed import RolloutProposer, RowFeed
-from bubblespec.rollout.table import Cutoff, RowTable
-from bubblespec.types import Row
+from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.table import Cutoff
+from bubblespec.types import Load, Row
 
 
-class TakeOver(Protocol):
-    """Finishes the unfinished rows of all ranks in place of the loop; on all ranks or on none."""
-
-    def is_near(self, table: RowTable) -> bool:
-        """Whether the take-over may be due soon, so that ticks have to stay frequent."""
-
-    def is_due(self, table: RowTable, states: list[RankState]) -> bool:
-        """Whether the take-over begins at this tick: a pure function of shared data."""
-
-    def run(self, loop: "RolloutLoop") -> None:
-        """Generate the unfinished rows of all ranks to their end.
-
-        Rows of this rank leave the loop's engine, and `loop.finish` gets each complete one."""
-
-
-@dataclass
 class RolloutLoop:
     """One rollout on one rank, to be `run` once."""
 
-    engine: Engine
-    ranks: Ranks
-    params: SamplingParams
-    rows: dict[int, Row]
-    """Rows of this rank by their index in the table, in admission order."""
-    table: RowTable
-    proposer: RolloutProposer | None = None
-    """Source of draft tokens, which tracks the rows already."""
-    board: ProgressBoard | None = None
-    """Needed for tasks, a take-over, or a launch that selects groups."""
-    tasks: list[IdleTask] = field(default_factory=list)
-    cost: CostModel | None = None
-    """Learns from every forward."""
-    on_finished: Callable[[Row], None] | None = None
-    """Called with each complete row of this rank that is certain to be trained on."""
-    take_over: TakeOver | None = None
-    feed: RowFeed = field(default_factory=RowFeed)
-
-    def __post_init__(self) -> None:
-        self.clock, self.selects = self.ranks.clock, self.table.launch.selects
+    def __init__(
+        self, engine: Engine, ranks: Ranks, board: ProgressBoard | None, plan: RolloutPlan
+    ):
+        """board: needed for idle work, a take-over, or a launch that selects groups."""
+        self.engine, self.ranks, self.board, self.plan = engine, ranks, board, plan
+        self.table, self.proposer, self.feed = plan.table, plan.proposer, plan.feed
+        self.ahead, self.works = plan.ahead, plan.works
+        self.clock, self.selects = ranks.clock, plan.launch.selects
         self.record = RolloutRecord()
-        self.unfinished = {row: index for index, row in self.rows.items()}
-        self.view = RankView(self.ranks.rank, self.engine, self.unfinished, self.record)
-        self._submitted: set[int] = set()  # indices of rows passed to on_finished
+        self.unfinished = {row: index for index, row in plan.rows.items()}
+        self.view = RankView(ranks.rank, engine, self.unfinished, self.record)
+        self._submitted: set[int] = set()  # indices of rows that are scored
         self._unlearned: tuple[Load, float] | None = None  # load and seconds of the last forward
         self._cutoff: Cutoff | None = self.table.cutoff() if self.selects else None
         self._ends = np.empty(0, np.int64)  # ends of the parts of a state's facts, but for the last
@@ -80,7 +45,7 @@ class RolloutLoop:
         self.engine.reset()
         self.feed.start(self.view, self.proposer)
         self.record.began_s = self._last_s = self.clock.perf_counter()
-        if self.tasks or self.selects or self.take_over is not None:
+        if self.plan.idle_uses or self.selects or self.plan.take_over is not None:
             self._run_with_ticks()
         else:
             while self.unfinished and not self.ranks.must_stop:
@@ -104,9 +69,9 @@ class RolloutLoop:
     def _run_with_ticks(self) -> None:
         board = self.board
         assert board is not None
-        self.record.idle = {task.name: IdleUse() for task in self.tasks}
-        for task in self.tasks:
-            task.begin(self.view)
+        for use in self.plan.idle_uses:
+            self.record.idle[use.name] = IdleUse()
+            use.begin(self.view)
         board.begin()
         while True:
             while (states := board.poll(self._state, not self.unfinished)) is not None:
@@ -116,7 +81,7 @@ class RolloutLoop:
             if not self.unfinished and board.are_others_done:
                 self._wait()  # the last tick is about to complete, and all would wait for new work
                 continue
-            goes_on = self._run_slices()
+            goes_on = self._use_idle_time()
             self._advance_feed()
             if self._can_step:
                 self._forward()
@@ -125,8 +90,8 @@ class RolloutLoop:
                     self._wait_for_feed()
                 else:
                     self._wait()
-        for task in self.tasks:
-            task.end()
+        if self.ahead is not None:
+            self.ahead.end()
         self.record.num_ticks = board.num_ticks
 
     def _act_on(self, states: list[RankState]) -> None:
@@ -137,26 +102,26 @@ class RolloutLoop:
             *(np.split(state.facts, self._ends) for state in states), strict=True
         )
         self.table.sync(row_states)
-        for task, by_rank in zip(self.tasks, published, strict=True):
-            task.receive(by_rank)
+        for work, by_rank in zip(self.works, published, strict=True):
+            work.receive(by_rank)
         if self.selects:
             self._select()
-        if self.take_over is not None and self.take_over.is_due(self.table, states):
-            self.take_over.run(self)
+        if self.plan.take_over is not None and self.plan.take_over.is_due(self.table, states):
+            self.plan.take_over.run(self)
             board.go_on()
             self._last_s = self.clock.perf_counter()
             return
-        jobs = [task.jobs() for task in self.tasks]
+        jobs = () if self.ahead is None else self.ahead.jobs()
         given = assign(jobs, capacities, [not state.is_done for state in states])
         for rank, assigned in enumerate(given):
-            for number, job in assigned:
-                self.tasks[number].accept(job, rank)
-                if rank == self.ranks.rank:
-                    self.record.idle[self.tasks[number].name].expected_s += job.saves_s
-        # Ticks stay frequent while jobs are assigned, or a cutoff or take-over waits for lengths.
-        # The end of the rollout does not need that: a rank that is done posts at once.
-        is_near = self.take_over is not None and self.take_over.is_near(self.table)
-        board.is_relaxed = not (self.selects or is_near or any(given))
+            for job in assigned:
+                self.ahead.accept(job, rank)
+        # Ticks stay frequent while drafts are assigned, idle ranks work with others' numbers, or
+        # a cutoff or take-over waits for lengths. The end of the rollout does not need that: a rank
+        # that is done posts at once.
+        is_near = self.plan.take_over is not None and self.plan.take_over.is_near(self.table)
+        can_work = bool(self.works) and any(state.is_done for state in states)
+        board.is_relaxed = not (self.selects or is_near or any(given) or can_work)
 
     def _select(self) -> None:
         """Abort rows that the cutoff excludes; submit finished ones that it includes."""
@@ -180,10 +145,10 @@ class RolloutLoop:
         self._submit(self._note_end(row))
 
     def _submit(self, index: int) -> None:
-        """Pass a complete row that is trained on to `on_finished`, once."""
-        if index not in self._submitted and self.on_finished is not None:
+        """Begin to score a complete row that is trained on, once."""
+        if index not in self._submitted and self.plan.scoring is not None:
             self._submitted.add(index)
-            self.on_finished(self.rows[index])
+            self.plan.scoring.on_finished(self.plan.rows[index])
 
     def _note_end(self, row: Row) -> int:
         """Note that a row has left the rollout; return its index."""
@@ -202,18 +167,30 @@ class RolloutLoop:
                 longest = max(longest, length)
         return longest
 
-    def _run_slices(self) -> bool:
-        """Run a slice of each task; return whether any has more to do."""
-        goes_on = any([task.run_slice() for task in self.tasks])  # noqa: C419 (each one runs)
-        if self.record.slices:
-            self._last_s = max(self._last_s, self.record.slices[-1].end_s)
-        return goes_on
+    def _use_idle_time(self) -> bool:
+        """Begin drafts, or do a slice of work; return whether another slice is due."""
+        if self.ahead is not None:
+            self.ahead.fill()
+        if (work := self._best_work()) is None:
+            return False
+        work.run_slice()
+        self._last_s = max(self._last_s, self.record.slices[-1].end_s)
+        return self._best_work() is not None
+
+    def _best_work(self) -> LocalWork | None:
+        """Return the work that saves most per second now; None where drafts save more, or nothing.
+
+        On a rank whose own rows all wait, drafts take no time from it."""
+        work = max(self.works, key=lambda work: work.rate, default=None)
+        drafts = 0.0 if self.ahead is None or self.unfinished else self.ahead.rate
+        return work if work is not None and work.rate > drafts else None
 
     def _state(self) -> RankState:
         """Return this rank's state for the next tick."""
         self._note_active()
-        capacities = np.array([task.capacity() for task in self.tasks], np.float64)
-        facts = [capacities, self.table.local_state(), *(task.publish() for task in self.tasks)]
+        takes_drafts = self.ahead is not None and (self.unfinished or self._best_work() is None)
+        capacity = np.array([self.ahead.capacity() if takes_drafts else 0], np.float64)
+        facts = [capacity, self.table.local_state(), *(work.publish() for work in self.works)]
         self._ends = np.cumsum([len(part) for part in facts])[:-1]  # the same on all ranks
         return RankState(len(self.unfinished), self.ranks.must_stop, np.concatenate(facts))
 
@@ -248,7 +225,7 @@ class RolloutLoop:
         if self.feed.is_running:  # some rows may be outside the engine
             own_rows = sum(row in unfinished for row in (*engine.rows, *engine.queue))
         limit = self.view.max_prefill_tokens
-        finished, load = engine.step(self.params, self.proposer, limit, self._catch_up)
+        finished, load = engine.step(self.plan.params, self.proposer, limit, self._catch_up)
         if load is None:
             return
         end = self.clock.perf_counter()
@@ -256,7 +233,7 @@ class RolloutLoop:
         if self.proposer is not None:
             propose_s, looked_up = self.proposer.take_spent()
         seconds = (self._last_s, end, end - begin - propose_s, propose_s)
-        record = ForwardRecord(*seconds, *load, own_rows, in_engine - own_rows, looked_up)
+        record = ForwardRecord(*seconds, load, own_rows, in_engine - own_rows, looked_up)
         self.record.forwards.append(record)
         # Proposing takes the GPU no time where the next forward is in flight already.
         self._unlearned = load, end - self._last_s - (0.0 if engine.flights else propose_s)
@@ -268,19 +245,19 @@ class RolloutLoop:
 
     def _catch_up(self) -> None:
         """Learn from the last forward, while a GPU computes the next one."""
-        if self.cost is not None and self._unlearned is not None:
-            self.cost.observe(*self._unlearned)
+        if self.plan.cost is not None and self._unlearned is not None:
+            self.plan.cost.observe(*self._unlearned)
         self._unlearned = None
         if self.proposer is not None:
             self.proposer.catch_up(is_free=self.ranks.device.type == "cuda")
 
     def _take_finished(self, finished: list[Row]) -> None:
-        """Note complete rows of this step, and pass others to the tasks."""
+        """Note complete rows, those of this step and drafts of coming ones."""
         unfinished = self.unfinished
         for row in finished:
             if row not in unfinished:
-                for task in self.tasks:
-                    task.on_finished(row)
+                if self.ahead is not None:
+                    self.ahead.on_finished(row)
                 continue
             index = self._note_end(row)
             if not self.selects:

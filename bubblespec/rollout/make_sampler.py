@@ -1,5 +1,7 @@
 """Making of a run's sampler."""
 
+from typing import Any
+
 from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
@@ -17,7 +19,6 @@ from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.drafting import Drafting
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.sampler import Sampler, vocab_size_of
-from bubblespec.rollout.scoring import Scorer
 
 VIRTUAL_TOKENS = (1 << 28, 1 << 28)  # of drafts and history: the simulator is about time
 
@@ -28,7 +29,7 @@ def make_sampler(
     engine: Engine,
     params: SamplingParams,
     schedule: StepSchedule,
-    scorer: Scorer,
+    scorer: Any,
     *,
     reward_weights: list[float],
     drafts_ahead: bool = True,

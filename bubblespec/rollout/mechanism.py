@@ -6,46 +6,13 @@ part of the core; the others live in bubblespec/mechanisms/, which only setup.py
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import DraftSource
-from bubblespec.idle.task import IdleTask
-from bubblespec.planner.guard import DRAFTS
 from bubblespec.records import RolloutRecord, StepRecord
-from bubblespec.rollout.feed import RolloutProposer, RowFeed
-from bubblespec.rollout.loop import TakeOver
-from bubblespec.rollout.scoring import Scoring
-from bubblespec.types import Group, Launch
-
-
-@dataclass
-class RolloutPlan:
-    """What one rollout generates, and the use of its idle time."""
-
-    launch: Launch
-    step: int | None
-    """Number of the step; None in an evaluation."""
-    used: list[Group]
-    """Groups that the step has drawn so far, those of this rollout included."""
-    scoring: Scoring | None
-    """Scoring of the responses; None where they are not scored."""
-    without: frozenset[str] = frozenset()
-    """What the guards leave out, see `Guards`."""
-    proposer: RolloutProposer | None = None
-    """Source of draft tokens; set after all mechanisms have amended the plan."""
-    take_over: TakeOver | None = None
-    """Common decoding of the last rows of all ranks."""
-    feed: RowFeed = field(default_factory=RowFeed)
-    tasks: list[IdleTask] = field(default_factory=list)
-    """Uses of idle time, the same on all ranks."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the guard allows drafts, and a TP tail that is entered by cost."""
-        return DRAFTS not in self.without
+from bubblespec.rollout.plan import RolloutPlan
 
 
 class Mechanism:

@@ -1,8 +1,8 @@
 """A step's samples: place its groups on ranks, generate, score, gather, and learn from timings."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,9 +13,8 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, History, exchange
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.idle.task import IdleTask
-from bubblespec.planner.costs import CostModel, rollout_seconds
-from bubblespec.planner.guard import PLACEMENT
+from bubblespec.planner.costs import rollout_seconds
+from bubblespec.planner.guard import DRAFTS, PLACEMENT
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
 from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import RolloutRecord, Span, StepRecord
@@ -24,11 +23,23 @@ from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.dynamic_sampling import join, num_lacking, select_trained
 from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
-from bubblespec.rollout.scoring import Scorer, Scoring
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.table import RowTable
 from bubblespec.samples import Samples, has_rewards
 from bubblespec.types import Draft, Group, Launch, Row
+
+
+class Rollout(NamedTuple):
+    """What a rollout has given."""
+
+    samples: Samples | None
+    """Samples of all ranks that are trained on; None where they are not scored."""
+    record: RolloutRecord
+    stages: list[Span]
+    """Successive spans: gen, wait and reward."""
+    spans: list[Span]
+    """Details within the stages: exchange, after a rollout of a step."""
 
 
 @dataclass
@@ -40,7 +51,8 @@ class Sampler:
     engine: Engine
     params: SamplingParams
     schedule: StepSchedule
-    scorer: Scorer
+    scorer: Any
+    """A `Scorer` (rewards/scorer.py), or one in virtual time."""
     reward_weights: list[float]
     """Weights of the reward functions, in their order."""
     stats: RunStats
@@ -56,8 +68,6 @@ class Sampler:
     """Mechanisms of the run, in the order in which they amend the plan of each rollout."""
     planning_s: float = 0.0
     """Seconds spent on drafts outside of rollouts since the last rollout."""
-    without: frozenset[str] = frozenset()
-    """What the current rollout does without, see `Guards`."""
 
     def sample(self, step: int) -> StepRecord:
         """Return the samples of `step` in canonical order, the same on every rank.
@@ -81,58 +91,57 @@ class Sampler:
         return record
 
     def _sample_groups(self, launch: Launch, step: int, used: list[Group]) -> StepRecord:
-        """Generate and score the groups of one rollout. used: see `roll_out`."""
-        ranks, clock = self.ranks, self.ranks.clock
-        began_s = clock.perf_counter()
-        table, rows, scoring = self.begin(launch, step, self.store)
-        ranks.place = f"rollout of step {step + 1}"
-        drafts = {id_: draft for id_ in launch.ids if (draft := self.store.get(id_)) is not None}
-        expected_s = self._expected_s(table)
-        rollout, tasks = self.roll_out(table, rows, step, used, scoring)
-        generated_s = clock.perf_counter()
-        ranks.barrier_or_stop()  # waiting for the slowest rank
-        met_s = clock.perf_counter()
-        samples = self.gather(table, rows, scoring)
-        trained, ids = table.trained(), launch.ids
-        deferred = np.setdiff1d(np.arange(len(ids)), trained).tolist()
-        spans = [self.conclude(rollout, tasks, table, rows, step)]
+        """Generate and score the groups of one rollout. used: see `RolloutPlan`."""
+        plan = self.plan(launch, step, used)
+        self.ranks.activity = f"rollout of step {step + 1}"
+        rollout = self.rollout(plan)
+        samples, table = rollout.samples, plan.table
+        assert samples is not None
         rewards = self.combined(samples.rewards, samples.lengths)
         rewards = rewards.reshape(len(samples.groups), samples.num_generations)
-        stages = [
-            Span("gen", began_s, generated_s),
-            Span("wait", generated_s, met_s),
-            Span("reward", met_s, clock.perf_counter()),
-        ]
         return StepRecord(
             step=step,
             samples=samples,
             rewards=rewards,
             generated=samples,
             all_rewards=rewards,
-            owners=table.rank_of[trained],
+            owners=table.rank_of[table.trained()],
             batch_sizes=[len(samples.groups)],
-            rollouts=[rollout],
-            stages=stages,
-            spans=spans,
-            drafts=drafts,
-            expected_s=expected_s,
-            deferred={ids[index]: int(table.generated[index]) for index in deferred},
+            rollouts=[rollout.record],
+            stages=rollout.stages,
+            spans=rollout.spans,
+            drafts=plan.drafts,
+            expected_s=plan.expected_s,
+            deferred={launch.ids[i]: int(table.generated[i]) for i in table.deferred().tolist()},
         )
 
-    def begin(
-        self, launch: Launch, step: int | None, store: DraftStore
-    ) -> tuple[RowTable, dict[int, Row], Scoring]:
-        """Return the row table, this rank's rows in admission order, and the scoring.
+    def plan(self, launch: Launch, step: int, used: list[Group]) -> RolloutPlan:
+        """Return the plan of a rollout of a step, which mechanisms have not amended yet.
 
-        step: None in an evaluation; store: the rows' drafts."""
-        ranks, stats = self.ranks, self.stats
-        self.without = stats.guards.without
+        used: see `RolloutPlan`."""
+        stats, without = self.stats, self.stats.guards.without
+        plan = self.prepare(launch, step, self.store, without)
+        plan.used, plan.params, plan.proposer = used, self.params, self.proposer
+        plan.version, plan.is_on = step, DRAFTS not in without
+        plan.cost = stats.cost if self.needs_timings else None
+        if plan.table.rows is not None and stats.shared_cost is not None and not launch.selects:
+            own = plan.table.rows.take(plan.table.rank_of == self.ranks.rank)
+            num_slots, rates = self.engine.num_slots, stats.survival.rates
+            plan.expected_s = rollout_seconds(own, stats.shared_cost, num_slots, rates)
+        return plan
+
+    def prepare(
+        self, launch: Launch, step: int | None, store: DraftStore, without: frozenset[str]
+    ) -> RolloutPlan:
+        """Return a plan with the row table, this rank's rows in admission order, and the scoring.
+
+        step, without: see `RolloutPlan`; store: the rows' drafts."""
+        ranks, stats, began_s = self.ranks, self.stats, self.ranks.clock.perf_counter()
         rank_of = place_in_turn(len(launch.groups), launch.num_generations, ranks.world_size)
-        expected = None
+        expected, found = None, [store.get(id_) for id_ in launch.ids]
         if stats.lengths.knows_lengths:
-            drafts = [store.get(id_) for id_ in launch.ids]
-            expected = stats.lengths.predict(launch.groups, launch.num_generations, drafts)
-            is_guarded = PLACEMENT in self.without
+            expected = stats.lengths.predict(launch.groups, launch.num_generations, found)
+            is_guarded = PLACEMENT in without
             if self.is_balanced and stats.shared_cost is not None and not is_guarded:
                 rank_of = place(
                     up_to_cutoff(expected, launch) if launch.selects else expected,
@@ -145,68 +154,50 @@ class Sampler:
                 )
         table = RowTable(launch, rank_of, ranks.rank, expected)
         rows = table.make_rows(self.config.rollout.max_completion_length)
+        for index, row in rows.items():
+            row.draft = found[index]
         if expected is not None:
             own = np.array(list(rows), np.int64)
             rows = {index: rows[index] for index in admission_order(expected, own, launch)}
-        return table, rows, self.scorer.begin(launch, step)
+        return RolloutPlan(
+            table,
+            rows,
+            self.params,
+            step=step,
+            drafts={i: draft for i, draft in zip(launch.ids, found, strict=True) if draft},
+            began_s=began_s,
+            without=without,
+            scoring=self.scorer.begin(launch, step),
+        )
 
-    def roll_out(
-        self,
-        table: RowTable,
-        rows: dict[int, Row],
-        step: int,
-        used: list[Group],
-        scoring: Scoring | None = None,
-    ) -> tuple[RolloutRecord, list[IdleTask]]:
-        """Generate this rank's rows of a step; return the record and the tasks of idle time.
+    def rollout(self, plan: RolloutPlan) -> Rollout:
+        """Generate this rank's rows of a plan, and gather the samples of all ranks.
 
-        used: groups that the step has drawn so far, those of this rollout included; scoring: None
-        where responses are not scored.
-        """
-        begin_s = self.ranks.clock.perf_counter()
-        plan = self.plan_rollout(table.launch, step, used, scoring)
-        self.planning_s += self.ranks.clock.perf_counter() - begin_s
-        if self.proposer is not None:
-            is_used = bool(self.proposer.enabled_sources) and plan.is_on
-            track(self.proposer, rows if is_used else {}, self.store, step)
-            if is_used:
-                plan.proposer = self.proposer
-        cost = self.stats.cost if self.needs_timings else None
-        return self.carry_out(plan, table, rows, self.params, cost), plan.tasks
-
-    def plan_rollout(
-        self, launch: Launch, step: int | None, used: list[Group], scoring: Scoring | None
-    ) -> RolloutPlan:
-        """Return the plan of a rollout that is about to begin, amended by all mechanisms."""
-        plan = RolloutPlan(launch, step, used, scoring, self.without)
+        Timings, drafts and what mechanisms have done are exchanged after a rollout of a step, not
+        after an evaluation. Raises StopRequested."""
+        ranks, clock = self.ranks, self.ranks.clock
+        begin_s = clock.perf_counter()
         for mechanism in self.mechanisms:
             mechanism.begin_rollout(plan)
-        return plan
-
-    def carry_out(
-        self,
-        plan: RolloutPlan,
-        table: RowTable,
-        rows: dict[int, Row],
-        params: SamplingParams,
-        cost: CostModel | None = None,
-    ) -> RolloutRecord:
-        """Generate this rank's rows of a plan. cost: learns from every forward."""
-        loop = RolloutLoop(
-            self.engine,
-            self.ranks,
-            params,
-            rows,
-            table,
-            proposer=plan.proposer,
-            board=self.board,
-            tasks=plan.tasks,
-            cost=cost,
-            on_finished=None if plan.scoring is None else plan.scoring.on_finished,
-            take_over=plan.take_over,
-            feed=plan.feed,
-        )
-        return loop.run()
+        self.planning_s += clock.perf_counter() - begin_s
+        if plan.proposer is not None:
+            plan.proposer.begin()
+            if not plan.is_on or not plan.proposer.enabled_sources:
+                plan.proposer = None
+        for row in plan.rows.values() if plan.proposer is not None else ():
+            plan.proposer.track(row, plan.version)
+        record = RolloutLoop(self.engine, ranks, self.board, plan).run()
+        generated_s = clock.perf_counter()
+        ranks.barrier_or_stop()  # waiting for the slowest rank
+        met_s = clock.perf_counter()
+        samples = None if plan.scoring is None else self.gather(plan)
+        spans = [] if plan.step is None else [self._conclude(plan, record)]
+        stages = [
+            Span("gen", plan.began_s, generated_s),
+            Span("wait", generated_s, met_s),
+            Span("reward", met_s, clock.perf_counter()),
+        ]
+        return Rollout(samples, record, stages, spans)
 
     @property
     def is_balanced(self) -> bool:
@@ -224,45 +215,42 @@ class Sampler:
         uses = self.proposer is not None or self.is_balanced
         return uses or any(mechanism.needs_timings for mechanism in self.mechanisms)
 
-    def gather(self, table: RowTable, rows: dict[int, Row], scoring: Scoring) -> Samples:
-        """Return the samples of all ranks that are trained on. rows: this rank's."""
-        own = {index: rows[index] for index in table.trained().tolist() if index in rows}
-        rewards = scoring.collect(list(own.values()))
-        return gather_samples(own, rewards, table, self.ranks)
+    def gather(self, plan: RolloutPlan) -> Samples:
+        """Return the samples of all ranks that are trained on, with their scores."""
+        assert plan.scoring is not None
+        trained = plan.table.trained().tolist()
+        own = {index: plan.rows[index] for index in trained if index in plan.rows}
+        rewards = plan.scoring.collect(list(own.values()))
+        return gather_samples(own, rewards, plan.table, self.ranks)
 
-    def conclude(
-        self,
-        rollout: RolloutRecord,
-        tasks: list[IdleTask],
-        table: RowTable,
-        rows: dict[int, Row],
-        step: int,
-    ) -> Span:
+    def _conclude(self, plan: RolloutPlan, record: RolloutRecord) -> Span:
         """Exchange a rollout's timings and drafts between all ranks; return the span of this.
 
         Tokens of deferred samples become drafts."""
+        assert plan.step is not None
         begin_s = self.ranks.clock.perf_counter()
-        ids, deferred = table.launch.ids, table.deferred().tolist()
+        ids, deferred = plan.launch.ids, plan.table.deferred().tolist()
         num_stored = self.store.num_tokens
         self.store.drop(set(ids).difference(ids[index] for index in deferred))
         if self.needs_timings:
-            rollout.saved_s = self.stats.observe_rollout(
-                rollout,
-                table.launch,
-                rows,
+            record.saved_s = self.stats.observe_rollout(
+                record,
+                plan.launch,
+                plan.rows,
                 self.ranks,
                 num_slots=self.engine.num_slots,
                 planning_s=self.planning_s,
                 used_share=1.0 - self.store.num_tokens / max(num_stored, 1),
-                without=self.without,
+                without=plan.without,
             )
-            rollout.modelled_s = self.stats.modelled_s
-        if table.launch.selects:
-            self.keep_as_drafts([rows[index] for index in deferred if index in rows], step)
-        for task in tasks:
-            task.finish(self.ranks)
+            record.modelled_s = self.stats.modelled_s
+        if plan.launch.selects:
+            rows = [plan.rows[index] for index in deferred if index in plan.rows]
+            self.keep_as_drafts(rows, plan.step)
+        for use in plan.idle_uses:
+            use.finish(self.ranks)
         for mechanism in self.mechanisms:
-            mechanism.end_rollout(rollout)
+            mechanism.end_rollout(record)
         span = Span("exchange", begin_s, self.ranks.clock.perf_counter())
         self.planning_s = span.end_s - span.begin_s
         return span
@@ -273,7 +261,7 @@ class Sampler:
         A longer draft that begins with these tokens stays."""
         drafts = {}
         for row in rows:
-            old, length = self.store.get(row.id), len(row.tokens)
+            old, length = row.draft, len(row.tokens)
             is_longer = old is not None and len(old.tokens) > length
             if old and is_longer and np.array_equal(old.tokens[:length], row.tokens):
                 drafts[row.id] = old
@@ -290,14 +278,6 @@ class Sampler:
             for index, tokens in enumerate(samples.tokens):
                 uid = samples.prompt_of(index).uid
                 self.history.add(uid, tokens, float(np.nan_to_num(rewards[index], nan=-np.inf)))
-
-    def _expected_s(self, table: RowTable) -> float:
-        """Return predicted seconds until this rank finishes its rows; NaN if unknown."""
-        stats, cost = self.stats, self.stats.shared_cost
-        if table.rows is None or table.launch.selects or cost is None:
-            return math.nan
-        own = table.rows.take(table.rank_of == self.ranks.rank)
-        return rollout_seconds(own, cost, self.engine.num_slots, stats.survival.rates)
 
     def combined(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return weighted rewards plus the overlong penalty, float64 [S]; NaN without a reward.
@@ -324,13 +304,6 @@ class Sampler:
         if self.proposer is not None:
             parts["survival"] = self.proposer.survival
         return parts
-
-
-def track(proposer: Proposer, rows: dict[int, Row], store: DraftStore, version: int) -> None:
-    """Begin a rollout of these rows with their drafts. version: updates of the weights."""
-    proposer.begin()
-    for row in rows.values():
-        proposer.track(row, store.get(row.id), version)
 
 
 def vocab_size_of(engine: Engine) -> int | None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from bubblespec.config.imports import call
 from bubblespec.errors import is_interrupt, log, one_line
-from bubblespec.imports import call
 from bubblespec.records import StepRecord
 from bubblespec.telemetry.files import JsonLines
 from bubblespec.telemetry.samples import describe

@@ -11,9 +11,9 @@ stopped is false at the length limit; reward is combined, with the overlong pena
 the draft as the step began, null without one; draft_version counts the updates before the draft was
 last extended, -1 without one.
 
-forwards: a row per forward, by rank, batch and time, with the fields of `ForwardRecord`; times are
-seconds since that rank began that batch's rollout. together marks forwards of all ranks together
-(the TP tail), a row on each rank; older traces lack the column.
+forwards: a row per forward, by rank, batch and time, with the fields of `ForwardRecord` and its
+`Load`; times are seconds since that rank began that batch's rollout. together marks forwards of all
+ranks together (the TP tail), a row on each rank.
 """
 
 import contextlib
@@ -32,10 +32,14 @@ from bubblespec.errors import log
 from bubblespec.records import ForwardRecord, RolloutRecord, StepRecord
 from bubblespec.telemetry.files import StepFiles, must_write
 from bubblespec.telemetry.samples import token_columns
+from bubblespec.types import Load
 
 FORMAT = 2
 FOLDER = "trace"
 META_FILE = "meta.json"
+_FIELDS = list(ForwardRecord._fields)
+_LOAD = _FIELDS.index("load")
+COLUMNS = ("batch", *_FIELDS[:_LOAD], *Load._fields, *_FIELDS[_LOAD + 1 :], "together")
 
 
 class Recorder:
@@ -56,7 +60,7 @@ class Recorder:
 
         All ranks continue together, so that no rank counts the writing as waiting for rank 0."""
         step = record.step + 1
-        self.ranks.place = f"recording of step {step}"
+        self.ranks.activity = f"recording of step {step}"
         forwards = self.ranks.gather_ragged(_own_forwards(record.rollouts).ravel())
         if self.files is not None:
             try:
@@ -114,16 +118,14 @@ def _response_columns(record: StepRecord) -> dict[str, Any]:
 
 
 def _own_forwards(rollouts: list[RolloutRecord]) -> np.ndarray:
-    """Return this rank's forwards of a step, float64 [forwards, 2 + fields of ForwardRecord].
+    """Return this rank's forwards of a step, float64 [forwards, COLUMNS].
 
-    The columns are batch, the fields, with times since the rollout began, and whether ranks
-    computed it together.
-    """
+    Times are since the rollout began."""
     forwards = []
     for i, rollout in enumerate(rollouts):
-        forwards += [(i, *forward, False) for forward in rollout.forwards]
-        forwards += [(i, *forward, True) for forward in rollout.shared_forwards]
-    numbers = np.array(sorted(forwards), np.float64).reshape(-1, 2 + len(ForwardRecord._fields))
+        for is_shared, some in ((False, rollout.forwards), (True, rollout.shared_forwards)):
+            forwards += [(i, *f[:_LOAD], *f.load, *f[_LOAD + 1 :], is_shared) for f in some]
+    numbers = np.array(sorted(forwards), np.float64).reshape(-1, len(COLUMNS))
     began_s = np.array([rollout.began_s for rollout in rollouts])
     numbers[:, 1:3] -= began_s[numbers[:, 0].astype(int), None]
     return numbers
@@ -131,10 +133,9 @@ def _own_forwards(rollouts: list[RolloutRecord]) -> np.ndarray:
 
 def _forward_columns(step: int, by_rank: list[np.ndarray]) -> dict[str, Any]:
     """Return the columns of forwards. by_rank: see `_own_forwards`, flat, of each rank."""
-    names = ("batch", *ForwardRecord._fields, "together")
-    tables = [numbers.reshape(-1, len(names)) for numbers in by_rank]
+    tables = [numbers.reshape(-1, len(COLUMNS)) for numbers in by_rank]
     ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     columns = {"step": np.full(len(ranks), step), "rank": ranks}
-    for name, values in zip(names, np.concatenate(tables).T, strict=True):
+    for name, values in zip(COLUMNS, np.concatenate(tables).T, strict=True):
         columns[name] = values if name.endswith("_s") else values.astype(np.int64)
     return columns | {"together": columns["together"].astype(bool)}

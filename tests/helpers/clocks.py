@@ -10,10 +10,10 @@ import torch
 import train
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.setup import build
 from bubblespec.telemetry import timeline
+from bubblespec.types import Load
 
 
 class Clock:

@@ -11,12 +11,12 @@ import dataclasses
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.batch import Load
 from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.idle.draft_ahead import DraftAhead
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.trainer import Trainer
-from bubblespec.types import Draft, Row, SampleId
+from bubblespec.types import Draft, Load, Row, SampleId
 
 COUNTS = ("own rows preempted", "draft rows preempted", "drafts corrupted", "proposals corrupted")
 MAX_ROWS = 4  # preempted after one forward
@@ -94,7 +94,7 @@ class Disturbance(Mechanism):
         return result
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
-        self.drafting = next((task for task in plan.tasks if isinstance(task, DraftAhead)), None)
+        self.drafting = plan.ahead
         if (drafting := self.drafting) is None:
             return
         finish = drafting.finish

@@ -7,19 +7,15 @@ import torch
 import transformers
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import forward_hidden
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
-from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.microbatch import Microbatch, pack_responses
 from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.mechanisms.drafter.runner import SHARPNESS, DrafterRunner
-from bubblespec.mechanisms.drafter.source import DrafterSource
 from bubblespec.mechanisms.drafter.training import DrafterTraining, Example
-from bubblespec.planner.costs import CostModel
 from bubblespec.types import SampleId
 from tests.helpers.models import VOCAB, config_of, random_model, small_config
 from tests.helpers.reference_step import gumbel as reference_gumbel
@@ -104,13 +100,23 @@ def chain_of(
     return chain
 
 
+def draft(runner: DrafterRunner, slots: np.ndarray, length: int) -> tuple:
+    """Return chains of some slots, int64 [M, n], their slots, and the positions caught up with."""
+    slots = slots[runner.can_draft(slots)]
+    chains, caught_up = np.zeros((len(slots), length), np.int64), 0
+    tokens = runner.engine.tokens[slots, runner.engine.length[slots] - 1]
+    for place in range(length) if len(slots) else ():
+        tokens, _, fed = runner.draw(slots, place, tokens)
+        chains[:, place] = tokens
+        caught_up += fed if place == 0 else 0
+    return chains, slots, caught_up
+
+
 # Training
 
 
 def make_training(drafter: Drafter, clock=time) -> DrafterTraining:
-    engine = Engine(ModelRunner(drafter.policy, 2, MAX_LENGTH, SEED))
-    source = DrafterSource(DrafterRunner(drafter, engine, PARAMS), CostModel(), clock)
-    return DrafterTraining(source, SEED)
+    return DrafterTraining(drafter, PARAMS.temperature, SEED, clock=clock)
 
 
 def make_texts(sizes: list[tuple[int, int]]) -> list[tuple[np.ndarray, np.ndarray]]:

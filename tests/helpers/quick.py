@@ -7,10 +7,10 @@ import gc
 import itertools
 
 from bubblespec import trainer
-from bubblespec.engine.batch import Load
 from bubblespec.mechanisms import cpu_linear
 from bubblespec.planner.costs import CostModel
 from bubblespec.rollout import make_sampler
+from bubblespec.types import Load
 from tests.helpers.clocks import forward_seconds
 
 

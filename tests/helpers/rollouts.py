@@ -12,7 +12,6 @@ import transformers
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import DraftStore, History
-from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
@@ -24,7 +23,7 @@ from bubblespec.planner.survival import ALIGNED, TRIED
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.tools.simulate.world import SimulatedRanks
-from bubblespec.types import Draft, Group, Prompt, Row, SampleId
+from bubblespec.types import Draft, Group, Load, Prompt, Row, SampleId
 from tests.helpers.clocks import Clock, forward_seconds
 from tests.helpers.models import VOCAB, small_config
 from tests.helpers.rows import loop_of, make_rows
@@ -196,12 +195,13 @@ class World:
         self.proposer.begin()
         for row in rows:
             draft = drafts[row.id] if drafts and row.id in drafts else self.store.get(row.id)
-            self.proposer.track(row, draft, step)
-        tasks = []
+            row.draft = draft
+            self.proposer.track(row, step)
+        ahead = None
         if plans is not None:
             options = {"version": step, "max_new_tokens": limit, "max_slowdown": max_slowdown}
             parts = (plans, self.store, self.proposer, self.proposer.cost)
-            tasks = [DraftAhead(*parts, **options)]
+            ahead = DraftAhead(*parts, **options)
         own, step_engine, forwards = {id(row) for row in rows}, self.engine.step, []
 
         def noted_step(*arguments) -> tuple[list[Row], Load]:
@@ -211,14 +211,15 @@ class World:
             return step_engine(*arguments)
 
         self.engine.step = noted_step
-        parts = {"proposer": self.proposer, "board": self.board, "tasks": tasks}
+        parts = {"proposer": self.proposer, "board": self.board, "ahead": ahead}
         record = loop_of(self.engine, self.board.ranks, PARAMS, rows, **parts).run()
         del self.engine.step
         assert [(each.own_rows, each.ahead_rows) for each in record.forwards] == forwards
         self.store.drop(row.id for row in rows)
-        for task in tasks:
-            task.finish(ALONE)
-        return record, tasks[0].drafts if tasks else {}
+        if ahead is None:
+            return record, {}
+        ahead.finish(ALONE)
+        return record, ahead.drafts
 
 
 def made_up(wanted: dict, seed: int) -> dict:

@@ -11,6 +11,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.table import RowTable
 from bubblespec.samples import Samples
 from bubblespec.types import Group, Launch, Prompt, Row
@@ -48,7 +49,24 @@ def loop_of(
     owners = np.full(MOST_ROWS, -1)
     owners[: len(rows)] = ranks.rank
     table = RowTable(launch_of([], 0), owners, ranks.rank)
-    return RolloutLoop(engine, ranks, params, dict(enumerate(rows)), table, **fields)
+    return loop_over(engine, ranks, params, dict(enumerate(rows)), table, **fields)
+
+
+def loop_over(
+    engine: Engine,
+    ranks: Ranks,
+    params: SamplingParams,
+    rows: dict[int, Row],
+    table: RowTable,
+    *,
+    board=None,
+    on_finished=None,
+    **fields,
+) -> RolloutLoop:
+    """A loop over a table's rows. on_finished: begins to score one; fields: of the plan."""
+    scoring = None if on_finished is None else SimpleNamespace(on_finished=on_finished)
+    plan = RolloutPlan(table, rows, params, scoring=scoring, **fields)
+    return RolloutLoop(engine, ranks, board, plan)
 
 
 def record_of(samples: Samples, rewards: np.ndarray, **fields) -> StepRecord:

@@ -2,13 +2,12 @@
 
 import numpy as np
 
-from bubblespec.engine.batch import Load
 from bubblespec.engine.engine import Engine
 from bubblespec.tools.simulate.command import simulated_config
 from bubblespec.tools.simulate.run import simulate
 from bubblespec.tools.simulate.runner import CopyModel, DrafterModel
 from bubblespec.tools.simulate.workload import STOP, VOCABULARY, Spec, Workload, make_synthetic
-from bubblespec.types import Row
+from bubblespec.types import Load, Row
 
 
 class LinearCost:

@@ -25,7 +25,7 @@ STREAMED = ("optim.stream_gradients=true", "reward.num_workers=0")
 
 def stream_always(patch=setattr) -> None:
     """patch: as of pytest's monkeypatch, to take it back afterwards."""
-    jobs, can_begin = StreamGradients.jobs, StreamGradients.can_begin
+    can_begin = StreamGradients.can_begin
     take_scored = Scoring.take_scored
 
     def wait_and_take_scored(scoring):
@@ -33,9 +33,6 @@ def stream_always(patch=setattr) -> None:
             calls = [call for row in scoring._new for call in scoring._calls[row.id].values()]
             wait([future for future, _ in calls], timeout=60)
         return take_scored(scoring)
-
-    def co_scheduled(task):
-        return [job._replace(co_scheduled=True) for job in jobs(task)]
 
     def can_begin_beside_rows(task) -> bool:
         unfinished, task.view.unfinished = task.view.unfinished, {}
@@ -45,7 +42,6 @@ def stream_always(patch=setattr) -> None:
             task.view.unfinished = unfinished
 
     patch(Scoring, "take_scored", wait_and_take_scored)
-    patch(StreamGradients, "jobs", co_scheduled)
     patch(StreamGradients, "can_begin", can_begin_beside_rows)
     # In this process, and of every row at the next tick.
     patch(StreamGradients, "scores_in_workers", True)

@@ -1,16 +1,16 @@
 """Training of the drafter in idle time (TLT, arXiv 2511.16665), slice by slice."""
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.idle.task import NUM_WANTED, SLICE_S, SliceTask
+from bubblespec.idle.task import SLICE_S, LocalWork
 from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.records import Span
 
-# The saving of a slice in later rollouts is unknown, so tasks with a known saving come first.
+# The saving of a slice in later rollouts is unknown, so work with a known saving comes first.
 LITTLE_S = 1e-9
 MAX_SHARE = 0.05  # share of the rollout so far that a slice may take, as other ranks may wait
 
 
-class TrainDrafter(SliceTask):
+class TrainDrafter(LocalWork):
     """Training of the drafter in one rollout on one rank."""
 
     name = "train_drafter"
@@ -18,8 +18,8 @@ class TrainDrafter(SliceTask):
     def __init__(self, training: DrafterTraining):
         self.training, self.clock = training, training.clock
 
-    def next_slices(self) -> tuple[int, float, float]:
-        return NUM_WANTED, self._slice_s(), LITTLE_S
+    def next_slice(self) -> tuple[float, float]:
+        return self._slice_s(), LITTLE_S * self._slice_s()
 
     def can_begin(self) -> bool:
         """Whether this rank is idle, and others would not wait for long."""

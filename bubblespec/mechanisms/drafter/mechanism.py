@@ -8,24 +8,44 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.draft.chain_runner import ChainRunner, profile
+from bubblespec.draft.chains import ChainSource
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import InputError, log
 from bubblespec.mechanisms.drafter import warm_start
 from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
 from bubblespec.mechanisms.drafter.layer import DRAFTER_FOLDER, Drafter, read_drafter, save_drafter
-from bubblespec.mechanisms.drafter.runner import DrafterRunner
-from bubblespec.mechanisms.drafter.source import DrafterSource
+from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, MAX_ROWS, DrafterRunner
 from bubblespec.mechanisms.drafter.training import DrafterTraining
+from bubblespec.planner.costs import CostModel
 from bubblespec.records import StepRecord
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Row
+
+NAME = "drafter"
+PRIOR = 0.6  # acceptance rate of each position before measurements: enough to be tried
+
+
+def make_source(runner: ChainRunner, cost: CostModel, clock) -> ChainSource:
+    """Create the drafter's source, and time forwards of the drafter. cost: of the policy's."""
+    own_cost = profile(runner, clock, MAX_ROWS)
+    return ChainSource(
+        NAME,
+        runner,
+        cost,
+        own_cost,
+        prior=PRIOR,
+        longest=MAX_CHAIN_LENGTH,
+        clock=clock,
+    )
 
 
 class DrafterMechanism(Mechanism):
     """The drafter, its source of draft tokens and its training."""
 
-    name = "drafter"
+    name = NAME
 
     def __init__(
         self,
@@ -44,6 +64,8 @@ class DrafterMechanism(Mechanism):
         self._saved = read_drafter(self.config, model, checkpoint, warns=self.ranks.is_main)
         self.training: DrafterTraining | None = None
         """None until `start`, and in a run that is complete already."""
+        self.source: ChainSource
+        self.runner: DrafterRunner
         self._moved: dict[int, DrafterRunner] = {}  # by id() of the engine
 
     def start(self, trainer) -> None:
@@ -56,7 +78,7 @@ class DrafterMechanism(Mechanism):
         with trainer.reporter.phase("preparing the drafter"):
             rows: list[Row] = []
             if self._saved is None:
-                self.ranks.place = "warm start of the drafter"
+                self.ranks.activity = "warm start of the drafter"
                 rows = warm_start.generate(sampler, step)
             training = self.training = self._make_training(rows)
             # The warm start generates the beginnings of episodes alone.
@@ -78,9 +100,10 @@ class DrafterMechanism(Mechanism):
         else:
             drafter, num_updates = self._saved
         self.set_kernels(drafter)
-        runner = DrafterRunner(drafter, sampler.engine, params)
-        source = DrafterSource(runner, sampler.proposer.cost, ranks.clock)
-        training = DrafterTraining(source, config.run.seed, self.kernel)
+        runner = self.runner = DrafterRunner(drafter, sampler.engine, params)
+        training = DrafterTraining(
+            drafter, params.temperature, config.run.seed, self.kernel, ranks.clock
+        )
         training.num_updates = num_updates
         if self._saved is None:
             examples = warm_start.examples_from(self.model, rows, training.kernel)
@@ -89,9 +112,9 @@ class DrafterMechanism(Mechanism):
                 responses = f"(drafter.warm_start = {config.drafter.warm_start})"
                 of = f"the policy's own responses {responses}"
                 log(f"drafter: trained with {training.num_updates} updates on {of}")
-        source.enable(True)
-        source.profile()
-        sampler.proposer.add(source)
+        runner.enable(True)
+        self.source = make_source(runner, sampler.proposer.cost, ranks.clock)
+        sampler.proposer.add(self.source)
         return training
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
@@ -99,9 +122,11 @@ class DrafterMechanism(Mechanism):
         if self.training is None:
             return
         is_used = plan.is_on and plan.step is not None and not self.training.has_failed
-        self.training.source.enable(is_used)
+        is_used &= self.source.problem is None
+        self.training.is_enabled = self.source.is_enabled = is_used
+        self.runner.enable(is_used)
         if is_used:
-            plan.tasks.append(TrainDrafter(self.training))
+            plan.works.append(TrainDrafter(self.training))
 
     @contextlib.contextmanager
     def moved_to(self, engine: Engine) -> Iterator[None]:
@@ -113,13 +138,18 @@ class DrafterMechanism(Mechanism):
         if runner is None:
             runner = DrafterRunner(self.training.drafter, engine, self.params)
             self._moved[id(engine)] = runner
-        with self.training.source.moved_to(runner):
+        runner.enable(self.source.is_enabled)
+        with self.source.moved_to(runner):
             yield
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
-        """Return how far chains hold and how long they are."""
+        """Return how far chains hold, how long they are, and what they take."""
         assert self.training is not None
-        return self.training.metrics(ranks)
+        rates = ranks.gather(self.source.rates.accepted).mean(axis=0)
+        metrics = {f"drafter/accepted_{n + 1}": float(rate) for n, rate in enumerate(rates)}
+        metrics["drafter/mean_acceptance_length"] = 1.0 + float(rates.sum())
+        metrics["drafter/num_updates"] = self.training.num_updates
+        return metrics | self.source.metrics(ranks)
 
     def save(self, folder: str) -> None:
         """Write the drafter into a checkpoint. Raises OSError."""

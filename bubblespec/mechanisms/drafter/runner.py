@@ -12,22 +12,20 @@ Shape legend: N positions, H hidden size, R active rows, M rows that get a chain
 chain.
 """
 
-from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 
+from bubblespec.draft.chain_runner import ChainRunner
 from bubblespec.engine.batch import Batch
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.forward import ModelForward, SlotFollower
-from bubblespec.engine.graphs import ForwardGraphs
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.noise import add_gumbel
-from bubblespec.engine.packing import pack_rows, to_device
+from bubblespec.engine.packing import to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams, scale_and_restrict, widen
+from bubblespec.engine.sampling import SamplingParams, widen
 from bubblespec.mechanisms.drafter.layer import Drafter
 
 NUM_KEPT = 128  # latest positions of a slot whose hidden states are kept
@@ -50,31 +48,30 @@ class DrafterForward(ModelForward):
         return self.model(hidden, tokens, packing)
 
 
-class DrafterRunner(SlotFollower):
+class DrafterRunner(ChainRunner):
     """The drafter's part of an engine: a `SlotFollower` of its runner while it is enabled."""
 
     def __init__(self, drafter: Drafter, engine: Engine, params: SamplingParams):
         """Create a runner for the rows of an engine. params: of these rows."""
-        self.drafter, self.engine = drafter, engine
-        self.runner = runner = cast(ModelRunner, engine.runner)
-        stops = np.flatnonzero(np.isin(drafter.ids, params.stop_token_ids))
-        self.params = replace(params, stop_token_ids=tuple(stops.tolist()))  # by index in its ids
+        runner = cast(ModelRunner, engine.runner)
         # Rows are in the first slots; in the others nothing is kept.
         self.num_slots = min(runner.num_slots, MAX_ROWS)
         length = runner.max_length + MAX_CHAIN_LENGTH
         length = -(-length // BLOCK) * BLOCK
-        self.cache = KVCache(self.num_slots, length, int(runner.graphs is not None))
-        # Any: it has a second input.
-        self.forward = cast(Any, DrafterForward(drafter, memory=runner.forward.memory))
-        self.graphs: ForwardGraphs | None = None
-        if runner.graphs is not None:
-            size = drafter.fuse.out_features
-            self.graphs = ForwardGraphs(self.forward, self.cache, MAX_GRAPH_TOKENS, size)
+        cache = KVCache(self.num_slots, length, int(runner.graphs is not None))
+        forward, size = (
+            DrafterForward(drafter, memory=runner.forward.memory),
+            drafter.fuse.out_features,
+        )
+        super().__init__(engine, params, forward, cache, MAX_GRAPH_TOKENS, size)
+        self.drafter = drafter
         self._hidden: torch.Tensor | None = None  # [slots, NUM_KEPT, H], by position % NUM_KEPT
         # Per slot: hidden states have been kept without a gap for positions in [_first, _end); the
         # drafter's cache begins at position _base (-1: it is empty) and holds _num_cached.
         self._context = np.zeros((4, runner.num_slots), np.int64)
         self._first, self._end, self._base, self._num_cached = self._context
+        # Slots of the latest draw, int64 [M], and the drafter's states there, [M, H].
+        self._latest: tuple[np.ndarray, torch.Tensor] | None = None
         self.forget()
 
     def enable(self, is_on: bool) -> None:
@@ -117,10 +114,9 @@ class DrafterRunner(SlotFollower):
 
     def release(self) -> None:
         """Release all memory."""
+        super().release()
         self.cache.clear()
-        if self.graphs is not None:
-            self.graphs.clear()
-        self._hidden = None
+        self._hidden = self._latest = None
         self.forget()
 
     def note(self, batch: Batch, hidden: torch.Tensor) -> None:
@@ -148,49 +144,51 @@ class DrafterRunner(SlotFollower):
         index = to_device(np.array((slot[latest], position[latest] % NUM_KEPT)), hidden.device)
         self._hidden[index[0], index[1]] = states
 
-    @torch.inference_mode()
-    def draft(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Draft chains, int64 [M, n], for some of the slots, int64 [M] ascending.
+    def can_draft(self, slots: np.ndarray) -> np.ndarray:
+        """Whether the hidden states of slots, or -1, are kept without a gap: bool [M]."""
+        if self._hidden is None or len(self.engine.rows) > MAX_ROWS:
+            return np.zeros(len(slots), bool)
+        known = slots >= 0
+        known[known] = self._to_catch_up(slots[known]) > 0
+        return known
 
-        Returns the chains, their slots, and how many positions the drafter had to catch up with.
-        length: n, at most MAX_CHAIN_LENGTH. The host waits for the device once."""
-        engine, runner = self.engine, self.runner
-        count = self._to_catch_up(slots)
-        slots, count = slots[count > 0], count[count > 0]
-        if len(slots) == 0:
-            return np.empty((0, length), np.int64), slots, 0
+    def candidates(
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        state, fed = self._catch_up(slots) if number == 0 else self._go_on(slots, number, tokens)
+        self._latest = slots, state
+        return SHARPNESS * widen(self.drafter.logits(state)), self.drafter.device_ids, fed
+
+    def _catch_up(self, slots: np.ndarray) -> tuple[torch.Tensor, int]:
+        """Feed what the policy has verified since each row's last chain.
+
+        Returns the states [M, H] at the rows' ends, and how many positions were fed."""
         assert self._hidden is not None
+        count, cached = self._to_catch_up(slots), self._num_cached[slots]
         row, offset = ragged(count)
-        cached = self._num_cached[slots]
         position = (self._base[slots] + cached)[row] + offset
-        index = to_device(np.array((slots[row], position % NUM_KEPT)), runner.device)
-        tokens = to_device(engine.tokens[slots[row], position + 1], runner.device)
-        states = self._forward(self._hidden[index[0], index[1]], tokens, slots, cached, count)
-        state = states[to_device(np.cumsum(count) - 1, runner.device)]
+        index = to_device(np.array((slots[row], position % NUM_KEPT)), self.runner.device)
+        tokens, hidden = self.engine.tokens[slots[row], position + 1], self._hidden[*index]
+        states = self.feed(tokens, slots, cached, count, hidden)
         self._num_cached[slots] += count
-        generated = (engine.length - engine.prompt_length)[slots]
-        # A chain may be longer than its row can get; the excess is cut off later.
-        position = np.minimum(generated[:, None] + np.arange(length), runner.max_length - 1)
-        keys = runner.noise_keys(np.repeat(slots, length), position.ravel())
-        keys = keys.view(len(slots), length, 4)
-        position = to_device(position, runner.device)
-        chain: list[torch.Tensor] = []
-        one = np.ones(len(slots), np.int64)
-        for number in range(length):
-            if number:
-                begin = self._num_cached[slots] + number - 1
-                state = self._forward(state, chain[-1], slots, begin, one)
-            chain.append(self._draw(state, keys[:, number], position[:, number]))
-        return torch.stack(chain, dim=1).cpu().numpy(), slots, int(count.sum())
+        return states[to_device(np.cumsum(count) - 1, self.runner.device)], len(row)
 
-    @torch.inference_mode()
+    def _go_on(
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
+    ) -> tuple[torch.Tensor, int]:
+        """Feed chains' last tokens after the drafter's own states of the draw before."""
+        assert self._latest is not None
+        known, state = self._latest
+        if len(slots) < len(known):
+            state = state[to_device(known.searchsorted(slots), self.runner.device)]
+        begin = self._num_cached[slots] + number - 1
+        return self.feed(tokens, slots, begin, np.ones_like(slots), state), len(slots)
+
     def run_once(self, num_rows: int) -> None:
-        """Run one forward of the drafter for one token of `num_rows` empty rows, to time it."""
-        slots, zeros = np.arange(num_rows), np.zeros(num_rows, np.int64)
+        """Draw a token for each of so many empty rows, to time it."""
         weight = self.drafter.fuse.weight
-        hidden, tokens = weight.new_ones(num_rows, len(weight)), to_device(zeros, weight.device)
-        state = self._forward(hidden, tokens, slots, zeros, zeros + 1)
-        self._draw(state, self.runner.noise_keys(slots, zeros), tokens).cpu()
+        self._latest = np.arange(num_rows), weight.new_ones(num_rows, len(weight))
+        super().run_once(num_rows)
 
     def _to_catch_up(self, slots: np.ndarray) -> np.ndarray:
         """Return how many positions each row's cache lacks; 0 where hidden states are missing.
@@ -205,33 +203,3 @@ class DrafterRunner(SlotFollower):
         self._num_cached[slots] = np.where(restarts, 0, cached)
         lacking = verified - self._base[slots] - self._num_cached[slots]
         return np.where(self._end[slots] >= verified, lacking, 0)
-
-    def _draw(
-        self, states: torch.Tensor, keys: torch.Tensor, num_generated: torch.Tensor
-    ) -> torch.Tensor:
-        """Sample tokens, int64 [M], from states [M, H] with the rows' own noise, int32 [M, 4].
-
-        num_generated: int64 [M], tokens before them."""
-        logits, ids = SHARPNESS * widen(self.drafter.logits(states)), self.drafter.device_ids
-        _, allowed = scale_and_restrict(logits, num_generated, self.params)
-        if self.params.temperature > 0.0:
-            allowed = add_gumbel(allowed, keys, ids.int())
-        return ids[allowed.argmax(-1)]
-
-    def _forward(
-        self,
-        hidden: torch.Tensor,
-        tokens: torch.Tensor,
-        slots: np.ndarray,
-        start: np.ndarray,
-        count: np.ndarray,
-    ) -> torch.Tensor:
-        """Return the states [N, H] of `count` new positions of each slot, from `start` on."""
-        starts, counts = np.zeros((2, slots[-1] + 1), np.int64)
-        starts[slots], counts[slots] = start, count
-        runner = self.runner
-        packing = pack_rows(self.cache, starts, counts, runner.device)
-        states = self.graphs.forward(tokens, packing, hidden) if self.graphs is not None else None
-        if states is None:
-            return self.forward.hidden(tokens, packing, hidden)
-        return states[: len(tokens)]

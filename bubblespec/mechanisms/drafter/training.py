@@ -13,6 +13,7 @@ Shape legend: S sequences, T their padded positions, N = S * T, H hidden size, D
 the drafter's tokens, L tokens of a sequence.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import log
 from bubblespec.learn.microbatch import Microbatch
-from bubblespec.mechanisms.drafter.source import DrafterSource
+from bubblespec.mechanisms.drafter.layer import Drafter
 
 PASSES = 2  # of the unrolled drafter; the time of a third one is better spent on more updates
 MAX_GRAD_NORM = 0.5
@@ -100,9 +101,14 @@ class UnrolledPacking:
 class DrafterTraining:
     """Training of a run's drafter on one rank: its optimizer, and the latest examples."""
 
-    def __init__(self, source: DrafterSource, seed: int, kernel: str = "sdpa"):
-        """kernel: of attention in training."""
-        self.source, self.drafter, self.clock = source, source.runner.drafter, source.clock
+    is_enabled = True
+    """Whether the drafter drafts, and so learns."""
+
+    def __init__(
+        self, drafter: Drafter, temperature: float, seed: int, kernel: str = "sdpa", clock=time
+    ):
+        """temperature: of sampling; kernel: of attention in training."""
+        self.drafter, self.temperature, self.clock = drafter, temperature, clock
         self.kernel = kernel
         self.random = np.random.default_rng(seed)
         self.examples: deque[Example] = deque()
@@ -133,7 +139,7 @@ class DrafterTraining:
     @torch.no_grad()
     def take(self, batch: Microbatch, hidden: torch.Tensor) -> None:
         """Keep examples of a micro-batch of the policy's training; see `Learner.on_hidden`."""
-        if not self.source.is_enabled:
+        if not self.is_enabled:
             return
         fed = batch.input_ids.split(batch.sequence_lengths)
         states = hidden.split(batch.sequence_lengths)
@@ -157,7 +163,7 @@ class DrafterTraining:
     def loss(self, examples: Sequence[Example]) -> torch.Tensor:
         """Return the mean soft cross-entropy of a token over passes and positions, a scalar."""
         hidden, tokens, counts = self._pad(examples)
-        temperature = self.source.runner.params.temperature
+        temperature = self.temperature
         with torch.no_grad():
             teacher = self.drafter.logits(hidden[:, 1:][counts]).float() / temperature
             teacher = teacher.softmax(-1)
@@ -248,16 +254,3 @@ class DrafterTraining:
             self.has_failed = True
             if ranks.is_main:
                 log("the learned drafter drafts no more: its weights are not numbers")
-
-    def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Return metrics of a step; the chain length is a mean over forwards with a choice."""
-        rates = ranks.gather(self.source.acceptance_rates()).mean(axis=0)
-        metrics = {f"drafter/accepted_{n + 1}": float(rate) for n, rate in enumerate(rates)}
-        metrics["drafter/mean_acceptance_length"] = 1.0 + float(rates.sum())
-        metrics["drafter/num_updates"] = self.num_updates
-        chosen = ranks.gather(self.source.chain_lengths).sum(axis=0)
-        self.source.chain_lengths[:] = 0
-        if chosen.any():
-            lengths = np.arange(len(chosen))
-            metrics["drafter/chain_length"] = float(np.average(lengths, weights=chosen))
-        return metrics

@@ -92,11 +92,6 @@ class Environments:
         # the rollout before, whose tools may be slow.
         self._draft_workers: list[AnyWorker] = []
 
-    @property
-    def num_differing(self) -> int:
-        """Number of replays that differed where `deterministic` is false."""
-        return sum(worker.num_differing for worker in self._load)
-
     def begin(self, name: Hashable, prompt: Prompt, seed: int, *, is_draft: bool = False) -> None:
         """Start an episode under a name that no running one has.
 
@@ -128,7 +123,7 @@ class Environments:
     def poll(self) -> list[tuple[Hashable, Observation]]:
         """Return the observations that have come since the last call; never wait.
 
-        Raises InputError or RunFailed where an environment ends the run."""
+        Raises InputError where a worker cannot be started."""
         observations = []
         while self._arrived:
             episode, reply = self._arrived.popleft()
@@ -174,7 +169,7 @@ class Environments:
     def _make_workers(self) -> list[AnyWorker]:
         config, workers = self._config, list[AnyWorker]()
         for _ in range(config.num_workers):
-            workers.append(EnvironmentWorker(config.factory, config.tools, config.deterministic))
+            workers.append(EnvironmentWorker(config.factory, config.tools))
         workers = workers or [InProcess(self.form)]
         self._load |= dict.fromkeys(workers, 0)
         return workers

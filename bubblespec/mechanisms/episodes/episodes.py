@@ -13,12 +13,13 @@ from functools import partial
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.draft.proposer import Proposer
 from bubblespec.idle.task import RankView
 from bubblespec.mechanisms.episodes.environments import Environments, Observation
 from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.records import StepRecord
-from bubblespec.rollout.feed import RolloutProposer, RowFeed
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan, RowFeed
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Prompt, Row
 
@@ -45,8 +46,6 @@ class EpisodeCounts:
     """Seconds in which a row waited for its environment, summed over rows."""
     idle_s: float = 0.0
     """Seconds of `waiting_s` in which the rank did nothing else."""
-    differing_replays: int = 0
-    """Environments, those of drafts included, whose replay after a crash differed."""
     stops: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STOPS, 0))
     """Finished episodes by the reason for their end."""
 
@@ -77,19 +76,18 @@ class Episodes(RowFeed):
         self.clock, self.with_environment = sampler.ranks.clock, sampler.scorer.takes_environments
         self.seed, self.runs_drafts = sampler.config.run.seed, sampler.config.environment.draft
         self.prompts = {prompt.uid: prompt for prompt in prompts}
-        self.proposer: RolloutProposer | None = None
+        self.proposer: Proposer | None = None
         self.counts = EpisodeCounts()
         self.outcomes: dict[Row, Future] = {}
         """`Outcome` of each finished episode of this step."""
         self._running: dict[Hashable, _Episode] = {}  # by row
-        self._num_differing = environments.num_differing  # before this rollout
 
     @property
     def is_running(self) -> bool:  # type: ignore[override]  # it depends on the episodes
         """Whether any episode is unfinished."""
         return bool(self._running)
 
-    def start(self, view: RankView, proposer: RolloutProposer | None) -> None:
+    def start(self, view: RankView, proposer: Proposer | None) -> None:
         """Begin an episode for each row of this step."""
         self.engine, self.proposer = view.engine, proposer
         view.record.extras["episodes"] = self.counts
@@ -136,7 +134,6 @@ class Episodes(RowFeed):
         for row in self._running:
             self.environments.end(row, with_reward=False)
         self._running.clear()
-        self.counts.differing_replays = self.environments.num_differing - self._num_differing
 
     def _submit(self, episode: _Episode) -> list[Row]:
         """Submit the turn of a row that the engine has returned; return the row if it is over."""
@@ -221,14 +218,13 @@ class EpisodesMechanism(Mechanism):
             *sums, stops = vars(each).values()
             own.append([*sums, *stops.values()])
         sums = ranks.gather(np.array(own, np.float64).sum(axis=0)).sum(axis=0).tolist()
-        turns, calls, failed, environment_s, waiting_s, idle_s, differing, *stops = sums
+        turns, calls, failed, environment_s, waiting_s, idle_s, *stops = sums
         total = max(sum(stops), 1)
         metrics = {
             "tools/call_frequency": calls / total,
             "tools/failure_frequency": failed / calls if calls else 0.0,
             "episodes/turns": turns / total,
             "episodes/covered_share": 1 - idle_s / waiting_s if waiting_s else 1.0,
-            "episodes/differing_replays": differing,
             "timing_s/environment": environment_s / total,
         }
         shares = zip(STOPS, stops, strict=True)

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from bubblespec.config.imports import awaited, import_function, import_path, keep_settings
 from bubblespec.errors import InputError, is_interrupt, one_line
-from bubblespec.imports import awaited, import_function, import_path, keep_settings
 
 NO_TOOLS = ("reset", "get_reward")
 _ADDRESS = re.compile(r"<.+ at 0x[0-9a-fA-F]+>")

@@ -2,10 +2,9 @@
 
 Each worker holds many episodes, and answers one request at a time. A worker that takes too long or
 dies is replaced, and each of its other episodes is replayed in the new one when its next request
-comes: the same requests must get the same replies.
+comes. An environment that is random beyond its seed may go on from another state then.
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Hashable
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field
 from subprocess import Popen
 
 from bubblespec.distributed.worker import MAX_REPLY_BYTES, Worker, WorkerFailure, WorkerTimeout
-from bubblespec.errors import RunFailed
 from bubblespec.mechanisms.episodes.forms import Form, Host, load_form
 from bubblespec.types import Prompt
 
@@ -37,8 +35,8 @@ class Episode:
     """Tool calls of the turn that is being answered."""
     problem: str | None = None
     """Reason why the environment failed."""
-    history: list[tuple[bytes, float, bytes]] = field(default_factory=list)
-    """Requests that were replied to, their time limits and the replies' digests."""
+    history: list[tuple[bytes, float]] = field(default_factory=list)
+    """Requests that were replied to, and their time limits."""
     home: Popen | None = None
     """Supervisor of the process that holds the environment."""
     is_abandoned: bool = False
@@ -50,21 +48,18 @@ class InProcess:
 
     def __init__(self, form: Form):
         self._host = Host(form)
-        self.num_differing = 0
 
     def submit(
         self, episode: Episode, request: bytes, limit_s: float, deliver: Deliver, *, is_end: bool
     ) -> None:
-        """See `EnvironmentWorker`."""
+        """Answer a request of `Host` at once, however long that takes."""
         deliver(json.loads(json.dumps(bounded(self._host.answer(request)))))
 
 
 class EnvironmentWorker(Worker):
     """A worker process with its replacements, which holds many episodes."""
 
-    def __init__(self, factory: str | None, tools: list[str], deterministic: bool):
-        self.num_differing = 0  # replies of replays that differed, where that ends no run
-        self._deterministic = deterministic
+    def __init__(self, factory: str | None, tools: list[str]):
         super().__init__(__name__, {"factory": factory, "tools": tools}, "environment")
 
     def submit(
@@ -94,37 +89,19 @@ class EnvironmentWorker(Worker):
         for is_last in (False, True):
             try:
                 self.start()
-                if episode.home is not self.supervisor:
-                    self._replay(episode)
+                for earlier in episode.history if episode.home is not self.supervisor else ():
+                    self.ask(*earlier)
+                episode.home = self.supervisor
                 reply = self.ask(request, limit_s)
-                episode.history.append((request, limit_s, digest(reply)))
+                episode.history.append((request, limit_s))
                 return reply
             except WorkerFailure as failure:
                 if isinstance(failure, WorkerTimeout) or is_last or self.is_closed:
                     return {"failure": str(failure), "seconds": time.monotonic() - begin_s}
         raise AssertionError
 
-    def _replay(self, episode: Episode) -> None:
-        """Repeat the episode's successful requests in the present process."""
-        for request, limit_s, seen in episode.history:
-            if digest(self.ask(request, limit_s)) == seen:
-                continue
-            if self._deterministic:
-                raise RunFailed(
-                    "environment.deterministic: an environment that was replayed in a new worker "
-                    "replied differently; set false if it is random beyond its seed"
-                )
-            self.num_differing += 1
-        episode.home = self.supervisor
-
 
 AnyWorker = InProcess | EnvironmentWorker
-
-
-def digest(reply: dict) -> bytes:
-    """Return the digest of a reply without its seconds."""
-    text = json.dumps(reply | {"seconds": 0}, sort_keys=True)
-    return hashlib.sha256(text.encode()).digest()
 
 
 def bounded(reply: dict) -> dict:

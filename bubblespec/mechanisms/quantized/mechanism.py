@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from bubblespec.config import Config
 from bubblespec.data.prompts import Prompt
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.draft.chain_runner import ChainRunner, profile
+from bubblespec.draft.chains import ChainSource
 from bubblespec.engine import graphs
-from bubblespec.engine.batch import Load
 from bubblespec.engine.decoder import is_like_llama
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.output_head import output_head
@@ -26,19 +27,21 @@ from bubblespec.engine.packing import to_device
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.weights import linear_of
-from bubblespec.errors import first_problem, log, one_line
+from bubblespec.errors import log, one_line
 from bubblespec.mechanisms.quantized.copy import Copy, linear_layers, observe_inputs
 from bubblespec.mechanisms.quantized.products import NO_PRODUCT, Product, product_for
 from bubblespec.mechanisms.quantized.runner import CopyRunner
-from bubblespec.mechanisms.quantized.source import NAME, QuantizedSource
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import RolloutRecord, StepRecord
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
 
+NAME = "quantized"
+MAX_CHAIN_LENGTH = 16  # tokens
+PRIOR = 0.93  # chance that a token of a chain is right if all before it are
 RENEWAL_SHARE = 0.02  # of the rollouts' seconds
 OBSERVED_TOKENS = 512  # of prompts, whose inputs to layers are observed
 MIN_SPEEDUP = 1.35  # of the copy's forward over the policy's, with one row, for chains to pay
-TIMED_ROWS = (1, 4, 16)
 NUM_TIMED = 7  # replays of a product
 CACHE_BYTES = 1 << 27  # beyond what GPUs have
 NO_COPY = "no quantised copy drafts"
@@ -49,9 +52,8 @@ class QuantizedMechanism(Mechanism):
 
     name = NAME
 
-    def __init__(self, source: QuantizedSource, config: Config, clock):
-        self.source, self.sources, self.clock = source, [source], clock
-        self.copy = source.runner.copy
+    def __init__(self, source: ChainSource, copy: Copy, config: Config, clock):
+        self.source, self.sources, self.clock, self.copy = source, [source], clock, copy
         own, temperature = source.runner.params, config.eval.temperature
         self.params = own
         self.evaluation_params = own
@@ -59,13 +61,12 @@ class QuantizedMechanism(Mechanism):
             self.evaluation_params = replace(own, temperature=temperature)
         self._credit_s = 0.0  # that renewals may take
         self._renewal_s = 0.0  # of the latest rollout
-        self._has_failed = False  # here or on another rank, as all know
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Renew what the share of the last rollouts' seconds allows, if the copy is used."""
         is_evaluation = plan.step is None
         self.source.runner.params = self.evaluation_params if is_evaluation else self.params
-        is_used = self.name not in plan.without and (plan.is_on or is_evaluation)
+        is_used = self.name not in plan.without and plan.is_on
         self.source.is_enabled = is_used and self.source.problem is None
         if is_evaluation or not self.source.is_enabled:
             return
@@ -81,31 +82,35 @@ class QuantizedMechanism(Mechanism):
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
         """Return how often tokens of chains are right, how long chains are, and what they take."""
-        source = self.source
-        chosen = ranks.gather(source.chain_lengths).sum(axis=0)
-        own = source.drafting_s, self._renewal_s, source.problem is not None
-        *seconds, has_failed = ranks.gather(np.array(own)).max(axis=0)
-        if has_failed and not self._has_failed:  # on any rank
-            self._has_failed = True
-            source.problem = first_problem(source.problem, ranks.gather_text)
-            if ranks.is_main:
-                log(f"the quantised copy drafts no more: {source.problem}")
-        rate = ranks.gather(np.array([source.leads.mean])).mean()
-        source.chain_lengths[:], source.drafting_s, self._renewal_s = 0, 0.0, 0.0
-        metrics = {"quantized/acceptance_rate": float(rate)}
-        metrics |= {"quantized/draft_s": float(seconds[0]), "quantized/renew_s": float(seconds[1])}
-        if chosen.any():
-            lengths = np.arange(len(chosen))
-            metrics["quantized/chain_length"] = float(np.average(lengths, weights=chosen))
-        return metrics
+        own = np.array([self.source.rates.mean, self._renewal_s])
+        gathered, self._renewal_s = ranks.gather(own), 0.0
+        metrics = {"quantized/acceptance_rate": float(gathered[:, 0].mean())}
+        metrics["quantized/renew_s"] = float(gathered[:, 1].max())
+        return metrics | self.source.metrics(ranks)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return how often tokens were right, by their lead."""
-        return self.source.leads.survival.state_dict()
+        """Return how often tokens of chains were right."""
+        return self.source.rates.survival.state_dict()
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Restore a saved state."""
-        self.source.leads.survival.load_state_dict(state)
+        self.source.rates.survival.load_state_dict(state)
+
+
+def make_source(
+    runner: ChainRunner, cost: CostModel, copy_cost: CostModel, **options
+) -> ChainSource:
+    """Create the copy's source; chains of a learned drafter cost less, so it is asked last."""
+    return ChainSource(
+        NAME,
+        runner,
+        cost,
+        copy_cost,
+        prior=PRIOR,
+        longest=MAX_CHAIN_LENGTH,
+        is_last=True,
+        **options,
+    )
 
 
 def choose_product(config: Config, ranks: Ranks, model: PreTrainedModel) -> Product | None:
@@ -204,8 +209,8 @@ def make_quantized(
     if pays(slowest, config):
         if of_copy.graphs is not None:
             runner.followers.append(of_copy)
-        source = QuantizedSource(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
-        return QuantizedMechanism(source, config, ranks.clock)
+        source = make_source(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
+        return QuantizedMechanism(source, copy, config, ranks.clock)
     if slowest > 0.0:
         problem = f"its forward is {slowest:.2f} times as fast as the policy's, too little to pay"
     if ranks.is_main:
@@ -216,17 +221,3 @@ def make_quantized(
 def pays(speedup: float, config: Config) -> bool:
     """Whether a copy is made whose forward, or product, is so many times as fast; 0: it fails."""
     return speedup >= MIN_SPEEDUP or (config.speculative.planning == "always" and speedup > 0.0)
-
-
-def profile(runner: CopyRunner, clock) -> CostModel:
-    """Time forwards of few and many rows, while the engine has none; each is run once before."""
-    cost, num_slots = CostModel(), runner.engine.num_slots
-    for count in sorted({min(rows, num_slots) for rows in (*TIMED_ROWS, num_slots)}):
-        slots, zeros = np.arange(count), np.zeros(count, np.int64)
-        runner.draw(slots, zeros, zeros, zeros)
-        for _ in range(3):
-            begin_s = clock.perf_counter()
-            runner.draw(slots, zeros, zeros, zeros)
-            cost.anchor(Load(count, count), clock.perf_counter() - begin_s)
-    runner.engine.reset()
-    return cost

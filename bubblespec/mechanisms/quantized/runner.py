@@ -16,13 +16,11 @@ from typing import cast
 import numpy as np
 import torch
 
+from bubblespec.draft.chain_runner import ChainRunner
 from bubblespec.engine.decoder import Decoder
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.forward import ModelForward, SlotFollower
-from bubblespec.engine.graphs import ForwardGraphs
-from bubblespec.engine.noise import add_gumbel
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.output_head import OutputHead, output_head
-from bubblespec.engine.packing import CachePacking, pack_rows, to_device, to_host
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, widen
 from bubblespec.engine.weights import linear_of
@@ -47,62 +45,38 @@ class CopyForward(ModelForward):
         return self.copy.head(hidden)
 
 
-class CopyRunner(SlotFollower):
-    """The copy's part of an engine; with graphs a follower of its runner."""
+class CopyRunner(ChainRunner):
+    """The copy's part of an engine, in the cache of the policy."""
 
     reads_states = False
 
     def __init__(self, copy: Copy, engine: Engine, params: SamplingParams):
         """params: of the engine's rows."""
-        self.copy, self.engine, self.params = copy, engine, params
+        runner = cast(ModelRunner, engine.runner)
+        policy = runner.forward
+        forward = CopyForward(copy, enforce_eager=policy.is_eager, memory=policy.memory)
+        super().__init__(engine, params, forward, runner.cache, runner.num_slots)
+        self.copy = copy
         self.num_candidates = min(CANDIDATES, copy.head.num_tokens)
-        self.runner = runner = cast(ModelRunner, engine.runner)
-        policy = cast(ModelForward, runner.forward)
-        self.forward = CopyForward(copy, enforce_eager=policy.is_eager, memory=policy.memory)
-        self.graphs: ForwardGraphs | None = None
-        if runner.graphs is not None:
-            self.graphs = ForwardGraphs(self.forward, runner.cache, runner.num_slots)
-
-    def release(self) -> None:
-        """Forget the graphs, which know the cache by its addresses."""
-        if self.graphs is not None:
-            self.graphs.clear()
 
     @torch.inference_mode()
     def draw(
-        self, slots: np.ndarray, start: np.ndarray, tokens: np.ndarray, generated: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Feed a token to each of some rows, and draw the next; all int64 [M], slots ascending.
-
-        Returns the tokens drawn, int64 [M], and by how much each has won, float [M], in units of
-        logits over the temperature. start: positions before the token; generated: response tokens
-        up to it. The host waits for the device once. Raises ValueError for what is no number."""
-        runner = self.runner
-        starts, counts = np.zeros((2, int(slots[-1]) + 1), np.int64)
-        starts[slots], counts[slots] = start, 1
-        packing = pack_rows(runner.cache, starts, counts, runner.device)
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, int]:
         try:
-            found, by = to_host(*self._draw(packing, slots, tokens, generated))
-            if np.isnan(by).any():
-                raise ValueError("its logits are not numbers")
+            return super().draw(slots, number, tokens)
         except Exception:  # what was written is masked, but must be finite: see `KVCache`
-            runner.cache.erase(packing.place)
+            start = self.engine.length[slots] - 1 + number
+            self.cache.erase(self.pack(slots, start, np.ones_like(start)).place)
             raise
-        return found.astype(np.int64), by
 
-    def _draw(
-        self, packing: CachePacking, slots: np.ndarray, tokens: np.ndarray, generated: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        runner = self.runner
-        hidden = self.graphs.forward(tokens, packing) if self.graphs is not None else None
-        if hidden is None:
-            hidden = self.forward.hidden(to_device(tokens, runner.device), packing)
-        hidden = hidden[: len(tokens)]
+    def candidates(
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        start = self.engine.length[slots] - 1 + number
+        hidden = self.feed(tokens, slots, start, np.ones_like(start))
         ids = widen(self.forward.logits(hidden)).topk(self.num_candidates).indices
-        logits = exact_logits(output_head(runner.model), hidden, ids)
-        position = to_device(generated, runner.device)
-        keys = runner.noise_keys(slots, generated)
-        return draw_among(logits, ids, keys, position, self.params)
+        return exact_logits(output_head(self.runner.model), hidden, ids), ids, len(tokens)
 
 
 def exact_logits(head: OutputHead, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -110,35 +84,3 @@ def exact_logits(head: OutputHead, hidden: torch.Tensor, ids: torch.Tensor) -> t
     linear = linear_of(head.linear)
     product = torch.bmm(linear.weight[ids], hidden[:, :, None])[:, :, 0]
     return widen(head.finish(product if linear.bias is None else product + linear.bias[ids]))
-
-
-def draw_among(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    keys: torch.Tensor,
-    num_generated: torch.Tensor,
-    params: SamplingParams,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw from each row of C tokens with its noise, int64 [M], as `sampling.sample` does from all.
-
-    Also return by how much the token wins against the second, float [M]. logits, ids: [M, C]; keys:
-    int32 [M, 4]; num_generated: int64 [M], response tokens before."""
-    if params.temperature not in (0.0, 1.0):
-        logits = logits / params.temperature
-    if params.stop_token_ids and params.min_length > 0:
-        is_stop = torch.isin(ids, to_device(np.array(params.stop_token_ids), ids.device))
-        too_early = num_generated[:, None] < params.min_length
-        logits = logits.masked_fill(is_stop & too_early, float("-inf"))
-    if params.top_k or params.top_p < 1.0:
-        logits, order = logits.sort(descending=True)
-        ids = ids.gather(-1, order)
-        dropped = torch.zeros_like(logits, dtype=torch.bool)
-        if params.top_k:
-            dropped[:, params.top_k :] = True
-        chance = logits.masked_fill(dropped, float("-inf")).softmax(-1)
-        dropped |= chance.cumsum(-1) - chance >= params.top_p
-        logits = logits.masked_fill(dropped, float("-inf"))
-    if params.temperature > 0.0:
-        logits = add_gumbel(logits, keys, ids.int())
-    best = logits.topk(2)
-    return ids.gather(-1, best.indices[:, :1])[:, 0], best.values[:, 0] - best.values[:, 1]

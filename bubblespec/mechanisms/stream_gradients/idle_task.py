@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.idle.task import SLICE_S, SliceTask
+from bubblespec.idle.task import SLICE_S, LocalWork
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
 from bubblespec.mechanisms.stream_gradients.gradients import StreamedGradients
 from bubblespec.records import Span
-from bubblespec.rollout.scoring import Scoring
+from bubblespec.rewards.scorer import Scoring
 from bubblespec.samples import has_zero_std
 from bubblespec.types import Launch, Row, is_sampled
 
@@ -51,7 +51,7 @@ def pieces_of(learner: Learner, rows: Sequence[Row | None], rewards: np.ndarray)
     ]
 
 
-class StreamGradients(SliceTask):
+class StreamGradients(LocalWork):
     """Streamed gradients in one rollout on one rank."""
 
     name = "gradients"
@@ -71,6 +71,7 @@ class StreamGradients(SliceTask):
         self._rows: dict[int, Row] = {}  # this rank's scored ones, by index in the launch
         self._own_rewards = np.full(self.shape, np.nan)
         self._is_complete = np.zeros(len(launch.groups), bool)
+        self._num_ranks = 1
         self._pieces: list[Piece] = []  # of complete groups, not computed yet, shortest first
 
     @property
@@ -84,10 +85,10 @@ class StreamGradients(SliceTask):
         return self.config.rollout.free_cache_engine
 
     def publish(self) -> np.ndarray:
-        """Return what `SliceTask` does, and rewards of this rank's samples, NaN elsewhere."""
+        """Return the rewards of this rank's samples, NaN elsewhere."""
         if self.scores_in_workers or not self.view.unfinished:
             self._take_rewards()
-        return np.concatenate((super().publish(), self._own_rewards.ravel()))
+        return self._own_rewards.ravel()
 
     def _take_rewards(self) -> None:
         """Take in this rank's rows that are trained on and were scored since the last call."""
@@ -102,9 +103,9 @@ class StreamGradients(SliceTask):
 
     def receive(self, published: list[np.ndarray]) -> None:
         """Make pieces of the groups that have become complete."""
-        super().receive([values[:3] for values in published])
-        rewards = np.stack([values[3:] for values in published])
-        known = np.fmax.reduce(rewards).reshape(self.shape)  # one rank has each sample's reward
+        self._num_ranks = len(published)
+        # One rank has each sample's reward.
+        known = np.fmax.reduce(np.stack(published)).reshape(self.shape)
         is_complete = np.isfinite(known).all(axis=1)
         # Dynamic sampling replaces groups of equal rewards.
         only_differing = self.config.rollout.dynamic_sampling_max_batches > 1
@@ -117,10 +118,9 @@ class StreamGradients(SliceTask):
         self._pieces.sort(key=lambda piece: piece.num_tokens)
         self._is_complete = is_complete
 
-    def next_slices(self) -> tuple[int, float, float]:
-        size = sum(piece.num_tokens for piece in self._next_slice())
-        total = sum(piece.num_tokens for piece in self._pieces)
-        return -(-total // size), self.cost.seconds(size), self.cost.tokens_s(size)
+    def next_slice(self) -> tuple[float, float]:
+        size = sum(piece.num_tokens for piece in self._next_pieces())
+        return self.cost.seconds(size), self.cost.tokens_s(size) / self._num_ranks
 
     def can_begin(self) -> bool:
         """Whether own rows are done or wait for environments, and there is a piece to compute."""
@@ -131,7 +131,7 @@ class StreamGradients(SliceTask):
     def do_slice(self) -> Span:
         if self.frees_cache:
             self.view.engine.release()
-        pieces = self._next_slice()
+        pieces = self._next_pieces()
         taken = set(map(id, pieces))
         self._pieces = [piece for piece in self._pieces if id(piece) not in taken]
         use = self.view.record.idle[self.name]
@@ -144,7 +144,7 @@ class StreamGradients(SliceTask):
         use = self.view.record.idle[self.name]
         use.saved_s = float(ranks.gather(np.array([use.saved_s])).mean())
 
-    def _next_slice(self) -> list[Piece]:
+    def _next_pieces(self) -> list[Piece]:
         """Return the longest piece, and the longest others that fit into a slice with it."""
         limit = self.config.optim.max_tokens_per_microbatch
         room = min(self.cost.max_tokens(SLICE_S), limit)

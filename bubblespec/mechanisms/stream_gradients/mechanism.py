@@ -5,7 +5,8 @@ from bubblespec.learn.learner import Learner
 from bubblespec.mechanisms.stream_gradients.gradients import StreamedGradients
 from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
 from bubblespec.records import StepRecord
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 
 
@@ -26,7 +27,7 @@ class StreamGradientsMechanism(Mechanism):
         if plan.step is None or plan.scoring is None or not is_first:
             return
         self.gradients.forget()  # of a rollout that was abandoned
-        plan.tasks.append(
+        plan.works.append(
             StreamGradients(plan.launch, self.gradients, plan.scoring, self.sampler.combined)
         )
 

@@ -30,7 +30,8 @@ from bubblespec.records import ForwardRecord, Span, StepRecord, total_s
 from bubblespec.rollout.board import RankState
 from bubblespec.rollout.gather import gather_rows
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.mechanism import Mechanism, RolloutPlan
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.rollout.table import RowTable
@@ -46,7 +47,7 @@ NUM_TIMED = 3  # last forwards of a timing at the start, which count
 
 
 class TPTail(Mechanism):
-    """The engine of all ranks together, and the `TakeOver` that uses it."""
+    """The engine of all ranks together, and the take-over that uses it."""
 
     name = "tp_tail"
     needs_timings = True
@@ -130,12 +131,12 @@ class TPTail(Mechanism):
                 if is_asked and self.gather(np.array([ranks.must_stop], np.uint8)).any():
                     break
                 step_s, own_rows = clock.perf_counter(), len(unfinished)
-                finished, load = engine.step(loop.params, drafts)
+                finished, load = engine.step(loop.plan.params, drafts)
                 end_s = clock.perf_counter()
                 assert load is not None, "the engine is not idle"
                 propose_s, looked_up = (0.0, 0) if proposer is None else proposer.take_spent()
                 seconds = (last_s, end_s, end_s - step_s - propose_s, propose_s)
-                forward = ForwardRecord._make((*seconds, *load, own_rows, 0, looked_up))
+                forward = ForwardRecord(*seconds, load, own_rows, 0, looked_up)
                 record.shared_forwards.append(forward)
                 last_s = end_s
                 for row in finished:
@@ -215,7 +216,7 @@ def make_tp_tail(sampler: Sampler, max_rows: int) -> TPTail | None:
     if ranks.world_size == 1 or not is_wanted or sampler.board is None:
         return None
     alone = cast(ModelRunner, engine.runner)
-    ranks.place = "set-up of the TP tail"
+    ranks.activity = "set-up of the TP tail"
     try:
         tp = shards.TPGroup(ranks)
         forward = shards.ShardedForward(

@@ -26,6 +26,8 @@ from bubblespec.memory import max_length, max_slots
 from bubblespec.planner.place import place_in_turn
 from bubblespec.rollout.board import ProgressBoard, RankState, SharedTicks, make_transport
 from bubblespec.rollout.loop import RolloutLoop
+from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.sampler import Rollout
 from bubblespec.rollout.table import RowTable
 from bubblespec.setup import build, prepare
 from bubblespec.telemetry.trace import describe_hardware
@@ -162,25 +164,23 @@ def rollouts(case: Case) -> Iterator[Line]:
     rank_of = place_in_turn(len(groups), size, ranks.world_size)
     launch = Launch(groups, len(groups), size)
     tables = [RowTable(launch, rank_of, ranks.rank) for _ in range(2)]
-    plain, drafted = (table.make_rows(longest) for table in tables)
-    loop = RolloutLoop(sampler.engine, ranks, sampler.params, plain, tables[0])
-    plain_s = seconds_together(loop.run, ranks)
+    plain, drafted = (RolloutPlan(t, t.make_rows(longest), sampler.params) for t in tables)
+    plain_s = seconds_together(RolloutLoop(sampler.engine, ranks, None, plain).run, ranks)
     responses = f"{len(rank_of)} responses of up to {longest} tokens"
     if sampler.proposer is None:
         yield ok(f"{responses} take {plain_s:.2f} s; speculative.method=none has no drafts")
         return
-    exchange(sampler.store, spoilt(plain.values()), ranks)
+    exchange(sampler.store, spoilt(plain.rows.values()), ranks)
+    drafted.step, drafted.used, drafted.proposer = 0, groups, sampler.proposer
+    for row in drafted.rows.values():
+        row.draft = sampler.store.get(row.id)
     sampler.proposer.always = True  # whether drafts pay is not the question
-    records = []
-
-    def roll_out() -> None:
-        record, tasks = sampler.roll_out(tables[1], drafted, 0, groups)
-        sampler.conclude(record, tasks, tables[1], drafted, 0)
-        records.append(record.acceptance)
-
-    drafted_s = seconds_together(roll_out, ranks)
-    differing = sum(not np.array_equal(row.tokens, drafted[i].tokens) for i, row in plain.items())
-    counts = [differing, records[0].draft_tokens, records[0].accepted_tokens]
+    rollouts: list[Rollout] = []
+    drafted_s = seconds_together(lambda: rollouts.append(sampler.rollout(drafted)), ranks)
+    pairs = [(row, drafted.rows[index]) for index, row in plain.rows.items()]
+    differing = sum(not np.array_equal(a.tokens, b.tokens) for a, b in pairs)
+    acceptance = rollouts[0].record.acceptance
+    counts = [differing, acceptance.draft_tokens, acceptance.accepted_tokens]
     differing, num_drafts, accepted = ranks.gather(np.array(counts)).sum(axis=0).tolist()
     took = f"{plain_s:.2f} s without drafts, {drafted_s:.2f} s with {num_drafts} draft tokens, "
     took += f"{accepted} of them accepted"

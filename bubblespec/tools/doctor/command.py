@@ -46,7 +46,7 @@ def examine(case: Case) -> list[str]:
         else:
             if case.ranks.is_main:
                 log(f"doctor: {name} ...")
-            case.ranks.place = f"the check of {name}"
+            case.ranks.activity = f"the check of {name}"
             of_ranks, is_apart = compare(case.ranks, name, *attempt(check, case))
             if any(line.verdict == "failed" for lines in of_ranks for line in lines):
                 failures.append(name)

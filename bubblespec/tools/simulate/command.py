@@ -4,8 +4,6 @@ python -m bubblespec simulate --synthetic mean=2000,max=16000,run=500 --ranks 8 
 [section.key=value ...]
 
 python -m bubblespec simulate --trace RUN_DIR --ranks 8 --cost-model RUN_DIR [section.key=value ...]
-
-python -m bubblespec simulate --check FILE.csv
 """
 
 import argparse
@@ -21,7 +19,6 @@ from bubblespec.config.file import config_of_sections
 from bubblespec.errors import InputError, log
 from bubblespec.telemetry.trace import FOLDER
 from bubblespec.tools import make_parser
-from bubblespec.tools.simulate.check import OTHER_MODES, compare, read_cases
 from bubblespec.tools.simulate.recorded import (
     load_copy_cost,
     load_cost,
@@ -57,7 +54,6 @@ def main(arguments: list[str]) -> None:
     source.add_argument("--trace", metavar="RUN_DIR", help="output_dir of a run with run.trace")
     names = ", ".join(f.name for f in dataclasses.fields(Spec))
     source.add_argument("--synthetic", metavar="NAME=VALUE,...", help=f"of {names}")
-    source.add_argument("--check", metavar="FILE.csv", help="compare GPU costs with measured ones")
     names = ", ".join(f.name for f in dataclasses.fields(DrafterModel))
     parser.add_argument("--drafter", default="", metavar="NAME=VALUE,...", help=f"of {names}")
     names = ", ".join(f.name for f in dataclasses.fields(CopyModel))
@@ -67,22 +63,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures to this new file")
     parser.add_argument("overrides", nargs="*", help=f"section.key=value of {', '.join(SECTIONS)}")
     refuse_dashes(arguments)
-    given = parser.parse_intermixed_args(arguments)
-    if given.check:
-        check(given)
-    else:
-        run(given)
-
-
-def check(arguments: argparse.Namespace) -> None:
-    """Print GPU costs next to measured ones. Raises InputError."""
-    names = [name for name, value in vars(arguments).items() if value and name != "check"]
-    if names:
-        raise InputError(f"--check: simulates nothing; leave out {', '.join(names)}")
-    cases, num_left_out = read_cases(arguments.check)
-    print(compare(cases))
-    if num_left_out:
-        print(f"left out: {num_left_out} lines of {', '.join(OTHER_MODES)} or of all batches")
+    run(parser.parse_intermixed_args(arguments))
 
 
 def run(arguments: argparse.Namespace) -> None:

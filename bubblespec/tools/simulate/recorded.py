@@ -13,13 +13,12 @@ import pyarrow
 import pyarrow.parquet
 
 from bubblespec.config import Config, flatten
-from bubblespec.engine.batch import Load
 from bubblespec.errors import InputError, one_line
 from bubblespec.telemetry.trace import FOLDER, FORMAT, META_FILE
 from bubblespec.tools.simulate.cost import ForwardCost, fit_cost
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, GPUCost, copy_roofline, roofline
 from bubblespec.tools.simulate.workload import STOP, Spec, Workload
-from bubblespec.types import Prompt
+from bubblespec.types import Load, Prompt
 
 
 def read_meta(folder: str) -> dict[str, Any]:

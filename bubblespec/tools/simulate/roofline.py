@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bubblespec.engine.batch import Load
 from bubblespec.mechanisms.quantized.products import GROUP, LARGE
 from bubblespec.mechanisms.tp_tail.shards import shard_heads
+from bubblespec.types import Load
 
 # A block of attention computes this many queries, whether they are real or not, against so many
 # keys at a time. Two blocks on a multiprocessor take 1.5 times as long as one.
@@ -68,7 +68,7 @@ class Fit(NamedTuple):
     peak_share: float
     """Share of the peak that products reach with many tokens."""
     knee: float
-    """See `both`."""
+    """Sharpness of the bend between two limits, see `both`."""
     layer_s: float
     """Seconds of a layer beyond its products and attention: small kernels, and each kernel's begin
     and end."""

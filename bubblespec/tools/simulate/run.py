@@ -12,14 +12,14 @@ from tqdm import tqdm
 
 from bubblespec.config import Config
 from bubblespec.data.schedule import save_visits
+from bubblespec.draft.chain_runner import profile as profile_chains
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
-from bubblespec.mechanisms.drafter.source import DrafterSource
+from bubblespec.mechanisms.drafter.mechanism import make_source as drafter_source
 from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
 from bubblespec.mechanisms.quantized.mechanism import MIN_SPEEDUP
-from bubblespec.mechanisms.quantized.mechanism import profile as profile_copy
-from bubblespec.mechanisms.quantized.source import QuantizedSource
+from bubblespec.mechanisms.quantized.mechanism import make_source as quantized_source
 from bubblespec.mechanisms.tail_batching import MAX_OVER_SAMPLING, scaled
 from bubblespec.mechanisms.tp_tail.tail import TPTail, enter_by_cost, measure
 from bubblespec.memory import AUTO_TP_ROWS, max_slots
@@ -37,10 +37,10 @@ from bubblespec.tools.simulate.runner import (
     CopyModel,
     Cost,
     DrafterModel,
-    SimulatedCopyRunner,
-    SimulatedDrafterRunner,
     SimulatedRunner,
     Text,
+    copy_chains,
+    drafter_chains,
 )
 from bubblespec.tools.simulate.tools import SimulatedEnvironments
 from bubblespec.tools.simulate.workload import Texts, Workload
@@ -273,20 +273,19 @@ class _Rank:
             self.sampler.mechanisms.append(EpisodesMechanism(self.sampler, environments))
         proposer = self.sampler.proposer
         if proposer is not None and "quantized" in config.speculative.sources:
-            copies: Any = SimulatedCopyRunner(engine, shared.quantized, shared.copy_cost)
-            copy_cost = profile_copy(copies, ranks.clock)
+            copies = copy_chains(engine, shared.quantized, shared.copy_cost)
+            copy_cost = profile_chains(copies, ranks.clock)
             if proposer.cost.seconds(1, 1) >= MIN_SPEEDUP * copy_cost.seconds(1, 1):
-                chains = QuantizedSource(copies, proposer.cost, copy_cost, clock=ranks.clock)
+                chains = quantized_source(copies, proposer.cost, copy_cost, clock=ranks.clock)
                 proposer.add(chains)
                 self.sampler.stats.guards.add(COPY, is_trusted=False)
                 self.sampler.stats.chains = chains.shortening
         if proposer is not None and "drafter" in config.speculative.sources:
-            runner: Any = SimulatedDrafterRunner(engine, shared.drafter)
-            source = DrafterSource(runner, proposer.cost, ranks.clock)
-            source.profile()
+            drafts = drafter_chains(engine, shared.drafter)
+            source = drafter_source(drafts, proposer.cost, ranks.clock)
             proposer.add(source)
             if tail is not None:
-                of_tail: Any = SimulatedDrafterRunner(tail.engine, shared.drafter)
+                of_tail = drafter_chains(tail.engine, shared.drafter)
                 tail.companions.append(lambda engine: source.moved_to(of_tail))
         ranks.barrier()
 

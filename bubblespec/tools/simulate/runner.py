@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from bubblespec.engine.batch import Batch, Load, Runner
+from bubblespec.engine.batch import Batch, Runner
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.pages import Pages
@@ -21,7 +21,7 @@ from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.runner import CONTEXT, MAX_CHAIN_LENGTH
 from bubblespec.planner.prices import Prices
 from bubblespec.tools.simulate.world import SimulatedRanks
-from bubblespec.types import Row
+from bubblespec.types import Load, Row
 
 FREE = Prices(0.0, 1.0, 0.0, 0.0, 0.0)  # nothing but forwards takes time
 NO_TOKEN = -2  # follows the end of a text; no draft contains it
@@ -92,7 +92,7 @@ class SimulatedRunner(Runner):
 
 
 COPY_SHARE = 0.4  # of a copy without a cost of its own, see `CopyModel`
-UNSURE_RIGHT = 0.6  # of a copy's tokens that win by little, see `SimulatedCopyRunner`
+UNSURE_RIGHT = 0.6  # of tokens that win by little, see `SimulatedChains`
 
 
 @dataclass(frozen=True)
@@ -111,55 +111,12 @@ class DrafterModel:
         if not 0 <= self.share <= 1:
             raise InputError(f"share: {self.share} must be from 0 to 1")
 
-    def accepted(self) -> np.ndarray:
-        """Return the probability that the first 1, 2, ... tokens of a chain are all right.
-
-        Each token has one probability of being right if all before it are.
-        """
+    @property
+    def acceptance(self) -> float:
+        """Chance that a token of a chain is right if all before it are, the same for all."""
         powers = np.arange(1, MAX_CHAIN_LENGTH + 1)
         gained = self.accept_length - 1
-        return brentq(lambda chance: (chance**powers).sum() - gained, 0.0, 1.0) ** powers
-
-
-class SimulatedDrafterRunner:
-    """A `DrafterRunner` for a `SimulatedRunner`; warm start and training take no time.
-
-    The sample and the position decide how many tokens of a chain are right.
-    """
-
-    def __init__(self, engine: Engine, model: DrafterModel):
-        self.engine, self.model = engine, model
-        self.runner: Any = engine.runner  # a SimulatedRunner
-        self._accepted = model.accepted()
-
-    def draft(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Propose chains of `length` tokens, as `DrafterRunner.draft` does."""
-        engine, runner, cached = self.engine, self.runner, self.engine.cached[slots]
-        count = int(np.minimum(cached - runner.drafter_knows[slots], CONTEXT).sum())
-        runner.drafter_knows[slots] = cached
-        positions = int(engine.length[slots].sum())
-        for tokens in (count, *[len(slots)] * (length - 1)):
-            self._advance(len(slots), tokens, positions)
-        begin = (engine.length - engine.prompt_length)[slots]
-        position = begin[:, None] + np.arange(length)
-        end = runner.end[slots, None]
-        said = runner.said[slots[:, None], np.minimum(position, end)].astype(np.int64)
-        uid, visit, sample = runner.name[slots].T
-        bits = stream_keys(0, uid, visit, sample, begin)[:, 0].view(np.uint32)
-        num_right = ((bits[:, None] + 0.5) * 2.0**-32 < self._accepted).sum(axis=1)
-        is_right = (np.arange(length) < num_right[:, None]) & (position < end)
-        return np.where(is_right, said, np.abs(said) ^ 1), slots, count
-
-    def enable(self, is_on: bool) -> None:
-        """Do nothing: no hidden states are kept."""
-
-    def run_once(self, num_rows: int) -> None:
-        """Advance the clock by a forward of so many rows."""
-        self._advance(num_rows, num_rows, 0)
-
-    def _advance(self, rows: int, tokens: int, positions: int) -> None:
-        seconds = self.runner.cost(Load(rows, tokens, 0, positions, 0, 0))
-        self.runner.advance(self.model.share * seconds)
+        return brentq(lambda chance: (chance**powers).sum() - gained, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -178,35 +135,65 @@ class CopyModel:
                 raise InputError(f"{name}: {value} must be from 0 to 1")
 
 
-class SimulatedCopyRunner:
-    """A `CopyRunner` for a `SimulatedRunner`; renewals take no time.
+class SimulatedChains:
+    """A `ChainRunner` for a `SimulatedRunner`; warm start, training and renewals take no time.
 
     The sample and the position decide whether a token is right, and its lead: UNSURE_RIGHT of the
-    tokens with a small lead are, and almost all others."""
+    tokens with a small lead are, and almost all others. Where fewer are right, all leads are
+    small."""
 
-    def __init__(self, engine: Engine, model: CopyModel, cost: Cost | None = None):
-        """cost: of the copy's forwards, if `model.share` is None."""
-        runner: Any = engine.runner  # a SimulatedRunner
-        self.engine, self.model, self.runner = engine, model, runner
-        self.share = 1.0 if cost else COPY_SHARE
-        if model.share is not None:
-            cost, self.share = None, model.share
-        self.cost: Cost = cost or runner.cost
+    def __init__(self, engine: Engine, acceptance: float, cost: Cost, *, catches_up: bool = False):
+        """cost: of the model's forwards; catches_up: whether it feeds what was verified before."""
+        self.engine, self.acceptance, self.cost = engine, acceptance, cost
+        self.runner: Any = engine.runner  # a SimulatedRunner
+        self.catches_up = catches_up
+        self._unsure = min((1 - acceptance) / (1 - UNSURE_RIGHT), 1.0)
+        self._unsure_right = 1 - (1 - acceptance) / max(self._unsure, 1e-9)
+
+    def can_draft(self, slots: np.ndarray) -> np.ndarray:
+        """Whether chains can begin, as `ChainRunner.can_draft` does."""
+        return slots >= 0
 
     def draw(
-        self, slots: np.ndarray, start: np.ndarray, tokens: np.ndarray, generated: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Propose a token for each of some rows, as `CopyRunner.draw` does."""
-        runner, size = self.runner, len(slots)
-        load = Load(size, size, 0, int(start.sum()) + size, 0, 0)
-        runner.advance(self.share * self.cost(load))
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """Propose a token for each of some rows, as `ChainRunner.draw` does."""
+        engine, runner, fed = self.engine, self.runner, len(slots)
+        if self.catches_up and number == 0:
+            cached = engine.cached[slots]
+            fed = int(np.minimum(cached - runner.drafter_knows[slots], CONTEXT).sum())
+            runner.drafter_knows[slots] = cached
+        positions = int(engine.length[slots].sum()) + number * len(slots)
+        runner.advance(self.cost(Load(len(slots), fed, 0, positions)))
+        generated = (engine.length - engine.prompt_length)[slots] + number
         uid, visit, sample = runner.name[slots].T
         bits = stream_keys(1, uid, visit, sample, generated)[:, :2].view(np.uint32)
         unsure, right = ((bits + 0.5) * 2.0**-32).T
-        is_unsure = unsure < (1 - self.model.acceptance) / (1 - UNSURE_RIGHT)
-        is_right, end = ~is_unsure | (right < UNSURE_RIGHT), runner.end[slots]
+        is_unsure = unsure < self._unsure
+        is_right, end = ~is_unsure | (right < self._unsure_right), runner.end[slots]
         said = runner.said[slots, np.minimum(generated, end)].astype(np.int64)
         # Behind a wrong token the text goes on elsewhere.
         before = runner.said[slots, np.minimum(np.maximum(generated - 1, 0), end)]
         is_right &= (generated < end) & ((before == tokens) | (generated == 0))
-        return np.where(is_right, said, np.abs(said) ^ 1), np.where(is_unsure, 0.3, 3.0)
+        return np.where(is_right, said, np.abs(said) ^ 1), np.where(is_unsure, 0.3, 3.0), fed
+
+    def run_once(self, num_rows: int) -> None:
+        """Advance the clock by a forward of so many rows."""
+        self.runner.advance(self.cost(Load(num_rows, num_rows)))
+
+
+def drafter_chains(engine: Engine, model: DrafterModel) -> Any:
+    """Return a `DrafterRunner` in virtual time."""
+    cost = engine.runner.cost  # type: ignore[attr-defined]  # a SimulatedRunner
+    return SimulatedChains(
+        engine, model.acceptance, lambda load: model.share * cost(load), catches_up=True
+    )
+
+
+def copy_chains(engine: Engine, model: CopyModel, cost: Cost | None = None) -> Any:
+    """Return a `CopyRunner` in virtual time. cost: of its forwards, if the model has no share."""
+    share = COPY_SHARE if model.share is None else model.share
+    if model.share is None and cost is not None:
+        return SimulatedChains(engine, model.acceptance, cost)
+    policy = engine.runner.cost  # type: ignore[attr-defined]  # a SimulatedRunner
+    return SimulatedChains(engine, model.acceptance, lambda load: share * policy(load))

@@ -16,7 +16,6 @@ class SimulatedEnvironments:
     """`Environments` of one rank, whose episodes are named by their rows."""
 
     form = SimpleNamespace(adds_text=False, has_reward=False)
-    num_differing = 0
 
     def __init__(self, ranks: SimulatedRanks, texts: Texts, num_workers: int):
         """num_workers: workers with one call at a time each, and as many for drafts."""

@@ -1,16 +1,21 @@
-"""Compare the roofline with measured forwards: `python -m bubblespec simulate --check FILE.csv`.
+"""Compare the roofline with measured forwards: python benchmarks/measured_costs.py FILE.csv
 
 The columns are those of sd_toggle's sweeps (docs/simulator.md). Such a sweep times vLLM's layers on
 an A100, for rows that all have the same context; columns for anything else may be absent.
 """
 
+import argparse
 import csv
 import math
+import os
+import sys
 from collections.abc import Sequence
 from statistics import geometric_mean, median
 from typing import NamedTuple
 
-from bubblespec.engine.batch import Load
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from benchmarks import shared
 from bubblespec.errors import InputError, one_line
 from bubblespec.mechanisms.tp_tail.shards import shard_heads
 from bubblespec.tools.simulate.roofline import (
@@ -23,6 +28,7 @@ from bubblespec.tools.simulate.roofline import (
     Model,
     roofline,
 )
+from bubblespec.types import Load
 
 DECODE, VERIFY, COPY = "target_decode", "target_verify", "drafter_decode"
 BITS = {DECODE: 16, VERIFY: 16, COPY: 4}
@@ -65,10 +71,10 @@ def read_cases(path: str) -> tuple[list[Case], int]:
         with open(path, encoding="utf-8", newline="") as file:
             lines = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"--check: {path}: {one_line(error)}") from error
+        raise InputError(f"{path}: {one_line(error)}") from error
     missing = [name for name in NEEDED if not lines or name not in lines[0]]
     if missing:
-        raise InputError(f"--check: {path} has no {', '.join(missing)}")
+        raise InputError(f"{path} has no {', '.join(missing)}")
     cases = []
     for number, line in enumerate(lines, 2):
         try:
@@ -78,9 +84,9 @@ def read_cases(path: str) -> tuple[list[Case], int]:
             if line["mode"] not in OTHER_MODES and float(line["batch"]) != 0:  # 0: all batches
                 cases.append(_case(line))
         except ValueError as error:
-            raise InputError(f"--check: {path}, line {number}: {error}") from error
+            raise InputError(f"{path}, line {number}: {error}") from error
     if not cases:
-        raise InputError(f"--check: {path} has no line of {', '.join(BITS)}")
+        raise InputError(f"{path} has no line of {', '.join(BITS)}")
     return cases, len(lines) - len(cases)
 
 
@@ -199,3 +205,18 @@ def compare(cases: Sequence[Case], fit: Fit | None = None) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in table
     )
+
+
+def run(arguments: argparse.Namespace, folder: str) -> None:
+    cases, num_left_out = read_cases(arguments.file)
+    print(compare(cases))
+    if num_left_out:
+        print(f"left out: {num_left_out} lines of {', '.join(OTHER_MODES)} or of all batches")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="GPU costs next to measured ones")
+    parser.add_argument(
+        "file", metavar="FILE.csv", help="a forward per line, see docs/simulator.md"
+    )
+    sys.exit(shared.main(run, parser))

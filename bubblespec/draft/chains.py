@@ -1,0 +1,291 @@
+"""Chains of draft tokens of a small model, for the rows of an engine.
+
+A chain is drafted token by token, with the noise that the row itself will use. By how much a token
+has won, its lead, says how sure it is: the policy's logits are close, so a clear winner is nearly
+always its choice too. Whether a row drafts another token depends on the chance that all tokens of
+its chain so far are right, on the seconds of the small model's forward, and on those of a longer
+verification.
+
+Shape legend: R queried rows, M rows that may continue, L longest chain.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.draft.chain_runner import ChainRunner
+from bubblespec.draft.sources import DraftSource, Proposals, TrackedRows
+from bubblespec.errors import first_problem, log, one_line
+from bubblespec.planner.costs import CHAIN_ROWS, CostModel
+from bubblespec.planner.survival import TRIED, Survival
+from bubblespec.planner.windows import MIN_GAIN, rate_below_which_chains_gain
+from bubblespec.types import Load
+
+LEADS = np.array((0.1, 0.25, 0.5, 1.0, 2.0, 4.0))  # leads between two of these are alike
+PRIORS = (0.5, 0.6, 0.7, 0.85, 0.95, 0.98, 0.99)  # chance that a token with such a lead is right
+AHEAD = np.array((1, 2, 4))  # further tokens that a decision considers
+
+
+class ChainRates:
+    """How often tokens of chains were right: by their lead, and by their number in the chain."""
+
+    def __init__(self, longest: int, prior: float):
+        """prior: chance that a token is right, at each of `longest` numbers, if all before are."""
+        self.survival = Survival()
+        self._by_lead = self.survival.add([("lead", n) for n in range(len(PRIORS))], PRIORS)
+        numbers = [("number", n) for n in range(longest)]
+        self._by_number = self.survival.add(numbers, [prior] * longest)
+        self._any = self.survival.add([("any",)], [prior])
+
+    def chances(self, lead: np.ndarray) -> np.ndarray:
+        """Return the chance that tokens with these leads are right, if all before them are."""
+        return self.survival.estimates[self._by_lead[LEADS.searchsorted(lead)]]
+
+    @property
+    def mean(self) -> float:
+        """Chance that a token is right, if all before it are, whatever its lead and number."""
+        return float(self.survival.estimates[self._any[0]])
+
+    @property
+    def by_number(self) -> np.ndarray:
+        """Chance that a chain's first, second, ... token is right if all before are, [L]."""
+        return self.survival.estimates[self._by_number]
+
+    @property
+    def accepted(self) -> np.ndarray:
+        """Chance that the first 1, 2, ... tokens of a chain are all right, float64 [L]."""
+        return np.cumprod(self.by_number)
+
+    def observe(self, lead: np.ndarray, number: np.ndarray, is_right: np.ndarray) -> None:
+        """Count tokens whose predecessors were all right: [n] each, and whether they were."""
+        tried, right = self.survival.counts[TRIED:, 1]
+        kinds = (
+            self._by_lead[LEADS.searchsorted(lead)],
+            self._by_number[number],
+            self._any[0 * number],
+        )
+        for kind in kinds:
+            tried += np.bincount(kind, minlength=len(tried))
+            right += np.bincount(kind, is_right, len(right))
+
+
+class ChainSource(DraftSource):
+    """Chains of a small model as a draft source."""
+
+    weighs_its_time = True
+    needs_results = True
+
+    def __init__(
+        self,
+        name: str,
+        runner: ChainRunner,
+        cost: CostModel,
+        own_cost: CostModel,
+        *,
+        prior: float,
+        longest: int,
+        is_last: bool = False,
+        always: bool = False,
+        clock=time,
+    ):
+        """Create the source of an engine's rows.
+
+        cost, own_cost: of the policy's forwards and the small model's; prior: see `ChainRates`;
+        longest: tokens of a chain; always: draft as much as may be verified, whatever it costs."""
+        self.name, self.kinds = name, ((name,),)
+        self.runner, self.cost, self.own_cost, self.clock = runner, cost, own_cost, clock
+        self.longest, self.is_last, self.always = longest, is_last, always
+        self.rates = ChainRates(longest, prior)
+        self.chain_lengths = np.zeros(longest + 1, np.int64)
+        """Chains of queried rows by length, since the last `metrics`."""
+        self.drafting_s = 0.0
+        """Seconds spent on chains, since the last `metrics`."""
+        self.problem: str | None = None
+        """Why the model drafts no more."""
+        self._is_known = False  # whether all ranks know of a problem
+        # The latest proposals: tokens [R, L] of the rows' numbers, their leads and lengths.
+        self._numbers = np.empty(0, np.int64)
+        self._chains, self._leads = np.zeros((0, 0), np.int64), np.zeros((0, 0))
+        self._lengths = np.empty(0, np.int64)
+        self._mean_kv = 0.0  # positions of a row, at the latest proposal
+
+    def begin(self, tracked: TrackedRows) -> None:
+        super().begin(tracked)
+        self._numbers = np.empty(0, np.int64)
+        self.rates.survival.begin()
+
+    @contextlib.contextmanager
+    def moved_to(self, runner: ChainRunner) -> Iterator[None]:
+        """Context in which proposals are for the rows of another engine."""
+        own, self.runner = self.runner, runner
+        try:
+            yield
+        finally:
+            self.runner = own
+
+    @property
+    def chance(self) -> float:  # type: ignore[override]  # it depends on the engine's rows
+        """Acceptance rate of another source below which a chain gains more, its time included."""
+        active = max(len(self.runner.engine.rows), 1)
+        kv_tokens = int(self.runner.engine.lengths.sum())
+        lengths = np.arange(1, self.longest + 1)
+        gained = np.cumsum(self.rates.accepted)
+        own_s = lengths * self.own_cost.seconds(1, 1, 0, kv_tokens / active)
+        forward_s = self.cost.seconds(active, active + lengths, 1, kv_tokens)
+        return rate_below_which_chains_gain(gained, own_s, forward_s)
+
+    def shortening(self) -> np.ndarray:
+        """Return seconds per token with chains over those without, see `CostModel.chains`."""
+        if not self.is_enabled:
+            return np.ones(len(CHAIN_ROWS))
+        active, lengths = CHAIN_ROWS[:, None], np.arange(self.longest + 1)
+        kv_tokens = active * self._mean_kv
+        gained = 1.0 + np.append(0.0, np.cumsum(self.rates.accepted))
+        own_s = lengths * self.own_cost.seconds(active, active, 0, kv_tokens)
+        forward_s = self.cost.seconds(active, active * (1 + lengths), lengths > 0, kv_tokens)
+        per_token = (own_s + forward_s) / gained
+        return per_token.min(axis=1) / per_token[:, 0]
+
+    def give_up(self, problem: Exception) -> None:
+        """Draft no more; `metrics` tells all ranks."""
+        self.problem, self.is_enabled = one_line(problem), False
+
+    def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:
+        slots = self.tracked.slots(numbers, self.runner.engine.rows)
+        limits = np.minimum(limits, self.longest) * (slots >= 0)
+        try:
+            chains, leads, lengths = self._draft(slots, limits)
+        except Exception as error:  # the model's own code runs here, with other layers
+            self.give_up(error)
+            return super().propose(numbers, limits)
+        self._numbers, self._chains, self._leads, self._lengths = numbers, chains, leads, lengths
+        self.chain_lengths += np.bincount(lengths, minlength=len(self.chain_lengths))
+        begin = np.arange(len(numbers)) * self.longest
+        return Proposals(chains.ravel(), begin, lengths, np.zeros_like(numbers))
+
+    def _draft(
+        self, slots: np.ndarray, limits: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Draft chains for rows in slots, at most `limits` tokens each; both int64 [R].
+
+        Returns tokens int64 [R, L], leads float64 [R, L] and lengths int64 [R]."""
+        engine, clock = self.runner.engine, self.clock.perf_counter
+        chains = np.zeros((len(slots), self.longest), np.int64)
+        leads, lengths = np.zeros(chains.shape), np.zeros(len(slots), np.int64)
+        chance, going = np.ones(len(slots)), (limits > 0) & self.runner.can_draft(slots)
+        begin_s, spent_s = clock(), 0.0
+        active, kv_tokens, gained = len(engine.rows), int(engine.lengths.sum()), 0.0
+        self._mean_kv = kv_tokens / max(active, 1)
+        latest = engine.tokens[slots, engine.length[slots] - 1]
+        rates = np.append(self.rates.by_number, np.zeros(AHEAD[-1]))
+        for number in range(self.longest):
+            rows = going.nonzero()[0]
+            if not len(rows):
+                break
+            if not self.always:
+                kept = rows_to_continue(
+                    chance[rows],
+                    rates[number : number + AHEAD[-1]],
+                    gained=active + gained,
+                    drafted=int(lengths.sum()),
+                    spent_s=spent_s,
+                    active=active,
+                    kv_tokens=kv_tokens,
+                    cost=self.cost,
+                    own_cost=self.own_cost,
+                )
+                rows = rows[kept]
+            rows = rows[slots[rows].argsort()]
+            going[:] = False
+            if not len(rows):
+                break
+            step_s = clock()
+            latest[rows], lead, fed = self.runner.draw(slots[rows], number, latest[rows])
+            end_s = clock()
+            positions = int(engine.length[slots[rows]].sum()) + number * len(rows)
+            load = Load(len(rows), fed, int(fed > len(rows)), positions)
+            self.own_cost.observe(load, end_s - step_s)
+            chains[rows, number], leads[rows, number] = latest[rows], lead
+            chance[rows] *= self.rates.chances(lead)
+            lengths[rows] += 1
+            gained += float(chance[rows].sum())
+            going[rows] = limits[rows] > number + 1
+            spent_s = end_s - begin_s
+        self.drafting_s += clock() - begin_s
+        return chains, leads, lengths
+
+    def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        if not len(self._numbers) or not self._lengths.any():
+            return
+        order = self._numbers.argsort()
+        index = order[self._numbers.searchsorted(numbers, sorter=order).clip(max=len(order) - 1)]
+        known = self._numbers[index] == numbers
+        index, begin, counts = index[known], (counts.cumsum() - counts)[known], counts[known]
+        self._numbers = self._numbers[:0]
+        offset = np.arange(self.longest)
+        length = np.minimum(self._lengths[index], counts)[:, None]
+        gained = tokens.take(begin[:, None] + offset, mode="clip")
+        is_right = (self._chains[index] == gained) & (offset < length)
+        # Tokens are tried up to the first wrong one.
+        is_tried = offset <= np.logical_and.accumulate(is_right, axis=1).sum(1)[:, None]
+        is_tried &= offset < length
+        number = is_tried.nonzero()[1]
+        self.rates.observe(self._leads[index][is_tried], number, is_right[is_tried])
+
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Return the mean length of chains and the slowest rank's seconds since the last call.
+
+        Chains of no token are included; the length is left out where no row was asked about."""
+        chosen = ranks.gather(self.chain_lengths).sum(axis=0)
+        own = np.array((self.drafting_s, self.problem is not None))
+        seconds, has_failed = ranks.gather(own).max(axis=0)
+        if has_failed and not self._is_known:  # on any rank
+            self._is_known = True
+            self.problem = first_problem(self.problem, ranks.gather_text)
+            if ranks.is_main:
+                log(f"{self.name} drafts no more: {self.problem}")
+        self.chain_lengths[:], self.drafting_s = 0, 0.0
+        metrics = {f"{self.name}/draft_s": float(seconds)}
+        if chosen.any():
+            mean = np.average(np.arange(len(chosen)), weights=chosen)
+            metrics[f"{self.name}/chain_length"] = float(mean)
+        return metrics
+
+
+def rows_to_continue(
+    chance: np.ndarray,
+    rates: np.ndarray,
+    *,
+    gained: float,
+    drafted: int,
+    spent_s: float,
+    active: int,
+    kv_tokens: int,
+    cost: CostModel,
+    own_cost: CostModel,
+) -> np.ndarray:
+    """Return the rows that draft another token, int64 indices, best first; none if that costs more.
+
+    The first token must gain as much as a first window.
+
+    chance: float64 [M], that a row's chain is right so far; rates: float64 [AHEAD[-1]], that the
+    next tokens are, each if all before it are; gained, drafted, spent_s: tokens that the coming
+    forward of the policy is expected to gain, draft tokens and seconds spent on them, all so far;
+    active, kv_tokens: rows of that forward and the positions that they attend to; cost, own_cost:
+    of the policy's forwards and the small model's."""
+    order = np.argsort(-chance, kind="stable")
+    rows = np.arange(1, len(order) + 1)[:, None]
+    more = chance[order].cumsum()[:, None] * np.cumsum(np.cumprod(rates))
+    mean_kv = kv_tokens / active
+    one_s = own_cost.seconds(rows, rows, 0, rows * mean_kv)
+    verify_s = cost.seconds(active, active + drafted + rows * AHEAD, 1, kv_tokens)
+    now_s = cost.seconds(active, active + drafted, min(drafted, 1), kv_tokens)
+    rate = (gained + more[:, AHEAD - 1]) / (spent_s + AHEAD * one_s + verify_s)
+    best = rate.max(axis=1)
+    least = 1.0 if spent_s else MIN_GAIN
+    if best.max() <= least * gained / (spent_s + now_s):
+        return order[:0]
+    return order[: int(best.argmax()) + 1]
