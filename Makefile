@@ -10,7 +10,7 @@ FAST := golden layout verify suffix sampling losses advantages data rows schedul
 	optimizer config guard planner proposer store noise kv_cache generator rollout_loop board \
 	idle_tasks sampler tail_batching rewards minimal_loop update
 
-.PHONY: train test test-fast lint smollm2 clean
+.PHONY: train test test-fast durations lint smollm2 clean
 
 train: .venv/installed
 	$(BIN)/torchrun --nproc_per_node=2 train.py --config configs/tiny_cpu.yaml
@@ -20,6 +20,10 @@ test: .venv/tests lint
 
 test-fast: .venv/tests
 	$(BIN)/python -m pytest -q -n 2 --dist=loadfile $(FAST:%=tests/test_%.py)
+
+# CPU seconds of each test file, which fails where one takes more than its budget.
+durations: .venv/tests
+	$(BIN)/python -m pytest -q -p tests.helpers.durations -n 2 --dist=loadfile --no-loadscope-reorder
 
 lint: .venv/tests
 	$(BIN)/ruff format --check .

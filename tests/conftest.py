@@ -1,7 +1,10 @@
 """Shared by all tests: one thread, what has failed at the end of the output, fixtures."""
 
+import gc
+import json
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,49 +19,21 @@ import pytest
 
 SHOWN_FAILURES = 3  # at the very end: whoever reads the last lines of a log sees what has failed
 SHOWN_LINES = 10
-# Which take longest, the longest first: no worker begins with one when the others are done.
-LONG_FILES = [
-    "exact_runs",
-    "episode_runs",
-    "drafter_runs",
-    "resume",
-    "streamed_runs",
-    "faults",
-    "drafter",
-    "quantized_runs",
-    "quantized",
-    "lora",
-    "nodes",
-    "distillation",
-    "best",
-    "launch",
-    "failures",
-    "train",
-    "reference_step",
-    "benchmarks_of_speed",
-    "simulate",
-    "notebooks",
-    "doctor",
-    "tiny_workload",
-    "extending",
-    "bad_input",
-    "architectures",
-    "gpu_configs",
-    "gpu_imports",
-    "gpu_suite",
-    "exactness",
-    "trainer",
-    "graphs",
-    "trace",
-    "readme",
-    "recipes",
-    "streaming",
-]
+# CPU seconds of each file (`make durations`), the longest first: no worker begins with one when the
+# others are done.
+SECONDS = json.loads(Path(__file__).with_name("durations.json").read_text(encoding="utf-8"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {f"test_{name}": number for number, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    items.sort(key=lambda item: -SECONDS.get(item.path.stem, 0))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays: collections go through what tests make alone
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

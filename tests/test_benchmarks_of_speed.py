@@ -1,4 +1,4 @@
-"""Benchmarks at their smallest size, on one rank in this process."""
+"""Each benchmark at its smallest size, on one rank in this process: its arms make equal tokens."""
 
 import argparse
 import contextlib
@@ -8,7 +8,6 @@ import json
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config
@@ -18,6 +17,8 @@ from benchmarks import (
     generate,
     paired_rollout,
     shared,
+    simulated_combinations,
+    simulated_systems,
     slow_game,
     systems,
     tool_game,
@@ -100,20 +101,6 @@ def test_paired_rollouts_generate_the_same_rows(monkeypatch, tmp_path, capsys):
     assert "fitted ms: " in capsys.readouterr().out
 
 
-def test_seconds_are_fitted_to_forwards_and_tokens():
-    names = ("none_forwards", "speculation_forwards", "rollout/spec_accepted_tokens")
-    names += ("rollout/spec_wasted_tokens", "bubble/drafted_tokens")
-    steps = []
-    for counts in np.random.default_rng(0).integers(1, 99, (6, len(names))).tolist():
-        plain, own, accepted, wasted, drafted = counts
-        seconds = 0.2 + 0.003 * own + 4e-5 * (accepted + wasted) + 1e-5 * drafted
-        arms = {"none_s": 0.2 + 0.003 * plain, "speculation_s": seconds}
-        steps.append(dict(zip(names, counts, strict=True)) | arms)
-    wanted = {"rollout": 200.0, "forward": 3.0, "verified": 0.04, "drafted": 0.01}
-    assert paired_rollout.fit(steps) == pytest.approx(wanted)
-    assert paired_rollout.fit(steps[:1]) is None
-
-
 def test_episodes_are_the_same_in_all_ways(monkeypatch, tmp_path):
     """Tools take a millisecond or two. Lock-step runs none before all rows wait."""
     asked = []
@@ -157,18 +144,6 @@ def test_systems_are_compared_fairly(tmp_path):
         assert {reward for _, reward in arm["curve"]} == {arms["plain"]["curve"][0][1]}, name
     assert picture.stat().st_size > 10_000
     assert reports.SYSTEMS.keys() == systems.SYSTEMS.keys(), "each has a label in words"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"systems": "plain,fast"}, "--systems: fast unknown; valid are plain, "),
-        ({"systems": "plain", "skip": 60}, "--skip: 60"),
-    ],
-)
-def test_impossible_options_are_named(tmp_path, options, message):
-    with pytest.raises(InputError, match=f"^{message}"):
-        run_benchmark(systems, tmp_path, **options)
 
 
 def test_own_arms_are_measured_and_evaluated(monkeypatch, tmp_path, capsys):
@@ -268,11 +243,36 @@ def test_tool_game_reads_the_same_calls_as_trl(tmp_path):
         assert environments.end("a").result().reward == pytest.approx(2 / 3)
 
 
-def test_first_steps_are_not_counted():
-    run = {"seconds": [9.0, 1.0, 2.0, 3.0], "tokens": [5, 10, 20, 30], "peak_memory_gb": 0.5}
-    slow = {**run, "seconds": [9.0, 4.0, 4.0, 4.0]}
-    summary = vs_trl.summarise({"trl": [slow], "none": [run], "all": [{"error": "no"}]}, 1)
-    wanted = {"seconds": 2.0, "steps": 3, "tokens_per_second": 10.0, "speedup": 2.0}
-    wanted |= {"speedup_median_step": 2.0, "speedup_by_tokens": 2.0}
-    assert {name: summary["none"][name] for name in wanted} == pytest.approx(wanted)
-    assert summary["all"] == {"error": "no"}
+def test_simulated_combinations_have_the_same_samples(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    arguments = "x --synthetic mean=20,max=60,steps=2 --ranks 2 --rows 4 --generations 2 --json"
+    monkeypatch.setattr(sys, "argv", [*arguments.split(), str(out)])
+    assert shared.main(simulated_combinations.run, simulated_combinations.make_parser()) == 0
+    runs = {run["parts"]: run for run in json.loads(out.read_text())["runs"]}
+    assert len(runs) == 12 and runs["none"]["speedup"] == 1.0
+    assert len({run["response_tokens"] for run in runs.values()}) == 1
+    assert runs["none"]["drafted_tokens"] == runs["placement"]["drafted_tokens"] == 0
+    assert "slower than the best combination" in capsys.readouterr().out
+    found = simulated_combinations.combinations(True)
+    assert len({tuple(simulated_combinations.overrides(parts)) for parts in found}) == 32
+
+
+def test_simulated_systems_are_compared_and_drawn(monkeypatch, tmp_path, capsys):
+    """Runs in the file are not run again."""
+    monkeypatch.setattr(simulated_systems, "RANKS", 2)
+    monkeypatch.setattr(simulated_systems, "GENERATIONS", 2)
+    out, picture, ablation = (str(tmp_path / name) for name in ("out.json", "a.png", "b.png"))
+    small = "x --sizes 7b --lengths 8k --longest 100 --steps 2 --prompts 2 --json"
+    arguments = [*small.split(), out, "--picture", picture, "--ablation", ablation]
+    monkeypatch.setattr(sys, "argv", arguments)
+    for num_runs in (len(simulated_systems.SYSTEMS) + 1 + len(simulated_systems.CHANGES), 0):
+        assert shared.main(simulated_systems.run, simulated_systems.make_parser()) == 0
+        printed = capsys.readouterr()
+        assert printed.err.startswith(f"{num_runs} runs")
+        assert "TLT (2511.16665): 1.7x end to end" in printed.out
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("a.png", "b.png"))
+    runs = {run["system"]: run for run in json.loads((tmp_path / "out.json").read_text())["runs"]}
+    assert runs["plain"]["speedup"] == runs["plain, second epoch"]["speedup"] == 1.0
+    assert runs["learned drafter"]["speedup"] > 1.2 and runs["quantised copy"]["speedup"] > 1.05
+    monkeypatch.setattr(sys, "argv", [*arguments, "--seed", "1"])
+    assert shared.main(simulated_systems.run, simulated_systems.make_parser()) == 2

@@ -4,15 +4,11 @@ import contextlib
 import functools
 import io
 import json
-import math
-import shutil
 from pathlib import Path
 
 import matplotlib
 import nbformat
 import pytest
-
-from bubblespec.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
@@ -93,47 +89,9 @@ def test_exactness():
     assert max(map(abs, off.values())) < 4
 
 
-def test_tail_batching_trains_on_all_lengths():
-    found, _ = executed("tail_batching")
-    ratio = {name: mean for name, (mean, _) in found["summary"].items()}
-    plain, ours, resampled = ratio
-    assert ratio[plain] == 1.0 and math.isclose(ratio[ours], 1.0, abs_tol=0.02)
-    assert ratio[resampled] < 0.95
-
-
 def test_scaling():
     found, _ = execute("scaling")
     digests = [[step.digest for step in steps] for steps in found["steps"].values()]
     assert digests[0] == digests[1], "drafts change no token here either"
     assert found["speedup"] > 1.0
     assert found["by_ranks"][1][1] < 0.01 < found["by_ranks"][8][1]
-
-
-def test_ablation_leaves_out_other_folders(tmp_path, capsys):
-    """One run was killed in a write, one has not begun, and none is without speculation."""
-    recorded = ROOT / "notebooks" / "data" / "runs" / "suffix"
-    for name in ("a", "b"):
-        shutil.copytree(recorded, tmp_path / name)
-    with open(tmp_path / "b" / "metrics.jsonl", "a", encoding="utf-8") as file:
-        file.write('{"step": 30, "rewa')
-    (tmp_path / "c").mkdir()
-    found, printed = execute("ablation", RUNS=str(tmp_path))
-    assert [len(run.steps) for run in found["runs"]] == [30, 30]
-    assert "No run here has speculative.method=none" in "".join(printed)
-    assert capsys.readouterr().err.splitlines() == [
-        f"left out: the last line of {tmp_path}/b/metrics.jsonl, which is torn",
-        f"left out: {tmp_path}/c has no metrics.jsonl",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "changed", "message"),
-    [
-        ("ablation", {"RUNS": "/nothing"}, "RUNS: no folder at"),
-        ("ablation", {"RUNS": "docs/results"}, "RUNS: "),
-        ("drafter", {"REPORT": "notebooks/data/systems.json"}, "it has no accepted"),
-    ],
-)
-def test_bad_paths_are_input_errors(name, changed, message):
-    with pytest.raises(InputError, match=message):
-        execute(name, **changed)

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from bubblespec.__main__ import main
-from bubblespec.tools import play
 from tests.helpers import games
 from tests.helpers.warm import ROOT
 
@@ -119,14 +118,6 @@ def test_prompts_are_chosen(run):
     _, first, _ = run(SUM)
     _, third, _ = run([*SUM, "--prompt", "2"])
     assert terms(first) != terms(third)
-
-
-def test_colours_on_a_terminal(run, monkeypatch):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    _, said, _ = run(SUM, "7")
-    assert f"{play.GREEN}7<|endoftext|>{play.NO_COLOUR}" in said
-    assert said.count(play.CYAN) == 2 and "⟦" not in said
-    assert said.index("\033") > said.index("State the final answer")
 
 
 @pytest.mark.parametrize(

@@ -5,59 +5,39 @@ test_exact_runs.py and test_episode_runs.py.
 """
 
 import numpy as np
-import pytest
 
-from bubblespec.mechanisms import batch_invariant
 from bubblespec.mechanisms.quantized import mechanism
 from bubblespec.mechanisms.quantized.copy import Layers
 from tests.helpers.clocks import train_in_virtual_time
-from tests.helpers.runs import ALWAYS_DRAFT, LORA_AND_TRUNCATION, SHORT, digests, read, weights
+from tests.helpers.plain import REWARD, TINY, check_same, plain_run
+from tests.helpers.runs import ALWAYS_DRAFT, digests, read
 from tests.helpers.threads import train_on_threads
 
-OPTIONS = [
-    *SHORT,
-    "rollout.num_prompts_per_step=6",
-    "rollout.max_completion_length=24",
-    "reward.functions=[tests.helpers.rewards.remainder]",
-    "optim.learning_rate=1e-3",
-]
+OPTIONS = [*TINY, REWARD]
 COPY = ["speculative.method=quantized", ALWAYS_DRAFT]
-SETTINGS = {
-    "lora and truncated sampling": LORA_AND_TRUNCATION,
-    "batch-invariant": ["model.batch_invariant=true"],
-    "evaluations": [
-        "run.eval_steps=1",
-        "eval.num_prompts=4",
-        "eval.num_generations=2",
-        "eval.temperature=0.4",
-    ],
-}
+EVALUATIONS = ["run.eval_steps=1", "eval.temperature=0.4"]
 
 
 def num_drafted(folder) -> float:
     return sum(line.get("drafts/quantized/tokens", 0.0) for line in read(folder))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_copy_changes_no_token(monkeypatch, tmp_path, name):
-    monkeypatch.setattr(batch_invariant, "NUM_OTHERS", (0, 2))
-    options = [*OPTIONS, *SETTINGS[name]]
-    plain, drafted = tmp_path / "plain", tmp_path / "drafted"
-    train_in_virtual_time(*options, "speculative.method=none", f"run.output_dir={plain}")
-    train_in_virtual_time(*options, *COPY, f"run.output_dir={drafted}")
-    assert digests(drafted) == digests(plain) and len(set(digests(plain))) == 4
-    ours, wanted = weights(drafted), weights(plain)
-    assert all(np.allclose(ours[n], wanted[n], rtol=0, atol=1e-6) for n in wanted)
-    assert num_drafted(drafted) > 100
-    evaluations = [[line for line in read(of) if "eval/digest" in line] for of in (plain, drafted)]
+def test_copy_drafts_in_evaluations(tmp_path_factory, tmp_path):
+    plain = plain_run(tmp_path_factory, *OPTIONS, *EVALUATIONS)
+    train_in_virtual_time(*OPTIONS, *EVALUATIONS, *COPY, f"run.output_dir={tmp_path}")
+    check_same(tmp_path, plain)
+    assert num_drafted(tmp_path) > 100
+    evaluations = [[x for x in read(of) if "eval/digest" in x] for of in (plain, tmp_path)]
     for before, after in zip(*evaluations, strict=True):
         assert after["eval/digest"] == before["eval/digest"]
         assert after["eval/forwards"] < before["eval/forwards"]
         assert after["eval/spec_accept_rate"] > 0.8
-    assert bool(evaluations[0]) == (name == "evaluations")
+    assert evaluations[0]
 
 
-def test_copy_without_numbers_on_one_rank_is_given_up(monkeypatch, tmp_path, capfd):
+def test_copy_without_numbers_on_one_rank_is_given_up(
+    tmp_path_factory, monkeypatch, tmp_path, capfd
+):
     """From the second rollout on; one line, and no other token."""
     begin, spoilt = mechanism.QuantizedMechanism.begin_rollout, []
 
@@ -69,13 +49,12 @@ def test_copy_without_numbers_on_one_rank_is_given_up(monkeypatch, tmp_path, cap
                 part.inverse.fill_(np.nan)
 
     monkeypatch.setattr(mechanism.QuantizedMechanism, "begin_rollout", begin_rollout)
-    plain, drafted = tmp_path / "plain", tmp_path / "drafted"
-    train_in_virtual_time(*OPTIONS, "speculative.method=none", f"run.output_dir={plain}")
-    train_on_threads(2, *OPTIONS, *COPY, f"run.output_dir={drafted}")
-    assert digests(drafted) == digests(plain)
+    plain = plain_run(tmp_path_factory, *OPTIONS)
+    train_on_threads(2, *OPTIONS, *COPY, f"run.output_dir={tmp_path}")
+    assert digests(tmp_path) == digests(plain)
     assert capfd.readouterr().err.count("quantized drafts no more: ") == 1
-    drafts = [line.get("drafts/quantized/tokens", 0) for line in read(drafted)]
-    assert drafts[0] > drafts[1] > 0 == sum(drafts[2:])
+    drafts = [line.get("drafts/quantized/tokens", 0) for line in read(tmp_path)]
+    assert drafts[0] > drafts[1] > 0 == drafts[2]
 
 
 def test_renewals_stay_within_the_share_of_time(monkeypatch, tmp_path):
@@ -98,7 +77,7 @@ def test_renewals_stay_within_the_share_of_time(monkeypatch, tmp_path):
 
     monkeypatch.setattr(Layers, "renew", timed)
     monkeypatch.setattr(mechanism.QuantizedMechanism, "begin_rollout", begin_rollout)
-    options = [*OPTIONS, *COPY, "run.max_steps=12", "run.save_steps=0", "data.size=400"]
+    options = [*OPTIONS, *COPY, "run.max_steps=8", "run.save_steps=0", "data.size=100"]
     train_in_virtual_time(*options, f"run.output_dir={tmp_path}")
     rollouts_s = sum(line["timing_s/gen"] for line in read(tmp_path) if "timing_s/gen" in line)
     assert 0.0 < sum(spent) <= mechanism.RENEWAL_SHARE * rollouts_s + 1e-3

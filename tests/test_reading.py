@@ -88,45 +88,6 @@ def test_time_to_a_reward_is_on_straight_lines():
     assert reading.time_to(curve, 0.95) is None
 
 
-@pytest.mark.parametrize(
-    "lines, message",
-    [
-        ([line(0, 1.0), '{"step": 1, "rew\n', line(2, 1.0)], "line 2: not JSON"),
-        ([line(0, 1.0), "[1, 2]\n"], "line 2: not a line of metrics: it names no step"),
-        ([line(0, 1.0), '{"step": 1}\n'], "line 2: not a line of metrics: it has no timing_s/gen"),
-    ],
-)
-def test_damaged_metrics_are_one_line(tmp_path, lines, message):
-    make_run(tmp_path / "a", lines)
-    with pytest.raises(InputError, match=message) as caught:
-        read_runs(str(tmp_path))
-    text = str(caught.value)
-    assert "\n" not in text and str(tmp_path / "a" / "metrics.jsonl") in text
-
-
-def test_folders_without_a_run_are_one_line(tmp_path, capfd):
-    for path, message in (("missing", "no folder at"), ("", "it has no subfolders")):
-        with pytest.raises(InputError, match=message):
-            read_runs(str(tmp_path / path))
-    (tmp_path / ".hidden").mkdir()
-    (tmp_path / "empty").mkdir()
-    make_run(tmp_path / "just begun", [])
-    with pytest.raises(InputError, match=r"just begun has not finished a step yet"):
-        read_runs(str(tmp_path))
-    make_run(tmp_path / "run", [line(0, 1.0)])
-    assert [run.name for run in read_runs(str(tmp_path))] == ["run"]
-    left_out = [
-        f"left out: {tmp_path}/empty has no metrics.jsonl",
-        f"left out: {tmp_path}/just begun has not finished a step yet",
-    ]
-    assert capfd.readouterr().err.splitlines() == left_out
-    with pytest.raises(InputError, match="is one run's folder"):
-        read_runs(str(tmp_path / "run"))
-    with pytest.raises(InputError, match="a and b have no step in common"):
-        folders = [make_run(tmp_path / "x" / n, [line(s, 1.0)]) for s, n in enumerate("ab")]
-        compare(*map(read_run, folders))
-
-
 def test_timelines_round_trip(tmp_path):
     run = read_run(make_run(tmp_path / "a", [line(0, 1.0)]))
     assert timeline_steps(run) == []

@@ -11,9 +11,7 @@ import pytest
 
 from bubblespec.__main__ import main
 from bubblespec.planner.place import place_in_turn
-from bubblespec.rollout import board as boards
 from bubblespec.telemetry.timeline import KINDS
-from bubblespec.tools.simulate.command import FORWARD_S, wall_seconds
 from bubblespec.tools.simulate.run import counted, simulate
 from bubblespec.tools.simulate.runner import CopyModel, DrafterModel
 from bubblespec.tools.simulate.workload import STOP, Spec, Texts, Workload
@@ -38,27 +36,6 @@ def digests_of(steps) -> list[str]:
 
 def seconds_of(steps) -> float:
     return sum(step.seconds for step in steps)
-
-
-def test_relaxed_ticks_are_rarer_and_cost_no_time(monkeypatch):
-    found, post = [], World.post
-    sizes = {"prompts": 4, "generations": 2}
-    config = {"longest": 1500, "rollout__tp_tail_max_rows": 0, **sizes}
-    for share in (0.0, boards.RELAXED_SHARE):
-        posts: list[int] = []
-
-        def count(world: World, rank: int, tick: int, numbers, posts=posts) -> None:
-            posts.append(tick)
-            post(world, rank, tick, numbers)
-
-        monkeypatch.setattr(World, "post", count)
-        monkeypatch.setattr(boards, "RELAXED_SHARE", share)
-        cost = LinearCost(20e-3)
-        steps = run("bubble", cost=cost, config=config, mean=400.0, max=1500, steps=3, **sizes)
-        found.append((len(posts), steps))
-    (often, fixed), (rare, relaxed) = found
-    assert 0 < rare < 0.5 * often and digests_of(fixed) == digests_of(relaxed)
-    assert seconds_of(relaxed) < 1.01 * seconds_of(fixed)
 
 
 def seconds_by_hand(workload: Workload, step: int, num_ranks: int) -> tuple[float, int]:
@@ -149,13 +126,6 @@ def test_good_copy_saves_time_and_bad_one_costs_little():
     none_s = seconds_of(run("none", 2, **spec))
     for model, limit in (((0.95, 0.3), 0.6), ((0.95, 0.7), 1.01), ((0.3, 0.5), 1.1)):
         assert seconds_of(run("quantized", 2, quantized=CopyModel(*model), **spec)) < limit * none_s
-
-
-def test_slow_copy_is_left_out():
-    spec = {"sigma": 1.5, "run": 1.0}
-    models = (CopyModel(acceptance, share=0.8) for acceptance in (1.0, 0.5))
-    better, worse = (seconds_of(run("quantized", 2, quantized=of, **spec)) for of in models)
-    assert better == worse
 
 
 def test_tail_batching_saves_time_and_drafts_keep_tokens():
@@ -285,26 +255,3 @@ def test_wrong_arguments_end_in_one_line(monkeypatch, capsys, options, message):
     assert call(monkeypatch, *options) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
-
-
-def test_copy_cost_replaces_default_share_only():
-    """A copy costs what its cost says, unless a share is given."""
-    spec = {"sigma": 1.5, "run": 1.0}
-    by_cost, by_share, default = (
-        run("quantized", 2, quantized=CopyModel(0.95, share), copy_cost=cost, **spec)
-        for share, cost in ((None, LinearCost(3e-3, 0.0, 6e-6, 3e-9)), (0.3, None), (None, None))
-    )
-    assert seconds_of(by_cost) == pytest.approx(seconds_of(by_share))
-    ignored = run("quantized", 2, quantized=CopyModel(0.95, 0.3), copy_cost=LinearCost(), **spec)
-    assert seconds_of(ignored) == seconds_of(by_share)
-    expected = run("quantized", 2, quantized=CopyModel(0.95, 0.4), **spec)
-    assert seconds_of(default) == seconds_of(expected)
-
-
-def test_wall_seconds_count_longest_responses():
-    workload = make_workload(steps=3, mean=50.0)
-    longest = [
-        max(len(text) for (of, _, _), text in workload.responses.items() if of == step)
-        for step in range(3)
-    ]
-    assert wall_seconds(workload, 4) == pytest.approx(FORWARD_S * 4 * sum(longest))

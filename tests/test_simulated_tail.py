@@ -87,14 +87,6 @@ def test_tail_keeps_tokens_of_every_method(method, num_ranks):
         assert sum(step.seconds for step in tail) < sum(step.seconds for step in plain)
 
 
-def test_one_rank_and_episodes_have_no_tail():
-    config, together = {"rollout__tp_tail_max_rows": 6}, LinearCost(1e-3)
-    tools = {"turns": 3.0, "observation": 12, "tool_s": 0.2}
-    for num_ranks, workload in ((1, {}), (2, tools)):
-        steps = run("none", num_ranks, config=config, together=together, steps=1, **workload)
-        assert not steps[0].shared_forwards and not together.loads
-
-
 def test_command_counts_shared_forwards(monkeypatch, capsys):
     spec = "mean=30,max=100,prompt=8,run=50,steps=2"
     keys = ["rollout.num_prompts_per_step=4", "rollout.num_generations=2"]

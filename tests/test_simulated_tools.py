@@ -1,13 +1,10 @@
 """Episodes in virtual time: tools take the time that the workload says, and change no token."""
 
-from collections.abc import Hashable
-
 import numpy as np
 import pytest
 
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.tools.simulate import run as module
-from bubblespec.tools.simulate.tools import SimulatedEnvironments
 from bubblespec.tools.simulate.workload import OBSERVED, STOP
 from tests.helpers.simulated import LinearCost, make_config, make_workload, run
 
@@ -53,44 +50,3 @@ def test_tools_keep_tokens_of_every_method(num_ranks):
         if "tail_batching__enabled" not in keys:
             assert [step.digest for step in steps] == plain
         assert sum(step.drafted_tokens for step in steps) > 0 or num_ranks == 1
-
-
-class LockStep(SimulatedEnvironments):
-    """Calls one after another once all rows have ended a turn, as TRL's loop does."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments[:-1], num_workers=1)
-        self._held, self._come = [], []
-
-    def act(self, row, ids) -> None:
-        self._held.append((row, ids))
-
-    def poll(self) -> list[tuple[Hashable, object]]:
-        if len(self._held) == len(self._is_draft):
-            for row, ids in self._held:
-                super().act(row, ids)
-            self._held.clear()
-        self._come += super().poll()
-        if len(self._come) < len(self._is_draft):
-            return []
-        come, self._come = self._come, []
-        return come
-
-
-def test_overlapped_calls_and_drafts_save_time(monkeypatch):
-    """The first rollout has no drafts, and the second is the guard's."""
-    shape = {"prompts": 6, "generations": 4}
-    config = {"environment__num_workers": 8, "speculative__planning": "always", "longest": 900}
-    tools = TOOLS | {"tool_sigma": 0.5}
-    workload = {"mean": 100.0, "max": 900, "run": 5000.0, "steps": 5, **tools}
-
-    def seconds(method: str) -> float:
-        steps = run(method, config=config | shape, **shape, **workload)
-        return sum(step.seconds for step in steps[2:])
-
-    overlapped_s, drafted_s = seconds("none"), seconds("bubble+suffix")
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "SimulatedEnvironments", LockStep)
-        lock_step_s = seconds("none")
-    assert lock_step_s > 1.6 * overlapped_s, (lock_step_s, overlapped_s)
-    assert overlapped_s > 1.5 * drafted_s, (overlapped_s, drafted_s)

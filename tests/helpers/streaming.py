@@ -1,22 +1,12 @@
 """Streaming that depends on no clock: whatever is ready is computed, at every tick and beside rows
-of the rank's own.
+of the rank's own."""
 
-Run as a script it is train.py under these conditions, or with --at and --kind that of
-system/signalled_train.py.
-"""
-
-import os
-import sys
 from concurrent.futures import wait
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
-import train
 from bubblespec.mechanisms.stream_gradients.gradients import MicrobatchCost
 from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
 from bubblespec.rewards.scorer import Scoring
 from bubblespec.rollout.board import ProgressBoard
-from tests.system import signalled_train
 
 # of a micro-batch and of a token, whatever they are: slices are the same on any machine
 SECONDS = (1e-3, 2.5e-4)
@@ -48,8 +38,3 @@ def stream_always(patch=setattr) -> None:
     patch(MicrobatchCost, "is_known", True)
     patch(MicrobatchCost, "_coefficients", property(lambda cost: SECONDS, lambda cost, value: None))
     patch(ProgressBoard, "_is_too_soon", lambda board: False)
-
-
-if __name__ == "__main__":
-    stream_always()
-    sys.exit(signalled_train.main() if "--at" in sys.argv else train.main())

@@ -1,5 +1,7 @@
 """Whole runs on several ranks in this process: a thread per rank, in virtual time."""
 
+import copy
+
 import pytest
 
 from bubblespec.config.file import load_config
@@ -32,7 +34,7 @@ def train_on_threads(
 ) -> None:
     """Run train.py on threads. ends_in: the step in whose update the run gets a stop request, or is
     killed, which raises Killed."""
-    world = World(num_ranks)
+    world, config = World(num_ranks), load_config("configs/tiny_cpu_bulk.yaml", list(overrides))
     update = Trainer.update
 
     def interrupted_update(trainer, record, advantages):
@@ -43,7 +45,7 @@ def train_on_threads(
 
     def work(rank: int) -> None:
         ranks = ThreadRanks(world, rank)
-        trainer = build(load_config("configs/tiny_cpu_bulk.yaml", list(overrides)), ranks)
+        trainer = build(copy.deepcopy(config), ranks)
         engine = trainer.sampler.engine
 
         def timed_step(*arguments):
@@ -56,6 +58,7 @@ def train_on_threads(
         try:
             train(trainer)
         finally:
+            engine.release()  # or the keys and values of all runs of a file would stay for long
             if trainer.lock is not None:
                 trainer.lock.close()
 
