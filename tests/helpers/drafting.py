@@ -1,4 +1,4 @@
-"""Training and chains of the drafter that depend on no clock: slices whenever there is something to learn."""
+"""Training and chains of the drafter that depend on no clock: slices whenever there is data."""
 
 import numpy as np
 
@@ -10,19 +10,8 @@ from bubblespec.planner import guard
 from bubblespec.rollout.board import ProgressBoard
 
 
-SLICE_S = 0.02  # of virtual time
-
-
 def train_always(patch=setattr) -> None:
     """patch: as of pytest's monkeypatch, to take it back afterwards."""
-    do_slice = TrainDrafter.do_slice
-
-    def timed_slice(work):
-        span = do_slice(work)
-        work.clock.sleep(SLICE_S)  # or a rank that waits would train for ever in virtual time
-        return span
-
-    patch(TrainDrafter, "do_slice", timed_slice)
     patch(TrainDrafter, "can_begin", lambda work: work.training.slice_tokens() > 0)
     patch(TrainDrafter, "_limit_s", lambda work: 1e9)
     patch(ProgressBoard, "_is_too_soon", lambda board: False)

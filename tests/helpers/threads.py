@@ -7,6 +7,7 @@ import pytest
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
+from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
 from bubblespec.rollout import make_sampler
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.setup import build
@@ -14,6 +15,8 @@ from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, Worl
 from bubblespec.trainer import Trainer
 from tests.helpers.clocks import forward_seconds
 from train import train
+
+SLICE_S = 0.05  # of idle work, in virtual time
 
 
 class Killed(BaseException):
@@ -62,7 +65,14 @@ def train_on_threads(
             if trainer.lock is not None:
                 trainer.lock.close()
 
+    run_slice = TrainDrafter.run_slice
+
+    def timed_slice(of: TrainDrafter) -> None:
+        run_slice(of)
+        of.clock.sleep(SLICE_S)  # or a rank that waits would work for ever in virtual time
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainDrafter, "run_slice", timed_slice)
         patch.setattr(make_sampler, "ProgressBoard", make_board)
         patch.setattr(Trainer, "update", interrupted_update)
         world.run(work)
