@@ -1,6 +1,5 @@
 """Shared by all tests: one thread, what has failed at the end of the output, fixtures."""
 
-import gc
 import json
 import os
 import signal
@@ -26,14 +25,6 @@ SECONDS = json.loads(Path(__file__).with_name("durations.json").read_text(encodi
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -SECONDS.get(item.path.stem, 0))
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported stays: collections go through what tests make alone
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

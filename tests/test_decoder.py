@@ -181,7 +181,7 @@ def test_layer_and_the_rest_are_few_kernels(monkeypatch, name, most):
     one, two = (kernels_of_step(monkeypatch, name, count) for count in (1, 2))
     of_layer = len(two) - len(one)
     assert 0 < of_layer <= most, two
-    assert len(one) - of_layer <= 12, one
+    assert len(one) - of_layer <= 16, one  # four of them are of the rows (triton_rows.py)
     assert two.count("_attend") == two.count("_rope_store") == two.count("_gated") == 2
 
 

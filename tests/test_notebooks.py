@@ -94,4 +94,4 @@ def test_scaling():
     digests = [[step.digest for step in steps] for steps in found["steps"].values()]
     assert digests[0] == digests[1], "drafts change no token here either"
     assert found["speedup"] > 1.0
-    assert found["by_ranks"][1][1] < 0.01 < found["by_ranks"][8][1]
+    assert found["by_ranks"][1][1] < 0.02 < found["by_ranks"][8][1]

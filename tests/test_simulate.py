@@ -105,7 +105,8 @@ def test_good_drafts_save_forwards_and_idle_time():
     for step in (*none, *ours):
         wait = KINDS.index("wait")
         idle_s = sum((lane[lane[:, 0] == wait] @ [0, -1, 1]).sum() for lane in step.lanes)
-        assert step.idle_share == pytest.approx(idle_s / 2 / step.seconds, abs=1e-6)
+        # Successive waits are one span in a lane, with the ticks between them.
+        assert -1e-6 < idle_s / 2 - step.idle_share * step.seconds < 0.003
     assert sum(s.idle_share for s in ours[:-1]) < sum(s.idle_share for s in none[:-1])
 
 

@@ -25,18 +25,13 @@ def given_costs(engine, params, cost: CostModel, **options) -> None:
 
 class Collector:
     """Stands in for the `gc` module: a collection takes 0.3 s where all of the tests' imports are
-    loaded, which conftest.py has frozen."""
+    loaded."""
 
     def __getattr__(self, name: str):
         return getattr(gc, name)
 
     def collect(self) -> int:
         return 0
-
-    def freeze(self) -> None:
-        pass
-
-    unfreeze = freeze
 
 
 def start_quickly() -> None:
