@@ -90,7 +90,7 @@ def test_drafter_is_asked_before_the_copy_though_added_later():
 
 
 class TimedRunner:
-    """Chains of the token 1 for all rows, each token of which takes as long as it is told."""
+    """Chains of the token 1 for all rows; a token takes the given seconds."""
 
     def __init__(self, num_rows: int, seconds: float):
         self.clock, self.seconds, self.lead = Clock(), seconds, 3.0

@@ -44,7 +44,7 @@ def make(num_tokens: int = 6):
 
 
 def num_launched(engine: Engine) -> int:
-    """Forwards, with those whose results nobody has read."""
+    """Return the number of forwards, those in flight included."""
     return engine.num_forwards + len(engine.flights)
 
 

@@ -58,7 +58,7 @@ class Scorer:
         # before the end of the rollouts, rows, and failures by function.
         self._totals = np.zeros(3 + len(self.names_of(None)))
         self.progress = (0, 0)
-        """Of the run, for samples; see `Sample`."""
+        """The run's progress, which samples hold; see `Sample`."""
         self.logged: dict[SampleId, dict] = {}
         """Columns that functions have logged, of all ranks' samples, until they are taken."""
         self._metrics: dict[str, list[float]] = {}

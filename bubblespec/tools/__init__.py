@@ -8,7 +8,7 @@ class Command(NamedTuple):
     """A command."""
 
     module: str
-    """Of its `main`; imported when the command runs, as imports take seconds."""
+    """Module with its `main`, imported when the command runs, as imports take seconds."""
     purpose: str
     example: str
     """Arguments that work in a clone of the repository."""

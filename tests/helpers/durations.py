@@ -18,7 +18,7 @@ _seconds: Counter[str] = Counter()
 
 
 def cpu_seconds() -> float:
-    """Of this process and of all that it has started."""
+    """Return CPU seconds of this process and of all that it has started."""
     own, total = psutil.Process(), 0.0
     for process in (own, *own.children(recursive=True)):
         try:
