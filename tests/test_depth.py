@@ -96,6 +96,20 @@ def test_rows_of_random_schedules_equal_those_of_depth_0(baseline):
     assert masked and preempted and 0 < drafts[1] < drafts[0]
 
 
+def test_row_that_moves_while_a_forward_is_in_flight_keeps_its_tokens(baseline):
+    """Also where all tokens were known when the forward was planned."""
+    model, wanted, _ = baseline
+    engine = Engine(LateRunner(model, 8, MAX_LENGTH, SEED))
+    rows = [row for row in make_rows(make_prompts(5, 25), 3, LIMIT) if row.id.sample == 1]
+    engine.add(rows)
+    for _ in range(2):
+        engine.flights.append(engine._launch(engine.schedule(), PARAMS))
+        if rows[0] in engine.rows:
+            engine.drop(rows[0])  # and the last row moves into its slot
+    engine.run(rows[:1], PARAMS)
+    assert as_dict(rows) == {name: of for name, of in wanted.items() if name[1] == 1}
+
+
 class Clock:
     now = 0.0
 

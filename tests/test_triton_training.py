@@ -96,7 +96,7 @@ def test_gated_gradients(act):
 
 @pytest.mark.parametrize("beta", [None, 0.0, 0.3, 1.0])
 def test_one_pass_over_logits(beta):
-    """Of two blocks; columns behind the tokens have a gradient of 0."""
+    """The logits take two blocks; columns behind the tokens have a gradient of 0."""
     rows, tokens, temperature = 3, 5000, 0.7
     logits, other = (torch.randn(rows, 5008, device=DEVICE).to(DTYPE) * 3 for _ in range(2))
     target = torch.tensor([0, 4999, 77], device=DEVICE)
@@ -176,7 +176,7 @@ def test_update_by_kernels_has_the_same_gradient(make_model, monkeypatch, loss_t
 
 
 def test_few_kernels_move_few_bytes():
-    """Of a micro-batch of 15,360 tokens and 28 layers, counted on meta tensors."""
+    """A micro-batch of 15,360 tokens and 28 layers, counted on meta tensors."""
     (_, old), (layer, new) = traffic.by_kind(False), traffic.by_kind(True)
     total = {
         kind: sum(moved for _, moved in of.values()) for kind, of in (("old", old), ("new", new))

@@ -235,7 +235,7 @@ class Engine(Slots):
 
         A row that has ended, paused or left since the forward was planned has none."""
         plan, sampled = flight.plan, flight.plan.num_sampled
-        if flight.is_exact:
+        if flight.is_exact and not self.flights:  # or planning the next one may have moved rows
             slots, (num_draft, draft) = plan.slots, plan[4:6]
         else:
             active = len(self.rows)
