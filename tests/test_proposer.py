@@ -185,36 +185,48 @@ def test_rollout_counts_equal_hand_counts():
     assert forward(proposer, [ahead], [range(10, 40)]) == [[]], "rows are forgotten"
 
 
-def test_unprofitable_proposals_pause_queries():
+def test_source_pauses_where_its_tokens_gain_less_than_its_query():
     """Until queries take LOOK_SHARE of the time, at most MAX_PAUSE forwards; none once they pay."""
     dear, cheap = cost(1e-9, 0.0, 1.0), cost()  # a token costs what it brings at best
     proposer, own = make("bubble", always=False, costs=dear), row()
     own.draft = draft(range(1000))
     proposer.track(own, STEP)
 
-    def looked_at(num_forwards: int, overhead_s: float) -> list[int]:
+    def looked_at(num_forwards: int, query_s: float) -> list[int]:
         looked = []
         for number in range(num_forwards):
-            proposer._overhead_s = overhead_s
+            proposer._query_s[:] = query_s
             assert forward(proposer, [own], [range(1000)]) == [[]]
             if proposer.take_spent()[1]:
                 looked.append(number)
         return looked
 
     assert looked_at(4, 0.9 * module.LOOK_SHARE) == [0, 1, 2, 3]
-    assert looked_at(12, 3.5 * module.LOOK_SHARE) == [0, 4, 8]
-    assert looked_at(20, 99 * module.LOOK_SHARE) == [0, 17]
+    assert looked_at(12, 3.7 * module.LOOK_SHARE) == [0, 4, 8]
+    assert looked_at(module.MAX_PAUSE + 4, 99 * module.LOOK_SHARE) == [0, module.MAX_PAUSE + 1]
     proposer.cost = cheap
-    found = [bool(forward(proposer, [own], [range(1000)])[0]) for _ in range(17)]
-    assert found == [False] * 14 + [True] * 3, "14 are left of 16 forwards"
+    left = module.MAX_PAUSE - 2
+    found = [bool(forward(proposer, [own], [range(1000)])[0]) for _ in range(left + 3)]
+    assert found == [False] * left + [True] * 3
+
+
+def test_pause_ends_once_half_of_the_rows_have():
+    proposer, rows = make("bubble", always=False, costs=cost(1e-9, 0.0, 1.0)), [row(), row(1)]
+    for each in rows:
+        each.draft = draft(range(1000))
+        proposer.track(each, STEP)
+    proposer._query_s[:] = 100.0  # of a forward's second
+    for some, is_asked in ((rows, True), (rows, False), (rows[:1], True), (rows[:1], False)):
+        forward(proposer, some, [range(1000)] * len(some))
+        assert bool(proposer.take_spent()[1]) == is_asked
 
 
 def test_found_drafts_are_used_whatever_the_query_took():
-    """A pause follows, except where the source weighs its own time."""
+    """A pause of this source follows, except where it weighs its own time."""
     proposer, own = make("bubble", always=False, costs=cost()), row()
     own.draft = draft(range(1000))
     proposer.track(own, STEP)
-    proposer._overhead_s = 100.0  # of a forward's second
+    proposer._query_s[:] = 100.0  # of a forward's second
     found = [len(forward(proposer, [own], [range(1000)])[0]) for _ in range(module.MAX_PAUSE + 2)]
     assert found[0] and found[-1] and not any(found[1:-1])
     (source,), seconds = proposer.sources, 7.0
@@ -224,9 +236,24 @@ def test_found_drafts_are_used_whatever_the_query_took():
     proposer.begin()
     own.draft = draft(range(1000))
     proposer.track(own, STEP)
-    proposer._overhead_s = 0.0
+    proposer._query_s[:] = 0.0
     assert all(len(forward(proposer, [own], [range(1000)])[0]) for _ in range(9))
-    assert proposer._overhead_s < 1e-3 and proposer.take_spent()[0] >= 9 * seconds
+    assert proposer._query_s[0] < 1e-3 and proposer.take_spent()[0] >= 9 * seconds
+
+
+def test_dear_source_pauses_alone():
+    """The draft goes on; what another source finds for other rows is not worth its query."""
+    proposer = make("bubble+suffix", always=False, costs=cost())
+    one, other = row(0), row(1, tokens=[1, 2, 3, 1, 2])
+    one.draft = draft(range(1000))
+    for each in (one, other):
+        proposer.track(each, STEP)
+    suffix = proposer.sources[1]
+    propose, asked = suffix.propose, []
+    suffix.propose = lambda *of: asked.append(1) or proposer.clock.sleep(50.0) or propose(*of)
+    truths = [range(1000), [1, 2, 3, 1, 2, *range(50, 990)]]
+    found = [forward(proposer, [one, other], truths)[0] for _ in range(20)]
+    assert all(found) and len(asked) == 1
 
 
 def test_continued_row_is_indexed_once_and_in_order(monkeypatch):

@@ -32,8 +32,9 @@ from bubblespec.types import Row
 
 PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6}  # survival by source
 PRIOR = 0.5  # survival of another source
-LOOK_SHARE = 0.01  # maximum share of time spent on queries that do not pay
-MAX_PAUSE = 16  # forwards
+# A source whose proposals gain less than its query takes pauses until queries take this share of the
+# time, but for no more forwards than that, nor once half of the rows have ended.
+LOOK_SHARE, MAX_PAUSE = 0.005, 64
 ALWAYS_WINDOW = 6  # draft tokens that are verified whatever the cost
 
 
@@ -53,11 +54,12 @@ class Proposer:
         self.survival = Survival()
         self.sources: list[DraftSource] = []
         self._kinds: list[np.ndarray] = []  # numbers in `survival` of each source's kinds
+        # By source: forwards to go without a query, int64; seconds of one, exponentially weighted,
+        # with a share of what all take, float64, but for sources that weigh their own time.
+        self._pauses, self._query_s = np.empty(0, np.int64), np.empty(0)
+        self._paused_rows = 0  # rows at the latest pause
         for source in sources:
             self.add(source)
-        self._pause = 0  # forwards to go without a query
-        # Seconds of a query, exponentially weighted; without sources that weigh their own time.
-        self._overhead_s = 0.0
         self._start()
 
     def add(self, source: DraftSource) -> None:
@@ -68,6 +70,8 @@ class Proposer:
             place -= sum(known.is_last for known in self.sources)
         self.sources.insert(place, source)
         self._kinds.insert(place, self.survival.add(source.kinds, priors))
+        self._pauses = np.insert(self._pauses, place, 0)
+        self._query_s = np.insert(self._query_s, place, 0.0)
 
     @property
     def enabled_sources(self) -> list[DraftSource]:
@@ -77,7 +81,8 @@ class Proposer:
     @property
     def needs_results(self) -> bool:
         """Whether a forward has to wait for the results of the one before."""
-        return not self._pause and any(s.needs_results for s in self.enabled_sources)
+        pairs = zip(self.sources, self._pauses.tolist(), strict=True)
+        return any(s.needs_results and s.is_enabled and not pause for s, pause in pairs)
 
     def begin(self) -> None:
         """Begin a rollout: forget rows, reset the counts, and keep the estimates."""
@@ -85,7 +90,7 @@ class Proposer:
         for source in self.sources:
             source.begin(self.tracked)
         # The end of a rollout, beyond its drafts, says nothing about the next one's beginning.
-        self._pause = 0
+        self._pauses[:] = 0
         self.survival.begin()
 
     def _start(self) -> None:
@@ -93,7 +98,6 @@ class Proposer:
         names = [name for name, *_ in self.survival.kinds]
         self._is_own = np.array([name == SOURCE_NAMES[OWN] for name in names], bool)
         self._spent_s, self._num_queried = 0.0, 0
-        self._caught_up_s = 0.0  # spent on `catch_up` since the last query
         self.tracked = TrackedRows()
         self._numbers: dict[int, int] = {}  # by id() of the row
         # Rows of the last forward, their numbers, and tokens of their prompts. Most forwards have
@@ -152,8 +156,9 @@ class Proposer:
 
         The windows of all rows are planned together; rows that are not tracked get none. Windows
         are of what follows the tokens that may be gained in flight."""
-        if self._pause:
-            self._pause -= 1
+        is_due = (self._pauses == 0) | (2 * len(rows) <= self._paused_rows)
+        self._pauses = np.where(is_due, 0, self._pauses - 1)
+        if not is_due.any():
             return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
         started = self.clock.perf_counter()
         self._read()
@@ -164,11 +169,12 @@ class Proposer:
         limits = limits + ahead
         # Each row's proposal: its text, where it begins there, its length and its kind.
         texts: list[np.ndarray] = []
-        weighed_s = 0.0
-        text, begin, count, kind = np.zeros((4, len(rows)), np.int64)
+        text, begin, count, kind, asked_of = np.zeros((5, len(rows)), np.int64)
+        query_s, weighed_s = np.zeros(len(is_due)), 0.0
         chances = self.survival.estimates
-        for source, kinds in zip(self.sources, self._kinds, strict=True):
-            if not source.is_enabled or (source.needs_results and np.any(ahead)):
+        for number, (source, kinds) in enumerate(zip(self.sources, self._kinds, strict=True)):
+            is_due[number] &= source.is_enabled and not (source.needs_results and np.any(ahead))
+            if not is_due[number]:
                 continue
             is_open = count[asked] == 0
             if chance := source.chance:
@@ -177,8 +183,8 @@ class Proposer:
                 continue
             asked_s = self.clock.perf_counter()
             found = source.propose(numbers[some], limits[some])
-            if source.weighs_its_time:
-                weighed_s += self.clock.perf_counter() - asked_s
+            seconds = self.clock.perf_counter() - asked_s
+            query_s[number], weighed_s = seconds * (not source.weighs_its_time), weighed_s + seconds
             if source.path is not None:
                 check_proposals(source, found, limits[some])
             given = found.count.nonzero()[0]
@@ -187,24 +193,18 @@ class Proposer:
             some = some[given]
             begin[some], count[some] = found.begin[given], found.count[given]
             text[some], kind[some] = len(texts), kinds[found.kind[given]]
+            asked_of[some] = number
             self.survival.counts[OFFERED, 1, kind[some]] += 1
             texts.append(found.tokens)
         self.tracked.kind[numbers[asked]] = kind[asked]
         if not self.always:
             kv_tokens = int(lengths.sum()) + prompt_tokens
-            rates, spent_s = chances[kind], self._overhead_s
-            count, pays = choose_windows(
-                rates,
-                np.maximum(count - ahead, 0),
-                self.cost,
-                kv_tokens,
-                budget=budget,
-                overhead_s=spent_s,
-            )
-            count = np.where(count > 0, count + ahead, 0)
-            if not pays:
-                forward_s = float(self.cost.seconds(len(rows), len(rows), 0, kv_tokens))
-                self._pause = int(min(self._overhead_s / (LOOK_SHARE * forward_s), MAX_PAUSE))
+            available = np.maximum(count - ahead, 0)
+            windows = choose_windows(chances[kind], available, self.cost, kv_tokens, budget=budget)
+            gains_s = self._gains_s(chances[kind], windows, asked_of, kv_tokens)
+            query_s += (self.clock.perf_counter() - started - weighed_s) / max(is_due.sum(), 1)
+            self._pause(is_due, query_s, gains_s, len(rows), kv_tokens)
+            count = np.where(windows > 0, windows + ahead, 0)
         place = spans(begin, count)
         if len(texts) == 1:
             tokens = texts[0][place].astype(np.int64)
@@ -213,11 +213,38 @@ class Proposer:
             for number, known in enumerate(texts):
                 here = (text == number).nonzero()[0]
                 tokens[here] = known[place[here]]
-        seconds = self.clock.perf_counter() - started
-        self._spent_s += seconds
-        looking_s, self._caught_up_s = seconds - weighed_s + self._caught_up_s, 0.0
-        self._overhead_s += 0.1 * (looking_s - self._overhead_s)
+        self._spent_s += self.clock.perf_counter() - started
         return tokens, count
+
+    def _gains_s(
+        self, rates: np.ndarray, windows: np.ndarray, source: np.ndarray, kv_tokens: int
+    ) -> np.ndarray:
+        """Return the seconds that windows save by source, float64, the time of queries apart.
+
+        rates: float64 [R]; windows, source: int64 [R], the number of each row's source."""
+        num_rows, fed = len(rates), windows.sum()
+        plain_s = self.cost.seconds(num_rows, num_rows, 0, kv_tokens)
+        fed_s = self.cost.seconds(num_rows, num_rows + fed, fed > 0, kv_tokens) - plain_s
+        rates = np.minimum(rates, 1.0 - 1e-9)
+        accepted = rates * (1.0 - rates**windows) / (1.0 - rates)
+        saved_s = accepted * plain_s / num_rows - windows * fed_s / max(fed, 1)
+        return np.bincount(source, saved_s, len(self.sources))
+
+    def _pause(
+        self,
+        is_due: np.ndarray,
+        query_s: np.ndarray,
+        gains_s: np.ndarray,
+        num_rows: int,
+        kv_tokens: int,
+    ) -> None:
+        """Let those sources pause that were asked for less than it took, all by source."""
+        self._query_s = np.where(is_due, self._query_s + 0.1 * (query_s - self._query_s), self._query_s)
+        if (pauses := is_due & (gains_s <= self._query_s)).any():
+            forward_s = float(self.cost.seconds(num_rows, num_rows, 0, kv_tokens))
+            lengths = np.minimum(self._query_s / (LOOK_SHARE * forward_s), MAX_PAUSE)
+            self._pauses = np.where(pauses, lengths.astype(np.int64), self._pauses)
+            self._paused_rows = num_rows
 
     def observe(
         self,
@@ -246,14 +273,9 @@ class Proposer:
         self._spent_s += self.clock.perf_counter() - started
 
     def catch_up(self, is_free: bool) -> None:
-        """Do work that can wait; is_free: whether a GPU computes meanwhile."""
-        started = self.clock.perf_counter()
-        for source in self.enabled_sources:
+        """Do work that can wait for the next query, where a GPU computes meanwhile (is_free)."""
+        for source in self.enabled_sources if is_free else ():
             source.catch_up()
-        if not is_free:
-            seconds = self.clock.perf_counter() - started
-            self._spent_s += seconds
-            self._caught_up_s += seconds
 
     def _read(self) -> None:
         """Take in the tokens of forwards without drafts."""

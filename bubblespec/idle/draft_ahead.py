@@ -9,6 +9,7 @@ last tick drafts stop, and later idle time continues them.
 import math
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class DraftAhead:
 
     def __init__(
         self,
-        plans: list[Job],
+        plans: Iterable[Job],
         store: DraftStore,
         proposer: Proposer,
         cost: CostModel,
@@ -53,10 +54,9 @@ class DraftAhead:
         self.store, self.proposer, self.cost = store, proposer, cost
         self.version, self.max_new_tokens = version, max_new_tokens
         self.max_slowdown, self.worth_s = max_slowdown, min(worth_s, MAX_WORTH_S)
-        self._order = [job.key for job in plans]
-        self._open = {job.key: job for job in plans}
+        self._plans, self._open = iter(plans), deque[Job]()  # unassigned, the latter ones come first
         self._given: deque[Job] = deque()  # assigned to this rank, not yet in its engine
-        self._latest: Job | None = None  # assigned to this rank
+        self._accepted: list[Job] = []  # all that were assigned to this rank
         self._rows: set[Row] = set()  # unfinished drafts
         self.drafts: dict[SampleId, Draft] = {}  # made or continued by this rank
 
@@ -67,27 +67,33 @@ class DraftAhead:
     @property
     def rate(self) -> float:
         """Predicted seconds saved per second of the drafts that this rank makes, or could get."""
-        job = self._latest if self._given or self._rows else None
-        if job is None and self.capacity() > 0:
-            job = next(iter(self._open.values()), None)
-        return 0.0 if job is None else job.saves_s / max(job.costs_s, LEAST_S)
+        jobs = self._accepted[-1:] if self._given or self._rows else []
+        if not jobs and self.capacity() > 0:
+            jobs = self.jobs(1)
+        return jobs[0].saves_s / max(jobs[0].costs_s, LEAST_S) if jobs else 0.0
 
-    def jobs(self) -> Iterable[Job]:
-        """Return all unassigned drafts, most urgent first, co-scheduled ones before others.
+    def jobs(self, count: int | None = None) -> list[Job]:
+        """Return the first `count` unassigned drafts, or all, co-scheduled ones before others.
 
         The same on every rank."""
-        return self._open.values()
+        missing = None if count is None else max(count - len(self._open), 0)
+        self._open.extend(islice(self._plans, missing))
+        return list(islice(self._open, count))
 
     def capacity(self) -> int:
         """Return twice what fits now: the next tick is some forwards away."""
-        return 0 if self.view.engine.queue else max(0, 2 * self._num_free() - len(self._given))
+        if self.view.engine.queue or not (jobs := self.jobs(1)):
+            return 0
+        if self.view.unfinished and not jobs[0].co_scheduled:
+            return 0
+        return max(0, 2 * self._num_free() - len(self._given))
 
     def accept(self, job: Job, rank: int) -> None:
         """Queue the job on its rank. Called on all ranks."""
-        del self._open[job.key]
+        self._open.remove(job)
         if rank == self.view.rank:
             self._given.append(job)
-            self._latest = job
+            self._accepted.append(job)
             self.view.record.idle[self.name].expected_s += job.saves_s
 
     def fill(self) -> None:
@@ -97,6 +103,9 @@ class DraftAhead:
         which the same limit would slow down.
         """
         view, engine = self.view, self.view.engine
+        if not (self._given or self._rows):
+            view.max_prefill_tokens = None
+            return
         prefilling = [*engine.queue, *engine.prefilling()]
         if any(row in view.unfinished for row in prefilling):
             view.max_prefill_tokens = None
@@ -145,8 +154,8 @@ class DraftAhead:
         """Put all ranks' drafts into all ranks' stores."""
         record = self.view.record
         record.idle[self.name].saved_s = record.saved_s
-        most_urgent_first = (sample for sample in self._order if sample in self.drafts)
-        exchange(self.store, {sample: self.drafts[sample] for sample in most_urgent_first}, ranks)
+        made = [job.key for job in self._accepted if job.key in self.drafts]
+        exchange(self.store, {sample: self.drafts[sample] for sample in made}, ranks)
 
     def _note(self, row: Row, is_finished: bool) -> None:
         """Keep a row's tokens as a draft, unless the store has them."""

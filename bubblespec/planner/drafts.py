@@ -5,7 +5,8 @@ responses are worth drafting together or not at all, and only if their drafts ho
 the best of 0, 1, 2, ... by the expected seconds of the coming rollout.
 """
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,16 @@ MIN_ACCEPTED_SHARE = 0.2  # older drafts, of which less is accepted, are not mad
 # Co-scheduled drafts must save this many times their cost: both are estimates, and the best of many
 # counts is taken. The cost is not shared: all ranks wait for the one that drafts.
 MIN_RETURN = 1.25
+MAX_COUNTS = 65  # numbers of drafts of one step that are compared
+
+
+class DraftPlan(NamedTuple):
+    """The drafts to make during a rollout."""
+
+    jobs: Iterator[Job]
+    """The most urgent first: co-scheduled ones, then of deferred groups, then by slack."""
+    worth: float
+    """Seconds that co-scheduled drafts save for each of their own; inf where nothing is known."""
 
 
 class DraftValue(NamedTuple):
@@ -54,58 +65,63 @@ def draft_value(
     costs_s = np.where(is_open, missing * prices.drafted_s + prices.begun_s, 0.0)
     order = np.argsort(-np.where(is_open, coming.expected, -1.0), kind="stable")
     num_open = int(is_open.sum())
-    seconds = _seconds_by_count(coming.take(order), cost, rates, prices, num_ranks, num_slots)
-    spent_s = np.append(0.0, np.cumsum(costs_s[order]))
-    best = int((seconds + MIN_RETURN * spent_s)[: num_open + 1].argmin())
+    counts = np.unique(np.linspace(0, num_open, MAX_COUNTS, dtype=np.int64))
+    parts = (cost, rates, prices, num_ranks, num_slots)
+    seconds = _seconds_by_count(coming.take(order), counts, *parts)
+    spent_s = np.append(0.0, np.cumsum(costs_s[order]))[counts]
+    chosen = int((seconds + MIN_RETURN * spent_s).argmin())
+    best = int(counts[chosen])
     pays, saves_s = np.zeros(len(coming), bool), np.zeros(len(coming))
     pays[order[:best]] = True
     # Further drafts are for idle ranks; each gets an equal share of their joint saving.
-    for chosen, saved_s in (
-        (order[:best], seconds[0] - seconds[best]),
-        (order[best:num_open], seconds[best] - seconds[num_open]),
+    for drafts, saved_s in (
+        (order[:best], seconds[0] - seconds[chosen]),
+        (order[best:num_open], seconds[chosen] - seconds[-1]),
     ):
-        saves_s[chosen] = max(float(saved_s), 0.0) / max(len(chosen), 1)
+        saves_s[drafts] = max(float(saved_s), 0.0) / max(len(drafts), 1)
     return DraftValue(pays, saves_s, costs_s)
 
 
 def _seconds_by_count(
     rows: Rows,
+    counts: np.ndarray,
     cost: CostModel,
     rates: AcceptanceRates,
     prices: Prices,
     num_ranks: int,
     num_slots: int,
 ) -> np.ndarray:
-    """Return expected seconds of a rollout with the first k rows drafted, float64 [S + 1].
+    """Return expected seconds of a rollout with the first k rows drafted, float64 [counts].
 
-    All ranks end with the last row, and each has an equal share of the rows before."""
+    All ranks end with the last row, and each has an equal share of the rows before. counts: int64,
+    increasing values of k."""
     points, width = time_points(rows, num_ranks * num_slots)
-    undrafted = forwards_survival(rows, rates, points)
+    alike, of_row = rows.distinct()
+    undrafted = forwards_survival(alike, rates, points)
     # A draft is as long as its response. Up to a mismatch a forward verifies a window of it.
     right = rates.accepted(points)
     behind = right + (points - right / TYPICAL_WINDOW)
     behind = np.minimum(TYPICAL_WINDOW * points, behind)
     holds = rates.reaches(TYPICAL_WINDOW * points)
-    drafted = holds * forwards_survival(rows, rates, TYPICAL_WINDOW * points)
-    drafted += (1.0 - rates.reaches(behind)) * forwards_survival(rows, rates, behind)
+    drafted = holds * forwards_survival(alike, rates, TYPICAL_WINDOW * points)
+    drafted += (1.0 - rates.reaches(behind)) * forwards_survival(alike, rates, behind)
     drafted = np.minimum(drafted, undrafted)
     context = float((rows.prompt_tokens + rows.expected).mean())
-    active = _first_and_rest(drafted, undrafted) / num_ranks
-    logs = (np.log1p(-np.minimum(of, 1.0 - 1e-12)) for of in (drafted, undrafted))
-    none_left = np.exp(_first_and_rest(*logs))
+    active = _first_and_rest(drafted[of_row], undrafted[of_row], counts) / num_ranks
+    logs = (np.log1p(-np.minimum(of, 1.0 - 1e-12))[of_row] for of in (drafted, undrafted))
+    none_left = np.exp(_first_and_rest(*logs, counts))
     forwards_s = seconds_of_course(active, none_left, width, cost, num_slots, (0.0, context))
-    verified = _first_and_rest(rows.expected[:, None], rows.drafted[:, None])[:, 0]
+    verified = _first_and_rest(rows.expected[:, None], rows.drafted[:, None], counts)[:, 0]
     return prices.forward * forwards_s + prices.verified_s * verified / num_ranks
 
 
-def _first_and_rest(first: np.ndarray, rest: np.ndarray) -> np.ndarray:
+def _first_and_rest(first: np.ndarray, rest: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return sums of the first k rows of `first` and all but the first k of `rest`, for each k.
 
-    float64 [rows + 1, ...]."""
+    float64 [counts, ...]."""
     nothing = np.zeros((1, *first.shape[1:]))
-    before = np.concatenate((nothing, np.cumsum(first, axis=0)))
-    behind = np.concatenate((np.cumsum(rest[::-1], axis=0)[::-1], nothing))
-    return before + behind
+    before = np.concatenate((nothing, np.cumsum(first - rest, axis=0)))[counts]
+    return before + rest.sum(axis=0)
 
 
 def plan_drafts(
@@ -123,8 +139,8 @@ def plan_drafts(
     oldest_verified: int = MAX_LOOKAHEAD,
     planning: str = "by_cost",
     deferred: Collection[tuple[int, int]] = (),
-) -> list[Job]:
-    """Return the drafts to make: co-scheduled, then of deferred groups, then by increasing slack.
+) -> DraftPlan:
+    """Return which drafts to make, and in which order.
 
     Slack is the number of forwards until a response's step minus its expected tokens. So a long
     response is begun many steps before its own, and the nearer of equally long ones comes
@@ -134,7 +150,8 @@ def plan_drafts(
     yet; oldest_verified: largest age, in updates, of drafts verified so far; co-scheduled drafts
     are at most one update older; deferred: names of groups; planning: see `SpeculativeConfig`.
     """
-    planned: list[tuple[tuple, Job]] = []
+    found: list[tuple[SampleId, tuple[int, ...]]] = []
+    columns = [np.empty((5, 0))]
     for ahead, groups in enumerate(batches):
         ids = [group.sample(number) for group in groups for number in range(num_generations)]
         drafts = [get_draft(sample) for sample in ids]
@@ -150,13 +167,20 @@ def plan_drafts(
         elif cost is not None and prices is not None and may_pay:
             shape = {"num_ranks": num_ranks, "num_slots": num_slots}
             value = draft_value(rows, cost, rates, prices, **shape)
-        for row in np.flatnonzero(is_open).tolist():
-            prompt = groups[row // num_generations].prompt.token_ids
-            seconds = (float(value.saves_s[row]), float(value.costs_s[row]))
-            job = Job(ids[row], *seconds, bool(value.pays[row]), prompt=prompt)
-            is_deferred = ids[row][:2] in deferred
-            planned.append(((not job.co_scheduled, not is_deferred, float(slack[row])), job))
-    return [job for _, job in sorted(planned, key=lambda entry: entry[0])]
+        prompts = [group.prompt.token_ids for group in groups for _ in range(num_generations)]
+        is_deferred = np.array([sample[:2] in deferred for sample in ids])
+        of_batch = np.array((*value, is_deferred, slack), np.float64)
+        columns.append(of_batch[:, is_open])
+        pairs = zip(ids, prompts, is_open.tolist(), strict=True)
+        found += [(sample, prompt) for sample, prompt, is_open in pairs if is_open]
+    pays, saves_s, costs_s, is_deferred, slack = np.concatenate(columns, axis=1)
+    order = np.lexsort((slack, -is_deferred, -pays)).tolist()
+    seconds = zip(saves_s.tolist(), costs_s.tolist(), pays.astype(bool).tolist(), strict=True)
+    values = list(seconds)
+    jobs = (Job(found[i][0], *values[i], prompt=found[i][1]) for i in order)
+    is_weighed = planning != "always" and pays.any()
+    worth = float(pays @ saves_s / (pays @ costs_s)) if is_weighed else math.inf
+    return DraftPlan(jobs, worth)
 
 
 def choose_lookahead(

@@ -1,6 +1,6 @@
 """Guards of mechanisms that may cost time: sequential tests of whole rollouts.
 
-From time to time a rollout runs without the mechanism, for comparison. All settings give the same
+From time to time a rollout runs as in a pause, for comparison. All settings give the same
 tokens, so they are compared by ratios: measured seconds over the cost model's seconds for the same
 responses without drafts, of whose error both settings have the same. The mechanism pauses once it
 has lost a part of a rollout and is slower by more than chance; rollouts of a pause are comparisons
@@ -15,11 +15,11 @@ INTERVAL, TRIAL = 2.5, 6.0  # first interval between two such rollouts; the same
 TURNS = 4
 # Standard errors of the lead by which a mechanism must be behind to pause; or ahead, not to, if it
 # is not trusted. A mistaken pause costs less than a mistaken continuation.
-ERRORS = 0.7
-MIN_COMPARISONS, SURE_ERRORS = 2, 3.0  # the same with fewer comparisons, which may be odd ones
+ERRORS = 0.6
+MIN_COMPARISONS, SURE_ERRORS = 2, 1.5  # the same with fewer comparisons, which may be odd ones
 CLEAR = 1.5  # standard errors of a clear lead
 GROWTH, CLEAR_GROWTH = 1.25, 3.0  # of the interval from one comparison to the next
-MIN_LOST, MIN_LOST_AGAIN = 0.3, 0.15  # mean rollouts lost before a pause, and before later ones
+MIN_LOST, MIN_LOST_AGAIN = 0.2, 0.1  # mean rollouts lost before a pause, and before later ones
 FIRST_PAUSE, MAX_PAUSE = 36, 288  # rollouts of a pause, doubled each time
 MEMORY = 48  # latest rollouts kept by setting
 # Relative standard error of one rollout, as PRIOR_ROLLOUTS earlier ones: a few tell little of it.
@@ -43,6 +43,9 @@ class Guard:
         self._with: list[tuple[float, float]] = []  # measured and modelled seconds by rollout
         self._without: list[tuple[float, float]] = []
         self._until_control, self._interval = float(FIRST_CONTROL), INTERVAL
+        # Whether the next rollout with the mechanism is not compared: the first one warms up, and a
+        # rollout without drafts makes none for the next one.
+        self._is_unprepared = True
         self._pause_left = 0  # rollouts of the current pause still to come
         self._pause = FIRST_PAUSE
 
@@ -88,11 +91,13 @@ class Guard:
         """Learn a rollout: its seconds, and those predicted without drafts."""
         if modelled_s <= 0.0:
             return
-        if was_on and self._pause == FIRST_PAUSE and not (self._with or self._without):
-            self._until_control -= 1  # the first rollout is slower, and has no drafts to verify
+        if was_on and self._is_unprepared:
+            self._is_unprepared = False
+            self._until_control -= 1
             return
         of_setting = self._with if was_on else self._without
         of_setting.append((measured_s, modelled_s))
+        self._is_unprepared = self.is_trusted and not was_on
         del of_setting[:-MEMORY]
         if self._pause_left:
             self._pause_left -= 1
@@ -119,6 +124,7 @@ class Guard:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the state as arrays."""
         numbers = (self._until_control, self._interval, self._pause_left, self._pause)
+        numbers += (self._is_unprepared,)
         return {
             "numbers": np.array(numbers, np.float64),
             "with": np.array(self._with, np.float64).reshape(-1, 2),
@@ -128,7 +134,7 @@ class Guard:
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Restore a saved state."""
         self._until_control, self._interval, *pauses = state["numbers"].tolist()
-        self._pause_left, self._pause = map(int, pauses)
+        self._pause_left, self._pause, self._is_unprepared = (*map(int, pauses[:2]), any(pauses[2:]))
         self._with = [tuple(pair) for pair in state["with"].tolist()]
         self._without = [tuple(pair) for pair in state["without"].tolist()]
 

@@ -18,7 +18,7 @@ MIN_RELATIVE_SPREAD = 0.02  # a length of less spread counts as known
 NUM_POINTS = 64
 # Counts before acceptance has been measured: [tried, accepted] before the first mismatch, and
 # [gained, given by the draft] behind it.
-PRIOR_COUNTS = np.array([[100.0, 99.99], [100.0, 10.0]])
+PRIOR_COUNTS = np.array([[100.0, 99.95], [100.0, 10.0]])
 
 
 class AcceptanceRates(NamedTuple):
@@ -69,6 +69,15 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.expected)
+
+    def distinct(self) -> tuple["Rows", np.ndarray]:
+        """Return one row of each kind, as siblings are alike, and the place there of each row.
+
+        The prompt's number apart; int64 [S]."""
+        columns = (self.prompt_tokens, self.expected, self.spread, self.drafted, self.generated)
+        keys = np.stack(columns, axis=1)
+        _, first, of_row = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        return self.take(first), of_row.ravel()
 
     def take(self, chosen: np.ndarray) -> "Rows":
         """Return some of the rows, in the order given. chosen: indices or a mask."""

@@ -112,7 +112,7 @@ class RunStats:
         parts = np.cumsum([len(fields), len(counted)])
         gathered = ranks.gather(np.concatenate((fields, counted, lengths)))  # by rank
         of_ranks, counted, lengths = np.split(gathered, parts, axis=1)
-        self.survival.merge(counted.sum(axis=0))
+        self.survival.merge(counted.sum(axis=0), has_drafts=DRAFTS not in without)
         measured = np.ascontiguousarray(of_ranks).view(MEASURED)[:, 0]
         forwards = float(measured["forwards"].max())
         self.forwards = average(self.forwards or forwards, forwards)

@@ -122,14 +122,17 @@ class Survival:
         """Counts of this rollout that ranks exchange, float64 [4 K + 2]."""
         return np.concatenate((self.counts.sum(axis=1).ravel(), self.behind))
 
-    def merge(self, measured: np.ndarray) -> None:
-        """End a rollout. measured: the sum of what all ranks have measured."""
+    def merge(self, measured: np.ndarray, has_drafts: bool = True) -> None:
+        """End a rollout. measured: the sum of what all ranks have measured.
+
+        has_drafts: whether the guard allowed drafts; else the rollout tells nothing."""
         new = measured[:-2].reshape(4, -1)
         is_untried = (new[OFFERED] > 0) & (new[TRIED] == 0)
         given_up = UNTRIED * np.minimum(1.0, MEMORY / np.maximum(self._past[TRIED], 1.0))
-        self._past = np.where(is_untried, given_up, FORGETTING) * self._past + new
+        forgetting = FORGETTING if has_drafts else 1.0
+        self._past = np.where(is_untried, given_up, forgetting) * self._past + new
         # Where nothing is drafted any more, drafts are tried again once this is forgotten.
-        self._past_behind = FORGETTING * self._past_behind + measured[-2:]
+        self._past_behind = forgetting * self._past_behind + measured[-2:]
         self.counts[:], self.behind[:], self._is_merged = 0.0, 0.0, True
         self._believe()
 

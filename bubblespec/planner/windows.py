@@ -45,17 +45,15 @@ def choose_windows(
     kv_tokens: int,
     *,
     budget: int,
-    overhead_s: float = 0.0,
-) -> tuple[np.ndarray, bool]:
-    """Return the draft tokens of each of R decoding rows, int64 [R], and whether queries pay.
+) -> np.ndarray:
+    """Return the draft tokens of each of R decoding rows, int64 [R].
 
     survival: float64 [R]; available: int64 [R], tokens proposed for each row; kv_tokens: attended
-    to by all rows together; budget: maximum number of draft tokens in all; overhead_s: seconds of
-    the query, which are spent already and so do not matter for the windows.
+    to by all rows together; budget: maximum number of draft tokens in all.
     """
     rows, num_windows = len(survival), len(WINDOWS)
     if not available.any():
-        return np.zeros(rows, np.int64), False
+        return np.zeros(rows, np.int64)
     level = BETWEEN.searchsorted(survival)
     # A segment counts as whole for a row that has some tokens of it.
     most = WINDOWS.searchsorted(available)
@@ -75,8 +73,7 @@ def choose_windows(
     rate = gained / seconds
     best = int(rate.argmax())
     if rate[best] < MIN_GAIN * rate[0]:
-        return np.zeros(rows, np.int64), False
-    pays = gained[best] / (seconds[best] + overhead_s) >= MIN_GAIN * rate[0]
+        return np.zeros(rows, np.int64)
     # All rows of a level get a segment; the first rows alone get the last one.
     reached = np.zeros(len(LEVELS), np.int64)
     reached[LEVEL[some[: best + 1]]] = WINDOWS[number[: best + 1]]
@@ -84,7 +81,7 @@ def choose_windows(
     if num_rows[best] < has[best]:
         without = ((level == LEVEL[some[best]]) & (most >= number[best])).nonzero()[0]
         windows[without[num_rows[best] :]] = WINDOWS[number[best] - 1]
-    return windows, bool(pays)
+    return windows
 
 
 def rate_below_which_chains_gain(

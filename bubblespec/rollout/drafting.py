@@ -19,9 +19,9 @@ class Drafting(Mechanism):
         self.sampler, self.proposer = sampler, proposer
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
-        """Plan what to draft in a rollout of a step; nothing while the guard has paused drafts."""
+        """Plan what to draft in a rollout of a step; nothing in one without drafts."""
         sampler, stats, step = self.sampler, self.sampler.stats, plan.step
-        if step is None or stats.is_paused:
+        if step is None or not plan.is_on:
             return
         config, schedule, store = sampler.config, sampler.schedule, sampler.store
         depth = choose_lookahead(
@@ -35,11 +35,10 @@ class Drafting(Mechanism):
             batches[0] = []  # the guard runs the next rollout without drafts
         if not any(batches):
             return
-        # A short round of tail batching has no tail that co-scheduled drafts could shorten, and a
-        # rollout that drafts are compared with must not be slowed down by any.
-        idle_only = config.tail_batching.enabled or not plan.is_on
+        # A short round of tail batching has no tail that co-scheduled drafts could shorten.
+        idle_only = config.tail_batching.enabled
         planning = "idle_only" if idle_only else config.speculative.planning
-        jobs = plan_drafts(
+        drafts = plan_drafts(
             batches,
             config.rollout.num_generations,
             store.get,
@@ -54,18 +53,14 @@ class Drafting(Mechanism):
             planning=planning,
             deferred={group.name for group in schedule.deferred},
         )
-        co_scheduled = [job for job in jobs if job.co_scheduled]
-        worth_s, prices = math.inf, stats.pricing.prices
-        if co_scheduled and prices is not None and planning != "always":
-            saved_s = sum(job.saves_s for job in co_scheduled)
-            worth_s = prices.drafted_s * saved_s / sum(job.costs_s for job in co_scheduled)
+        prices = stats.pricing.prices
         plan.ahead = DraftAhead(
-            jobs,
+            drafts.jobs,
             store,
             self.proposer,
             stats.cost,
             version=step,
             max_new_tokens=config.rollout.max_completion_length,
             max_slowdown=math.inf if planning == "always" else MAX_SLOWDOWN,
-            worth_s=worth_s,
+            worth_s=math.inf if prices is None else prices.drafted_s * drafts.worth,
         )

@@ -111,7 +111,8 @@ class RolloutLoop:
             board.go_on()
             self._last_s = self.clock.perf_counter()
             return
-        jobs = () if self.ahead is None else self.ahead.jobs()
+        capacities = [int(of_rank[0]) for of_rank in capacities]
+        jobs = [] if self.ahead is None else self.ahead.jobs(sum(capacities))
         given = assign(jobs, capacities, [not state.is_done for state in states])
         for rank, assigned in enumerate(given):
             for job in assigned:

@@ -21,6 +21,6 @@ def chain_always(patch=setattr) -> None:
     """Chains of five tokens in every forward, whatever they cost, after a short warm start."""
     patch(warm_start, "EPOCHS", 1)
     patch(guard, "FIRST_CONTROL", 1e9)  # no rollouts without drafts
-    patch(proposer, "choose_windows", lambda survival, available, *_, **__: (available, True))
+    patch(proposer, "choose_windows", lambda survival, available, *_, **__: available)
     patch(ChainSource, "chance", 1.0)
     patch(chains, "rows_to_continue", lambda chance, *_, **__: np.arange(len(chance)))
