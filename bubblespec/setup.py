@@ -31,6 +31,7 @@ from bubblespec.data.fingerprints import HELD_OUT, check_continued, check_equal,
 from bubblespec.data.prompts import PromptSet
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.draft.sources import load_source
 from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.engine import Engine
@@ -79,6 +80,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     """Build a run on all ranks together, from its configuration and newest checkpoint.
 
     Raises InputError for bad input."""
+    if ranks.world_size > 1 and ranks.device.type == "cpu":
+        ranks.shared = open_collectives(ranks)
     config = loading.with_dtype(config, ranks.device.type)
     began_s = time.monotonic()
     torch.manual_seed(config.run.seed)

@@ -67,17 +67,21 @@ class Ranks:
         # of rollouts: the `time` module, or a substitute with perf_counter, monotonic and sleep
         self.clock = time
         self.watchdog = Watchdog(self.rank, self.world_size) if self.world_size > 1 else None
+        # Gathers in memory that all ranks share (shared_memory.py), in place of the process group's.
+        self.shared: Any = None
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.sum_(torch.zeros(1, device=self.device))
+        if self.shared is not None:
+            self.gather(np.zeros(1))
+        else:
+            self.sum_(torch.zeros(1, device=self.device))
 
     def barrier_or_stop(self) -> None:
         """Wait for all ranks. Raises StopRequested on all ranks if any has a stop request."""
-        requests = torch.zeros(signal.NSIG, device=self.device)
-        requests[self.signal] = self.must_stop
-        if len(signals := self.sum_(requests).nonzero()):
-            self.exit_code = 128 + int(signals.max())
+        request = np.array([self.signal if self.must_stop else -1])
+        if (number := int(self.gather(request).max())) >= 0:
+            self.exit_code = 128 + number
             raise StopRequested
 
     def call_until_stop(self, call: Callable[[], None]) -> None:
@@ -121,6 +125,9 @@ class Ranks:
         """Stack equally shaped numeric arrays of all ranks: [world_size, ...]."""
         if self.world_size == 1:
             return array[None].copy()
+        if self.shared is not None:
+            with self.watch():
+                return self.shared.gather(array)
         local = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
         everyone = local.new_empty(self.world_size * local.numel())
         self.complete(lambda: all_gather(everyone, local.reshape(-1), async_op=True))

@@ -1,6 +1,6 @@
 """Collectives of small arrays in memory that the ranks of one machine share.
 
-The TP tail waits for them; ticks of rollouts are polled. An all-reduce of gloo takes
+The TP tail and all gathers wait for them; ticks of rollouts are polled. A collective of gloo takes
 hundreds of microseconds through sockets and threads. Here a rank writes its numbers, sets a flag,
 waits for the flags of the others and reads: a few microseconds for the sums of a layer of a small
 model. Sums are in the order of ranks, so they are bit-identical.
@@ -21,7 +21,7 @@ PLACE_BYTES = 1 << 20  # bytes of a rank in one exchange; larger arrays take sev
 CACHE_LINE = 64  # bytes between flags, so that ranks do not write to one line
 # A waiting rank first spins this many times, then yields its core, and then sleeps between checks:
 # with more ranks than cores, the awaited rank may not be running.
-NUM_SPINS, NUM_YIELDS, NAP_S = 200, 200, 5e-5
+NUM_SPINS, NUM_YIELDS, NAP_S, MAX_NAP_S = 200, 200, 5e-5, 5e-4
 LOOK_S = 0.5  # interval of a waiting rank's checks that the other processes are alive
 
 
@@ -122,13 +122,16 @@ class SharedCollectives:
     def _exchange(self, own: np.ndarray) -> np.ndarray:
         """Exchange arrays with all ranks; return `posted`."""
         self.post(own)
-        looks, ranks = 0, self._ranks
+        looks, nap_s, ranks = 0, NAP_S, self._ranks
         deadline = time.monotonic() + ranks.timeout_s
         try:
             while not self.is_complete():
                 looks += 1
                 if looks > NUM_SPINS + NUM_YIELDS:
-                    time.sleep(NAP_S)
+                    time.sleep(nap_s)
+                    nap_s = min(1.05 * nap_s, MAX_NAP_S)
+                    if ranks.must_stop:
+                        ranks.watchdog.request_stop()
                 elif looks > NUM_SPINS:
                     os.sched_yield()
                 if time.monotonic() > deadline:
