@@ -25,6 +25,8 @@ MIN_ACCEPTED_SHARE = 0.2  # older drafts, of which less is accepted, are not mad
 # counts is taken. The cost is not shared: all ranks wait for the one that drafts.
 MIN_RETURN = 1.25
 MAX_COUNTS = 65  # numbers of drafts of one step that are compared
+# Cost of co-scheduled drafts, relative to the rollout, while no draft of the run has been verified.
+UNVERIFIED_SHARE = 0.15
 
 
 class DraftPlan(NamedTuple):
@@ -55,10 +57,12 @@ def draft_value(
     *,
     num_ranks: int,
     num_slots: int,
+    max_share: float = math.inf,
 ) -> DraftValue:
     """Return the value of drafting the rows of a coming step to their ends.
 
-    The best number of drafts maximises the seconds saved in the rollout minus those of drafting.
+    The best number of drafts maximises the seconds saved in the rollout minus those of drafting,
+    which are at most the `max_share` of it.
     """
     missing = np.maximum(coming.expected - coming.drafted, 0.0)
     is_open = missing > 0.0
@@ -69,7 +73,8 @@ def draft_value(
     parts = (cost, rates, prices, num_ranks, num_slots)
     seconds = _seconds_by_count(coming.take(order), counts, *parts)
     spent_s = np.append(0.0, np.cumsum(costs_s[order]))[counts]
-    chosen = int((seconds + MIN_RETURN * spent_s).argmin())
+    is_allowed = spent_s <= max_share * seconds[0]
+    chosen = int((seconds + MIN_RETURN * spent_s)[: is_allowed.sum()].argmin())
     best = int(counts[chosen])
     pays, saves_s = np.zeros(len(coming), bool), np.zeros(len(coming))
     pays[order[:best]] = True
@@ -136,7 +141,7 @@ def plan_drafts(
     forwards_per_step: float,
     num_ranks: int,
     num_slots: int,
-    oldest_verified: int = MAX_LOOKAHEAD,
+    oldest_verified: int | None = MAX_LOOKAHEAD,
     planning: str = "by_cost",
     deferred: Collection[tuple[int, int]] = (),
 ) -> DraftPlan:
@@ -147,8 +152,8 @@ def plan_drafts(
     first.
 
     batches: groups of the coming steps, nearest first; cost, prices: None where nothing is known
-    yet; oldest_verified: largest age, in updates, of drafts verified so far; co-scheduled drafts
-    are at most one update older; deferred: names of groups; planning: see `SpeculativeConfig`.
+    yet; oldest_verified: largest age, in updates, of drafts verified so far, None for none;
+    co-scheduled drafts are at most one update older; deferred: names of groups; planning: see `SpeculativeConfig`.
     """
     found: list[tuple[SampleId, tuple[int, ...]]] = []
     columns = [np.empty((5, 0))]
@@ -160,13 +165,20 @@ def plan_drafts(
             continue
         rows = lengths.predict(groups, num_generations, drafts)
         slack = ahead * forwards_per_step - (rows.expected - rows.drafted)
-        may_pay = planning != "idle_only" and ahead <= oldest_verified
+        may_pay = planning != "idle_only" and ahead <= (oldest_verified or 0)
         value = DraftValue(*np.zeros((3, len(ids))))
         if planning == "always":
             value = DraftValue(*np.ones((3, len(ids))))
         elif cost is not None and prices is not None and may_pay:
-            shape = {"num_ranks": num_ranks, "num_slots": num_slots}
-            value = draft_value(rows, cost, rates, prices, **shape)
+            value = draft_value(
+                rows,
+                cost,
+                rates,
+                prices,
+                num_ranks=num_ranks,
+                num_slots=num_slots,
+                max_share=UNVERIFIED_SHARE if oldest_verified is None else math.inf,
+            )
         prompts = [group.prompt.token_ids for group in groups for _ in range(num_generations)]
         is_deferred = np.array([sample[:2] in deferred for sample in ids])
         of_batch = np.array((*value, is_deferred, slack), np.float64)

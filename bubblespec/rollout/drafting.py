@@ -49,7 +49,7 @@ class Drafting(Mechanism):
             forwards_per_step=stats.forwards,
             num_ranks=sampler.ranks.world_size,
             num_slots=sampler.engine.num_slots,
-            oldest_verified=max(stats.survival.by_age, default=0),
+            oldest_verified=max(stats.survival.by_age, default=None),
             planning=planning,
             deferred={group.name for group in schedule.deferred},
         )
