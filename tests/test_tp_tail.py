@@ -9,6 +9,7 @@ import pytest
 from bubblespec.config import Config
 from bubblespec.draft.chains import ChainSource
 from bubblespec.draft.proposer import Proposer, make_proposer
+from bubblespec.draft.sources import DraftSource
 from bubblespec.draft.store import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
@@ -17,7 +18,13 @@ from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.mechanisms.drafter.runner import DrafterRunner
 from bubblespec.mechanisms.tp_tail import tail as tp_tail
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup
-from bubblespec.mechanisms.tp_tail.tail import ROWS, STOP_INTERVAL, TPTail, make_tp_tail
+from bubblespec.mechanisms.tp_tail.tail import (
+    ROWS,
+    STOP_INTERVAL,
+    OwnersPropose,
+    TPTail,
+    make_tp_tail,
+)
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.place import place_in_turn
 from bubblespec.planner.rows import Rows
@@ -215,6 +222,18 @@ def test_all_ranks_leave_the_tail_on_a_stop_request(stop_at):
         for row in result["rows"].values():
             assert len(row.tokens) > 0
             assert row.tokens.tolist() == wanted[row.id][0][: len(row.tokens)]
+
+
+def test_forwards_wait_for_results_where_any_source_needs_them():
+    """On all ranks alike, so whether a source pauses on this one does not matter."""
+    source = DraftSource()
+    for needs_results in (False, True):
+        source.needs_results = needs_results
+        proposer = Proposer([source], CostModel())
+        assert OwnersPropose(proposer, (), None).needs_results == needs_results
+        proposer._pauses[:] = 9
+        assert not proposer.needs_results
+        assert OwnersPropose(proposer, (), None).needs_results == needs_results
 
 
 def test_tail_is_due_with_few_rows_all_trained_on():

@@ -67,7 +67,7 @@ class Ranks:
         # of rollouts: the `time` module, or a substitute with perf_counter, monotonic and sleep
         self.clock = time
         self.watchdog = Watchdog(self.rank, self.world_size) if self.world_size > 1 else None
-        # Gathers in memory that all ranks share (shared_memory.py), in place of the process group's.
+        # Gathers in memory that all ranks share (shared_memory.py); None: by the process group.
         self.shared: Any = None
 
     def barrier(self) -> None:

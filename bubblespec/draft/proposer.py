@@ -32,8 +32,8 @@ from bubblespec.types import Row
 
 PRIORS = {ALIGNED: 0.95, "own": 0.8, "sibling": 0.6}  # survival by source
 PRIOR = 0.5  # survival of another source
-# A source whose proposals gain less than its query takes pauses until queries take this share of the
-# time, but for no more forwards than that, nor once half of the rows have ended.
+# A source whose proposals gain less than its query takes pauses until queries take this share of
+# the time, but for no more forwards than that, nor once half of the rows have ended.
 LOOK_SHARE, MAX_PAUSE = 0.005, 64
 ALWAYS_WINDOW = 6  # draft tokens that are verified whatever the cost
 
@@ -239,7 +239,7 @@ class Proposer:
         kv_tokens: int,
     ) -> None:
         """Let those sources pause that were asked for less than it took, all by source."""
-        self._query_s = np.where(is_due, self._query_s + 0.1 * (query_s - self._query_s), self._query_s)
+        self._query_s += 0.1 * (query_s - self._query_s) * is_due
         if (pauses := is_due & (gains_s <= self._query_s)).any():
             forward_s = float(self.cost.seconds(num_rows, num_rows, 0, kv_tokens))
             lengths = np.minimum(self._query_s / (LOOK_SHARE * forward_s), MAX_PAUSE)

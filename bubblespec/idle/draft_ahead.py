@@ -54,7 +54,7 @@ class DraftAhead:
         self.store, self.proposer, self.cost = store, proposer, cost
         self.version, self.max_new_tokens = version, max_new_tokens
         self.max_slowdown, self.worth_s = max_slowdown, min(worth_s, MAX_WORTH_S)
-        self._plans, self._open = iter(plans), deque[Job]()  # unassigned, the latter ones come first
+        self._plans, self._open = iter(plans), deque[Job]()  # unassigned; those in `_open` first
         self._given: deque[Job] = deque()  # assigned to this rank, not yet in its engine
         self._accepted: list[Job] = []  # all that were assigned to this rank
         self._rows: set[Row] = set()  # unfinished drafts

@@ -113,8 +113,8 @@ def _seconds_by_count(
     drafted = np.minimum(drafted, undrafted)
     context = float((rows.prompt_tokens + rows.expected).mean())
     active = _first_and_rest(drafted[of_row], undrafted[of_row], counts) / num_ranks
-    logs = (np.log1p(-np.minimum(of, 1.0 - 1e-12))[of_row] for of in (drafted, undrafted))
-    none_left = np.exp(_first_and_rest(*logs, counts))
+    first, rest = (np.log1p(-np.minimum(of, 1.0 - 1e-12)) for of in (drafted, undrafted))
+    none_left = np.exp(_first_and_rest(first[of_row], rest[of_row], counts))
     forwards_s = seconds_of_course(active, none_left, width, cost, num_slots, (0.0, context))
     verified = _first_and_rest(rows.expected[:, None], rows.drafted[:, None], counts)[:, 0]
     return prices.forward * forwards_s + prices.verified_s * verified / num_ranks
@@ -153,7 +153,8 @@ def plan_drafts(
 
     batches: groups of the coming steps, nearest first; cost, prices: None where nothing is known
     yet; oldest_verified: largest age, in updates, of drafts verified so far, None for none;
-    co-scheduled drafts are at most one update older; deferred: names of groups; planning: see `SpeculativeConfig`.
+    co-scheduled drafts are at most one update older; deferred: names of groups; planning: see
+    `SpeculativeConfig`.
     """
     found: list[tuple[SampleId, tuple[int, ...]]] = []
     columns = [np.empty((5, 0))]
@@ -187,9 +188,10 @@ def plan_drafts(
         found += [(sample, prompt) for sample, prompt, is_open in pairs if is_open]
     pays, saves_s, costs_s, is_deferred, slack = np.concatenate(columns, axis=1)
     order = np.lexsort((slack, -is_deferred, -pays)).tolist()
-    seconds = zip(saves_s.tolist(), costs_s.tolist(), pays.astype(bool).tolist(), strict=True)
-    values = list(seconds)
-    jobs = (Job(found[i][0], *values[i], prompt=found[i][1]) for i in order)
+    jobs = (
+        Job(found[i][0], float(saves_s[i]), float(costs_s[i]), bool(pays[i]), found[i][1])
+        for i in order
+    )
     is_weighed = planning != "always" and pays.any()
     worth = float(pays @ saves_s / (pays @ costs_s)) if is_weighed else math.inf
     return DraftPlan(jobs, worth)

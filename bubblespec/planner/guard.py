@@ -123,8 +123,8 @@ class Guard:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the state as arrays."""
-        numbers = (self._until_control, self._interval, self._pause_left, self._pause)
-        numbers += (self._is_unprepared,)
+        state = (self._until_control, self._interval, self._pause_left, self._pause)
+        numbers = (*state, self._is_unprepared)
         return {
             "numbers": np.array(numbers, np.float64),
             "with": np.array(self._with, np.float64).reshape(-1, 2),
@@ -133,8 +133,9 @@ class Guard:
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Restore a saved state."""
-        self._until_control, self._interval, *pauses = state["numbers"].tolist()
-        self._pause_left, self._pause, self._is_unprepared = (*map(int, pauses[:2]), any(pauses[2:]))
+        self._until_control, self._interval, *rest = state["numbers"].tolist()
+        self._pause_left, self._pause = map(int, rest[:2])
+        self._is_unprepared = any(rest[2:])  # earlier checkpoints lack it
         self._with = [tuple(pair) for pair in state["with"].tolist()]
         self._without = [tuple(pair) for pair in state["without"].tolist()]
 

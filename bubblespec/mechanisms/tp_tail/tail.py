@@ -17,7 +17,8 @@ from typing import cast
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.engine import Engine, Proposer
+from bubblespec.draft.proposer import Proposer
+from bubblespec.engine.engine import Engine
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
@@ -170,6 +171,8 @@ class OwnersPropose:
     def __init__(self, proposer: Proposer, own_rows: Container[Row], gather: Callable):
         """gather: `Ranks.gather`, between two forwards."""
         self.proposer, self.own_rows, self.gather = proposer, own_rows, gather
+        # Of all sources, paused or not: all ranks must launch the same forwards.
+        self.needs_results = any(source.needs_results for source in proposer.sources)
 
     def propose(
         self,
