@@ -139,6 +139,12 @@ class RolloutRecord:
         return max(ends, default=self.began_s) - self.began_s
 
     @property
+    def host_s(self) -> float:
+        """Seconds between the forwards of this rank's rows: ticks, and starts of drafts."""
+        own = (f for f in self.forwards if f.own_rows)
+        return sum(f.end_s - f.begin_s - f.engine_s - f.propose_s for f in own)
+
+    @property
     def wait_s(self) -> float:
         """Seconds with nothing to do."""
         return total_s(self.waits, "wait")

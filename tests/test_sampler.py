@@ -178,14 +178,14 @@ def test_paused_guard_disables_drafts(no_controls):
         assert any(record.acceptance.draft_tokens for record in records) != is_off
 
 
-def test_control_rollout_is_as_in_a_pause(no_controls, monkeypatch):
+def test_control_rollout_only_drafts_when_idle(no_controls, monkeypatch):
     monkeypatch.setattr(drafts_module, "MAX_LOOKAHEAD", 1)  # there is something left to draft
     sampler = start("bubble", new_model(), BoardWithSlowRank(120))
     first = sampler.sample(0).rollouts[0]
     sampler.stats.guards[DRAFTS]._until_control = 0
     control = sampler.sample(1).rollouts[0]
     assert not sampler.stats.guards.without  # that was one rollout
-    assert first.drafted_tokens and not control.drafted_tokens and not control.num_ticks
+    assert first.drafted_tokens and control.drafted_tokens
     assert not control.acceptance.draft_tokens
     assert not any(forward.own_rows and forward.ahead_rows for forward in control.forwards)
 

@@ -1,6 +1,6 @@
 """Guards of mechanisms that may cost time: sequential tests of whole rollouts.
 
-From time to time a rollout runs as in a pause, for comparison. All settings give the same
+From time to time a rollout runs without the mechanism, for comparison. All settings give the same
 tokens, so they are compared by ratios: measured seconds over the cost model's seconds for the same
 responses without drafts, of whose error both settings have the same. The mechanism pauses once it
 has lost a part of a rollout and is slower by more than chance; rollouts of a pause are comparisons
@@ -44,7 +44,7 @@ class Guard:
         self._without: list[tuple[float, float]] = []
         self._until_control, self._interval = float(FIRST_CONTROL), INTERVAL
         # Whether the next rollout with the mechanism is not compared: the first one warms up, and a
-        # rollout without drafts makes none for the next one.
+        # rollout without drafts makes fewer for the next one.
         self._is_unprepared = True
         self._pause_left = 0  # rollouts of the current pause still to come
         self._pause = FIRST_PAUSE
@@ -89,7 +89,7 @@ class Guard:
 
     def observe(self, measured_s: float, modelled_s: float, was_on: bool) -> None:
         """Learn a rollout: its seconds, and those predicted without drafts."""
-        if modelled_s <= 0.0:
+        if min(measured_s, modelled_s) <= 0.0:
             return
         if was_on and self._is_unprepared:
             self._is_unprepared = False

@@ -102,7 +102,10 @@ class RunStats:
         own = np.zeros(1, MEASURED)
         own["cost"] = self.cost.parameters
         own["forwards"] = record.own_forwards + len(record.shared_forwards)
-        own["seconds"] = record.total_s + planning_s
+        # A rollout that drafts are compared with stands for one in a pause, which would neither
+        # plan nor tick.
+        extra_s = -record.host_s if DRAFTS in without else planning_s
+        own["seconds"] = record.total_s + extra_s
         own["own_s"] = record.own_s
         own["counts"] = counts_of(record, self.cost)
         own["chains"] = 1.0 if self.chains is None else self.chains()

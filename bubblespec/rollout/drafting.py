@@ -19,9 +19,9 @@ class Drafting(Mechanism):
         self.sampler, self.proposer = sampler, proposer
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
-        """Plan what to draft in a rollout of a step; nothing in one without drafts."""
+        """Plan what to draft in a rollout of a step; nothing while the guard has paused drafts."""
         sampler, stats, step = self.sampler, self.sampler.stats, plan.step
-        if step is None or not plan.is_on:
+        if step is None or stats.is_paused:
             return
         config, schedule, store = sampler.config, sampler.schedule, sampler.store
         depth = choose_lookahead(
@@ -35,8 +35,9 @@ class Drafting(Mechanism):
             batches[0] = []  # the guard runs the next rollout without drafts
         if not any(batches):
             return
-        # A short round of tail batching has no tail that co-scheduled drafts could shorten.
-        idle_only = config.tail_batching.enabled
+        # A short round of tail batching has no tail that co-scheduled drafts could shorten, and a
+        # rollout that drafts are compared with must not be slowed down by any.
+        idle_only = config.tail_batching.enabled or not plan.is_on
         planning = "idle_only" if idle_only else config.speculative.planning
         drafts = plan_drafts(
             batches,
