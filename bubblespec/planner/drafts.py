@@ -73,8 +73,8 @@ def draft_value(
     parts = (cost, rates, prices, num_ranks, num_slots)
     seconds = _seconds_by_count(coming.take(order), counts, *parts)
     spent_s = np.append(0.0, np.cumsum(costs_s[order]))[counts]
-    is_allowed = spent_s <= max_share * seconds[0]
-    chosen = int((seconds + MIN_RETURN * spent_s)[: is_allowed.sum()].argmin())
+    chosen = int((seconds + MIN_RETURN * spent_s).argmin())
+    chosen = min(chosen, int((spent_s <= max_share * seconds[0]).sum()) - 1)
     best = int(counts[chosen])
     pays, saves_s = np.zeros(len(coming), bool), np.zeros(len(coming))
     pays[order[:best]] = True
