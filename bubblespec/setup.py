@@ -52,15 +52,15 @@ from bubblespec.learn.optimizer import Optimizer
 from bubblespec.mechanisms import cpu_linear as linear
 from bubblespec.mechanisms.batch_invariant import InvariantForward, check_invariance, fix_libraries
 from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
-from bubblespec.mechanisms.drafter.memory import add_drafter
+from bubblespec.mechanisms.drafter.runner import add_drafter
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
+from bubblespec.mechanisms.quantized.copy import add_quantized
 from bubblespec.mechanisms.quantized.mechanism import choose_product, make_quantized
-from bubblespec.mechanisms.quantized.memory import add_quantized
 from bubblespec.mechanisms.quantized.products import Product
-from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMechanism
+from bubblespec.mechanisms.stream_gradients import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
 from bubblespec.memory import choose_slots, estimate, max_length

@@ -30,16 +30,8 @@ PRIOR = 0.6  # acceptance rate of each position before measurements: enough to b
 
 def make_source(runner: ChainRunner, cost: CostModel, clock) -> ChainSource:
     """Create the drafter's source, and time forwards of the drafter. cost: of the policy's."""
-    own_cost = profile(runner, clock, MAX_ROWS)
-    return ChainSource(
-        NAME,
-        runner,
-        cost,
-        own_cost,
-        prior=PRIOR,
-        longest=MAX_CHAIN_LENGTH,
-        clock=clock,
-    )
+    own_cost, options = profile(runner, clock, MAX_ROWS), {"prior": PRIOR, "clock": clock}
+    return ChainSource(NAME, runner, cost, own_cost, longest=MAX_CHAIN_LENGTH, **options)
 
 
 class DrafterMechanism(Mechanism):
