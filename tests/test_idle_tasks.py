@@ -13,7 +13,7 @@ from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.engine import Engine
 from bubblespec.idle.draft_ahead import MAX_IDLE_FORWARDS, DraftAhead
 from bubblespec.idle.task import LocalWork, RankView, assign
-from bubblespec.mechanisms.drafter.idle_task import LITTLE_S, MAX_SHARE, TrainDrafter
+from bubblespec.mechanisms.drafter.training import LITTLE_S, MAX_SHARE, TrainDrafter
 from bubblespec.mechanisms.stream_gradients import StreamGradients
 from bubblespec.planner.jobs import Job
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span

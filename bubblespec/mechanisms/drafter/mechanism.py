@@ -13,10 +13,9 @@ from bubblespec.draft.chains import ChainSource
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import InputError, log
 from bubblespec.mechanisms.drafter import warm_start
-from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
 from bubblespec.mechanisms.drafter.layer import DRAFTER_FOLDER, Drafter, read_drafter, save_drafter
 from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, MAX_ROWS, DrafterRunner
-from bubblespec.mechanisms.drafter.training import DrafterTraining
+from bubblespec.mechanisms.drafter.training import DrafterTraining, TrainDrafter
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import StepRecord
 from bubblespec.rollout.mechanism import Mechanism
@@ -126,8 +125,7 @@ class DrafterMechanism(Mechanism):
         if self.training is None:  # the run is complete: nothing is drafted
             yield
             return
-        runner = self._moved.get(id(engine))
-        if runner is None:
+        if (runner := self._moved.get(id(engine))) is None:
             runner = DrafterRunner(self.training.drafter, engine, self.params)
             self._moved[id(engine)] = runner
         runner.enable(self.source.is_enabled)
