@@ -103,15 +103,13 @@ class ChainSource(DraftSource):
         self.problem: str | None = None
         """Why the model drafts no more."""
         self._is_known = False  # whether all ranks know of a problem
-        # The latest proposals: tokens [R, L] of the rows' numbers, their leads and lengths.
-        self._numbers = np.empty(0, np.int64)
-        self._chains, self._leads = np.zeros((0, 0), np.int64), np.zeros((0, 0))
-        self._lengths = np.empty(0, np.int64)
+        # The latest proposals: numbers of the rows, tokens and leads [R, L], and lengths.
+        self._latest: tuple[np.ndarray, ...] | None = None
         self._mean_positions = 0.0  # positions of a row, at the latest proposal
 
     def begin(self, tracked: TrackedRows) -> None:
         super().begin(tracked)
-        self._numbers = np.empty(0, np.int64)
+        self._latest = None
         self.rates.survival.begin()
 
     @contextlib.contextmanager
@@ -158,7 +156,7 @@ class ChainSource(DraftSource):
         except Exception as error:  # the model's own code runs here, with other layers
             self.give_up(error)
             return super().propose(numbers, limits)
-        self._numbers, self._chains, self._leads, self._lengths = numbers, chains, leads, lengths
+        self._latest = numbers, chains, leads, lengths
         self.chain_lengths += np.bincount(lengths, minlength=len(self.chain_lengths))
         begin = np.arange(len(numbers)) * self.longest
         return Proposals(chains.ravel(), begin, lengths, np.zeros_like(numbers))
@@ -208,22 +206,22 @@ class ChainSource(DraftSource):
         return chains, leads, lengths
 
     def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        if not len(self._numbers) or not self._lengths.any():
+        if self._latest is None or not self._latest[-1].any():
             return
-        order = self._numbers.argsort()
-        index = order[self._numbers.searchsorted(numbers, sorter=order).clip(max=len(order) - 1)]
-        known = self._numbers[index] == numbers
+        (asked, chains, leads, lengths), self._latest = self._latest, None
+        order = asked.argsort()
+        index = order[asked.searchsorted(numbers, sorter=order).clip(max=len(order) - 1)]
+        known = asked[index] == numbers
         index, begin, counts = index[known], (counts.cumsum() - counts)[known], counts[known]
-        self._numbers = self._numbers[:0]
         offset = np.arange(self.longest)
-        length = np.minimum(self._lengths[index], counts)[:, None]
+        length = np.minimum(lengths[index], counts)[:, None]
         gained = tokens.take(begin[:, None] + offset, mode="clip")
-        is_right = (self._chains[index] == gained) & (offset < length)
+        is_right = (chains[index] == gained) & (offset < length)
         # Tokens are tried up to the first wrong one.
         is_tried = offset <= np.logical_and.accumulate(is_right, axis=1).sum(1)[:, None]
         is_tried &= offset < length
         number = is_tried.nonzero()[1]
-        self.rates.observe(self._leads[index][is_tried], number, is_right[is_tried])
+        self.rates.observe(leads[index][is_tried], number, is_right[is_tried])
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Return the mean length of chains and the slowest rank's seconds since the last call.

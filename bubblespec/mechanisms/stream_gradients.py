@@ -169,6 +169,8 @@ class StreamGradients(LocalWork):
         """Create the task of one rollout. combine_rewards: see `Sampler.combined`."""
         self.gradients, self.scoring, self.combine_rewards = gradients, scoring, combine_rewards
         self.config, self.cost = gradients.learner.config, gradients.cost
+        # Whether there is no memory for a slice while keys and values are held.
+        self.frees_cache = self.config.rollout.free_cache_engine
         self.shape = (len(launch.groups), launch.num_generations)
         self._index_of = {sample: index for index, sample in enumerate(launch.ids)}
         self._rows: dict[int, Row] = {}  # this rank's scored ones, by index in the launch
@@ -181,11 +183,6 @@ class StreamGradients(LocalWork):
     def scores_in_workers(self) -> bool:
         """Whether rewards come from other processes, and so also while own rows are unfinished."""
         return self.config.reward.num_workers > 0
-
-    @property
-    def frees_cache(self) -> bool:
-        """Whether there is no memory for a slice while keys and values are held."""
-        return self.config.rollout.free_cache_engine
 
     def publish(self) -> np.ndarray:
         """Return the rewards of this rank's samples, NaN elsewhere."""
