@@ -15,26 +15,23 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
-from bubblespec.data.prompts import Prompt
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.chain_runner import profile
 from bubblespec.draft.chains import ChainSource
 from bubblespec.engine import graphs
 from bubblespec.engine.decoder import is_like_llama
-from bubblespec.engine.engine import Engine
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import to_device
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.weights import linear_of
 from bubblespec.errors import log, one_line
 from bubblespec.mechanisms.quantized.copy import Copy, linear_layers, observe_inputs
 from bubblespec.mechanisms.quantized.products import NO_PRODUCT, Product, product_for
 from bubblespec.mechanisms.quantized.runner import CopyRunner
-from bubblespec.planner.costs import CostModel
 from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.mechanism import Mechanism
 from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.sampler import Sampler
 
 NAME = "quantized"
 MAX_CHAIN_LENGTH = 16  # tokens
@@ -180,26 +177,20 @@ def _seconds_of(calls: list[Callable[[], torch.Tensor]]) -> float:
     return statistics.median(seconds) / len(calls)
 
 
-def make_quantized(
-    config: Config,
-    ranks: Ranks,
-    engine: Engine,
-    params: SamplingParams,
-    cost: CostModel,
-    prompts: list[Prompt],
-    product: Product,
-) -> QuantizedMechanism | None:
+def make_quantized(sampler: Sampler, product: Product | None) -> QuantizedMechanism | None:
     """Create the copy on all ranks together; None, with a line, where it would not pay.
 
-    cost: of the policy's forwards; prompts: some of the data's; product: of `choose_product`."""
-    runner = cast(ModelRunner, engine.runner)
-    made: list[Any] = []
+    product: of `choose_product`."""
+    if product is None:
+        return None
+    config, ranks, cost = sampler.config, sampler.ranks, sampler.stats.cost
+    runner, prompts = cast(ModelRunner, sampler.engine.runner), sampler.schedule.prompts.prompts[:8]
     tokens = np.concatenate([prompt.token_ids for prompt in prompts])[:OBSERVED_TOKENS]
-    ids = to_device(tokens.astype(np.int64), runner.device)
+    ids, made = to_device(tokens.astype(np.int64), runner.device), list[Any]()
 
     def speedup() -> float:
         copy = Copy(runner.model, product, observe_inputs(runner.model, ids))
-        of_copy = CopyRunner(copy, engine, params)
+        of_copy = CopyRunner(copy, sampler.engine, sampler.params)
         copy_cost = profile(of_copy, ranks.clock)
         made[:] = copy, of_copy, copy_cost
         return float(cost.seconds(1, 1) / copy_cost.seconds(1, 1))
