@@ -52,15 +52,15 @@ from bubblespec.learn.optimizer import Optimizer
 from bubblespec.mechanisms import cpu_linear as linear
 from bubblespec.mechanisms.batch_invariant import InvariantForward, check_invariance, fix_libraries
 from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
-from bubblespec.mechanisms.drafter.memory import add_drafter
+from bubblespec.mechanisms.drafter.runner import add_drafter
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
+from bubblespec.mechanisms.quantized.copy import add_quantized
 from bubblespec.mechanisms.quantized.mechanism import choose_product, make_quantized
-from bubblespec.mechanisms.quantized.memory import add_quantized
 from bubblespec.mechanisms.quantized.products import Product
-from bubblespec.mechanisms.stream_gradients.mechanism import StreamGradientsMechanism
+from bubblespec.mechanisms.stream_gradients import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
 from bubblespec.memory import choose_slots, estimate, max_length
@@ -230,8 +230,7 @@ def add_mechanisms(
     """Add the run's mechanisms to its sampler, and connect them.
 
     kernels: see `choose_packed`; product: see `choose_product`."""
-    config, ranks, engine, params = sampler.config, sampler.ranks, sampler.engine, sampler.params
-    tail = make_tp_tail(sampler, max_tp_rows)
+    config, tail = sampler.config, make_tp_tail(sampler, max_tp_rows)
     if tail is not None:
         sampler.mechanisms.append(tail)
     if config.environment.is_used:
@@ -240,15 +239,12 @@ def add_mechanisms(
         sampler.mechanisms.append(EpisodesMechanism(sampler, environments))
     if config.optim.stream_gradients:
         sampler.mechanisms.append(StreamGradientsMechanism(sampler, learner))
-    if product is not None and sampler.proposer is not None:
-        prompts, cost = sampler.schedule.prompts.prompts[:8], sampler.stats.cost
-        quantized = make_quantized(config, ranks, engine, params, cost, prompts, product)
-        if quantized is not None:
-            sampler.proposer.add(quantized.source)
-            sampler.mechanisms.append(quantized)
-            sampler.stats.guards.add(COPY, is_trusted=False)
-            sampler.stats.chains = quantized.source.shortening
-            learner.after_update.append(quantized.copy.note_update)
+    if sampler.proposer is not None and (quantized := make_quantized(sampler, product)) is not None:
+        sampler.proposer.add(quantized.source)
+        sampler.mechanisms.append(quantized)
+        sampler.stats.guards.add(COPY, is_trusted=False)
+        sampler.stats.chains = quantized.source.shortening
+        learner.after_update.append(quantized.copy.note_update)
     if "drafter" in config.speculative.sources:
         set_kernels = partial(linear.use_packed, rows=kernels["packed"] if kernels else ())
         drafter = DrafterMechanism(sampler, learner.model, checkpoint, set_kernels, learner.kernel)

@@ -39,15 +39,15 @@ def test_rows_continue_where_tokens_per_second_rise_most(seed):
     state |= {
         "spent_s": random.choice([0.0, random.uniform(0, 1)]),
         "active": active,
-        "kv_tokens": 900,
+        "positions": 900,
     }
 
     def rate(rows: tuple[int, ...], ahead: int) -> float:
         tokens = active + state["drafted"] + len(rows) * ahead
         seconds = state["spent_s"] + float(cost.seconds(active, tokens, int(tokens > active), 900))
         if rows:
-            kv_tokens = len(rows) * 900 / active
-            seconds += ahead * float(own_cost.seconds(len(rows), len(rows), 0, kv_tokens))
+            positions = len(rows) * 900 / active
+            seconds += ahead * float(own_cost.seconds(len(rows), len(rows), 0, positions))
         gained = sum(chance[row] * rates[:n].prod() for row in rows for n in range(1, ahead + 1))
         return (state["gained"] + gained) / seconds
 

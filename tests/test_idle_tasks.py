@@ -13,8 +13,8 @@ from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.engine import Engine
 from bubblespec.idle.draft_ahead import MAX_IDLE_FORWARDS, DraftAhead
 from bubblespec.idle.task import LocalWork, RankView, assign
-from bubblespec.mechanisms.drafter.idle_task import LITTLE_S, MAX_SHARE, TrainDrafter
-from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
+from bubblespec.mechanisms.drafter.training import LITTLE_S, MAX_SHARE, TrainDrafter
+from bubblespec.mechanisms.stream_gradients import StreamGradients
 from bubblespec.planner.jobs import Job
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.tools.simulate.runner import SimulatedRunner

@@ -11,7 +11,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import graphs
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.mechanisms.quantized import mechanism, products
-from bubblespec.mechanisms.quantized.memory import add_quantized
+from bubblespec.mechanisms.quantized.copy import add_quantized
 from bubblespec.memory import estimate
 from tests.helpers.clocks import Clock
 from tests.helpers.models import random_model, small_config

@@ -183,9 +183,9 @@ def random_loads(seed: int, count: int) -> np.ndarray:
     """Rows, tokens, rows with several query tokens and key/value positions, int64 [count, 4]."""
     rng = np.random.default_rng(seed)
     rows = rng.integers(1, 33, count)
-    multi_rows = rng.integers(0, rows + 1)
-    tokens = rows + multi_rows * rng.integers(1, 12, count)
-    return np.stack((rows, tokens, multi_rows, rows * rng.integers(10, 400, count)), axis=1)
+    wide_rows = rng.integers(0, rows + 1)
+    tokens = rows + wide_rows * rng.integers(1, 12, count)
+    return np.stack((rows, tokens, wide_rows, rows * rng.integers(10, 400, count)), axis=1)
 
 
 def test_linear_costs_are_recovered_and_interruptions_left_out():
@@ -205,7 +205,7 @@ def test_steps_in_the_tokens_are_followed():
     """Better than by any line: a product with few rows takes as long as one with eight, and twice
     as long beyond."""
 
-    def seconds(rows, tokens, multi_rows, kv_tokens):
+    def seconds(rows, tokens, wide_rows, positions):
         return np.where(tokens <= 8, 0.01, 0.02 + 2e-4 * tokens)
 
     rng, model = np.random.default_rng(0), CostModel()

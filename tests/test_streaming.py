@@ -22,8 +22,7 @@ from test_update import (
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.mechanisms.stream_gradients.gradients import MicrobatchCost, StreamedGradients
-from bubblespec.mechanisms.stream_gradients.idle_task import pieces_of
+from bubblespec.mechanisms.stream_gradients import MicrobatchCost, StreamedGradients, pieces_of
 from bubblespec.samples import Samples
 from bubblespec.types import Row
 from tests.helpers.ranks import run_ranks

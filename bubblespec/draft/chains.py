@@ -12,6 +12,7 @@ Shape legend: R queried rows, M rows that may continue, L longest chain.
 import contextlib
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -62,12 +63,8 @@ class ChainRates:
     def observe(self, lead: np.ndarray, number: np.ndarray, is_right: np.ndarray) -> None:
         """Count tokens whose predecessors were all right: [n] each, and whether they were."""
         tried, right = self.survival.counts[TRIED:, 1]
-        kinds = (
-            self._by_lead[LEADS.searchsorted(lead)],
-            self._by_number[number],
-            self._any[0 * number],
-        )
-        for kind in kinds:
+        of_lead = self._by_lead[LEADS.searchsorted(lead)]
+        for kind in (of_lead, self._by_number[number], self._any[0 * number]):
             tried += np.bincount(kind, minlength=len(tried))
             right += np.bincount(kind, is_right, len(right))
 
@@ -106,15 +103,13 @@ class ChainSource(DraftSource):
         self.problem: str | None = None
         """Why the model drafts no more."""
         self._is_known = False  # whether all ranks know of a problem
-        # The latest proposals: tokens [R, L] of the rows' numbers, their leads and lengths.
-        self._numbers = np.empty(0, np.int64)
-        self._chains, self._leads = np.zeros((0, 0), np.int64), np.zeros((0, 0))
-        self._lengths = np.empty(0, np.int64)
-        self._mean_kv = 0.0  # positions of a row, at the latest proposal
+        # The latest proposals: numbers of the rows, tokens and leads [R, L], and lengths.
+        self._latest: tuple[np.ndarray, ...] | None = None
+        self._mean_positions = 0.0  # positions of a row, at the latest proposal
 
     def begin(self, tracked: TrackedRows) -> None:
         super().begin(tracked)
-        self._numbers = np.empty(0, np.int64)
+        self._latest = None
         self.rates.survival.begin()
 
     @contextlib.contextmanager
@@ -130,11 +125,11 @@ class ChainSource(DraftSource):
     def chance(self) -> float:  # type: ignore[override]  # it depends on the engine's rows
         """Acceptance rate of another source below which a chain gains more, its time included."""
         active = max(len(self.runner.engine.rows), 1)
-        kv_tokens = int(self.runner.engine.lengths.sum())
+        positions = int(self.runner.engine.lengths.sum())
         lengths = np.arange(1, self.longest + 1)
         gained = np.cumsum(self.rates.accepted)
-        own_s = lengths * self.own_cost.seconds(1, 1, 0, kv_tokens / active)
-        forward_s = self.cost.seconds(active, active + lengths, 1, kv_tokens)
+        own_s = lengths * self.own_cost.seconds(1, 1, 0, positions / active)
+        forward_s = self.cost.seconds(active, active + lengths, 1, positions)
         return rate_below_which_chains_gain(gained, own_s, forward_s)
 
     def shortening(self) -> np.ndarray:
@@ -142,10 +137,10 @@ class ChainSource(DraftSource):
         if not self.is_enabled:
             return np.ones(len(CHAIN_ROWS))
         active, lengths = CHAIN_ROWS[:, None], np.arange(self.longest + 1)
-        kv_tokens = active * self._mean_kv
+        positions = active * self._mean_positions
         gained = 1.0 + np.append(0.0, np.cumsum(self.rates.accepted))
-        own_s = lengths * self.own_cost.seconds(active, active, 0, kv_tokens)
-        forward_s = self.cost.seconds(active, active * (1 + lengths), lengths > 0, kv_tokens)
+        own_s = lengths * self.own_cost.seconds(active, active, 0, positions)
+        forward_s = self.cost.seconds(active, active * (1 + lengths), lengths > 0, positions)
         per_token = (own_s + forward_s) / gained
         return per_token.min(axis=1) / per_token[:, 0]
 
@@ -161,7 +156,7 @@ class ChainSource(DraftSource):
         except Exception as error:  # the model's own code runs here, with other layers
             self.give_up(error)
             return super().propose(numbers, limits)
-        self._numbers, self._chains, self._leads, self._lengths = numbers, chains, leads, lengths
+        self._latest = numbers, chains, leads, lengths
         self.chain_lengths += np.bincount(lengths, minlength=len(self.chain_lengths))
         begin = np.arange(len(numbers)) * self.longest
         return Proposals(chains.ravel(), begin, lengths, np.zeros_like(numbers))
@@ -177,27 +172,20 @@ class ChainSource(DraftSource):
         leads, lengths = np.zeros(chains.shape), np.zeros(len(slots), np.int64)
         chance, going = np.ones(len(slots)), (limits > 0) & self.runner.can_draft(slots)
         begin_s, spent_s = clock(), 0.0
-        active, kv_tokens, gained = len(engine.rows), int(engine.lengths.sum()), 0.0
-        self._mean_kv = kv_tokens / max(active, 1)
+        active, positions, gained = len(engine.rows), int(engine.lengths.sum()), 0.0
+        self._mean_positions = positions / max(active, 1)
         latest = engine.tokens[slots, engine.length[slots] - 1]
+        costs = {"cost": self.cost, "own_cost": self.own_cost}
+        best = partial(rows_to_continue, active=active, positions=positions, **costs)
         rates = np.append(self.rates.by_number, np.zeros(AHEAD[-1]))
         for number in range(self.longest):
             rows = going.nonzero()[0]
             if not len(rows):
                 break
             if not self.always:
-                kept = rows_to_continue(
-                    chance[rows],
-                    rates[number : number + AHEAD[-1]],
-                    gained=active + gained,
-                    drafted=int(lengths.sum()),
-                    spent_s=spent_s,
-                    active=active,
-                    kv_tokens=kv_tokens,
-                    cost=self.cost,
-                    own_cost=self.own_cost,
-                )
-                rows = rows[kept]
+                coming, drafted = rates[number : number + AHEAD[-1]], int(lengths.sum())
+                expected = {"gained": active + gained, "drafted": drafted, "spent_s": spent_s}
+                rows = rows[best(chance[rows], coming, **expected)]
             rows = rows[slots[rows].argsort()]
             going[:] = False
             if not len(rows):
@@ -205,8 +193,8 @@ class ChainSource(DraftSource):
             step_s = clock()
             latest[rows], lead, fed = self.runner.draw(slots[rows], number, latest[rows])
             end_s = clock()
-            positions = int(engine.length[slots[rows]].sum()) + number * len(rows)
-            load = Load(len(rows), fed, int(fed > len(rows)), positions)
+            attended = int(engine.length[slots[rows]].sum()) + number * len(rows)
+            load = Load(len(rows), fed, int(fed > len(rows)), attended)
             self.own_cost.observe(load, end_s - step_s)
             chains[rows, number], leads[rows, number] = latest[rows], lead
             chance[rows] *= self.rates.chances(lead)
@@ -218,22 +206,22 @@ class ChainSource(DraftSource):
         return chains, leads, lengths
 
     def observe(self, numbers: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        if not len(self._numbers) or not self._lengths.any():
+        if self._latest is None or not self._latest[-1].any():
             return
-        order = self._numbers.argsort()
-        index = order[self._numbers.searchsorted(numbers, sorter=order).clip(max=len(order) - 1)]
-        known = self._numbers[index] == numbers
+        (asked, chains, leads, lengths), self._latest = self._latest, None
+        order = asked.argsort()
+        index = order[asked.searchsorted(numbers, sorter=order).clip(max=len(order) - 1)]
+        known = asked[index] == numbers
         index, begin, counts = index[known], (counts.cumsum() - counts)[known], counts[known]
-        self._numbers = self._numbers[:0]
         offset = np.arange(self.longest)
-        length = np.minimum(self._lengths[index], counts)[:, None]
+        length = np.minimum(lengths[index], counts)[:, None]
         gained = tokens.take(begin[:, None] + offset, mode="clip")
-        is_right = (self._chains[index] == gained) & (offset < length)
+        is_right = (chains[index] == gained) & (offset < length)
         # Tokens are tried up to the first wrong one.
         is_tried = offset <= np.logical_and.accumulate(is_right, axis=1).sum(1)[:, None]
         is_tried &= offset < length
         number = is_tried.nonzero()[1]
-        self.rates.observe(self._leads[index][is_tried], number, is_right[is_tried])
+        self.rates.observe(leads[index][is_tried], number, is_right[is_tried])
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Return the mean length of chains and the slowest rank's seconds since the last call.
@@ -263,7 +251,7 @@ def rows_to_continue(
     drafted: int,
     spent_s: float,
     active: int,
-    kv_tokens: int,
+    positions: int,
     cost: CostModel,
     own_cost: CostModel,
 ) -> np.ndarray:
@@ -274,15 +262,15 @@ def rows_to_continue(
     chance: float64 [M], that a row's chain is right so far; rates: float64 [AHEAD[-1]], that the
     next tokens are, each if all before it are; gained, drafted, spent_s: tokens that the coming
     forward of the policy is expected to gain, draft tokens and seconds spent on them, all so far;
-    active, kv_tokens: rows of that forward and the positions that they attend to; cost, own_cost:
+    active, positions: rows of that forward and the positions that they attend to; cost, own_cost:
     of the policy's forwards and the small model's."""
     order = np.argsort(-chance, kind="stable")
     rows = np.arange(1, len(order) + 1)[:, None]
     more = chance[order].cumsum()[:, None] * np.cumsum(np.cumprod(rates))
-    mean_kv = kv_tokens / active
-    one_s = own_cost.seconds(rows, rows, 0, rows * mean_kv)
-    verify_s = cost.seconds(active, active + drafted + rows * AHEAD, 1, kv_tokens)
-    now_s = cost.seconds(active, active + drafted, min(drafted, 1), kv_tokens)
+    mean_positions = positions / active
+    one_s = own_cost.seconds(rows, rows, 0, rows * mean_positions)
+    verify_s = cost.seconds(active, active + drafted + rows * AHEAD, 1, positions)
+    now_s = cost.seconds(active, active + drafted, min(drafted, 1), positions)
     rate = (gained + more[:, AHEAD - 1]) / (spent_s + AHEAD * one_s + verify_s)
     best = rate.max(axis=1)
     least = 1.0 if spent_s else MIN_GAIN

@@ -37,7 +37,7 @@ class CostModel:
 
     A constant is added where any row has several query tokens; the factor is piecewise linear.
 
-    T = (a + b rows + c tokens + d [multi_rows > 0] + e kv_tokens) (1 + step(tokens)). d is for a
+    T = (a + b rows + c tokens + d [wide_rows > 0] + e positions) (1 + step(tokens)). d is for a
     mask and padding, once for all rows. a to e are fitted by least squares of relative errors with
     forgetting; `step` is the remaining mean relative error around each of KNOTS, drawn towards 0
     where few forwards were seen. A profile at the start anchors the terms that the forwards of a
@@ -109,10 +109,10 @@ class CostModel:
         errors = weights / np.maximum(expected, 1e-12) - 1.0
         self._steps = errors.clip(-MAX_STEP, MAX_STEP) * weights / (weights + KNOT_PRIOR)
 
-    def seconds(self, rows, tokens, multi_rows=0, kv_tokens=0):
+    def seconds(self, rows, tokens, wide_rows=0, positions=0):
         """Return predicted seconds of forwards; arguments are numbers or arrays that broadcast."""
         a, b, c, d, e = self.coefficients
-        linear = a + b * rows + c * tokens + d * np.minimum(multi_rows, 1.0) + e * kv_tokens
+        linear = a + b * rows + c * tokens + d * np.minimum(wide_rows, 1.0) + e * positions
         linear = linear * (
             1.0 + np.interp(np.log(np.maximum(tokens, 1.0)), _LOG_KNOTS, self._steps)
         )

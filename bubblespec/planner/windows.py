@@ -42,13 +42,13 @@ def choose_windows(
     survival: np.ndarray,
     available: np.ndarray,
     cost: CostModel,
-    kv_tokens: int,
+    positions: int,
     *,
     budget: int,
 ) -> np.ndarray:
     """Return the draft tokens of each of R decoding rows, int64 [R].
 
-    survival: float64 [R]; available: int64 [R], tokens proposed for each row; kv_tokens: attended
+    survival: float64 [R]; available: int64 [R], tokens proposed for each row; positions: attended
     to by all rows together; budget: maximum number of draft tokens in all.
     """
     rows, num_windows = len(survival), len(WINDOWS)
@@ -69,7 +69,7 @@ def choose_windows(
         num_rows = np.minimum(has, left // np.maximum(size, 1))
         fed = (num_rows * size).cumsum()
     gained = rows + (num_rows * GAIN[some]).cumsum()
-    seconds = cost.seconds(rows, rows + fed, fed > 0, kv_tokens)
+    seconds = cost.seconds(rows, rows + fed, fed > 0, positions)
     rate = gained / seconds
     best = int(rate.argmax())
     if rate[best] < MIN_GAIN * rate[0]:

@@ -5,7 +5,7 @@ import numpy as np
 from bubblespec.draft import chains, proposer
 from bubblespec.draft.chains import ChainSource
 from bubblespec.mechanisms.drafter import warm_start
-from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
+from bubblespec.mechanisms.drafter.training import TrainDrafter
 from bubblespec.planner import guard
 from bubblespec.rollout.board import ProgressBoard
 

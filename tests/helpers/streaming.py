@@ -3,8 +3,7 @@ of the rank's own."""
 
 from concurrent.futures import wait
 
-from bubblespec.mechanisms.stream_gradients.gradients import MicrobatchCost
-from bubblespec.mechanisms.stream_gradients.idle_task import StreamGradients
+from bubblespec.mechanisms.stream_gradients import MicrobatchCost, StreamGradients
 from bubblespec.rewards.scorer import Scoring
 from bubblespec.rollout.board import ProgressBoard
 

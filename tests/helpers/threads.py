@@ -7,7 +7,7 @@ import pytest
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
-from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
+from bubblespec.mechanisms.drafter.training import TrainDrafter
 from bubblespec.rollout import make_sampler
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.setup import build

@@ -13,10 +13,9 @@ from bubblespec.draft.chains import ChainSource
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import InputError, log
 from bubblespec.mechanisms.drafter import warm_start
-from bubblespec.mechanisms.drafter.idle_task import TrainDrafter
 from bubblespec.mechanisms.drafter.layer import DRAFTER_FOLDER, Drafter, read_drafter, save_drafter
 from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, MAX_ROWS, DrafterRunner
-from bubblespec.mechanisms.drafter.training import DrafterTraining
+from bubblespec.mechanisms.drafter.training import DrafterTraining, TrainDrafter
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import StepRecord
 from bubblespec.rollout.mechanism import Mechanism
@@ -30,16 +29,8 @@ PRIOR = 0.6  # acceptance rate of each position before measurements: enough to b
 
 def make_source(runner: ChainRunner, cost: CostModel, clock) -> ChainSource:
     """Create the drafter's source, and time forwards of the drafter. cost: of the policy's."""
-    own_cost = profile(runner, clock, MAX_ROWS)
-    return ChainSource(
-        NAME,
-        runner,
-        cost,
-        own_cost,
-        prior=PRIOR,
-        longest=MAX_CHAIN_LENGTH,
-        clock=clock,
-    )
+    own_cost, options = profile(runner, clock, MAX_ROWS), {"prior": PRIOR, "clock": clock}
+    return ChainSource(NAME, runner, cost, own_cost, longest=MAX_CHAIN_LENGTH, **options)
 
 
 class DrafterMechanism(Mechanism):
@@ -134,8 +125,7 @@ class DrafterMechanism(Mechanism):
         if self.training is None:  # the run is complete: nothing is drafted
             yield
             return
-        runner = self._moved.get(id(engine))
-        if runner is None:
+        if (runner := self._moved.get(id(engine))) is None:
             runner = DrafterRunner(self.training.drafter, engine, self.params)
             self._moved[id(engine)] = runner
         runner.enable(self.source.is_enabled)

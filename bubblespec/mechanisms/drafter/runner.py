@@ -12,21 +12,26 @@ Shape legend: N positions, H hidden size, R active rows, M rows that get a chain
 chain.
 """
 
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from bubblespec.config import Config
 from bubblespec.draft.chain_runner import ChainRunner
 from bubblespec.engine.batch import Batch
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.layers import layer_heads
 from bubblespec.engine.packing import to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams, widen
-from bubblespec.mechanisms.drafter.layer import Drafter
+from bubblespec.mechanisms.drafter.layer import Drafter, last_full_layer
+from bubblespec.memory import Needs, has_pages, max_slots
 
 NUM_KEPT = 128  # latest positions of a slot whose hidden states are kept
 CONTEXT = 64  # positions a row starts with; below NUM_KEPT by more than a verification feeds
@@ -59,10 +64,8 @@ class DrafterRunner(ChainRunner):
         length = runner.max_length + MAX_CHAIN_LENGTH
         length = -(-length // BLOCK) * BLOCK
         cache = KVCache(self.num_slots, length, int(runner.graphs is not None))
-        forward, size = (
-            DrafterForward(drafter, memory=runner.forward.memory),
-            drafter.fuse.out_features,
-        )
+        forward = DrafterForward(drafter, memory=runner.forward.memory)
+        size = drafter.fuse.out_features
         super().__init__(engine, params, forward, cache, MAX_GRAPH_TOKENS, size)
         self.drafter = drafter
         self._hidden: torch.Tensor | None = None  # [slots, NUM_KEPT, H], by position % NUM_KEPT
@@ -203,3 +206,24 @@ class DrafterRunner(ChainRunner):
         self._num_cached[slots] = np.where(restarts, 0, cached)
         lacking = verified - self._base[slots] - self._num_cached[slots]
         return np.where(self._end[slots] >= verified, lacking, 0)
+
+
+def add_drafter(needs: Needs, config: Config, model: PreTrainedModel, world_size: int) -> Needs:
+    """Add the memory of the drafter, a layer and the projection into it, if the run has one."""
+    if "drafter" not in config.speculative.sources:
+        return needs
+    shape = model.config.get_text_config(decoder=True)
+    size, layers = model.dtype.itemsize, shape.num_hidden_layers
+    total = sum(p.numel() for p in model.parameters())
+    embedding: Any = model.get_input_embeddings()
+    parameters = (total - embedding.weight.numel()) / layers + 2 * shape.hidden_size**2
+    # weights, gradients, moments and, for bfloat16, float32 masters
+    drafter = parameters * (2 * size + 16 if model.dtype == torch.bfloat16 else 4 * size)
+    slot, numbers = needs.slot, [n * (key + value) for _, n, key, value in layer_heads(shape)]
+    own = slot * numbers[last_full_layer(shape)] // sum(numbers)
+    if has_pages(config):  # the drafter's own keys and values are in slots
+        drafter += min(max_slots(config, world_size), MAX_ROWS) * own
+    else:
+        slot += own
+    tp_row = needs.tp_row * slot // needs.slot
+    return replace(needs, drafter=int(drafter), slot=slot, tp_row=tp_row)

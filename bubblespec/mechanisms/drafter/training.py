@@ -26,8 +26,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import log
+from bubblespec.idle.task import SLICE_S, LocalWork
 from bubblespec.learn.microbatch import Microbatch
 from bubblespec.mechanisms.drafter.layer import Drafter
+from bubblespec.records import Span
 
 PASSES = 2  # of the unrolled drafter; the time of a third one is better spent on more updates
 MAX_GRAD_NORM = 0.5
@@ -40,6 +42,9 @@ CONTEXT = 16  # tokens before them; more context, as chains have, did not help
 LEARNING_RATE = 1.5e-3  # of AdamW at the start of the warm start
 FINAL_RATE = 0.1  # of the learning rate, at the end of the warm start and after it
 AVERAGE = 0.2  # weight of the latest slice in the seconds per token
+# The saving of a slice in later rollouts is unknown, so work with a known saving comes first.
+LITTLE_S = 1e-9
+MAX_SHARE = 0.05  # share of the rollout so far that a slice may take, as other ranks may wait
 
 
 class Example(NamedTuple):
@@ -254,3 +259,36 @@ class DrafterTraining:
             self.has_failed = True
             if ranks.is_main:
                 log("the learned drafter drafts no more: its weights are not numbers")
+
+
+class TrainDrafter(LocalWork):
+    """Training in the idle time of one rollout on one rank, slice by slice (TLT)."""
+
+    name = "train_drafter"
+
+    def __init__(self, training: DrafterTraining):
+        self.training, self.clock = training, training.clock
+
+    def next_slice(self) -> tuple[float, float]:
+        return self._slice_s(), LITTLE_S * self._slice_s()
+
+    def can_begin(self) -> bool:
+        """Whether this rank is idle, and others would not wait for long."""
+        return self.view.is_idle and 0 < self._slice_s() <= self._limit_s()
+
+    def do_slice(self) -> Span:
+        begin_s = self.clock.perf_counter()
+        return Span("train drafter", begin_s, begin_s + self.training.run_slice(self._limit_s()))
+
+    def finish(self, ranks: Ranks) -> None:
+        """Continue with the mean of all ranks' drafters."""
+        self.training.merge(ranks)
+
+    def _slice_s(self) -> float:
+        """Return predicted seconds of the shortest slice; a little where none has been timed."""
+        tokens = self.training.slice_tokens()
+        return tokens * self.training.token_s or LITTLE_S * bool(tokens)
+
+    def _limit_s(self) -> float:
+        elapsed_s = self.clock.perf_counter() - self.view.record.began_s
+        return min(max(SLICE_S, self._slice_s()), MAX_SHARE * elapsed_s)

@@ -2,9 +2,10 @@
 
 import base64
 import itertools
+import json
 import pickle
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Hashable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -23,11 +24,10 @@ from bubblespec.mechanisms.episodes.tokens import (
     parse_calls,
 )
 from bubblespec.mechanisms.episodes.workers import (
-    AnyWorker,
     Deliver,
     EnvironmentWorker,
     Episode,
-    InProcess,
+    make_answer,
 )
 from bubblespec.types import Prompt
 
@@ -86,11 +86,13 @@ class Environments:
         self._running: dict[Hashable, Episode] = {}
         self._arrived: deque[tuple[Episode, Observation | dict | Exception]] = deque()
         self._has_arrived = threading.Condition()
-        self._load: dict[AnyWorker, int] = {}  # running episodes
+        self._load = Counter[EnvironmentWorker | None]()  # running episodes
+        self._named = {"factory": config.factory, "tools": config.tools}
+        self._answer_here = None if config.num_workers else make_answer(self._named)
         self._workers = self._make_workers()
         # Made for the first draft. Calls of this step must not wait for those of drafts, even of
         # the rollout before, whose tools may be slow.
-        self._draft_workers: list[AnyWorker] = []
+        self._draft_workers: list[EnvironmentWorker] = []
 
     def begin(self, name: Hashable, prompt: Prompt, seed: int, *, is_draft: bool = False) -> None:
         """Start an episode under a name that no running one has.
@@ -99,7 +101,8 @@ class Environments:
         assert name not in self._running, name
         if is_draft:
             self._draft_workers = self._draft_workers or self._make_workers()
-        worker = min(self._draft_workers if is_draft else self._workers, key=self._load.__getitem__)
+        workers = self._draft_workers if is_draft else self._workers
+        worker = min(workers, key=self._load.__getitem__, default=None)
         self._load[worker] += 1
         episode = Episode(next(self._numbers), name, prompt, worker, list(prompt.token_ids))
         self._running[name] = episode
@@ -164,15 +167,10 @@ class Environments:
 
     def close(self) -> None:
         """End all workers, also busy ones. Can be called again."""
-        close_workers([each for each in self._load if isinstance(each, EnvironmentWorker)])
+        close_workers([*self._workers, *self._draft_workers])
 
-    def _make_workers(self) -> list[AnyWorker]:
-        config, workers = self._config, list[AnyWorker]()
-        for _ in range(config.num_workers):
-            workers.append(EnvironmentWorker(config.factory, config.tools))
-        workers = workers or [InProcess(self.form)]
-        self._load |= dict.fromkeys(workers, 0)
-        return workers
+    def _make_workers(self) -> list[EnvironmentWorker]:
+        return [EnvironmentWorker(self._named) for _ in range(self._config.num_workers)]
 
     def _submit(self, episode: Episode, deliver: Deliver, method: str, *arguments) -> None:
         try:
@@ -181,6 +179,10 @@ class Environments:
             raise InputError(
                 f"environment: a prompt's columns cannot be sent to a worker: {error!r:.200}"
             ) from error
+        if self._answer_here is not None:
+            deliver(json.loads(json.dumps(self._answer_here(request))))
+            return
+        assert episode.worker is not None
         limit_s = self._config.timeout_s
         if method == "act":
             limit_s *= max(1, len(episode.calls))

@@ -20,24 +20,20 @@ _SENTINELS = ("tool_name_q1", "key_q2", "value_q3", "content_q4")
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-def prompt_ids(tokenizer, prompt: Chat, schemas: list[dict]) -> list[int]:
-    """Return the ids of a prompt, up to the model's turn."""
-    return make_tokenize(tokenizer, schemas)(prompt)
-
-
 def base_ids(tokenizer, prompt: Chat, schemas: list[dict], adds_text: bool) -> tuple[int, ...]:
     """Return the ids that begin a prompt whatever text an environment adds: what a group shares.
 
     Without such text these are all ids of the prompt. The last word may become part of another
     token, so several beginnings of text replace it, and the common prefix of all renderings counts.
     """
-    ids = prompt_ids(tokenizer, prompt, schemas)
+    tokenize = make_tokenize(tokenizer, schemas)
+    ids = tokenize(prompt)
     if not adds_text:
         return tuple(ids)
     text = _last_text(prompt)
     stem = text[: len(text) - len(re.split(r"\s", text)[-1])]
     variants = [_with_last_text(prompt, stem + beginning) for beginning in _BEGINNINGS]
-    renderings = [ids, *(prompt_ids(tokenizer, variant, schemas) for variant in variants)]
+    renderings = [ids, *map(tokenize, variants)]
     in_common = itertools.takewhile(lambda at: len(set(at)) == 1, zip(*renderings, strict=False))
     return tuple(token for token, *_ in in_common)
 
@@ -64,7 +60,7 @@ def begin_ids(
 
     def ids_at(num_chars: int) -> list[int]:
         cut = _with_last_text(begun, before + added[:num_chars]) if added else begun
-        ids = prompt_ids(tokenizer, cut, schemas)
+        ids = make_tokenize(tokenizer, schemas)(cut)
         if tuple(ids[: len(base)]) != base:
             raise InputError(
                 "environment.factory: text that it adds to the prompt changes earlier tokens: "
@@ -231,7 +227,7 @@ def check_tokens(
 
 
 def _check_tool_format(tokenizer, prompt: list[dict], schemas: list[dict]) -> None:
-    if prompt_ids(tokenizer, prompt, schemas) == prompt_ids(tokenizer, prompt, []):
+    if make_tokenize(tokenizer, schemas)(prompt) == make_tokenize(tokenizer)(prompt):
         raise InputError(
             "model.path: its chat template ignores tools, so the model has no tool format"
         )

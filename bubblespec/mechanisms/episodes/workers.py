@@ -1,4 +1,4 @@
-"""Where environments run: in worker processes, or in this one (`InProcess`).
+"""Worker processes in which environments run.
 
 Each worker holds many episodes, and answers one request at a time. A worker that takes too long or
 dies is replaced, and each of its other episodes is replayed in the new one when its next request
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from subprocess import Popen
 
 from bubblespec.distributed.worker import MAX_REPLY_BYTES, Worker, WorkerFailure, WorkerTimeout
-from bubblespec.mechanisms.episodes.forms import Form, Host, load_form
+from bubblespec.mechanisms.episodes.forms import Host, load_form
 from bubblespec.types import Prompt
 
 Deliver = Callable[[dict | Exception], None]
@@ -27,7 +27,8 @@ class Episode:
     number: int
     name: Hashable
     prompt: Prompt
-    worker: "AnyWorker"
+    worker: "EnvironmentWorker | None"
+    """None where environments run in the trainer's process, unprotected."""
     ids: list[int]
     """All tokens so far."""
     num_turns: int = 0
@@ -43,24 +44,12 @@ class Episode:
     """Whether its replies are no longer needed."""
 
 
-class InProcess:
-    """Runs environments in this process, unprotected, each request at once."""
-
-    def __init__(self, form: Form):
-        self._host = Host(form)
-
-    def submit(
-        self, episode: Episode, request: bytes, limit_s: float, deliver: Deliver, *, is_end: bool
-    ) -> None:
-        """Answer a request of `Host` at once, however long that takes."""
-        deliver(json.loads(json.dumps(bounded(self._host.answer(request)))))
-
-
 class EnvironmentWorker(Worker):
     """A worker process with its replacements, which holds many episodes."""
 
-    def __init__(self, factory: str | None, tools: list[str]):
-        super().__init__(__name__, {"factory": factory, "tools": tools}, "environment")
+    def __init__(self, form: dict):
+        """form: arguments of `load_form`."""
+        super().__init__(__name__, form, "environment")
 
     def submit(
         self, episode: Episode, request: bytes, limit_s: float, deliver: Deliver, *, is_end: bool
@@ -101,9 +90,6 @@ class EnvironmentWorker(Worker):
         raise AssertionError
 
 
-AnyWorker = InProcess | EnvironmentWorker
-
-
 def bounded(reply: dict) -> dict:
     """Return the reply, or an error if it is too large or not plain data."""
     try:
@@ -114,7 +100,7 @@ def bounded(reply: dict) -> dict:
     return reply if problem is None else {"error": problem, "seconds": reply["seconds"]}
 
 
-def make_answer(argument: dict) -> Callable[[bytes], dict]:
+def make_answer(form: dict) -> Callable[[bytes], dict]:
     """Return the function by which a worker replies (`worker.serve`)."""
-    host = Host(load_form(argument["factory"], argument["tools"]))
+    host = Host(load_form(**form))
     return lambda request: bounded(host.answer(request))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,26 +15,23 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
-from bubblespec.data.prompts import Prompt
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.draft.chain_runner import ChainRunner, profile
+from bubblespec.draft.chain_runner import profile
 from bubblespec.draft.chains import ChainSource
 from bubblespec.engine import graphs
 from bubblespec.engine.decoder import is_like_llama
-from bubblespec.engine.engine import Engine
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import to_device
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.engine.weights import linear_of
 from bubblespec.errors import log, one_line
 from bubblespec.mechanisms.quantized.copy import Copy, linear_layers, observe_inputs
 from bubblespec.mechanisms.quantized.products import NO_PRODUCT, Product, product_for
 from bubblespec.mechanisms.quantized.runner import CopyRunner
-from bubblespec.planner.costs import CostModel
 from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.mechanism import Mechanism
 from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.sampler import Sampler
 
 NAME = "quantized"
 MAX_CHAIN_LENGTH = 16  # tokens
@@ -54,11 +51,9 @@ class QuantizedMechanism(Mechanism):
 
     def __init__(self, source: ChainSource, copy: Copy, config: Config, clock):
         self.source, self.sources, self.clock, self.copy = source, [source], clock, copy
-        own, temperature = source.runner.params, config.eval.temperature
-        self.params = own
-        self.evaluation_params = own
-        if temperature is not None:
-            self.evaluation_params = replace(own, temperature=temperature)
+        self.params = self.evaluation_params = source.runner.params
+        if (temperature := config.eval.temperature) is not None:
+            self.evaluation_params = replace(self.params, temperature=temperature)
         self._credit_s = 0.0  # that renewals may take
         self._renewal_s = 0.0  # of the latest rollout
 
@@ -97,20 +92,8 @@ class QuantizedMechanism(Mechanism):
         self.source.rates.survival.load_state_dict(state)
 
 
-def make_source(
-    runner: ChainRunner, cost: CostModel, copy_cost: CostModel, **options
-) -> ChainSource:
-    """Create the copy's source; chains of a learned drafter cost less, so it is asked last."""
-    return ChainSource(
-        NAME,
-        runner,
-        cost,
-        copy_cost,
-        prior=PRIOR,
-        longest=MAX_CHAIN_LENGTH,
-        is_last=True,
-        **options,
-    )
+# Creates the copy's source. Chains of a learned drafter cost less, so it is asked last.
+make_source = partial(ChainSource, NAME, prior=PRIOR, longest=MAX_CHAIN_LENGTH, is_last=True)
 
 
 def choose_product(config: Config, ranks: Ranks, model: PreTrainedModel) -> Product | None:
@@ -119,23 +102,36 @@ def choose_product(config: Config, ranks: Ranks, model: PreTrainedModel) -> Prod
     On a GPU only a timing tells whether it is faster than bfloat16."""
     if "quantized" not in config.speculative.sources:
         return None
-    product, problem = product_for(model, ranks.device.type, config.quantized.bits), NO_PRODUCT
-    if product is not None and not is_like_llama(model):
-        product, problem = None, "the policy is not built like Llama"
-    if product is not None and ranks.device.type == "cuda":
-        speedup, problem = 0.0, "its product fails on another rank"
-        try:
-            speedup = product_speedup(product, model)
-        except Exception as error:  # of a kernel
-            problem = one_line(error)
-        slowest = float(ranks.gather(np.array([speedup])).min())
-        if slowest > 0.0:
-            problem = f"a product in {product.name} is {slowest:.2f} times as fast as the policy's"
-        if not pays(slowest, config):
-            product = None
-    if product is None and ranks.is_main:
+    product, problem = product_for(model, ranks.device.type, config.quantized.bits), None
+    if product is None:
+        problem = NO_PRODUCT
+    elif not is_like_llama(model):
+        problem = "the policy is not built like Llama"
+    elif ranks.device.type == "cuda":
+        speedup = partial(product_speedup, product, model)
+        problem = refusal(f"a product in {product.name}", speedup, config, ranks)
+    if problem is None:
+        return product
+    if ranks.is_main:
         log(f"{NO_COPY}: {problem}")
-    return product
+    return None
+
+
+def refusal(what: str, speedup: Callable[[], float], config: Config, ranks: Ranks) -> str | None:
+    """Return why no copy is made on any rank; None where it pays.
+
+    speedup: of the copy's forward, or product (`what`), over the policy's; it may raise."""
+    own, problem = 0.0, f"{what} fails on another rank"
+    try:
+        own = speedup()
+    except Exception as error:  # of a kernel, or of the model's own code with other layers
+        problem = one_line(error)
+    slowest = float(ranks.gather(np.array([own])).min())
+    if slowest >= MIN_SPEEDUP or (config.speculative.planning == "always" and slowest > 0.0):
+        return None
+    if slowest > 0.0:
+        problem = f"{what} is {slowest:.2f} times as fast as the policy's, too little to pay"
+    return problem
 
 
 @torch.inference_mode()
@@ -181,43 +177,31 @@ def _seconds_of(calls: list[Callable[[], torch.Tensor]]) -> float:
     return statistics.median(seconds) / len(calls)
 
 
-def make_quantized(
-    config: Config,
-    ranks: Ranks,
-    engine: Engine,
-    params: SamplingParams,
-    cost: CostModel,
-    prompts: list[Prompt],
-    product: Product,
-) -> QuantizedMechanism | None:
+def make_quantized(sampler: Sampler, product: Product | None) -> QuantizedMechanism | None:
     """Create the copy on all ranks together; None, with a line, where it would not pay.
 
-    cost: of the policy's forwards; prompts: some of the data's; product: of `choose_product`."""
-    runner = cast(ModelRunner, engine.runner)
-    model, always = runner.model, config.speculative.planning == "always"
-    problem, speedup = "it fails on another rank", 0.0
+    product: of `choose_product`."""
+    if product is None:
+        return None
+    config, ranks, cost = sampler.config, sampler.ranks, sampler.stats.cost
+    runner, prompts = cast(ModelRunner, sampler.engine.runner), sampler.schedule.prompts.prompts[:8]
     tokens = np.concatenate([prompt.token_ids for prompt in prompts])[:OBSERVED_TOKENS]
-    ids = to_device(tokens.astype(np.int64), runner.device)
-    try:
-        copy = Copy(model, product, observe_inputs(model, ids))
-        of_copy = CopyRunner(copy, engine, params)
+    ids, made = to_device(tokens.astype(np.int64), runner.device), list[Any]()
+
+    def speedup() -> float:
+        copy = Copy(runner.model, product, observe_inputs(runner.model, ids))
+        of_copy = CopyRunner(copy, sampler.engine, sampler.params)
         copy_cost = profile(of_copy, ranks.clock)
-        speedup = float(cost.seconds(1, 1) / copy_cost.seconds(1, 1))
-    except Exception as error:  # the model's own code runs here, with other layers
-        problem = one_line(error)
-    slowest = float(ranks.gather(np.array([speedup])).min())
-    if pays(slowest, config):
-        if of_copy.graphs is not None:
-            runner.followers.append(of_copy)
-        source = make_source(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
-        return QuantizedMechanism(source, copy, config, ranks.clock)
-    if slowest > 0.0:
-        problem = f"its forward is {slowest:.2f} times as fast as the policy's, too little to pay"
-    if ranks.is_main:
-        log(f"{NO_COPY}: {problem}")
-    return None
+        made[:] = copy, of_copy, copy_cost
+        return float(cost.seconds(1, 1) / copy_cost.seconds(1, 1))
 
-
-def pays(speedup: float, config: Config) -> bool:
-    """Whether a copy is made whose forward, or product, is so many times as fast; 0: it fails."""
-    return speedup >= MIN_SPEEDUP or (config.speculative.planning == "always" and speedup > 0.0)
+    if problem := refusal("its forward", speedup, config, ranks):
+        if ranks.is_main:
+            log(f"{NO_COPY}: {problem}")
+        return None
+    copy, of_copy, copy_cost = made
+    if of_copy.graphs is not None:
+        runner.followers.append(of_copy)
+    always = config.speculative.planning == "always"
+    source = make_source(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
+    return QuantizedMechanism(source, copy, config, ranks.clock)

@@ -222,20 +222,10 @@ def make_tp_tail(sampler: Sampler, max_rows: int) -> TPTail | None:
     ranks.activity = "set-up of the TP tail"
     try:
         tp = shards.TPGroup(ranks)
-        forward = shards.ShardedForward(
-            alone.model,
-            tp,
-            enforce_eager=eager,
-            memory=alone.forward.memory,
-        )
-        runner = ModelRunner(
-            alone.model,
-            max_rows,
-            alone.max_length,
-            alone.seed,
-            forward=forward,
-            max_num_batched_tokens=max(alone.max_num_batched_tokens, max_rows),
-        )
+        memory, limit = alone.forward.memory, max(alone.max_num_batched_tokens, max_rows)
+        forward = shards.ShardedForward(alone.model, tp, enforce_eager=eager, memory=memory)
+        sizes = max_rows, alone.max_length, alone.seed
+        runner = ModelRunner(alone.model, *sizes, forward=forward, max_num_batched_tokens=limit)
         forward.check()
     except shards.TPUnsupported as error:
         if wanted != "auto" and ranks.is_main:

@@ -1,0 +1,284 @@
+"""Streamed gradients: idle ranks compute those of finished groups before the update begins.
+
+This is the stream trainer of RollPacker (arXiv 2509.21009). Every rank publishes the rewards of the
+samples that it has finished and scored. A group whose rewards are all known determines its samples'
+advantages, and a sample's contribution to the gradient is then known up to one factor, the same for
+all samples of the update. So a rank that has nothing else to do adds up the gradients of its own
+finished samples, a slice at a time. The update computes the others and scales the sum once. A
+reward that comes late or not at all keeps its group out, which is computed as without streaming.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.idle.task import SLICE_S, LocalWork
+from bubblespec.learn.advantages import estimate_advantages
+from bubblespec.learn.learner import Learner
+from bubblespec.learn.losses import local_weights
+from bubblespec.learn.microbatch import Microbatch, pack_responses
+from bubblespec.records import Span, StepRecord
+from bubblespec.rewards.scorer import Scoring
+from bubblespec.rollout.mechanism import Mechanism
+from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.sampler import Sampler
+from bubblespec.samples import Samples, count_sampled, has_zero_std
+from bubblespec.types import Launch, Row, SampleId, is_sampled
+
+
+class MicrobatchCost:
+    """Seconds of a micro-batch, a + b * tokens with both at least 0.
+
+    Fitted by least squares in which older observations count less and less.
+    """
+
+    FORGETTING = 0.9
+
+    def __init__(self):
+        self._products, self._seconds = np.zeros((2, 2)), np.zeros(2)  # sums over [1, tokens]
+        self._coefficients = 0.0, 0.0
+
+    def observe(self, num_microbatches: int, num_tokens: int, seconds: float) -> None:
+        """Count micro-batches with `num_tokens` tokens together as one of their mean size."""
+        features = np.array([1.0, num_tokens / num_microbatches])
+        self._products = self.FORGETTING * self._products + np.outer(features, features)
+        self._seconds = self.FORGETTING * self._seconds + features * seconds / num_microbatches
+        # Through the origin if the sizes so far are too alike to tell, or if a or b would be
+        # negative.
+        (count, tokens), (_, squares) = self._products
+        self._coefficients = 0.0, float(self._seconds[1] / squares)
+        if count * squares - tokens * tokens > 1e-3 * count * squares:
+            a, b = np.linalg.solve(self._products, self._seconds).tolist()
+            if a >= 0 and b > 0:
+                self._coefficients = a, b
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there was an observation; the methods below need one."""
+        return bool(self._products.any())
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return the seconds of a micro-batch of this many tokens."""
+        a, b = self._coefficients
+        return a + b * num_tokens
+
+    def tokens_s(self, num_tokens: int) -> float:
+        """Return the seconds that this many tokens add to a micro-batch."""
+        return self._coefficients[1] * num_tokens
+
+    def max_tokens(self, limit_s: float) -> int:
+        """Return how many tokens take at most `limit_s` seconds."""
+        a, b = self._coefficients
+        return int(max(limit_s - a, 0.0) / max(b, 1e-12))
+
+
+class StreamedGradients:
+    """The learner's `EarlyGradients`."""
+
+    def __init__(self, learner: Learner):
+        self.learner, self.cost = learner, MicrobatchCost()
+        self.ids: set[SampleId] = set()
+        """Samples whose gradients this rank has added since the last update."""
+        self.is_covered: np.ndarray = np.zeros(0, bool)
+        """Samples of the last update whose gradients some rank had added, bool [S]."""
+        self._measured: list[torch.Tensor] = []
+        learner.early = self
+
+    def add(self, rows: list[Row], advantages: np.ndarray) -> Span:
+        """Add the gradients of these finished samples, in one micro-batch. Return its time.
+
+        advantages: float64 [rows]. Raises ValueError for a sample whose gradient has been added
+        before.
+        """
+        learner, ranks, ids = self.learner, self.learner.ranks, [row.id for row in rows]
+        if not self.ids.isdisjoint(ids):
+            raise ValueError(f"some gradients of {ids} have been computed before")
+        begin_s = ranks.clock.perf_counter()
+        tokens, generated = [row.tokens for row in rows], [row.full_logprob for row in rows]
+        are_used, loss_type = np.ones(len(rows), bool), learner.config.loss.loss_type
+        weights = local_weights(loss_type, count_sampled(generated), are_used)
+        batch = pack_responses([row.prompt for row in rows], tokens, generated, ranks.device)
+        self._measured += learner.accumulate_gradients([batch], advantages, weights)
+        self.ids.update(ids)
+        return Span("gradient", begin_s, ranks.clock.perf_counter())
+
+    def take(self, samples: Samples) -> tuple[np.ndarray, list[torch.Tensor]]:
+        """See `EarlyGradients`. Raises ValueError for a streamed sample that is not trained on."""
+        own = np.array([name in self.ids for name in samples.ids], bool)
+        if num_others := len(self.ids) - own.sum():
+            raise ValueError(f"{num_others} streamed samples are not trained on")
+        self.is_covered = np.any(self.learner.ranks.gather(own.astype(np.uint8)), axis=0)
+        measured, self._measured, self.ids = self._measured, [], set()
+        return self.is_covered, measured
+
+    def observe(self, microbatches: list[Microbatch], seconds: float) -> None:
+        num_tokens = sum(sum(batch.sequence_lengths) for batch in microbatches)
+        self.cost.observe(len(microbatches), num_tokens, seconds)
+
+    def forget(self) -> None:
+        """Discard what was added for an update that never came."""
+        if self.ids:
+            self.learner.optimizer.clear()
+            self.ids, self._measured = set(), []
+
+
+class Piece(NamedTuple):
+    """A sample whose gradient can be computed."""
+
+    row: Row
+    advantage: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sample that a micro-batch feeds."""
+        return len(self.row.prompt) + len(self.row.tokens) - 1
+
+
+def pieces_of(learner: Learner, rows: Sequence[Row | None], rewards: np.ndarray) -> list[Piece]:
+    """Return the pieces of one group: this rank's samples that have a gradient.
+
+    rows: None for samples of other ranks; rewards: float64 [samples], of all samples.
+    """
+    loss = learner.config.loss
+    (advantages,) = estimate_advantages(rewards[None], loss.advantage_estimator, loss.scale_rewards)
+    return [
+        Piece(row, advantage)
+        for row, advantage in zip(rows, advantages.tolist(), strict=True)
+        if row is not None
+        and (advantage != 0 or not learner.skips_zero_advantage)
+        and not (loss.mask_truncated_completions and row.finish == "length")
+        and is_sampled(row.full_logprob).any()
+    ]
+
+
+class StreamGradients(LocalWork):
+    """Streamed gradients in one rollout on one rank."""
+
+    name = "gradients"
+
+    def __init__(
+        self,
+        launch: Launch,
+        gradients: StreamedGradients,
+        scoring: Scoring,
+        combine_rewards: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    ):
+        """Create the task of one rollout. combine_rewards: see `Sampler.combined`."""
+        self.gradients, self.scoring, self.combine_rewards = gradients, scoring, combine_rewards
+        self.config, self.cost = gradients.learner.config, gradients.cost
+        # Whether there is no memory for a slice while keys and values are held.
+        self.frees_cache = self.config.rollout.free_cache_engine
+        self.shape = (len(launch.groups), launch.num_generations)
+        self._index_of = {sample: index for index, sample in enumerate(launch.ids)}
+        self._rows: dict[int, Row] = {}  # this rank's scored ones, by index in the launch
+        self._own_rewards = np.full(self.shape, np.nan)
+        self._is_complete = np.zeros(len(launch.groups), bool)
+        self._num_ranks = 1
+        self._pieces: list[Piece] = []  # of complete groups, not computed yet, shortest first
+
+    @property
+    def scores_in_workers(self) -> bool:
+        """Whether rewards come from other processes, and so also while own rows are unfinished."""
+        return self.config.reward.num_workers > 0
+
+    def publish(self) -> np.ndarray:
+        """Return the rewards of this rank's samples, NaN elsewhere."""
+        if self.scores_in_workers or not self.view.unfinished:
+            self._take_rewards()
+        return self._own_rewards.ravel()
+
+    def _take_rewards(self) -> None:
+        """Take in this rank's rows that are trained on and were scored since the last call."""
+        if not (scored := self.scoring.take_scored()):
+            return
+        rows, scores = zip(*scored, strict=True)
+        lengths = np.array([len(row.tokens) for row in rows])
+        rewards = self.combine_rewards(np.stack(scores), lengths)
+        for row, reward in zip(rows, rewards.tolist(), strict=True):
+            index = self._index_of[row.id]
+            self._rows[index], self._own_rewards.flat[index] = row, reward
+
+    def receive(self, published: list[np.ndarray]) -> None:
+        """Make pieces of the groups that have become complete."""
+        self._num_ranks = len(published)
+        # One rank has each sample's reward.
+        known = np.fmax.reduce(np.stack(published)).reshape(self.shape)
+        is_complete = np.isfinite(known).all(axis=1)
+        # Dynamic sampling replaces groups of equal rewards.
+        only_differing = self.config.rollout.dynamic_sampling_max_batches > 1
+        for group in np.flatnonzero(is_complete & ~self._is_complete).tolist():
+            if only_differing and has_zero_std(known[[group]])[0]:
+                continue
+            begin, size = group * self.shape[1], self.shape[1]
+            rows = [self._rows.get(index) for index in range(begin, begin + size)]
+            self._pieces += pieces_of(self.gradients.learner, rows, known[group])
+        self._pieces.sort(key=lambda piece: piece.num_tokens)
+        self._is_complete = is_complete
+
+    def next_slice(self) -> tuple[float, float]:
+        size = sum(piece.num_tokens for piece in self._next_pieces())
+        return self.cost.seconds(size), self.cost.tokens_s(size) / self._num_ranks
+
+    def can_begin(self) -> bool:
+        """Whether own rows are done or wait for environments, and there is a piece to compute."""
+        is_idle = not self.view.unfinished or self.view.is_idle
+        is_idle &= self.view.engine.is_idle or not self.frees_cache
+        return is_idle and self.cost.is_known and bool(self._pieces)
+
+    def do_slice(self) -> Span:
+        if self.frees_cache:
+            self.view.engine.release()
+        pieces = self._next_pieces()
+        taken = set(map(id, pieces))
+        self._pieces = [piece for piece in self._pieces if id(piece) not in taken]
+        use = self.view.record.idle[self.name]
+        use.saved_s += self.cost.tokens_s(sum(piece.num_tokens for piece in pieces))
+        advantages = np.array([piece.advantage for piece in pieces])
+        return self.gradients.add([piece.row for piece in pieces], advantages)
+
+    def finish(self, ranks: Ranks) -> None:
+        """Share the saved seconds evenly: the update adds up the gradients of all ranks."""
+        use = self.view.record.idle[self.name]
+        use.saved_s = float(ranks.gather(np.array([use.saved_s])).mean())
+
+    def _next_pieces(self) -> list[Piece]:
+        """Return the longest piece, and the longest others that fit into a slice with it."""
+        limit = self.config.optim.max_tokens_per_microbatch
+        room = min(self.cost.max_tokens(SLICE_S), limit)
+        chosen: list[Piece] = []
+        for piece in reversed(self._pieces):
+            if not chosen or piece.num_tokens <= room:
+                chosen.append(piece)
+                room -= piece.num_tokens
+        return chosen
+
+
+class StreamGradientsMechanism(Mechanism):
+    """Gradients of finished groups, computed in idle time of a step's first rollout.
+
+    With dynamic sampling, later rollouts are not trained on as a whole.
+    """
+
+    name = "stream_gradients"
+
+    def __init__(self, sampler: Sampler, learner: Learner):
+        """Make `gradients` the learner's early gradients."""
+        self.sampler, self.learner, self.gradients = sampler, learner, StreamedGradients(learner)
+
+    def begin_rollout(self, plan: RolloutPlan) -> None:
+        is_first = len(plan.used) == len(plan.launch.groups)
+        if plan.step is None or plan.scoring is None or not is_first:
+            return
+        self.gradients.forget()  # of a rollout that was abandoned
+        plan.works.append(
+            StreamGradients(plan.launch, self.gradients, plan.scoring, self.sampler.combined)
+        )
+
+    def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
+        has_gradient = self.learner.has_gradient(record.samples, record.advantages)
+        tokens = record.samples.lengths * has_gradient
+        share = tokens @ self.gradients.is_covered / max(tokens.sum(), 1)
+        return {"idle/gradients/share": float(share)}
