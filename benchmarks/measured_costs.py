@@ -48,12 +48,9 @@ class Case(NamedTuple):
     shape: Model
     mode: str
     rows: int
-    context: int
-    """Positions of each row."""
-    drafts: int
-    """Draft tokens of a row in this pass, which a row verifies or the copy drafts."""
-    shared: int
-    """Positions at the begin of the context that are the same in all rows."""
+    context: int  # positions of each row
+    drafts: int  # draft tokens of a row in this pass, which a row verifies or the copy drafts
+    shared: int  # positions at the begin of the context that are the same in all rows
     gpu: str
     num_ranks: int
     engine: str

@@ -58,12 +58,9 @@ class System(NamedTuple):
     """Keys that differ from no mechanism with prompts in turn."""
 
     keys: dict[str, Any] = {}  # noqa: RUF012
-    drafter: DrafterModel | None = None
-    """Drafter in place of the one of --drafter."""
-    second_epoch: bool = False
-    """Whether the second of two epochs counts alone."""
-    paper: str = ""
-    """Speed-up that its paper reports, of its own hardware."""
+    drafter: DrafterModel | None = None  # drafter in place of the one of --drafter
+    second_epoch: bool = False  # whether the second of two epochs counts alone
+    paper: str = ""  # speed-up that its paper reports, of its own hardware
 
 
 SYSTEMS = {

@@ -60,11 +60,9 @@ class Case:
 
     config: Config
     ranks: Ranks
-    model: PreTrainedModel | None = None
-    """Loaded by the check `model`; None again once the run's own model is loaded."""
+    model: PreTrainedModel | None = None  # from the check `model` until the run's own is loaded
     kernel: str = "sdpa"
-    slower: str | None = None
-    """Warning if the kernel is a fallback."""
+    slower: str | None = None  # warning if the kernel is a fallback
     trainer: "Trainer | None" = None
 
     @property
@@ -84,10 +82,8 @@ class Check(NamedTuple):
     """A check of a case."""
 
     make: Callable[[Case], Iterator[Line]]
-    avoid: str
-    """Key that errors name if they name none themselves."""
-    needs: str | None = None
-    """Check that must pass first."""
+    avoid: str  # key that errors name if they name none themselves
+    needs: str | None = None  # check that must pass first
 
 
 def attention(case: Case) -> Iterator[Line]:

@@ -53,29 +53,18 @@ class SimulatedStep:
     """One step's rollout."""
 
     step: int
-    seconds: float
-    """Seconds from the begin of the rollout to the end of its last rank."""
-    forwards: int
-    """Forwards before a rank's own rows were done; the largest number of all ranks."""
-    shared_forwards: int
-    """Forwards of all ranks together, in the TP tail; not in `forwards`."""
-    idle_share: float
-    """Share of the rollout that ranks spent waiting."""
-    drafted_tokens: int
-    """Tokens drafted for later steps."""
-    proposed_tokens: int
-    """Draft tokens verified."""
-    refused_tokens: int
-    """Verified draft tokens that were rejected."""
-    response_tokens: int
-    """Tokens of the responses that are trained on."""
-    is_long_round: bool
-    """Whether tail batching makes this a long round."""
-    length_ratio: float
-    """Mean length of all responses trained on so far over that of all launched."""
+    seconds: float  # seconds from the begin of the rollout to the end of its last rank
+    forwards: int  # forwards before a rank's own rows were done; the largest number of all ranks
+    shared_forwards: int  # forwards of all ranks together, in the TP tail; not in `forwards`
+    idle_share: float  # share of the rollout that ranks spent waiting
+    drafted_tokens: int  # tokens drafted for later steps
+    proposed_tokens: int  # draft tokens verified
+    refused_tokens: int  # verified draft tokens that were rejected
+    response_tokens: int  # tokens of the responses that are trained on
+    is_long_round: bool  # whether tail batching makes this a long round
+    length_ratio: float  # mean length of all responses trained on so far over that of all launched
     digest: str
-    lanes: list[np.ndarray] = field(repr=False)
-    """Spans by rank, see `draw` in timeline.py."""
+    lanes: list[np.ndarray] = field(repr=False)  # spans by rank, see `draw` in timeline.py
 
 
 def simulate(
@@ -186,10 +175,8 @@ class _Shared:
     quantized: CopyModel
     copy_cost: Cost | None
     prices: Prices
-    profiled: CostModel = field(default_factory=CostModel)
-    """Cost that a run fits to forwards at its start."""
-    tp_cost: CostModel | None = None
-    """The same of all ranks together; None if the TP tail is not entered by cost."""
+    profiled: CostModel = field(default_factory=CostModel)  # what a run fits at its start
+    tp_cost: CostModel | None = None  # of all ranks together; None: the tail begins by rows
 
     @property
     def has_drafts(self) -> bool:

@@ -46,35 +46,22 @@ class Spec:
     For a recorded workload only `run`, `accept_length` and `seed` matter.
     """
 
-    mean: float = 2000.0
-    """Mean length before truncation."""
-    max: int = 16000
-    """Largest length; longer responses are truncated."""
-    sigma: float = 1.0
-    """Standard deviation of the logarithm of lengths."""
-    prompt: int = 256
-    """Mean tokens of a prompt."""
-    run: float = 500.0
-    """Mean tokens to the first mismatch with the text of weights one update away; inf for none."""
+    mean: float = 2000.0  # mean length before truncation
+    max: int = 16000  # largest length; longer responses are truncated
+    sigma: float = 1.0  # standard deviation of the logarithm of lengths
+    prompt: int = 256  # mean tokens of a prompt
+    run: float = 500.0  # mean tokens to the first mismatch with weights one update away; inf: none
     drift: float = 0.5
     """Power of the distance in updates by which mismatches are more frequent; 0: none. Measured,
     see docs/simulator.md."""
-    accept_length: float = 2.0
-    """Approximate tokens per forward after the mismatch, by suffix matches."""
-    steps: int = 6
-    """Steps of the run."""
-    epochs: int = 1
-    """Epochs, each with equally many steps."""
-    edited: float = 0.2
-    """Share of a response's tokens that differs from the same sample of the epoch before."""
-    turns: float = 1.0
-    """Mean turns of an episode; 1 for responses without tools."""
-    observation: int = 50
-    """Tokens of an observation between two turns."""
-    tool_s: float = 0.2
-    """Median seconds of a tool call."""
-    tool_sigma: float = 1.0
-    """Standard deviation of the logarithm of these seconds."""
+    accept_length: float = 2.0  # about so many tokens per forward after it, by suffix matches
+    steps: int = 6  # steps of the run
+    epochs: int = 1  # epochs, each with equally many steps
+    edited: float = 0.2  # share of tokens that differs from the same sample of the epoch before
+    turns: float = 1.0  # mean turns of an episode; 1 for responses without tools
+    observation: int = 50  # tokens of an observation between two turns
+    tool_s: float = 0.2  # median seconds of a tool call
+    tool_sigma: float = 1.0  # standard deviation of the logarithm of these seconds
     seed: int = 0
 
     def __post_init__(self):
@@ -166,18 +153,14 @@ class Workload:
 
     batches: list[list[Prompt]]
     """Prompts by step. Tail batching draws from those beyond `num_steps`, too."""
-    responses: dict[Key, np.ndarray]
-    """Tokens of each response, int64 [L], with the stop token unless it is truncated."""
-    steps: dict[tuple[int, int], int]
-    """Step of each prompt's visit in the order of the data, by uid and visit."""
+    responses: dict[Key, np.ndarray]  # int64 [L], with the stop token unless truncated
+    steps: dict[tuple[int, int], int]  # of visits in the order of the data, by uid and visit
     num_steps: int
     max_prompt_length: int
     spec: Spec
     stop_token_ids: tuple[int, ...] = (STOP,)
-    recorded_drafts: dict[Key, np.ndarray] = field(default_factory=dict)
-    """Drafts of a recorded run, completed."""
-    rewards: dict[Key, float] = field(default_factory=dict)
-    """Rewards by response; 0 for all others."""
+    recorded_drafts: dict[Key, np.ndarray] = field(default_factory=dict)  # completed
+    rewards: dict[Key, float] = field(default_factory=dict)  # rewards by response; 0 for all others
     prompts = ()
     """Prompts that a saved state may name: none."""
 
