@@ -39,6 +39,15 @@ NEEDED = ("model", "batch", "seq", "mode", "median_ms")
 CASCADE_POSITIONS, CASCADE_ROWS, CASCADE_TILE = 256, 8, 128
 # Positions whose keys rows do not share, as blocks are shared only if they are full.
 UNSHARED = 16
+COLUMNS = {
+    "model": "{model}",
+    "mode": "{mode}",
+    "forwards": "{count}",
+    "median error": "{off:.1%}",
+    "mean ratio": "{ratio:.2f}",
+    "within 30%": "{near} of {count}",
+    "furthest": "{furthest:.2f} ({worst.rows} rows x {worst.fed} at {worst.context})",
+}
 
 
 class Case(NamedTuple):
@@ -177,31 +186,19 @@ def _is_cascade(case: Case, cost: GPUCost) -> bool:
 
 def compare(cases: Sequence[Case], fit: Fit | None = None) -> str:
     """Return a table of fitted against measured seconds, a line per model and mode."""
-    columns = ("model", "mode", "forwards", "median error", "mean ratio", "within 30%", "furthest")
     groups: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.model, case.mode), []).append(case)
-    table = [columns]
+    rows = []
     for (model, mode), group in groups.items():
         ratios = {case: predict(case, fit) / case.seconds for case in group}
         errors = {case: abs(ratio - 1) for case, ratio in ratios.items()}
         worst = max(errors, key=errors.__getitem__)
-        table.append(
-            (
-                model,
-                mode,
-                str(len(group)),
-                f"{median(errors.values()):.1%}",
-                f"{geometric_mean(ratios.values()):.2f}",
-                f"{sum(error <= 0.3 for error in errors.values())} of {len(group)}",
-                f"{ratios[worst]:.2f} ({worst.rows} rows x {worst.fed} at {worst.context})",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    )
+        row = {"model": model, "mode": mode, "count": len(group), "worst": worst}
+        row |= {"off": median(errors.values()), "ratio": geometric_mean(ratios.values())}
+        row["near"] = sum(error <= 0.3 for error in errors.values())
+        rows.append(row | {"furthest": ratios[worst]})
+    return shared.tabulate(rows, COLUMNS)
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:

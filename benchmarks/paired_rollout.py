@@ -11,7 +11,6 @@ that no arm captures graphs or takes memory while it is timed.
 
 import argparse
 import dataclasses
-import gc
 import os
 import sys
 import time
@@ -92,14 +91,9 @@ def paired_steps(trainer: Trainer, useless_drafts: bool = False) -> Iterator[dic
     plain = shared.plain_engine(trainer)
     with trainer.open():
         trainer.warm_start()
-    warm(trainer)
-    gc.collect()
-    gc.freeze()  # as in a run, see Trainer.open
-    try:
+        warm(trainer)
         for step in range(trainer.config.run.max_steps):
             yield paired_step(trainer, plain, step)
-    finally:
-        gc.unfreeze()
 
 
 def paired_step(

@@ -28,7 +28,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 def make_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser of --config, --json and overrides."""
-    parser = argparse.ArgumentParser(description=description)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=as_written)
     parser.add_argument("--config", required=True)
     parser.add_argument("--json", help="file for the result")
     parser.add_argument("overrides", nargs="*")
@@ -125,6 +126,12 @@ def load_policy(folder: str) -> tuple[transformers.PreTrainedTokenizerBase, PreT
     end = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])} - {None}
     return tokenizer, model, tuple(sorted(ends))
+
+
+def random_policy(folder: str, vocabulary: int) -> list[str]:
+    """Return overrides for a model with random weights: all texts have a reward, and few end."""
+    keys = [f"model.path={folder}", f"rollout.stop_token_ids=[{vocabulary - 1}]"]
+    return [*keys, "reward.functions=[benchmarks.gpu_programs.share_of_odd]"]
 
 
 def chain_sums(tokenizer, count: int, seed: int, max_terms: int) -> list[Prompt]:
