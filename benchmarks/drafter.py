@@ -17,7 +17,6 @@ import numpy as np
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared
-from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.chains import ChainSource
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
@@ -153,14 +152,8 @@ def tails_by_rows(trainer: Trainer, source: ChainSource, arguments: Namespace) -
     for count in arguments.rows if arguments.repeats else ():
         trainer.ranks.barrier()
         found.append(tails(trainer, source, count, arguments.repeats))
-        log(TAIL_LINE.format_map(found[-1]), trainer.ranks)
+        shared.log(TAIL_LINE.format_map(found[-1]), trainer.ranks)
     return found
-
-
-def log(line: str, ranks: Ranks) -> None:
-    """Print a line at once, on rank 0."""
-    if ranks.is_main:
-        print(line, flush=True)
 
 
 def run(arguments: Namespace, folder: str) -> None:
@@ -183,7 +176,7 @@ def run(arguments: Namespace, folder: str) -> None:
             accepted[name] = rates = acceptance(trainer, name == "coupled")
             shares = ", ".join(f"{n}: {rate:.2f}" for n, rate in enumerate(rates, start=1))
             mean = f"mean acceptance length {1 + sum(rates):.2f}"
-            log(f"chains drawn with {noise}: {mean}; first n tokens right: {shares}", ranks)
+            shared.log(f"chains drawn with {noise}: {mean}; first n tokens right: {shares}", ranks)
         by_rows = tails_by_rows(trainer, drafter.source, arguments)
         if ranks.is_main:
             print(PAPER)

@@ -15,7 +15,7 @@ import numpy as np
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared
-from benchmarks.drafter import log, make_parser, tails_by_rows
+from benchmarks.drafter import make_parser, tails_by_rows
 from bubblespec.draft.chains import LEADS
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.quantized.mechanism import QuantizedMechanism
@@ -33,14 +33,14 @@ def run(arguments: Namespace, folder: str) -> None:
         source = made[0].source
         for name, cost in (("policy", source.cost), ("copy", source.own_cost)):
             text = ", ".join(f"{1e3 * float(cost.seconds(n, n)):.1f} with {n}" for n in ROWS)
-            log(f"ms of a forward of the {name}, by rows of one token: {text}", ranks)
+            shared.log(f"ms of a forward of the {name}, by rows of one token: {text}", ranks)
         by_rows = tails_by_rows(trainer, source, arguments)
         edges = [*LEADS.tolist(), np.inf]
         rates = [round(float(source.rates.chances(np.array(lead))), 4) for lead in edges]
         shares = ", ".join(f"{rate:.1%}" for rate in rates)
-        log(f"tokens right by lead, up to {LEADS.tolist()} and above: {shares}", ranks)
+        shared.log(f"tokens right by lead, up to {LEADS.tolist()} and above: {shares}", ranks)
         rates.append(round(source.rates.mean, 4))
-        log(f"of all {rates[-1]:.1%}", ranks)
+        shared.log(f"of all {rates[-1]:.1%}", ranks)
         if ranks.is_main:
             shared.write_result(arguments, {"by_rows": by_rows, "rates": rates, "steps": []})
 

@@ -16,7 +16,7 @@ from bubblespec.config import Config
 from bubblespec.config.file import load_config
 from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.distributed.failures import report
-from bubblespec.distributed.ranks import ranks_from_environment
+from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import EndsRun, InputError
 from bubblespec.setup import build
@@ -74,6 +74,12 @@ def open_trainer(config: Config) -> Iterator[Trainer]:
     """Build a run on this rank."""
     with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
         yield build(config, ranks)
+
+
+def log(line: str, ranks: Ranks) -> None:
+    """Print a line at once, on rank 0."""
+    if ranks.is_main:
+        print(line, flush=True)
 
 
 def write_json(path: str | None, result: dict) -> None:

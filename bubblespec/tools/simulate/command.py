@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> None:
     for name, kind in {"synthetic": Spec, **MODELS}.items():
         names = ", ".join(field.name for field in dataclasses.fields(kind))
         group, given = (parser, "") if name in MODELS else (source, None)
-        form = {"metavar": "NAME=VALUE,...", "help": f"of {names}"}
+        form: dict[str, Any] = {"metavar": "NAME=VALUE,...", "help": f"of {names}"}
         group.add_argument(f"--{name}", default=given, **form)
     parser.add_argument("--ranks", type=int, help="default: those of the trace, or 8")
     parser.add_argument("--cost-model", metavar="COST", help="GPU:MODEL or RUN_DIR to fit it on")
@@ -104,9 +104,9 @@ def run(arguments: argparse.Namespace) -> None:
             workload,
             cost.seconds,
             num_ranks,
-            together=together and together.seconds,
+            together=together.seconds if together else None,
             **models,
-            copy_cost=copy_cost and copy_cost.seconds,
+            copy_cost=copy_cost.seconds if copy_cost else None,
             shows_progress=True,
         )
         for method, arm in arms.items()
@@ -116,7 +116,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{cost.source}; {num_ranks} ranks, {num_counted} steps")
     print(table(sums))
     if arguments.json:
-        report = {"cost": dataclasses.asdict(cost), "num_ranks": num_ranks, "methods": {}}
+        report: dict[str, Any] = {"cost": dataclasses.asdict(cost), "num_ranks": num_ranks}
+        report["methods"] = {}
         for method, steps in results.items():
             of_steps = [vars(step) | {"lanes": None} for step in steps]
             report["methods"][method] = {"total": sums[method], "steps": of_steps}
