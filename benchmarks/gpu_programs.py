@@ -28,9 +28,8 @@ from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, Roll
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.learner import Learner
-from bubblespec.learn.microbatch import pack_responses
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.memory import full_batch, gradient_peak, peak_of
+from bubblespec.memory import gradient_peak
 from bubblespec.samples import Samples
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, OWN
 from bubblespec.types import Group, Prompt
@@ -260,13 +259,7 @@ def updates(bench: Bench) -> Iterator[Figure]:
 def peaks(config: Config, learner: Learner, tokens: int) -> Iterator[Figure]:
     """Measure the memory of micro-batches of long samples, and of short ones."""
     expected = gradient_peak(config, learner) / 1e9
-    longest = full_batch(tokens, config)
-    for case, lengths in (("long", longest), ("short", [64] * (tokens // 64))):
-        texts = [np.zeros(n, int) for n in lengths]
-        generated = [np.zeros(n, np.float32) for n in lengths]
-        batch = pack_responses([(0,)] * len(lengths), texts, generated, learner.ranks.device)
-        step = partial(learner.accumulate_gradient, batch, *[np.zeros(len(lengths))] * 2)
-        peak = peak_of(step, learner.ranks.device) / 1e9
+    for case, lengths in (("long", None), ("short", [64] * (tokens // 64))):
+        peak = gradient_peak(config, learner, lengths) / 1e9
         note = "expected: what a run reserves"
         yield Figure(f"peak, {tokens} tokens of {case} samples", peak, "GB", note, expected)
-    learner.optimizer.clear()

@@ -202,10 +202,12 @@ def choose_slots(
     return max(num_slots, 1), num_pages, num_tp_rows
 
 
-def gradient_peak(config: Config, learner: Learner) -> int:
-    """Measure the peak bytes of a gradient step on a full micro-batch; clear the gradient."""
+def gradient_peak(config: Config, learner: Learner, lengths: list[int] | None = None) -> int:
+    """Measure the peak bytes of a gradient step on a full micro-batch; clear the gradient.
+
+    lengths: of its responses, by default the longest possible."""
     device = learner.ranks.device
-    lengths = full_batch(config.optim.max_tokens_per_microbatch, config)
+    lengths = lengths or full_batch(config.optim.max_tokens_per_microbatch, config)
     prompts: list[tuple[int, ...]] = [(0,)] * len(lengths)
     tokens = [np.zeros(length, int) for length in lengths]
     generated = [np.zeros(length, np.float32) for length in lengths]
