@@ -70,8 +70,7 @@ def held_out_rows(trainer: Trainer) -> list[Row]:
 def generate(engine: Engine, rows: list[Row], trainer: Trainer, proposer: Proposer | None) -> float:
     """Return the seconds until all rows are done, without their first forward.
 
-    The proposer's cost model learns from the forwards, as in a run.
-    """
+    The proposer's cost model learns from the forwards, as in a run."""
     engine.reset()
     engine.add(rows)
     if proposer is not None:
@@ -94,8 +93,7 @@ def generate(engine: Engine, rows: list[Row], trainer: Trainer, proposer: Propos
 def acceptance(trainer: Trainer, has_own_noise: bool) -> list[float]:
     """Return the probability that the first 1, 2, ... tokens of a chain are right.
 
-    Chains are drafted on this policy's responses to the held-out prompts, shared among ranks.
-    """
+    Chains are drafted on this policy's responses to the held-out prompts, shared among ranks."""
     ranks, drafter = trainer.ranks, drafter_of(trainer)
     runner = drafter.runner if has_own_noise else OtherNoise(drafter.runner)
     source = make_source(runner, drafter.source.cost, ranks.clock)

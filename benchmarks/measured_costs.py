@@ -160,8 +160,7 @@ def _sharing_s(case: Case, cost: GPUCost, fit: Fit) -> float:
     """Return the seconds of vLLM's attention where rows have keys in common.
 
     In cascade attention the queries of all rows are one sequence over these keys. Otherwise rows
-    of one query read them from the L2 cache.
-    """
+    of one query read them from the L2 cache."""
     attention, rows, shared = cost.attention, case.rows, case.shared - UNSHARED
     tokens, positions = rows * case.fed, float(rows * case.context)
     if case.mode != COPY and _is_cascade(case, cost):

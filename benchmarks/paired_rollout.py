@@ -183,8 +183,7 @@ def fit(steps: list[dict]) -> dict[str, float] | None:
     """Fit seconds of both arms by least squares; None with fewer than two steps.
 
     In milliseconds: of a rollout at all, of a forward, and of each token that is verified, or
-    drafted for a coming step, of all ranks.
-    """
+    drafted for a coming step, of all ranks."""
     if len(steps) < 2:
         return None
     rows, seconds = [], [s[f"{arm}_s"] for arm in ARMS for s in steps]

@@ -106,8 +106,7 @@ def markdown(rows: list[dict[str, str]]) -> str:
 def tabulate(results: Iterable[dict], columns: dict[str, str]) -> str:
     """Return a table of results. columns: format strings of figures, by heading.
 
-    A cell is a dash where a figure is missing or None. An error stands in the first such cell.
-    """
+    A cell is a dash where a figure is missing or None. An error stands in the first such cell."""
 
     def cell(template: str, result: dict) -> str:
         try:
@@ -152,6 +151,5 @@ def plain_engine(trainer: Trainer) -> Engine:
     """Make an engine without drafts, which the trainer's own holds from step to step.
 
     They have one runner, with its cache and graphs, so that both fit a GPU; a rollout of either
-    begins with a reset.
-    """
+    begins with a reset."""
     return Engine(trainer.sampler.engine.runner)

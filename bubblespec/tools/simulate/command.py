@@ -170,8 +170,7 @@ def arms_of(config: Config) -> dict[str, Config]:
 def wall_seconds(workload: Workload, num_ranks: int) -> float:
     """Return about how long a simulation takes, on one core.
 
-    Its forwards decide. In the TP tail all ranks share forwards until the longest response ends.
-    """
+    Its forwards decide. In the TP tail all ranks share forwards until the longest response ends."""
     longest = dict.fromkeys(range(workload.num_steps), 0)
     for (step, _, _), tokens in workload.responses.items():
         if step in longest:

@@ -58,8 +58,7 @@ def fit_cost(loads: np.ndarray, seconds: np.ndarray, source: str) -> ForwardCost
 
     The first fit takes errors relative to what was measured, which interruptions hardly move; the
     others relative to the fit before, as the mean time is wanted. Raises ValueError for too few
-    forwards.
-    """
+    forwards."""
     from scipy.optimize import nnls
 
     loads, seconds = np.asarray(loads, np.float64), np.asarray(seconds, np.float64)

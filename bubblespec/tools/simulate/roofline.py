@@ -117,8 +117,7 @@ def both(read_s: float, computed_s: float, knee: float) -> float:
 class Attention:
     """Seconds of this engine's attention, which reads keys once.
 
-    A tile's 16, 32 or 64 queries are tokens of a row times the query heads of a key/value head.
-    """
+    A tile's 16, 32 or 64 queries are tokens of a row times the query heads of a key/value head."""
 
     layers: int
     heads: int
@@ -131,8 +130,7 @@ class Attention:
     def seconds(self, rows: float, tokens: float, positions: float) -> float:
         """Return the seconds of all layers, as if all rows were alike.
 
-        positions: attended to, summed over rows.
-        """
+        positions: attended to, summed over rows."""
         fed, group = max(tokens / rows, 1.0), self.heads / self.kv_heads
         tiles = rows * self.kv_heads * math.ceil(fed / max(TILE_QUERIES // group, 1.0))
         height = 2 ** math.ceil(math.log2(min(max(fed * group, 16.0), TILE_QUERIES)))
@@ -149,8 +147,7 @@ class Attention:
 class FlashAttention(Attention):
     """Seconds of FlashAttention-2 in vLLM.
 
-    Query heads share blocks, and few long rows are split, only if each row feeds one token.
-    """
+    Query heads share blocks, and few long rows are split, only if each row feeds one token."""
 
     def seconds(self, rows: float, tokens: float, positions: float) -> float:
         fed = max(tokens / rows, 1.0)
@@ -216,8 +213,7 @@ def roofline(
     MODELS, or a shape; bits: of a weight, 8 or 4 for a quantised copy, with a grid for each GROUP
     inputs; engine: of ENGINES: "vllm" is its layers alone, as its forwards were measured,
     "gpt-fast" has no host time and samples for nothing; fit: by default the engine's. Raises
-    TPUnsupported for a model that so many ranks cannot share.
-    """
+    TPUnsupported for a model that so many ranks cannot share."""
     card, shape = GPUS[gpu], MODELS[model] if isinstance(model, str) else model
     layers, hidden, _, heads, kv_heads, dimension, vocabulary = shape
     fit = fit or FITS[engine]

@@ -85,8 +85,7 @@ def simulate(
     cost(load): seconds of a forward; together(load): seconds of a forward of all ranks together,
     None for no TP tail; drafter, quantized: used if the method has them; copy_cost(load): seconds
     of a forward of the quantised copy, if its model has no share; prices: of what comes with
-    forwards, for which a run's own fit may be given. Training and rewards take no time.
-    """
+    forwards, for which a run's own fit may be given. Training and rewards take no time."""
     config = copy.deepcopy(config)
     config.run.max_steps = num_steps = steps_that_fit(config, workload)
     config.rollout.dynamic_sampling_max_batches = 1
@@ -135,8 +134,7 @@ def steps_that_fit(config: Config, workload: Workload) -> int:
 def counted(steps: list[SimulatedStep]) -> list[SimulatedStep]:
     """Return the steps up to the last long round, or all without one.
 
-    After a long round almost no deferred sample, whose cost is counted, is left untrained.
-    """
+    After a long round almost no deferred sample, whose cost is counted, is left untrained."""
     longs = [number for number, step in enumerate(steps) if step.is_long_round]
     return steps[: longs[-1] + 1] if longs else steps
 

@@ -43,8 +43,7 @@ Key = tuple[int, int, int]
 class Spec:
     """A workload: lengths are lognormal, tokens random, every prompt occurs once per epoch.
 
-    For a recorded workload only `run`, `accept_length` and `seed` matter.
-    """
+    For a recorded workload only `run`, `accept_length` and `seed` matter."""
 
     mean: float = 2000.0  # mean length before truncation
     max: int = 16000  # largest length; longer responses are truncated
@@ -89,8 +88,7 @@ class Spec:
         """Return the text by weights `distance` updates away, int64 [L]; negative for older ones.
 
         Two later versions have nothing in common after their first mismatches. true: int64 [L], the
-        response, cut at `limit` tokens if its last is not `stop`.
-        """
+        response, cut at `limit` tokens if its last is not `stop`."""
         step, uid, sample = key
         key = (step, uid, sample + max(distance, 0) * LATER)
         hazard = abs(distance) ** self.drift / self.run if distance else 0.0
@@ -116,8 +114,7 @@ def edited(
 
     After the mismatch a share of the tokens is replaced, inserted or omitted; with a share of 1 all
     are replaced. Turns and observations stay as in `true`. The text ends with `stop` if `true` does
-    and `limit` tokens have room for it.
-    """
+    and `limit` tokens have room for it."""
     rest = true[at:-1] if true[-1] == stop else true[at:]
     edit = np.where(random.random(len(rest)) < share, random.integers(1, 4, len(rest)), 0)
     keep, replace, insert, omit = range(4)
@@ -191,8 +188,7 @@ class Texts:
 
     Before a sample is launched, weights of older steps draft it. If it is deferred, the weights of
     the step that finishes it are newer than its own and say something else; its tokens from its own
-    step, and what was drafted in between, are its drafts.
-    """
+    step, and what was drafted in between, are its drafts."""
 
     def __init__(self, workload: Workload):
         self.workload, self.version = workload, 0
