@@ -140,17 +140,16 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     if "bubble" not in config.speculative.sources:
         raise InputError(f"speculative.method: {config.speculative.method} makes no drafts")
     with shared.open_trainer(config) as trainer:
-        is_main, steps, plain = trainer.ranks.is_main, [], shared.plain_engine(trainer)
+        ranks, steps, plain = trainer.ranks, [], shared.plain_engine(trainer)
         lock_step = LockStep(config.environment, trainer.sampler.scorer.tokenizer)
         gc.collect()
         gc.freeze()  # as in a run, see Trainer.open
         for step in range(config.run.max_steps):
             steps.append(s := step_in_all_ways(trainer, plain, lock_step, step))
-            if is_main:
-                seconds = ", ".join(f"{arm} {s[f'{arm}_s']:.2f} s" for arm in ARMS)
-                print(f"step {step}: {seconds}", flush=True)
+            seconds = ", ".join(f"{arm} {s[f'{arm}_s']:.2f} s" for arm in ARMS)
+            shared.log(f"step {step}: {seconds}", ranks)
         lock_step.close()
-        if is_main:
+        if ranks.is_main:
             summary = summarise(steps)
             print(shared.markdown([{arm: f"{s:.2f} s" for arm, s in summary["median_s"].items()}]))
             print(

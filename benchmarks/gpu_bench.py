@@ -36,12 +36,10 @@ class Figure(NamedTuple):
     """A row of the table."""
 
     case: str
-    value: float | None
-    """Value, or None if `note` says why there is none."""
+    value: float | None  # value, or None if `note` says why there is none
     unit: str = ""
     note: str = ""
-    expected: float | None = None
-    """Value by the roofline of this GPU, where there is one."""
+    expected: float | None = None  # value by the roofline of this GPU, where there is one
 
 
 @dataclass
@@ -50,14 +48,10 @@ class Bench:
 
     device: torch.device
     dtype: torch.dtype
-    kernel: str
-    """Attention kernel of training."""
-    is_small: bool
-    """Whether sizes are tiny, for a CPU."""
-    gpu: str | None = None
-    """Name in `GPUS`."""
-    end_s: float = math.inf
-    """Value of `time.perf_counter` at which the part that is running has to end."""
+    kernel: str  # attention kernel of training
+    is_small: bool  # whether sizes are tiny, for a CPU
+    gpu: str | None = None  # name in `GPUS`
+    end_s: float = math.inf  # `time.perf_counter` at which the running part has to end
 
     @property
     def policy(self) -> str:

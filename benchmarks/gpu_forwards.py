@@ -141,8 +141,7 @@ def attention_call(
 ) -> Callable[[], torch.Tensor]:
     """Return a call of a layer's attention, with tiles as in graphs; each row feeds `fed` tokens.
 
-    It returns [N, H, D].
-    """
+    It returns [N, H, D]."""
     shape = dict(zip(SHAPE_KEYS, SHAPES[name], strict=True))
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     size, length = shape["hidden_size"] // heads, -(-context // PAGE) * PAGE
@@ -234,8 +233,7 @@ def time_by_kind(
 ) -> dict[str, float]:
     """Return milliseconds by kind of kernel, between kernels, and of the host.
 
-    found: name, begin and end in microseconds, one after the other on one stream.
-    """
+    found: name, begin and end in microseconds, one after the other on one stream."""
     us = dict.fromkeys((*kinds, "other kernels", "short gaps", "host"), 0.0)
     last = None
     for name, begin, end in sorted(found, key=lambda kernel: kernel[1]):
@@ -250,8 +248,7 @@ def time_by_kind(
 def composition(bench: Bench) -> Iterator[Figure]:
     """Count tokens that change with the batch: rows alone against rows together.
 
-    Rows count up to their first difference, after which the texts have nothing in common.
-    """
+    Rows count up to their first difference, after which the texts have nothing in common."""
     model = bench.model(bench.policy)
     rows, length = bench.sizes((4, 20), (48 if bench.has_graphs else 12, 96))
 

@@ -28,9 +28,8 @@ from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, Roll
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.learner import Learner
-from bubblespec.learn.microbatch import pack_responses
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.memory import full_batch, gradient_peak, peak_of
+from bubblespec.memory import gradient_peak
 from bubblespec.samples import Samples
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, OWN
 from bubblespec.types import Group, Prompt
@@ -112,26 +111,16 @@ def paired(bench: Bench) -> Iterator[Figure]:
     if os.path.isdir(smollm2) and not bench.is_small:
         keys = [f"model.path={smollm2}", "run.max_steps=30"]
         cases["SmolLM2-135M"] = "configs/smollm2_135m_cpu.yaml", keys
-    vocabulary, reward = SHAPES[bench.policy][3], "benchmarks.gpu_programs.share_of_odd"
-    keys = [
-        f"model.path={policy}",
-        f"reward.functions=[{reward}]",
-        f"rollout.stop_token_ids=[{vocabulary - 1}]",
-    ]
-    keys += [
-        "optim.learning_rate=1e-6",
-        "run.max_steps=2" if bench.is_small else "run.max_steps=10",
-    ]
+    keys = shared.random_policy(policy, SHAPES[bench.policy][3])
+    keys += ["optim.learning_rate=1e-6", f"run.max_steps={2 if bench.is_small else 10}"]
     cases[f"{bench.policy}, random weights"] = CONFIG, keys
     for number, (name, (path, keys)) in enumerate(cases.items()):
         end_s = time.perf_counter() + bench.left_s / (len(cases) - number)
         steps = []
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             sizes = bench.sizes(SMALL_ROLLOUT, LARGE_ROLLOUT)
-            config = load_config(
-                os.path.join(ROOT, path),
-                [f"run.output_dir={folder}", *NO_EVALUATION, *sizes, *keys],
-            )
+            overrides = [f"run.output_dir={folder}", *NO_EVALUATION, *sizes, *keys]
+            config = load_config(os.path.join(ROOT, path), overrides)
             if path == CONFIG:  # the tokenizer is the tiny policy's
                 make = lambda *_: bench.raw_model(bench.policy)  # noqa: E731
                 stack.enter_context(patch.object(loading, "load_model", make))
@@ -148,10 +137,8 @@ def paired(bench: Bench) -> Iterator[Figure]:
 
 def paired_figure(case: str, step: dict) -> Figure:
     """Return the speed-up of a step of paired rollouts."""
-    note = (
-        "{none_s:.2f} > {speculation_s:.2f} s, {none_forwards} > {speculation_forwards} forwards, "
-    )
-    note += "{rollout/spec_accept_rate:.0%} accepted, {bubble/drafted_tokens} drafted, "
+    note = "{none_s:.2f} > {speculation_s:.2f} s, {none_forwards} > {speculation_forwards} forwards"
+    note += ", {rollout/spec_accept_rate:.0%} accepted, {bubble/drafted_tokens} drafted, "
     note += "{differing_rows} of {rows} rows differ"
     return Figure(case, step["none_s"] / step["speculation_s"], "x", note.format_map(step))
 
@@ -272,13 +259,7 @@ def updates(bench: Bench) -> Iterator[Figure]:
 def peaks(config: Config, learner: Learner, tokens: int) -> Iterator[Figure]:
     """Measure the memory of micro-batches of long samples, and of short ones."""
     expected = gradient_peak(config, learner) / 1e9
-    longest = full_batch(tokens, config)
-    for case, lengths in (("long", longest), ("short", [64] * (tokens // 64))):
-        texts = [np.zeros(n, int) for n in lengths]
-        generated = [np.zeros(n, np.float32) for n in lengths]
-        batch = pack_responses([(0,)] * len(lengths), texts, generated, learner.ranks.device)
-        step = partial(learner.accumulate_gradient, batch, *[np.zeros(len(lengths))] * 2)
-        peak = peak_of(step, learner.ranks.device) / 1e9
+    for case, lengths in (("long", None), ("short", [64] * (tokens // 64))):
+        peak = gradient_peak(config, learner, lengths) / 1e9
         note = "expected: what a run reserves"
         yield Figure(f"peak, {tokens} tokens of {case} samples", peak, "GB", note, expected)
-    learner.optimizer.clear()

@@ -25,8 +25,7 @@ def tp_tail(bench: Bench) -> Iterator[Figure]:
     """Time sums over ranks, and steps of one rank and of all together, eager and in graphs.
 
     Ranks are all cards, with NCCL, or on a CPU two processes. One card has one rank, which has all
-    weights: the overhead of exchanges and sampling.
-    """
+    weights: the overhead of exchanges and sampling."""
     world_size = torch.cuda.device_count() if bench.is_cuda else 2
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run_rank, (folder, world_size, bench.is_small), world_size)

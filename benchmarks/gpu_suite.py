@@ -52,14 +52,13 @@ PARTS = {
 }
 
 
-def run_part(name: str, bench: Bench, limit_s: float, write: Callable[[dict], None]) -> None:
-    """Measure a part's rows within a limit; print each, and write the part so far."""
+def run_part(name: str, bench: Bench, limit_s: float, result: dict, path: str | None) -> None:
+    """Measure a part's rows within a limit; print each, and write the result so far."""
     gc.collect()  # the model of the part before
-    if bench.is_cuda:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing without a GPU
     started = time.perf_counter()
     bench.end_s = started + limit_s
-    part: dict = {"rows": [], "seconds": 0.0, "error": None}
+    part = result["parts"][name] = {"rows": [], "seconds": 0.0, "error": None}
 
     def add(figure: Figure) -> None:
         measured = "-" if figure.value is None else f"{figure.value:.4g}"
@@ -68,7 +67,7 @@ def run_part(name: str, bench: Bench, limit_s: float, write: Callable[[dict], No
         print(f"| {' | '.join(cells)} |", flush=True)
         part["rows"].append(figure._asdict())
         part["seconds"] = time.perf_counter() - started
-        write(part)
+        write_json(path, result)
 
     def interrupt(*_) -> None:
         raise TimeoutError("interrupted: no time was left")
@@ -117,18 +116,13 @@ def run(arguments: argparse.Namespace) -> None:
     bench = make_bench(arguments.cpu or not torch.cuda.is_available())
     result = environment(bench)
     print(", ".join(f"{key} {value}" for key, value in result.items() if key != "is_small"))
+    result["parts"] = {}
     print("| part | case | measured | expected | unit | note |\n|---|---|---|---|---|---|")
-    parts = result["parts"] = {}
-
-    def write(part: dict, name: str) -> None:
-        parts[name] = part
-        write_json(arguments.json, result)
-
     for name in arguments.only:
         limit_s = PARTS[name].limit_s * arguments.minutes / MINUTES
         left_s = end_s - time.perf_counter()
         if left_s > 0:
-            run_part(name, bench, min(limit_s, left_s), lambda part, name=name: write(part, name))
+            run_part(name, bench, min(limit_s, left_s), result, arguments.json)
 
 
 def main() -> int:

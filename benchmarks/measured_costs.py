@@ -39,6 +39,15 @@ NEEDED = ("model", "batch", "seq", "mode", "median_ms")
 CASCADE_POSITIONS, CASCADE_ROWS, CASCADE_TILE = 256, 8, 128
 # Positions whose keys rows do not share, as blocks are shared only if they are full.
 UNSHARED = 16
+COLUMNS = {
+    "model": "{model}",
+    "mode": "{mode}",
+    "forwards": "{count}",
+    "median error": "{off:.1%}",
+    "mean ratio": "{ratio:.2f}",
+    "within 30%": "{near} of {count}",
+    "furthest": "{furthest:.2f} ({worst.rows} rows x {worst.fed} at {worst.context})",
+}
 
 
 class Case(NamedTuple):
@@ -48,12 +57,9 @@ class Case(NamedTuple):
     shape: Model
     mode: str
     rows: int
-    context: int
-    """Positions of each row."""
-    drafts: int
-    """Draft tokens of a row in this pass, which a row verifies or the copy drafts."""
-    shared: int
-    """Positions at the begin of the context that are the same in all rows."""
+    context: int  # positions of each row
+    drafts: int  # draft tokens of a row in this pass, which a row verifies or the copy drafts
+    shared: int  # positions at the begin of the context that are the same in all rows
     gpu: str
     num_ranks: int
     engine: str
@@ -154,8 +160,7 @@ def _sharing_s(case: Case, cost: GPUCost, fit: Fit) -> float:
     """Return the seconds of vLLM's attention where rows have keys in common.
 
     In cascade attention the queries of all rows are one sequence over these keys. Otherwise rows
-    of one query read them from the L2 cache.
-    """
+    of one query read them from the L2 cache."""
     attention, rows, shared = cost.attention, case.rows, case.shared - UNSHARED
     tokens, positions = rows * case.fed, float(rows * case.context)
     if case.mode != COPY and _is_cascade(case, cost):
@@ -180,31 +185,19 @@ def _is_cascade(case: Case, cost: GPUCost) -> bool:
 
 def compare(cases: Sequence[Case], fit: Fit | None = None) -> str:
     """Return a table of fitted against measured seconds, a line per model and mode."""
-    columns = ("model", "mode", "forwards", "median error", "mean ratio", "within 30%", "furthest")
     groups: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.model, case.mode), []).append(case)
-    table = [columns]
+    rows = []
     for (model, mode), group in groups.items():
         ratios = {case: predict(case, fit) / case.seconds for case in group}
         errors = {case: abs(ratio - 1) for case, ratio in ratios.items()}
         worst = max(errors, key=errors.__getitem__)
-        table.append(
-            (
-                model,
-                mode,
-                str(len(group)),
-                f"{median(errors.values()):.1%}",
-                f"{geometric_mean(ratios.values()):.2f}",
-                f"{sum(error <= 0.3 for error in errors.values())} of {len(group)}",
-                f"{ratios[worst]:.2f} ({worst.rows} rows x {worst.fed} at {worst.context})",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    )
+        row = {"model": model, "mode": mode, "count": len(group), "worst": worst}
+        row |= {"off": median(errors.values()), "ratio": geometric_mean(ratios.values())}
+        row["near"] = sum(error <= 0.3 for error in errors.values())
+        rows.append(row | {"furthest": ratios[worst]})
+    return shared.tabulate(rows, COLUMNS)
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:

@@ -11,12 +11,11 @@ that no arm captures graphs or takes memory while it is timed.
 
 import argparse
 import dataclasses
-import gc
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -30,11 +29,11 @@ from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.records import StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.samples import Samples
 from bubblespec.telemetry.report import speculation_metrics
+from bubblespec.tools.doctor.forwards import seconds_together
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Row
 
@@ -42,7 +41,17 @@ ARMS = ("none", "speculation")
 PAPER = (
     "paper (arXiv 2605.08862, its own hardware): decoding steps -50%, rollout throughput up to 1.8x"
 )
-
+HEADING = "step   none s   spec s  ratio   forwards longest accepted/forward  drafted"
+LINE = (
+    "{step:4} {none_s:8.2f} {speculation_s:8.2f} {ratio:6.2f} {none_forwards:5}>"
+    "{speculation_forwards:<4} {longest:7} {rollout/spec_accept_length:16.2f} "
+    "{bubble/drafted_tokens:8}"
+)
+TOTAL = (
+    "total: {speedup:.2f}x wall time (median step {speedup_median_step:.2f}x), "
+    "{forward_reduction:.0%} fewer forwards on the slowest rank, {differing_rows} of {rows} rows "
+    "differ"
+)
 FITTED = (
     "fitted ms: {rollout:.1f} + {forward:.3f} per forward + {verified:.4f} per verified and "
     "{drafted:.4f} per drafted token"
@@ -51,12 +60,9 @@ FITTED = (
 
 def timed(trainer: Trainer, action: Callable[[], int]) -> tuple[float, int]:
     """Return the seconds of the slowest rank, and the most forwards that `action` returns."""
-    trainer.ranks.barrier()
-    started = time.perf_counter()
-    forwards = action()
-    trainer.ranks.barrier()
-    elapsed = time.perf_counter() - started
-    return elapsed, int(trainer.ranks.gather(np.array([forwards])).max())
+    forwards: list[int] = []
+    seconds = seconds_together(lambda: forwards.append(action()), trainer.ranks)
+    return seconds, int(trainer.ranks.gather(np.array(forwards)).max())
 
 
 def make_drafts_useless(trainer: Trainer) -> None:
@@ -92,14 +98,9 @@ def paired_steps(trainer: Trainer, useless_drafts: bool = False) -> Iterator[dic
     plain = shared.plain_engine(trainer)
     with trainer.open():
         trainer.warm_start()
-    warm(trainer)
-    gc.collect()
-    gc.freeze()  # as in a run, see Trainer.open
-    try:
+        warm(trainer)
         for step in range(trainer.config.run.max_steps):
             yield paired_step(trainer, plain, step)
-    finally:
-        gc.unfreeze()
 
 
 def paired_step(
@@ -141,19 +142,8 @@ def paired_step(
     if inspect is not None:
         inspect(*map(list, zip(*pairs, strict=True)))
     samples, rewards = learn(trainer, replace(plan, scoring=scoring))
-    record = StepRecord(
-        step=step,
-        samples=samples,
-        rewards=rewards,
-        generated=samples,
-        all_rewards=rewards,
-        owners=plan.table.rank_of,
-        batch_sizes=[len(launch.groups)],
-        rollouts=[rollout.record],
-        stages=[],
-        spans=rollout.spans,
-        drafts={},
-    )
+    # What the metrics read of a StepRecord.
+    record = SimpleNamespace(rollouts=[rollout.record], generated=samples, spans=rollout.spans)
     result |= speculation_metrics(ranks, record, has_store=True)
     result["bubble/store_tokens"] = sampler.store.num_tokens
     for age, share in sampler.stats.survival.by_age.items():
@@ -193,8 +183,7 @@ def fit(steps: list[dict]) -> dict[str, float] | None:
     """Fit seconds of both arms by least squares; None with fewer than two steps.
 
     In milliseconds: of a rollout at all, of a forward, and of each token that is verified, or
-    drafted for a coming step, of all ranks.
-    """
+    drafted for a coming step, of all ranks."""
     if len(steps) < 2:
         return None
     rows, seconds = [], [s[f"{arm}_s"] for arm in ARMS for s in steps]
@@ -211,27 +200,15 @@ def fit(steps: list[dict]) -> dict[str, float] | None:
 def run(arguments: argparse.Namespace, folder: str) -> None:
     config = shared.run_config(arguments, folder)
     with shared.open_trainer(config) as trainer:
-        is_main, steps = trainer.ranks.is_main, []
-        if is_main:
-            print("step   none s   spec s  ratio   forwards longest accepted/forward  drafted")
-        for s in paired_steps(trainer, arguments.useless_drafts):
-            steps.append(s)
-            if is_main:
-                forwards = f"{s['none_forwards']}>{s['speculation_forwards']}"
-                ratio = s["none_s"] / s["speculation_s"]
-                seconds = f"{s['none_s']:8.2f} {s['speculation_s']:8.2f} {ratio:6.2f}"
-                print(
-                    f"{s['step']:4} {seconds} {forwards:>10} {s['longest']:7} "
-                    f"{s['rollout/spec_accept_length']:16.2f} {s['bubble/drafted_tokens']:8}",
-                    flush=True,
-                )
-        if is_main:
+        ranks, steps = trainer.ranks, []
+        shared.log(HEADING, ranks)
+        for step in paired_steps(trainer, arguments.useless_drafts):
+            steps.append(step)
+            ratio = step["none_s"] / step["speculation_s"]
+            shared.log(LINE.format_map(step | {"ratio": ratio}), ranks)
+        if ranks.is_main:
             summary = summarise(steps)
-            print(
-                "total: {speedup:.2f}x wall time (median step {speedup_median_step:.2f}x), "
-                "{percent:.0f}% forwards on the slowest rank, {differing_rows} of {rows} rows "
-                "differ".format(percent=-100 * summary["forward_reduction"], **summary)
-            )
+            print(TOTAL.format_map(summary))
             if fitted := fit(steps):
                 summary["fitted_ms"] = fitted
                 print(FITTED.format_map(fitted))

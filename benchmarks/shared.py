@@ -16,7 +16,7 @@ from bubblespec.config import Config
 from bubblespec.config.file import load_config
 from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
 from bubblespec.distributed.failures import report
-from bubblespec.distributed.ranks import ranks_from_environment
+from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import EndsRun, InputError
 from bubblespec.setup import build
@@ -28,7 +28,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 def make_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser of --config, --json and overrides."""
-    parser = argparse.ArgumentParser(description=description)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=as_written)
     parser.add_argument("--config", required=True)
     parser.add_argument("--json", help="file for the result")
     parser.add_argument("overrides", nargs="*")
@@ -75,6 +76,12 @@ def open_trainer(config: Config) -> Iterator[Trainer]:
         yield build(config, ranks)
 
 
+def log(line: str, ranks: Ranks) -> None:
+    """Print a line at once, on rank 0."""
+    if ranks.is_main:
+        print(line, flush=True)
+
+
 def write_json(path: str | None, result: dict) -> None:
     """Write a result, if there is a path."""
     if path:
@@ -99,8 +106,7 @@ def markdown(rows: list[dict[str, str]]) -> str:
 def tabulate(results: Iterable[dict], columns: dict[str, str]) -> str:
     """Return a table of results. columns: format strings of figures, by heading.
 
-    A cell is a dash where a figure is missing or None. An error stands in the first such cell.
-    """
+    A cell is a dash where a figure is missing or None. An error stands in the first such cell."""
 
     def cell(template: str, result: dict) -> str:
         try:
@@ -127,6 +133,12 @@ def load_policy(folder: str) -> tuple[transformers.PreTrainedTokenizerBase, PreT
     return tokenizer, model, tuple(sorted(ends))
 
 
+def random_policy(folder: str, vocabulary: int) -> list[str]:
+    """Return overrides for a model with random weights: all texts have a reward, and few end."""
+    keys = [f"model.path={folder}", f"rollout.stop_token_ids=[{vocabulary - 1}]"]
+    return [*keys, "reward.functions=[benchmarks.gpu_programs.share_of_odd]"]
+
+
 def chain_sums(tokenizer, count: int, seed: int, max_terms: int) -> list[Prompt]:
     """Make prompts of sums, as chat messages where the tokenizer has a template."""
     config = {"min_terms": 2, "max_terms": max_terms, "min_digits": 1, "max_digits": 1}
@@ -139,6 +151,5 @@ def plain_engine(trainer: Trainer) -> Engine:
     """Make an engine without drafts, which the trainer's own holds from step to step.
 
     They have one runner, with its cache and graphs, so that both fit a GPU; a rollout of either
-    begins with a reset.
-    """
+    begins with a reset."""
     return Engine(trainer.sampler.engine.runner)

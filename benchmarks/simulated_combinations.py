@@ -22,10 +22,10 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks import shared
-from benchmarks.simulated_systems import scaled, shortened
+from benchmarks.simulated_systems import scaled_costs, shortened
 from bubblespec.errors import InputError
 from bubblespec.tools.simulate.command import synthetic_run, totals
-from bubblespec.tools.simulate.recorded import load_copy_cost, load_cost
+from bubblespec.tools.simulate.recorded import load_cost
 from bubblespec.tools.simulate.run import counted, simulate
 from bubblespec.tools.simulate.workload import Spec, parse
 
@@ -60,19 +60,10 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     spec, num_prompts = shortened(spec, scale), arguments.ranks * arguments.rows
     sizes = [f"rollout.num_prompts_per_step={num_prompts // arguments.generations}"]
     sizes += [f"rollout.num_generations={arguments.generations}", *arguments.overrides]
-    cost, copy_cost = load_cost(arguments.cost_model), load_copy_cost(arguments.cost_model)
-    together = load_cost(arguments.cost_model, arguments.ranks)
-    runs = []
+    costs, runs = scaled_costs(arguments.cost_model, arguments.ranks, scale), []
     for parts in tqdm(combinations(arguments.all)):
         config, workload = synthetic_run(spec, sizes + overrides(parts))
-        steps = simulate(
-            config,
-            workload,
-            scaled(cost.seconds, scale),
-            arguments.ranks,
-            together=scaled(together.seconds, scale),
-            copy_cost=None if copy_cost is None else scaled(copy_cost.seconds, scale),
-        )
+        steps = simulate(config, workload, num_ranks=arguments.ranks, **costs)
         found = totals(counted(steps) if config.tail_batching.enabled else steps)
         found["seconds"] *= scale  # of as many tokens; seconds per token are those of a real one
         runs.append({"parts": "+".join(parts) or "none"} | found)
@@ -84,7 +75,7 @@ def run(arguments: argparse.Namespace, folder: str) -> None:
     settings = {name: value for name, value in vars(arguments).items() if name != "json"}
     shared.write_json(arguments.json, {"settings": settings, "runs": runs})
     columns = {"parts": "{parts}", "speed-up": "{speedup:.2f}x", "idle time": "{idle_share:.2f}"}
-    print(cost.source)
+    print(load_cost(arguments.cost_model).source)
     print(shared.tabulate(runs, columns))
     print(f"all parts: {best / runs[0]['speedup'] - 1:.1%} slower than the best combination")
 

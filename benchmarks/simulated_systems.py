@@ -33,8 +33,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks import shared
 from bubblespec.errors import InputError, log
 from bubblespec.tools.simulate.command import synthetic_run, totals
-from bubblespec.tools.simulate.roofline import copy_roofline, roofline
-from bubblespec.tools.simulate.run import SimulatedStep, counted, simulate
+from bubblespec.tools.simulate.recorded import load_copy_cost, load_cost
+from bubblespec.tools.simulate.run import counted, simulate
 from bubblespec.tools.simulate.runner import CopyModel, Cost, DrafterModel
 from bubblespec.tools.simulate.workload import Spec, parse
 from notebooks import report_pictures
@@ -58,12 +58,9 @@ class System(NamedTuple):
     """Keys that differ from no mechanism with prompts in turn."""
 
     keys: dict[str, Any] = {}  # noqa: RUF012
-    drafter: DrafterModel | None = None
-    """Drafter in place of the one of --drafter."""
-    second_epoch: bool = False
-    """Whether the second of two epochs counts alone."""
-    paper: str = ""
-    """Speed-up that its paper reports, of its own hardware."""
+    drafter: DrafterModel | None = None  # drafter in place of the one of --drafter
+    second_epoch: bool = False  # whether the second of two epochs counts alone
+    paper: str = ""  # speed-up that its paper reports, of its own hardware
 
 
 SYSTEMS = {
@@ -131,9 +128,17 @@ SHOWN += ("learned drafter", "quantised copy", "tail batching", "default", "all"
 RUN_S = 60  # seconds of one run, with 500 simulated tokens (a core of an AMD EPYC)
 
 
-def scaled(cost: Cost, scale: float) -> Cost:
-    """Return the cost of forwards whose rows have `scale` positions for each in their load."""
-    return lambda load: cost(load._replace(positions=scale * load.positions))
+def scaled_costs(name: str, num_ranks: int, scale: float) -> dict[str, Cost | None]:
+    """Return what `simulate` takes of a --cost-model.
+
+    Rows of these forwards have `scale` positions for each in their load."""
+    alone, together = load_cost(name), load_cost(name, num_ranks)
+    costs = {"cost": alone, "together": together, "copy_cost": load_copy_cost(name)}
+
+    def scaled(cost: Cost) -> Cost:
+        return lambda load: cost(load._replace(positions=scale * load.positions))
+
+    return {key: cost and scaled(cost.seconds) for key, cost in costs.items()}
 
 
 def shortened(spec: Spec, scale: float) -> Spec:
@@ -147,13 +152,10 @@ def shortened(spec: Spec, scale: float) -> Spec:
     )
 
 
-def simulate_steps(
-    arguments: argparse.Namespace, size: str, longest: int, system: System
-) -> tuple[list[SimulatedStep], float]:
-    """Return the steps of one system, and how many real tokens and seconds a simulated one is.
+def simulate_run(arguments: argparse.Namespace, size: str, longest: int, system: System) -> dict:
+    """Return totals of one system in real seconds and simulated tokens.
 
-    longest: maximum number of tokens of a real response.
-    """
+    longest: maximum number of tokens of a real response."""
     scale = longest / arguments.longest
     spec = Spec(
         mean=longest / SHARE_OF_LONGEST,
@@ -170,23 +172,14 @@ def simulate_steps(
     config, workload = synthetic_run(
         shortened(spec, scale), [f"{key}={value}" for key, value in keys.items()]
     )
-    alone, together = (roofline("h200", size, ranks) for ranks in (1, RANKS))
     steps = simulate(
         config,
         workload,
-        scaled(alone.seconds, scale),
-        RANKS,
-        together=scaled(together.seconds, scale),
+        num_ranks=RANKS,
         drafter=system.drafter or parse(DrafterModel, arguments.drafter, "--drafter"),
         quantized=parse(CopyModel, arguments.quantized, "--quantized"),
-        copy_cost=scaled(copy_roofline("h200", size).seconds, scale),
+        **scaled_costs(f"h200:{size}", RANKS, scale),
     )
-    return steps, scale
-
-
-def simulate_run(arguments: argparse.Namespace, size: str, longest: int, system: System) -> dict:
-    """Return totals of one system in real seconds and simulated tokens. See `simulate_steps`."""
-    steps, scale = simulate_steps(arguments, size, longest, system)
     steps = steps[len(steps) // 2 :] if system.second_epoch else counted(steps)
     found = totals(steps)
     for name in ("seconds", "seconds_per_token"):

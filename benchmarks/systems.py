@@ -212,9 +212,9 @@ def run_arms(
     for step in range(num_steps):
         for number in np.random.default_rng((seed, step)).permutation(len(arms)).tolist():
             arms[number].step(ranks)
-        if ranks.is_main and ((step + 1) % 10 == 0 or step + 1 == num_steps):
+        if (step + 1) % 10 == 0 or step + 1 == num_steps:
             us = [f"{arm.name} {1e6 * arm.result()['seconds_per_token']:.0f}" for arm in arms]
-            print(f"seed {seed}, {step + 1} steps, us/token: {', '.join(us)}", flush=True)
+            shared.log(f"seed {seed}, {step + 1} steps, us/token: {', '.join(us)}", ranks)
     results = {arm.name: arm.result(arguments.skip) for arm in arms}
     for arm in arms:
         arm.trainer.sampler.scorer.close()

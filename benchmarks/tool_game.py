@@ -51,8 +51,7 @@ class SumTool:
         """Answer the sum; returns the question again.
 
         Args:
-            number: The answer.
-        """
+            number: The answer."""
         if number == self.wanted and not self.reward:
             self.reward = max(NUM_TRIES - self.num_tries, 0) / NUM_TRIES
         self.num_tries += 1

@@ -33,8 +33,7 @@ def run_trl(
     """Make steps of TRL's trainer.
 
     make_clock: makes the `vs_trl.Clock` of a model; options: of GRPOConfig, on generation. Raises
-    InputError for what TRL has under no option of its own.
-    """
+    InputError for what TRL has under no option of its own."""
     rollout, optim, loss = config.rollout, config.optim, config.loss
     torch.manual_seed(config.run.seed)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)

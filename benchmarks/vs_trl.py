@@ -18,14 +18,11 @@ model.device=cuda model.dtype=bfloat16 rollout.num_prompts_per_step=16 rollout.n
 rollout.max_completion_length=512 rollout.max_num_seqs=128 rollout.max_num_batched_tokens=2048
 optim.max_tokens_per_microbatch=8192 optim.learning_rate=1e-6
 
-TRL gets SDPA, a K/V cache, no gradient checkpointing, no logging, no old-policy forward, and the
---trl-microbatches that suit it.
-
-Each arm has a job of its own for each of --seeds; a seed given twice shows the noise. A step lasts
-from the end of one to the end of the next. The first --warmup steps of a job are not counted. With
-tail batching steps differ in size, so what counts there are tokens per second. With --tool-game
-responses are episodes of `tool_game.py`: TRL's environment class, run by both. Its tokens are the
-policy's own.
+TRL gets SDPA, a K/V cache, no gradient checkpointing, no logging and no old-policy forward. Each
+arm has a job of its own for each of --seeds; a seed given twice shows the noise. A step lasts from
+the end of one to the end of the next. With tail batching steps differ in size, so what counts there
+are tokens per second. With --tool-game responses are episodes of `tool_game.py`: TRL's environment
+class, run by both. Its tokens are the policy's own.
 
 With --every N the weights after every N steps are evaluated as well, on this trainer's held-out
 problems with the same noise for all arms; --picture draws the rewards over the seconds of training.
@@ -54,11 +51,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks import shared, tool_game
 from bubblespec.config import Config, flatten
 from bubblespec.config.file import load_config
-from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.loading import with_dtype
 from bubblespec.records import StepRecord
-from bubblespec.setup import build
 from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.trainer import Trainer
 from notebooks.reading import time_to
@@ -97,8 +92,6 @@ COMPARED = {  # what the arm of TRL is set up for
     "optim.lr_scheduler_type": "constant",
 }
 STEPS_BEYOND = 16  # after the measured ones, so that drafts are made as in a long run
-
-
 COLUMNS = {
     "arm": "{arm}",
     "seconds per step": "{seconds:.2f}",
@@ -152,13 +145,11 @@ def run_own(config: Config, num_steps: int, make_clock: Callable) -> dict:
             raise Enough
 
     Trainer.report = timed_report
-    with ranks_from_environment(config.model.device, config.run.timeout_s) as ranks:
-        trainer = build(config, ranks)
+    with shared.open_trainer(config) as trainer:
         clock = make_clock(trainer.learner.model)
-        try:
+        with contextlib.suppress(Enough):
             entry.train(trainer)
-        except Enough:
-            ranks.barrier()
+        trainer.ranks.barrier()
     rows = config.rollout.num_prompts_per_step * config.rollout.num_generations
     return {
         "seconds": clock.seconds,
@@ -251,21 +242,14 @@ def make_random_policy(shape: str, tokenizer: str, folder: str) -> list[str]:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
-    last = config.vocab_size - 1
-    reward = "benchmarks.gpu_programs.share_of_odd"
-    return [
-        f"model.path={folder}",
-        f"rollout.stop_token_ids=[{last}]",
-        f"reward.functions=[{reward}]",
-    ]
+    return shared.random_policy(folder, config.vocab_size)
 
 
 def summarise(jobs: dict[str, list[dict]], num_warmup: int) -> dict[str, dict]:
     """Return medians over the counted steps of all jobs of an arm, or its error, by arm.
 
     Speed-ups over TRL are those of all steps together, of the median step, which has the same
-    prompts in every arm without tail batching, and of tokens per second.
-    """
+    prompts in every arm without tail batching, and of tokens per second."""
     summary = {}
     base = [run["seconds"][num_warmup:] for run in jobs.get("trl", []) if "error" not in run]
     for arm, runs in jobs.items():
@@ -351,16 +335,17 @@ def run(arguments: argparse.Namespace, base: str) -> None:
         raise InputError(f"--warmup: {arguments.warmup} of {arguments.steps} steps leaves none")
     if not 0 <= arguments.every <= arguments.steps or (arguments.picture and not arguments.every):
         raise InputError("--every: give 1 to --steps to evaluate, and to draw a --picture")
+    config, policy = (
+        load_config(arguments.config, arguments.overrides),
+        os.path.join(base, "policy"),
+    )
     if arguments.tool_game:
-        path = load_config(arguments.config, arguments.overrides).model.path
-        policy = tool_game.make_policy(path, os.path.join(base, "policy"))
+        tool_game.make_policy(config.model.path, policy)
         arguments.overrides += [*tool_game.OVERRIDES, f"model.path={policy}"]
     if arguments.random_weights:
-        path = load_config(arguments.config, arguments.overrides).model.path
-        policy = os.path.join(base, "policy")
-        arguments.overrides += make_random_policy(arguments.random_weights, path, policy)
-    config = load_config(arguments.config, arguments.overrides)
-    check(config)
+        shape = arguments.random_weights
+        arguments.overrides += make_random_policy(shape, config.model.path, policy)
+    check(load_config(arguments.config, arguments.overrides))
     if arguments.every and device_of(config) == "cuda":
         raise InputError("--every: the evaluations' engine would take the GPU's memory; leave out")
     arguments.end_s = time.monotonic() + 60 * arguments.minutes
@@ -372,9 +357,7 @@ def run(arguments: argparse.Namespace, base: str) -> None:
     with contextlib.ExitStack() as stack:
         trainer = None
         if arguments.every:
-            timeout_s = config.run.timeout_s
-            ranks = stack.enter_context(ranks_from_environment(config.model.device, timeout_s))
-            trainer = build(config, ranks)
+            trainer = stack.enter_context(shared.open_trainer(config))
         for turn, seed in enumerate(tqdm(arguments.seeds, unit="seed")):
             for arm in arguments.arms[:: -1 if turn % 2 else 1]:
                 folder = os.path.join(base, f"{arm}_{turn}")
@@ -395,11 +378,7 @@ def run(arguments: argparse.Namespace, base: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--json")
+    parser = shared.make_parser(__doc__)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=("trl", *OWN))
     parser.add_argument("--steps", type=int, default=5, help="of each job")
     parser.add_argument("--warmup", type=int, default=1, help="first steps that are not counted")
@@ -414,7 +393,6 @@ def main() -> int:
     parser.add_argument("--tool-game", action="store_true", help="episodes with a tool")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)  # a rank of a job
     parser.add_argument("--weights", help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*")
     return shared.main(run, parser)
 
 

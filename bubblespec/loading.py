@@ -72,8 +72,7 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
     """Load the policy of a checkpoint, or the initial one. With LoRA, checkpoints are adapters.
 
     Raises InputError if a shape differs from the model's configuration, or if weights are missing:
-    they would be random numbers.
-    """
+    they would be random numbers."""
     has_adapter = config.model.lora_r > 0
     path = config.model.path if has_adapter or checkpoint is None else checkpoint
     key = _key_of(config, path)
@@ -106,8 +105,7 @@ def load_teacher(
     """Load the frozen model of distillation, if any. Raises InputError.
 
     Its tokenizer must have the policy's tokens under the same ids, and its model an embedding for
-    each of the policy's num_tokens. Further embeddings are padding, as in the policy.
-    """
+    each of the policy's num_tokens. Further embeddings are padding, as in the policy."""
     path, key = config.model.teacher_path, "model.teacher_path"
     if path is None:
         return None
@@ -171,8 +169,7 @@ def check_vocabulary(
     """Return the size of the policy's vocabulary, and lines to print if the model has other ids.
 
     The vocabulary ends with the last token of the tokenizer or among the stop tokens, which must
-    have an embedding; further embeddings are padding, never sampled. Raises InputError.
-    """
+    have an embedding; further embeddings are padding, never sampled. Raises InputError."""
     size = model.get_input_embeddings().num_embeddings
     known = set(tokenizer.get_vocab().values())
     if (largest := max(known, default=0)) >= size:
@@ -198,8 +195,7 @@ def stop_tokens(
 ) -> tuple[int, ...]:
     """Return the configured stop tokens, or model's and tokenizer's end-of-sequence tokens.
 
-    Raises InputError if there are none.
-    """
+    Raises InputError if there are none."""
     if config.rollout.stop_token_ids is not None:
         return tuple(config.rollout.stop_token_ids)
     of_model = model.generation_config.eos_token_id
@@ -224,8 +220,7 @@ def load_prompts(
     A training prompt that is also held out is left out of training, whether or not this run
     evaluates: batches do not depend on that. tokenize: from a prompt to the ids that its group
     shares, by default all of its ids; saved_held_out: fingerprints of the held-out rows of a run
-    that resumes, which stay the same if rows have been appended.
-    """
+    that resumes, which stay the same if rows have been appended."""
     data, count, longest = config.data, config.eval.num_prompts, config.rollout.max_prompt_length
     tokenize = tokenize or make_tokenize(tokenizer)
 

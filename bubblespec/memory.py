@@ -132,8 +132,7 @@ def max_slots(config: Config, world_size: int) -> int:
     """Return the largest useful number of slots.
 
     One per row of a rank, and as many again for drafts, deferred prompts, or many short rows placed
-    against few long ones.
-    """
+    against few long ones."""
     is_placed = world_size > 1 and config.rollout.placement != "in_turn"
     has_more = "bubble" in config.speculative.sources or config.tail_batching.enabled or is_placed
     rows = num_rows(config, world_size) * (2 if has_more else 1)
@@ -161,8 +160,7 @@ def choose_slots(
     All ranks call it together and get equal figures. Each `auto` becomes what fits into the memory
     that is free once model and optimizer are loaded; pages fill it. Ranks on CPUs use half of the
     machine's free memory, as nothing measures a gradient step there. Raises InputError where the
-    slots do not fit.
-    """
+    slots do not fit."""
     rollout, device = config.rollout, ranks.device
     wanted, free = rollout.max_num_seqs, free_bytes(device)
     useful, is_paged = max_slots(config, ranks.world_size), has_kernels(device, learner.model.dtype)
@@ -202,10 +200,12 @@ def choose_slots(
     return max(num_slots, 1), num_pages, num_tp_rows
 
 
-def gradient_peak(config: Config, learner: Learner) -> int:
-    """Measure the peak bytes of a gradient step on a full micro-batch; clear the gradient."""
+def gradient_peak(config: Config, learner: Learner, lengths: list[int] | None = None) -> int:
+    """Measure the peak bytes of a gradient step on a full micro-batch; clear the gradient.
+
+    lengths: of its responses, by default the longest possible."""
     device = learner.ranks.device
-    lengths = full_batch(config.optim.max_tokens_per_microbatch, config)
+    lengths = lengths or full_batch(config.optim.max_tokens_per_microbatch, config)
     prompts: list[tuple[int, ...]] = [(0,)] * len(lengths)
     tokens = [np.zeros(length, int) for length in lengths]
     generated = [np.zeros(length, np.float32) for length in lengths]

@@ -20,7 +20,7 @@ from benchmarks.simulated_systems import (
     RANKS,
     SHARE_OF_LONGEST,
     K,
-    scaled,
+    scaled_costs,
     shortened,
 )
 from bubblespec import memory
@@ -28,7 +28,6 @@ from bubblespec.config.file import load_config
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.memory import CARDS, needs_of, planned_model
 from bubblespec.tools.simulate.command import synthetic_run
-from bubblespec.tools.simulate.recorded import load_copy_cost, load_cost
 from bubblespec.tools.simulate.roofline import GPUS, MODELS
 from bubblespec.tools.simulate.run import SimulatedStep, simulate
 from bubblespec.tools.simulate.workload import Spec
@@ -80,24 +79,13 @@ def step_eight_ranks() -> Figure:
     spec = Spec(
         mean=LONGEST / SHARE_OF_LONGEST, max=LONGEST, prompt=PROMPT, run=MISMATCH, steps=STEPS
     )
-    costs = [load_cost(COST), load_cost(COST, RANKS), load_copy_cost(COST)]
-    cost, together, copy_cost = (scaled(of.seconds, SCALE) for of in costs)
+    costs = scaled_costs(COST, RANKS, SCALE)
     sizes = [f"rollout.num_prompts_per_step={PROMPTS}", f"rollout.num_generations={GENERATIONS}"]
     plain = ["speculative.method=none", "rollout.placement=in_turn", "rollout.tp_tail_max_rows=0"]
     of_method = []
     for overrides in (plain, []):
         config, workload = synthetic_run(shortened(spec, SCALE), sizes + overrides)
-        of_method.append(
-            simulate(
-                config,
-                workload,
-                cost,
-                RANKS,
-                together=together,
-                copy_cost=copy_cost,
-                shows_progress=True,
-            )
-        )
+        of_method.append(simulate(config, workload, num_ranks=RANKS, **costs, shows_progress=True))
     totals_s = np.array(
         [[SCALE * step.seconds + train_s(step) for step in steps] for steps in of_method]
     )

@@ -40,11 +40,11 @@ def check(tmp_path, capsys):
 def test_check_prints_errors_by_model_and_mode(check):
     code, out, _ = check("\n".join([COLUMNS, *LINES]))
     lines = out.splitlines()
-    assert code == 0 and len(lines) == 5
-    assert lines[1].split()[:3] == ["Qwen2.5-7B", "target_decode", "1"]
-    assert "Qwen/Qwen2.5-7B-Instruct" in lines[3] or "Qwen/Qwen2.5-7B-Instruct" in lines[2]
-    assert "1 of 1" in lines[1] and "(1 rows x 1 at 256)" in lines[1]
-    assert lines[4].startswith("left out: 2 lines")
+    assert code == 0 and len(lines) == 6
+    assert lines[2].startswith("| Qwen2.5-7B | target_decode | 1 | ")
+    assert "Qwen/Qwen2.5-7B-Instruct" in lines[3] or "Qwen/Qwen2.5-7B-Instruct" in lines[4]
+    assert "1 of 1" in lines[2] and "(1 rows x 1 at 256)" in lines[2]
+    assert lines[5].startswith("left out: 2 lines")
 
 
 def test_error_and_ratio_compare_with_predictions(tmp_path):

@@ -19,6 +19,7 @@ from benchmarks.gpu_bench import Bench, Figure, make_bench
 from benchmarks.measured_costs import DECODE, read_cases
 from bubblespec import memory
 from bubblespec.engine import graphs
+from bubblespec.learn.learner import Learner
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, OWN, Model, roofline
 from bubblespec.types import Load
 from tests.helpers.clocks import Clock
@@ -203,22 +204,25 @@ def test_gpu_tests_that_time_out_keep_what_is_known(monkeypatch):
 
 
 def test_peaks_measure_full_micro_batches(monkeypatch):
-    seen = []
+    fed, peaks, accumulate = [], itertools.count(1), Learner.accumulate_gradient
+
+    def noted(learner, batch, *arguments):
+        fed.append(sum(batch.sequence_lengths))
+        return accumulate(learner, batch, *arguments)
 
     def peak_of(action, device) -> int:
-        seen.append(action)
+        fed.clear()
         action()
-        return len(seen)
+        assert fed == [256]
+        return next(peaks)
 
-    for module in (memory, gpu_programs):
-        monkeypatch.setattr(module, "peak_of", peak_of)
+    monkeypatch.setattr(Learner, "accumulate_gradient", noted)
+    monkeypatch.setattr(memory, "peak_of", peak_of)
     monkeypatch.setattr(gpu_programs, "kernels_of", lambda *_: [])
     bench = make_bench(True)
     monkeypatch.setattr(Bench, "is_cuda", True)
     rows = [figure for figure in gpu_programs.updates(bench) if "peak" in figure.case]
     assert [row.value for row in rows] == [2e-9, 3e-9] and {row.expected for row in rows} == {1e-9}
-    for action in seen[1:]:
-        assert sum(action.args[0].sequence_lengths) == 256
 
 
 def test_guide_lists_measured_and_expected_figures():

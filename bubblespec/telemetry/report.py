@@ -21,8 +21,7 @@ def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: boo
     """Return metrics of what the step generated, replaced groups included, and of its rewards.
 
     Rewards are without the groups that lack one. functions: dotted paths, and `environment`;
-    is_dynamic: whether dynamic sampling is on.
-    """
+    is_dynamic: whether dynamic sampling is on."""
     samples, is_scored = record.generated, has_rewards(record.all_rewards)
     rewards = record.all_rewards[is_scored]
     lengths = samples.num_sampled
@@ -67,8 +66,7 @@ def short_names(functions: list[str]) -> list[str]:
 def function_metrics(rewards: np.ndarray, functions: list[str]) -> dict:
     """Return mean and standard deviation of each function over the samples that it applies to.
 
-    The number of other samples is there unless it is 0. rewards: float64 [S, functions].
-    """
+    The number of other samples is there unless it is 0. rewards: float64 [S, functions]."""
     metrics: dict[str, float] = {}
     for name, values in zip(short_names(functions), rewards.T, strict=True):
         if num_missing := int(np.isnan(values).sum()):
@@ -86,8 +84,7 @@ def evaluation_metrics(
     """Return how an evaluation was generated.
 
     Forwards are those of the rank that took most, shared ones included. seconds: of the evaluation;
-    has_drafts: whether its samples may have drafts.
-    """
+    has_drafts: whether its samples may have drafts."""
     counts, own_forwards = rollout.acceptance, rollout.own_forwards + len(rollout.shared_forwards)
     own = [own_forwards, counts.draft_tokens, counts.accepted_tokens]
     forwards, drafted, accepted = ranks.gather(np.array(own)).T
@@ -101,8 +98,7 @@ def evaluation_metrics(
 def speculation_metrics(ranks: Ranks, record: StepRecord, *, has_store: bool) -> dict:
     """Return the step's speculation, summed over ranks; forwards are those of the slowest rank.
 
-    has_store: whether drafts are kept for coming steps.
-    """
+    has_store: whether drafts are kept for coming steps."""
     rollouts = record.rollouts
     own: Any = Counter()  # int, and seconds
     for rollout in rollouts:
@@ -154,8 +150,7 @@ def peak_memory(device: torch.device) -> int:
 def rank_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
     """Return where the step's time went, on the mean rank and by rank, and uses of idle time.
 
-    sync_s: reductions of gradients, within train.
-    """
+    sync_s: reductions of gradients, within train."""
     rollouts = record.rollouts
     gen, wait, reward, train = (
         total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train")

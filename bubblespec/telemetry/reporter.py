@@ -46,13 +46,10 @@ class RunReporter:
     learner: Learner
     schedule: StepSchedule
     tokenizer: PreTrainedTokenizerBase
-    functions: list[str]
-    """Names of the rewards."""
+    functions: list[str]  # names of the rewards
     num_held_out: int
-    log_to: Callable[[dict], object] | None
-    """The user's hook of `run.log_to`, on rank 0."""
-    began_s: float
-    """time.monotonic as set-up began."""
+    log_to: Callable[[dict], object] | None  # the user's hook of `run.log_to`, on rank 0
+    began_s: float  # time.monotonic as set-up began
     history: summary.History = field(default_factory=summary.History)
     hinted: set[str] = field(default_factory=set)
     logger: MetricsLogger | None = None  # of rank 0, while the run is open

@@ -38,8 +38,7 @@ class History:
     """What this process has done so far."""
 
     set_up_s: float = 0.0
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    """Metrics of each step, those of KEPT."""
+    steps: list[dict[str, Any]] = field(default_factory=list)  # metrics of KEPT
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, metrics: dict[str, Any]) -> None:

@@ -47,8 +47,7 @@ def step_spans(spans: list[Span], stages: list[Span]) -> list[tuple[str, float, 
     """Return a step's spans in order, with gaps in waiting, reward and training filled.
 
     stages: the step's (gen, wait, reward, train, ...), one after the other. Gaps in gen, the host's
-    work between forwards, stay empty.
-    """
+    work between forwards, stay empty."""
     filled = []
     for kind, begin, end in stages:
         if kind == "gen":
@@ -78,8 +77,7 @@ def gather_lanes(ranks: Ranks, spans: list[Span], stages: list[Span]) -> list[np
     """Return the spans of all ranks, on every rank: a list by rank of float64 [spans, 3].
 
     The columns are the index in KINDS, begin and end in seconds since the first rank began the
-    step. Called by all ranks together; see `step_spans` for the arguments.
-    """
+    step. Called by all ranks together; see `step_spans` for the arguments."""
     offsets = clock_offsets(ranks)
     zero = offsets[ranks.rank] + (ranks.gather(np.array(stages[0][1])) - offsets).min()
     whole = step_spans(spans, stages)

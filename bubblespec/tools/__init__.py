@@ -7,11 +7,9 @@ from typing import NamedTuple
 class Command(NamedTuple):
     """A command."""
 
-    module: str
-    """Module with its `main`, imported when the command runs, as imports take seconds."""
+    module: str  # module with its `main`, imported when the command runs, as imports take seconds
     purpose: str
-    example: str
-    """Arguments that work in a clone of the repository."""
+    example: str  # arguments that work in a clone of the repository
 
 
 COMMANDS = {

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib import metadata
 from itertools import combinations
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from bubblespec.distributed.device import cuda_of_driver, why_no_gpu
-from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.store import exchange
 from bubblespec.engine.packing import PAGE
 from bubblespec.errors import InputError
@@ -32,7 +31,7 @@ from bubblespec.rollout.table import RowTable
 from bubblespec.setup import build, prepare
 from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.tools.doctor import forwards
-from bubblespec.tools.doctor.forwards import Case, Check, Line, failed, median_s, ok, slower
+from bubblespec.tools.doctor.forwards import Case, Check, Line, failed, ok, slower
 from bubblespec.types import Draft, Launch, Row, SampleId
 
 # The compared rollouts: long enough for drafts to be right and wrong, short enough to take seconds.
@@ -115,11 +114,11 @@ def set_up(case: Case) -> Iterator[Line]:
 
 def collectives(case: Case) -> Iterator[Line]:
     """Time all-reduces of the group and progress ticks."""
-    ranks, board = case.ranks, case.sampler.board
+    ranks, board = case.ranks, case.trainer.sampler.board
     if ranks.world_size == 1:
         yield ok("not applicable: one rank")
         return
-    sum_us = 1e6 * median_s(ranks.barrier, ranks.device)
+    sum_us = 1e6 * forwards.median_s(ranks.barrier, ranks.device)
     yield ok(f"an all-reduce of one number takes {sum_us:.0f} us ({dist.get_backend()})")
     if board is None:
         yield ok("ranks do not exchange progress in this configuration")
@@ -147,14 +146,14 @@ def _tick_us(board: ProgressBoard) -> float:
         while board.poll(lambda: state) is None:
             pass
 
-    own_us = 1e6 * median_s(partial(tick, RankState(1)), board.ranks.device)
+    own_us = 1e6 * forwards.median_s(partial(tick, RankState(1)), board.ranks.device)
     tick(RankState(0))  # the last
     return float(board.ranks.gather(np.array([own_us])).mean())
 
 
 def rollouts(case: Case) -> Iterator[Line]:
     """Compare some responses of the first step without drafts and with partly right drafts."""
-    ranks, sampler, rollout = case.ranks, case.sampler, case.config.rollout
+    ranks, sampler, rollout = case.ranks, case.trainer.sampler, case.config.rollout
     # The first turns of episodes are compared.
     sampler.mechanisms[:] = [each for each in sampler.mechanisms if each.name != "episodes"]
     longest = min(rollout.max_completion_length, MAX_TOKENS)
@@ -165,7 +164,7 @@ def rollouts(case: Case) -> Iterator[Line]:
     launch = Launch(groups, len(groups), size)
     tables = [RowTable(launch, rank_of, ranks.rank) for _ in range(2)]
     plain, drafted = (RolloutPlan(t, t.make_rows(longest), sampler.params) for t in tables)
-    plain_s = seconds_together(RolloutLoop(sampler.engine, ranks, None, plain).run, ranks)
+    plain_s = forwards.seconds_together(RolloutLoop(sampler.engine, ranks, None, plain).run, ranks)
     responses = f"{len(rank_of)} responses of up to {longest} tokens"
     if sampler.proposer is None:
         yield ok(f"{responses} take {plain_s:.2f} s; speculative.method=none has no drafts")
@@ -176,7 +175,7 @@ def rollouts(case: Case) -> Iterator[Line]:
         row.draft = sampler.store.get(row.id)
     sampler.proposer.always = True  # whether drafts pay is not the question
     rollouts: list[Rollout] = []
-    drafted_s = seconds_together(lambda: rollouts.append(sampler.rollout(drafted)), ranks)
+    drafted_s = forwards.seconds_together(lambda: rollouts.append(sampler.rollout(drafted)), ranks)
     pairs = [(row, drafted.rows[index]) for index, row in plain.rows.items()]
     differing = sum(not np.array_equal(a.tokens, b.tokens) for a, b in pairs)
     acceptance = rollouts[0].record.acceptance
@@ -205,15 +204,6 @@ def spoilt(rows: Iterable[Row]) -> dict[SampleId, Draft]:
         tokens[len(tokens) // 2] = row.prompt[0]
         drafts[row.id] = Draft(tokens, is_finished=True, version=0)
     return drafts
-
-
-def seconds_together(action: Callable[[], object], ranks: Ranks) -> float:
-    """Return the seconds of the slowest rank, from one barrier to the next."""
-    ranks.barrier()
-    began_s = time.perf_counter()
-    action()
-    ranks.barrier()
-    return time.perf_counter() - began_s
 
 
 def local_ranks() -> int:

@@ -34,8 +34,7 @@ TIMEOUT_S = 300.0  # that a rank waits for another, at most: run.timeout_s may b
 def examine(case: Case) -> list[str]:
     """Run all checks on all ranks together, print their lines and return the names that failed.
 
-    The names are equal on all ranks. Raises RunFailed where a rank no longer answers.
-    """
+    The names are equal on all ranks. Raises RunFailed where a rank no longer answers."""
     failures: list[str] = []
     passed: set[str | None] = {None}
     is_apart = False  # ranks have missed a collective, and there can be no further one
@@ -77,8 +76,7 @@ def compare(
     """Return the lines of all ranks, by rank, and whether any was late. Raises RunFailed.
 
     They are exchanged through the job's key-value store, as a failed rank may have left others
-    alone in a collective.
-    """
+    alone in a collective."""
     if ranks.world_size == 1:
         return [lines], is_late
     store = dist.PrefixStore("doctor", dist.distributed_c10d._get_default_store())

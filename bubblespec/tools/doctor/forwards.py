@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,10 +35,6 @@ from bubblespec.mechanisms.tp_tail.shards import (
     no_tp_tail,
 )
 
-if TYPE_CHECKING:
-    from bubblespec.rollout.sampler import Sampler
-    from bubblespec.trainer import Trainer
-
 WARM_UP, NUM_TIMED = 3, 20
 NUM_OBSERVED = 128  # tokens that a copy is compared on
 MIN_SAME = 0.3  # of the best tokens of random text, where policies are unsure
@@ -60,42 +56,26 @@ class Case:
 
     config: Config
     ranks: Ranks
-    model: PreTrainedModel | None = None
-    """Loaded by the check `model`; None again once the run's own model is loaded."""
+    model: Any = None  # of transformers, from the check `model` until the run's own is loaded
     kernel: str = "sdpa"
-    slower: str | None = None
-    """Warning if the kernel is a fallback."""
-    trainer: "Trainer | None" = None
-
-    @property
-    def loaded(self) -> PreTrainedModel:
-        """The model, once the check `model` has passed."""
-        assert self.model is not None
-        return self.model
-
-    @property
-    def sampler(self) -> "Sampler":
-        """The run's sampler, once the check `set-up` has passed."""
-        assert self.trainer is not None
-        return self.trainer.sampler
+    slower: str | None = None  # warning if the kernel is a fallback
+    trainer: Any = None  # the run's `Trainer`, from the check `set-up` on
 
 
 class Check(NamedTuple):
     """A check of a case."""
 
     make: Callable[[Case], Iterator[Line]]
-    avoid: str
-    """Key that errors name if they name none themselves."""
-    needs: str | None = None
-    """Check that must pass first."""
+    avoid: str  # key that errors name if they name none themselves
+    needs: str | None = None  # check that must pass first
 
 
 def attention(case: Case) -> Iterator[Line]:
     """Report what generates, and the kernel of training, which `prepare` has compared with SDPA."""
     if case.slower is not None:
         yield slower(case.slower)
-    layers = "written out" if is_like_llama(case.loaded) else "transformers' modules"
-    forward = ModelForward(case.loaded)
+    layers = "written out" if is_like_llama(case.model) else "transformers' modules"
+    forward = ModelForward(case.model)
     if case.ranks.device.type == "cuda" and forward.ops is torch_ops:
         what = "triton" if not has_triton() else "bfloat16"
         yield slower(f"generation takes torch's operations, without CUDA graphs: no {what}")
@@ -105,7 +85,7 @@ def attention(case: Case) -> Iterator[Line]:
 @torch.inference_mode()
 def graphs(case: Case) -> Iterator[Line]:
     """Compare forwards as CUDA graphs with eager forwards."""
-    loaded, avoid = case.loaded, "rollout.enforce_eager=true"
+    loaded, avoid = case.model, "rollout.enforce_eager=true"
     if case.ranks.device.type == "cpu":
         yield ok("not applicable: a CPU has none")
         return
@@ -131,7 +111,7 @@ def graphs(case: Case) -> Iterator[Line]:
 @torch.inference_mode()
 def tp_tail(case: Case) -> Iterator[Line]:
     """Compare a forward of all ranks together with a forward of each rank alone."""
-    ranks, loaded, avoid = case.ranks, case.loaded, "rollout.tp_tail_max_rows=0"
+    ranks, loaded, avoid = case.ranks, case.model, "rollout.tp_tail_max_rows=0"
     if ranks.world_size == 1 or case.config.rollout.tp_tail_max_rows == 0:
         yield ok(f"not applicable: {'one rank' if ranks.world_size == 1 else avoid}")
         return
@@ -151,7 +131,7 @@ def tp_tail(case: Case) -> Iterator[Line]:
 @torch.inference_mode()
 def quantized(case: Case) -> Iterator[Line]:
     """Compare a quantised copy with the policy, and time both."""
-    loaded, avoid = case.loaded, "speculative.method=bubble+suffix"
+    loaded, avoid = case.model, "speculative.method=bubble+suffix"
     if "quantized" not in case.config.speculative.sources:
         yield ok("not applicable: speculative.method has no quantised copy")
         return
@@ -174,6 +154,15 @@ def quantized(case: Case) -> Iterator[Line]:
     text = f"{product.name}: {same:.0%} of {NUM_OBSERVED} best tokens are the policy's; a forward"
     text += f" of one token takes {ms[0]:.2f} ms, the policy's {ms[1]:.2f} ms"
     yield ok(text) if same >= MIN_SAME else failed(f"{text}; {avoid}")
+
+
+def seconds_together(action: Callable[[], object], ranks: Ranks) -> float:
+    """Return the seconds of the slowest rank, from one barrier to the next."""
+    ranks.barrier()
+    began_s = time.perf_counter()
+    action()
+    ranks.barrier()
+    return time.perf_counter() - began_s
 
 
 def token_ms(hidden: Callable, cache: KVCache, model: PreTrainedModel) -> float:

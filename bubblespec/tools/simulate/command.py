@@ -19,6 +19,7 @@ from bubblespec.config.file import config_of_sections
 from bubblespec.errors import InputError, log
 from bubblespec.telemetry.trace import FOLDER
 from bubblespec.tools import make_parser
+from bubblespec.tools.memory import changed
 from bubblespec.tools.simulate.recorded import (
     load_copy_cost,
     load_cost,
@@ -31,6 +32,7 @@ from bubblespec.tools.simulate.runner import CopyModel, DrafterModel
 from bubblespec.tools.simulate.workload import Spec, Workload, make_synthetic, parse
 
 SECTIONS = ("rollout", "speculative", "tail_batching", "environment")  # that overrides may change
+MODELS: dict[str, Any] = {"drafter": DrafterModel, "quantized": CopyModel}  # sources of drafts
 # Seconds in which a rank's forward is simulated, on average over methods (AMD EPYC, one thread).
 FORWARD_S = 5e-4
 LABELS = {
@@ -52,12 +54,11 @@ def main(arguments: list[str]) -> None:
     parser = make_parser("simulate")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", metavar="RUN_DIR", help="output_dir of a run with run.trace")
-    names = ", ".join(f.name for f in dataclasses.fields(Spec))
-    source.add_argument("--synthetic", metavar="NAME=VALUE,...", help=f"of {names}")
-    names = ", ".join(f.name for f in dataclasses.fields(DrafterModel))
-    parser.add_argument("--drafter", default="", metavar="NAME=VALUE,...", help=f"of {names}")
-    names = ", ".join(f.name for f in dataclasses.fields(CopyModel))
-    parser.add_argument("--quantized", default="", metavar="NAME=VALUE,...", help=f"of {names}")
+    for name, kind in {"synthetic": Spec, **MODELS}.items():
+        names = ", ".join(field.name for field in dataclasses.fields(kind))
+        group, given = (parser, "") if name in MODELS else (source, None)
+        form: dict[str, Any] = {"metavar": "NAME=VALUE,...", "help": f"of {names}"}
+        group.add_argument(f"--{name}", default=given, **form)
     parser.add_argument("--ranks", type=int, help="default: those of the trace, or 8")
     parser.add_argument("--cost-model", metavar="COST", help="GPU:MODEL or RUN_DIR to fit it on")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this new file")
@@ -81,12 +82,11 @@ def run(arguments: argparse.Namespace) -> None:
         spec = parse(Spec, arguments.synthetic, "--synthetic")
         (config, workload), default_ranks = synthetic_run(spec, arguments.overrides), 8
     num_ranks = default_ranks if arguments.ranks is None else arguments.ranks
-    drafter = parse(DrafterModel, arguments.drafter, "--drafter")
-    if arguments.drafter and "drafter" not in config.speculative.sources:
-        raise InputError(f"--drafter: speculative.method={config.speculative.method} has none")
-    quantized = parse(CopyModel, arguments.quantized, "--quantized")
-    if arguments.quantized and "quantized" not in config.speculative.sources:
-        raise InputError(f"--quantized: speculative.method={config.speculative.method} has none")
+    given = {name: getattr(arguments, name) for name in MODELS}
+    models = {name: parse(MODELS[name], text, f"--{name}") for name, text in given.items()}
+    for name, text in given.items():
+        if text and name not in config.speculative.sources:
+            raise InputError(f"--{name}: speculative.method={config.speculative.method} has none")
     cost_model = arguments.cost_model or arguments.trace
     cost, together, copy_cost = load_cost(cost_model), None, load_copy_cost(cost_model)
     if config.rollout.tp_tail_max_rows and num_ranks > 1 and not workload.has_tools:
@@ -104,10 +104,9 @@ def run(arguments: argparse.Namespace) -> None:
             workload,
             cost.seconds,
             num_ranks,
-            together=None if together is None else together.seconds,
-            drafter=drafter,
-            quantized=quantized,
-            copy_cost=None if copy_cost is None else copy_cost.seconds,
+            together=together.seconds if together else None,
+            **models,
+            copy_cost=copy_cost.seconds if copy_cost else None,
             shows_progress=True,
         )
         for method, arm in arms.items()
@@ -117,11 +116,11 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{cost.source}; {num_ranks} ranks, {num_counted} steps")
     print(table(sums))
     if arguments.json:
-        report = {"cost": dataclasses.asdict(cost), "num_ranks": num_ranks}
-        report["methods"] = {
-            method: {"total": sums[method], "steps": [vars(s) | {"lanes": None} for s in steps]}
-            for method, steps in results.items()
-        }
+        report: dict[str, Any] = {"cost": dataclasses.asdict(cost), "num_ranks": num_ranks}
+        report["methods"] = {}
+        for method, steps in results.items():
+            of_steps = [vars(step) | {"lanes": None} for step in steps]
+            report["methods"][method] = {"total": sums[method], "steps": of_steps}
         report["shared_cost"] = together and dataclasses.asdict(together)
         report["workload"] = arguments.trace or arguments.synthetic
         report["config"] = {name: vars(getattr(config, name)) for name in SECTIONS}
@@ -163,11 +162,7 @@ def simulated_config(sections: dict[str, dict], overrides: Sequence[str] = ()) -
 def arms_of(config: Config) -> dict[str, Config]:
     """Return the simulated configurations by name: without speculation, and as given."""
     method, is_tail = config.speculative.method, config.tail_batching.enabled
-    none = dataclasses.replace(
-        config,
-        speculative=dataclasses.replace(config.speculative, method="none"),
-        tail_batching=dataclasses.replace(config.tail_batching, enabled=False),
-    )
+    none = changed(config, {"speculative.method": "none", "tail_batching.enabled": False})
     name = method if not is_tail else "tail" if method == "none" else f"tail+{method}"
     return {"none": none, name: config}
 
@@ -175,8 +170,7 @@ def arms_of(config: Config) -> dict[str, Config]:
 def wall_seconds(workload: Workload, num_ranks: int) -> float:
     """Return about how long a simulation takes, on one core.
 
-    Its forwards decide. In the TP tail all ranks share forwards until the longest response ends.
-    """
+    Its forwards decide. In the TP tail all ranks share forwards until the longest response ends."""
     longest = dict.fromkeys(range(workload.num_steps), 0)
     for (step, _, _), tokens in workload.responses.items():
         if step in longest:

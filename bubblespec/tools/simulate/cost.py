@@ -32,16 +32,11 @@ RIDGE, SMOOTHING = 1e-5, 1e-4
 class ForwardCost:
     """Seconds of forwards on one machine."""
 
-    knots: list[int]
-    """Tokens, ascending."""
-    slopes: list[float]
-    """Seconds per token from each knot on."""
-    constant: float
-    """Seconds of a forward of `knots[0]` tokens."""
-    rates: dict[str, float]
-    """Seconds by name (RATES)."""
-    source: str = ""
-    """Where the figures are from."""
+    knots: list[int]  # tokens, ascending
+    slopes: list[float]  # seconds per token from each knot on
+    constant: float  # seconds of a forward of `knots[0]` tokens
+    rates: dict[str, float]  # seconds by name (RATES)
+    source: str = ""  # where the figures are from
 
     def __post_init__(self):
         rises = np.diff(self.knots) * np.array(self.slopes[:-1])
@@ -63,8 +58,7 @@ def fit_cost(loads: np.ndarray, seconds: np.ndarray, source: str) -> ForwardCost
 
     The first fit takes errors relative to what was measured, which interruptions hardly move; the
     others relative to the fit before, as the mean time is wanted. Raises ValueError for too few
-    forwards.
-    """
+    forwards."""
     from scipy.optimize import nnls
 
     loads, seconds = np.asarray(loads, np.float64), np.asarray(seconds, np.float64)

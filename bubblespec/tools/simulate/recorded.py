@@ -60,8 +60,7 @@ def read_workload(run_dir: str) -> Workload:
     """Return the first batch of each step of a recorded run as a workload. Raises InputError.
 
     A recorded draft keeps its tokens, however old the weights are; an unfinished draft continues
-    like the response. `Spec.run` becomes the mean tokens of drafts to their first mismatch.
-    """
+    like the response. `Spec.run` becomes the mean tokens of drafts to their first mismatch."""
     folder = os.path.join(run_dir, FOLDER)
     recorded = list_steps(folder)
     if recorded != list(range(recorded[0], recorded[0] + len(recorded))):
@@ -121,8 +120,7 @@ def load_cost(name: str, num_ranks: int = 1) -> ForwardCost | GPUCost:
     """Return the cost of one rank's forwards, or of forwards of `num_ranks` ranks together.
 
     name: GPU:MODEL, of GPUS and MODELS, for a roofline; or a run's output_dir, to fit its forwards
-    with the host's work between them. Raises InputError if there is no such cost.
-    """
+    with the host's work between them. Raises InputError if there is no such cost."""
     (gpu, _, model), folder = name.partition(":"), os.path.join(name, FOLDER)
     try:
         if gpu in GPUS and model in MODELS:

@@ -22,12 +22,9 @@ TILE_QUERIES, TILE_KEYS, OVERLAP = 64, 64, 4 / 3
 class GPU(NamedTuple):
     """Data sheet: shares of bandwidth and peak, and seconds per layer, are those of the A100."""
 
-    memory: float
-    """Bytes per second."""
-    peak: float
-    """Dense bfloat16 operations per second."""
-    link: float
-    """Bytes per second of NVLink in each direction."""
+    memory: float  # bytes per second
+    peak: float  # dense bfloat16 operations per second
+    link: float  # bytes per second of NVLink in each direction
     num_processors: int
     block_time: float
     """Time of a block of attention over that on an A100. FlashAttention-2 reaches 73% of the peak
@@ -42,8 +39,7 @@ class Model(NamedTuple):
     intermediate: int
     heads: int
     kv_heads: int
-    dimension: int
-    """Numbers of a head."""
+    dimension: int  # numbers of a head
     vocabulary: int
 
     @property
@@ -61,27 +57,18 @@ class Model(NamedTuple):
 class Fit(NamedTuple):
     """Constants of an engine's forward."""
 
-    memory_share: float
-    """Share of the bandwidth at which weights are read."""
-    keys_share: float
-    """The same for keys and values."""
-    peak_share: float
-    """Share of the peak that products reach with many tokens."""
-    knee: float
-    """Sharpness of the bend between two limits, see `both`."""
+    memory_share: float  # share of the bandwidth at which weights are read
+    keys_share: float  # the same for keys and values
+    peak_share: float  # share of the peak that products reach with many tokens
+    knee: float  # sharpness of the bend between two limits, see `both`
     layer_s: float
     """Seconds of a layer beyond its products and attention: small kernels, and each kernel's begin
     and end."""
-    block_s: float
-    """Seconds of a block of attention for TILE_KEYS keys and heads of 128 numbers."""
-    copy_memory_share: float
-    """`memory_share` of int4 weights."""
-    copy_peak_share: float
-    """`peak_share` of products with int4 weights."""
-    shared_speed: float
-    """Speed of reading keys that all rows have in common, from the L2 cache; in vLLM only."""
-    cascade_s: float
-    """Seconds per layer of vLLM's cascade attention beyond that over the common keys."""
+    block_s: float  # seconds of a block of attention for TILE_KEYS keys and heads of 128 numbers
+    copy_memory_share: float  # `memory_share` of int4 weights
+    copy_peak_share: float  # `peak_share` of products with int4 weights
+    shared_speed: float  # of reading keys that rows have in common, from the L2 cache; vLLM only
+    cascade_s: float  # seconds per layer of vLLM's cascade attention beyond those of common keys
 
 
 FITTED = Fit(0.8, 0.8, 0.747, 1.61, 52.7e-6, 1.41e-6, 0.576, 0.386, 1.9, 33.7e-6)
@@ -130,25 +117,20 @@ def both(read_s: float, computed_s: float, knee: float) -> float:
 class Attention:
     """Seconds of this engine's attention, which reads keys once.
 
-    A tile's 16, 32 or 64 queries are tokens of a row times the query heads of a key/value head.
-    """
+    A tile's 16, 32 or 64 queries are tokens of a row times the query heads of a key/value head."""
 
     layers: int
     heads: int
     kv_heads: int
-    num_processors: int
-    """Multiprocessors, each of which computes a block or more."""
-    block_s: float
-    """Seconds of a block for TILE_KEYS keys in one layer."""
-    position_s: float
-    """Seconds in which keys and values of one position are read, all layers."""
+    num_processors: int  # multiprocessors, each of which computes a block or more
+    block_s: float  # seconds of a block for TILE_KEYS keys in one layer
+    position_s: float  # seconds in which keys and values of one position are read, all layers
     knee: float
 
     def seconds(self, rows: float, tokens: float, positions: float) -> float:
         """Return the seconds of all layers, as if all rows were alike.
 
-        positions: attended to, summed over rows.
-        """
+        positions: attended to, summed over rows."""
         fed, group = max(tokens / rows, 1.0), self.heads / self.kv_heads
         tiles = rows * self.kv_heads * math.ceil(fed / max(TILE_QUERIES // group, 1.0))
         height = 2 ** math.ceil(math.log2(min(max(fed * group, 16.0), TILE_QUERIES)))
@@ -165,8 +147,7 @@ class Attention:
 class FlashAttention(Attention):
     """Seconds of FlashAttention-2 in vLLM.
 
-    Query heads share blocks, and few long rows are split, only if each row feeds one token.
-    """
+    Query heads share blocks, and few long rows are split, only if each row feeds one token."""
 
     def seconds(self, rows: float, tokens: float, positions: float) -> float:
         fed = max(tokens / rows, 1.0)
@@ -181,10 +162,8 @@ class FlashAttention(Attention):
 class Products:
     """Seconds of matrix products of some tokens with the same weights."""
 
-    read_s: float
-    """Seconds in which the weights are read."""
-    token_s: float
-    """Seconds in which a token is computed."""
+    read_s: float  # seconds in which the weights are read
+    token_s: float  # seconds in which a token is computed
     knee: float
 
     def seconds(self, tokens: float) -> float:
@@ -196,20 +175,14 @@ class GPUCost:
     """Seconds of forwards on one GPU, or on several that compute each forward together."""
 
     layers: Products
-    head: Products | None
-    """Products of the tokens that are sampled."""
+    head: Products | None  # products of the tokens that are sampled
     attention: Attention
-    constant_s: float
-    """Seconds of a forward beyond `layers`, `head` and `attention`."""
-    token_s: float
-    """Seconds of a token in all-reduces."""
+    constant_s: float  # seconds of a forward beyond `layers`, `head` and `attention`
+    token_s: float  # seconds of a token in all-reduces
     sample_s: float
-    host_s: float
-    """Seconds of the host, in which the GPU computes the forward before if no row verifies."""
-    verify_s: tuple[float, float]
-    """More seconds of the host if any row verifies, and for each that does."""
-    source: str
-    """Where the figures are from."""
+    host_s: float  # of the host, in which the GPU computes the forward before if no row verifies
+    verify_s: tuple[float, float]  # more of the host if any row verifies, and for each that does
+    source: str  # where the figures are from
 
     def seconds(self, load: Load) -> float:
         """Return the seconds of a forward."""
@@ -240,8 +213,7 @@ def roofline(
     MODELS, or a shape; bits: of a weight, 8 or 4 for a quantised copy, with a grid for each GROUP
     inputs; engine: of ENGINES: "vllm" is its layers alone, as its forwards were measured,
     "gpt-fast" has no host time and samples for nothing; fit: by default the engine's. Raises
-    TPUnsupported for a model that so many ranks cannot share.
-    """
+    TPUnsupported for a model that so many ranks cannot share."""
     card, shape = GPUS[gpu], MODELS[model] if isinstance(model, str) else model
     layers, hidden, _, heads, kv_heads, dimension, vocabulary = shape
     fit = fit or FITS[engine]

@@ -53,29 +53,18 @@ class SimulatedStep:
     """One step's rollout."""
 
     step: int
-    seconds: float
-    """Seconds from the begin of the rollout to the end of its last rank."""
-    forwards: int
-    """Forwards before a rank's own rows were done; the largest number of all ranks."""
-    shared_forwards: int
-    """Forwards of all ranks together, in the TP tail; not in `forwards`."""
-    idle_share: float
-    """Share of the rollout that ranks spent waiting."""
-    drafted_tokens: int
-    """Tokens drafted for later steps."""
-    proposed_tokens: int
-    """Draft tokens verified."""
-    refused_tokens: int
-    """Verified draft tokens that were rejected."""
-    response_tokens: int
-    """Tokens of the responses that are trained on."""
-    is_long_round: bool
-    """Whether tail batching makes this a long round."""
-    length_ratio: float
-    """Mean length of all responses trained on so far over that of all launched."""
+    seconds: float  # seconds from the begin of the rollout to the end of its last rank
+    forwards: int  # forwards before a rank's own rows were done; the largest number of all ranks
+    shared_forwards: int  # forwards of all ranks together, in the TP tail; not in `forwards`
+    idle_share: float  # share of the rollout that ranks spent waiting
+    drafted_tokens: int  # tokens drafted for later steps
+    proposed_tokens: int  # draft tokens verified
+    refused_tokens: int  # verified draft tokens that were rejected
+    response_tokens: int  # tokens of the responses that are trained on
+    is_long_round: bool  # whether tail batching makes this a long round
+    length_ratio: float  # mean length of all responses trained on so far over that of all launched
     digest: str
-    lanes: list[np.ndarray] = field(repr=False)
-    """Spans by rank, see `draw` in timeline.py."""
+    lanes: list[np.ndarray] = field(repr=False)  # spans by rank, see `draw` in timeline.py
 
 
 def simulate(
@@ -96,8 +85,7 @@ def simulate(
     cost(load): seconds of a forward; together(load): seconds of a forward of all ranks together,
     None for no TP tail; drafter, quantized: used if the method has them; copy_cost(load): seconds
     of a forward of the quantised copy, if its model has no share; prices: of what comes with
-    forwards, for which a run's own fit may be given. Training and rewards take no time.
-    """
+    forwards, for which a run's own fit may be given. Training and rewards take no time."""
     config = copy.deepcopy(config)
     config.run.max_steps = num_steps = steps_that_fit(config, workload)
     config.rollout.dynamic_sampling_max_batches = 1
@@ -146,8 +134,7 @@ def steps_that_fit(config: Config, workload: Workload) -> int:
 def counted(steps: list[SimulatedStep]) -> list[SimulatedStep]:
     """Return the steps up to the last long round, or all without one.
 
-    After a long round almost no deferred sample, whose cost is counted, is left untrained.
-    """
+    After a long round almost no deferred sample, whose cost is counted, is left untrained."""
     longs = [number for number, step in enumerate(steps) if step.is_long_round]
     return steps[: longs[-1] + 1] if longs else steps
 
@@ -186,10 +173,8 @@ class _Shared:
     quantized: CopyModel
     copy_cost: Cost | None
     prices: Prices
-    profiled: CostModel = field(default_factory=CostModel)
-    """Cost that a run fits to forwards at its start."""
-    tp_cost: CostModel | None = None
-    """The same of all ranks together; None if the TP tail is not entered by cost."""
+    profiled: CostModel = field(default_factory=CostModel)  # what a run fits at its start
+    tp_cost: CostModel | None = None  # of all ranks together; None: the tail begins by rows
 
     @property
     def has_drafts(self) -> bool:

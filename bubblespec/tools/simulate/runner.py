@@ -37,17 +37,12 @@ class SimulatedRunner(Runner):
     num_slots: int
     max_length: int
     max_num_batched_tokens: int
-    cost: Cost
-    """Seconds of a forward, by its load."""
-    text: Text
-    """A row's tokens to its end, int [L], beginning with those so far."""
-    together: Cost | None = None
-    """Seconds of a forward of all ranks together, over the same rows, if forwards are shared."""
+    cost: Cost  # seconds of a forward, by its load
+    text: Text  # a row's tokens to its end, int [L], beginning with those so far
+    together: Cost | None = None  # the same of all ranks together, if forwards are shared
     pages: Pages | None = None
-    prices: Prices = FREE
-    """Prices of what comes with forwards, see planner/prices.py."""
-    own: frozenset[tuple[int, int]] = frozenset()
-    """Groups of the current step; rows of others are drafted for coming ones."""
+    prices: Prices = FREE  # prices of what comes with forwards, see planner/prices.py
+    own: frozenset[tuple[int, int]] = frozenset()  # groups of the step; others are drafted ahead
 
     def __post_init__(self):
         # The text of each slot, its end and its sample's name.
@@ -99,10 +94,8 @@ UNSURE_RIGHT = 0.6  # of tokens that win by little, see `SimulatedChains`
 class DrafterModel:
     """Acceptance and cost of a learned drafter."""
 
-    accept_length: float = 2.0
-    """Tokens that a row gains in a forward that verifies a chain of MAX_CHAIN_LENGTH tokens."""
-    share: float = 0.05
-    """Seconds of a forward of the drafter over those of the policy with the same load."""
+    accept_length: float = 2.0  # tokens gained with a chain of MAX_CHAIN_LENGTH tokens
+    share: float = 0.05  # seconds of a forward over those of the policy with the same load
 
     def __post_init__(self):
         if not 1 <= self.accept_length <= 1 + MAX_CHAIN_LENGTH:
@@ -123,8 +116,7 @@ class DrafterModel:
 class CopyModel:
     """Acceptance and cost of a quantised copy of the policy."""
 
-    acceptance: float = 0.93
-    """Chance that a token of a chain is right if all before it are."""
+    acceptance: float = 0.93  # chance that a token of a chain is right if all before it are
     share: float | None = None
     """Seconds of a forward of the copy over those of the policy with the same load. None: by the
     copy's own cost, COPY_SHARE without one."""

@@ -43,38 +43,24 @@ Key = tuple[int, int, int]
 class Spec:
     """A workload: lengths are lognormal, tokens random, every prompt occurs once per epoch.
 
-    For a recorded workload only `run`, `accept_length` and `seed` matter.
-    """
+    For a recorded workload only `run`, `accept_length` and `seed` matter."""
 
-    mean: float = 2000.0
-    """Mean length before truncation."""
-    max: int = 16000
-    """Largest length; longer responses are truncated."""
-    sigma: float = 1.0
-    """Standard deviation of the logarithm of lengths."""
-    prompt: int = 256
-    """Mean tokens of a prompt."""
-    run: float = 500.0
-    """Mean tokens to the first mismatch with the text of weights one update away; inf for none."""
+    mean: float = 2000.0  # mean length before truncation
+    max: int = 16000  # largest length; longer responses are truncated
+    sigma: float = 1.0  # standard deviation of the logarithm of lengths
+    prompt: int = 256  # mean tokens of a prompt
+    run: float = 500.0  # mean tokens to the first mismatch with weights one update away; inf: none
     drift: float = 0.5
     """Power of the distance in updates by which mismatches are more frequent; 0: none. Measured,
     see docs/simulator.md."""
-    accept_length: float = 2.0
-    """Approximate tokens per forward after the mismatch, by suffix matches."""
-    steps: int = 6
-    """Steps of the run."""
-    epochs: int = 1
-    """Epochs, each with equally many steps."""
-    edited: float = 0.2
-    """Share of a response's tokens that differs from the same sample of the epoch before."""
-    turns: float = 1.0
-    """Mean turns of an episode; 1 for responses without tools."""
-    observation: int = 50
-    """Tokens of an observation between two turns."""
-    tool_s: float = 0.2
-    """Median seconds of a tool call."""
-    tool_sigma: float = 1.0
-    """Standard deviation of the logarithm of these seconds."""
+    accept_length: float = 2.0  # about so many tokens per forward after it, by suffix matches
+    steps: int = 6  # steps of the run
+    epochs: int = 1  # epochs, each with equally many steps
+    edited: float = 0.2  # share of tokens that differs from the same sample of the epoch before
+    turns: float = 1.0  # mean turns of an episode; 1 for responses without tools
+    observation: int = 50  # tokens of an observation between two turns
+    tool_s: float = 0.2  # median seconds of a tool call
+    tool_sigma: float = 1.0  # standard deviation of the logarithm of these seconds
     seed: int = 0
 
     def __post_init__(self):
@@ -102,8 +88,7 @@ class Spec:
         """Return the text by weights `distance` updates away, int64 [L]; negative for older ones.
 
         Two later versions have nothing in common after their first mismatches. true: int64 [L], the
-        response, cut at `limit` tokens if its last is not `stop`.
-        """
+        response, cut at `limit` tokens if its last is not `stop`."""
         step, uid, sample = key
         key = (step, uid, sample + max(distance, 0) * LATER)
         hazard = abs(distance) ** self.drift / self.run if distance else 0.0
@@ -129,8 +114,7 @@ def edited(
 
     After the mismatch a share of the tokens is replaced, inserted or omitted; with a share of 1 all
     are replaced. Turns and observations stay as in `true`. The text ends with `stop` if `true` does
-    and `limit` tokens have room for it.
-    """
+    and `limit` tokens have room for it."""
     rest = true[at:-1] if true[-1] == stop else true[at:]
     edit = np.where(random.random(len(rest)) < share, random.integers(1, 4, len(rest)), 0)
     keep, replace, insert, omit = range(4)
@@ -166,18 +150,14 @@ class Workload:
 
     batches: list[list[Prompt]]
     """Prompts by step. Tail batching draws from those beyond `num_steps`, too."""
-    responses: dict[Key, np.ndarray]
-    """Tokens of each response, int64 [L], with the stop token unless it is truncated."""
-    steps: dict[tuple[int, int], int]
-    """Step of each prompt's visit in the order of the data, by uid and visit."""
+    responses: dict[Key, np.ndarray]  # int64 [L], with the stop token unless truncated
+    steps: dict[tuple[int, int], int]  # of visits in the order of the data, by uid and visit
     num_steps: int
     max_prompt_length: int
     spec: Spec
     stop_token_ids: tuple[int, ...] = (STOP,)
-    recorded_drafts: dict[Key, np.ndarray] = field(default_factory=dict)
-    """Drafts of a recorded run, completed."""
-    rewards: dict[Key, float] = field(default_factory=dict)
-    """Rewards by response; 0 for all others."""
+    recorded_drafts: dict[Key, np.ndarray] = field(default_factory=dict)  # completed
+    rewards: dict[Key, float] = field(default_factory=dict)  # rewards by response; 0 for all others
     prompts = ()
     """Prompts that a saved state may name: none."""
 
@@ -208,8 +188,7 @@ class Texts:
 
     Before a sample is launched, weights of older steps draft it. If it is deferred, the weights of
     the step that finishes it are newer than its own and say something else; its tokens from its own
-    step, and what was drafted in between, are its drafts.
-    """
+    step, and what was drafted in between, are its drafts."""
 
     def __init__(self, workload: Workload):
         self.workload, self.version = workload, 0

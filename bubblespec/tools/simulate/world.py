@@ -97,8 +97,7 @@ class World:
     def meet(self, rank: int, brought: object, seconds: float | None = None) -> list:
         """Join the next collective and return what all ranks bring, once the last has arrived.
 
-        seconds: duration from the last arrival on, equal on all ranks; by default meeting_s.
-        """
+        seconds: duration from the last arrival on, equal on all ranks; by default meeting_s."""
         number = self._meetings[rank]
         self._meetings[rank] += 1
         present = self._present.setdefault(number, {})
