@@ -201,9 +201,8 @@ class Proposer:
             kv_tokens = int(lengths.sum()) + prompt_tokens
             available = np.maximum(count - ahead, 0)
             windows = choose_windows(chances[kind], available, self.cost, kv_tokens, budget=budget)
-            gains_s = self._gains_s(chances[kind], windows, asked_of, kv_tokens)
             query_s += (self.clock.perf_counter() - started - weighed_s) / max(is_due.sum(), 1)
-            self._pause(is_due, query_s, gains_s, len(rows), kv_tokens)
+            self._pause_dear(is_due, query_s, chances[kind], windows, asked_of, kv_tokens)
             count = np.where(windows > 0, windows + ahead, 0)
         place = spans(begin, count)
         if len(texts) == 1:
@@ -216,34 +215,29 @@ class Proposer:
         self._spent_s += self.clock.perf_counter() - started
         return tokens, count
 
-    def _gains_s(
-        self, rates: np.ndarray, windows: np.ndarray, source: np.ndarray, kv_tokens: int
-    ) -> np.ndarray:
-        """Return the seconds that windows save by source, float64, the time of queries apart.
+    def _pause_dear(
+        self,
+        is_due: np.ndarray,
+        query_s: np.ndarray,
+        rates: np.ndarray,
+        windows: np.ndarray,
+        asked_of: np.ndarray,
+        kv_tokens: int,
+    ) -> None:
+        """Let sources pause whose windows save less than their queries take.
 
-        rates: float64 [R]; windows, source: int64 [R], the number of each row's source."""
+        is_due, query_s: by source; rates, windows, asked_of: by row, which source proposed."""
+        self._query_s += 0.1 * (query_s - self._query_s) * is_due
         num_rows, fed = len(rates), windows.sum()
         plain_s = self.cost.seconds(num_rows, num_rows, 0, kv_tokens)
         fed_s = self.cost.seconds(num_rows, num_rows + fed, fed > 0, kv_tokens) - plain_s
         rates = np.minimum(rates, 1.0 - 1e-9)
         accepted = rates * (1.0 - rates**windows) / (1.0 - rates)
         saved_s = accepted * plain_s / num_rows - windows * fed_s / max(fed, 1)
-        return np.bincount(source, saved_s, len(self.sources))
-
-    def _pause(
-        self,
-        is_due: np.ndarray,
-        query_s: np.ndarray,
-        gains_s: np.ndarray,
-        num_rows: int,
-        kv_tokens: int,
-    ) -> None:
-        """Let those sources pause that were asked for less than it took, all by source."""
-        self._query_s += 0.1 * (query_s - self._query_s) * is_due
-        if (pauses := is_due & (gains_s <= self._query_s)).any():
-            forward_s = float(self.cost.seconds(num_rows, num_rows, 0, kv_tokens))
-            lengths = np.minimum(self._query_s / (LOOK_SHARE * forward_s), MAX_PAUSE)
-            self._pauses = np.where(pauses, lengths.astype(np.int64), self._pauses)
+        is_dear = is_due & (np.bincount(asked_of, saved_s, len(is_due)) <= self._query_s)
+        if is_dear.any():
+            lengths = np.minimum(self._query_s / (LOOK_SHARE * plain_s), MAX_PAUSE)
+            self._pauses = np.where(is_dear, lengths.astype(np.int64), self._pauses)
             self._paused_rows = num_rows
 
     def observe(

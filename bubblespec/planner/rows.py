@@ -70,15 +70,6 @@ class Rows:
     def __len__(self) -> int:
         return len(self.expected)
 
-    def distinct(self) -> tuple["Rows", np.ndarray]:
-        """Return one row of each kind, as siblings are alike, and the place there of each row.
-
-        The prompt's number apart; int64 [S]."""
-        columns = (self.prompt_tokens, self.expected, self.spread, self.drafted, self.generated)
-        keys = np.stack(columns, axis=1)
-        _, first, of_row = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-        return self.take(first), of_row.ravel()
-
     def take(self, chosen: np.ndarray) -> "Rows":
         """Return some of the rows, in the order given. chosen: indices or a mask."""
         return Rows(**{name: column[chosen] for name, column in vars(self).items()})
