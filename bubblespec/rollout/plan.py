@@ -5,13 +5,12 @@ The sampler makes a plan, each mechanism amends it, and the loop carries it out.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.task import LocalWork, RankView
 from bubblespec.planner.costs import CostModel
-from bubblespec.rollout.board import RankState
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Draft, Group, Launch, Row, SampleId
 
@@ -46,19 +45,6 @@ class RowFeed:
         """End the rollout."""
 
 
-class TakeOver(Protocol):
-    """What finishes the unfinished rows of all ranks in place of the loop."""
-
-    def is_near(self, table: RowTable) -> bool:
-        """Whether that may be due soon, so that ticks have to stay frequent."""
-
-    def is_due(self, table: RowTable, states: list[RankState]) -> bool:
-        """Whether it is at this tick, by shared data alone."""
-
-    def run(self, loop: Any) -> None:
-        """Generate the rows to their end: own ones leave the loop's engine for `loop.finish`."""
-
-
 @dataclass
 class RolloutPlan:
     """One rollout on one rank."""
@@ -91,8 +77,11 @@ class RolloutPlan:
     cost: CostModel | None = None
     """Learns from every forward."""
     feed: RowFeed = field(default_factory=RowFeed)
-    take_over: TakeOver | None = None
-    """On all ranks or on none."""
+    take_over: Any = None
+    """What finishes the unfinished rows of all ranks in place of the loop, on all ranks or on none.
+    `is_near(table)`: whether that may be due soon, so that ticks have to stay frequent;
+    `is_due(table, states)`: whether it is at this tick, by shared data alone; `run(loop)` generates
+    the rows to their end: own ones leave the loop's engine, and `loop.finish` gets each."""
     ahead: Any = None
     """Drafting for coming steps, a `DraftAhead` (idle/draft_ahead.py); on all ranks or on none."""
     works: list[LocalWork] = field(default_factory=list)
