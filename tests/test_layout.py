@@ -32,13 +32,13 @@ FLOORS = [
 CEILINGS = {
     "bubblespec.engine.runner": 3845,
     "examples.minimal_loop": 5766,
-    "bubblespec.rollout.loop": 4736,
-    "bubblespec.rollout.sampler": 8806,
-    "bubblespec.trainer": 12666,
-    "bubblespec.checkpoint": 2226,
+    "bubblespec.rollout.loop": 4753,
+    "bubblespec.rollout.sampler": 8849,
+    "bubblespec.trainer": 12704,
+    "bubblespec.checkpoint": 2233,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 27078, "tests": 29584}
+MAX_LINES = {"file": 400, "package": 26957, "tests": 29584}
 
 
 def name_of(path: Path) -> str:
