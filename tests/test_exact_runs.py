@@ -132,7 +132,7 @@ def test_processes_equal_threads(tmp_path_factory, tmp_path):
     used = ["drafts", "workers", "tp tail"]
     options = options_of(used)
     short = [*TINY, *SHAPES["in order"]]
-    run_until_killed(tmp_path, 2, STEPS - 1, *options, short=short)
+    run_until_killed(tmp_path, 4, STEPS - 1, *options, short=short)
     run(tmp_path, 2, *options, short=short)
     check_same(tmp_path, plain_run(tmp_path_factory, *short))
     check_used(tmp_path, used)

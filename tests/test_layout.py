@@ -38,7 +38,7 @@ CEILINGS = {
     "bubblespec.checkpoint": 2226,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 27115, "tests": 28910}
+MAX_LINES = {"file": 400, "package": 27115, "tests": 28908}
 
 
 def name_of(path: Path) -> str:
