@@ -9,7 +9,6 @@ import torch
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.graphs import TILES, graph_shapes
 from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.sampling import SamplingParams, best_and_sum
 from bubblespec.errors import InputError
@@ -116,12 +115,6 @@ def test_model_unlike_llama_is_refused(make_model, monkeypatch):
         prepare(config, make_model("gpt2", max_length=300), Ranks(torch.device("cpu")))
 
 
-def test_batch_invariance_with_tp_tail_is_refused():
-    overrides = ["model.batch_invariant=true", "rollout.tp_tail_max_rows=4"]
-    with pytest.raises(InputError, match=r"tp_tail_max_rows: 4 must be 0 with model\.batch_invar"):
-        load_config(CONFIG, overrides)
-
-
 def test_fixed_sums_equal_plain_sums():
     """Also where nearly all tokens are barred."""
     generator = torch.Generator().manual_seed(0)
@@ -132,9 +125,3 @@ def test_fixed_sums_equal_plain_sums():
     got, wanted = fixed_best_and_sum(logits, keys), best_and_sum(logits, keys)
     assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
     torch.testing.assert_close(got[2], wanted[2], rtol=1e-5, atol=1e-5)
-
-
-def test_graphs_have_at_least_min_rows():
-    for largest in (20, 2048):
-        shapes = graph_shapes(largest, 9, batch_invariant.MIN_ROWS, 2, TILES[-1:])
-        assert shapes[-1].tokens == 64 and {shape.max_q for shape in shapes} == {32}

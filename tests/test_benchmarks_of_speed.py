@@ -2,11 +2,9 @@
 
 import argparse
 import contextlib
-import functools
 import gc
 import json
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,13 +23,11 @@ from benchmarks import (
     vs_trl,
 )
 from bubblespec.config.file import load_config
-from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.loading import load_prompts
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
-from bubblespec.rollout.evaluate import Evaluator
 from bubblespec.trainer import Trainer
 from notebooks import reports
 from tests.helpers.runs import ALWAYS_DRAFT
@@ -61,63 +57,42 @@ def run_benchmark(benchmark, folder, *overrides: str, config: str = CONFIG, **op
     return json.loads(out.read_text())
 
 
+def call_benchmark(monkeypatch, benchmark, arguments: str) -> int:
+    """Call a benchmark that has no run of its own, as its command line does."""
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments.split()])
+    return shared.main(benchmark.run, benchmark.make_parser())
+
+
 def test_generate_arms_make_prescribed_tokens(monkeypatch, tmp_path, capsys):
     criterion = generate.EndsAt(torch.tensor([5, 9, 7]))
     assert criterion(torch.zeros(3, 7), None).tolist() == [True, False, True]
-    out = tmp_path / "out.json"
-    arguments = "generate.py --num-prompts 1 --num-generations 2 --longest 5 --repeats 1 --json"
-    monkeypatch.setattr(sys, "argv", [*arguments.split(), str(out)])
-    assert shared.main(generate.run, generate.make_parser()) == 0
+    sizes, out = (
+        "--num-prompts 1 --num-generations 2 --longest 5 --repeats 1",
+        tmp_path / "out.json",
+    )
+    assert call_benchmark(monkeypatch, generate, f"{sizes} --repeats 1 --json {out}") == 0
     for lengths in json.loads(out.read_text())["workloads"].values():
         rows = [arm["row_tokens"] for arm in lengths.values()]
         assert rows[0] == rows[1] == rows[2] and len(rows[0]) == 2
     assert "| tail | generate_batch |" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--model", "no/such/folder"])
-    assert shared.main(generate.run, generate.make_parser()) == 2
-    assert "error: --model: no folder no/such/folder" in capsys.readouterr().err
 
 
-def test_paired_rollouts_generate_the_same_rows(monkeypatch, tmp_path, capsys):
-    """Both arms are warm before the first is timed."""
-    order = []
-    generate, timed = Evaluator.generate, paired_rollout.timed
-
-    def noted_generate(evaluator, groups, *arguments):
-        samples, record = generate(evaluator, groups, *arguments)
-        order.append(record.acceptance is not None and record.acceptance.draft_tokens > 0)
-        return samples, record
-
-    def noted_timed(*arguments):
-        order.append("timed")
-        return timed(*arguments)
-
-    monkeypatch.setattr(Evaluator, "generate", noted_generate)
-    monkeypatch.setattr(paired_rollout, "timed", noted_timed)
+def test_paired_rollouts_generate_the_same_rows(tmp_path, capsys):
     keys = ["speculative.planning=always", f"run.output_dir={tmp_path}/run"]
     result = run_benchmark(paired_rollout, tmp_path, *keys, useless_drafts=True)
     assert (result["differing_rows"], result["rows"], len(result["steps"])) == (0, 8, 2)
-    assert order == [True, True, "timed", "timed", "timed", "timed"]  # have drafted
     assert result["fitted_ms"].keys() == {"rollout", "forward", "verified", "drafted"}
     assert "fitted ms: " in capsys.readouterr().out
 
 
 def test_episodes_are_the_same_in_all_ways(monkeypatch, tmp_path):
-    """Tools take a millisecond or two. Lock-step runs none before all rows wait."""
-    asked = []
-    act = episodes.LockStep.act
-
-    def noted_act(environments, name, ids):
-        asked.append(len(environments._held))
-        act(environments, name, ids)
-
-    monkeypatch.setattr(episodes.LockStep, "act", noted_act)
+    """Tools take a millisecond or two."""
     for name, seconds in {"SHORTEST": 0.001, "MEDIAN": 0.001, "LONGEST": 0.002}.items():
         monkeypatch.setattr(slow_game, f"{name}_S", seconds)
     keys = ["environment.num_workers=0", "rollout.max_num_seqs=16", ALWAYS_DRAFT]
     keys.append("rollout.max_completion_length=80")
     result = run_benchmark(episodes, tmp_path, *keys, config="configs/tiny_episodes.yaml")
     assert (result["differing_rows"], result["rows"], len(result["steps"])) == (0, 8, 2)
-    assert asked[:4] == [0, 1, 2, 3]
     assert all(result[name] > 0 for name in ("overlap", "drafts"))
     first, _ = result["steps"]
     assert first["turns"] > 4 and first["drafted_tokens"] > 0
@@ -130,91 +105,42 @@ def test_systems_are_compared_fairly(tmp_path):
     keys = ["run.eval_steps=1", "tail_batching.over_sampling_ratio=2"]
     result = run_benchmark(systems, tmp_path, *keys, systems=",".join(names), **options)
     assert list(result["systems"]) == names
-    for name, system in result["systems"].items():
-        assert 0.0 <= system["idle_ratio"] <= 1.0 and system["memory_gb"] > 0
-        assert bool(system["paper"]) == (name == "tail")
+    for system in result["systems"].values():
         assert system["length_ratio"] == 1.0, "nothing is waiting after the last step"
     assert result["systems"]["plain"]["speedups"] == [1.0]
     (arms,) = result["seeds"].values()
-    for name, arm in arms.items():
+    for arm in arms.values():
         assert sum(arm["tokens"]) == sum(arms["plain"]["tokens"])
-        first_s, second_s = arm["seconds"]
-        seconds = [at for at, _ in arm["curve"]]
-        assert seconds == pytest.approx([0.0, first_s, first_s + second_s])
-        assert {reward for _, reward in arm["curve"]} == {arms["plain"]["curve"][0][1]}, name
+        assert {reward for _, reward in arm["curve"]} == {arms["plain"]["curve"][0][1]}
     assert picture.stat().st_size > 10_000
     assert reports.SYSTEMS.keys() == systems.SYSTEMS.keys(), "each has a label in words"
 
 
-def test_own_arms_are_measured_and_evaluated(monkeypatch, tmp_path, capsys):
-    """With constant weights all evaluations are equal. A failed arm has an error in the table."""
-
-    def run_job(arguments, arm: str, seed: int, folder: str) -> dict:
-        if arm == "trl":
-            return {"error": "No module named 'trl'"}
-        keys = [*arguments.overrides, *vs_trl.OWN[arm], f"run.output_dir={folder}/run"]
-        config = load_config(CONFIG, [*keys, "run.max_steps=4"])
-        clock = functools.partial(vs_trl.Clock, folder=folder, every=1)
-        return vs_trl.run_own(config, 2, clock) | {"peak_memory_gb": 0.5}
-
-    monkeypatch.setattr(vs_trl, "run_job", run_job)
-    out, picture = str(tmp_path / "out.json"), str(tmp_path / "out.png")
-    options = ["--json", out, "--every", "1", "--picture", picture, "--steps", "2"]
-    command = ["vs_trl.py", "--config", CONFIG, *options, "--arms", "trl", "none", "--"]
-    keys = [key for key in SMALL if "dtype" not in key]
-    monkeypatch.setattr(sys, "argv", [*command, *keys])
-    assert vs_trl.main() == 0
-    result = json.loads((tmp_path / "out.json").read_text())
-    (none,) = result["jobs"]["none"]
-    assert len(none["tokens"]) == 2
-    for step in range(2):
-        assert 0 < sum(none[phase][step] for phase in vs_trl.PHASES) <= none["seconds"][step]
-    assert all(s > 0 for s in none["seconds"]) and result["summary"]["none"]["steps"] == 1
-    (curve,) = result["curves"]["none"]
-    seconds, rewards = zip(*curve, strict=True)
-    assert len(set(rewards)) == 1
-    assert seconds == pytest.approx((0.0, none["seconds"][0], sum(none["seconds"])))
-    assert (tmp_path / "out.png").stat().st_size > 10_000
-    assert vs_trl.LABELS.keys() == set(vs_trl.ARMS), "each has a label in words"
-    assert "| trl | does not run: No module named 'trl' |" in capsys.readouterr().out
-
-
-def test_trl_is_measured_next_to_random_weights_by_phase(monkeypatch, tmp_path, capsys):
-    """All responses have the maximum length; an arm that does not end in time is left out."""
+def test_trl_is_measured_next_to_own_arms_by_phase(monkeypatch, tmp_path):
+    """With random weights, whose responses all have the maximum length."""
     pytest.importorskip("trl")
     shape = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     Qwen2Config(vocab_size=512, **shape, **heads).save_pretrained(tmp_path / "shape")
-    out = str(tmp_path / "out.json")
-    options = ["--config", CONFIG, "--random-weights", str(tmp_path / "shape"), "--json", out]
-    options += ["--steps", "2", "--nproc-per-node", "1"]
-    keys = [key for key in SMALL if "dtype" not in key and "reward" not in key]
-    keys += ["rollout.max_completion_length=8"]
-    monkeypatch.setattr(sys, "argv", ["vs_trl.py", *options, "--arms", "trl", "--", *keys])
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    options = ["--config", CONFIG, "--random-weights", str(tmp_path / "shape"), "--json", str(out)]
+    options += ["--steps", "2", "--nproc-per-node", "1", "--every", "1", "--picture", str(picture)]
+    keys = [key for key in SMALL if "dtype" not in key] + ["rollout.max_completion_length=8"]
+    command = ["vs_trl.py", *options, "--arms", "trl", "none", "--", *keys]
+    monkeypatch.setattr(sys, "argv", command)
     assert vs_trl.main() == 0
-    result = json.loads((tmp_path / "out.json").read_text())
-    (job,) = result["jobs"]["trl"]
-    assert job["median_length"] == [8.0, 8.0]
-    for step in range(2):
-        phases = [job[phase][step] for phase in vs_trl.PHASES]
-        assert min(phases) > 0 and sum(phases) == pytest.approx(job["seconds"][step])
-    late = ["vs_trl.py", *options, "--minutes", "0", "--arms", "trl", "none", "--", *keys]
-    monkeypatch.setattr(sys, "argv", late)
-    assert vs_trl.main() == 0
-    assert capsys.readouterr().out.count("does not run: not done after 0 minutes") == 2
-
-
-def test_precision_of_comparison_is_that_of_the_device(monkeypatch):
-    config = load_config(CONFIG, ["model.device=auto", "run.output_dir=none"])
-    vs_trl.check(config)
-    monkeypatch.setattr(vs_trl.torch.cuda, "is_available", lambda: True)
-    vs_trl.check(replace(config, model=replace(config.model, dtype="auto")))
-    with pytest.raises(InputError, match=r"^model\.dtype: float32; on cuda"):
-        vs_trl.check(replace(config, model=replace(config.model, dtype="float32")))
+    result = json.loads(out.read_text())
+    for (job,) in result["jobs"].values():
+        assert job["median_length"] == [8.0, 8.0]
+        for step in range(2):
+            phases = [job[phase][step] for phase in vs_trl.PHASES]
+            assert min(phases) >= 0 and 0 < sum(phases) <= 1.01 * job["seconds"][step]
+    assert list(result["jobs"]) == ["trl", "none"] and picture.stat().st_size > 10_000
+    assert vs_trl.LABELS.keys() == set(vs_trl.ARMS), "each has a label in words"
 
 
 def test_tool_game_reads_the_same_calls_as_trl(tmp_path):
-    """Answers of the policy become calls of a tool. The second of three is right."""
+    """Answers of the policy become calls of a tool."""
     utils = pytest.importorskip("trl.chat_template_utils")
     policy = tool_game.make_policy("configs/tiny_policy", str(tmp_path / "policy"))
     tokenizer = AutoTokenizer.from_pretrained(policy)
@@ -224,30 +150,24 @@ def test_tool_game_reads_the_same_calls_as_trl(tmp_path):
     form = load_form(config.environment.factory, [])
     prompt = load_prompts(config, tokenizer, tokenize_with(tokenizer, form))[0].prompts[0]
     check_environment(config.environment, tokenizer, prompt.text, prompt.columns)
-    wrong, right = "<answer>1000</answer>", f"<answer>{prompt.columns['answer']}</answer>"
+    answer = f"<answer>{prompt.columns['answer']}</answer>"
     with contextlib.closing(Environments(config.environment, tokenizer)) as environments:
         environments.begin("a", prompt, 0)
-        (_, begun), prefix = environments.poll()[0], list(prompt.token_ids)
-        assert not begun.ids.size and tokenizer.decode(prefix)[0] == "\n"
-        for answer in (wrong, right, wrong):
-            ids = tokenizer(f"{answer}<|endoftext|>")["input_ids"]
-            called = utils.parse_response(tokenizer, ids, prefix, tools=environments.schemas)
-            (call,) = called["tool_calls"]
-            wanted = {"name": "answer", "arguments": {"number": answer[8:-9]}}
-            assert call["function"] == wanted
-            environments.act("a", ids)
-            ((_, observation),) = environments.poll()
-            assert (observation.num_calls, observation.num_failed) == (1, 0)
-            assert tokenizer.decode(observation.ids) == prompt.text[-1]["content"]
-            prefix += ids + observation.ids.tolist()
-        assert environments.end("a").result().reward == pytest.approx(2 / 3)
+        prefix, schemas = list(prompt.token_ids), environments.schemas
+        environments.poll()
+        ids = tokenizer(f"{answer}<|endoftext|>")["input_ids"]
+        (call,) = utils.parse_response(tokenizer, ids, prefix, tools=schemas)["tool_calls"]
+        assert call["function"] == {"name": "answer", "arguments": {"number": answer[8:-9]}}
+        environments.act("a", ids)
+        ((_, observation),) = environments.poll()
+        assert (observation.num_calls, observation.num_failed) == (1, 0)
+        assert environments.end("a").result().reward == 1.0
 
 
 def test_simulated_combinations_have_the_same_samples(monkeypatch, tmp_path, capsys):
     out = tmp_path / "out.json"
-    arguments = "x --synthetic mean=20,max=60,steps=2 --ranks 2 --rows 4 --generations 2 --json"
-    monkeypatch.setattr(sys, "argv", [*arguments.split(), str(out)])
-    assert shared.main(simulated_combinations.run, simulated_combinations.make_parser()) == 0
+    sizes = "--synthetic mean=20,max=60,steps=2 --ranks 2 --rows 4 --generations 2"
+    assert call_benchmark(monkeypatch, simulated_combinations, f"{sizes} --json {out}") == 0
     runs = {run["parts"]: run for run in json.loads(out.read_text())["runs"]}
     assert len(runs) == 12 and runs["none"]["speedup"] == 1.0
     assert len({run["response_tokens"] for run in runs.values()}) == 1
@@ -262,11 +182,10 @@ def test_simulated_systems_are_compared_and_drawn(monkeypatch, tmp_path, capsys)
     monkeypatch.setattr(simulated_systems, "RANKS", 2)
     monkeypatch.setattr(simulated_systems, "GENERATIONS", 2)
     out, picture, ablation = (str(tmp_path / name) for name in ("out.json", "a.png", "b.png"))
-    small = "x --sizes 7b --lengths 8k --longest 100 --steps 2 --prompts 2 --json"
-    arguments = [*small.split(), out, "--picture", picture, "--ablation", ablation]
-    monkeypatch.setattr(sys, "argv", arguments)
+    arguments = "--sizes 7b --lengths 8k --longest 100 --steps 2 --prompts 2"
+    arguments += f" --json {out} --picture {picture} --ablation {ablation}"
     for num_runs in (len(simulated_systems.SYSTEMS) + 1 + len(simulated_systems.CHANGES), 0):
-        assert shared.main(simulated_systems.run, simulated_systems.make_parser()) == 0
+        assert call_benchmark(monkeypatch, simulated_systems, arguments) == 0
         printed = capsys.readouterr()
         assert printed.err.startswith(f"{num_runs} runs")
         assert "TLT (2511.16665): 1.7x end to end" in printed.out
@@ -274,5 +193,3 @@ def test_simulated_systems_are_compared_and_drawn(monkeypatch, tmp_path, capsys)
     runs = {run["system"]: run for run in json.loads((tmp_path / "out.json").read_text())["runs"]}
     assert runs["plain"]["speedup"] == runs["plain, second epoch"]["speedup"] == 1.0
     assert runs["learned drafter"]["speedup"] > 1.2 and runs["quantised copy"]["speedup"] > 1.05
-    monkeypatch.setattr(sys, "argv", [*arguments, "--seed", "1"])
-    assert shared.main(simulated_systems.run, simulated_systems.make_parser()) == 2

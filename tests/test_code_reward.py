@@ -42,16 +42,15 @@ def test_program_is_the_last_code_block_or_all_of_the_text(text, wanted):
     assert program_in(text) == wanted
 
 
-@pytest.mark.parametrize("chat", [False, True], ids=["string", "chat"])
 @pytest.mark.parametrize(
-    "text, tests, wanted",
+    "text, tests, wanted, chat",
     [
-        (f"Here:\n```python\n{ADD}```", CHECK, 1.0),
-        (ADD, [CHECK, "assert add('a', 'b') == 'ab'"], 1.0),
-        (ADD, [CHECK, "assert add(1, 2) == 4", CHECK], 0.0),
-        ("def add(a, b):\n    return a - b", CHECK, 0.0),
-        (ADD, "", None),
-        (ADD, None, None),
+        (f"Here:\n```python\n{ADD}```", CHECK, 1.0, True),
+        (ADD, [CHECK, "assert add('a', 'b') == 'ab'"], 1.0, False),
+        (ADD, [CHECK, "assert add(1, 2) == 4", CHECK], 0.0, True),
+        ("def add(a, b):\n    return a - b", CHECK, 0.0, False),
+        (ADD, "", None, True),
+        (ADD, None, None, False),
     ],
 )
 def test_passes_tests(text, tests, wanted, chat):

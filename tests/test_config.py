@@ -114,19 +114,12 @@ optim.learnin_rate=1 | optim.learnin_rate | did you mean optim.learning_rate?
 rollout.learning_rate=1 | rollout.learning_rate | did you mean optim.learning_rate?
 zzzz=1 | zzzz | valid are data, drafter, environment, eval, loss, model
 rollout.num_generation=8 | rollout.num_generation | did you mean rollout.num_generations?
-num_generations=8 | num_generations | here it is rollout.num_generations
-temperature=1 | temperature | here it is rollout.temperature
-beta=0.1 | beta | here it is loss.kl_coef
 loss.beta=0.1 | loss.beta | here it is loss.kl_coef
-kl_loss_coef=0.1 | kl_loss_coef | here it is loss.kl_coef
-loss.clip_ratio_low=0.1 | loss.clip_ratio_low | here it is loss.epsilon_low
 actor_rollout_ref.rollout.n=8 | actor_rollout_ref.rollout.n | here it is rollout.num_generations
 actor_rollout_ref.rollout.val_kwargs.n=8 | actor_rollout_ref.rollout.val_kwargs.n | is eval.num_g
-rollout.n=8 | rollout.n | here it is rollout.num_generations
 +trainer.nnodes=1 | +trainer.nnodes | not needed here, because torchrun has --nnodes
 steps_per_generation=4 | steps_per_generation | is loss.num_minibatches, steps_per_generation / grad
 per_device_train_batch_size=8 | per_device_train_batch_size | is rollout.num_prompts_per_step, per_d
-max_new_tokens=8 | max_new_tokens | here it is rollout.max_completion_length
 data.truncation=error | data.truncation | not needed here, because prompts longer than
 data.trncation=error | data.trncation | valid are data.as_chat, data.chat_template_kwargs
 rollout.max_new_token=8 | rollout.max_new_token | valid are rollout.dynamic_sampling_max_batches
@@ -134,7 +127,6 @@ loss.entropy_coef=0.1 | loss.entropy_coef | not supported: the entropy is a metr
 critic.optim.lr=1e-5 | critic.optim.lr | not supported: there is no critic
 actor_rollout_ref.actor.optim.lr=1 | actor_rollout_ref.actor.optim.lr | is optim.learning_rate
 num_generatons=8 | num_generatons | did you mean eval.num_generations or rollout.num_generations?
-max_prompt_lenght=8 | max_prompt_lenght | did you mean rollout.max_prompt_length?
 actor.kl_loss_type=low_var_kl | actor.kl_loss_type | loss.kl_estimator, where low_var_kl is k3
 """
 
@@ -148,7 +140,6 @@ def test_unknown_key_is_answered_by_nearest_key(load, override, key, hint):
 # override | key, where it is not that of the override | what is said
 WRONG_TYPES = """
 run.seed=abc | |
-run.seed=true | |
 data.as_chat=maybe | |
 model.path.x=3 | model.path |
 model.path= | |
@@ -159,7 +150,6 @@ reward.weights=[a] | reward.weights[0] |
 run.timeline_steps=[3,1.5] | run.timeline_steps[1] |
 data.tasks[0].weight=1 | data.tasks | is a list or a mapping; set all of it
 data.tasks=[3] | data.tasks[0] |
-data.tasks=[{name: a, weight: x}] | data.tasks |
 data.tasks=[{name: a, wieght: 2}] | data.tasks |
 run.output_dir=${nothing.here} | |
 data.tasks=[{name: a, config: {x: '${nothing}'}}] | data.tasks[0].config.x |
@@ -224,6 +214,7 @@ loss.loss_type=cispo | loss.epsilon_high | at least 1 with cispo
 loss.loss_type=cispo loss.epsilon_high=5 loss.delta=9 | loss.delta | leave it out
 loss.scale_rewards=group loss.advantage_estimator=reinforce_plus_plus | | scaled by the batch
 optim.stream_gradients=true loss.num_iterations=2 | | one update per step
+model.batch_invariant=true rollout.tp_tail_max_rows=4 | rollout.tp_tail_max_rows | must be 0 with
 optim.stream_gradients=true loss.scale_rewards=batch | | scale_rewards=batch uses the batch
 data.path=null | data.path, data.tasks | exactly one
 data.path=null data.tasks=[{name:a},{name:a,weight:0}] | data.tasks[1].weight | above 0
@@ -350,9 +341,6 @@ def test_wrong_value_never_ends_in_traceback(load, key, default):
         ("- a\n- b\n", "expected sections (model, data, ...), found list"),
         ("a: {b", "not valid YAML"),
         ("1: 2\n", "the key 1 is not text"),
-        ("on: 3\n", "the key True is not text"),
-        ("~: {a: 1}\n", "not valid YAML"),
-        ("2.5: {a: 1}\n", "the key 2.5 is not text"),
         ("2024-05-02: {a: 1}\n", ""),
         ("data: {1: 2, on: 3}\n", "data.1: unknown key"),
         ("data: {columns: {1: {2: 3}}}\n", "data.columns.1: {'2': '3'} is not text"),

@@ -62,7 +62,6 @@ CASES = [
     ("game", "late+few slots", 1, None),
     ("calculator", "copy+few slots", 2, "kill"),
     ("calculator", "drafts+streamed", 2, "stop"),
-    ("calculator", "late", 2, None),
     ("calculator", "one turn", 1, None),
     ("tail batching", "late", 4, "kill"),
     ("tail batching", "late+streamed", 1, None),

@@ -67,12 +67,10 @@ CASES = [
     ("in order", "drafter+invariant", 1, "stop"),
     ("tail batching", "copy+streamed", 2, "kill"),
     ("tail batching", "drafts+tp tail", 2, None),
-    ("tail batching", "drafter", 2, None),
     ("tail batching", "late+drafts", 2, "kill"),
     ("dynamic sampling", "drafts", 2, "stop"),
     ("dynamic sampling", "late+drafts+streamed", 2, None),
     ("dynamic sampling", "copy+invariant", 2, None),
-    ("dynamic sampling", "drafter+streamed", 1, None),
     ("lora and truncation", "drafter", 1, None),
     ("lora and truncation", "copy", 2, "kill"),
 ]
@@ -115,18 +113,12 @@ def test_run_equals_plain_run(
     check_used(tmp_path, used)
 
 
-@pytest.mark.parametrize(
-    "selects",
-    [
-        ["tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5"],
-        ["rollout.dynamic_sampling_max_batches=2"],
-    ],
-)
-def test_comparing_rewards_see_whole_groups(tmp_path_factory, monkeypatch, tmp_path, selects):
+def test_comparing_rewards_see_whole_groups(tmp_path_factory, monkeypatch, tmp_path):
     """The function fails for anything but a whole group. Placement, streamed gradients and workers
     leave the groups together."""
     stream_always(functools.partial(monkeypatch.setattr, raising=False))
-    options = [*TINY, *selects, "reward.functions=[tests.helpers.rewards.better_than]"]
+    function = "reward.functions=[tests.helpers.rewards.better_than]"
+    options = [*TINY, *SHAPES["tail batching"][1:], function]
     used = ["drafts", "streamed", "workers"]
     train_on_threads(2, *options, *options_of(used), f"run.output_dir={tmp_path}")
     check_same(tmp_path, plain_run(tmp_path_factory, *options))

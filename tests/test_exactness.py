@@ -1,4 +1,4 @@
-"""Rows preempted and drafts spoilt at random: equal tokens and weights; near ties."""
+"""Rows preempted at random: equal tokens and weights; near ties."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.noise import gumbel
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.setup import build
-from tests.helpers.disturbance import Disturbance
+from tests.helpers.preemption import Preemption
 from tests.helpers.runs import EPOCHS, digests, max_change, same_weights, steps_of, weights
 from tests.system.near_ties import NOISE, NUCLEUS, VIOLATION, judge
 from train import train
@@ -26,42 +26,28 @@ OPTIONS = [
 ]
 
 
-def run(folder, *overrides: str, preempt: float = 0.0, corrupt: float = 0.0) -> dict[str, int]:
-    """Run in this process; return the counts of disturbances."""
+def run(folder, *overrides: str, preempt: float = 0.0) -> dict[str, int]:
+    """Run in this process; return the numbers of preempted rows."""
     options = [*OPTIONS, *overrides, f"run.output_dir={folder}"]
     trainer = build(load_config("configs/tiny_cpu_bulk.yaml", options), Ranks(torch.device("cpu")))
-    disturbance = Disturbance(trainer, preempt, corrupt)
+    preemption = Preemption(trainer, preempt)
     train(trainer)
     trainer.lock.close()
-    return disturbance.counts
+    return preemption.counts
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """The folder of a run without drafts."""
-    folder = tmp_path_factory.mktemp("reference")
-    run(folder, "speculative.method=none")
-    moved = max_change(weights(folder, 1), weights(folder, STEPS))
+def test_preemptions_leave_tokens_and_weights_unchanged(tmp_path):
+    """Spoilt drafts are in test_generator.py and test_rollout_loop.py."""
+    plain, preempted = tmp_path / "plain", tmp_path / "preempted"
+    run(plain, "speculative.method=none")
+    moved = max_change(weights(plain, 1), weights(plain, STEPS))
     assert moved > 1e-6, "the policy must have learned something"
-    return folder
-
-
-@pytest.mark.parametrize(
-    "preempt, corrupt, overrides",
-    [(0.3, 0.0, ("rollout.max_num_seqs=14", "rollout.max_num_batched_tokens=60")), (0.0, 0.5, ())],
-    ids=["preempted", "corrupted"],
-)
-def test_disturbances_leave_tokens_and_weights_unchanged(
-    reference, tmp_path, preempt, corrupt, overrides
-):
-    drafts = ("speculative.method=bubble+suffix", *overrides)
-    counts = run(tmp_path, *drafts, preempt=preempt, corrupt=corrupt)
-    assert len(digests(tmp_path)) == STEPS and digests(tmp_path) == digests(reference)
-    assert same_weights(weights(tmp_path, STEPS), weights(reference, STEPS))
-    assert (counts["own rows preempted"] > 20) == (preempt > 0)
-    assert (counts["draft rows preempted"] > 0) == (preempt > 0)
-    assert (counts["drafts corrupted"] > 0) == (counts["proposals corrupted"] > 50) == (corrupt > 0)
-    lengths = [line["rollout/spec_accept_length"] for line in steps_of(tmp_path)]
+    few = ("rollout.max_num_seqs=14", "rollout.max_num_batched_tokens=60")
+    counts = run(preempted, "speculative.method=bubble+suffix", *few, preempt=0.3)
+    assert len(digests(plain)) == STEPS and digests(preempted) == digests(plain)
+    assert same_weights(weights(preempted, STEPS), weights(plain, STEPS))
+    assert counts["own"] > 20 and counts["ahead"] > 0
+    lengths = [line["rollout/spec_accept_length"] for line in steps_of(preempted)]
     assert sum(lengths) > 1.1 * STEPS
 
 

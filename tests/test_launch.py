@@ -119,10 +119,7 @@ def test_code_is_of_the_rank_that_ended_by_itself(monkeypatch):
     assert end.value.code == 2
 
 
-@pytest.mark.parametrize(
-    "option, code",
-    [("--nproc-per-node=0", 2), ("--nproc-per-node=x", 2), ("--nnodes=x", 2), ("--master-port", 3)],
-)
+@pytest.mark.parametrize("option, code", [("--nproc-per-node=0", 2), ("--master-port", 3)])
 def test_wrong_option_is_one_line(option, code):
     with socket.create_server(("localhost", 0)) as taken:
         option += "" if "=" in option else f"={taken.getsockname()[1]}"

@@ -33,7 +33,6 @@ from tests.test_update import make_config, make_samples
 GAPS = "reward.functions=[tests.helpers.rewards.with_gaps]"
 RECIPES = {
     "group means": "loss.loss_type=grpo loss.kl_coef=0.1 loss.mask_truncated_completions=true",
-    "all tokens": "loss.loss_type=dapo loss.num_iterations=2 loss.epsilon_low=0.02",
     "batch statistics": "loss.loss_type=dr_grpo loss.advantage_estimator=reinforce_plus_plus",
 }
 
@@ -167,6 +166,9 @@ def test_fewer_groups_than_minibatches_make_fewer_updates():
 
 # Steps of which nothing is left
 
+ENDING = [*BULK, "reward.functions=[tests.test_left_out.ending]", "run.max_steps=3"]
+ENDING += ["run.eval_steps=0", "eval.num_prompts=0"]
+
 
 def fail_from(monkeypatch, step: int) -> None:
     sample = Trainer.sample
@@ -179,31 +181,37 @@ def fail_from(monkeypatch, step: int) -> None:
     monkeypatch.setattr(Trainer, "sample", counted)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAILS", "0")
+        train_here(folder, *ENDING)
+    return folder
+
+
 @pytest.mark.parametrize(
-    "how, says", [("none", "in step 4 no function returned a number"), ("raise", "failed for all")]
+    "how, on_error, says",
+    [
+        ("none", "0", "in step 3 no function returned a number"),
+        ("raise", "0", "failed for all"),
+        ("raise", "null", "raised ValueError"),
+    ],
 )
-@pytest.mark.parametrize("null", [False, True])
-def test_failing_rewards_end_run_after_save(tmp_path, monkeypatch, how, says, null):
+def test_failing_rewards_end_run_after_save(whole, tmp_path, monkeypatch, how, on_error, says):
     """And goes on from there as if nothing had been, once they are right."""
-    options = [*BULK, "reward.functions=[tests.test_left_out.ending]", "run.max_steps=5"]
-    options += ["reward.reward_on_error=null"] * null
+    options = [*ENDING, f"reward.reward_on_error={on_error}"]
     monkeypatch.setenv("HOW", how)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    monkeypatch.setenv("FAILS", "0")
-    train_here(whole, *options)
-    fail_from(monkeypatch, 3)
-    with pytest.raises(
-        RewardsFailed, match="raised ValueError" if null and how == "raise" else says
-    ):
-        train_here(broken, *options)
-    assert [line["step"] for line in read(broken) if "reward" in line] == [1, 2, 3]
-    assert os.listdir(broken).count("checkpoint-3") == 1
-    assert find_damage(str(broken / "checkpoint-3")) is None
+    fail_from(monkeypatch, 2)
+    with pytest.raises(RewardsFailed, match=says):
+        train_here(tmp_path, *options)
+    assert [line["step"] for line in read(tmp_path) if "reward" in line] == [1, 2]
+    assert find_damage(str(tmp_path / "checkpoint-2")) is None
     monkeypatch.undo()
     monkeypatch.setenv("FAILS", "0")
-    train_here(broken, *options)
-    assert digests(broken) == digests(whole)
-    assert same_weights(weights(broken, 5), weights(whole, 5))
+    train_here(tmp_path, *options)
+    assert digests(tmp_path) == digests(whole)
+    assert same_weights(weights(tmp_path, 3), weights(whole, 3))
 
 
 def ending(completion_ids, **columns):

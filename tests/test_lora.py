@@ -21,22 +21,14 @@ from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.checks import refusal
 from tests.helpers.runs import (
     EPOCHS,
-    digests,
-    max_change,
-    same_weights,
-    steps_of,
     train_here,
-    weights,
 )
-from tests.helpers.threads import train_on_threads
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
 
 RANK, ALPHA = 4, 12
-STEPS = 4
-LORA = ("model.lora_r=4", "model.lora_alpha=8", "optim.learning_rate=5e-3")
+LORA = ("model.lora_r=4", "model.lora_alpha=8", "optim.learning_rate=1e-2")
 OPTIONS = [*EPOCHS, *LORA, "rollout.max_completion_length=24", "loss.kl_coef=0.02"]
-SAVED = (f"run.max_steps={STEPS}", "run.save_steps=2")
 TOKENS = torch.arange(1, 13)[None]
 
 
@@ -176,39 +168,13 @@ def test_impossible_adapter_is_refused(make_model, monkeypatch):
     assert message.endswith("; pip install -r requirements-lora.txt")
 
 
-# Whole runs
+# A whole run; others are in test_exact_runs.py
 
 
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory):
-    """A run on one rank with speculation that ended after two steps and was continued: its folder
-    and its parts."""
-    folder = tmp_path_factory.mktemp("one_rank")
-    train_here(folder, "run.max_steps=2", short=[*OPTIONS, *SAVED])
-    return folder, train_here(folder, short=[*OPTIONS, *SAVED])
-
-
-def test_ranks_drafts_and_resume_leave_lora_run_unchanged(resumed, tmp_path):
-    """Against a run on one rank without drafts: drafts are verified by the adapted model."""
-    proposing = (*SAVED, "speculative.planning=always")  # whatever a forward takes on this machine
-    two, reference = tmp_path / "two", tmp_path / "reference"
-    train_on_threads(2, *OPTIONS, *proposing, f"run.output_dir={two}")
-    train_here(reference, "speculative.method=none", short=[*OPTIONS, *SAVED])
-    assert sum(line["rollout/spec_accepted_tokens"] for line in steps_of(two)) > 0
-    assert digests(two) == digests(resumed[0]) == digests(reference)
-    wanted = weights(reference, STEPS)
-    assert same_weights(weights(resumed[0], STEPS), wanted)
-    assert max_change(weights(reference, 2), wanted) > 1e-3, "the adapter must learn"
-    assert max_change(weights(two, STEPS), wanted) < 1e-6
-    for a, b in zip(steps_of(two), steps_of(reference), strict=True):
-        for key in ("loss", "kl", "grad_norm"):
-            assert a[key] == pytest.approx(b[key], rel=1e-8, abs=1e-10), key
-
-
-def test_checkpoint_loads_in_peft_and_transformers(resumed, exact_norms):
-    folder, trainer = resumed
+def test_checkpoint_loads_in_peft_and_transformers(tmp_path, exact_norms):
+    trainer = train_here(tmp_path, "run.max_steps=2", short=OPTIONS)
     assert trainer.learner.reference is trainer.learner.model, "no second copy of the weights"
-    checkpoint = os.path.join(folder, f"checkpoint-{STEPS}")
+    checkpoint = os.path.join(tmp_path, "checkpoint-2")
     base = AutoModelForCausalLM.from_pretrained("configs/tiny_policy", dtype=torch.float64)
     with torch.no_grad():
         before = base(TOKENS).logits

@@ -113,7 +113,7 @@ def masked_loss(model, reference, teacher, samples, config, old: list[torch.Tens
 
 
 @pytest.mark.parametrize(
-    "has_turns, num_ranks, num_updates", [(False, 1, 1), (False, 2, 2), (True, 1, 2), (True, 2, 1)]
+    "has_turns, num_ranks, num_updates", [(False, 2, 2), (True, 1, 2), (True, 2, 1)]
 )
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("exact_norms")

@@ -274,8 +274,10 @@ def plain(model, params: SamplingParams, num_rows: int, limit: int = 40) -> list
     return rows
 
 
-@pytest.mark.parametrize("name, paged", [("llama", False), ("llama", True), ("phi3", False)])
-@pytest.mark.parametrize("params", PARAMS[:3])
+@pytest.mark.parametrize(
+    "name, paged, params",
+    [("llama", True, PARAMS[0]), ("phi3", False, PARAMS[1]), ("llama", False, PARAMS[2])],
+)
 def test_every_token_of_an_exact_copy_is_right(name, paged, params):
     model = make_policy(name)
     options = {"page_size": 16} if paged else {}

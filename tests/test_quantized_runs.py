@@ -7,7 +7,6 @@ test_exact_runs.py and test_episode_runs.py.
 import numpy as np
 
 from bubblespec.mechanisms.quantized import mechanism
-from bubblespec.mechanisms.quantized.copy import Layers
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.plain import REWARD, TINY, check_same, plain_run
 from tests.helpers.runs import ALWAYS_DRAFT, digests, read
@@ -55,32 +54,6 @@ def test_copy_without_numbers_on_one_rank_is_given_up(
     assert capfd.readouterr().err.count("quantized drafts no more: ") == 1
     drafts = [line.get("drafts/quantized/tokens", 0) for line in read(tmp_path)]
     assert drafts[0] > drafts[1] > 0 == drafts[2]
-
-
-def test_renewals_stay_within_the_share_of_time(monkeypatch, tmp_path):
-    """In virtual time each part takes a millisecond, and a rollout tens of them."""
-    renew, taken = Layers.renew, []
-
-    def timed(layers):
-        renew(layers)
-        taken.append(layers)
-
-    made = mechanism.QuantizedMechanism.begin_rollout
-    spent = []
-
-    def begin_rollout(self, plan):
-        before, clock = len(taken), self.clock
-        self.clock = type("Clock", (), {"perf_counter": lambda _: 1e-3 * len(taken)})()
-        made(self, plan)
-        self.clock = clock
-        spent.append(1e-3 * (len(taken) - before))
-
-    monkeypatch.setattr(Layers, "renew", timed)
-    monkeypatch.setattr(mechanism.QuantizedMechanism, "begin_rollout", begin_rollout)
-    options = [*OPTIONS, *COPY, "run.max_steps=8", "run.save_steps=0", "data.size=100"]
-    train_in_virtual_time(*options, f"run.output_dir={tmp_path}")
-    rollouts_s = sum(line["timing_s/gen"] for line in read(tmp_path) if "timing_s/gen" in line)
-    assert 0.0 < sum(spent) <= mechanism.RENEWAL_SHARE * rollouts_s + 1e-3
 
 
 def test_line_says_why_no_copy_drafts(tmp_path, capfd):

@@ -61,33 +61,6 @@ def test_runs_are_compared_over_common_steps(tmp_path):
     assert compare(plain, plain).tokens == "the same in all 4 steps"
 
 
-def test_run_without_rewards_is_read(tmp_path):
-    lines = [{"step": 0, "eval/digest": "a"}, line(0, 1.0)]
-    del lines[1]["reward"]
-    run = read_run(make_run(tmp_path / "a", lines))
-    assert "| a | 1 | - | - | - | - | 4.0 |" in reading.learning_table([run])
-
-
-def test_evaluations_by_update_and_seconds_by_step(tmp_path):
-    held_out = [{"step": n, "eval/reward": r} for n, r in ((0, 0.25), (2, 0.75))]
-    lines = [held_out[0], line(1, 1.0), line(2, 3.0, reward=0.7), held_out[1]]
-    run = read_run(make_run(tmp_path / "a", lines))
-    assert len(run.steps) == 2 and [e["eval/reward"] for e in run.evaluations] == [0.25, 0.75]
-    seconds = reading.seconds_so_far(run, np.array([0, 1, 2, 3]))
-    assert seconds[:3].tolist() == [0.0, 4.0, 10.0] and np.isnan(seconds[3])
-    assert "| a | 2 | 0.500 | 0.700 | 0.250 | 0.750 | 10.0 |" in reading.learning_table([run])
-    table = reading.learning_table([run], reward_to_reach=0.5)
-    assert "| seconds until 0.5 |" in table and "| 0.750 | 10.0 | 5.0 |" in table
-    assert "| 0.750 | 10.0 | - |" in reading.learning_table([run], reward_to_reach=0.9)
-
-
-def test_time_to_a_reward_is_on_straight_lines():
-    curve = [(0.0, 0.4), (10.0, 0.6), (20.0, 0.5), (30.0, 0.9)]
-    assert reading.time_to(curve, 0.5) == 5.0
-    assert reading.time_to(curve, 0.7) == pytest.approx(25.0)
-    assert reading.time_to(curve, 0.95) is None
-
-
 def test_timelines_round_trip(tmp_path):
     run = read_run(make_run(tmp_path / "a", [line(0, 1.0)]))
     assert timeline_steps(run) == []

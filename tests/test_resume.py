@@ -6,9 +6,6 @@ finds is what a process that is gone has left, the last checkpoint. In virtual t
 drafted ahead is the same in every run of the test.
 """
 
-import os
-import shutil
-
 import pytest
 
 from bubblespec.checkpoint import (
@@ -221,22 +218,6 @@ def test_drafts_of_trained_samples_are_dropped(monkeypatch, tmp_path):
             assert all(name.visit >= visits.get(name.uid, 0) for name in stored)
         trainer.lock.close()
     assert num_replacements > 4
-
-
-def test_paths_are_compared_by_content(tmp_path):
-    """A run goes on with the same model under another path, or a copy of it, and with no other."""
-    saved = flatten(load_config("configs/tiny_cpu.yaml"))
-    copied = shutil.copytree("configs/tiny_policy", tmp_path / "copy")
-    for path in (os.path.abspath("configs/tiny_policy"), "configs/../configs/tiny_policy", copied):
-        config = load_config("configs/tiny_cpu.yaml", [f"model.path={path}"])
-        assert _check_same_run(config, saved, "a checkpoint") == []
-    with open(copied / "config.json", "a", encoding="utf-8") as file:
-        file.write("\n")
-    with pytest.raises(InputError, match=r"model\.path: .* here, but configs/tiny_policy"):
-        _check_same_run(config, saved, "a checkpoint")
-    config = load_config("configs/tiny_cpu.yaml", [f"model.path={tmp_path}/nowhere"])
-    with pytest.raises(InputError, match=r"model\.path"):
-        _check_same_run(config, saved, "a checkpoint")
 
 
 def test_other_data_keys_need_permission():

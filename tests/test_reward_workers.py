@@ -14,11 +14,10 @@ import pytest
 from bubblespec.distributed import worker as worker_process
 from bubblespec.distributed.worker import NICENESS
 from bubblespec.errors import InputError
-from bubblespec.rewards.functions import Answer, RewardFailure, Sample, score
+from bubblespec.rewards.functions import Answer, RewardFailure, Sample
 from bubblespec.rewards.workers import RewardWorkers
 from tests.helpers.checks import PATIENCE_S, is_alive, pids_in, wait_until
 from tests.helpers.clocks import ClockThatSkips
-from tests.helpers.misbehaving_rewards import obey
 
 OBEY = "tests.helpers.misbehaving_rewards.obey"
 
@@ -105,21 +104,6 @@ def test_hanging_worker_is_killed_with_all_children(make_workers, clock, tmp_pat
     assert [answer_of(future).reward for future in hanging] == [timeout] * 3
     assert [answer_of(future).reward for future in others] == [0.0, 1.0, 2.0]
     assert not any(is_alive(pid) for path in notes.values() for pid in pids_in(path))
-
-
-def test_worker_values_equal_a_local_call(make_workers, tmp_path):
-    """Bit by bit, for strings and chats, of each function. The first sample waits for the last one,
-    and with two workers the others do not queue behind it."""
-    samples = [sample(f"value {1 / (n + 1)!r}") for n in range(10)] + [sample("none")]
-    wanted = [score(obey, [each])[0] for each in samples]
-    workers, path = make_workers([OBEY, "bubblespec.rewards.exact_match"], 2), tmp_path / "mark"
-    waiting = workers.submit(0, [sample(f"wait {path}")])
-    futures = [workers.submit(0, [each]) for each in samples]
-    chat = Sample([{"role": "user", "content": "hi"}], "4", [1], {"answer": "4"})
-    assert answer_of(workers.submit(1, [chat])).reward == 1.0
-    assert [answer_of(future).reward for future in futures] == wanted
-    assert ask(workers, [f"touch {path}"])[0].reward == 2.0
-    assert answer_of(waiting).reward == 1.0
 
 
 def test_workers_are_light_reproducible_and_of_low_priority(make_workers, monkeypatch):

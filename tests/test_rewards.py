@@ -94,7 +94,6 @@ def test_final_answer_equals_the_regular_expression():
         assert final_answer(text) == (found[-1].strip() if found else None), text
 
 
-@both
 @pytest.mark.parametrize(
     "reference, text, wanted",
     [
@@ -140,8 +139,9 @@ def test_final_answer_equals_the_regular_expression():
         ("3.14", "<answer>\\frac{22}{7} = 3.14</answer>", 1.0),
     ],
 )
-def test_math_equivalence(reference, text, wanted, chat):
-    assert call(math_equivalence, [text], chat, answer=[reference]) == [wanted]
+def test_math_equivalence(reference, text, wanted):
+    is_chat = len(text) % 2 == 0  # by turns
+    assert call(math_equivalence, [text], is_chat, answer=[reference]) == [wanted]
 
 
 def test_math_equivalence_has_a_time_limit(monkeypatch):

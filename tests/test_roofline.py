@@ -1,6 +1,5 @@
 """The roofline against data sheets, the prototype of our kernels, and published timings."""
 
-import dataclasses
 import statistics
 from pathlib import Path
 
@@ -157,25 +156,6 @@ def test_own_products_are_near_measurements(tokens, us):
     assert products_us + 4 * 1e6 * OWN.layer_s / 10 == pytest.approx(us, rel=0.1)
 
 
-def test_windows_read_keys_once():
-    """Query heads share keys, 7 for each: a tile of 16 for a token, one of 64 for up to 9."""
-    attention, rows, keys = roofline("h200", "7b").attention, 128, 4096
-    decode, five, nine, ten = (
-        attention.seconds(rows, rows * fed, rows * (keys + (fed - 1) / 2)) for fed in (1, 5, 9, 10)
-    )
-    read_s = rows * keys * attention.position_s
-    block_s = 28 * keys / 64 * 0.8 * FITTED.block_s
-    tiles = rows * 4 / 132 / (4 / 3)  # for each multiprocessor
-    assert decode == pytest.approx((read_s**2 + (tiles / 4 * block_s) ** 2) ** 0.5)
-    assert nine == pytest.approx((read_s**2 + (tiles * block_s) ** 2) ** 0.5, rel=1e-3)
-    assert ten == pytest.approx((read_s**2 + (2 * tiles * block_s) ** 2) ** 0.5, rel=2e-3)
-    assert nine == pytest.approx(five, rel=2e-3) and nine < 1.5 * decode
-    many_heads = roofline("h200", MODELS["7b"]._replace(heads=96, kv_heads=1)).attention
-    assert many_heads.seconds(1, 2, 99) < many_heads.seconds(1, 4, 99)
-    # 4 operations per query of the tile, key and dimension, for every key/value head and layer.
-    assert 300e12 < 4 * 64 * 128 * keys * 4 * 28 * rows / (tiles * block_s) < 350e12
-
-
 def test_one_verifying_row_is_split():
     """In vLLM the row waits for single blocks that go through all of its keys."""
     whole = roofline("h200", "7b", engine="vllm").attention.seconds(1, 4, 8192)
@@ -199,26 +179,6 @@ def test_roofline_follows_the_data_sheet():
     without_host = roofline("h200", "7b", engine="graph").seconds(Load(16, 32, 16))
     host_s = module.HOST_S + module.VERIFY_S + 16 * module.VERIFY_ROW_S
     assert cost.seconds(Load(16, 32, 16)) - without_host == pytest.approx(host_s)
-
-
-def test_products_bend_between_reading_and_computing():
-    """Never below either, near the larger one far from the knee, 2**(1 / knee) of both at it."""
-    products = roofline("a100", "7b").layers
-    for tokens in (1, 8, 64, 150, 400, 5000):
-        read_s, computed_s = products.read_s, tokens * products.token_s
-        larger = max(read_s, computed_s)
-        assert larger < products.seconds(tokens) <= larger * 2 ** (1 / OWN.knee)
-    knee = products.read_s / products.token_s
-    assert products.seconds(knee) == pytest.approx(products.read_s * 2 ** (1 / OWN.knee))
-    assert products.seconds(1) == pytest.approx(products.read_s, rel=0.01)
-
-
-def test_host_is_waited_for_behind_verification_alone():
-    cost, read = roofline("h200", "7b"), Load(16, 32)
-    host_s = cost.seconds(read._replace(wide_rows=16)) - cost.seconds(read)
-    assert host_s == pytest.approx(0.45e-3 + 0.35e-3 + 16 * 0.8e-6)
-    slow = dataclasses.replace(cost, host_s=0.1)
-    assert slow.seconds(Load(1, 1)) == 0.1, "no forward is shorter than the host's part of it"
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -242,10 +242,7 @@ def test_command_compares_method_with_no_drafts(monkeypatch, tmp_path, capsys):
     [
         (["--ranks", "0"], "--ranks: 0 for 4 prompts"),
         (["--drafter", "share=0.1"], "has none"),
-        (["--quantized", "share=0.1", "speculative.method=suffix"], "has none"),
         (["--synthetic", "mean=x"], "--synthetic: mean=x is no float"),
-        (["--synthetic", "means=1"], "--synthetic: unknown name 'means'"),
-        (["--synthetic", "max=2"], "--synthetic: max: 2 must be at least 4"),
         (["--synthetic", "steps=3,epochs=2"], "--synthetic: epochs: 3 steps are not 2 equal"),
         (["model.dtype=float64"], "give section.key=value of rollout"),
         (["rollout.max_completion_length=50"], "give it as max in --synthetic"),

@@ -172,16 +172,6 @@ def test_round_trip_of_one_step(tmp_path):
     assert (forward["begin_s"], forward["end_s"], forward["own_rows"]) == (0.0, 0.5, 2)
 
 
-def test_resumed_run_records_later_steps_again(tmp_path):
-    recorder = make_recorder(tmp_path)
-    for step in range(3):
-        recorder.write(one_step(step))
-    (tmp_path / "trace" / ".forwards-00001.parquet").touch()
-    make_recorder(tmp_path, num_updates=1)
-    assert list_steps(str(tmp_path / "trace")) == [1]
-    assert len(os.listdir(tmp_path / "trace")) == 3
-
-
 def test_recording_stops_on_write_error(tmp_path, capsys):
     recorder = make_recorder(tmp_path)
     recorder.write(one_step(0))

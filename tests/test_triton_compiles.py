@@ -38,7 +38,7 @@ OTHERS = [
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     cases = [(capability, "attend", *shape) for capability, *shape in ATTENTION]
-    cases += [(capability, *case) for capability in CAPABILITIES for case in OTHERS]
+    cases += [(capability, *case) for capability in CAPABILITIES[::2] for case in OTHERS]
     reports = report(cases, tmp_path_factory.mktemp("triton"))
     return dict(zip(cases, reports, strict=True))
 

@@ -15,7 +15,6 @@ from bubblespec.engine.noise import Noise, add_gumbel, random_bits, stream_keys
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.ops.view import Norm, View
 from bubblespec.engine.packing import WIDE, pack_rows
-from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import SamplingParams, sample
 
 triton = pytest.importorskip("triton")
@@ -347,77 +346,6 @@ def test_barred_tokens_are_never_sampled():
 
 
 # Against torch_ops.py, with the same arguments
-
-
-def parity(name: str, make_arguments) -> None:
-    """Call both files' operation with equal arguments of their own, and compare the results."""
-    results = []
-    for operations in (triton_ops, torch_ops):
-        torch.manual_seed(0)
-        given, changed = make_arguments(operations)
-        result = getattr(operations, name)(*given)
-        results.append([*(result if isinstance(result, tuple) else (result,)), *changed])
-    for one, other in zip(*results, strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape
-        assert_near(one, other)
-
-
-@pytest.mark.parametrize("has_x", [False, True])
-def test_add_norm_of_both_files_is_the_same(has_x):
-    def arguments(operations):
-        x, residual = randn(3, 40) if has_x else None, randn(3, 40)
-        return (x, residual, norm_of(randn(40))), (residual,)
-
-    parity("add_norm", arguments)
-
-
-@pytest.mark.parametrize("act", ACTS)
-def test_gated_of_both_files_is_the_same(act):
-    parity("gated", lambda operations: ((2 * randn(3, 70), act), ()))
-
-
-def packing_of(operations, page_size: int | None, heads: int, size: int):
-    """Return a packing of rows with one new token, many, and none, and the cache of its layer."""
-    length = 96
-    pages = page_size and Pages(4, length, 24, page_size)
-    cache = KVCache(4, length, 1, pages or None)
-    start, count = np.array([40, 0, 17, 3]), np.array([1, 21, 0, 4])
-    packing = pack_rows(cache, start, count, torch.device(DEVICE))
-    if pages:  # in no order
-        held = pages.table[1].copy()
-        pages.table[1, :2] = held[1::-1]
-        pages.version += 1
-    layer = cache.layer(0, *randn(2, 1, heads, size))
-    layer.joint.copy_(randn(*layer.joint.shape))
-    return packing, layer
-
-
-@pytest.mark.parametrize("page_size", [None, 16, 48])
-@pytest.mark.parametrize("rotary, has_norms", [(16, False), (8, True), (0, False)])
-def test_rope_store_of_both_files_is_the_same(page_size, rotary, has_norms):
-    def arguments(operations):
-        packing, layer = packing_of(operations, page_size, 2, 16)
-        qkv, angle = randn(26, 8, 16), randn(96, max(rotary // 2, 1), dtype=torch.float32)
-        norms = (norm_of(randn(16)), norm_of(randn(16))) if has_norms else None
-        rotation = (
-            operations.rotation((angle.cos().to(DTYPE), angle.sin().to(DTYPE)), packing)
-            if rotary
-            else None
-        )
-        places = packing.cache.num_pages * packing.cache.page_size
-        return (qkv, packing, layer, rotation, norms), (layer.joint[:places],)
-
-    parity("rope_store", arguments)
-
-
-@pytest.mark.parametrize("page_size", [None, 16, 48])
-@pytest.mark.parametrize("group, window", [(1, None), (3, 7), (4, 40)])
-def test_attend_of_both_files_is_the_same(page_size, group, window):
-    def arguments(operations):
-        packing, layer = packing_of(operations, page_size, 2, 16)
-        return (randn(26, 2 * group, 16), packing, layer, 0.3, window), ()
-
-    parity("attend", arguments)
 
 
 @pytest.mark.parametrize("is_invariant", [False, True])

@@ -41,21 +41,8 @@ CASES = {
         "epsilon_low": 0.03,
         "epsilon_high": 0.04,
     },
-    "gspo averaged over tokens": {
-        "loss_type": "dapo",
-        "importance_sampling_level": "sequence",
-        "epsilon_low": 0.03,
-    },
     "dual clip": {"loss_type": "dapo", "delta": 1.4},
-    "dual clip of sequences": {
-        "loss_type": "grpo",
-        "importance_sampling_level": "sequence",
-        "epsilon_low": 0.03,
-        "epsilon_high": 0.03,
-        "delta": 1.05,
-    },
     "k3": {"loss_type": "grpo", "kl_coef": 0.5},
-    "cispo with k3": {"loss_type": "cispo", "epsilon_high": 1.3, "kl_coef": 0.5},
 }
 
 

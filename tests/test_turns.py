@@ -8,24 +8,11 @@ import pytest
 import torch
 
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row
-from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
+from tests.helpers.generation import Drafter, as_dict, make_engine, make_prompts, make_rows
 from tests.helpers.models import VOCAB, random_model, small_config
 from tests.helpers.reference_step import gumbel, noise_key
-
-STOPS = (*STOP, *range(20, 36))  # so that turns are short
-PARAMS = SamplingParams(stop_token_ids=STOPS)
-SEED, LIMIT = 5, 30
-
-
-def observation(row: Row, turn: int) -> np.ndarray | None:
-    """Return the tokens after a row's turn (from 1): empty, too long, or None where it is over."""
-    random = np.random.default_rng((*row.id, turn))
-    if turn > 2 and row.id.sample:
-        return None
-    lengths = (0, 1, 3, 12, LIMIT)
-    return random.integers(1, VOCAB, lengths[random.integers(len(lengths) - (turn < 2))])
+from tests.helpers.turns import LIMIT, SEED, STOPS, observation, play
 
 
 def alone(model, row: Row) -> tuple[list[int], str, list[float]]:
@@ -61,26 +48,6 @@ def baseline():
     return model, prompts, wanted
 
 
-def play(engine, rows: list[Row], proposer=None, *, max_prefill_tokens=None) -> None:
-    """Generate rows to their end; observations come after a while and in any order."""
-    random = np.random.default_rng(0)
-    turns, waiting = dict.fromkeys(rows, 0), []
-    engine.add(rows)
-    while waiting or not engine.is_idle:
-        is_waiting = engine.is_waiting
-        finished, load = engine.step(PARAMS, proposer, max_prefill_tokens)
-        # Where pages are few, a row that could be fed may be preempted instead.
-        assert (load is None) == is_waiting or engine.pages is not None
-        waiting += [row for row in finished if row.finish == "stop"]
-        for row in [row for row in waiting if load is None or random.random() < 0.3]:
-            waiting.remove(row)
-            turns[row] += 1
-            if (ids := observation(row, turns[row])) is None:
-                engine.drop(row)
-            else:
-                engine.resume(row, ids)
-
-
 PAGES = {"num_slots": 8, "max_length": 55, "page_size": 5}
 
 
@@ -105,7 +72,7 @@ def test_rows_with_turns_equal_rows_computed_alone(baseline, corrupted, options)
     rows = make_rows(prompts, 3, LIMIT)
     for row in rows:
         row.has_turns = True
-    play(engine, rows, drafter, max_prefill_tokens=4 if engine.pages else None)
+    play(engine, rows, np.random.default_rng(0), drafter, many=99)
     assert as_dict(rows) == {name: of_row[:2] for name, of_row in wanted.items()}
     for row in rows:
         logprobs = wanted[row.id.uid, row.id.sample][2]
