@@ -16,12 +16,8 @@ from benchmarks import gpu_bench, gpu_forwards, gpu_programs, gpu_suite
 from benchmarks.gpu_bench import Figure, make_bench
 from benchmarks.measured_costs import DECODE, read_cases
 from bubblespec.engine import graphs
-<<<<<<< HEAD
 from bubblespec.learn.learner import Learner
-from bubblespec.tools.simulate.roofline import GPUS, MODELS, OWN, Model, roofline
-=======
 from bubblespec.tools.simulate.roofline import roofline
->>>>>>> tests
 from bubblespec.types import Load
 from tests.helpers.clocks import Clock
 from tests.helpers.graphs import stand_in
