@@ -141,7 +141,6 @@ def test_times_of_kernels_and_gaps_add_up():
     assert sum(found.values()) == pytest.approx(136 / 1e3)
 
 
-<<<<<<< HEAD
 def test_gpu_tests_that_time_out_keep_what_is_known(monkeypatch):
     lines = ["tests/a.py::one PASSED [ 30%]", "tests/a.py::two FAILED [ 60%]", "tests/a.py::three "]
 
@@ -178,8 +177,6 @@ def test_peaks_measure_full_micro_batches(monkeypatch):
     assert [row.value for row in rows] == [2e-9, 3e-9] and {row.expected for row in rows} == {1e-9}
 
 
-=======
->>>>>>> tests
 def test_guide_lists_measured_and_expected_figures():
     """Measured milliseconds, those of the prototype, and the roofline's estimates."""
     data = ROOT / "docs" / "results" / "data"
