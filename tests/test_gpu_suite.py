@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from benchmarks import gpu_bench, gpu_forwards, gpu_programs, gpu_suite
-from benchmarks.gpu_bench import Figure, make_bench
+from benchmarks.gpu_bench import Bench, Figure, make_bench
 from benchmarks.measured_costs import DECODE, read_cases
+from bubblespec import memory
 from bubblespec.engine import graphs
 from bubblespec.learn.learner import Learner
 from bubblespec.tools.simulate.roofline import roofline
