@@ -428,6 +428,15 @@ def test_given_up_source_is_tried_again():
     assert unused.acceptance.by_source == {"guess": [0, 0]}, "in the metrics all the same"
 
 
+def test_nothing_is_planned_where_all_sources_pause_or_are_disabled():
+    proposer, one, guesses = with_guess([1, 2, 9, 7, 7, 7], [1, 2, 3])
+    guesses.is_enabled = False
+    proposer._pauses[0] = 1
+    assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[]]
+    assert proposer.take_spent()[1] == 0
+    assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) != [[]]
+
+
 def test_disabled_source_gets_no_query_and_no_tokens():
     proposer, one, guesses = with_guess([1, 2, 9, 7, 7, 7], [1, 2, 3])
     guesses.is_enabled = False

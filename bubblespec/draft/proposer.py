@@ -156,8 +156,11 @@ class Proposer:
 
         The windows of all rows are planned together; rows that are not tracked get none. Windows
         are of what follows the tokens that may be gained in flight."""
+        in_flight = bool(np.any(ahead))
+        can = [s.is_enabled and not (s.needs_results and in_flight) for s in self.sources]
         is_due = (self._pauses == 0) | (2 * len(rows) <= self._paused_rows)
         self._pauses = np.where(is_due, 0, self._pauses - 1)
+        is_due &= np.array(can, bool)
         if not is_due.any():
             return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
         started = self.clock.perf_counter()
@@ -173,7 +176,6 @@ class Proposer:
         query_s, weighed_s = np.zeros(len(is_due)), 0.0
         chances = self.survival.estimates
         for number, (source, kinds) in enumerate(zip(self.sources, self._kinds, strict=True)):
-            is_due[number] &= source.is_enabled and not (source.needs_results and np.any(ahead))
             if not is_due[number]:
                 continue
             is_open = count[asked] == 0
