@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from bubblespec.data.prompts import make_tokenize
 from bubblespec.errors import InputError
 from bubblespec.loading import load_prompts, stop_tokens
 from bubblespec.mechanisms.episodes.forms import load_form
-from bubblespec.mechanisms.episodes.tokens import prompt_ids, tokenize_with
+from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.rewards.functions import load_reward
 
 # Keys of a configuration that mean the same under the same name.
@@ -151,7 +150,7 @@ def run_trl(
     texts, tokenize = prompts[: len(batches[0])], make_tokenize(tokenizer)
     if form is not None:
         trainer._batch_environments = [None] * len(texts)
-        tokenize = partial(prompt_ids, tokenizer, schemas=form.schemas())
+        tokenize = make_tokenize(tokenizer, form.schemas())
     given = trainer._tokenize_prompts(texts)[0]
     if [list(ids) for ids in given] != [list(tokenize(text)) for text in texts]:
         raise InputError("TRL tokenises these prompts in another way, which is other work")
