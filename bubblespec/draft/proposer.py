@@ -156,11 +156,10 @@ class Proposer:
 
         The windows of all rows are planned together; rows that are not tracked get none. Windows
         are of what follows the tokens that may be gained in flight."""
-        in_flight = bool(np.any(ahead))
-        can = [s.is_enabled and not (s.needs_results and in_flight) for s in self.sources]
         is_due = (self._pauses == 0) | (2 * len(rows) <= self._paused_rows)
         self._pauses = np.where(is_due, 0, self._pauses - 1)
-        is_due &= np.array(can, bool)
+        for number, source in enumerate(self.sources):
+            is_due[number] &= source.is_enabled and not (source.needs_results and np.any(ahead))
         if not is_due.any():
             return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
         started = self.clock.perf_counter()
