@@ -117,7 +117,7 @@ def test_lora_and_reference_needs_equal_real_tensors():
     ],
 )
 def test_kv_bytes_equal_cache(name):
-    """Of each form in which configurations have heads."""
+    """One policy for each way in which a configuration gives its number of heads."""
     model = build(*SERVED[name], torch.float32)
     prepare_model(model, 16)
     cache = KVCache(1, 1)
