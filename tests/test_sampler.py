@@ -15,7 +15,8 @@ from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.planner import drafts as drafts_module
 from bubblespec.planner import guard
-from bubblespec.planner.guard import DRAFTS
+from bubblespec.planner.costs import CHAIN_ROWS
+from bubblespec.planner.guard import COPY, DRAFTS, Guard, Guards
 from bubblespec.planner.prices import suggested_prices
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import ForwardRecord, RolloutRecord, Span, StepRecord
@@ -312,6 +313,27 @@ def test_placement_uses_lengths_of_earlier_epochs():
     matching, _ = play_two_ranks(4, "suffix")
     of_groups = [record.owners.reshape(2, 2) for record in matching]
     assert all((ranks[:, 0] == ranks[:, 1]).all() for ranks in of_groups), "siblings together"
+
+
+def test_costs_count_chains_where_the_next_rollout_has_them():
+    """Whether or not the rollout that they are learned from had any."""
+    stats, groups = RunStats(cost=fixed_cost()), groups_of(0)
+    stats.chains, stats.guards = (lambda: np.full(len(CHAIN_ROWS), 0.5)), Guards({DRAFTS: Guard()})
+    stats.guards.add(COPY, is_trusted=False)
+    launch, seen = Launch(groups, len(groups), 2), set()
+    rows = dict(enumerate(make_rows(groups, 2, LIMIT)))
+    for row in rows.values():
+        row.tokens = np.ones(20, np.int64)
+    record = RolloutRecord(began_s=1.0, ended_s=2.0)
+    for _ in range(12):
+        without = stats.guards.without
+        options = {"planning_s": 0.0, "used_share": 0.0, "num_slots": 8, "without": without}
+        stats.observe_rollout(record, launch, rows, ALONE, **options)
+        coming = stats.guards.without
+        has_chains = not coming & {DRAFTS, COPY}
+        assert (stats.shared_cost.chains is not None) == has_chains
+        seen.add((COPY in without, has_chains))
+    assert {(True, True), (False, False)} <= seen
 
 
 def test_stats_count_shared_forwards():

@@ -133,8 +133,10 @@ class ChainSource(DraftSource):
         return rate_below_which_chains_gain(gained, own_s, forward_s)
 
     def shortening(self) -> np.ndarray:
-        """Return seconds per token with chains over those without, see `CostModel.chains`."""
-        if not self.is_enabled:
+        """Return seconds per token with chains over those without, see `CostModel.chains`.
+
+        Whether or not the latest rollout had chains: the next one may."""
+        if self.problem is not None:
             return np.ones(len(CHAIN_ROWS))
         active, lengths = CHAIN_ROWS[:, None], np.arange(self.longest + 1)
         positions = active * self._mean_positions

@@ -27,7 +27,7 @@ from bubblespec.engine.ragged import ragged
 
 # Positions are sampled in chunks of about this many logits: small enough for a processor's cache,
 # large enough for a GPU.
-MAX_LOGITS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
+MAX_LOGITS_AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)

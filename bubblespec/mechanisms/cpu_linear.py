@@ -28,7 +28,7 @@ from bubblespec.engine.weights import by_parts, linear_modules, part_of, stacks_
 from bubblespec.telemetry.trace import describe_hardware
 
 # Rows of the measured products, and the counts of each; torch's product serves larger ones.
-ROWS = {1: range(1, 2), 2: range(2, 3), 3: range(3, 5), 6: range(5, 9)}
+ROWS = {1: range(1, 2), 2: range(2, 3), 3: range(3, 4), 4: range(4, 5), 6: range(5, 9)}
 ROWS |= {12: range(9, 17), 24: range(17, 33)}
 BUDGET_S = 1.0  # for all measurements; only two rounds of a slow machine may take longer
 MAX_ROUNDS = 10

@@ -11,7 +11,8 @@ import numpy as np
 
 FIRST_CONTROL = 1  # rollouts before the first one without the mechanism
 INTERVAL, TRIAL = 2.5, 6.0  # first interval between two such rollouts; the same after a pause
-# A mechanism that is not trusted takes turns with its absence for so many rollouts.
+# A mechanism that is not trusted takes turns with its absence until it leads clearly, but for no
+# more rollouts than that.
 TURNS = 4
 # Standard errors of the lead by which a mechanism must be behind to pause; or ahead, not to, if it
 # is not trusted. A mistaken pause costs less than a mistaken continuation.
@@ -40,6 +41,7 @@ class Guard:
         is_trusted: whether it stays on until it proves slower; or else it pauses after 2 TURNS
         rollouts unless it proves faster."""
         self.is_trusted = is_trusted
+        self._turns_left = 0 if is_trusted else TURNS
         self._with: list[tuple[float, float]] = []  # measured and modelled seconds by rollout
         self._without: list[tuple[float, float]] = []
         self._until_control, self._interval = float(FIRST_CONTROL), INTERVAL
@@ -80,7 +82,7 @@ class Guard:
     @property
     def is_new(self) -> bool:
         """Whether a mechanism that is not trusted still takes turns."""
-        return not (self.is_trusted or self._pause_left or len(self._without) >= TURNS)
+        return self._turns_left > 0 and not self._pause_left
 
     @property
     def has_compared(self) -> bool:
@@ -106,10 +108,14 @@ class Guard:
                 self._until_control = self._interval = TRIAL
             return
         lead, error = self.test()
+        is_clear = lead > CLEAR * error
         if was_on:
             self._until_control -= 1
         else:
-            self._interval *= CLEAR_GROWTH if lead > CLEAR * error else GROWTH
+            self._turns_left = max(self._turns_left - 1, 0)
+            if is_clear and self.has_compared:
+                self._turns_left = 0
+            self._interval *= CLEAR_GROWTH if is_clear else GROWTH
             self._until_control = 1.0 if self.is_new else self._interval
         if self._is_slower(lead, error):
             self._pause_left, self._pause = self._pause, min(2 * self._pause, MAX_PAUSE)
@@ -124,7 +130,7 @@ class Guard:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the state as arrays."""
         state = (self._until_control, self._interval, self._pause_left, self._pause)
-        numbers = (*state, self._is_unprepared)
+        numbers = (*state, self._is_unprepared, self._turns_left)
         return {
             "numbers": np.array(numbers, np.float64),
             "with": np.array(self._with, np.float64).reshape(-1, 2),
@@ -135,7 +141,8 @@ class Guard:
         """Restore a saved state."""
         self._until_control, self._interval, *rest = state["numbers"].tolist()
         self._pause_left, self._pause = map(int, rest[:2])
-        self._is_unprepared = any(rest[2:])  # earlier checkpoints lack it
+        self._is_unprepared = any(rest[2:3])  # earlier checkpoints lack these two
+        self._turns_left = int(rest[3]) if len(rest) > 3 else 0
         self._with = [tuple(pair) for pair in state["with"].tolist()]
         self._without = [tuple(pair) for pair in state["without"].tolist()]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.planner.costs import CHAIN_ROWS, KNOTS, CostModel, rollout_seconds
-from bubblespec.planner.guard import DRAFTS, Guards
+from bubblespec.planner.guard import COPY, DRAFTS, Guards
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.prices import Counts, PriceModel, counts_of
 from bubblespec.planner.rows import Rows
@@ -122,8 +122,6 @@ class RunStats:
         self.shared_cost = CostModel.from_parameters(measured["cost"].mean(axis=0))
         generated = rows_as_generated(launch, lengths.sum(axis=0))
         self.modelled_s = seconds_in_turn(generated, self.shared_cost, ranks.world_size, num_slots)
-        if self.chains is not None:
-            self.shared_cost.chains = measured["chains"].mean(axis=0)
         measured_s = float(measured["seconds"].max())
         slowest = measured["own_s"].argmax()  # what others draft meanwhile is free
         counts = Counts(*measured["counts"][slowest].tolist())
@@ -132,6 +130,8 @@ class RunStats:
             context = prompt + length / 2
             self.pricing.observe(counts, measured_s, self.shared_cost, prompt, context)
         self._observe_guards(measured_s, counts, used_share, without)
+        if self.chains is not None and not self.guards.without & {DRAFTS, COPY}:
+            self.shared_cost.chains = measured["chains"].mean(axis=0)
         return self.modelled_s - measured_s
 
     def _observe_guards(
