@@ -150,7 +150,7 @@ def step_seconds(
         begin_s = time.thread_time()
         cost.observe(load, 1.0)
         if proposer is not None:
-            proposer.catch_up(is_free=True)
+            proposer.catch_up()
         meanwhile_s[0] = time.thread_time() - begin_s
 
     runner.free_s = runner.now_s()

@@ -74,7 +74,7 @@ def test_turns_end_with_a_clear_lead():
     turns = [(~play(of, seed=0, noise=0.02, count=12, is_trusted=False)[0]).sum() for of in (2, 1)]
     assert turns[0] == MIN_COMPARISONS and turns[1] >= TURNS
     guard, again = Guard(is_trusted=False), Guard(is_trusted=False)
-    for each in range(3):
+    for _ in range(3):
         guard.observe(1.0, 1.0, guard.setting)
     again.load_state_dict(guard.state_dict())
     assert again.is_new and again.state_dict()["numbers"].tolist()[-1] == TURNS - 1

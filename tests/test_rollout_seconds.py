@@ -16,7 +16,8 @@ from bubblespec.planner.rows import (
     forwards_survival,
     mean_length_beyond,
 )
-from bubblespec.types import Load
+from bubblespec.planner.stats import seconds_in_turn
+from bubblespec.types import Launch, Load
 from tests.helpers.planning import (
     CPU,
     GPU,
@@ -58,6 +59,23 @@ def play(forwards: np.ndarray, context: float, cost: CostModel, num_slots: int) 
         seconds += common * float(cost.seconds(count, count, 0, count * context))
         active = [left - common for left in active if left > common]
     return seconds
+
+
+@pytest.mark.parametrize("num_groups, num_slots", [(8, 64), (33, 8), (1, 2)])
+def test_seconds_of_known_lengths_equal_direct_simulation(num_groups, num_slots):
+    """Of the rank that takes longest, where groups are placed round-robin."""
+    rng, cost, num_ranks, samples = np.random.default_rng(num_groups), cost_of(CPU), 2, 3
+    launch = Launch(groups_of(range(num_groups)), num_groups, samples)
+    prompts = np.array([len(group.prompt.token_ids) for group in launch.groups])
+    lengths = rng.lognormal(3, 1, num_groups * samples).round() + 1
+    rank_of, seconds = np.arange(len(lengths)) // samples % num_ranks, []
+    for rank in range(min(num_ranks, num_groups)):
+        own, fed = lengths[rank_of == rank], prompts[rank::num_ranks]
+        context = fed.mean() + own.mean() / 2
+        decoded_s = play(-np.sort(-own), context, cost, num_slots)
+        seconds.append(decoded_s + cost.coefficients[2] * fed.sum())
+    found_s = seconds_in_turn(launch, lengths, cost, num_ranks, num_slots)
+    assert found_s == pytest.approx(max(seconds), rel=1e-9)
 
 
 @pytest.mark.parametrize("terms", [CPU, GPU])

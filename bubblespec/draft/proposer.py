@@ -58,6 +58,7 @@ class Proposer:
         # with a share of what all take, float64, but for sources that weigh their own time.
         self._pauses, self._query_s = np.empty(0, np.int64), np.empty(0)
         self._paused_rows = 0  # rows at the latest pause
+        self._rest = 0  # forwards to go in which no source is queried
         for source in sources:
             self.add(source)
         self._start()
@@ -82,7 +83,9 @@ class Proposer:
     def needs_results(self) -> bool:
         """Whether a forward has to wait for the results of the one before."""
         pairs = zip(self.sources, self._pauses.tolist(), strict=True)
-        return any(s.needs_results and s.is_enabled and not pause for s, pause in pairs)
+        return not self._rest and any(
+            s.needs_results and s.is_enabled and not pause for s, pause in pairs
+        )
 
     def begin(self) -> None:
         """Begin a rollout: forget rows, reset the counts, and keep the estimates."""
@@ -90,7 +93,7 @@ class Proposer:
         for source in self.sources:
             source.begin(self.tracked)
         # The end of a rollout, beyond its drafts, says nothing about the next one's beginning.
-        self._pauses[:] = 0
+        self._pauses[:], self._rest = 0, 0
         self.survival.begin()
 
     def _start(self) -> None:
@@ -144,6 +147,12 @@ class Proposer:
         self._spent_s, self._num_queried = 0.0, 0
         return spent
 
+    def rests(self, num_rows: int) -> bool:
+        """Whether nothing is proposed in the next forward, for so many rows, and count it if so."""
+        is_resting = self._rest > 0 and 2 * num_rows > self._paused_rows
+        self._rest -= is_resting
+        return is_resting
+
     def propose(
         self,
         rows: list[Row],
@@ -156,12 +165,18 @@ class Proposer:
 
         The windows of all rows are planned together; rows that are not tracked get none. Windows
         are of what follows the tokens that may be gained in flight."""
+        nothing = np.empty(0, np.int64), np.zeros(len(rows), np.int64)
+        if self.rests(len(rows)):
+            return nothing
         is_due = (self._pauses == 0) | (2 * len(rows) <= self._paused_rows)
         self._pauses = np.where(is_due, 0, self._pauses - 1)
-        for number, source in enumerate(self.sources):
-            is_due[number] &= source.is_enabled and not (source.needs_results and np.any(ahead))
+        is_enabled = np.array([source.is_enabled for source in self.sources], bool)
+        needs_results = np.array([source.needs_results for source in self.sources], bool)
+        is_due &= is_enabled & ~(needs_results & np.any(ahead))
         if not is_due.any():
-            return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
+            self._rest = int(self._pauses[is_enabled].min(initial=MAX_PAUSE))
+            self._pauses = np.maximum(self._pauses - self._rest, 0)
+            return nothing
         started = self.clock.perf_counter()
         self._read()
         self._num_queried += len(rows)
@@ -267,9 +282,9 @@ class Proposer:
         self._take_in(numbers, tokens, num_gained, num_forwards, num_draft, num_accepted)
         self._spent_s += self.clock.perf_counter() - started
 
-    def catch_up(self, is_free: bool) -> None:
-        """Do work that can wait for the next query, where a GPU computes meanwhile (is_free)."""
-        for source in self.enabled_sources if is_free else ():
+    def catch_up(self) -> None:
+        """Do work that can wait for the next query, while a GPU computes."""
+        for source in self.enabled_sources:
             source.catch_up()
 
     def _read(self) -> None:

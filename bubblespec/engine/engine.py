@@ -36,7 +36,8 @@ class Proposer(Protocol):
     """Where draft tokens come from.
 
     With an attribute `needs_results` that is true, it proposes behind the latest tokens alone: no
-    forward is in flight then."""
+    forward is in flight then. If it has `rests`, a function of the number of rows, it is asked for
+    nothing in a forward in which that returns True."""
 
     def propose(
         self,
@@ -299,7 +300,9 @@ class Engine(Slots):
             prefill_budget -= int(count[slot])
         proposals, num_proposed = np.empty(0, np.int64), np.zeros(active, np.int64)
         decoding = (unfed == 1).nonzero()[0]
-        if proposer is not None and budget > 0 and len(decoding):
+        rests = getattr(proposer, "rests", None)
+        is_asked = proposer is not None and budget > 0 and len(decoding) > 0
+        if is_asked and not (rests and rests(len(decoding))):
             proposals, num_proposed[decoding], drafts = self._propose(proposer, decoding, budget)
             count[decoding] += drafts
         return count, proposals, num_proposed

@@ -3,6 +3,7 @@
 All but this rank's own cost are the same on every rank, learned from one gather after each rollout.
 """
 
+import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,11 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.planner.costs import CHAIN_ROWS, KNOTS, CostModel, rollout_seconds
+from bubblespec.planner.costs import CHAIN_ROWS, KNOTS, CostModel
 from bubblespec.planner.guard import COPY, DRAFTS, Guards
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.prices import Counts, PriceModel, counts_of
-from bubblespec.planner.rows import Rows
 from bubblespec.planner.survival import Survival
 from bubblespec.records import RolloutRecord
 from bubblespec.samples import Samples
@@ -120,14 +120,16 @@ class RunStats:
         forwards = float(measured["forwards"].max())
         self.forwards = average(self.forwards or forwards, forwards)
         self.shared_cost = CostModel.from_parameters(measured["cost"].mean(axis=0))
-        generated = rows_as_generated(launch, lengths.sum(axis=0))
-        self.modelled_s = seconds_in_turn(generated, self.shared_cost, ranks.world_size, num_slots)
+        lengths = lengths.sum(axis=0)
+        self.modelled_s = seconds_in_turn(
+            launch, lengths, self.shared_cost, ranks.world_size, num_slots
+        )
         measured_s = float(measured["seconds"].max())
         slowest = measured["own_s"].argmax()  # what others draft meanwhile is free
         counts = Counts(*measured["counts"][slowest].tolist())
-        if len(generated):
-            prompt, length = float(generated.prompt_tokens.mean()), float(generated.expected.mean())
-            context = prompt + length / 2
+        if len(lengths):
+            prompt = float(np.mean([len(group.prompt.token_ids) for group in launch.groups]))
+            context = prompt + float(lengths.mean()) / 2
             self.pricing.observe(counts, measured_s, self.shared_cost, prompt, context)
         self._observe_guards(measured_s, counts, used_share, without)
         if self.chains is not None and not self.guards.without & {DRAFTS, COPY}:
@@ -177,27 +179,31 @@ class RunStats:
         return {"lengths": self.lengths, "prices": self.pricing, **guards}
 
 
-def rows_as_generated(launch: Launch, lengths: np.ndarray) -> Rows:
-    """Return the rows of a launch after its rollout, as rows without drafts before it.
+def seconds_in_turn(
+    launch: Launch, lengths: np.ndarray, cost: CostModel, num_ranks: int, num_slots: int
+) -> float:
+    """Return the seconds of a rollout without drafts whose groups are placed round-robin.
 
-    lengths: float64 [S], tokens of each response."""
-    prompts = np.array([len(group.prompt.token_ids) for group in launch.groups], np.int64)
-    numbers, nothing = np.arange(len(prompts)), np.zeros(len(lengths))
-    return Rows(
-        prompt_tokens=np.repeat(prompts, launch.num_generations),
-        group=np.repeat(numbers, launch.num_generations),
-        expected=lengths,
-        spread=nothing,
-        drafted=nothing,
-        generated=nothing.astype(np.int64),
-    )
-
-
-def seconds_in_turn(rows: Rows, cost: CostModel, num_ranks: int, num_slots: int) -> float:
-    """Return expected seconds of a rollout whose groups are placed round-robin."""
-    rank_of = rows.group % num_ranks
-    own = (rows.take(rank_of == rank) for rank in range(num_ranks))
-    return max(rollout_seconds(of_rank, cost, num_slots) for of_rank in own)
+    lengths: float64 [S], tokens of each response, which a rank begins longest first."""
+    prompts = np.array([len(group.prompt.token_ids) for group in launch.groups], np.float64)
+    group = np.arange(len(lengths)) // launch.num_generations
+    slowest_s = 0.0
+    for rank in range(min(num_ranks, len(prompts))):
+        ends = -np.sort(-lengths[group % num_ranks == rank])
+        begins, slots = np.zeros(len(ends)), ends[:num_slots].tolist()
+        heapq.heapify(slots)
+        for row in range(num_slots, len(ends)):
+            begins[row] = slots[0]
+            ends[row] += slots[0]
+            heapq.heapreplace(slots, ends[row])
+        times = np.unique(np.append(begins, ends))
+        active = begins.searchsorted(times[:-1], side="right")
+        active -= np.sort(ends).searchsorted(times[:-1], side="right")
+        own = prompts[rank::num_ranks]
+        positions = active * (own.mean() + lengths[group % num_ranks == rank].mean() / 2)
+        course_s = np.diff(times) @ cost.seconds(active, active, 0.0, positions)
+        slowest_s = max(slowest_s, float(course_s + cost.coefficients[2] * own.sum()))
+    return slowest_s
 
 
 def state_of(parts: dict) -> dict[str, np.ndarray]:

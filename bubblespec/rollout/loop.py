@@ -249,8 +249,8 @@ class RolloutLoop:
         if self.plan.cost is not None and self._unlearned is not None:
             self.plan.cost.observe(*self._unlearned)
         self._unlearned = None
-        if self.proposer is not None:
-            self.proposer.catch_up(is_free=self.ranks.device.type == "cuda")
+        if self.proposer is not None and self.ranks.device.type == "cuda":
+            self.proposer.catch_up()
 
     def _take_finished(self, finished: list[Row]) -> None:
         """Note complete rows, those of this step and drafts of coming ones."""
