@@ -154,9 +154,8 @@ def test_resting_proposer_is_not_asked(model):
             assert len(of_rows) % 2 == 0 and of_rows[-1] == len(rows)
             return np.empty(0, np.int64), 0 * lengths
 
-    rows = make_rows([(1, 2, 3)], 2, 6)
-    engine.run(rows, PLAIN, Resting({}, 0.0))
-    assert of_rows == [2] * 6 and [len(row.tokens) for row in rows] == [6, 6]
+    (row,) = engine.run(make_rows([(1, 2, 3)], 1, 6), PLAIN, Resting({}, 0.0))
+    assert of_rows == [1] * 5 and len(row.tokens) == 6, "the first forward feeds the prompt"
 
 
 def test_limit_on_prefills_slows_prompts_only(model):
