@@ -144,6 +144,30 @@ def test_one_part_is_compared_at_a_time():
     assert of_drafts and guards[PLACEMENT].state_dict()["without"].size
 
 
+def test_nothing_is_compared_directly_behind_a_rollout_without_drafts():
+    """It has fewer drafts, whatever else it does without."""
+    guards, compared = all_guards(), [set()]
+    for _ in range(60):
+        without = guards.without
+        compared.append(without - guards.paused)
+        assert not (compared[-2] == {DRAFTS} and compared[-1])
+        guards.observe(1.0 if DRAFTS in without else 0.9, 1.0, without)
+    assert all({name} in compared for name in guards)
+
+
+def test_comparison_of_another_part_postpones_that_of_drafts():
+    stats = RunStats(cost=fixed_cost())
+    stats.guards = guards = all_guards()
+    foreseen = []
+    for _ in range(60):
+        foreseen.append(stats.is_next_without)
+        was_on = DRAFTS not in guards.without
+        guards.observe(1.0, 1.0, guards.without)
+        is_paused = guards[DRAFTS].is_paused
+        assert is_paused or not was_on or foreseen[-1] == (DRAFTS in guards.without)
+    assert sum(foreseen) > 3
+
+
 def test_paused_drafts_pause_all_comparisons():
     guards = all_guards()
     guards[DRAFTS]._pause_left = 3

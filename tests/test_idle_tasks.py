@@ -190,12 +190,15 @@ def test_only_grown_drafts_are_kept():
     task.on_finished(third)
     task.on_finished(rows_of(0)[0])  # of another task
     task.view.engine.drop(third)
+    second.tokens, second.finish = np.arange(3), "stop"  # an episode that has ended sooner
+    task.on_finished(second)
+    task.view.engine.drop(second)
     task.end()
-    assert {key.sample: len(draft.tokens) for key, draft in task.drafts.items()} == {0: 9, 2: 5}
-    assert task.view.record.drafted_tokens == 5 + 5
+    kept = {key.sample: len(draft.tokens) for key, draft in task.drafts.items()}
+    assert kept == {0: 9, 1: 3, 2: 5} and task.view.record.drafted_tokens == 5 + 5
     task.finish(ALONE)
     assert store.get(third.id).is_finished and store.get(third.id).version == 3
-    assert store.get(second.id).version == 1
+    assert store.get(second.id).is_finished and store.get(second.id).version == 3
 
 
 # Streamed gradients

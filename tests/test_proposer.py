@@ -81,6 +81,25 @@ def estimate(proposer: Proposer, kind: tuple) -> float:
     return float(survival.estimates[survival.kinds.index(kind)])
 
 
+def test_outcomes_count_for_the_proposal_in_flight():
+    """The next one, a match this time, is made before the first one's outcome is known."""
+    proposer, own = make(), row()
+    own.draft = draft(range(10, 40))
+    proposer.track(own, STEP)
+    given = [own], np.array([0]), np.array([4]), 99
+    first = proposer.propose(*given)
+    second = proposer.propose(*given, ahead=first[1] + 1)
+    assert first[1] == [4] and second[1] == [9]
+    for accepted in (1, 0):  # what follows a wrong token is not the draft any more
+        tokens = np.array([10, 99] if accepted else [55])
+        counts = np.array([len(tokens)]), np.array([4]), np.array([accepted])
+        proposer.observe([own], tokens, *counts)
+    assert proposer.acceptance.by_source == {"aligned": [8, 1]}
+    proposer.propose([own], np.array([3]), np.array([4]), 99)
+    proposer.observe([own], np.array([7]), *np.array([[1], [4], [0]]))
+    assert proposer.acceptance.by_source == {"aligned": [8, 1], "own": [4, 0]}
+
+
 def test_matches_follow_the_draft_behind_a_mismatch():
     """The second of four forwards meets a replaced token."""
     proposer, own = make(), row()
@@ -219,6 +238,8 @@ def test_pause_ends_once_half_of_the_rows_have():
     for some, is_asked in ((rows, True), (rows, False), (rows[:1], True), (rows[:1], False)):
         forward(proposer, some, [range(1000)] * len(some))
         assert bool(proposer.take_spent()[1]) == is_asked
+    proposer._pauses[:], proposer._rest, proposer._paused_rows = 0, 9, 2
+    assert proposer.rests(2) and not proposer.rests(1) and not proposer.rests(2), "it is over"
 
 
 def test_found_drafts_are_used_whatever_the_query_took():

@@ -365,7 +365,7 @@ def test_copy_that_fails_in_a_rollout_drafts_no_more(kind):
         "ValueError: its logits are not numbers",
         "RuntimeError: of a kernel, in two lines",
     )
-    assert source.chain_lengths[1:].any() and (source.shortening() == 1.0).all()
+    assert source.chain_lengths[1:].any() and (source.shortening(20.0) == 1.0).all()
     for row, other in zip(rows, wanted, strict=True):
         assert row.tokens.tolist() == other.tokens.tolist()
     cache = source.runner.runner.cache
@@ -385,13 +385,13 @@ def test_chains_end_at_limits_and_at_high_cost():
     before = source.chain_lengths.copy()
     generated(source, 4)
     assert not (source.chain_lengths - before)[1:].any() and source.chance == 0.0
-    assert source.shortening() == pytest.approx(1.0)
+    assert source.shortening(20.0) == pytest.approx(1.0)
 
 
 def test_cheap_copies_shorten_decoding():
     model = make_policy("llama")
     source = make_source(model, make_copy(model), SamplingParams(), 4)
-    factors = source.shortening()
+    factors = source.shortening(20.0)
     mean, lengths = source.rates.mean, np.arange(MAX_CHAIN_LENGTH + 1)
     gained = np.cumsum(mean**lengths)
     assert factors[0] == pytest.approx(((1.0 + 0.02 * lengths) / gained).min(), rel=1e-3)

@@ -179,6 +179,17 @@ def test_paused_guard_disables_drafts(no_controls):
         assert any(record.acceptance.draft_tokens for record in records) != is_off
 
 
+def test_control_rollout_is_placed_as_if_nothing_was_drafted(no_controls):
+    sampler = start("bubble", new_model())
+    for step in range(2):
+        sampler.sample(step)
+    launch = sampler.schedule.launch(2)
+    assert any(sampler.store.get(name) for name in launch.ids)
+    with_drafts = sampler.plan(launch, 2, launch.groups).table.rows.drafted
+    sampler.stats.guards[DRAFTS]._until_control = 0
+    assert with_drafts.any() and not sampler.plan(launch, 2, launch.groups).table.rows.drafted.any()
+
+
 def test_control_rollout_only_drafts_when_idle(no_controls, monkeypatch):
     monkeypatch.setattr(drafts_module, "MAX_LOOKAHEAD", 1)  # there is something left to draft
     sampler = start("bubble", new_model(), BoardWithSlowRank(120))
@@ -318,7 +329,8 @@ def test_placement_uses_lengths_of_earlier_epochs():
 def test_costs_count_chains_where_the_next_rollout_has_them():
     """Whether or not the rollout that they are learned from had any."""
     stats, groups = RunStats(cost=fixed_cost()), groups_of(0)
-    stats.chains, stats.guards = (lambda: np.full(len(CHAIN_ROWS), 0.5)), Guards({DRAFTS: Guard()})
+    stats.chains = lambda context: np.full(len(CHAIN_ROWS), 0.5)
+    stats.guards = Guards({DRAFTS: Guard()})
     stats.guards.add(COPY, is_trusted=False)
     launch, seen = Launch(groups, len(groups), 2), set()
     rows = dict(enumerate(make_rows(groups, 2, LIMIT)))
@@ -331,9 +343,12 @@ def test_costs_count_chains_where_the_next_rollout_has_them():
         stats.observe_rollout(record, launch, rows, ALONE, **options)
         coming = stats.guards.without
         has_chains = not coming & {DRAFTS, COPY}
-        assert (stats.shared_cost.chains is not None) == has_chains
+        assert (stats.cost_without(coming).chains is not None) == has_chains
         seen.add((COPY in without, has_chains))
     assert {(True, True), (False, False)} <= seen
+    again = RunStats(chains=stats.chains)
+    again.load_state_dict(stats.state_dict())
+    assert again.cost_without(set()).chains.tolist() == [0.5] * len(CHAIN_ROWS)
 
 
 def test_stats_count_shared_forwards():

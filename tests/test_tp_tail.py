@@ -225,15 +225,17 @@ def test_all_ranks_leave_the_tail_on_a_stop_request(stop_at):
 
 
 def test_forwards_wait_for_results_where_any_source_needs_them():
-    """On all ranks alike, so whether a source pauses on this one does not matter."""
-    source = DraftSource()
-    for needs_results in (False, True):
-        source.needs_results = needs_results
+    """On all ranks alike, so whether a source pauses on this one does not matter; but not where it
+    proposes for another engine, as the copy does."""
+    for needs_results, serves in ((False, True), (True, True), (True, False)):
+        source = DraftSource()
+        source.needs_results, source.serves = needs_results, lambda engine, serves=serves: serves
         proposer = Proposer([source], CostModel())
-        assert OwnersPropose(proposer, (), None).needs_results == needs_results
+        is_waiting = needs_results and serves
+        assert OwnersPropose(proposer, (), None, None).needs_results == is_waiting
         proposer._pauses[:] = 9
         assert not proposer.needs_results
-        assert OwnersPropose(proposer, (), None).needs_results == needs_results
+        assert OwnersPropose(proposer, (), None, None).needs_results == is_waiting
 
 
 def test_tail_is_due_with_few_rows_all_trained_on():

@@ -105,12 +105,14 @@ class ChainSource(DraftSource):
         self._is_known = False  # whether all ranks know of a problem
         # The latest proposals: numbers of the rows, tokens and leads [R, L], and lengths.
         self._latest: tuple[np.ndarray, ...] | None = None
-        self._mean_positions = 0.0  # positions of a row, at the latest proposal
 
     def begin(self, tracked: TrackedRows) -> None:
         super().begin(tracked)
         self._latest = None
         self.rates.survival.begin()
+
+    def serves(self, engine) -> bool:
+        return self.runner.engine is engine
 
     @contextlib.contextmanager
     def moved_to(self, runner: ChainRunner) -> Iterator[None]:
@@ -132,14 +134,15 @@ class ChainSource(DraftSource):
         forward_s = self.cost.seconds(active, active + lengths, 1, positions)
         return rate_below_which_chains_gain(gained, own_s, forward_s)
 
-    def shortening(self) -> np.ndarray:
+    def shortening(self, context: float) -> np.ndarray:
         """Return seconds per token with chains over those without, see `CostModel.chains`.
 
-        Whether or not the latest rollout had chains: the next one may."""
+        Whether or not the latest rollout had chains: the next one may. context: mean positions of a
+        row."""
         if self.problem is not None:
             return np.ones(len(CHAIN_ROWS))
         active, lengths = CHAIN_ROWS[:, None], np.arange(self.longest + 1)
-        positions = active * self._mean_positions
+        positions = active * context
         gained = 1.0 + np.append(0.0, np.cumsum(self.rates.accepted))
         own_s = lengths * self.own_cost.seconds(active, active, 0, positions)
         forward_s = self.cost.seconds(active, active * (1 + lengths), lengths > 0, positions)
@@ -175,7 +178,6 @@ class ChainSource(DraftSource):
         chance, going = np.ones(len(slots)), (limits > 0) & self.runner.can_draft(slots)
         begin_s, spent_s = clock(), 0.0
         active, positions, gained = len(engine.rows), int(engine.lengths.sum()), 0.0
-        self._mean_positions = positions / max(active, 1)
         latest = engine.tokens[slots, engine.length[slots] - 1]
         costs = {"cost": self.cost, "own_cost": self.own_cost}
         best = partial(rows_to_continue, active=active, positions=positions, **costs)

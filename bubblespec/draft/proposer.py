@@ -150,7 +150,7 @@ class Proposer:
     def rests(self, num_rows: int) -> bool:
         """Whether nothing is proposed in the next forward, for so many rows, and count it if so."""
         is_resting = self._rest > 0 and 2 * num_rows > self._paused_rows
-        self._rest -= is_resting
+        self._rest = self._rest - 1 if is_resting else 0
         return is_resting
 
     def propose(
@@ -212,7 +212,7 @@ class Proposer:
             asked_of[some] = number
             self.survival.counts[OFFERED, 1, kind[some]] += 1
             texts.append(found.tokens)
-        self.tracked.kind[numbers[asked]] = kind[asked]
+        self.tracked.propose(numbers[asked], kind[asked], np.broadcast_to(ahead, len(rows))[asked])
         if not self.always:
             kv_tokens = int(lengths.sum()) + prompt_tokens
             available = np.maximum(count - ahead, 0)
@@ -327,7 +327,7 @@ class Proposer:
         tracked = self.tracked
         has_left = tracked.num_gained[numbers] < tracked.draft_length[numbers]
         has_left &= ~tracked.is_aligned[numbers]
-        kind, is_counted = tracked.kind[numbers], tracked.is_counted[numbers]
+        kind, is_counted = tracked.take_kind(numbers), tracked.is_counted[numbers]
         has_left &= is_counted
         if has_left.any():
             given = num_accepted * self._is_own[kind]

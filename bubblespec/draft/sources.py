@@ -45,12 +45,11 @@ class TrackedRows:
         self.tokens = np.zeros(1 << 10, np.int32)  # all drafts, one after the other
         self.num_tokens = 0
         # int64 columns: begin of the row's draft in `tokens`; length of the draft, 0 for none;
-        # updates since the draft was extended; tokens gained; kind of the latest proposal; number
-        # in the index of `SuffixMatches`.
-        columns = np.zeros((6, 16), np.int64)
-        self.draft_begin, self.draft_length, self.age, self.num_gained, self.kind, self.text = (
-            columns
-        )
+        # updates since the draft was extended; tokens gained; kind of the latest proposal, and of
+        # the one before plus 1, 0 if its outcome is known; number in the index of `SuffixMatches`.
+        columns = np.zeros((7, 16), np.int64)
+        self.draft_begin, self.draft_length, self.age, self.num_gained, self.text = columns[:5]
+        self.kind, self.in_flight = columns[5:]
         # bool columns: whether the row is of this step, and so counts in `Acceptance`; whether it
         # has followed its draft from the start.
         self.is_counted, self.is_aligned = np.zeros((2, 16), bool)
@@ -79,6 +78,17 @@ class TrackedRows:
         """Return a row's draft, int32; empty for none."""
         begin = self.draft_begin[number]
         return self.tokens[begin : begin + self.draft_length[number]]
+
+    def propose(self, numbers: np.ndarray, kind: np.ndarray, ahead: np.ndarray) -> None:
+        """Note kinds of proposals, by row; ahead: tokens that may be gained in flight."""
+        self.in_flight[numbers] = np.where(ahead > 0, self.kind[numbers] + 1, 0)
+        self.kind[numbers] = kind
+
+    def take_kind(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the kinds of the earliest proposals of rows without an outcome, int64 [R]."""
+        before = self.in_flight[numbers]
+        self.in_flight[numbers] = 0
+        return np.where(before > 0, before - 1, self.kind[numbers])
 
     def slots(self, numbers: np.ndarray, rows: list[Row]) -> np.ndarray:
         """Return where rows are in a list, int64 [R]; -1 for those that are not in it."""
@@ -129,6 +139,10 @@ class DraftSource:
     def begin(self, tracked: TrackedRows) -> None:
         """Begin a rollout, whose rows will be in `tracked`: forget all others."""
         self.tracked = tracked
+
+    def serves(self, engine) -> bool:
+        """Whether it may propose for the rows of an `Engine`."""
+        return True
 
     def track(self, number: int) -> None:
         """Propose for a row from now on.

@@ -133,6 +133,7 @@ class Engine(Slots):
             if plan is None:
                 break
             self.flights.append(self._launch(plan, params))
+            depth = min(depth, self.runner.depth)  # graphs may have found no memory
         if not self.flights:
             return [], None
         flight = self.flights.popleft()

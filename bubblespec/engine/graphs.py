@@ -182,13 +182,14 @@ class ForwardGraphs:
             self.of.connect()
             self._on_all(self._record)
 
-    def _on_all(self, stage: Callable[[], None]) -> bool:
+    def _on_all(self, stage: Callable[[], None], forget: Callable[[], None] | None = None) -> bool:
         """Whether all ranks have completed a stage that exchanges nothing; else all give up.
 
-        Where memory runs out, the allocator's unused memory is given back for a second attempt."""
+        Where memory runs out, the allocator's unused memory is given back for a second attempt,
+        behind `forget`, by default that of all graphs."""
 
         def with_free_memory() -> None:
-            self._forget()
+            (forget or self._forget)()
             torch.cuda.empty_cache()
             stage()
 

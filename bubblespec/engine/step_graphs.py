@@ -112,7 +112,8 @@ class StepGraphs(ForwardGraphs):
                 sampler.replay = replay
                 samplers[count] = sampler
 
-        if not self._on_all(record):
+        # Without the forwards' graphs, which would be captured again and find no memory.
+        if not self._on_all(record, forget=samplers.clear):
             samplers.clear()
         state.plan.copy_(given)
         return samplers

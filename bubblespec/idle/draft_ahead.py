@@ -158,11 +158,14 @@ class DraftAhead:
         exchange(self.store, {sample: self.drafts[sample] for sample in made}, ranks)
 
     def _note(self, row: Row, is_finished: bool) -> None:
-        """Keep a row's tokens as a draft, unless the store has them."""
+        """Keep a row's tokens as a draft, unless the store has as many.
+
+        A complete one stands for a longer one that is not: an episode may have ended sooner."""
         old = self.store.get(row.id)
         grown = len(row.tokens) - (0 if old is None else len(old.tokens))
-        if grown > 0:
-            self.view.record.drafted_tokens += grown
+        is_complete = is_finished and old is not None and not old.is_finished
+        if grown > 0 or is_complete:
+            self.view.record.drafted_tokens += max(grown, 0)
             tokens = row.tokens.astype(np.int32)
             self.drafts[row.id] = Draft(tokens, is_finished, self.version)
 

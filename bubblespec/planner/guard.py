@@ -45,9 +45,9 @@ class Guard:
         self._with: list[tuple[float, float]] = []  # measured and modelled seconds by rollout
         self._without: list[tuple[float, float]] = []
         self._until_control, self._interval = float(FIRST_CONTROL), INTERVAL
-        # Whether the next rollout with the mechanism is not compared: the first one warms up, and a
-        # rollout without drafts makes fewer for the next one.
-        self._is_unprepared = True
+        self.is_unprepared = True
+        """Whether the next rollout with the mechanism is not compared: the first one warms up, and
+        a rollout without drafts makes fewer for the next one."""
         self._pause_left = 0  # rollouts of the current pause still to come
         self._pause = FIRST_PAUSE
 
@@ -93,13 +93,13 @@ class Guard:
         """Learn a rollout: its seconds, and those predicted without drafts."""
         if min(measured_s, modelled_s) <= 0.0:
             return
-        if was_on and self._is_unprepared:
-            self._is_unprepared = False
+        if was_on and self.is_unprepared:
+            self.is_unprepared = False
             self._until_control -= 1
             return
         of_setting = self._with if was_on else self._without
         of_setting.append((measured_s, modelled_s))
-        self._is_unprepared = self.is_trusted and not was_on
+        self.is_unprepared = self.is_trusted and not was_on
         del of_setting[:-MEMORY]
         if self._pause_left:
             self._pause_left -= 1
@@ -130,7 +130,7 @@ class Guard:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the state as arrays."""
         state = (self._until_control, self._interval, self._pause_left, self._pause)
-        numbers = (*state, self._is_unprepared, self._turns_left)
+        numbers = (*state, self.is_unprepared, self._turns_left)
         return {
             "numbers": np.array(numbers, np.float64),
             "with": np.array(self._with, np.float64).reshape(-1, 2),
@@ -141,7 +141,7 @@ class Guard:
         """Restore a saved state."""
         self._until_control, self._interval, *rest = state["numbers"].tolist()
         self._pause_left, self._pause = map(int, rest[:2])
-        self._is_unprepared = any(rest[2:3])  # earlier checkpoints lack these two
+        self.is_unprepared = any(rest[2:3])  # earlier checkpoints lack these two
         self._turns_left = int(rest[3]) if len(rest) > 3 else 0
         self._with = [tuple(pair) for pair in state["with"].tolist()]
         self._without = [tuple(pair) for pair in state["without"].tolist()]
@@ -156,18 +156,24 @@ class Guards(dict[str, Guard]):
             self[name] = Guard(is_trusted)
 
     def _may_learn(self, name: str, without: frozenset[str] | set[str]) -> bool:
-        """Whether a part is compared in a rollout: all but drafts only with drafts.
+        """Whether a part is compared in a rollout: all but drafts only with drafts made for it.
 
         Placement waits until it is known what drafts gain, as the first ones gain little."""
         drafts = self.get(DRAFTS)
         if name == DRAFTS or drafts is None:
             return True
-        return DRAFTS not in without and (name != PLACEMENT or drafts.has_compared)
+        is_prepared = DRAFTS not in without and not drafts.is_unprepared
+        return is_prepared and (name != PLACEMENT or drafts.has_compared)
+
+    @property
+    def paused(self) -> frozenset[str]:
+        """What was slower, and is off for some rollouts."""
+        return frozenset(name for name, guard in self.items() if guard.is_paused)
 
     @property
     def without(self) -> frozenset[str]:
         """What the next rollout does without: all that pauses, and one part for comparison."""
-        off = {name for name, guard in self.items() if guard.is_paused}
+        off = set(self.paused)
         for name in (DRAFTS, COPY, PLACEMENT):
             guard = self.get(name)
             if guard is None or name in off or not self._may_learn(name, off):
@@ -182,9 +188,9 @@ class Guards(dict[str, Guard]):
     def observe(self, measured_s: float, modelled_s: float, without: frozenset[str]) -> None:
         """Learn a rollout, see `Guard`, without some of the parts."""
         compared = {name for name in without if name in self and not self[name].is_paused}
-        for name, guard in self.items():
-            if compared <= {name} and self._may_learn(name, without):
-                guard.observe(measured_s, modelled_s, name not in without)
+        learning = [n for n in self if compared <= {n} and self._may_learn(n, without)]
+        for name in learning:
+            self[name].observe(measured_s, modelled_s, name not in without)
 
 
 def _ratio(rollouts: np.ndarray) -> tuple[float, float]:

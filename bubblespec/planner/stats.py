@@ -5,7 +5,7 @@ All but this rank's own cost are the same on every rank, learned from one gather
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,9 +42,13 @@ class RunStats:
     survival: Survival = field(default_factory=Survival)
     """How far drafts hold."""
     shared_cost: CostModel | None = None
-    """Mean cost of all ranks, with the chains of a drafter; None before the first rollout."""
-    chains: Callable[[], np.ndarray] | None = None
-    """Returns by which factors a drafter shortens decoding, see `CostModel.chains`."""
+    """Mean cost of all ranks; None before the first rollout."""
+    copy_cost: CostModel | None = None
+    """The same with the chains of the quantised copy; None without one."""
+    chains: Callable[[float], np.ndarray] | None = None
+    """Returns by which factors the copy shortens decoding, see `ChainSource.shortening`."""
+    context: float = 0.0
+    """Mean positions of a row in the latest rollout."""
     lengths: LengthModel = field(default_factory=LengthModel)
     pricing: PriceModel = field(default_factory=PriceModel)
     """Prices of the parts of a rollout."""
@@ -66,8 +70,16 @@ class RunStats:
 
     @property
     def is_next_without(self) -> bool:
-        """Whether the rollout after the next one is made without drafts, for comparison."""
-        return DRAFTS in self.guards and self.guards[DRAFTS].is_next_without
+        """Whether the rollout after the next one is made without drafts, for comparison.
+
+        A comparison of something else in the next one postpones that of drafts."""
+        others = self.guards.without - self.guards.paused - {DRAFTS}
+        return DRAFTS in self.guards and self.guards[DRAFTS].is_next_without and not others
+
+    def cost_without(self, off: Container[str]) -> CostModel | None:
+        """Return the mean cost of all ranks in rollouts without some parts, see `Guards`."""
+        has_copy = self.copy_cost is not None and DRAFTS not in off and COPY not in off
+        return self.copy_cost if has_copy else self.shared_cost
 
     def metrics(self) -> dict[str, float]:
         """Return the guards' decisions for the next rollout, and the error of the prices."""
@@ -108,7 +120,7 @@ class RunStats:
         own["seconds"] = record.total_s + extra_s
         own["own_s"] = record.own_s
         own["counts"] = counts_of(record, self.cost)
-        own["chains"] = 1.0 if self.chains is None else self.chains()
+        own["chains"] = 1.0 if self.chains is None else self.chains(self.context)
         lengths = np.zeros(len(launch.ids))
         lengths[list(rows)] = [len(row.tokens) for row in rows.values()]
         fields, counted = own.view(np.float64), self.survival.measured
@@ -129,11 +141,12 @@ class RunStats:
         counts = Counts(*measured["counts"][slowest].tolist())
         if len(lengths):
             prompt = float(np.mean([len(group.prompt.token_ids) for group in launch.groups]))
-            context = prompt + float(lengths.mean()) / 2
-            self.pricing.observe(counts, measured_s, self.shared_cost, prompt, context)
+            self.context = prompt + float(lengths.mean()) / 2
+            self.pricing.observe(counts, measured_s, self.shared_cost, prompt, self.context)
         self._observe_guards(measured_s, counts, used_share, without)
-        if self.chains is not None and not self.guards.without & {DRAFTS, COPY}:
-            self.shared_cost.chains = measured["chains"].mean(axis=0)
+        if self.chains is not None:
+            self.copy_cost = CostModel.from_parameters(self.shared_cost.parameters)
+            self.copy_cost.chains = measured["chains"].mean(axis=0)
         return self.modelled_s - measured_s
 
     def _observe_guards(
@@ -164,6 +177,7 @@ class RunStats:
             "averages": np.array([self.tokens_per_step, self.forwards]),
             "guards.invested_s": np.array(self.invested_s),
             "shared_cost": cost,
+            "chains": np.empty(0) if self.copy_cost is None else self.copy_cost.chains,
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
@@ -173,6 +187,9 @@ class RunStats:
         self.invested_s = float(state.get("guards.invested_s", 0.0))
         if len(state["shared_cost"]) == CostModel.NUM_TERMS + len(KNOTS):
             self.shared_cost = CostModel.from_parameters(state["shared_cost"])
+            if self.chains is not None and len(state.get("chains", ())) == len(CHAIN_ROWS):
+                self.copy_cost = CostModel.from_parameters(state["shared_cost"])
+                self.copy_cost.chains = state["chains"]
 
     def _parts(self) -> dict:
         guards = {f"guard.{name}": guard for name, guard in self.guards.items()}

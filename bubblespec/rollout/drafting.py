@@ -44,7 +44,7 @@ class Drafting(Mechanism):
             config.rollout.num_generations,
             store.get,
             stats.lengths,
-            cost=stats.shared_cost,
+            cost=stats.cost_without(stats.guards.paused),
             rates=stats.survival.rates,
             prices=stats.pricing.prices,
             forwards_per_step=stats.forwards,

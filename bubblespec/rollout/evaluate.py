@@ -11,6 +11,7 @@ from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import RewardsFailed
+from bubblespec.planner.guard import DRAFTS
 from bubblespec.planner.stats import load_parts, state_of
 from bubblespec.records import RolloutRecord
 from bubblespec.rewards.functions import combine
@@ -100,7 +101,9 @@ class Evaluator:
 
         version: updates of the weights. Raises StopRequested."""
         sampler, launch = self.sampler, Launch(groups, len(groups), num_generations)
-        plan = sampler.prepare(launch, None, self.store, sampler.stats.guards.without)
+        paused = sampler.stats.guards.paused
+        plan = sampler.prepare(launch, None, self.store, paused)
+        plan.is_on = DRAFTS not in paused
         plan.used, plan.params, plan.version = groups, params, version
         if len(self.store) or self.has_chains:
             plan.proposer = self.proposer

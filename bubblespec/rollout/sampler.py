@@ -1,7 +1,7 @@
 """A step's samples: place its groups on ranks, generate, score, gather, and learn from timings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,10 +124,11 @@ class Sampler:
         plan.used, plan.params, plan.proposer = used, self.params, self.proposer
         plan.version, plan.is_on = step, DRAFTS not in without
         plan.cost = stats.cost if self.needs_timings else None
-        if plan.table.rows is not None and stats.shared_cost is not None and not launch.selects:
+        cost = stats.cost_without(without)
+        if plan.table.rows is not None and cost is not None and not launch.selects:
             own = plan.table.rows.take(plan.table.rank_of == self.ranks.rank)
             num_slots, rates = self.engine.num_slots, stats.survival.rates
-            plan.expected_s = rollout_seconds(own, stats.shared_cost, num_slots, rates)
+            plan.expected_s = rollout_seconds(own, cost, num_slots, rates)
         return plan
 
     def prepare(
@@ -141,11 +142,13 @@ class Sampler:
         expected, found = None, [store.get(id_) for id_ in launch.ids]
         if stats.lengths.knows_lengths:
             expected = stats.lengths.predict(launch.groups, launch.num_generations, found)
-            is_guarded = PLACEMENT in without
-            if self.is_balanced and stats.shared_cost is not None and not is_guarded:
+            if step is not None and DRAFTS in without:  # they are not verified
+                expected = replace(expected, drafted=np.zeros(len(expected)))
+            cost, is_guarded = stats.cost_without(without), PLACEMENT in without
+            if self.is_balanced and cost is not None and not is_guarded:
                 rank_of = place(
                     up_to_cutoff(expected, launch) if launch.selects else expected,
-                    stats.shared_cost,
+                    cost,
                     stats.survival.rates,
                     num_ranks=ranks.world_size,
                     num_slots=self.engine.num_slots,
@@ -182,7 +185,8 @@ class Sampler:
         self.planning_s += clock.perf_counter() - begin_s
         if plan.proposer is not None:
             plan.proposer.begin()
-            if not plan.is_on or not plan.proposer.enabled_sources:
+            is_off = plan.step is not None and not plan.is_on
+            if is_off or not plan.proposer.enabled_sources:
                 plan.proposer = None
         for row in plan.rows.values() if plan.proposer is not None else ():
             plan.proposer.track(row, plan.version)

@@ -113,10 +113,10 @@ class DrafterMechanism(Mechanism):
         if self.training is None:
             return
         is_used = plan.is_on and plan.step is not None and not self.training.has_failed
-        is_used &= self.source.problem is None
-        self.training.is_enabled = self.source.is_enabled = is_used
-        self.runner.enable(is_used)
-        if is_used:
+        self.training.is_enabled = is_used
+        self.source.is_enabled = is_used and self.source.problem is None
+        self.runner.enable(self.source.is_enabled)
+        if is_used:  # on all ranks or on none: a problem of the source may be known to one alone
             plan.works.append(TrainDrafter(self.training))
 
     @contextlib.contextmanager

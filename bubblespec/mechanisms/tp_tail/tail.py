@@ -68,11 +68,13 @@ class TPTail(Mechanism):
         are `ModelRunner`s, which they are not in virtual time."""
         self.engine, self.ranks, self.gather, self.max_rows = engine, ranks, gather, max_rows
         self.is_worth_it, self.has_keys = is_worth_it, has_keys
+        self.off: frozenset[str] = frozenset()  # see `RolloutPlan.without`
         self.companions: list[Callable[[Engine], AbstractContextManager]] = []
         """Contexts in which draft sources follow the rows to another engine."""
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Take over the end of the rollout, unless the guard forbids a tail entered by cost."""
+        self.off = plan.without
         if self.is_worth_it is None or plan.is_on:
             plan.take_over = self
 
@@ -122,11 +124,13 @@ class TPTail(Mechanism):
                 own_engine.drop(row)
         if not rows:
             return
-        drafts = None if proposer is None else OwnersPropose(proposer, unfinished, self.gather)
         record.extras[ROWS], last_s = len(unfinished), clock.perf_counter()
         with contextlib.ExitStack() as stack:
             for follow in self.companions:
                 stack.enter_context(follow(engine))
+            drafts = None
+            if proposer is not None:
+                drafts = OwnersPropose(proposer, unfinished, self.gather, engine)
             while not engine.is_idle:
                 is_asked = len(record.shared_forwards) % STOP_INTERVAL == 0
                 if is_asked and self.gather(np.array([ranks.must_stop], np.uint8)).any():
@@ -168,11 +172,13 @@ class TPTail(Mechanism):
 class OwnersPropose:
     """The engine's `Proposer` where all ranks have all rows: owners propose, all get all drafts."""
 
-    def __init__(self, proposer: Proposer, own_rows: Container[Row], gather: Callable):
-        """gather: `Ranks.gather`, between two forwards."""
+    def __init__(
+        self, proposer: Proposer, own_rows: Container[Row], gather: Callable, engine: Engine
+    ):
+        """gather: `Ranks.gather`, between two forwards; engine: that has the rows."""
         self.proposer, self.own_rows, self.gather = proposer, own_rows, gather
-        # Of all sources, paused or not: all ranks must launch the same forwards.
-        self.needs_results = any(source.needs_results for source in proposer.sources)
+        # Of all sources of this engine, paused or not: all ranks must launch the same forwards.
+        self.needs_results = any(of.needs_results and of.serves(engine) for of in proposer.sources)
 
     def propose(
         self,
@@ -251,11 +257,12 @@ def enter_by_cost(tail: TPTail, tp_cost: CostModel, sampler: Sampler) -> None:
     entering_s = OVERHEAD_TICKS * sampler.board.interval_s
 
     def is_worth_it(table: RowTable) -> bool:
-        if table.rows is None or stats.shared_cost is None:
+        cost = stats.cost_without(tail.off)
+        if table.rows is None or cost is None:
             return False
         indices, rows = table.unfinished()
         fed_s = tail.tokens_fed_again * len(rows) * float(tp_cost.coefficients[2])
-        owners, overhead_s, cost = table.rank_of[indices], entering_s + fed_s, stats.shared_cost
+        owners, overhead_s = table.rank_of[indices], entering_s + fed_s
         return use_tp_tail(rows, owners, cost, tp_cost, num_slots=num_slots, overhead_s=overhead_s)
 
     tail.is_worth_it = is_worth_it
