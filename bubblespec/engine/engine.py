@@ -301,9 +301,10 @@ class Engine(Slots):
             prefill_budget -= int(count[slot])
         proposals, num_proposed = np.empty(0, np.int64), np.zeros(active, np.int64)
         decoding = (unfed == 1).nonzero()[0]
-        rests = getattr(proposer, "rests", None)
-        is_asked = proposer is not None and budget > 0 and len(decoding) > 0
-        if is_asked and not (rests and rests(len(decoding))):
+        if proposer is not None and budget > 0 and len(decoding):
+            rests = getattr(proposer, "rests", None)
+            if rests is not None and rests(len(decoding)):
+                return count, proposals, num_proposed
             proposals, num_proposed[decoding], drafts = self._propose(proposer, decoding, budget)
             count[decoding] += drafts
         return count, proposals, num_proposed

@@ -173,11 +173,12 @@ class RunStats:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the state as arrays. It changes no token; costs are measured again."""
         cost = np.empty(0) if self.shared_cost is None else self.shared_cost.parameters
+        chains = None if self.copy_cost is None else self.copy_cost.chains
         return state_of(self._parts()) | {
             "averages": np.array([self.tokens_per_step, self.forwards]),
             "guards.invested_s": np.array(self.invested_s),
             "shared_cost": cost,
-            "chains": np.empty(0) if self.copy_cost is None else self.copy_cost.chains,
+            "chains": np.empty(0) if chains is None else chains,
         }
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
