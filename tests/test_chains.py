@@ -171,3 +171,13 @@ def test_replaced_rows_get_no_chains():
     source.propose(rows, np.array([9, 9, 9]))
     source.observe(rows[1:2], one, one)
     assert source.rates.accepted[0] > before[0]
+
+
+def test_failed_source_stays_used():
+    """Whether a rank has a proposer must not depend on what it alone knows."""
+    source, proposer = DraftSource(), Proposer([], CostModel())
+    proposer.add(source)
+    source.is_enabled = False
+    assert not proposer.is_used
+    source.problem = "ValueError: its logits are not numbers"
+    assert proposer.is_used and not proposer.enabled_sources

@@ -100,8 +100,6 @@ class ChainSource(DraftSource):
         """Chains of queried rows by length, since the last `metrics`."""
         self.drafting_s = 0.0
         """Seconds spent on chains, since the last `metrics`."""
-        self.problem: str | None = None
-        """Why the model drafts no more."""
         self._is_known = False  # whether all ranks know of a problem
         # The latest proposals: numbers of the rows, tokens and leads [R, L], and lengths.
         self._latest: tuple[np.ndarray, ...] | None = None

@@ -80,6 +80,12 @@ class Proposer:
         return [source for source in self.sources if source.is_enabled]
 
     @property
+    def is_used(self) -> bool:
+        """Whether a source was to propose, on all ranks alike: only one of them may know that it
+        has failed."""
+        return any(source.is_enabled or source.problem for source in self.sources)
+
+    @property
     def needs_results(self) -> bool:
         """Whether a forward has to wait for the results of the one before."""
         pairs = zip(self.sources, self._pauses.tolist(), strict=True)

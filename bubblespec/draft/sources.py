@@ -133,6 +133,7 @@ class DraftSource:
     weighs_its_time = False  # whether the source proposes only where that pays for its time
     is_last = False  # whether sources that are added later are asked before it
     needs_results = False  # whether it proposes behind the latest tokens alone, none in flight
+    problem: str | None = None  # why it proposes no more, on this rank
     path: str | None = None  # dotted path of a user's source, whose proposals are checked
     vocab_size: int | None = None  # number of the policy's tokens, for that check
 

@@ -186,7 +186,7 @@ class Sampler:
         if plan.proposer is not None:
             plan.proposer.begin()
             is_off = plan.step is not None and not plan.is_on
-            if is_off or not plan.proposer.enabled_sources:
+            if is_off or not plan.proposer.is_used:
                 plan.proposer = None
         for row in plan.rows.values() if plan.proposer is not None else ():
             plan.proposer.track(row, plan.version)
