@@ -81,8 +81,7 @@ class Proposer:
 
     @property
     def is_used(self) -> bool:
-        """Whether a source was to propose, on all ranks alike: only one of them may know that it
-        has failed."""
+        """Whether any source was to propose, failed ones included: the same on all ranks."""
         return any(source.is_enabled or source.problem for source in self.sources)
 
     @property
