@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import InputError
 from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.learn.advantages import estimate_advantages
+from bubblespec.records import StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.samples import Samples
@@ -142,8 +142,10 @@ def paired_step(
     if inspect is not None:
         inspect(*map(list, zip(*pairs, strict=True)))
     samples, rewards = learn(trainer, replace(plan, scoring=scoring))
-    # What the metrics read of a StepRecord.
-    record = SimpleNamespace(rollouts=[rollout.record], generated=samples, spans=rollout.spans)
+    of_step = {"samples": samples, "rewards": rewards, "generated": samples, "all_rewards": rewards}
+    of_step |= {"owners": plan.table.rank_of, "batch_sizes": [len(launch.groups)]}
+    of_step |= {"rollouts": [rollout.record], "stages": rollout.stages, "spans": rollout.spans}
+    record = StepRecord(step, **of_step, drafts=plan.drafts)
     result |= speculation_metrics(ranks, record, has_store=True)
     result["bubble/store_tokens"] = sampler.store.num_tokens
     for age, share in sampler.stats.survival.by_age.items():

@@ -12,7 +12,7 @@ import pytest
 from bubblespec import config as module
 from bubblespec.config import Config, flatten, mechanisms
 from bubblespec.config.file import config_to_yaml, load_config
-from bubblespec.config.names import TRL, VALUES, VERL, answer_to
+from bubblespec.config.names import TRL, VALUES, VERL
 from bubblespec.errors import InputError
 from scripts import write_configuration
 from tests.helpers.checks import refusal
@@ -42,8 +42,8 @@ def rows_of(table: str) -> list[list[str]]:
 def test_last_override_wins_over_file(load):
     text = MINIMAL + "optim: {learning_rate: 0.5, weight_decay: 0.25}\n"
     config = load(text, "optim.learning_rate=1e-6", "run.seed=3", "run.seed=4")
-    assert config.optim.learning_rate == 1e-6 and isinstance(config.optim.learning_rate, float)
-    assert (config.optim.weight_decay, config.run.seed) == (0.25, 4)
+    found = (config.optim.learning_rate, config.optim.weight_decay, config.run.seed)
+    assert found == (1e-6, 0.25, 4)
 
 
 # override | what the key is then
@@ -115,6 +115,9 @@ rollout.learning_rate=1 | rollout.learning_rate | did you mean optim.learning_ra
 zzzz=1 | zzzz | valid are data, drafter, environment, eval, loss, model
 rollout.num_generation=8 | rollout.num_generation | did you mean rollout.num_generations?
 loss.beta=0.1 | loss.beta | here it is loss.kl_coef
+args.beta=0.1 | args.beta | here it is loss.kl_coef
+reward.tools=1 | reward.tools | did you mean environment.tools?
+model.something=1 | model.something | valid are model.attention, model.batch_invariant
 actor_rollout_ref.rollout.n=8 | actor_rollout_ref.rollout.n | here it is rollout.num_generations
 actor_rollout_ref.rollout.val_kwargs.n=8 | actor_rollout_ref.rollout.val_kwargs.n | is eval.num_g
 +trainer.nnodes=1 | +trainer.nnodes | not needed here, because torchrun has --nnodes
@@ -139,7 +142,6 @@ def test_unknown_key_is_answered_by_nearest_key(load, override, key, hint):
 
 # override | key, where it is not that of the override | what is said
 WRONG_TYPES = """
-run.seed=abc | |
 data.as_chat=maybe | |
 model.path.x=3 | model.path |
 model.path= | |
@@ -165,7 +167,6 @@ def test_wrong_type_names_the_key(load, override, key, what):
 
 # overrides | key, where it is not that of the first override | what is possible
 IMPOSSIBLE = """
-rollout.num_generations=0 | | at least 1
 rollout.num_generations=1 | | 1, but grpo compares
 rollout.num_generations=1 loss.advantage_estimator=rloo | | 1, but rloo compares
 run.seed=-1 | | at least 0
@@ -190,7 +191,6 @@ reward.overlong_buffer_length=513 | | at most rollout.max_completion_length = 51
 speculative.method=none+drafter | | none, or some of bubble, suffix, quantized, drafter
 loss.num_minibatches=3 | | a divisor of rollout.num_prompts_per_step = 16
 loss.delta=1.2 | | above 1 + loss.epsilon_high = 1.2
-loss.loss_type=gprpo | | grpo, dr_grpo, dapo, cispo, distillation, or a dotted path
 loss.loss_type=distillation | model.teacher_path | is required for distillation
 loss.distillation_coef=1 | model.teacher_path | is required for distillation
 loss.distillation_beta=2 | | at most 1
@@ -284,13 +284,6 @@ def test_observation_length_auto_leaves_room_for_a_turn(load, longest, wanted):
     )
     assert config.environment.max_observation_length == wanted
     assert load(config_to_yaml(config)) == config
-
-
-def test_unknown_key_below_own_section_is_not_foreign():
-    sections = {key.partition(".")[0] for key in flatten(Config())}
-    assert answer_to("reward.tools", sections) is None
-    assert answer_to("model.something", sections) is None
-    assert answer_to("args.beta", sections) == "loss.kl_coef"
 
 
 def test_all_problems_are_reported_at_once(load):

@@ -1,6 +1,7 @@
-"""A user's losses, advantages, draft sources and hooks: what they compute, and that mistakes are
-one line."""
+"""A user's functions and classes: what they compute, that mistakes are one line, and that the
+process keeps its settings."""
 
+import os
 import sys
 
 import numpy as np
@@ -14,6 +15,7 @@ from bubblespec.draft.sources import DraftSource, Proposals, check_proposals, lo
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.advantages import estimate_advantages, load_estimator
 from bubblespec.learn.losses import load_loss
+from bubblespec.rewards.functions import Sample, score
 from bubblespec.setup import load_own
 from tests.helpers.checks import refusal
 from tests.test_update import (
@@ -139,6 +141,49 @@ def test_bad_estimators_and_hooks_are_refused_before_the_run(give, monkeypatch):
     assert refusal(load_own, config, ALONE).endswith("; pip install trackio")
     # it has no signature
     assert import_function("a.key", "builtins.max", "a.b", ("metrics",)) is max
+
+
+SETTINGS = """
+import os
+import numpy as np
+import torch
+
+def change(**columns):
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("medium")
+    np.seterr(all="raise")
+    os.chdir("/")
+    return [1.0]
+
+async def change_late(**columns):
+    return change()
+
+change()
+"""
+
+
+@pytest.mark.parametrize("name", ["change", "change_late"])
+def test_functions_change_no_setting_of_the_process(tmp_path, monkeypatch, name):
+    """Neither at import nor in a call."""
+
+    def settings():
+        device, mode = torch.empty(1).device, torch.get_deterministic_debug_mode()
+        precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+        of_torch = (torch.is_grad_enabled(), torch.get_default_dtype(), device, mode, precision)
+        return *of_torch, threads, np.geterr(), os.getcwd()
+
+    module_name = f"settings_{name}"
+    (tmp_path / f"{module_name}.py").write_text(SETTINGS)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = settings()
+    function = import_function("a.key", f"{module_name}.{name}", "a.b")
+    assert settings() == before
+    assert score(function, [Sample("p", "a", [1], {})]) == [1.0]
+    assert settings() == before
 
 
 class Fixed(DraftSource):

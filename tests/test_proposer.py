@@ -1,73 +1,19 @@
-"""Proposals of rows, forward by forward: their sources, counts and pauses.
-
-`forward` plays the engine, which accepts what agrees with a given truth. Counts are made by hand.
-"""
+"""Proposals of rows, forward by forward: their sources and counts, which are made by hand."""
 
 import numpy as np
 import pytest
 
 from bubblespec.draft import proposer as module
 from bubblespec.draft import sources
-from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposals, TrackedRows
+from bubblespec.draft.proposer import Proposer
+from bubblespec.draft.sources import TrackedRows
 from bubblespec.draft.store import History
 from bubblespec.draft.suffix import SuffixIndex
-from bubblespec.engine.ragged import packed, unpacked
-from bubblespec.planner.costs import CostModel
+from bubblespec.engine.ragged import packed
 from bubblespec.planner.windows import WINDOWS
-from bubblespec.types import Draft, Row, SampleId
-from tests.helpers.clocks import Clock
+from bubblespec.types import Row
+from tests.helpers.proposals import STEP, Guesses, draft, drafts_and, forward, make, row, with_guess
 from tests.helpers.rollouts import tried_ages
-
-STEP = 5
-
-
-def cost(a: float = 1.0, b: float = 1e-6, c: float = 1e-6) -> CostModel:
-    parameters = np.zeros_like(CostModel().parameters)
-    parameters[:3] = a, b, c
-    return CostModel.from_parameters(parameters)
-
-
-def make(method: str = "bubble+suffix", always=True, costs=None, history=None) -> Proposer:
-    options = {"has_drafts": "bubble" in method, "always": always, "clock": Clock()}
-    parts = method.split("+"), history or History(1000), costs or cost()
-    proposer = make_proposer(*parts, **options)
-    proposer.begin()
-    return proposer
-
-
-def with_sources(*sources: DraftSource) -> Proposer:
-    proposer = Proposer(sources, cost(), always=True, clock=Clock())
-    proposer.begin()
-    return proposer
-
-
-def row(sample: int = 0, visit: int = STEP, uid: int = 70, tokens=()) -> Row:
-    return Row(SampleId(uid, visit, sample), (1, 2, 3), 500, np.array(tokens, np.int64))
-
-
-def draft(tokens, version: int = 4) -> Draft:
-    return Draft(np.array(tokens, np.int32), True, version)
-
-
-def forward(
-    proposer: Proposer, rows: list[Row], truths: list, room: int = 3, budget: int = 4000
-) -> list[list[int]]:
-    """Return each row's proposal in a forward, in which it gains accepted tokens and one more."""
-    lengths = np.array([len(r.tokens) for r in rows])
-    tokens, counts = proposer.propose(rows, lengths, np.full(len(rows), room), budget)
-    proposed = [of.tolist() for of in unpacked(tokens, counts)]
-    gained, accepted = [], []
-    for r, truth, tokens in zip(rows, truths, proposed, strict=True):
-        rest = list(truth)[len(r.tokens) :]
-        right = 0
-        while right < min(len(tokens), len(rest) - 1) and tokens[right] == rest[right]:
-            right += 1
-        accepted.append(right)
-        gained.append(np.array(rest[: right + 1], np.int64))
-        r.tokens = np.concatenate((r.tokens, gained[-1]))
-    proposer.observe(list(rows), *packed(gained), counts, np.array(accepted))
-    return proposed
 
 
 def nothing(proposer: Proposer, one: Row, length: int) -> bool:
@@ -154,25 +100,6 @@ def test_suffix_alone_finds_other_samples_and_epochs():
     assert not tried_ages(proposer)
 
 
-@pytest.mark.parametrize(
-    "always, costs, budget, wanted",
-    [
-        (False, cost(), 4000, 128),
-        (False, cost(), 9, 8),
-        (False, cost(1e-6, 0.0, 1.0), 4000, 0),
-        (True, cost(1e-6, 1.0, 1.0), 5, module.ALWAYS_WINDOW),
-    ],
-)
-def test_windows_follow_costs_and_budget_unless_fixed(always, costs, budget, wanted):
-    proposer, own = make(always=always, costs=costs), row()
-    own.draft = draft(range(1000))
-    proposer.track(own, STEP)
-    for _ in range(2 if always else 1):
-        begin = len(own.tokens)
-        proposed = forward(proposer, [own], [range(1000)], room=400, budget=budget)
-        assert proposed == [list(range(begin, begin + wanted))]
-
-
 def test_rollout_counts_equal_hand_counts():
     """A row with an old draft that goes wrong, one without, and an uncounted one drafted ahead."""
     proposer = make("bubble")
@@ -202,79 +129,6 @@ def test_rollout_counts_equal_hand_counts():
     proposer.begin()
     assert proposer.acceptance.row_forwards == 0 and not tried_ages(proposer)
     assert forward(proposer, [ahead], [range(10, 40)]) == [[]], "rows are forgotten"
-
-
-def test_source_pauses_where_its_tokens_gain_less_than_its_query():
-    """Until queries take LOOK_SHARE of the time, at most MAX_PAUSE forwards; none once they pay."""
-    dear, cheap = cost(1e-9, 0.0, 1.0), cost()  # a token costs what it brings at best
-    proposer, own = make("bubble", always=False, costs=dear), row()
-    own.draft = draft(range(1000))
-    proposer.track(own, STEP)
-
-    def looked_at(num_forwards: int, query_s: float) -> list[int]:
-        looked = []
-        for number in range(num_forwards):
-            proposer._query_s[:] = query_s
-            assert forward(proposer, [own], [range(1000)]) == [[]]
-            if proposer.take_spent()[1]:
-                looked.append(number)
-        return looked
-
-    assert looked_at(4, 0.9 * module.LOOK_SHARE) == [0, 1, 2, 3]
-    assert looked_at(12, 3.7 * module.LOOK_SHARE) == [0, 4, 8]
-    assert looked_at(module.MAX_PAUSE + 4, 99 * module.LOOK_SHARE) == [0, module.MAX_PAUSE + 1]
-    proposer.cost = cheap
-    left = module.MAX_PAUSE - 2
-    found = [bool(forward(proposer, [own], [range(1000)])[0]) for _ in range(left + 3)]
-    assert found == [False] * left + [True] * 3
-
-
-def test_pause_ends_once_half_of_the_rows_have():
-    proposer, rows = make("bubble", always=False, costs=cost(1e-9, 0.0, 1.0)), [row(), row(1)]
-    for each in rows:
-        each.draft = draft(range(1000))
-        proposer.track(each, STEP)
-    proposer._query_s[:] = 100.0  # of a forward's second
-    for some, is_asked in ((rows, True), (rows, False), (rows[:1], True), (rows[:1], False)):
-        forward(proposer, some, [range(1000)] * len(some))
-        assert bool(proposer.take_spent()[1]) == is_asked
-    proposer._pauses[:], proposer._rest, proposer._paused_rows = 0, 9, 2
-    assert proposer.rests(2) and not proposer.rests(1) and not proposer.rests(2), "it is over"
-
-
-def test_found_drafts_are_used_whatever_the_query_took():
-    """A pause of this source follows, except where it weighs its own time."""
-    proposer, own = make("bubble", always=False, costs=cost()), row()
-    own.draft = draft(range(1000))
-    proposer.track(own, STEP)
-    proposer._query_s[:] = 100.0  # of a forward's second
-    found = [len(forward(proposer, [own], [range(1000)])[0]) for _ in range(module.MAX_PAUSE + 2)]
-    assert found[0] and found[-1] and not any(found[1:-1])
-    (source,), seconds = proposer.sources, 7.0
-    propose = source.propose
-    source.propose = lambda *of: proposer.clock.sleep(seconds) or propose(*of)
-    source.weighs_its_time = True
-    proposer.begin()
-    own.draft = draft(range(1000))
-    proposer.track(own, STEP)
-    proposer._query_s[:] = 0.0
-    assert all(len(forward(proposer, [own], [range(1000)])[0]) for _ in range(9))
-    assert proposer._query_s[0] < 1e-3 and proposer.take_spent()[0] >= 9 * seconds
-
-
-def test_dear_source_pauses_alone():
-    """The draft goes on; what another source finds for other rows is not worth its query."""
-    proposer = make("bubble+suffix", always=False, costs=cost())
-    one, other = row(0), row(1, tokens=[1, 2, 3, 1, 2])
-    one.draft = draft(range(1000))
-    for each in (one, other):
-        proposer.track(each, STEP)
-    suffix = proposer.sources[1]
-    propose, asked = suffix.propose, []
-    suffix.propose = lambda *of: asked.append(1) or proposer.clock.sleep(50.0) or propose(*of)
-    truths = [range(1000), [1, 2, 3, 1, 2, *range(50, 990)]]
-    found = [forward(proposer, [one, other], truths)[0] for _ in range(20)]
-    assert all(found) and len(asked) == 1
 
 
 def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
@@ -346,44 +200,11 @@ def test_row_is_aligned_while_the_draft_begins_with_tokens():
     assert [tracked.draft(number).tolist() for number in range(40)] == drafts
 
 
-class Guesses(DraftSource):
-    """A guess at the whole response of some samples; notes calls."""
-
-    kinds = (("guess",),)
-
-    def __init__(self, guesses: dict[SampleId, list[int]]):
-        self.guesses = guesses
-        self.begins, self.asked, self.gained = 0, [], {}
-
-    def begin(self, tracked) -> None:
-        super().begin(tracked)
-        self.begins += 1
-        self.gained.clear()
-
-    def track(self, number) -> None:
-        row = self.tracked.rows[number]
-        self.gained[row.id] = row.tokens.tolist()
-
-    def propose(self, numbers, limits) -> Proposals:
-        names = [self.tracked.rows[number].id for number in numbers]
-        lengths = [len(self.gained[name]) for name in names]
-        self.asked.append(names)
-        assert (limits > 0).all() and lengths == self.tracked.num_gained[numbers].tolist()
-        places = zip(names, lengths, limits, strict=True)
-        rest = [self.guesses.get(name, [])[n : n + limit] for name, n, limit in places]
-        tokens, counts = packed([np.array(tokens, np.int64) for tokens in rest])
-        return Proposals(tokens, counts.cumsum() - counts, counts, np.zeros_like(counts))
-
-    def observe(self, numbers, tokens, counts) -> None:
-        for number, gained in zip(numbers, unpacked(tokens, counts), strict=True):
-            self.gained[self.tracked.rows[number].id] += gained.tolist()
-
-
 def test_source_is_queried_for_unserved_rows_alone():
     """A row with a draft that goes wrong in the second forward, one with a guess, and one bare."""
     drafted, guessed, bare = row(0), row(1), row(2)
     guesses = Guesses({drafted.id: list(range(70, 99)), guessed.id: [20, 21, 99, *range(23, 40)]})
-    proposer = with_sources(OwnDrafts(), guesses)
+    proposer = drafts_and(guesses)
     for each in (drafted, guessed, bare):
         each.draft = draft(range(10, 40)) if each is drafted else None
         proposer.track(each, STEP)
@@ -405,17 +226,6 @@ def test_source_is_queried_for_unserved_rows_alone():
     assert len(guesses.asked) == 3, "no room, no question"
 
 
-def with_guess(guess: list[int], tokens) -> tuple[Proposer, Row, Guesses]:
-    """Make a proposer that prefers a guess to the row's own draft."""
-    one = row()
-    guesses = Guesses({one.id: guess})
-    guesses.chance = 1.0
-    proposer = with_sources(OwnDrafts(), guesses)
-    one.draft = draft(tokens)
-    proposer.track(one, STEP)
-    return proposer, one, guesses
-
-
 @pytest.mark.parametrize("guess", [[7, 7, 7], [10, 11, 7]])
 def test_wrong_guess_of_another_source_keeps_alignment(guess):
     """A source takes a row's own draft's place for one forward, and is refused."""
@@ -426,38 +236,6 @@ def test_wrong_guess_of_another_source_keeps_alignment(guess):
     assert forward(proposer, [one], [range(10, 40)]) == [[begin, begin + 1, begin + 2]]
 
 
-def test_given_up_source_is_tried_again():
-    """Guesses are wrong for many rows in the first rollout, and right from the second on."""
-    rows, guesses = [row(number) for number in range(100)], Guesses({})
-    proposer = Proposer([guesses], cost(), clock=Clock())
-    accepted = []
-    for rollout in range(9):
-        proposer.begin()
-        for each in rows:
-            each.tokens = each.tokens[:0]
-            proposer.track(each, STEP)
-            guesses.guesses[each.id] = list(range(50, 550)) if rollout else [7] * 500
-        for _ in range(8):
-            forward(proposer, rows, [range(50, 600)] * len(rows))
-        drafted, right = proposer.acceptance.by_source.get("guess", (0, 0))
-        assert drafted or rollout, "it is tried before anything is known"
-        accepted.append(right)
-    assert accepted[:2] == [0, 0] and all(accepted[7:]), "given up, and tried again"
-    unused = Proposer([guesses], cost(), clock=Clock())
-    unused.survival.load_state_dict(proposer.survival.state_dict())
-    unused.begin()
-    assert unused.acceptance.by_source == {"guess": [0, 0]}, "in the metrics all the same"
-
-
-def test_nothing_is_planned_where_all_sources_pause_or_are_disabled():
-    proposer, one, guesses = with_guess([1, 2, 9, 7, 7, 7], [1, 2, 3])
-    guesses.is_enabled = False
-    proposer._pauses[0] = 1
-    assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[]]
-    assert proposer.take_spent()[1] == 0
-    assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) != [[]]
-
-
 def test_disabled_source_gets_no_query_and_no_tokens():
     proposer, one, guesses = with_guess([1, 2, 9, 7, 7, 7], [1, 2, 3])
     guesses.is_enabled = False
@@ -466,17 +244,3 @@ def test_disabled_source_gets_no_query_and_no_tokens():
     assert guesses.asked == [] and guesses.gained == {one.id: []}
     guesses.is_enabled, guesses.gained = True, {one.id: one.tokens.tolist()}
     assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[7, 7, 7]]
-
-
-def test_sources_that_need_results_are_not_asked_while_tokens_are_in_flight():
-    class Waiting(OwnDrafts):
-        needs_results = True
-
-    proposer = Proposer([Waiting()], CostModel(), always=True)
-    proposer.begin()
-    row = Row(SampleId(0, 0, 0), (1,), 20, draft=Draft(np.arange(9, dtype=np.int32), True, 0))
-    proposer.track(row, 1)
-    one = np.array([1])
-    given = [row], 0 * one, 15 * one, 64
-    assert proposer.needs_results and proposer.propose(*given, ahead=0 * one)[1] == 6
-    assert proposer.propose(*given, ahead=one)[1] == 0

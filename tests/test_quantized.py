@@ -133,19 +133,6 @@ def test_copy_without_rounding_computes_the_policy(name):
     assert len(copy.parts) == 4 * model.config.num_hidden_layers + 1
 
 
-def test_copy_includes_adapters():
-    model = random_model(small_config("llama"))
-    add_adapter(model, ModelConfig(lora_r=4, lora_alpha=8), 0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.2)
-    prepare_model(model, MAX_LENGTH)
-    copy, tokens = make_copy(model), random_tokens(model, 30)
-    wanted = hidden(ModelForward(model), tokens)
-    assert torch.allclose(hidden(CopyForward(copy), tokens), wanted, rtol=0, atol=1e-5)
-
-
 def test_gradient_checkpointing_of_the_policy_is_left_out():
     model = make_policy("llama")
     enable_gradient_checkpointing(model)

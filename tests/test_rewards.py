@@ -5,13 +5,13 @@ import os
 import random
 import re
 import signal
+import time
 
 import numpy as np
 import pytest
 import reasoning_gym
 import torch
 
-from bubblespec.config.imports import import_function
 from bubblespec.data.prompts import reasoning_gym_rows
 from bubblespec.errors import MAX_SHOWN, Interrupt, one_line
 from bubblespec.rewards import mathematics as module
@@ -20,6 +20,7 @@ from bubblespec.rewards.functions import (
     RewardFailure,
     Sample,
     answer_format,
+    answers_of,
     combine,
     exact_match,
     final_answer,
@@ -317,49 +318,6 @@ def test_message_is_cut_and_printable(error):
     assert len(failure.trace) < 10_000 and "in fail" in failure.trace
 
 
-SETTINGS = """
-import os
-import numpy as np
-import torch
-
-def change(**columns):
-    torch.set_grad_enabled(False)
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    torch.set_num_threads(torch.get_num_threads() + 1)
-    torch.use_deterministic_algorithms(True)
-    torch.set_float32_matmul_precision("medium")
-    np.seterr(all="raise")
-    os.chdir("/")
-    return [1.0]
-
-async def change_late(**columns):
-    return change()
-
-change()
-"""
-
-
-@pytest.mark.parametrize("name", ["change", "change_late"])
-def test_functions_change_no_setting_of_the_process(tmp_path, monkeypatch, name):
-    """Neither at import nor in a call."""
-
-    def settings():
-        device, mode = torch.empty(1).device, torch.get_deterministic_debug_mode()
-        precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-        of_torch = (torch.is_grad_enabled(), torch.get_default_dtype(), device, mode, precision)
-        return *of_torch, threads, np.geterr(), os.getcwd()
-
-    module_name = f"settings_{name}"
-    (tmp_path / f"{module_name}.py").write_text(SETTINGS)
-    monkeypatch.syspath_prepend(tmp_path)
-    before = settings()
-    function = import_function("a.key", f"{module_name}.{name}", "a.b")
-    assert settings() == before
-    assert score(function, SAMPLES[:1]) == [1.0]
-    assert settings() == before
-
-
 def test_wrong_length_fails_all_samples():
     """One call for each would give lists of the right length."""
     message = "returned [1.0], not a list of 3 values, one per sample"
@@ -382,6 +340,21 @@ def test_failed_call_is_repeated_for_each_sample():
     message = f"raised ZeroDivisionError at {__file__}:{line}: first line second line"
     assert failure == RewardFailure("exception", message, failure.trace)
     assert failure.trace.startswith("Traceback") and "in fragile" in failure.trace
+
+
+def test_logs_of_a_failed_call_are_dropped():
+    @per_sample
+    def fails_at_two(completion_ids, log_extra, log_metric, **columns):
+        log_metric("calls", 1)
+        log_extra("first", [ids[0] for ids in completion_ids])
+        return [1 / (2 - ids[0]) for ids in completion_ids]
+
+    answers = answers_of(fails_at_two, [Sample("", "", [n], {}) for n in range(3)], time)
+    assert [dict(answer.columns) for answer in answers] == [{"first": n} for n in range(3)]
+    assert [list(answer.metrics) for answer in answers] == [[("calls", 1.0)]] * 3
+    log_too_many = per_sample(lambda log_extra, **columns: log_extra("a", [1, 2]))
+    ((failure, *_),) = answers_of(log_too_many, [Sample("", "", [0], {})], time)
+    assert failure.kind == "exception"
 
 
 def test_combine_weights_applicable_functions():

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from bubblespec.config import RewardConfig
 from bubblespec.distributed.ranks import Ranks, StopRequested, signals_stop
 from bubblespec.errors import InputError
-from bubblespec.rewards.functions import Sample, answers_of, load_reward, per_sample
+from bubblespec.rewards.functions import load_reward, per_sample
 from bubblespec.rewards.scorer import Scorer, Scoring
 from bubblespec.types import Group, Launch, Prompt, Row
 from tests.helpers.checks import wait_until
@@ -92,21 +91,6 @@ def test_rows_are_scored_with_text_and_prompt_columns(make_scorer):
     texts = ["prompt 900", "prompt 900", "prompt 17", "prompt 17"]
     ids = [[900, 0], [900, 1], [17, 0], [17, 1]]
     assert calls == [(texts, ["900", "900 1", "17", "17 1"], ids, ["900", "900", "17", "17"])]
-
-
-def test_logs_of_a_failed_call_are_dropped():
-    @per_sample
-    def fails_at_two(completion_ids, log_extra, log_metric, **columns):
-        log_metric("calls", 1)
-        log_extra("first", [ids[0] for ids in completion_ids])
-        return [1 / (2 - ids[0]) for ids in completion_ids]
-
-    answers = answers_of(fails_at_two, [Sample("", "", [n], {}) for n in range(3)], time)
-    assert [dict(answer.columns) for answer in answers] == [{"first": n} for n in range(3)]
-    assert [list(answer.metrics) for answer in answers] == [[("calls", 1.0)]] * 3
-    log_too_many = per_sample(lambda log_extra, **columns: log_extra("a", [1, 2]))
-    ((failure, *_),) = answers_of(log_too_many, [Sample("", "", [0], {})], time)
-    assert failure.kind == "exception"
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -219,11 +219,11 @@ class Proposer:
             texts.append(found.tokens)
         self.tracked.propose(numbers[asked], kind[asked], np.broadcast_to(ahead, len(rows))[asked])
         if not self.always:
-            kv_tokens = int(lengths.sum()) + prompt_tokens
+            positions = int(lengths.sum()) + prompt_tokens
             available = np.maximum(count - ahead, 0)
-            windows = choose_windows(chances[kind], available, self.cost, kv_tokens, budget=budget)
+            windows = choose_windows(chances[kind], available, self.cost, positions, budget=budget)
             query_s += (self.clock.perf_counter() - started - weighed_s) / max(is_due.sum(), 1)
-            self._pause_dear(is_due, query_s, chances[kind], windows, asked_of, kv_tokens)
+            self._pause_dear(is_due, query_s, chances[kind], windows, asked_of, positions)
             count = np.where(windows > 0, windows + ahead, 0)
         place = spans(begin, count)
         if len(texts) == 1:
@@ -243,15 +243,15 @@ class Proposer:
         rates: np.ndarray,
         windows: np.ndarray,
         asked_of: np.ndarray,
-        kv_tokens: int,
+        positions: int,
     ) -> None:
         """Let sources pause whose windows save less than their queries take.
 
         is_due, query_s: by source; rates, windows, asked_of: by row, which source proposed."""
         self._query_s += 0.1 * (query_s - self._query_s) * is_due
         num_rows, fed = len(rates), windows.sum()
-        plain_s = self.cost.seconds(num_rows, num_rows, 0, kv_tokens)
-        fed_s = self.cost.seconds(num_rows, num_rows + fed, fed > 0, kv_tokens) - plain_s
+        plain_s = self.cost.seconds(num_rows, num_rows, 0, positions)
+        fed_s = self.cost.seconds(num_rows, num_rows + fed, fed > 0, positions) - plain_s
         rates = np.minimum(rates, 1.0 - 1e-9)
         accepted = rates * (1.0 - rates**windows) / (1.0 - rates)
         saved_s = accepted * plain_s / num_rows - windows * fed_s / max(fed, 1)

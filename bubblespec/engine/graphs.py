@@ -74,7 +74,7 @@ class PaddedPacking(NamedTuple):
 
 
 class ForwardGraphs:
-    """CUDA graphs of one forward over one cache, which must have a spare page.
+    """CUDA graphs of forwards alone, whose inputs the host sends. The cache needs a spare page.
 
     Ranks that compute together call `forward`, with the same packing, and `clear` alike."""
 

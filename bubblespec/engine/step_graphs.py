@@ -28,7 +28,7 @@ MAX_SAMPLED = 1024  # positions of a graph, whose logits take memory
 
 
 class StepGraphs(ForwardGraphs):
-    """Graphs of steps, over the rows that this keeps on the device."""
+    """Graphs of forwards with their sampling, whose inputs are made of rows kept on the device."""
 
     def __init__(
         self, forward: ModelForward, cache: KVCache, max_num_batched_tokens: int, max_length: int

@@ -174,9 +174,9 @@ class DraftAhead:
         engine, unfinished = self.view.engine, self.view.unfinished
         if unfinished:
             lengths = zip(engine.rows, engine.lengths.tolist(), strict=True)
-            kv_tokens = sum(length for row, length in lengths if row in unfinished)
+            positions = sum(length for row, length in lengths if row in unfinished)
             count = len(unfinished)
-            return self.max_slowdown * float(self.cost.seconds(count, count, 0, kv_tokens))
+            return self.max_slowdown * float(self.cost.seconds(count, count, 0, positions))
         forwards, record = self.view.record.forwards, self.view.record
         elapsed_s = forwards[-1].end_s - record.began_s if forwards else 0.0
         single_s = float(self.cost.coefficients[0])
