@@ -18,8 +18,10 @@ TURNS = 4
 # is not trusted. A mistaken pause costs less than a mistaken continuation.
 ERRORS = 0.6
 MIN_COMPARISONS, SURE_ERRORS = 2, 1.5  # the same with fewer comparisons, which may be odd ones
-CLEAR = 1.5  # standard errors of a clear lead
-GROWTH, CLEAR_GROWTH = 1.25, 3.0  # of the interval from one comparison to the next
+CLEAR, CLEAR_AT_ONCE = 1.5, 3.0  # standard errors of a clear lead; the same with one comparison
+# Growth of the interval from one comparison to the next, and once more as it ends, if the lead is
+# clear by then.
+GROWTH, CLEAR_GROWTH = 1.25, 3.0
 MIN_LOST, MIN_LOST_AGAIN = 0.2, 0.1  # mean rollouts lost before a pause, and before later ones
 FIRST_PAUSE, MAX_PAUSE = 36, 288  # rollouts of a pause, doubled each time
 MEMORY = 48  # latest rollouts kept by setting
@@ -48,6 +50,7 @@ class Guard:
         self.is_unprepared = True
         """Whether the next rollout with the mechanism is not compared: the first one warms up, and
         a rollout without drafts makes fewer for the next one."""
+        self._is_late = False  # whether the next comparison has been put off
         self._pause_left = 0  # rollouts of the current pause still to come
         self._pause = FIRST_PAUSE
 
@@ -108,14 +111,15 @@ class Guard:
                 self._until_control = self._interval = TRIAL
             return
         lead, error = self.test()
-        is_clear = lead > CLEAR * error
+        is_clear = lead > (CLEAR if self.has_compared else CLEAR_AT_ONCE) * error
         if was_on:
             self._until_control -= 1
+            if is_clear and self.is_next_without and not (self.is_new or self._is_late):
+                self._until_control += (CLEAR_GROWTH - 1) * self._interval
+                self._interval, self._is_late = CLEAR_GROWTH * self._interval, True
         else:
-            self._turns_left = max(self._turns_left - 1, 0)
-            if is_clear and self.has_compared:
-                self._turns_left = 0
-            self._interval *= CLEAR_GROWTH if is_clear else GROWTH
+            self._turns_left = 0 if is_clear else max(self._turns_left - 1, 0)
+            self._interval, self._is_late = GROWTH * self._interval, False
             self._until_control = 1.0 if self.is_new else self._interval
         if self._is_slower(lead, error):
             self._pause_left, self._pause = self._pause, min(2 * self._pause, MAX_PAUSE)
@@ -130,7 +134,7 @@ class Guard:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the state as arrays."""
         state = (self._until_control, self._interval, self._pause_left, self._pause)
-        numbers = (*state, self.is_unprepared, self._turns_left)
+        numbers = (*state, self.is_unprepared, self._turns_left, self._is_late)
         return {
             "numbers": np.array(numbers, np.float64),
             "with": np.array(self._with, np.float64).reshape(-1, 2),
@@ -141,8 +145,10 @@ class Guard:
         """Restore a saved state."""
         self._until_control, self._interval, *rest = state["numbers"].tolist()
         self._pause_left, self._pause = map(int, rest[:2])
-        self.is_unprepared = any(rest[2:3])  # earlier checkpoints lack these two
-        self._turns_left = int(rest[3]) if len(rest) > 3 else 0
+        of_earlier = np.zeros(3)  # checkpoints lack these
+        is_unprepared, turns_left, is_late = [*rest[2:], *of_earlier][:3]
+        self.is_unprepared, self._is_late = bool(is_unprepared), bool(is_late)
+        self._turns_left = int(turns_left)
         self._with = [tuple(pair) for pair in state["with"].tolist()]
         self._without = [tuple(pair) for pair in state["without"].tolist()]
 
