@@ -25,7 +25,7 @@ class AcceptanceRates(NamedTuple):
     """How far drafts hold."""
 
     hazard: float
-    """Hazard before a mismatch: -log of the chance that the next draft token is accepted."""
+    """Hazard before a mismatch, above 0: -log of the chance that the next token is accepted."""
     after: float
     """Share of the tokens behind the first mismatch that the draft still gives."""
 
@@ -35,8 +35,7 @@ class AcceptanceRates(NamedTuple):
 
     def accepted(self, drafted: np.ndarray) -> np.ndarray:
         """Return expected tokens before the first mismatch of `drafted` ones, float64 [S]."""
-        hazard = max(self.hazard, 1e-9)
-        return -np.expm1(-hazard * drafted) / hazard
+        return -np.expm1(-self.hazard * drafted) / self.hazard
 
 
 def acceptance_rates(counts: np.ndarray) -> AcceptanceRates:
@@ -96,9 +95,8 @@ def mean_length_beyond(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray)
 
 def forwards_horizon(rows: Rows) -> float:
     """Return the forwards after which almost no row is unfinished."""
-    known = np.maximum(rows.generated, 0)
-    longest = np.maximum(rows.expected + 4.0 * rows.spread, 1.5 * known) - known
-    return float(np.maximum(longest, 1.0).max(initial=1.0))
+    longest = np.maximum(rows.expected + 4.0 * rows.spread, 1.5 * rows.generated) - rows.generated
+    return float(longest.max(initial=1.0))
 
 
 def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) -> np.ndarray:

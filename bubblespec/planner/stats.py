@@ -127,10 +127,9 @@ class RunStats:
         measured_s = float(measured["seconds"].max())
         slowest = measured["own_s"].argmax()  # what others draft meanwhile is free
         counts = Counts(*measured["counts"][slowest].tolist())
-        if len(lengths):
-            prompt = float(np.mean([len(group.prompt.token_ids) for group in launch.groups]))
-            context = prompt + float(lengths.mean()) / 2
-            self.pricing.observe(counts, measured_s, self.shared_cost, prompt, context)
+        prompt = float(np.mean([len(group.prompt.token_ids) for group in launch.groups]))
+        context = prompt + float(lengths.mean()) / 2
+        self.pricing.observe(counts, measured_s, self.shared_cost, prompt, context)
         self._observe_guards(measured_s, counts, used_share, without)
         if self.chains is not None and not self.guards.without & {DRAFTS, COPY}:
             self.shared_cost.chains = measured["chains"].mean(axis=0)
