@@ -32,7 +32,7 @@ FLOORS = [
 CEILINGS = {
     "bubblespec.engine.runner": 3845,
     "examples.minimal_loop": 5766,
-    "bubblespec.rollout.loop": 4753,
+    "bubblespec.rollout.loop": 4749,
     "bubblespec.rollout.sampler": 8850,
     "bubblespec.trainer": 12705,
     "bubblespec.checkpoint": 2233,

@@ -5,7 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bubblespec.planner.costs import CostModel, prefill_seconds, rollout_seconds
+from bubblespec.planner.costs import (
+    CostModel,
+    prefill_seconds,
+    rollout_seconds,
+    seconds_of_course,
+    time_points,
+)
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.rows import (
     MIN_RELATIVE_SPREAD,
@@ -100,10 +106,13 @@ def test_rollout_seconds_equal_direct_simulation(
     assert found == pytest.approx(np.mean(played), rel=0.05, abs=3 * error)
 
 
-def test_seconds_of_known_lengths_are_exact_up_to_the_grid():
+def test_seconds_of_a_course_are_exact_up_to_the_grid():
     cost = cost_of((0.1, 0.02, 0.0, 0.0, 0.0))
     rows = make_rows([64.0, 32.0, 16.0])
-    assert rollout_seconds(rows, cost, 4) == pytest.approx(64 * 0.1 + 112 * 0.02, rel=1e-3)
+    points, width = time_points(rows, 4)
+    left = (points < rows.expected[:, None]).sum(axis=0)
+    course_s = seconds_of_course(left, left == 0, width, cost, 4, (0.0, 0.0))
+    assert course_s == pytest.approx(64 * 0.1 + 112 * 0.02, rel=1e-3)
     assert rollout_seconds(make_rows([]), cost, 4) == 0.0
     fed = make_rows([64.0], generated=16, prompt_tokens=100)
     assert prefill_seconds(fed, cost_of((0.0, 0.0, 0.5, 3.0, 0.0))) == pytest.approx(58.0)

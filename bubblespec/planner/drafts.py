@@ -105,17 +105,15 @@ def _seconds_by_count(
     # A draft is as long as its response. Up to a mismatch a forward verifies a window of it.
     right = rates.accepted(points)
     behind = right + (points - right / TYPICAL_WINDOW)
-    behind = np.minimum(TYPICAL_WINDOW * points, behind)
     holds = rates.reaches(TYPICAL_WINDOW * points)
     drafted = holds * forwards_survival(rows, rates, TYPICAL_WINDOW * points)
     drafted += (1.0 - rates.reaches(behind)) * forwards_survival(rows, rates, behind)
-    drafted = np.minimum(drafted, undrafted)
     context = float((rows.prompt_tokens + rows.expected).mean())
     active = _first_and_rest(drafted, undrafted, counts) / num_ranks
     first, rest = (np.log1p(-np.minimum(of, 1.0 - 1e-12)) for of in (drafted, undrafted))
     none_left = np.exp(_first_and_rest(first, rest, counts))
     forwards_s = seconds_of_course(active, none_left, width, cost, num_slots, (0.0, context))
-    verified = _first_and_rest(rows.expected[:, None], rows.drafted[:, None], counts)[:, 0]
+    verified = _first_and_rest(rows.expected, rows.drafted, counts)
     return prices.forward * forwards_s + prices.verified_s * verified / num_ranks
 
 

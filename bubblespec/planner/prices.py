@@ -46,11 +46,10 @@ class Prices(NamedTuple):
 
 def counts_of(record: RolloutRecord, cost: CostModel) -> Counts:
     """Return the counts of one rank."""
-    own = [f for f in record.forwards if f.own_rows]
-    loads = [forward.load for forward in own]
     columns = [
-        (f.own_rows, f.ahead_rows, load.rows, load.positions, load.prompt_tokens)
-        for f, load in zip(own, loads, strict=True)
+        (f.own_rows, f.ahead_rows, f.load.rows, f.load.positions, f.load.prompt_tokens)
+        for f in record.forwards
+        if f.own_rows
     ]
     rows, ahead, all_rows, positions, prompts = np.array(columns, np.float64).reshape(-1, 5).T
     rows = np.minimum(rows, all_rows)  # others wait for slots

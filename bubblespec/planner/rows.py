@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 TYPICAL_WINDOW = 8.0  # draft tokens that a row verifies in one forward
-MIN_RELATIVE_SPREAD = 0.02  # a length of less spread counts as known
+MIN_RELATIVE_SPREAD = 0.02  # least of a length that is not that of a whole draft
 NUM_POINTS = 64
 # Counts before acceptance has been measured: [tried, accepted] before the first mismatch, and
 # [gained, given by the draft] behind it.
@@ -25,7 +25,7 @@ class AcceptanceRates(NamedTuple):
     """How far drafts hold."""
 
     hazard: float
-    """Hazard before a mismatch: -log of the chance that the next draft token is accepted."""
+    """Hazard before a mismatch, above 0: -log of the chance that the next token is accepted."""
     after: float
     """Share of the tokens behind the first mismatch that the draft still gives."""
 
@@ -35,8 +35,7 @@ class AcceptanceRates(NamedTuple):
 
     def accepted(self, drafted: np.ndarray) -> np.ndarray:
         """Return expected tokens before the first mismatch of `drafted` ones, float64 [S]."""
-        hazard = max(self.hazard, 1e-9)
-        return -np.expm1(-hazard * drafted) / hazard
+        return -np.expm1(-self.hazard * drafted) / self.hazard
 
 
 def acceptance_rates(counts: np.ndarray) -> AcceptanceRates:
@@ -96,16 +95,14 @@ def mean_length_beyond(mean: np.ndarray, spread: np.ndarray, tokens: np.ndarray)
 
 def forwards_horizon(rows: Rows) -> float:
     """Return the forwards after which almost no row is unfinished."""
-    known = np.maximum(rows.generated, 0)
-    longest = np.maximum(rows.expected + 4.0 * rows.spread, 1.5 * known) - known
-    return float(np.maximum(longest, 1.0).max(initial=1.0))
+    longest = np.maximum(rows.expected + 4.0 * rows.spread, 1.5 * rows.generated) - rows.generated
+    return float(longest.max(initial=1.0))
 
 
 def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) -> np.ndarray:
     """Return the chance that each row is unfinished after this many more forwards, float64 [S, T].
 
-    points: float64 [T] or [S, T], forwards. A row of known length ends exactly there.
-    """
+    points: float64 [T] or [S, T], forwards."""
     points = np.broadcast_to(points, (len(rows), points.shape[-1]))
     known = np.maximum(rows.generated, rows.drafted)[:, None]
     in_draft = np.maximum(rows.drafted - rows.generated, 0.0)
@@ -115,10 +112,6 @@ def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) ->
     column = (rows.expected[:, None], rows.spread[:, None])
     survival = length_survival(*column, tokens) / length_survival(*column, known)
     survival = np.where(points < of_draft[:, None], 1.0, survival)
-    is_exact = (rows.spread <= MIN_RELATIVE_SPREAD * rows.expected) & (in_draft == 0)
-    if is_exact.any():
-        left = np.maximum(rows.expected - rows.generated, 0.0)[is_exact]
-        survival[is_exact] = points[is_exact] < left[:, None]
     is_whole = (in_draft > 0) & (rows.spread == 0.0)
     if is_whole.any():
         survival[is_whole] = _whole_draft_survival(in_draft[is_whole], rates, points[is_whole])

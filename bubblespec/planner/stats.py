@@ -139,10 +139,9 @@ class RunStats:
         measured_s = float(measured["seconds"].max())
         slowest = measured["own_s"].argmax()  # what others draft meanwhile is free
         counts = Counts(*measured["counts"][slowest].tolist())
-        if len(lengths):
-            prompt = float(np.mean([len(group.prompt.token_ids) for group in launch.groups]))
-            self.context = prompt + float(lengths.mean()) / 2
-            self.pricing.observe(counts, measured_s, self.shared_cost, prompt, self.context)
+        prompt = float(np.mean([len(group.prompt.token_ids) for group in launch.groups]))
+        self.context = prompt + float(lengths.mean()) / 2
+        self.pricing.observe(counts, measured_s, self.shared_cost, prompt, self.context)
         self._observe_guards(measured_s, counts, used_share, without)
         if self.chains is not None:
             self.copy_cost = CostModel.from_parameters(self.shared_cost.parameters)
