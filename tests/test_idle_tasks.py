@@ -178,12 +178,12 @@ def test_prompts_of_drafts_are_fed_in_small_pieces():
 
 def test_only_grown_drafts_are_kept():
     store = DraftStore(1000)
-    for number in (0, 1):
+    for number in (0, 1, 3):
         store.put(SampleId(5, 1, number), Draft(np.arange(4, dtype=np.int32), False, 1))
     task = drafting(view_of(), store=store)
-    give(task, 3)
+    give(task, 4)
     task.fill()
-    first, second, third = rows_in(task)
+    first, second, third, _unchanged = rows_in(task)
     assert first.tokens.tolist() == second.tokens.tolist() == [0, 1, 2, 3], "it goes on"
     first.tokens = np.arange(9)
     third.tokens, third.finish = np.arange(5), "stop"
