@@ -217,7 +217,7 @@ FAST, PLAIN = times_of(0.5), times_of(1.0)
 def test_ranks_decide_together_and_by_a_margin(monkeypatch, make_model):
     """Ranks choose by the mean of their measurements."""
     limit = 1 / MARGIN
-    everyone = [FAST, times_of(1.99 * limit**2, 1.99 * limit**2, 1.5, 1.5, 1.7, 1.9)]
+    everyone = [FAST, times_of(1.99 * limit**2, 1.99 * limit**2, 1.5, 1.5, 1.5, 1.7, 1.9)]
     mine = iter(everyone)
 
     class Two(Ranks):
