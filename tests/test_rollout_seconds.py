@@ -69,7 +69,7 @@ def play(forwards: np.ndarray, context: float, cost: CostModel, num_slots: int) 
 
 @pytest.mark.parametrize("num_groups, num_slots", [(8, 64), (33, 8), (1, 2)])
 def test_seconds_of_known_lengths_equal_direct_simulation(num_groups, num_slots):
-    """Of the rank that takes longest, where groups are placed round-robin."""
+    """Groups are placed round-robin, and the slowest rank counts."""
     rng, cost, num_ranks, samples = np.random.default_rng(num_groups), cost_of(CPU), 2, 3
     launch = Launch(groups_of(range(num_groups)), num_groups, samples)
     prompts = np.array([len(group.prompt.token_ids) for group in launch.groups])

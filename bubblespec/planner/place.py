@@ -146,7 +146,7 @@ def use_tp_tail(
 
     rows: unfinished rows of all ranks; rank_of: int64 [S]; cost, tp_cost: of forwards of one rank,
     and of all together; num_slots: of one rank; overhead_s: from the decision to the first forward.
-    Drafts shorten both ways by the same factor and are ignored.
+    Drafts shorten both ways by the same factor and are ignored; `cost` alone has the copy's chains.
     """
 
     def decoding_s(some: Rows, cost: CostModel, num_slots: int) -> float:
