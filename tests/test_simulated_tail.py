@@ -57,6 +57,8 @@ def test_last_row_takes_the_seconds_of_the_costs(without):
         assert seconds < step.seconds < seconds + 2 * TICK_S
         ends = [lane[lane[:, 0] == KINDS.index("shared"), 2] for lane in step.lanes]
         assert ends[0] == pytest.approx(ends[1]) and len(ends[0]) == 1, "in lockstep"
+        for lane in step.lanes:
+            assert (lane[1:, 1] >= lane[:-1, 2] - 1e-9).all(), "who decodes the tail is not idle"
 
 
 def test_auto_enters_once_lengths_are_known(without):

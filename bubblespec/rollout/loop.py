@@ -198,10 +198,11 @@ class RolloutLoop:
     def _wait(self) -> None:
         assert self.board is not None
         begin = self.clock.perf_counter()
-        if (states := self.board.wait(self._state)) is not None:
+        states = self.board.wait(self._state)
+        self.record.waits.append(Span("wait", begin, self.clock.perf_counter()))
+        if states is not None:
             self._act_on(states)
         self._last_s = self.clock.perf_counter()
-        self.record.waits.append(Span("wait", begin, self._last_s))
 
     def _advance_feed(self) -> None:
         """Take in the rows that have become complete outside the engine."""
