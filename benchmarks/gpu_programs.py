@@ -75,7 +75,8 @@ def run_program(bench: Bench, *arguments: str) -> tuple[subprocess.CompletedProc
 def gpu_test_files() -> list[str]:
     """Return the files with tests marked gpu, parity of kernels first."""
     files = sorted(Path(ROOT, "tests").glob("test_*.py"), key=lambda f: (f.stem != FIRST, f.stem))
-    return [str(f) for f in files if "mark.gpu" in f.read_text() and "gpu" not in f.stem]
+    marks = re.compile(r"mark\.gpu|import .*\bpytestmark as pytestmark")
+    return [str(f) for f in files if marks.search(f.read_text()) and "gpu" not in f.stem]
 
 
 def gpu_tests(bench: Bench) -> Iterator[Figure]:

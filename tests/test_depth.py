@@ -1,14 +1,17 @@
 """Forwards launched before the results of those before them: rows are those of depth 0."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.pace import Pace
 from bubblespec.engine.pages import Pages
+from bubblespec.engine.runner import nothing
 from tests.helpers import golden
 from tests.helpers.generation import Drafter, as_dict, make_engine, make_prompts, make_rows
 from tests.helpers.late import LateRunner, results_come_late
@@ -129,6 +132,16 @@ def test_pace_is_that_which_brings_more_tokens(forward_s, host_s, chance):
         assert answers == [rates[1] > rates[0]] * 2
     assert not Pace().goes_ahead(8, 1), "nothing has been measured"
     assert not Pace(is_shared=True).goes_ahead(8, 1) and Pace(is_shared=True).goes_ahead(8, 0)
+
+
+def test_forward_without_samples_is_waited_for_alone(monkeypatch):
+    """Or its time would be the next one's: the cost model learns both."""
+    calls = []
+    event = SimpleNamespace(record=lambda: calls.append(1), synchronize=lambda: calls.append(2))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    wait = nothing(torch.device("cuda"))
+    assert calls == [1]
+    assert not len(wait().token) and calls == [1, 2]
 
 
 def test_run_of_episodes_equals_recorded_run(monkeypatch, tmp_path):

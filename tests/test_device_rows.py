@@ -1,8 +1,11 @@
-"""Kernels that move planned forwards on, in triton's interpreter, against the rule in numpy."""
+"""Kernels that move planned forwards on, against the rule in numpy: on a GPU, or in triton's
+interpreter."""
 
 import numpy as np
 import pytest
 import torch
+from test_triton_ops import DEVICE
+from test_triton_ops import pytestmark as pytestmark
 
 from bubblespec.engine.batch import Plan, Texts
 from bubblespec.engine.device_rows import DeviceRows
@@ -13,10 +16,12 @@ from bubblespec.engine.ragged import ragged
 from bubblespec.engine.rows import Standing, draft_of
 from bubblespec.engine.sampling import num_accepted, num_gained
 from bubblespec.types import Load
-from tests.helpers.graphs import needs_interpreter
 
-pytestmark = needs_interpreter
 SLOTS, MAX_LENGTH, PAGE, TOKENS, STOPS = 7, 40, 8, 64, (3, 9)
+
+
+def host(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.cpu().numpy()
 
 
 def make_case(random: np.random.Generator) -> tuple[Plan, Texts, np.ndarray]:
@@ -57,7 +62,7 @@ def test_kernels_equal_the_rule_in_numpy(seed):
     pages = Pages.for_rows(SLOTS, MAX_LENGTH, PAGE)
     cache = KVCache(SLOTS, pages.slot_length, 1, pages)
     rows = DeviceRows(cache, MAX_LENGTH, TOKENS, SLOTS + TOKENS // 2)
-    rows.make(torch.device("cpu"))
+    rows.make(torch.device(DEVICE))
     for _ in range(4):
         plan, texts, has_ended = make_case(random)
         if not plan.count.any():
@@ -88,15 +93,15 @@ def test_kernels_equal_the_rule_in_numpy(seed):
         is_draft = is_fed & (position >= texts.length[slot])
         assert is_draft.sum() == len(draft)
         token[is_draft] = draft
-        assert np.array_equal(got.numpy()[: len(slot)][is_fed], token[is_fed])
-        assert np.array_equal(view.position.numpy()[: len(slot)][is_fed], position[is_fed])
+        assert np.array_equal(host(got)[: len(slot)][is_fed], token[is_fed])
+        assert np.array_equal(host(view.position)[: len(slot)][is_fed], position[is_fed])
         places = np.full(TOKENS, pages.num_pages * PAGE)
         places[: len(slot)][is_fed] = cache.places(slot[is_fed], position[is_fed])
-        assert np.array_equal(view.place, places)
-        first = view.first.numpy()
+        assert np.array_equal(host(view.place), places)
+        first = host(view.first)
         sequence = np.arange(len(view.slot)).repeat(np.diff(first))
-        assert np.array_equal(view.slot.numpy()[sequence], slot)
-        last = view.used.numpy()[sequence] - (first[1:] - first[:-1])[sequence]
+        assert np.array_equal(host(view.slot)[sequence], slot)
+        last = host(view.used)[sequence] - (first[1:] - first[:-1])[sequence]
         seen = last + np.arange(len(slot)) - first[sequence]
         assert np.array_equal(seen[is_fed], position[is_fed])
 
@@ -108,11 +113,11 @@ def test_kernels_equal_the_rule_in_numpy(seed):
         row, offset = ragged(sampled)
         slot, at = of[row], texts.length[of[row]] + offset
         behind = (np.cumsum(plan.count) - plan.count - plan.start + plan.known - 1)[slot] + offset
-        assert np.array_equal(state.behind[:count], behind)
+        assert np.array_equal(host(state.behind)[:count], behind)
         generated = at - texts.prompt_length[slot]
-        assert np.array_equal(state.generated[:count], generated)
+        assert np.array_equal(host(state.generated)[:count], generated)
         words = stream_counters(*ids[slot].T, generated).view(np.int32)
-        assert np.array_equal(state.words[:count], words)
+        assert np.array_equal(host(state.words)[:count], words)
         drawn = random.choice([3, 9, 12, 13], count, p=[0.05, 0.05, 0.5, 0.4])
         counts = offset <= num_draft[row]
         right = counts & (offset < num_draft[row]) & (random.random(count) < 0.8)
@@ -120,7 +125,8 @@ def test_kernels_equal_the_rule_in_numpy(seed):
         proposed = np.zeros((len(of), MAX_LENGTH), np.int64)
         proposed[inside] = draft
         drawn[right] = proposed[row, offset][right]
-        ops.accept(state, torch.from_numpy(drawn), torch.tensor(STOPS, dtype=torch.int32))
+        stops = torch.tensor(STOPS, dtype=torch.int32, device=DEVICE)
+        ops.accept(state, torch.from_numpy(drawn).to(DEVICE), stops)
 
         token = drawn[counts]
         accepted, limit = num_accepted(token, draft, num_draft), (texts.total - texts.length)[of]
@@ -130,18 +136,18 @@ def test_kernels_equal_the_rule_in_numpy(seed):
         text[of[row[kept]], (texts.length[of])[row[kept]] + offset[kept]] = token[kept]
         length = texts.length.copy()
         length[of] += gained
-        assert np.array_equal(state.state[0, : len(length)], length)
+        assert np.array_equal(host(state.state)[0, : len(length)], length)
         for number, size in enumerate(length):
-            assert np.array_equal(state.tokens[number, :size], text[number, :size])
+            assert np.array_equal(host(state.tokens)[number, :size], text[number, :size])
         is_over = has_ended | (length == texts.total)
         is_over[of] |= np.isin(text[of, length[of] - 1], STOPS) & (gained > 0)
-        assert np.array_equal(state.state[3, : len(length)], is_over)
+        assert np.array_equal(host(state.state)[3, : len(length)], is_over)
 
 
 def test_rows_move_with_all_that_is_known_of_them():
     cache = KVCache(3, 16, 1, Pages.for_rows(3, 16, 4))
     rows = DeviceRows(cache, 16, 8, 3)
-    state = rows.make(torch.device("cpu"))
+    state = rows.make(torch.device(DEVICE))
     texts = Texts(*(np.array(of) for of in ([0, 2], [3, 2], [2, 1], [9, 8], [5, 6, 7, 8, 9])))
     rows.write(texts, np.array([(1, 2, 3), (4, 5, 6)]))
     rows.move(2, 0)

@@ -33,13 +33,14 @@ def test_other_packages_are_not_found():
 
 def test_gpu_tests_are_collected_with_few_packages():
     """A test that is not marked gpu runs as well, to import the fixtures of all tests."""
-    assert Path(gpu_test_files()[0]).name == "test_triton_ops.py"
+    names = [Path(file).stem for file in gpu_test_files()]
+    assert names[0] == "test_triton_ops" and {"test_triton_training", "test_device_rows"} < {*names}
     chosen = "bits_are_identical or float32_and_float64_noise_agree"
     options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen)
     got = run_with_few_packages(*options, *gpu_test_files())
     assert "error" not in got.stdout + got.stderr and got.returncode == 0, got.stdout + got.stderr
     # triton, whose tests are skipped as a file, comes with torch only where that is for GPUs.
-    assert re.search("1 passed, [12] skipped", got.stdout), got.stdout
+    assert re.search("1 passed, [1-4] skipped", got.stdout), got.stdout
 
 
 def test_whole_gpu_suite_runs_with_few_packages(tmp_path):

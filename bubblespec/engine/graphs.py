@@ -167,7 +167,9 @@ class ForwardGraphs:
             self.problem = None
 
     def _forget(self) -> None:
-        """Give the graphs' memory back."""
+        """Give the graphs' memory back, once no replay uses it."""
+        if self._graphs and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
         self._graphs.clear()
         self.of.memory.pools.pop(self, None)
 
@@ -214,6 +216,8 @@ class ForwardGraphs:
             self.states = weight.new_zeros(most, self.state_size)
         self._make_inputs(weight.device)
         self._hidden = None
+        if self.of.decoder is not None:  # some rotary embeddings ask the device
+            self.of.decoder.tables(self.cache.slot_length)
         with self.of.rehearsal([shape.tokens for shape in self.shapes]):
             for shape in self.shapes:
                 self._clear_inputs(shape)

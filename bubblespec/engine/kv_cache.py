@@ -12,6 +12,7 @@ from bubblespec.engine.transfer import staged
 
 SPLIT = 512  # keys; 256 and 1,024 were within 5% for 1 to 128 rows of 4,096 keys on an H200
 MAX_SPLIT_TOKENS = 256
+SHARED_BYTES = 1 << 28  # that are copied at once
 ALIGNMENT = 64  # bytes, as torch's own tensors have it
 
 
@@ -162,7 +163,9 @@ class KVCache:
         read, write = torch.from_numpy(np.array((source, target))).to(device, non_blocking=True)
         if self.pages is not None:
             for tensor in self._tensors:
-                tensor.index_copy_(1, write, tensor.index_select(1, read))
+                at_once = max(SHARED_BYTES // (tensor[:, 0].numel() * tensor.itemsize), 1)
+                for of, to in zip(read.split(at_once), write.split(at_once), strict=True):
+                    tensor.index_copy_(1, to, tensor.index_select(1, of))
             return
         longest = int(length.max())
         for part in self._parts():

@@ -291,9 +291,12 @@ def _compare(model: PreTrainedModel, length: int, in_float32: bool) -> frozenset
     if vars(model)[IS_LIKE_LLAMA]:
         try:
             decoded = partial(over_cache, Decoder(model, stacked(model)).hidden, cache)
-            vars(model)[IS_LIKE_LLAMA] = problem("", decoded) is None
-        except Exception:  # it has other modules
-            vars(model)[IS_LIKE_LLAMA] = False
+            differs = problem("own layers", decoded)
+        except Exception as error:  # it has other modules
+            differs = one_line(error)
+        vars(model)[IS_LIKE_LLAMA] = differs is None
+        if differs is not None and has_kernels(model.device, model.dtype):  # or a kernel fails
+            log(f"warning: generation computes transformers' modules: {differs}")
     if vars(model)[IS_LIKE_LLAMA] and has_kernels(model.device, model.dtype):
         differs = _use_own_layers(model, partial(problem, "layers of training", packed))
         if differs is not None:

@@ -125,7 +125,7 @@ class ModelRunner(Runner):
         for follower in self.followers:
             follower.note(batch, hidden)
         if len(batch.slots) == 0:
-            return self._wait
+            return nothing(self.device)
         num_sampled = batch.num_draft + 1
         row, offset = ragged(num_sampled)
         packed = (np.cumsum(batch.count)[batch.slots] - num_sampled)[row] + offset
@@ -148,14 +148,8 @@ class ModelRunner(Runner):
             for follower in self.followers:
                 follower.note(batch, hidden)
         if sampled is None:
-            return self._wait
+            return nothing(self.device)
         return partial(drawn, reading(sampled))
-
-    def _wait(self) -> Drawn:
-        """Wait for a forward in which nothing is sampled: its time is not the next one's."""
-        if self.device.type == "cuda" and self.depth == 0:
-            torch.cuda.synchronize(self.device)
-        return Drawn(np.empty(0, np.int64), np.empty((2, 0)))
 
     def _noise(self, slots: np.ndarray, position: np.ndarray) -> Noise:
         """Return the noise of T response positions of slots: keys, or counters on a GPU."""
@@ -188,3 +182,19 @@ class ModelRunner(Runner):
         uid, visit, sample = self._noise_key[slot].T
         self._stream_key[slot, new] = stream_keys(self.seed, uid, visit, sample, new)
         self._keyed[lacking] = end
+
+
+def nothing(device: torch.device) -> Callable[[], Drawn]:
+    """Return what waits for a forward in which nothing is sampled: its time is not the next one's.
+
+    For the forward alone: the device may have work of other streams."""
+    ended = torch.cuda.Event() if device.type == "cuda" else None
+    if ended is not None:
+        ended.record()
+
+    def wait() -> Drawn:
+        if ended is not None:
+            ended.synchronize()
+        return Drawn(np.empty(0, np.int64), np.empty((2, 0)))
+
+    return wait

@@ -54,7 +54,9 @@ def add_norm(
 def whole_rows(columns: int) -> dict:
     """Return the options of programs that compute whole rows."""
     block = triton.next_power_of_2(columns)
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 4), 16), **FUSED}
+    # No element in two warps: one could load what the other has stored already.
+    num_warps = max(min(4, block // 32), 1)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, num_warps), 16), **FUSED}
 
 
 @triton.jit

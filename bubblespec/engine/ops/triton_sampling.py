@@ -130,7 +130,8 @@ def _sample_rows(
     parts = tl.num_programs(0) * blocks
     noisy = tl.load(source, mask=inside, other=float("-inf"))
     best, index = tl.max(noisy, 0, return_indices=True)
-    # Of logits that are not numbers any column may be the best, also one behind the last.
+    # Of logits that are not numbers any block and column may be the best, also behind the last.
+    index = tl.minimum(index, blocks - 1)
     column = tl.minimum(tl.load(columns_ptr + row * blocks + index), size - 1)
     tops = tl.load(source + parts, mask=inside, other=float("-inf"))
     sums = tl.load(source + 2 * parts, mask=inside, other=0.0)
