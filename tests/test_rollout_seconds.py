@@ -12,10 +12,13 @@ from bubblespec.planner.costs import (
     seconds_of_course,
     time_points,
 )
+from bubblespec.planner.drafts import draft_value
 from bubblespec.planner.lengths import LengthModel
+from bubblespec.planner.prices import Prices
 from bubblespec.planner.rows import (
     MIN_RELATIVE_SPREAD,
     TYPICAL_WINDOW,
+    AcceptanceRates,
     Rows,
     acceptance_rates,
     forwards_horizon,
@@ -138,6 +141,20 @@ def test_acceptance_equals_direct_simulation(seed):
     of_draft = np.minimum(first_mismatch[:, None], rows.drafted)
     needed = of_draft / TYPICAL_WINDOW + 0.6 * (rows.drafted - of_draft)
     np.testing.assert_allclose(forwards, needed.mean(axis=0), rtol=0.03, atol=0.6)
+
+
+@pytest.mark.parametrize("tokens_right, after", [(100, 0.3), (100, 0.6), (30, 0.1), (1000, 0.5)])
+def test_saving_of_drafts_equals_direct_simulation(tokens_right, after):
+    """Where only the number of forwards counts."""
+    rows, rng = random_rows(0, 8, 0.4), np.random.default_rng(1)
+    rates, free = AcceptanceRates(1 / tokens_right, after), Prices(0.0, 1.0, 0.0, 0.0, 0.0)
+    cost = cost_of((1.0, 0.0, 0.0, 0.0, 0.0))
+    found = draft_value(rows, cost, rates, free, num_ranks=1, num_slots=8).saves_s.sum()
+    lengths = np.array([draw_lengths(rows, rng) for _ in range(4000)])
+    right = np.minimum(rng.exponential(tokens_right, lengths.shape), lengths)
+    forwards = right / TYPICAL_WINDOW + (1 - after) * (lengths - right)
+    saved = lengths.max(axis=1) - forwards.max(axis=1)
+    assert found == pytest.approx(saved.mean(), rel=0.1)
 
 
 def test_drafts_mostly_hold_before_measurements():

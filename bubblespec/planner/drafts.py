@@ -15,7 +15,13 @@ from bubblespec.planner.costs import CostModel, seconds_of_course, time_points
 from bubblespec.planner.jobs import Job
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.prices import Prices
-from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows, forwards_survival
+from bubblespec.planner.rows import (
+    TYPICAL_WINDOW,
+    AcceptanceRates,
+    Rows,
+    forwards_survival,
+    length_survival,
+)
 from bubblespec.types import Draft, Group, SampleId
 
 MAX_LOOKAHEAD = 8
@@ -24,6 +30,8 @@ MIN_ACCEPTED_SHARE = 0.2  # older drafts, of which less is accepted, are not mad
 # Co-scheduled drafts must save this many times their cost: both are estimates, and the best of many
 # counts is taken. The cost is not shared: all ranks wait for the one that drafts.
 MIN_RETURN = 1.25
+# Means of the two halves of an exponential distribution: where drafts have their first mismatch.
+MISMATCHES = np.array((0.307, 1.693))
 MAX_COUNTS = 65  # numbers of drafts of one step that are compared
 # Cost of co-scheduled drafts, relative to the rollout, while no draft of the run has been verified.
 UNVERIFIED_SHARE = 0.15
@@ -103,11 +111,13 @@ def _seconds_by_count(
     points, width = time_points(rows, num_ranks * num_slots)
     undrafted = forwards_survival(rows, rates, points)
     # A draft is as long as its response. Up to a mismatch a forward verifies a window of it.
-    right = rates.accepted(points)
-    behind = right + (points - right / TYPICAL_WINDOW)
-    holds = rates.reaches(TYPICAL_WINDOW * points)
-    drafted = holds * forwards_survival(rows, rates, TYPICAL_WINDOW * points)
-    drafted += (1.0 - rates.reaches(behind)) * forwards_survival(rows, rates, behind)
+    column, known = (rows.expected[:, None], rows.spread[:, None]), rows.drafted[:, None]
+    drafted, slowest = np.zeros(undrafted.shape), max(1.0 - rates.after, 1.0 / TYPICAL_WINDOW)
+    for mismatch in MISMATCHES / rates.hazard:
+        behind = np.maximum(points - mismatch / TYPICAL_WINDOW, 0.0) / slowest
+        tokens = np.minimum(TYPICAL_WINDOW * points, mismatch + behind)
+        drafted += length_survival(*column, np.maximum(tokens, known))
+    drafted /= len(MISMATCHES) * length_survival(*column, known)
     context = float((rows.prompt_tokens + rows.expected).mean())
     active = _first_and_rest(drafted, undrafted, counts) / num_ranks
     first, rest = (np.log1p(-np.minimum(of, 1.0 - 1e-12)) for of in (drafted, undrafted))
