@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from bubblespec.distributed.device import set_cuda_defaults
+from bubblespec.distributed.ranks import set_cuda_defaults
 from bubblespec.engine.attention import KERNELS, problem_of
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward

@@ -100,7 +100,7 @@ def test_gpu_unusable_by_torch_is_slower(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     case = SimpleNamespace(ranks=Ranks(torch.device("cpu")))
     for driver in (None, (12, 2)):
-        for module in ("distributed.device", "tools.doctor.checks"):
+        for module in ("distributed.ranks", "tools.doctor.checks"):
             monkeypatch.setattr(f"bubblespec.{module}.cuda_of_driver", lambda driver=driver: driver)
         found = [text for verdict, text in checks.devices(case) if verdict == "slower"]
         assert any("model.device=cpu" in text for text in found) == (driver is not None)

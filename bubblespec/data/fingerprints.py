@@ -64,8 +64,7 @@ def check_continued(
 ) -> None:
     """Compare the data with that of a checkpoint, which may lack fingerprints.
 
-    Warns of appended rows. Raises InputError for other differences unless `is_allowed`.
-    """
+    Warns of appended rows. Raises InputError for other differences unless `is_allowed`."""
     if ROWS not in saved:
         warn(f"warning: {folder} has no fingerprints: whether it had the same data is not checked")
         return

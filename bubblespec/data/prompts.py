@@ -39,8 +39,7 @@ class PromptSet:
         """Return the prompts of `step`, by epochs that are shuffled by (seed, epoch).
 
         An epoch leaves out a remainder too small for a batch, so no prompt occurs twice in a batch
-        (its noise keys would collide).
-        """
+        (its noise keys would collide)."""
         steps_per_epoch = len(self.prompts) // num_prompts
         if steps_per_epoch == 0:
             too_long = f"; {self.num_dropped} more exceed rollout.max_prompt_length"
@@ -56,8 +55,7 @@ class PromptSet:
         """Return up to `num_prompts` further prompts for `step`.
 
         A pure function of the arguments. Uids in `used` are left out: their noise keys would be
-        used again.
-        """
+        used again."""
         shuffled = (self.prompts[i] for i in _shuffled(len(self.prompts), seed, _EXTRA + step))
         unused = (prompt for prompt in shuffled if prompt.uid not in used)
         return list(itertools.islice(unused, num_prompts))
@@ -85,8 +83,7 @@ def build_prompt_set(
 
     `as_chat` wraps string prompts as a user message; `system_prompt` goes in front of chat prompts
     without one. Lists of text parts become one text. Raises InputError, which names `key`, for an
-    invalid prompt; rows are counted from 0.
-    """
+    invalid prompt; rows are counted from 0."""
     prompts, num_dropped = [], 0
     occurrences: Counter[str] = Counter()
     for number, row in enumerate(rows):
@@ -125,8 +122,7 @@ def make_tokenize(
 
     Strings get the tokenizer's prefix (BOS), unless they begin with it, and not its suffix (EOS).
     Chats go through the chat template, with tools' schemas and the header of the model's turn; a
-    last message of the assistant is continued instead.
-    """
+    last message of the assistant is continued instead."""
 
     def tokenize(text: str | list[dict]) -> list[int]:
         if isinstance(text, str):
@@ -176,8 +172,7 @@ def leave_out(
     """Return the prompts that are not held out.
 
     Prompts are compared by text and, where rows of equal text differ in `columns` (an instruction
-    of a game, say), also by these columns, which both sets have.
-    """
+    of a game, say), also by these columns, which both sets have."""
 
     def full(prompt: Prompt) -> tuple[str, str]:
         return str(prompt.text), plain_text([prompt.columns[name] for name in sorted(columns)])

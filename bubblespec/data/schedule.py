@@ -17,8 +17,7 @@ from bubblespec.types import Group, Launch, Prompt, SampleId
 class StepSchedule:
     """The plain rule: every step trains on the next prompts of the data order.
 
-    `TailBatching` is another rule.
-    """
+    `TailBatching` is another rule."""
 
     def __init__(self, prompts: PromptSet, seed: int, num_prompts: int, num_generations: int):
         """num_prompts: prompts that a step is trained on; num_generations: responses of each."""
@@ -40,8 +39,7 @@ class StepSchedule:
         """Return the known groups of up to `depth` steps after `step`, nearest first.
 
         Replacements that `step` will still draw are not foreseen. used: all groups that `step` has
-        drawn so far, by default those of `launch`.
-        """
+        drawn so far, by default those of `launch`."""
         used = self.launch(step).groups if used is None else used
         drawn = Counter(group.prompt.uid for group in used)
         return [
@@ -52,8 +50,7 @@ class StepSchedule:
     def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
         """Return up to `count` further groups for a step (dynamic sampling).
 
-        Their prompts are neither used nor deferred, and come in an order of the step's own.
-        """
+        Their prompts are neither used nor deferred, and come in an order of the step's own."""
         used_uids = {group.prompt.uid for group in (*used, *self.deferred)}
         prompts = self.prompts.extra(self.seed, step, count, used_uids)
         return self._named(prompts, Counter())

@@ -244,8 +244,7 @@ def overlong_penalty(lengths: np.ndarray, max_length: int, buffer_length: int) -
     """Return the soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), float64 [S].
 
     lengths: response tokens. The penalty is 0 up to max_length - buffer_length, and falls linearly
-    to -1 at max_length.
-    """
+    to -1 at max_length."""
     if buffer_length == 0:
         return np.zeros(len(lengths))
     excess = np.clip(lengths - (max_length - buffer_length), 0, None)

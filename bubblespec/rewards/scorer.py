@@ -223,8 +223,7 @@ class Scoring:
         Scores are float64 [functions], NaN where a function does not apply. One rank alone may call
         this, at any time before `collect`, which decides about rows for which a function fails.
         With workers this never waits; without, it calls the functions here, however long that
-        takes, once for all rows that have finished since the last call.
-        """
+        takes, once for all rows that have finished since the last call."""
         self._take_outcomes()
         self.scorer.ranks.call_until_stop(self.scorer.pool.run)
         waiting, self._new, taken = self._new, [], []
@@ -244,8 +243,7 @@ class Scoring:
 
         Returns float64 [rows, functions], NaN where a function does not apply. All ranks call this
         together, once their rollouts are over. Raises, on all ranks, RewardsFailed if failures end
-        the run, and StopRequested after a stop request; pending scores are then abandoned.
-        """
+        the run, and StopRequested after a stop request; pending scores are then abandoned."""
         scorer, rollouts_ended_s = self.scorer, self.scorer.ranks.clock.monotonic()
         for row in rows:
             if row.id not in self._calls:

@@ -16,7 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from bubblespec.distributed.device import cuda_of_driver, why_no_gpu
+from bubblespec.distributed.ranks import cuda_of_driver, why_no_gpu
 from bubblespec.draft.store import exchange
 from bubblespec.engine.packing import PAGE
 from bubblespec.errors import InputError
