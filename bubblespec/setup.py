@@ -27,9 +27,8 @@ from bubblespec.checkpoint import (
 )
 from bubblespec.config import Config
 from bubblespec.config.imports import import_function
-from bubblespec.data.fingerprints import HELD_OUT, check_continued, check_equal, data_state
-from bubblespec.data.prompts import PromptSet
-from bubblespec.data.schedule import StepSchedule
+from bubblespec.data.prompts import HELD_OUT, check_continued, check_equal, data_state
+from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.draft.sources import load_source

@@ -14,8 +14,7 @@ import pytest
 from bubblespec.distributed import worker as worker_process
 from bubblespec.distributed.worker import NICENESS
 from bubblespec.errors import InputError
-from bubblespec.rewards.functions import Answer, RewardFailure, Sample
-from bubblespec.rewards.workers import RewardWorkers
+from bubblespec.rewards.functions import Answer, RewardFailure, RewardWorkers, Sample
 from tests.helpers.checks import PATIENCE_S, is_alive, pids_in, wait_until
 from tests.helpers.clocks import ClockThatSkips
 

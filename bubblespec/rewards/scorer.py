@@ -20,14 +20,15 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import RewardsFailed, first_problem, log
 from bubblespec.rewards.functions import (
     Answer,
+    InProcess,
     RewardFailure,
     RewardFunction,
+    RewardWorkers,
     Sample,
     named_of_trl,
     sees_groups,
     takes_environments,
 )
-from bubblespec.rewards.workers import InProcess, RewardWorkers
 from bubblespec.types import Launch, Row, SampleId
 
 POLL_STOP_S = 0.2  # how often a waiting rank checks whether the run is to stop
