@@ -19,12 +19,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from bubblespec.config.command import parse
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import EndsRun, RankTimeout, RunFailed, log, one_line
 from bubblespec.loading import with_dtype
-from bubblespec.tools import make_parser
+from bubblespec.tools import make_parser, parse
 from bubblespec.tools.doctor.checks import CHECKS, local_ranks
 from bubblespec.tools.doctor.forwards import Case, Check, Line, failed
 
