@@ -70,7 +70,7 @@ from bubblespec.rewards.trial import begin_trial, check_prompts, check_weights, 
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.telemetry.loggers import PACKAGES, make_logger
+from bubblespec.telemetry.metrics import PACKAGES, make_logger
 from bubblespec.telemetry.reporter import RunReporter, show_phase
 from bubblespec.trainer import Trainer
 
