@@ -37,12 +37,12 @@ from bubblespec.tools.simulate.runner import (
     CopyModel,
     Cost,
     DrafterModel,
+    SimulatedEnvironments,
     SimulatedRunner,
     Text,
     copy_chains,
     drafter_chains,
 )
-from bubblespec.tools.simulate.tools import SimulatedEnvironments
 from bubblespec.tools.simulate.workload import Texts, Workload
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Launch, Row
