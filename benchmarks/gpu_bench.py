@@ -17,7 +17,7 @@ from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import has_kernels
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.tools.doctor.forwards import median_s
+from bubblespec.tools.forwards import median_s
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, GPUCost, roofline
 from bubblespec.types import Row, SampleId
 

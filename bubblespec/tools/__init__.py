@@ -25,7 +25,7 @@ COMMANDS = {
         "--nproc-per-node 2 --config configs/tiny_cpu.yaml run.max_steps=2",
     ),
     "doctor": Command(
-        "bubblespec.tools.doctor.command",
+        "bubblespec.tools.doctor",
         "check whether this machine can run a configuration",
         "--config configs/tiny_cpu.yaml",
     ),
