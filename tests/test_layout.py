@@ -32,13 +32,13 @@ FLOORS = [
 CEILINGS = {
     "bubblespec.engine.runner": 3847,
     "examples.minimal_loop": 5773,
-    "bubblespec.rollout.loop": 4751,
-    "bubblespec.rollout.sampler": 8928,
-    "bubblespec.trainer": 12786,
-    "bubblespec.checkpoint": 2233,
+    "bubblespec.rollout.loop": 4740,
+    "bubblespec.rollout.sampler": 8315,
+    "bubblespec.trainer": 12167,
+    "bubblespec.checkpoint": 2198,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 27051, "tests": 29143}
+MAX_LINES = {"file": 400, "package": 26896, "tests": 29143}
 
 
 def name_of(path: Path) -> str:

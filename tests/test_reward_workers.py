@@ -167,8 +167,7 @@ def test_detached_process_ends_with_the_worker(make_workers, tmp_path, end):
 
 SCRIPT = f"""
 import os, sys, time
-from bubblespec.rewards.workers import RewardWorkers
-from bubblespec.rewards.functions import Sample
+from bubblespec.rewards.functions import RewardWorkers, Sample
 workers = RewardWorkers(["{OBEY}"], 3, 3600.0)
 for text in ("leave {"+".join(WAYS)} ", "hang in-C ", "hang sleeping "):
     workers.submit(0, [Sample("p", text + sys.argv[1], [1], {{}})])
