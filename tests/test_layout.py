@@ -30,15 +30,15 @@ FLOORS = [
 ]
 # Lines of the package to load, by the file that is read: they may only fall.
 CEILINGS = {
-    "bubblespec.engine.runner": 3847,
-    "examples.minimal_loop": 5773,
-    "bubblespec.rollout.loop": 4740,
-    "bubblespec.rollout.sampler": 8315,
-    "bubblespec.trainer": 12167,
-    "bubblespec.checkpoint": 2198,
+    "bubblespec.engine.runner": 3830,
+    "examples.minimal_loop": 5756,
+    "bubblespec.rollout.loop": 4730,
+    "bubblespec.rollout.sampler": 8304,
+    "bubblespec.trainer": 12156,
+    "bubblespec.checkpoint": 2188,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 26896, "tests": 29143}
+MAX_LINES = {"file": 400, "package": 26870, "tests": 29143}
 
 
 def name_of(path: Path) -> str:

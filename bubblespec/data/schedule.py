@@ -128,7 +128,6 @@ class StepSchedule:
         return save_visits(self._visits)
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Load a saved state."""
         uids, visits = state["uids"].tolist(), state["visits"].tolist()
         self._visits = Counter(dict(zip(uids, visits, strict=True)))
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import sys
@@ -15,15 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from bubblespec.distributed.processes import STOP_SIGNALS
-from bubblespec.errors import (
-    EndsRun,
-    InputError,
-    RankTimeout,
-    log,
-    one_line,
-    trace_of,
-    write_torchrun_error,
-)
+from bubblespec.errors import EndsRun, InputError, RankTimeout, log, one_line, trace_of
 
 GRACE_S = 1.0  # a timed-out rank's wait for others to time out, if no rank is behind
 # A broken connection is noticed at once, while others may still be in a forward. torchrun kills all
@@ -160,6 +153,20 @@ def report(error: EndsRun) -> int:
     log_once(error)
     write_torchrun_error(error)
     return error.exit_code
+
+
+def write_torchrun_error(error: BaseException) -> None:
+    """Write the error to TORCHELASTIC_ERROR_FILE, so that torchrun's summary shows it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        is_line = isinstance(error, EndsRun)
+        text = "\n".join(error.lines()) if is_line else trace_of(error)
+        # The earliest is shown as the root cause, in whole seconds: not a rank that was left alone.
+        second = int(time.time()) + isinstance(error, RankTimeout)
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            details = {"py_callstack": text, "timestamp": str(second)}
+            message = str(error) if is_line else one_line(error)
+            json.dump({"message": {"message": message, "extraInfo": details}}, file)
 
 
 def _ignore_signals() -> None:

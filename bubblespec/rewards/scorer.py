@@ -77,7 +77,6 @@ class Scorer:
 
     @property
     def names(self) -> list[str]:
-        """Names of the rewards."""
         return self.paths + ["environment"] * self.has_environment
 
     def names_of(self, step: int | None) -> list[str]:

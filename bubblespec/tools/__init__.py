@@ -11,8 +11,6 @@ OPTION = re.compile(r"--([a-z_]+\.[a-z_0-9.]+)(=.*)?", re.DOTALL)  # a key, writ
 
 
 class Command(NamedTuple):
-    """A command."""
-
     module: str  # module with its `main`, imported when the command runs, as imports take seconds
     purpose: str
     example: str  # arguments that work in a clone of the repository

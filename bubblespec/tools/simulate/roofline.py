@@ -44,7 +44,6 @@ class Model(NamedTuple):
 
     @property
     def layer_weights(self) -> float:
-        """Weights of one layer's products."""
         projections = 2 * self.heads + 2 * self.kv_heads
         return self.hidden * (projections * self.dimension + 3 * self.intermediate)
 

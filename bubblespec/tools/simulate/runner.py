@@ -58,7 +58,6 @@ class SimulatedRunner(Runner):
         self.drafter_knows = np.zeros(self.num_slots, np.int64)  # positions, if there is a drafter
 
     def advance(self, seconds: float) -> None:
-        """Advance the rank's clock."""
         self.ranks.world.advance(self.ranks.rank, seconds)
 
     def place(self, slot: int, row: Row) -> None:
