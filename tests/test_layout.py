@@ -32,13 +32,13 @@ FLOORS = [
 CEILINGS = {
     "bubblespec.engine.runner": 3830,
     "examples.minimal_loop": 5756,
-    "bubblespec.rollout.loop": 4730,
-    "bubblespec.rollout.sampler": 8304,
-    "bubblespec.trainer": 12156,
-    "bubblespec.checkpoint": 2188,
+    "bubblespec.rollout.loop": 4728,
+    "bubblespec.rollout.sampler": 8302,
+    "bubblespec.trainer": 12154,
+    "bubblespec.checkpoint": 2186,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 26870, "tests": 29143}
+MAX_LINES = {"file": 400, "package": 26868, "tests": 29143}
 
 
 def name_of(path: Path) -> str:

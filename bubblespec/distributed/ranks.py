@@ -163,9 +163,7 @@ class Ranks:
             work, nap_s = start(), 1e-5
             while not work.is_completed():
                 if time.monotonic() > deadline:
-                    self.watchdog.fail(
-                        self.activity, f"no answer for {self.timeout_s:g} s", deadline
-                    )
+                    raise RuntimeError(f"no answer for {self.timeout_s:g} s")
                 if self.must_stop:
                     self.watchdog.request_stop()
                 time.sleep(nap_s)
