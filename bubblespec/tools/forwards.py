@@ -1,4 +1,4 @@
-"""Checks of one model's forwards.
+"""The doctor's checks of one model's forwards.
 
 A check is a generator of lines, which all ranks run together. This file imports nothing beyond
 torch, transformers and numpy, as benchmarks/gpu_suite.py runs without the other packages.
