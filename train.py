@@ -13,13 +13,13 @@ if __name__ == "__main__":
 
 import transformers
 
-from bubblespec.config.command import parse
 from bubblespec.config.file import load_config
 from bubblespec.distributed.failures import report
 from bubblespec.distributed.ranks import ranks_from_environment, signals_stop
 from bubblespec.errors import EndsRun
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.setup import build
+from bubblespec.tools import parse
 from bubblespec.trainer import Trainer
 
 

@@ -19,8 +19,18 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.optimize import least_squares
 
-from benchmarks.measured_costs import COPY, DECODE, VERIFY, Case, compare, predict, read_cases
-from bubblespec.tools.simulate.roofline import FITS, Fit, roofline
+from benchmarks.measured_costs import (
+    COPY,
+    DECODE,
+    FITS,
+    VERIFY,
+    Case,
+    compare,
+    cost_of,
+    predict,
+    read_cases,
+)
+from bubblespec.tools.simulate.roofline import Fit
 from bubblespec.types import Load
 
 FIXED = ("memory_share", "keys_share")
@@ -81,7 +91,7 @@ def draw(cases: list[Case], fit: Fit, fitted_model: str) -> Figure:
             axis.set_ticks(ticks, labels=list(map(str, ticks)))
             axis.set_ticks([], minor=True)
     panels[0].legend(fontsize=8)
-    costs = {n: roofline("a100", "llama-2-7b", n, engine="gpt-fast", fit=fit) for n in GPT_FAST}
+    costs = {n: cost_of("a100", "llama-2-7b", n, engine="gpt-fast", fit=fit) for n in GPT_FAST}
     speeds = [1 / cost.seconds(Load(1, 1, 0, 128)) for cost in costs.values()]
     last.plot([*GPT_FAST], [*GPT_FAST.values()], "o", label="measured")
     last.plot([*GPT_FAST], speeds, "x", label="fitted")

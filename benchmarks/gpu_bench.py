@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from bubblespec.distributed.device import set_cuda_defaults
+from bubblespec.distributed.ranks import set_cuda_defaults
 from bubblespec.engine.attention import KERNELS, problem_of
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import has_kernels
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.tools.doctor.forwards import median_s
+from bubblespec.tools.forwards import median_s
 from bubblespec.tools.simulate.roofline import GPUS, MODELS, GPUCost, roofline
 from bubblespec.types import Row, SampleId
 

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import geometric_mean, median
 from typing import NamedTuple
 
@@ -19,17 +20,24 @@ from benchmarks import shared
 from bubblespec.errors import InputError, one_line
 from bubblespec.mechanisms.tp_tail.shards import shard_heads
 from bubblespec.tools.simulate.roofline import (
-    ENGINES,
+    AROUND,
     FITTED,
     GPUS,
     MODELS,
+    OVERLAP,
+    OWN,
+    TILE_QUERIES,
+    Attention,
     Fit,
     GPUCost,
     Model,
+    Products,
     roofline,
 )
 from bubblespec.types import Load
 
+# By engine; "graph" is ours without the host, as its prototype was measured.
+FITS = {"bubblespec": OWN, "graph": OWN, "vllm": FITTED, "gpt-fast": FITTED}
 DECODE, VERIFY, COPY = "target_decode", "target_verify", "drafter_decode"
 BITS = {DECODE: 16, VERIFY: 16, COPY: 4}
 OTHER_MODES = ("target_decode_sd",)  # steps of runs that end, with fewer rows than are named
@@ -125,7 +133,7 @@ def _case(line: dict[str, str]) -> Case:
         min(number("shared", context, 0), context),
         choice("gpu", "a100", tuple(GPUS)),
         num_ranks,
-        choice("engine", "vllm", ENGINES),
+        choice("engine", "vllm", tuple(FITS)),
         milliseconds / 1e3,
     )
 
@@ -143,10 +151,51 @@ def _shape(line: dict[str, str]) -> Model:
     return MODELS[name]
 
 
+class FlashAttention(Attention):
+    """Seconds of FlashAttention-2 in vLLM.
+
+    Query heads share blocks, and few long rows are split, only if each row feeds one token."""
+
+    def seconds(self, rows: float, tokens: float, positions: float) -> float:
+        fed = max(tokens / rows, 1.0)
+        waves = rows * self.kv_heads / self.num_processors / OVERLAP
+        if fed > 1.0:
+            blocks = rows * math.ceil(fed / TILE_QUERIES) * self.heads
+            waves = max(math.ceil(blocks / self.num_processors) / OVERLAP, 1.0)
+        return max(self.computed_s(waves, positions / rows, fed), positions * self.position_s)
+
+
+def cost_of(
+    gpu: str,
+    model: str | Model,
+    num_ranks: int = 1,
+    *,
+    engine: str,
+    bits: int = 16,
+    fit: Fit | None = None,
+) -> GPUCost:
+    """Return the roofline of an engine, of FITS: "vllm" is its layers alone, as its forwards were
+    measured, "gpt-fast" has no host time and samples for nothing. fit: by default the engine's."""
+    fit = fit or FITS[engine]
+    cost = roofline(gpu, model, num_ranks, bits=bits, fit=fit)
+    if engine == "bubblespec":
+        return cost
+    cost = replace(cost, host_s=0.0, verify_s=(0.0, 0.0))
+    if engine == "graph":
+        return cost
+    return replace(
+        cost,
+        head=Products(0.0, 0.0, fit.knee) if engine == "vllm" else cost.head,
+        attention=FlashAttention(**vars(cost.attention)),
+        constant_s=cost.constant_s - AROUND * fit.layer_s,
+        sample_s=0.0,
+    )
+
+
 def predict(case: Case, fit: Fit | None = None) -> float:
     """Return the seconds of a case by the roofline."""
     bits, rows = BITS[case.mode], case.rows
-    cost = roofline(case.gpu, case.shape, case.num_ranks, engine=case.engine, bits=bits, fit=fit)
+    cost = cost_of(case.gpu, case.shape, case.num_ranks, engine=case.engine, bits=bits, fit=fit)
     tokens, wide_rows = rows * case.fed, rows * (case.fed > 1)
     load = Load(rows, tokens, wide_rows, rows * case.context, 0, tokens - rows)
     seconds = cost.seconds(load)

@@ -33,7 +33,7 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.samples import Samples
 from bubblespec.telemetry.report import speculation_metrics
-from bubblespec.tools.doctor.forwards import seconds_together
+from bubblespec.tools.forwards import seconds_together
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Row
 

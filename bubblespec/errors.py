@@ -1,11 +1,8 @@
 """Exceptions that end a run with lines instead of a traceback, and `log` for such lines."""
 
 import contextlib
-import json
-import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -71,20 +68,6 @@ def is_interrupt(error: BaseException) -> bool:
     raises what the user's code could have raised."""
     has_own_handler = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     return isinstance(error, Interrupt if has_own_handler else KeyboardInterrupt)
-
-
-def write_torchrun_error(error: BaseException) -> None:
-    """Write the error to TORCHELASTIC_ERROR_FILE, so that torchrun's summary shows it."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        is_line = isinstance(error, EndsRun)
-        text = "\n".join(error.lines()) if is_line else trace_of(error)
-        # The earliest is shown as the root cause, in whole seconds: not a rank that was left alone.
-        second = int(time.time()) + isinstance(error, RankTimeout)
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            details = {"py_callstack": text, "timestamp": str(second)}
-            message = str(error) if is_line else one_line(error)
-            json.dump({"message": {"message": message, "extraInfo": details}}, file)
 
 
 def log(line: str) -> None:

@@ -21,15 +21,15 @@ from transformers import (
 )
 
 from bubblespec.config import Config
-from bubblespec.data.fingerprints import fingerprints
 from bubblespec.data.prompts import (
-    PromptSet,
     build_prompt_set,
+    fingerprints,
     leave_out,
     make_tokenize,
     reasoning_gym_rows,
 )
 from bubblespec.data.rows import load_rows
+from bubblespec.data.schedule import PromptSet
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.lora import add_adapter
 from bubblespec.types import Prompt

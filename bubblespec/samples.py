@@ -108,3 +108,25 @@ def has_zero_std(rewards: np.ndarray) -> np.ndarray:
 
     rewards: [groups, generations]."""
     return np.ptp(rewards, axis=1) < 1e-8
+
+
+def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:
+    """Return the weighted sum over the functions that apply: [samples, functions] -> [samples].
+
+    NaN where none applies: training such a sample on 0 would be a silent mistake. 0 without
+    functions, for a loss without rewards."""
+    if not weights:
+        return np.zeros(len(rewards))
+    total = np.nansum(rewards * np.asarray(weights), axis=1)
+    return np.where(np.isnan(rewards).all(axis=1), np.nan, total)
+
+
+def overlong_penalty(lengths: np.ndarray, max_length: int, buffer_length: int) -> np.ndarray:
+    """Return the soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), float64 [S].
+
+    lengths: response tokens. The penalty is 0 up to max_length - buffer_length, and falls linearly
+    to -1 at max_length."""
+    if buffer_length == 0:
+        return np.zeros(len(lengths))
+    excess = np.clip(lengths - (max_length - buffer_length), 0, None)
+    return -excess / buffer_length

@@ -27,9 +27,8 @@ from bubblespec.checkpoint import (
 )
 from bubblespec.config import Config
 from bubblespec.config.imports import import_function
-from bubblespec.data.fingerprints import HELD_OUT, check_continued, check_equal, data_state
-from bubblespec.data.prompts import PromptSet
-from bubblespec.data.schedule import StepSchedule
+from bubblespec.data.prompts import HELD_OUT, check_continued, check_equal, data_state
+from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.draft.sources import load_source
@@ -71,7 +70,7 @@ from bubblespec.rewards.trial import begin_trial, check_prompts, check_weights, 
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.telemetry.loggers import PACKAGES, make_logger
+from bubblespec.telemetry.metrics import PACKAGES, make_logger
 from bubblespec.telemetry.reporter import RunReporter, show_phase
 from bubblespec.trainer import Trainer
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bubblespec.config.file import load_config
-from bubblespec.data.prompts import PromptSet
-from bubblespec.data.schedule import StepSchedule
+from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.rollout.table import RowTable
 from bubblespec.samples import Samples

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from bubblespec.tools.simulate.command import synthetic_run
-from bubblespec.tools.simulate.cost import ForwardCost
+from bubblespec.tools.simulate.recorded import ForwardCost
 from bubblespec.tools.simulate.roofline import GPUCost
 from bubblespec.tools.simulate.run import SimulatedStep, simulate
 from bubblespec.tools.simulate.workload import Spec

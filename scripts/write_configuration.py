@@ -1,5 +1,5 @@
 """Write docs/configuration.md, the reference of all keys, from the declarations in
-bubblespec/config and the names of other trainers in its names.py:
+bubblespec/config and the names of other trainers in its names.json:
 
 python -m scripts.write_configuration
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bubblespec import config as declarations
+from bubblespec.config.file import ROWS, TRL, VALUES, VERL
 from bubblespec.config.keys import ROUNDING, SAFE
-from bubblespec.config.names import ROWS, TRL, VALUES, VERL
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 VERL_PREFIX = "actor_rollout_ref."

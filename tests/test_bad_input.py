@@ -22,7 +22,7 @@ import transformers
 
 import train
 from bubblespec.checkpoint import PLANNER_FILE, STATE_FILE, SUMS_FILE, _digests, load_arrays
-from bubblespec.data.fingerprints import HELD_OUT, ROWS
+from bubblespec.data.prompts import HELD_OUT, ROWS
 from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.errors import InputError
 from tests.helpers.warm import ROOT, launch

@@ -13,8 +13,7 @@ from test_readme import blocks, read_document
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bubblespec.config import flatten
-from bubblespec.config.file import load_config
-from bubblespec.config.names import TRL, VERL, value_of
+from bubblespec.config.file import TRL, VERL, load_config, value_of
 from tests.helpers.runs import read
 from tests.helpers.warm import ROOT, launch
 

@@ -4,10 +4,9 @@ import shlex
 
 import pytest
 
-from bubblespec.config.command import refuse_dashes
 from bubblespec.config.file import load_config
 from bubblespec.errors import InputError
-from bubblespec.tools import COMMANDS, usage
+from bubblespec.tools import COMMANDS, refuse_dashes, usage
 from tests.helpers.warm import launch, python
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from bubblespec import config as module
 from bubblespec.config import Config, flatten, mechanisms
-from bubblespec.config.file import config_to_yaml, load_config
-from bubblespec.config.names import TRL, VALUES, VERL
+from bubblespec.config.file import TRL, VALUES, VERL, config_to_yaml, load_config
 from bubblespec.errors import InputError
 from scripts import write_configuration
 from tests.helpers.checks import refusal

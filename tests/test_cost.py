@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bubblespec.tools.simulate.cost import RATES, ForwardCost, fit_cost
+from bubblespec.tools.simulate.recorded import RATES, ForwardCost, fit_cost
 
 
 def make_cost(**rates: float) -> ForwardCost:

@@ -8,12 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from bubblespec.config import Config
-from bubblespec.data.prompts import (
-    PromptSet,
-    build_prompt_set,
-    make_tokenize,
-    reasoning_gym_rows,
-)
+from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
+from bubblespec.data.schedule import PromptSet
 from bubblespec.errors import InputError
 from bubblespec.loading import load_tokenizer
 from tests.helpers.checks import refusal

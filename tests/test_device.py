@@ -8,8 +8,12 @@ import os
 import pytest
 import torch
 
-from bubblespec.distributed.device import ALLOCATOR_VARIABLES, find_device, set_cuda_defaults
-from bubblespec.distributed.ranks import ranks_from_environment
+from bubblespec.distributed.ranks import (
+    ALLOCATOR_VARIABLES,
+    find_device,
+    ranks_from_environment,
+    set_cuda_defaults,
+)
 from tests.helpers.checks import refusal
 
 
@@ -84,7 +88,7 @@ def test_gpus_are_assigned_to_ranks_in_order(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr("bubblespec.distributed.device.set_cuda_defaults", lambda: None)
+    monkeypatch.setattr("bubblespec.distributed.ranks.set_cuda_defaults", lambda: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "3")
     fourth = torch.device("cuda", 3)

@@ -12,9 +12,9 @@ from bubblespec.__main__ import main
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.tools.doctor import checks, forwards
-from bubblespec.tools.doctor.checks import CHECKS
-from bubblespec.tools.doctor.forwards import Case, Line
+from bubblespec.tools import doctor, forwards
+from bubblespec.tools.doctor import CHECKS
+from bubblespec.tools.forwards import Case, Line
 from tests.helpers import graphs as stand_ins
 from tests.helpers.warm import ROOT, launch
 
@@ -100,9 +100,9 @@ def test_gpu_unusable_by_torch_is_slower(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     case = SimpleNamespace(ranks=Ranks(torch.device("cpu")))
     for driver in (None, (12, 2)):
-        for module in ("distributed.device", "tools.doctor.checks"):
+        for module in ("distributed.ranks", "tools.doctor"):
             monkeypatch.setattr(f"bubblespec.{module}.cuda_of_driver", lambda driver=driver: driver)
-        found = [text for verdict, text in checks.devices(case) if verdict == "slower"]
+        found = [text for verdict, text in doctor.devices(case) if verdict == "slower"]
         assert any("model.device=cpu" in text for text in found) == (driver is not None)
 
 
@@ -112,14 +112,14 @@ def test_rank_failing_alone_stops_collective_checks(tmp_path):
     script.write_text(
         "import sys\n"
         "from bubblespec.__main__ import main\n"
-        "from bubblespec.tools.doctor import checks, forwards\n"
+        "from bubblespec.tools import doctor, forwards\n"
         "def broken(case):\n"
         "    if case.ranks.rank == 1:\n"
         "        raise RuntimeError('out of memory')\n"
         "    case.ranks.barrier()\n"
         "    yield forwards.ok('together')\n"
-        "check = checks.CHECKS['TP tail']\n"
-        "checks.CHECKS['TP tail'] = check._replace(make=broken)\n"
+        "check = doctor.CHECKS['TP tail']\n"
+        "doctor.CHECKS['TP tail'] = check._replace(make=broken)\n"
         "sys.exit(main())\n"
     )
     done = launch(2, [str(script), *COMMAND[2:], *SHORT, "run.timeout_s=8"])

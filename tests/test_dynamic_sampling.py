@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from bubblespec.config import Config, ModelConfig, RolloutConfig
-from bubblespec.data.prompts import PromptSet
-from bubblespec.data.schedule import StepSchedule
+from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.draft.store import DraftStore, History
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import Span, StepRecord

@@ -16,8 +16,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import train
 from bubblespec.distributed import failures
+from bubblespec.distributed.failures import write_torchrun_error
 from bubblespec.distributed.ranks import ranks_from_environment
-from bubblespec.errors import InputError, RankTimeout, write_torchrun_error
+from bubblespec.errors import InputError, RankTimeout
 from tests.helpers.runs import SHORT, start_launcher
 from tests.helpers.warm import TIMEOUT_S
 
@@ -181,7 +182,7 @@ def test_failure_of_another_rank_is_no_root_cause(monkeypatch, tmp_path):
     seconds = []
     for error in (RankTimeout("rank 1 has failed"), ValueError("a mistake")):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-        monkeypatch.setattr("bubblespec.errors.time.time", lambda: 7.9)
+        monkeypatch.setattr("bubblespec.distributed.failures.time.time", lambda: 7.9)
         write_torchrun_error(error)
         seconds.append(ProcessFailure(0, 1, 1, str(tmp_path / "error.json")).timestamp)
     assert seconds == [8, 7]

@@ -23,8 +23,7 @@ from bubblespec.distributed import ranks as ranks_module
 from bubblespec.distributed.ranks import Ranks, signals_stop
 from bubblespec.errors import one_line
 from bubblespec.setup import load_own
-from bubblespec.telemetry.metrics import MetricsLogger
-from bubblespec.telemetry.tensorboard import CHARTS
+from bubblespec.telemetry.metrics import CHARTS, MetricsLogger
 from bubblespec.types import Group, Prompt
 from tests.helpers.checks import FullDisk
 from tests.helpers.rows import LETTERS, record_of, samples_of

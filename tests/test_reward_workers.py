@@ -14,8 +14,7 @@ import pytest
 from bubblespec.distributed import worker as worker_process
 from bubblespec.distributed.worker import NICENESS
 from bubblespec.errors import InputError
-from bubblespec.rewards.functions import Answer, RewardFailure, Sample
-from bubblespec.rewards.workers import RewardWorkers
+from bubblespec.rewards.functions import Answer, RewardFailure, RewardWorkers, Sample
 from tests.helpers.checks import PATIENCE_S, is_alive, pids_in, wait_until
 from tests.helpers.clocks import ClockThatSkips
 
@@ -168,8 +167,7 @@ def test_detached_process_ends_with_the_worker(make_workers, tmp_path, end):
 
 SCRIPT = f"""
 import os, sys, time
-from bubblespec.rewards.workers import RewardWorkers
-from bubblespec.rewards.functions import Sample
+from bubblespec.rewards.functions import RewardWorkers, Sample
 workers = RewardWorkers(["{OBEY}"], 3, 3600.0)
 for text in ("leave {"+".join(WAYS)} ", "hang in-C ", "hang sleeping "):
     workers.submit(0, [Sample("p", text + sys.argv[1], [1], {{}})])

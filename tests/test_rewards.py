@@ -14,23 +14,24 @@ import torch
 
 from bubblespec.data.prompts import reasoning_gym_rows
 from bubblespec.errors import MAX_SHOWN, Interrupt, one_line
-from bubblespec.rewards import mathematics as module
+from bubblespec.rewards import shipped as module
 from bubblespec.rewards.code import program_in
 from bubblespec.rewards.functions import (
     RewardFailure,
     Sample,
-    answer_format,
     answers_of,
-    combine,
-    exact_match,
-    final_answer,
     load_reward,
-    overlong_penalty,
     per_sample,
-    reasoning_gym_score,
     score,
 )
-from bubblespec.rewards.mathematics import math_equivalence
+from bubblespec.rewards.shipped import (
+    answer_format,
+    exact_match,
+    final_answer,
+    math_equivalence,
+    reasoning_gym_score,
+)
+from bubblespec.samples import combine, overlong_penalty
 from tests.helpers.checks import refusal
 
 SAMPLES = [Sample("p", "a", [1], {}), Sample("q", "b", [2], {}), Sample("r", "c", [3], {})]
@@ -382,7 +383,7 @@ def test_overlong_penalty(length, wanted):
         ("exact_match", "'exact_match' is not a dotted path"),
         ("no_such_module.reward", "cannot import 'no_such_module.reward': ModuleNotFoundError"),
         ("bubblespec.rewards.exact_mach", "exact_mach': AttributeError"),
-        ("bubblespec.rewards.mathematics.MATH_LIMIT_S", "is not a function"),
+        ("bubblespec.rewards.shipped.MATH_LIMIT_S", "is not a function"),
     ],
 )
 def test_load_reward_names_the_path(path, part):

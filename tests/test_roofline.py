@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measured_costs import predict, read_cases
+from benchmarks.measured_costs import cost_of, predict, read_cases
 from bubblespec.mechanisms.quantized.products import LARGE
 from bubblespec.tools.simulate import roofline as module
 from bubblespec.tools.simulate.recorded import load_cost
@@ -102,7 +102,7 @@ def test_copy_forwards_are_near_measurements(measured, model):
 @pytest.mark.parametrize("case", GPT_FAST)
 def test_gpt_fast_is_near_published_speed(case):
     num_ranks, bits = case
-    cost = roofline("a100", "llama-2-7b", num_ranks, engine="gpt-fast", bits=bits)
+    cost = cost_of("a100", "llama-2-7b", num_ranks, engine="gpt-fast", bits=bits)
     ratio = cost.seconds(Load(1, 1, 0, 128)) * GPT_FAST[case]
     assert 0.85 < ratio < 1.15
 
@@ -117,12 +117,12 @@ def test_shared_keys_are_read_once_in_cascade(measured):
         ],
         "model,batch,seq,gamma,mode,median_ms,shared",
     )
-    attention = roofline("a100", "7b", engine="vllm").attention
+    attention = cost_of("a100", "7b", engine="vllm").attention
     shared = 4096 - 16
     read_s = attention.position_s * 4 * (16 + shared / FITTED.shared_speed)
     alone_s = predict(apart) - attention.position_s * 4 * 4096
     assert predict(few) - alone_s == pytest.approx(read_s)
-    products_s = roofline("a100", "7b", engine="vllm").seconds(Load(32, 32))
+    products_s = cost_of("a100", "7b", engine="vllm").seconds(Load(32, 32))
     # 28 heads of one block each, which goes through all keys; then 32 rows of 16 keys.
     common_s = 28 * shared / 64 * FITTED.block_s
     rest_s = attention.seconds(32, 32, 32 * 16)
@@ -158,7 +158,7 @@ def test_own_products_are_near_measurements(tokens, us):
 
 def test_one_verifying_row_is_split():
     """In vLLM the row waits for single blocks that go through all of its keys."""
-    whole = roofline("h200", "7b", engine="vllm").attention.seconds(1, 4, 8192)
+    whole = cost_of("h200", "7b", engine="vllm").attention.seconds(1, 4, 8192)
     assert whole == pytest.approx(28 * 128 * 0.8 * FITTED.block_s, rel=0.01)
     assert roofline("h200", "7b").attention.seconds(1, 4, 8192) < whole / 8
 
@@ -176,7 +176,7 @@ def test_roofline_follows_the_data_sheet():
     kv_bytes = 2 * 2 * 28 * 4 * 128
     attention_s = cost.seconds(Load(512, 512, 0, 10**6)) - cost.seconds(Load(512, 512))
     assert attention_s == pytest.approx(kv_bytes * 10**6 / (0.95 * h200.memory), rel=0.03)
-    without_host = roofline("h200", "7b", engine="graph").seconds(Load(16, 32, 16))
+    without_host = cost_of("h200", "7b", engine="graph").seconds(Load(16, 32, 16))
     host_s = module.HOST_S + module.VERIFY_S + 16 * module.VERIFY_ROW_S
     assert cost.seconds(Load(16, 32, 16)) - without_host == pytest.approx(host_s)
 

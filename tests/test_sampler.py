@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bubblespec.data.prompts import PromptSet
-from bubblespec.data.schedule import StepSchedule
+from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION

@@ -11,9 +11,8 @@ import torch
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import log, one_line
-from bubblespec.telemetry.files import StepFiles
+from bubblespec.telemetry.files import StepFiles, save_rollouts
 from bubblespec.telemetry.metrics import MetricsLogger
-from bubblespec.telemetry.samples import save_rollouts
 from bubblespec.trainer import Trainer
 from tests.helpers.checks import refusal
 from tests.helpers.rows import LETTERS

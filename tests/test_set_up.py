@@ -21,7 +21,7 @@ from bubblespec import loading
 from bubblespec.checkpoint import load_optimizer
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
 from bubblespec.config.imports import import_quietly
-from bubblespec.data.fingerprints import check_equal, data_state
+from bubblespec.data.prompts import check_equal, data_state
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import graphs
 from bubblespec.learn.optimizer import Optimizer
@@ -273,7 +273,7 @@ def test_different_rows_on_ranks_are_refused():
 
 
 VALUES = [{"b": 1, "a": {"x", "y", "z"}}, {(1, 2): object}, object(), b"a", [None, 2.5, "\ud800"]]
-PRINT = "from bubblespec.data.fingerprints import fingerprint; from tests.test_set_up import VALUES"
+PRINT = "from bubblespec.data.prompts import fingerprint; from tests.test_set_up import VALUES"
 PRINT += "; print([fingerprint(value) for value in VALUES])"
 
 

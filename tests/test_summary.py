@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bubblespec.config import Config
-from bubblespec.data.prompts import PromptSet
+from bubblespec.data.schedule import PromptSet
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.telemetry import summary
 from bubblespec.telemetry.summary import History, find_hints

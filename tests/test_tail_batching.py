@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bubblespec.config.file import load_config
-from bubblespec.data.prompts import PromptSet
-from bubblespec.data.schedule import StepSchedule
+from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.mechanisms.tail_batching import TailBatching, best_num_launched, scaled
 from bubblespec.rewards.scorer import Scoring

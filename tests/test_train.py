@@ -8,8 +8,8 @@ import re
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bubblespec.telemetry.metrics import CHARTS
 from bubblespec.telemetry.summary import EVAL_ROWS, ROWS
-from bubblespec.telemetry.tensorboard import CHARTS
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.runs import (
     ALWAYS_DRAFT,

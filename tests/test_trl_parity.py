@@ -18,7 +18,7 @@ import transformers
 from test_update import ADVANTAGES, make_config, make_learner, make_samples
 from torch.nn.utils.rnn import pad_sequence
 
-from bubblespec.config.names import TRL
+from bubblespec.config.file import TRL
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.learner import response_logprobs, sum_over_ranks

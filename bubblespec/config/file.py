@@ -1,21 +1,23 @@
 """Configuration files: YAML and dotted overrides into a checked `Config`, and back.
 
 All mistakes of a configuration make one `InputError`, with a line each that names the key.
+names.json has names of keys and values in other trainers, for errors and docs/configuration.md.
 OmegaConf is imported where it is used, as tests on GPU machines run without it.
 """
 
 import contextlib
 import dataclasses
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from bubblespec.config import Config
 from bubblespec.config.combinations import combination_problems
 from bubblespec.config.keys import bound_problems, keys_of
-from bubblespec.config.names import answer_to, value_of
 from bubblespec.errors import InputError, shown
 
 KEYS = keys_of(Config)
@@ -27,6 +29,16 @@ PATHS = [key for key in KEYS if key.endswith(("path", "_dir", "_from_checkpoint"
 QUOTED = re.compile(r"""'([^']|'')*'|"([^"\\]|\\.)*\"""", re.DOTALL)
 KEY = re.compile(r"[a-z_]+\.[a-z_0-9]+")
 SIMILAR = 0.85  # similarity with a key of the same section that makes a typing error likely
+# Answers to arguments of TRL, keys of verl, others, and values: a key of ours, with words after a
+# comma on how the two differ, or a text that begins with "not". An answer to `a.b` holds for all
+# keys below it that have none of their own.
+ROWS = json.loads(Path(__file__).with_name("names.json").read_text("utf-8"))
+VALUES = ROWS.pop("values")
+TRL, VERL, _OTHERS = (
+    {name: answer for names, answer in rows.items() for name in names.split()}
+    for rows in ROWS.values()
+)
+_ALL = _OTHERS | VERL | TRL
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
@@ -214,6 +226,34 @@ def _unknown(name: str, value: Any) -> str:
     if matches:
         return f"unknown key; did you mean {' or '.join(matches)}?"
     return f"unknown key; valid are {', '.join(of_section or sorted(SECTIONS))}"
+
+
+def answer_to(name: str, sections: set[str]) -> str | None:
+    """Return the answer to a foreign key by its whole name, its beginning, or its end.
+
+    sections: ours, in which a key is taken for one of the same section only."""
+    name, leaf = name.lstrip("+").removeprefix("args."), name.rpartition(".")[2]  # Hydra, TRL
+    first, parent = name.partition(".")[0], name
+    while parent and (parent == name or parent not in sections):
+        if answer := _ALL.get(parent) or ("." in parent and _by_end(f".{parent}")):
+            return answer
+        parent = parent.rpartition(".")[0]
+    answer = TRL.get(leaf) or _OTHERS.get(leaf) or _by_end(f".{leaf}")
+    is_elsewhere = answer and first in sections and not answer.startswith(("not", f"{first}."))
+    return None if is_elsewhere and leaf != name else answer
+
+
+def value_of(key: str, value: object) -> str | None:
+    """Return what a value of another trainer is in a key of ours: "false is none"."""
+    text = {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+    answer = VALUES.get(key, {}).get(text)
+    return answer and f"{text} is {answer}"
+
+
+def _by_end(end: str) -> str | None:
+    """Return the answer to the keys of verl with this end, if there is only one."""
+    answers = {answer for name, answer in VERL.items() if name.endswith(end)}
+    return answers.pop() if len(answers) == 1 else None
 
 
 def _escape(value: Any) -> Any:

@@ -1,75 +1,22 @@
-"""Prompts: tokenised rows, and the batch of each step.
-
-The batch of step t is a pure function of (seed, t), so any rank can compute the batch of any later
-step, which drafting ahead needs.
-"""
+"""Prompts: rows, tokenised; and their fingerprints, by which a run resumes on the same data."""
 
 import functools
-import itertools
+import hashlib
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from bubblespec.config.imports import import_quietly
-from bubblespec.data.fingerprints import hash_text, plain_text
+from bubblespec.data.schedule import PromptSet
 from bubblespec.errors import InputError, one_line, shown
 from bubblespec.types import Prompt
 
-_EXTRA = 1 << 40  # first epoch of the orders of extra prompts, beyond any real epoch
-
-
-@dataclass
-class PromptSet:
-    """Prompts short enough to train on."""
-
-    prompts: list[Prompt]
-    num_dropped: int
-    """Prompts left out because they have more than `max_prompt_length` tokens."""
-    num_duplicates: int = 0
-    """Prompts left out because they are held out, too; the held-out rows themselves not counted."""
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
-        """Return the prompts of `step`, by epochs that are shuffled by (seed, epoch).
-
-        An epoch leaves out a remainder too small for a batch, so no prompt occurs twice in a batch
-        (its noise keys would collide).
-        """
-        steps_per_epoch = len(self.prompts) // num_prompts
-        if steps_per_epoch == 0:
-            too_long = f"; {self.num_dropped} more exceed rollout.max_prompt_length"
-            raise InputError(
-                f"rollout.num_prompts_per_step: {num_prompts}, but the data has "
-                f"{len(self.prompts)} usable prompts{too_long if self.num_dropped else ''}"
-            )
-        epoch, index = divmod(step, steps_per_epoch)
-        order = _shuffled(len(self.prompts), seed, epoch)
-        return [self.prompts[i] for i in order[index * num_prompts : (index + 1) * num_prompts]]
-
-    def extra(self, seed: int, step: int, num_prompts: int, used: set[int]) -> list[Prompt]:
-        """Return up to `num_prompts` further prompts for `step`.
-
-        A pure function of the arguments. Uids in `used` are left out: their noise keys would be
-        used again.
-        """
-        shuffled = (self.prompts[i] for i in _shuffled(len(self.prompts), seed, _EXTRA + step))
-        unused = (prompt for prompt in shuffled if prompt.uid not in used)
-        return list(itertools.islice(unused, num_prompts))
-
-
-@functools.lru_cache(maxsize=4)  # this epoch, the next, and extra prompts: all used repeatedly
-def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the numbers below `count` in an order drawn with the key (seed, epoch); read-only."""
-    words = np.array((seed, epoch), np.uint64)  # a list with a number above 2**63 becomes floats
-    order = np.random.Generator(np.random.Philox(key=words)).permutation(count)
-    order.flags.writeable = False
-    return order
+# Fingerprints of a run's data, by these names in its checkpoints.
+ROWS, HELD_OUT, TEMPLATE = "data.rows", "data.held_out", "data.template"
 
 
 def build_prompt_set(
@@ -85,8 +32,7 @@ def build_prompt_set(
 
     `as_chat` wraps string prompts as a user message; `system_prompt` goes in front of chat prompts
     without one. Lists of text parts become one text. Raises InputError, which names `key`, for an
-    invalid prompt; rows are counted from 0.
-    """
+    invalid prompt; rows are counted from 0."""
     prompts, num_dropped = [], 0
     occurrences: Counter[str] = Counter()
     for number, row in enumerate(rows):
@@ -125,8 +71,7 @@ def make_tokenize(
 
     Strings get the tokenizer's prefix (BOS), unless they begin with it, and not its suffix (EOS).
     Chats go through the chat template, with tools' schemas and the header of the model's turn; a
-    last message of the assistant is continued instead.
-    """
+    last message of the assistant is continued instead."""
 
     def tokenize(text: str | list[dict]) -> list[int]:
         if isinstance(text, str):
@@ -176,8 +121,7 @@ def leave_out(
     """Return the prompts that are not held out.
 
     Prompts are compared by text and, where rows of equal text differ in `columns` (an instruction
-    of a game, say), also by these columns, which both sets have.
-    """
+    of a game, say), also by these columns, which both sets have."""
 
     def full(prompt: Prompt) -> tuple[str, str]:
         return str(prompt.text), plain_text([prompt.columns[name] for name in sorted(columns)])
@@ -255,3 +199,90 @@ def _find_problem(prompt) -> str | None:
 def _join_parts(content):
     """Return content whose text parts are one text."""
     return "".join(p["text"] for p in content) if isinstance(content, list) else content
+
+
+def data_state(
+    template: str | dict | None, prompts: Sequence[Prompt], held_out: Sequence[Prompt]
+) -> dict[str, np.ndarray]:
+    """Return fingerprints of rows, in order, and of the chat template, int64."""
+    return {
+        ROWS: fingerprints(prompts),
+        HELD_OUT: fingerprints(held_out),
+        TEMPLATE: np.array([fingerprint(template)]),
+    }
+
+
+def fingerprints(prompts: Sequence[Prompt]) -> np.ndarray:
+    """Return hashes of text, tokens and columns of each prompt, int64, equal in every process."""
+    found = [fingerprint([p.uid, p.token_ids, p.columns]) for p in prompts]  # uid: hash of the text
+    return np.array(found, np.int64)
+
+
+def fingerprint(value) -> int:
+    """Return 63 bits of a hash of a value's content."""
+    return hash_text(plain_text(value))
+
+
+def hash_text(text: str) -> int:
+    """Return 63 bits of a text's SHA-256."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def plain_text(value) -> str:
+    """Write a value as JSON, and types that JSON lacks as Python's repr without addresses."""
+
+    def plain(other) -> str | list[str]:
+        if isinstance(other, (set, frozenset)):
+            return sorted(map(repr, other))
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(other))
+
+    try:
+        return json.dumps(value, sort_keys=True, default=plain)
+    except (TypeError, ValueError):  # keys that are no text
+        return str(plain(value))
+
+
+def check_continued(
+    saved: dict[str, np.ndarray],
+    state: dict[str, np.ndarray],
+    folder: str,
+    is_allowed: bool,
+    warn: Callable[[str], None],
+) -> None:
+    """Compare the data with that of a checkpoint, which may lack fingerprints.
+
+    Warns of appended rows. Raises InputError for other differences unless `is_allowed`."""
+    if ROWS not in saved:
+        warn(f"warning: {folder} has no fingerprints: whether it had the same data is not checked")
+        return
+    problem = None
+    if not np.array_equal(saved[TEMPLATE], state[TEMPLATE]):
+        problem = "model.path, model.chat_template_path: the chat template differs from that"
+    elif not np.array_equal(saved[HELD_OUT], state[HELD_OUT]):
+        problem = "data: held-out rows, their tokens or order differ from those"
+    elif (added := len(state[ROWS]) - len(saved[ROWS])) < 0:
+        problem = f"data: {len(state[ROWS])} training rows, fewer than the {len(saved[ROWS])}"
+    elif len(differing := np.flatnonzero(state[ROWS][: len(saved[ROWS])] != saved[ROWS])):
+        problem = f"data: {len(differing)} of {len(saved[ROWS])} training rows, their tokens or "
+        problem += f"order differ (first: row {differing[0]}) from those"
+    if problem is None:
+        if added:
+            warn(f"data: {added} training rows appended since {folder} are in use from now on")
+    elif is_allowed:
+        warn(f"warning: {problem} in {folder}")
+    else:
+        raise InputError(
+            f"{problem} in {folder}; set another run.output_dir for a new run, or "
+            "run.allow_changed_data=true to resume with it"
+        )
+
+
+def check_equal(data: dict[str, np.ndarray], gather: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Raise InputError unless all ranks have read the same rows. gather: see `Ranks.gather`."""
+    found = gather(np.array([fingerprint([part.tolist() for part in data.values()])]))
+    if (found != found[0]).any():
+        raise InputError(
+            "data: ranks have read different rows; some of data.tasks depend on "
+            "PYTHONHASHSEED; set it to 0"
+        )

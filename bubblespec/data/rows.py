@@ -67,8 +67,7 @@ def load_rows(
     folders or their own contain; a single split is also `train`. A slice such as train[:100] may be
     taken. Loading scripts are never run. key: the configuration's key, for errors; columns: {name:
     source} for columns to rename, where a dot in the source reaches into a nested column; warn:
-    gets a line about what is read of a folder or glob.
-    """
+    gets a line about what is read of a folder or glob."""
     import datasets
 
     # Its errors are raised below, in one line.

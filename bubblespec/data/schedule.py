@@ -1,24 +1,78 @@
-"""The schedule: which groups make up a step, and which come next.
+"""The schedule: the order of the prompts, which groups make up a step, and which come next.
 
-Its decisions depend on the data, the step and the responses that were trained on, never on a clock
-or a rank: any number of ranks on any machine trains on the same tokens. Checkpoints save its state.
+The batch of step t is a pure function of (seed, t), so any rank can compute the batch of any later
+step, which drafting ahead needs. The schedule depends on the data, the step and the responses that
+were trained on, never on a clock or a rank: any number of ranks on any machine trains on the same
+tokens. Checkpoints save its state.
 """
 
+import functools
+import itertools
 import math
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
-from bubblespec.data.prompts import PromptSet
+from bubblespec.errors import InputError
 from bubblespec.samples import Samples
 from bubblespec.types import Group, Launch, Prompt, SampleId
+
+_EXTRA = 1 << 40  # first epoch of the orders of extra prompts, beyond any real epoch
+
+
+@functools.lru_cache(maxsize=4)  # this epoch, the next, and extra prompts: all used repeatedly
+def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the numbers below `count` in an order drawn with the key (seed, epoch); read-only."""
+    words = np.array((seed, epoch), np.uint64)  # a list with a number above 2**63 becomes floats
+    order = np.random.Generator(np.random.Philox(key=words)).permutation(count)
+    order.flags.writeable = False
+    return order
+
+
+@dataclass
+class PromptSet:
+    """Prompts short enough to train on."""
+
+    prompts: list[Prompt]
+    num_dropped: int
+    """Prompts left out because they have more than `max_prompt_length` tokens."""
+    num_duplicates: int = 0
+    """Prompts left out because they are held out, too; the held-out rows themselves not counted."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def batch(self, seed: int, step: int, num_prompts: int) -> list[Prompt]:
+        """Return the prompts of `step`, by epochs that are shuffled by (seed, epoch).
+
+        An epoch leaves out a remainder too small for a batch, so no prompt occurs twice in a batch
+        (its noise keys would collide)."""
+        steps_per_epoch = len(self.prompts) // num_prompts
+        if steps_per_epoch == 0:
+            too_long = f"; {self.num_dropped} more exceed rollout.max_prompt_length"
+            raise InputError(
+                f"rollout.num_prompts_per_step: {num_prompts}, but the data has "
+                f"{len(self.prompts)} usable prompts{too_long if self.num_dropped else ''}"
+            )
+        epoch, index = divmod(step, steps_per_epoch)
+        order = _shuffled(len(self.prompts), seed, epoch)
+        return [self.prompts[i] for i in order[index * num_prompts : (index + 1) * num_prompts]]
+
+    def extra(self, seed: int, step: int, num_prompts: int, used: set[int]) -> list[Prompt]:
+        """Return up to `num_prompts` further prompts for `step`.
+
+        A pure function of the arguments. Uids in `used` are left out: their noise keys would be
+        used again."""
+        shuffled = (self.prompts[i] for i in _shuffled(len(self.prompts), seed, _EXTRA + step))
+        unused = (prompt for prompt in shuffled if prompt.uid not in used)
+        return list(itertools.islice(unused, num_prompts))
 
 
 class StepSchedule:
     """The plain rule: every step trains on the next prompts of the data order.
 
-    `TailBatching` is another rule.
-    """
+    `TailBatching` is another rule."""
 
     def __init__(self, prompts: PromptSet, seed: int, num_prompts: int, num_generations: int):
         """num_prompts: prompts that a step is trained on; num_generations: responses of each."""
@@ -40,8 +94,7 @@ class StepSchedule:
         """Return the known groups of up to `depth` steps after `step`, nearest first.
 
         Replacements that `step` will still draw are not foreseen. used: all groups that `step` has
-        drawn so far, by default those of `launch`.
-        """
+        drawn so far, by default those of `launch`."""
         used = self.launch(step).groups if used is None else used
         drawn = Counter(group.prompt.uid for group in used)
         return [
@@ -52,8 +105,7 @@ class StepSchedule:
     def replacements(self, step: int, count: int, used: list[Group]) -> list[Group]:
         """Return up to `count` further groups for a step (dynamic sampling).
 
-        Their prompts are neither used nor deferred, and come in an order of the step's own.
-        """
+        Their prompts are neither used nor deferred, and come in an order of the step's own."""
         used_uids = {group.prompt.uid for group in (*used, *self.deferred)}
         prompts = self.prompts.extra(self.seed, step, count, used_uids)
         return self._named(prompts, Counter())
@@ -76,7 +128,6 @@ class StepSchedule:
         return save_visits(self._visits)
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Load a saved state."""
         uids, visits = state["uids"].tolist(), state["visits"].tolist()
         self._visits = Counter(dict(zip(uids, visits, strict=True)))
 

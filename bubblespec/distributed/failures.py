@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import sys
@@ -15,15 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from bubblespec.distributed.processes import STOP_SIGNALS
-from bubblespec.errors import (
-    EndsRun,
-    InputError,
-    RankTimeout,
-    log,
-    one_line,
-    trace_of,
-    write_torchrun_error,
-)
+from bubblespec.errors import EndsRun, InputError, RankTimeout, log, one_line, trace_of
 
 GRACE_S = 1.0  # a timed-out rank's wait for others to time out, if no rank is behind
 # A broken connection is noticed at once, while others may still be in a forward. torchrun kills all
@@ -43,8 +36,7 @@ class Watchdog:
     """Every rank's place in the program, in the job's key-value store, where others can read it.
 
     `count`: collectives and ticks that this rank has entered. All ranks enter the same ones in the
-    same order, so a hanging job waits for the rank with the lowest count.
-    """
+    same order, so a hanging job waits for the rank with the lowest count."""
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size, self.count = rank, world_size, 0
@@ -69,8 +61,7 @@ class Watchdog:
         """End the job: all ranks raise the first failure report as RankTimeout, and one prints it.
 
         deadline: end of the time-out (time.monotonic); after a broken connection it may be earlier.
-        describe: returns what is known of a missing rank, by default its last place.
-        """
+        describe: returns what is known of a missing rank, by default its last place."""
         try:
             missing = self._missing_ranks(min(deadline, time.monotonic() + BROKEN_S))
             names = " and ".join(f"rank {rank}" for rank in missing) or "no rank"
@@ -95,8 +86,7 @@ class Watchdog:
     def follow(self, is_over: threading.Event) -> None:
         """End this rank once another one has ended with an error, whatever it waits for.
 
-        NCCL does not notice that a rank has left. Runs in a thread until the end of the run.
-        """
+        NCCL does not notice that a rank has left. Runs in a thread until the end of the run."""
         has_failed = False
         try:
             while not has_failed and not is_over.wait(LOOK_S):
@@ -111,8 +101,7 @@ class Watchdog:
         """Return the ranks that have not entered this collective, at a time-out.
 
         After a broken connection, wait until all ranks but one have noticed it, or for a report or
-        the deadline.
-        """
+        the deadline."""
         self._store.set(f"ended/{self.rank}", "1")
         others = [r for r in range(self.world_size) if r != self.rank]
         while True:
@@ -135,8 +124,7 @@ def leave(error: BaseException) -> NoReturn:
     """Print an error, report it to torchrun and to the other ranks, and end this process at once.
 
     Nothing is shut down: the process group and the interpreter may wait in NCCL for ranks that will
-    not come, and in gloo until its time-out. Reward workers end with this process.
-    """
+    not come, and in gloo until its time-out. Reward workers end with this process."""
     code = error.exit_code if isinstance(error, EndsRun) else 1
     if isinstance(error, KeyboardInterrupt):
         code = 128 + signal.SIGINT
@@ -167,11 +155,24 @@ def report(error: EndsRun) -> int:
     return error.exit_code
 
 
+def write_torchrun_error(error: BaseException) -> None:
+    """Write the error to TORCHELASTIC_ERROR_FILE, so that torchrun's summary shows it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        is_line = isinstance(error, EndsRun)
+        text = "\n".join(error.lines()) if is_line else trace_of(error)
+        # The earliest is shown as the root cause, in whole seconds: not a rank that was left alone.
+        second = int(time.time()) + isinstance(error, RankTimeout)
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            details = {"py_callstack": text, "timestamp": str(second)}
+            message = str(error) if is_line else one_line(error)
+            json.dump({"message": {"message": message, "extraInfo": details}}, file)
+
+
 def _ignore_signals() -> None:
     """Ignore signals from now on.
 
-    torchrun's SIGTERM, sent once another rank has ended, would replace text and exit code.
-    """
+    torchrun's SIGTERM, sent once another rank has ended, would replace text and exit code."""
     for number in STOP_SIGNALS:
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(number, signal.SIG_IGN)
@@ -180,8 +181,7 @@ def _ignore_signals() -> None:
 def log_once(error: EndsRun) -> None:
     """Print an error on the first rank that has one, as most are on all ranks.
 
-    Return once it is on the screen: the launcher kills all ranks as soon as one ends.
-    """
+    Return once it is on the screen: the launcher kills all ranks as soon as one ends."""
     if error.is_logged:
         return
     error.is_logged = True
@@ -212,8 +212,7 @@ def _store_of_all() -> dist.Store | None:
 def _own_store() -> dist.Store:
     """Return the store of the process group, on a connection of its own.
 
-    The main thread may hold the group's: NCCL waits there for a rank's first collective.
-    """
+    The main thread may hold the group's: NCCL waits there for a rank's first collective."""
     return _clone_of(dist.distributed_c10d._get_default_store())
 
 
@@ -226,8 +225,7 @@ def _store_of_launcher() -> tuple[dist.Store, int, int]:
     """Return the key-value store, this rank and the number of ranks.
 
     The launcher makes the store before it starts ranks, and may keep it for restarts: each gets a
-    namespace of its own, as the addresses of dead ranks are in the store.
-    """
+    namespace of its own, as the addresses of dead ranks are in the store."""
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"restart {restart}", store), rank, world_size
@@ -237,8 +235,7 @@ def join_store() -> tuple[dist.Store, int, int]:
     """Return what `_store_of_launcher` does.
 
     Raises InputError for wrong environment variables, and RankTimeout, which every rank prints, if
-    no store comes up.
-    """
+    no store comes up."""
     try:
         return _store_of_launcher()
     except ValueError as error:

@@ -36,8 +36,7 @@ def guard_forks() -> dict[int, Any]:
     """Return the signal handlers that forked children get from now on, none at first.
 
     A child of the main thread also ends with this process. Linux would end those of another thread
-    with that thread.
-    """
+    with that thread."""
     handlers: dict[int, Any] = {}
     owner, forking = os.getpid(), threading.local()
 
@@ -71,8 +70,7 @@ def fork_with_supervisor(parent: int, descriptor: int) -> None:
     or signal, after killing all processes that the child has started. It does so at once when its
     standard input can be read or is closed, or when `parent` has ended. On Linux the supervisor
     adopts the child's orphans, and also kills those outside the child's group or session; elsewhere
-    it kills the group only. descriptor: closed in the supervisor.
-    """
+    it kills the group only. descriptor: closed in the supervisor."""
     if LIBRARY is not None:
         LIBRARY.prctl(PR_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()

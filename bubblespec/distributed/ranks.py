@@ -1,4 +1,4 @@
-"""Ranks: process group, collectives, time-outs and stop signals.
+"""Ranks: their devices, process group, collectives, time-outs and stop signals.
 
 The other ranks name a rank that hangs or has died, within `run.timeout_s`; a rank that fails ends
 all (failures.py). SIGTERM, SIGINT and SIGHUP end a process at once during set-up. In the training
@@ -7,6 +7,7 @@ process works too.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -20,10 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bubblespec.distributed.device import find_device
 from bubblespec.distributed.failures import Watchdog, join_store, leave, log_once
 from bubblespec.distributed.processes import STOP_SIGNALS, die_with_parent, guard_forks
-from bubblespec.errors import EndsRun, InputError, Interrupt, RankTimeout, escape
+from bubblespec.errors import EndsRun, InputError, Interrupt, RankTimeout, escape, log
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,6 +33,9 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 OWN_ERRORS = (RankTimeout, torch.OutOfMemoryError, torch.AcceleratorError)
 MAX_NAP_S = 1e-3  # between polls: a blocking wait reacts neither to the time-out nor to signals
 SAME_CTRL_C_S = 1.0  # one Ctrl-C may reach a rank twice, from the terminal and from the launcher
+# NVIDIA's CUDA Compatibility, minor version compatibility: the oldest driver of each major version
+OLDEST_DRIVER = {12: 525, 13: 580}
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class StopRequested(Exception):
@@ -46,8 +49,7 @@ class CallAbandoned(Interrupt):
 class Ranks:
     """This process among all ranks, and their collectives.
 
-    Collectives raise RankTimeout; with one rank they are the identity.
-    """
+    Collectives raise RankTimeout; with one rank they are the identity."""
 
     def __init__(self, device: torch.device, timeout_s: float = 1800.0):
         """timeout_s: seconds that a collective may wait for the slowest rank."""
@@ -55,9 +57,8 @@ class Ranks:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.is_main = self.rank == 0
-        self.activity = (
-            "set-up"  # what the ranks are doing, for the message that names a missing one
-        )
+        # What the ranks are doing, for the message that names a missing one.
+        self.activity = "set-up"
         self.must_stop = False  # a stop request to this rank, which `barrier_or_stop` exchanges
         self.signal = 0  # that requested it
         self.exit_code = 0  # of the process: 128 + the signal after which all ranks have stopped
@@ -87,8 +88,7 @@ class Ranks:
     def call_until_stop(self, call: Callable[[], None]) -> None:
         """Call the user's code in this process; abandon it on a stop request to this rank.
 
-        It may wait for processes of its own that the launcher's signal has ended.
-        """
+        It may wait for processes of its own that the launcher's signal has ended."""
         with contextlib.suppress(CallAbandoned):
             try:
                 self.is_interruptible = True
@@ -100,8 +100,7 @@ class Ranks:
     def is_told_to_stop(self) -> bool:
         """Whether any rank has a stop request, for use while this rank waits outside a collective.
 
-        It then sets `must_stop`, so that all ranks stop at the next `barrier_or_stop`.
-        """
+        It then sets `must_stop`, so that all ranks stop at the next `barrier_or_stop`."""
         if self.watchdog is not None:
             with contextlib.suppress(RuntimeError):  # the store has ended: the next one reports it
                 if self.must_stop:
@@ -164,9 +163,7 @@ class Ranks:
             work, nap_s = start(), 1e-5
             while not work.is_completed():
                 if time.monotonic() > deadline:
-                    self.watchdog.fail(
-                        self.activity, f"no answer for {self.timeout_s:g} s", deadline
-                    )
+                    raise RuntimeError(f"no answer for {self.timeout_s:g} s")
                 if self.must_stop:
                     self.watchdog.request_stop()
                 time.sleep(nap_s)
@@ -178,8 +175,7 @@ class Ranks:
     def watch(self) -> Iterator[float]:
         """Name a missing rank if a collective fails, also one of another library.
 
-        Yields the end of the time-out, which other libraries enforce by themselves.
-        """
+        Yields the end of the time-out, which other libraries enforce by themselves."""
         deadline = time.monotonic() + self.timeout_s
         if self.world_size > 1:
             self.watchdog.enter(self.activity)
@@ -198,13 +194,83 @@ def one_line(error: Exception) -> str:
     return str(error).splitlines()[0].rsplit("] ")[-1].split(". ")[0]
 
 
+def find_device(device: str) -> torch.device:
+    """Return the device of this rank for `model.device`; make a GPU the current one.
+
+    Raises InputError if a GPU is requested and cannot be used, or for more ranks than GPUs."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if device == "cuda":
+            raise InputError(f"model.device: cuda, but {why_no_gpu()}; or set cpu")
+        if local_rank == 0 and cuda_of_driver() is not None:
+            log(f"warning: running on the CPU: {why_no_gpu()}")
+        return torch.device("cpu")
+    if max(local_rank + 1, local_world_size) > torch.cuda.device_count():
+        raise InputError(
+            f"--nproc_per_node: {local_world_size} ranks, but only {torch.cuda.device_count()} "
+            "GPUs; each rank needs its own"
+        )
+    set_cuda_defaults()
+    target = torch.device("cuda", local_rank)
+    torch.cuda.set_device(target)
+    return target
+
+
+def why_no_gpu() -> str:
+    """Return what keeps torch from using a GPU, and what to install or set."""
+    driver, build = cuda_of_driver(), torch.version.cuda
+    if build is None:
+        return f"torch {torch.__version__} is built without CUDA; install a build with CUDA"
+    if driver is None:
+        return "there is no NVIDIA driver (libcuda.so.1); install it, in Docker run with --gpus all"
+    major = int(build.split(".")[0])
+    if driver[0] < major:
+        oldest = OLDEST_DRIVER.get(major)
+        needed = f"driver {oldest} or newer" if oldest else "a newer driver"
+        return (
+            f"the NVIDIA driver is too old: it supports CUDA up to {driver[0]}.{driver[1]}; torch "
+            f"{torch.__version__} is built for {build}; install {needed}, or a build of torch for "
+            f"CUDA {driver[0]}"
+        )
+    advice = "check nvidia-smi and CUDA_VISIBLE_DEVICES, in Docker run with --gpus all"
+    return f"torch finds no GPU; {advice}"
+
+
+def cuda_of_driver() -> tuple[int, int] | None:
+    """Return the newest CUDA version that the NVIDIA driver runs; None without a driver."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):  # none, or something else of that name
+        return None
+    return (version.value // 1000, version.value % 1000 // 10) if version.value else None
+
+
+def set_cuda_defaults() -> None:
+    """Change defaults of torch and NCCL, except where the user has set an environment variable.
+
+    Call before anything is on a GPU and before NCCL starts."""
+    # Training leaves memory in pieces, and keys and values are large. A call instead of the
+    # variable, as torch may read that while it is imported.
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    # Registration of the buffers of captured sums exchanges addresses between ranks during the
+    # capture, and in some versions covers only the first piece of an expandable segment.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    # A product of few rows, as in decoding, is split, and by default adds its parts in bfloat16: it
+    # would round more coarsely than the same product in training.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
 @contextlib.contextmanager
 def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the process group that torchrun describes in the environment; NCCL on GPUs, gloo on CPU.
 
     Raises InputError for a missing GPU, and RankTimeout if a rank does not join. Prints an EndsRun
-    of the block; in a process group any exception of the block ends the process, see `leave`.
-    """
+    of the block; in a process group any exception of the block ends the process, see `leave`."""
     target = find_device(device)
     if "RANK" in os.environ:  # with torchrun
         die_with_parent()  # an orphan would keep writing to the files of the next run
@@ -247,8 +313,7 @@ def signals_stop(ranks: Ranks) -> Iterator[None]:
 
     Only a second Ctrl-C, at a rank or at torchrun, ends a rank at once. Signals that a parent has
     set to be ignored (nohup) stay ignored. Processes that the user's code forks have the handlers
-    from before: `Pool.terminate` waits for a SIGTERM to end them.
-    """
+    from before: `Pool.terminate` waits for a SIGTERM to end them."""
     first_ctrl_c: list[float] = []
 
     def note(number: int, frame) -> None:

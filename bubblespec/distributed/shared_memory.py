@@ -28,8 +28,7 @@ LOOK_S = 0.5  # interval of a waiting rank's checks that the other processes are
 def map_shared(ranks: Ranks, num_bytes: int) -> np.ndarray | None:
     """Map zeros on all ranks, uint8 [num_bytes]; all ranks call it together.
 
-    Return None, on all ranks, if they are not on one machine, or if it has no room.
-    """
+    Return None, on all ranks, if they are not on one machine, or if it has no room."""
     path, mapped, handle = "", None, None
     name = f"bubblespec-{secrets.token_hex(8)}"
     if ranks.is_main:
@@ -66,8 +65,7 @@ class SharedCollectives:
 
     They raise RankTimeout with the name of a rank that has died or does not come. Exchange n uses
     the places n % 2 of all ranks. A rank reaches a place again only after all have begun exchange
-    n + 1, and so have read the numbers of exchange n.
-    """
+    n + 1, and so have read the numbers of exchange n."""
 
     def __init__(self, ranks: Ranks, mapped: np.ndarray):
         """Join the collectives of all ranks, in memory of `map_shared`."""
@@ -145,8 +143,7 @@ def open_collectives(ranks: Ranks) -> SharedCollectives | None:
     """Create the collectives; all ranks call it together.
 
     Return None, on all ranks, if memory cannot be shared, or on processors on which a flag may be
-    visible before the numbers written earlier.
-    """
+    visible before the numbers written earlier."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return None
     mapped = map_shared(ranks, ranks.world_size * (CACHE_LINE + 2 * PLACE_BYTES))

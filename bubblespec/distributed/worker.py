@@ -49,8 +49,7 @@ class Worker:
 
     A job is a function of the worker, called in that thread; it is to catch all exceptions. Jobs in
     the queue when the worker is closed are not run. What user code prints goes to the trainer's
-    standard error.
-    """
+    standard error."""
 
     def __init__(self, module: str, argument: Any, key: str, jobs: SimpleQueue | None = None):
         """Start the thread.

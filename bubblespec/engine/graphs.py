@@ -18,7 +18,7 @@ cache. Graphs of whole steps: step_graphs.py.
 
 A forward of several ranks has their sums in its graphs, and a sum waits for the same graph on the
 other ranks. So all ranks have graphs, captured in the same order, or none has any. Neither of the
-two stages of capturing exchanges anything (NCCL: distributed/device.py), and the ranks exchange the
+two stages of capturing exchanges anything (NCCL: distributed/ranks.py), and the ranks exchange the
 outcome of each; so a rank whose memory runs out may repeat a stage alone. First every rank runs
 each forward without its sums, where errors of one rank show. Then each records its graphs, without
 computing a sum. In between the ranks sum zeros in every size, as NCCL connects them at a size's

@@ -20,7 +20,8 @@ import tempfile
 from pathlib import Path
 
 from bubblespec.distributed.processes import fork_with_supervisor
-from bubblespec.rewards.functions import per_sample, text_of
+from bubblespec.rewards.functions import per_sample
+from bubblespec.rewards.shipped import text_of
 
 CPU_LIMIT_S = 5  # lower than the wall time: a busy machine must not fail a program
 WALL_LIMIT_S = 20.0

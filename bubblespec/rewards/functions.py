@@ -1,29 +1,35 @@
-"""Reward functions: loaded, checked, called, combined; and the shipped ones.
+"""Reward functions: loaded, checked, and called, in worker processes or in this one (`InProcess`).
 
 A reward function has TRL's signature `f(prompts, completions, completion_ids, **columns) ->
 list[float | None]`: prompts and completions are strings, or lists of chat messages if the prompt is
 a chat; every further column of the data is a keyword argument with one value per sample. None means
 that the function does not apply to that sample. An `async` function is awaited. TRL's further
-arguments (OF_TRL) are passed to a function that names them. A call has the
-responses of one whole group, all of one prompt, so a function may compare them. A function that is
-declared `@per_sample` is called as soon as a response is finished, with any samples, and a sample
-for which it fails costs no other sample its reward.
+arguments (OF_TRL) are passed to a function that names them. A call has the responses of one whole
+group, all of one prompt, so a function may compare them. A function that is declared `@per_sample`
+is called as soon as a response is finished, with any samples, and a sample for which it fails costs
+no other sample its reward.
+
+A worker's job is one call: a function and one sample, or a group of them. Jobs begin in the order
+in which they come, each in the next worker that is free. A worker that takes too long or dies costs
+its current job alone (distributed/worker.py).
 """
 
 import copy
 import inspect
 import math
 import pickle
-import re
+import queue
+import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from bubblespec.config.imports import call, import_function, import_quietly
-from bubblespec.errors import InputError, is_interrupt, shown, trace_of
+from bubblespec.config.imports import call, import_function
+from bubblespec.distributed.worker import Worker, WorkerFailure, WorkerTimeout, close_workers
+from bubblespec.errors import InputError, is_interrupt, one_line, shown, trace_of
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -229,67 +235,99 @@ def _checked(value) -> Reward:
     return RewardFailure("value", f"value {shown(value)} is neither a finite number nor None")
 
 
-def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:
-    """Return the weighted sum over the functions that apply: [samples, functions] -> [samples].
+class InProcess:
+    """Calls the functions in this process, unprotected.
 
-    NaN where none applies: training such a sample on 0 would be a silent mistake. 0 without
-    functions, for a loss without rewards."""
-    if not weights:
-        return np.zeros(len(rewards))
-    total = np.nansum(rewards * np.asarray(weights), axis=1)
-    return np.where(np.isnan(rewards).all(axis=1), np.nan, total)
+    One call has a group, or all samples that were submitted since the last `run`."""
 
+    def __init__(self, functions: Iterable[RewardFunction], clock):
+        self._queued: list[tuple[RewardFunction, list]] = [(function, []) for function in functions]
+        self._clock = clock
 
-def overlong_penalty(lengths: np.ndarray, max_length: int, buffer_length: int) -> np.ndarray:
-    """Return the soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), float64 [S].
+    def submit(self, function: int, samples: list[Sample]) -> Future:
+        future: Future = Future()
+        self._queued[function][1].append((future, samples))
+        return future
 
-    lengths: response tokens. The penalty is 0 up to max_length - buffer_length, and falls linearly
-    to -1 at max_length.
-    """
-    if buffer_length == 0:
-        return np.zeros(len(lengths))
-    excess = np.clip(lengths - (max_length - buffer_length), 0, None)
-    return -excess / buffer_length
+    def run(self) -> None:
+        """Make all calls that were submitted, however long they take."""
+        for function, queued in self._queued:
+            units = [[unit] for unit in queued] if sees_groups(function) else [queued[:]]
+            queued.clear()
+            for unit in filter(None, units):
+                samples = [sample for _, own in unit for sample in own]
+                answers = iter(answers_of(function, samples, self._clock))
+                for future, own in unit:
+                    future.set_result([next(answers) for _ in own])
 
-
-@per_sample
-def exact_match(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
-    """Return 1 where the final answer equals the column `answer` as text, else 0.
-
-    Without `<answer>` tags the whole completion is the answer."""
-    texts = [text_of(c) for c in completions]
-    given = [text.strip() if final_answer(text) is None else final_answer(text) for text in texts]
-    return [float(g == str(a).strip()) for g, a in zip(given, answer, strict=True)]
+    def close(self) -> None:
+        """Do nothing: there are no workers."""
 
 
-@per_sample
-def reasoning_gym_score(
-    prompts, completions, completion_ids, task, entry, **columns
-) -> list[float | None]:
-    """Return the score from 0 to 1 of the final answer by reasoning-gym's scorer of the task."""
-    reasoning_gym = import_quietly("reasoning_gym")
-    return [
-        reasoning_gym.get_score_answer_fn(name)(answer=final_answer(text_of(c)), entry=item)
-        for c, name, item in zip(completions, task, entry, strict=True)
-    ]
+class RewardWorkers:
+    """`num_workers` processes that call the functions at `paths`. To be used by one thread."""
+
+    def __init__(self, paths: list[str], num_workers: int, timeout_s: float):
+        """timeout_s: of a function for one sample."""
+        self.timeout_s = timeout_s
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self.workers = [
+            Worker(__name__, paths, "reward.functions", self._jobs) for _ in range(num_workers)
+        ]
+
+    def submit(self, function: int, samples: list[Sample]) -> Future:
+        """Queue one call of a function, given by its number; return the future of its answers.
+
+        Once a worker is free, the list with the `Answer` of each sample comes within the time-out
+        of as many, or an InputError if no worker can be started. Queued calls can be cancelled."""
+        try:
+            request = pickle.dumps((function, samples))
+        except Exception as error:  # objects with code of their own
+            raise InputError(
+                "reward.num_workers: a sample's columns cannot be sent to a worker "
+                f"({one_line(error)}); set 0"
+            ) from error
+        future: Future = Future()
+        self._jobs.put(partial(self._call, future, request, len(samples)))
+        return future
+
+    def run(self) -> None:
+        """Do nothing: workers call the functions when they are free."""
+
+    def close(self) -> None:
+        """End all workers, also busy ones. Can be called again."""
+        close_workers(self.workers)
+
+    def _call(self, future: Future, request: bytes, num_samples: int, worker: Worker) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            worker.start()
+        except (InputError, OSError) as error:
+            future.set_exception(error)
+            return
+        begin_s = time.monotonic()
+        try:
+            replies = worker.ask(request, num_samples * self.timeout_s)
+            answers = [
+                Answer(RewardFailure(*reward) if isinstance(reward, list) else reward, *times)
+                for reward, *times in replies
+            ]
+        except (WorkerFailure, ValueError, TypeError) as error:  # of a malformed reply, too
+            ended_s = time.monotonic()
+            worker.end()
+            kind = "timeout" if isinstance(error, WorkerTimeout) else "crash"
+            failure = RewardFailure(kind, str(error))
+            answers = [Answer(failure, (ended_s - begin_s) / num_samples, ended_s)] * num_samples
+        future.set_result(answers)
 
 
-@per_sample
-def answer_format(prompts, completions, completion_ids, **columns) -> list[float | None]:
-    """Return 1 where the completion ends with exactly one `<answer>...</answer>`, else 0."""
-    pattern = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
-    return [float(pattern.fullmatch(text_of(c)) is not None) for c in completions]
+def make_answer(paths: list[str]) -> Callable[[bytes], list[Answer]]:
+    """Return the function by which a worker replies (`worker.serve`). Raises InputError."""
+    functions = [load_reward(path) for path in paths]
 
+    def answer(work: bytes) -> list[Answer]:
+        function, samples = pickle.loads(work)
+        return answers_of(functions[function], samples, time)
 
-def text_of(completion: str | list[dict]) -> str:
-    """Return the text of a completion, which is a string or chat messages."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
-def final_answer(text: str) -> str | None:
-    """Return the text in the last `<answer>` tags, or None without any."""
-    for part in reversed(text.split("</answer>")[:-1]):
-        _, tag, answer = part.partition("<answer>")
-        if tag:
-            return answer.strip()
-    return None
+    return answer

@@ -20,14 +20,15 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import RewardsFailed, first_problem, log
 from bubblespec.rewards.functions import (
     Answer,
+    InProcess,
     RewardFailure,
     RewardFunction,
+    RewardWorkers,
     Sample,
     named_of_trl,
     sees_groups,
     takes_environments,
 )
-from bubblespec.rewards.workers import InProcess, RewardWorkers
 from bubblespec.types import Launch, Row, SampleId
 
 POLL_STOP_S = 0.2  # how often a waiting rank checks whether the run is to stop
@@ -76,7 +77,6 @@ class Scorer:
 
     @property
     def names(self) -> list[str]:
-        """Names of the rewards."""
         return self.paths + ["environment"] * self.has_environment
 
     def names_of(self, step: int | None) -> list[str]:
@@ -223,8 +223,7 @@ class Scoring:
         Scores are float64 [functions], NaN where a function does not apply. One rank alone may call
         this, at any time before `collect`, which decides about rows for which a function fails.
         With workers this never waits; without, it calls the functions here, however long that
-        takes, once for all rows that have finished since the last call.
-        """
+        takes, once for all rows that have finished since the last call."""
         self._take_outcomes()
         self.scorer.ranks.call_until_stop(self.scorer.pool.run)
         waiting, self._new, taken = self._new, [], []
@@ -244,8 +243,7 @@ class Scoring:
 
         Returns float64 [rows, functions], NaN where a function does not apply. All ranks call this
         together, once their rollouts are over. Raises, on all ranks, RewardsFailed if failures end
-        the run, and StopRequested after a stop request; pending scores are then abandoned.
-        """
+        the run, and StopRequested after a stop request; pending scores are then abandoned."""
         scorer, rollouts_ended_s = self.scorer, self.scorer.ranks.clock.monotonic()
         for row in rows:
             if row.id not in self._calls:

@@ -5,7 +5,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 
 from bubblespec.config import Config
-from bubblespec.data.prompts import PromptSet
+from bubblespec.data.schedule import PromptSet
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log
 from bubblespec.rewards.functions import (

@@ -14,9 +14,8 @@ from bubblespec.errors import RewardsFailed
 from bubblespec.planner.guard import DRAFTS
 from bubblespec.planner.stats import load_parts, state_of
 from bubblespec.records import RolloutRecord
-from bubblespec.rewards.functions import combine
 from bubblespec.rollout.sampler import Sampler, vocab_size_of
-from bubblespec.samples import Samples, has_rewards
+from bubblespec.samples import Samples, combine, has_rewards
 from bubblespec.telemetry.report import evaluation_metrics, function_metrics, short_names
 from bubblespec.types import Draft, Group, Launch, Prompt
 

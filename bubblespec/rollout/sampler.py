@@ -18,7 +18,6 @@ from bubblespec.planner.guard import DRAFTS, PLACEMENT
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
 from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import RolloutRecord, Span, StepRecord
-from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.dynamic_sampling import join, num_lacking, select_trained
 from bubblespec.rollout.gather import gather_samples
@@ -26,7 +25,7 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.mechanism import Mechanism
 from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.table import RowTable
-from bubblespec.samples import Samples, has_rewards
+from bubblespec.samples import Samples, combine, has_rewards, overlong_penalty
 from bubblespec.types import Draft, Group, Launch, Row
 
 

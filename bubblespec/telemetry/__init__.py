@@ -1,4 +1,1 @@
-"""What a run says of itself: metrics, timelines, traces. Reads records, decides nothing.
-
-May import: ranks, config and what lies below.
-"""
+"""What a run says of itself: metrics, timelines, traces. Reads records, decides nothing."""

@@ -1,23 +1,118 @@
-"""Files of a run on rank 0: metrics.jsonl, samples.jsonl and TensorBoard; and the user's hook.
+"""Where metrics go on rank 0: metrics.jsonl, samples.jsonl and TensorBoard; and the user's hook.
 
 A full disk does not end a run: lines wait in memory until they can be written. TensorBoard's curves
 then have a gap.
 """
 
+import atexit
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from bubblespec.config import Config, flatten
 from bubblespec.config.imports import call
-from bubblespec.errors import is_interrupt, log, one_line
+from bubblespec.errors import InputError, is_interrupt, log, one_line
 from bubblespec.records import StepRecord
-from bubblespec.telemetry.files import JsonLines
-from bubblespec.telemetry.samples import describe
-from bubblespec.telemetry.tensorboard import TensorBoard
+from bubblespec.telemetry.files import JsonLines, describe
 
 NUM_SAMPLES = 4  # prompts of a step, one response each
+PACKAGES = ("wandb", "trackio")  # of run.log_to; they have the same functions
+OWN_GROUP = "z_bubblespec"  # TensorBoard sorts groups by name: after reward, train and all others
+# Beginnings of the keys that only this trainer has.
+OWN = ("rollout/", "bubble/", "drafts/", "quantized/", "drafter/", "idle/", "guard/", "tail/")
+OWN += ("tp_tail/",)
+# Metrics by the title of their chart. docs/metrics.md explains the first of each in this order.
+CHARTS = {
+    "Held-out reward": ["eval/reward"],
+    "Reward": ["reward"],
+    "Share of groups with equal rewards": ["frac_reward_zero_std"],
+    "Response tokens": ["completions/mean_length", "completions/mean_terminated_length"],
+    "Share of responses cut off": ["completions/clipped_ratio"],
+    "Entropy": ["entropy"],
+    "Gradient norm": ["grad_norm"],
+    "Seconds per step": [f"timing_s/{of}" for of in ("step", "gen", "bubble", "reward", "train")],
+}
+
+
+def make_logger(package: str, config: Config) -> Callable[[dict[str, Any]], None]:
+    """Return a function that logs lines of metrics. Raises InputError without the package.
+
+    The run begins with the first line and is named after run.output_dir. Its project is that of
+    WANDB_PROJECT or TRACKIO_PROJECT, else bubblespec."""
+    try:
+        module = importlib.import_module(package)
+    except ImportError as error:
+        problem = f"{package} cannot be imported ({error}); pip install {package}"
+        raise InputError(f"run.log_to: {problem}") from error
+    project = os.environ.get(f"{package.upper()}_PROJECT", "bubblespec")
+    name = os.path.basename(os.path.abspath(config.run.output_dir))
+    runs: list[Any] = []
+
+    def log(metrics: dict[str, Any]) -> None:
+        if not runs:
+            runs.append(None)  # one attempt, as each may wait for a network
+            options = {"config": flatten(config), "resume": "allow"}
+            runs[0] = module.init(project=project, name=name, **options)
+            atexit.register(module.finish)
+        if runs[0] is not None:
+            runs[0].log(metrics, step=metrics["step"])
+
+    return log
+
+
+def tag_of(key: str) -> str:
+    """Return the curve of a metric.
+
+    A key without a group is in `train`, as in TRL. The keys that only this trainer has, seconds by
+    rank included, are in one group."""
+    if "/" not in key:
+        return f"train/{key}"
+    return f"{OWN_GROUP}/{key}" if key.startswith(OWN) or "/rank_" in key else key
+
+
+class TensorBoard:
+    """The curves of one run on rank 0. A full disk leaves a gap in them."""
+
+    def __init__(self, output_dir: str, purge_step: int):
+        """purge_step: curves from here on, of an earlier run, are hidden."""
+        self._folder = os.path.join(output_dir, "tensorboard")
+        self._writer: Any = None
+        self._purge_step: int | None = purge_step
+        self._has_failed = False
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Draw one point of each curve. An error is a warning, once."""
+        try:
+            if self._writer is None:
+                self._writer = self._open()
+            for key, value in metrics.items():
+                if isinstance(value, int | float | np.generic):
+                    self._writer.add_scalar(tag_of(key), value, step)
+            self._writer.flush()
+        except OSError as error:
+            if not self._has_failed:
+                reason = f"TensorBoard's files cannot be written ({error.strerror})"
+                log(f"warning: {reason}; its curves will have a gap")
+            self._writer, self._has_failed = None, True
+
+    def close(self) -> None:
+        """Close the files, which are complete after each step."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(self._folder, purge_step=self._purge_step)
+        self._purge_step = None
+        patterns = {title: [f"^{tag_of(key)}$" for key in keys] for title, keys in CHARTS.items()}
+        charts = {title: ["Multiline", tags] for title, tags in patterns.items()}
+        writer.add_custom_scalars({"Watch first": charts})
+        return writer
 
 
 class MetricsLogger:

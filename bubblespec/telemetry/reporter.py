@@ -1,4 +1,4 @@
-"""Reports of a run: its lines on the screen, its metrics, samples, timelines and traces."""
+"""Reports of a run: its lines on the screen, its metrics, samples, timelines, traces, profiles."""
 
 import contextlib
 import os
@@ -18,11 +18,9 @@ from bubblespec.learn.learner import Learner
 from bubblespec.records import StepRecord
 from bubblespec.samples import Samples
 from bubblespec.telemetry import report, summary
-from bubblespec.telemetry.files import StepFiles
+from bubblespec.telemetry.files import StepFiles, completion_of, save_rollouts
 from bubblespec.telemetry.flops import mfu
 from bubblespec.telemetry.metrics import MetricsLogger
-from bubblespec.telemetry.profiler import begin_profile, save_profile
-from bubblespec.telemetry.samples import completion_of, save_rollouts
 from bubblespec.telemetry.timeline import gather_lanes, save_timeline
 from bubblespec.telemetry.trace import Recorder
 
@@ -35,6 +33,28 @@ def show_phase(ranks: Ranks, name: str) -> Iterator[None]:
     if ranks.is_main:
         log(f"{name} ...")
     yield
+
+
+def begin_profile(ranks: Ranks) -> torch.profiler.profile:
+    """Begin to record operations of this rank, and kernels on a GPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if ranks.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    running = torch.profiler.profile(activities=activities)
+    running.start()
+    return running
+
+
+def save_profile(running: torch.profiler.profile, output_dir: str, step: int, rank: int) -> None:
+    """End the recording, and write it as the trace of a step (from 1). An error is a warning."""
+    running.stop()
+    path = os.path.join(output_dir, "profile", f"step-{step:05d}-rank-{rank}.json")
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        running.export_chrome_trace(f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+    except (OSError, RuntimeError) as error:  # torch's exporter raises RuntimeError
+        log(f"warning: {path} could not be written: {error}")
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 from bubblespec.config import Config
 from bubblespec.config.combinations import EVAL_NAMES
-from bubblespec.data.prompts import PromptSet
+from bubblespec.data.schedule import PromptSet
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.learner import Learner
 from bubblespec.telemetry.trace import describe_hardware

@@ -30,8 +30,7 @@ from bubblespec.config import Config, flatten
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import log
 from bubblespec.records import ForwardRecord, RolloutRecord, StepRecord
-from bubblespec.telemetry.files import StepFiles, must_write
-from bubblespec.telemetry.samples import token_columns
+from bubblespec.telemetry.files import StepFiles, must_write, token_columns
 from bubblespec.types import Load
 
 FORMAT = 2

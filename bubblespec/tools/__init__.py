@@ -1,12 +1,16 @@
-"""The commands beside train.py, and what `python -m bubblespec` shows of them."""
+"""The commands of `python -m bubblespec`, and their command line, which train.py shares."""
 
 import argparse
+import re
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from bubblespec.errors import InputError
+
+OPTION = re.compile(r"--([a-z_]+\.[a-z_0-9.]+)(=.*)?", re.DOTALL)  # a key, written as an option
 
 
 class Command(NamedTuple):
-    """A command."""
-
     module: str  # module with its `main`, imported when the command runs, as imports take seconds
     purpose: str
     example: str  # arguments that work in a clone of the repository
@@ -19,7 +23,7 @@ COMMANDS = {
         "--nproc-per-node 2 --config configs/tiny_cpu.yaml run.max_steps=2",
     ),
     "doctor": Command(
-        "bubblespec.tools.doctor.command",
+        "bubblespec.tools.doctor",
         "check whether this machine can run a configuration",
         "--config configs/tiny_cpu.yaml",
     ),
@@ -61,3 +65,24 @@ def make_parser(name: str, **options) -> argparse.ArgumentParser:
 
 def _example_of(name: str) -> str:
     return f"python -m bubblespec {name} {COMMANDS[name].example}"
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Add --config and the overrides to a parser, and parse. Raises InputError."""
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file, see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="a key's value")
+    refuse_dashes(arguments)
+    return parser.parse_intermixed_args(arguments)
+
+
+def refuse_dashes(arguments: Sequence[str]) -> None:
+    """Raise InputError with the right form of each key that is written as an option."""
+    lines = []
+    for argument, after in zip(arguments, [*arguments[1:], "VALUE"], strict=True):
+        if found := OPTION.fullmatch(argument):
+            key, value = found.groups()
+            given = "VALUE" if after.startswith("--") else after
+            written = argument if value else f"{argument} {given}"
+            lines.append(f"{written}: write {key}{value or f'={given}'}")
+    if lines:
+        raise InputError("\n".join(lines))

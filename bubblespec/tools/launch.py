@@ -15,9 +15,8 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from bubblespec.config.command import refuse_dashes
 from bubblespec.errors import InputError, RankTimeout, log, one_line
-from bubblespec.tools import make_parser
+from bubblespec.tools import make_parser, refuse_dashes
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
 SAVE_S = 300

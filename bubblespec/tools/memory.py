@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from bubblespec import memory
 from bubblespec.config import Config
-from bubblespec.config.command import parse
 from bubblespec.config.file import load_config
 from bubblespec.engine.packing import PAGE
 from bubblespec.errors import InputError
@@ -21,7 +20,7 @@ from bubblespec.loading import from_pretrained, with_dtype
 from bubblespec.mechanisms.drafter.runner import add_drafter
 from bubblespec.mechanisms.quantized.copy import add_quantized
 from bubblespec.mechanisms.quantized.products import product_for
-from bubblespec.tools import make_parser
+from bubblespec.tools import make_parser, parse
 
 # Usable bytes of an RTX 4090, an H100 and an H200.
 CARDS = {"24 GB": 23.5 * 2**30, "80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}

@@ -16,7 +16,6 @@ from contextlib import closing
 from dataclasses import replace
 
 from bubblespec.config import Config
-from bubblespec.config.command import parse
 from bubblespec.config.file import load_config
 from bubblespec.errors import InputError, log
 from bubblespec.loading import load_prompts, load_tokenizer
@@ -25,7 +24,7 @@ from bubblespec.mechanisms.episodes.episodes import episode_seed
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.rewards.functions import Sample, load_reward, score, takes_environments
-from bubblespec.tools import make_parser
+from bubblespec.tools import make_parser, parse
 
 NAME = "episode"
 REASONS = {

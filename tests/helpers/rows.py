@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from bubblespec.data.prompts import PromptSet
+from bubblespec.data.schedule import PromptSet
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams

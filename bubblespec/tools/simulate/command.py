@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from bubblespec.config import Config
-from bubblespec.config.command import refuse_dashes
 from bubblespec.config.file import config_of_sections
 from bubblespec.errors import InputError, log
 from bubblespec.telemetry.trace import FOLDER
-from bubblespec.tools import make_parser
+from bubblespec.tools import make_parser, refuse_dashes
 from bubblespec.tools.memory import changed
 from bubblespec.tools.simulate.recorded import (
     load_copy_cost,

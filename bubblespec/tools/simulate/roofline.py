@@ -44,7 +44,6 @@ class Model(NamedTuple):
 
     @property
     def layer_weights(self) -> float:
-        """Weights of one layer's products."""
         projections = 2 * self.heads + 2 * self.kv_heads
         return self.hidden * (projections * self.dimension + 3 * self.intermediate)
 
@@ -90,9 +89,6 @@ MODELS = {
 # This engine by the prototype of its kernels (docs/results/data/h200_prototype.csv): 10 launches of
 # 3.2 us a layer and 12 around the layers, and seconds in which a token is sampled from 152k logits.
 OWN, AROUND, SAMPLE_S = FITTED._replace(keys_share=0.95, knee=2.0, layer_s=32e-6), 1.2, 8e-7
-# "graph": this engine without the host, as the prototype was measured.
-FITS = {"bubblespec": OWN, "graph": OWN, "vllm": FITTED, "gpt-fast": FITTED}
-ENGINES = tuple(FITS)
 # Host time of a forward: planning and packing 0.3 ms, the graph's launch 0.15 ms
 # (docs/results/h200.md). A forward that verifies nothing is launched ahead of results, so a GPU
 # waits for what exceeds the forward. Behind one that verifies the host waits for results: that
@@ -144,20 +140,6 @@ class Attention:
         return self.layers * waves * keys / TILE_KEYS * self.block_s
 
 
-class FlashAttention(Attention):
-    """Seconds of FlashAttention-2 in vLLM.
-
-    Query heads share blocks, and few long rows are split, only if each row feeds one token."""
-
-    def seconds(self, rows: float, tokens: float, positions: float) -> float:
-        fed = max(tokens / rows, 1.0)
-        waves = rows * self.kv_heads / self.num_processors / OVERLAP
-        if fed > 1.0:
-            blocks = rows * math.ceil(fed / TILE_QUERIES) * self.heads
-            waves = max(math.ceil(blocks / self.num_processors) / OVERLAP, 1.0)
-        return max(self.computed_s(waves, positions / rows, fed), positions * self.position_s)
-
-
 @dataclass
 class Products:
     """Seconds of matrix products of some tokens with the same weights."""
@@ -175,7 +157,7 @@ class GPUCost:
     """Seconds of forwards on one GPU, or on several that compute each forward together."""
 
     layers: Products
-    head: Products | None  # products of the tokens that are sampled
+    head: Products  # of the tokens that are sampled
     attention: Attention
     constant_s: float  # seconds of a forward beyond `layers`, `head` and `attention`
     token_s: float  # seconds of a token in all-reduces
@@ -190,33 +172,23 @@ class GPUCost:
         sampled = rows + draft_tokens
         total_s = self.constant_s + self.token_s * tokens + self.sample_s * sampled
         total_s += self.layers.seconds(tokens) + self.attention.seconds(rows, tokens, positions)
-        if self.head is not None:
-            total_s += self.head.seconds(sampled)
+        total_s += self.head.seconds(sampled)
         if not wide_rows:
             return max(total_s, self.host_s)
         return total_s + self.host_s + self.verify_s[0] + self.verify_s[1] * wide_rows
 
 
 def roofline(
-    gpu: str,
-    model: str | Model,
-    num_ranks: int = 1,
-    *,
-    engine: str = "bubblespec",
-    bits: int = 16,
-    fit: Fit | None = None,
+    gpu: str, model: str | Model, num_ranks: int = 1, *, bits: int = 16, fit: Fit = OWN
 ) -> GPUCost:
     """Return the cost of a forward, captured as a graph.
 
     If several ranks compute a forward together, each does its share, of which the largest counts,
     and there are two all-reduces per layer and one exchange of samples. gpu, model: of GPUS and
     MODELS, or a shape; bits: of a weight, 8 or 4 for a quantised copy, with a grid for each GROUP
-    inputs; engine: of ENGINES: "vllm" is its layers alone, as its forwards were measured,
-    "gpt-fast" has no host time and samples for nothing; fit: by default the engine's. Raises
-    TPUnsupported for a model that so many ranks cannot share."""
+    inputs. Raises TPUnsupported for a model that so many ranks cannot share."""
     card, shape = GPUS[gpu], MODELS[model] if isinstance(model, str) else model
     layers, hidden, _, heads, kv_heads, dimension, vocabulary = shape
-    fit = fit or FITS[engine]
     title = "a model"
     if isinstance(model, str):
         title = f"Qwen2.5-{model.upper()}" if model[0].isdigit() else model.title()
@@ -235,9 +207,8 @@ def roofline(
         return Products(read_s, 2 * weights / num_ranks / (peak_share * card.peak), fit.knee)
 
     block_s = fit.block_s * card.block_time * dimension / 128
-    is_ours, has_host = engine in ("bubblespec", "graph"), engine == "bubblespec"
     position_s = 2 * 2 * layers * own_kv_heads * dimension / (fit.keys_share * card.memory)
-    constant_s = (layers + is_ours * AROUND) * fit.layer_s
+    constant_s = (layers + AROUND) * fit.layer_s
     summed_s, where = 0.0, f"one {gpu.upper()}"
     if num_ranks > 1:
         latency_s = ALL_REDUCE_S + ALL_REDUCE_RANK_S * (num_ranks - 1)
@@ -248,15 +219,15 @@ def roofline(
         where = f"{num_ranks} {gpu.upper()}s together"
     return GPUCost(
         layers=products(layers * shape.layer_weights),
-        head=products(hidden * vocabulary) if engine != "vllm" else None,
-        attention=(Attention if is_ours else FlashAttention)(
+        head=products(hidden * vocabulary),
+        attention=Attention(
             layers, own_heads, own_kv_heads, card.num_processors, block_s, position_s, fit.knee
         ),
         constant_s=constant_s,
         token_s=summed_s,
-        sample_s=is_ours * SAMPLE_S,
-        host_s=has_host * HOST_S,
-        verify_s=(has_host * VERIFY_S, has_host * VERIFY_ROW_S),
+        sample_s=SAMPLE_S,
+        host_s=HOST_S,
+        verify_s=(VERIFY_S, VERIFY_ROW_S),
         source=f"roofline, not measured: {title}, bfloat16, on {where}",
     )
 

@@ -37,12 +37,12 @@ from bubblespec.tools.simulate.runner import (
     CopyModel,
     Cost,
     DrafterModel,
+    SimulatedEnvironments,
     SimulatedRunner,
     Text,
     copy_chains,
     drafter_chains,
 )
-from bubblespec.tools.simulate.tools import SimulatedEnvironments
 from bubblespec.tools.simulate.workload import Texts, Workload
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
 from bubblespec.types import Launch, Row
@@ -150,10 +150,6 @@ def _check(config: Config, workload: Workload, num_ranks: int) -> None:
         raise InputError(f"--ranks: {num_ranks} for {workload.num_prompts} prompts per step")
     if isinstance(rollout.max_num_seqs, str):
         rollout.max_num_seqs = max_slots(config, num_ranks)
-    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
-        raise InputError(
-            f"rollout.max_num_batched_tokens: {rollout.max_num_batched_tokens} is below the slots"
-        )
 
 
 def _blank(row: Row) -> np.ndarray:

@@ -163,7 +163,6 @@ class Workload:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of a step."""
         return len(self.batches[0])
 
     @property

@@ -1,8 +1,9 @@
-"""A reward that compares answers as mathematics, with the math-verify library."""
+"""The shipped reward functions; `math_equivalence` compares answers by the math-verify library."""
 
 import re
 
-from bubblespec.rewards.functions import final_answer, per_sample, text_of
+from bubblespec.config.imports import import_quietly
+from bubblespec.rewards.functions import per_sample
 
 MATH_LIMIT_S = 5  # for one comparison by math-verify, which would evaluate 9^{9^9} forever
 MAX_ANSWER = 2000  # characters: the library takes quadratic time, and prints what takes too long
@@ -17,6 +18,49 @@ _CHANGES_NUMBER = re.compile(
     r"\b(hundred|thousand|\w+illion|dozen|half|percent|and|plus|minus|times|over|squared|cubed|mod)s?\b"
 )
 _EQUATION = re.compile(r"[-+*/^().,\d\s]+(=[-+*/^().,\d\s]+)+")
+
+
+@per_sample
+def exact_match(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
+    """Return 1 where the final answer equals the column `answer` as text, else 0.
+
+    Without `<answer>` tags the whole completion is the answer."""
+    texts = [text_of(c) for c in completions]
+    given = [text.strip() if final_answer(text) is None else final_answer(text) for text in texts]
+    return [float(g == str(a).strip()) for g, a in zip(given, answer, strict=True)]
+
+
+@per_sample
+def reasoning_gym_score(
+    prompts, completions, completion_ids, task, entry, **columns
+) -> list[float | None]:
+    """Return the score from 0 to 1 of the final answer by reasoning-gym's scorer of the task."""
+    reasoning_gym = import_quietly("reasoning_gym")
+    return [
+        reasoning_gym.get_score_answer_fn(name)(answer=final_answer(text_of(c)), entry=item)
+        for c, name, item in zip(completions, task, entry, strict=True)
+    ]
+
+
+@per_sample
+def answer_format(prompts, completions, completion_ids, **columns) -> list[float | None]:
+    """Return 1 where the completion ends with exactly one `<answer>...</answer>`, else 0."""
+    pattern = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
+    return [float(pattern.fullmatch(text_of(c)) is not None) for c in completions]
+
+
+def text_of(completion: str | list[dict]) -> str:
+    """Return the text of a completion, which is a string or chat messages."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def final_answer(text: str) -> str | None:
+    """Return the text in the last `<answer>` tags, or None without any."""
+    for part in reversed(text.split("</answer>")[:-1]):
+        _, tag, answer = part.partition("<answer>")
+        if tag:
+            return answer.strip()
+    return None
 
 
 @per_sample

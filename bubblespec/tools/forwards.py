@@ -1,4 +1,4 @@
-"""Checks of one model's forwards.
+"""The doctor's checks of one model's forwards.
 
 A check is a generator of lines, which all ranks run together. This file imports nothing beyond
 torch, transformers and numpy, as benchmarks/gpu_suite.py runs without the other packages.
@@ -28,12 +28,7 @@ from bubblespec.errors import one_line
 from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
 from bubblespec.mechanisms.quantized.products import NO_PRODUCT, product_for
 from bubblespec.mechanisms.quantized.runner import CopyForward
-from bubblespec.mechanisms.tp_tail.shards import (
-    ShardedForward,
-    TPGroup,
-    TPUnsupported,
-    no_tp_tail,
-)
+from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsupported, no_tp_tail
 
 WARM_UP, NUM_TIMED = 3, 20
 NUM_OBSERVED = 128  # tokens that a copy is compared on

@@ -1,1 +1,0 @@
-"""Can this machine run a configuration? python -m bubblespec doctor"""
