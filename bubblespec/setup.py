@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bubblespec import loading
-from bubblespec.best import check_save_best, find_best
 from bubblespec.checkpoint import (
     PLANNER_FILE,
     SPECULATION_FILE,
@@ -51,15 +50,13 @@ from bubblespec.learn.losses import load_loss
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.mechanisms import cpu_linear as linear
 from bubblespec.mechanisms.batch_invariant import InvariantForward, check_invariance, fix_libraries
-from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
-from bubblespec.mechanisms.drafter.runner import add_drafter
+from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism, add_drafter
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
-from bubblespec.mechanisms.quantized.copy import add_quantized
+from bubblespec.mechanisms.quantized.copy import Product, add_quantized
 from bubblespec.mechanisms.quantized.mechanism import choose_product, make_quantized
-from bubblespec.mechanisms.quantized.products import Product
 from bubblespec.mechanisms.stream_gradients import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
@@ -73,7 +70,7 @@ from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry.loggers import PACKAGES, make_logger
 from bubblespec.telemetry.reporter import RunReporter, show_phase
-from bubblespec.trainer import Trainer
+from bubblespec.trainer import Trainer, check_save_best, find_best
 
 
 def build(config: Config, ranks: Ranks) -> Trainer:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from bubblespec.checkpoint import SUMS_FILE, find_damage
 from bubblespec.mechanisms.drafter import mechanism as drafter_mechanism
 from bubblespec.mechanisms.drafter.layer import DRAFTER_FILE, DRAFTER_FOLDER
-from bubblespec.mechanisms.drafter.runner import DrafterRunner
+from bubblespec.mechanisms.drafter.mechanism import DrafterRunner
 from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.rollout.evaluate import Evaluator
 from tests.helpers.clocks import train_in_virtual_time
@@ -106,13 +106,13 @@ def test_resumed_run_has_the_drafter_of_the_checkpoint(tmp_path, drafted, capfd)
 
 
 def test_a_stop_in_the_warm_start_ends_the_run(monkeypatch, tmp_path, capfd):
-    train_drafter = drafter_mechanism.warm_start.train
+    train_drafter = drafter_mechanism.warm_up
 
     def stopped(training, examples, ranks):
         ranks.must_stop |= ranks.rank == 1
         train_drafter(training, examples, ranks)
 
-    monkeypatch.setattr(drafter_mechanism.warm_start, "train", stopped)
+    monkeypatch.setattr(drafter_mechanism, "warm_up", stopped)
     train_on_threads(2, *OPTIONS, *DRAFTER, ALL, f"run.output_dir={tmp_path}")
     assert capfd.readouterr().err.count("stopped after 0 of 3 updates") == 1
     assert not digests(tmp_path)

@@ -7,14 +7,15 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from bubblespec.mechanisms.drafter import training as drafter_training
 from bubblespec.mechanisms.drafter.layer import Drafter
-from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH
+from bubblespec.mechanisms.drafter.mechanism import MAX_CHAIN_LENGTH
 from bubblespec.mechanisms.drafter.training import (
+    EPOCHS,
     EXAMPLES_PER_UPDATE,
     PASSES,
     SHARE_PER_STEP,
     Example,
+    train,
 )
-from bubblespec.mechanisms.drafter.warm_start import EPOCHS, train
 from tests.helpers.clocks import Clock
 from tests.helpers.drafter_oracle import (
     NAMES,

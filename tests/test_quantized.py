@@ -24,16 +24,25 @@ from bubblespec.engine.output_head import OutputHead, output_head
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.lora import add_adapter
-from bubblespec.mechanisms.quantized import products
-from bubblespec.mechanisms.quantized.copy import Copy, Layers, observe_inputs
+from bubblespec.mechanisms.quantized import copy as products
+from bubblespec.mechanisms.quantized.copy import (
+    INT8_CPU,
+    Copy,
+    Layers,
+    Product,
+    observe_inputs,
+    round_to_int4,
+    round_to_int8,
+)
 from bubblespec.mechanisms.quantized.mechanism import (
     MAX_CHAIN_LENGTH,
     RENEWAL_SHARE,
+    CopyForward,
+    CopyRunner,
     QuantizedMechanism,
+    exact_logits,
 )
 from bubblespec.mechanisms.quantized.mechanism import make_source as source_of
-from bubblespec.mechanisms.quantized.products import INT8_CPU, Product, round_to_int4, round_to_int8
-from bubblespec.mechanisms.quantized.runner import CopyForward, CopyRunner, exact_logits
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import make_runner

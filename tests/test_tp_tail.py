@@ -15,7 +15,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.drafter.layer import Drafter
-from bubblespec.mechanisms.drafter.runner import DrafterRunner
+from bubblespec.mechanisms.drafter.mechanism import DrafterRunner
 from bubblespec.mechanisms.tp_tail import tail as tp_tail
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup
 from bubblespec.mechanisms.tp_tail.tail import (

@@ -15,15 +15,13 @@ import numpy as np
 import torch
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.idle.task import SLICE_S, LocalWork
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import local_weights
 from bubblespec.learn.microbatch import Microbatch, pack_responses
 from bubblespec.records import Span, StepRecord
 from bubblespec.rewards.scorer import Scoring
-from bubblespec.rollout.mechanism import Mechanism
-from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.plan import SLICE_S, LocalWork, Mechanism, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.samples import Samples, count_sampled, has_zero_std
 from bubblespec.types import Launch, Row, SampleId, is_sampled

@@ -10,10 +10,9 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
-from bubblespec.idle.task import LocalWork, RankView, assign
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.plan import LocalWork, RankView, RolloutPlan, assign
 from bubblespec.rollout.table import Cutoff
 from bubblespec.types import Load, Row
 

@@ -1,10 +1,18 @@
-"""A step's samples: place its groups on ranks, generate, score, gather, and learn from timings."""
+"""A step's samples: place its groups on ranks, generate, score, gather, and learn from timings.
 
+With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) groups whose responses all got the same
+reward, which give no gradient, are replaced by groups of further prompts, generated under the same
+weights, as are groups that lack a reward. The choice of prompts depends on the step and the
+gathered rewards alone, so any number of ranks trains on the same tokens.
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
@@ -13,6 +21,7 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, History, exchange
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.errors import RewardsFailed
 from bubblespec.planner.costs import rollout_seconds
 from bubblespec.planner.guard import DRAFTS, PLACEMENT
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
@@ -20,14 +29,13 @@ from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import RolloutRecord, Span, StepRecord
 from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rollout.board import ProgressBoard
-from bubblespec.rollout.dynamic_sampling import join, num_lacking, select_trained
-from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.mechanism import Mechanism
-from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.table import RowTable
-from bubblespec.samples import Samples, has_rewards
+from bubblespec.samples import Samples, has_rewards, has_zero_std
 from bubblespec.types import Draft, Group, Launch, Row
+
+FINISHES = (None, "stop", "length")
 
 
 class Rollout(NamedTuple):
@@ -314,3 +322,95 @@ def vocab_size_of(engine: Engine) -> int | None:
     """Return the number of tokens that the policy can embed; None in virtual time."""
     model = getattr(engine.runner, "model", None)
     return None if model is None else model.get_input_embeddings().num_embeddings
+
+
+def gather_rows(own: dict[int, Row], table: RowTable, ranks: Ranks) -> dict[int, Row]:
+    """Return the rows of all ranks by index: this rank's own objects, and copies of the others.
+
+    The ranks exchange a header, the tokens and both log-probabilities of each row. All of these are
+    exact as float64, NaN as well.
+    """
+    rows = dict(own)
+    numbers: list[ArrayLike] = [np.empty(0)]
+    for index, row in own.items():
+        header = (index, row.max_new_tokens, FINISHES.index(row.finish), len(row.tokens))
+        numbers += [header, row.tokens, row.logprob, row.full_logprob]
+    for rank, left in enumerate(ranks.gather_ragged(np.concatenate(numbers, dtype=np.float64))):
+        while len(left) and rank != ranks.rank:
+            index, max_new_tokens, finish, length = left[:4].astype(np.int64).tolist()
+            columns, left = np.split(left[4:], [3 * length])
+            row = rows[index] = table.make_row(index, max_new_tokens)
+            row.finish, row.tokens = FINISHES[finish], columns[:length].astype(np.int64)
+            row.logprob, row.full_logprob = columns[length:].reshape(2, length).astype(np.float32)
+    return rows
+
+
+def gather_samples(
+    own: dict[int, Row], rewards: np.ndarray, table: RowTable, ranks: Ranks
+) -> Samples:
+    """Return all samples that are trained on, on every rank, after the rollout.
+
+    own: this rank's, by ascending index; rewards: float64 [rows, functions], of the same."""
+    trained, launch = table.trained(), table.launch
+    by_index = gather_rows(own, table, ranks)
+    rows = [by_index[index] for index in trained.tolist()]
+    all_rewards = np.empty((len(rows), rewards.shape[1]))
+    for rank, flat in enumerate(ranks.gather_ragged(rewards.ravel())):
+        are_from_rank = table.rank_of[trained] == rank
+        all_rewards[are_from_rank] = flat.reshape(are_from_rank.sum(), rewards.shape[1])
+    groups = trained[:: launch.num_generations] // launch.num_generations
+    return Samples(
+        groups=[launch.groups[group] for group in groups.tolist()],
+        num_generations=launch.num_generations,
+        tokens=[row.tokens.astype(np.int32) for row in rows],
+        logprob=[row.logprob for row in rows],
+        full_logprob=[row.full_logprob for row in rows],
+        is_truncated=np.array([row.finish == "length" for row in rows]),
+        rewards=all_rewards,
+    )
+
+
+def num_lacking(record: StepRecord, max_batches: int) -> int:
+    """Return how many further groups the step generates, enough for the gap at the rate so far.
+
+    At most a whole batch; 0 once enough rewards differ, or after `max_batches`."""
+    rewards, wanted = record.all_rewards, record.batch_sizes[0]
+    is_useful = has_rewards(rewards) & ~has_zero_std(rewards)
+    missing = wanted - int(is_useful.sum())
+    if missing <= 0 or len(record.batch_sizes) >= max_batches:
+        return 0
+    return min(wanted, math.ceil(missing / max(is_useful.mean(), 1e-9)))
+
+
+def join(record: StepRecord, more: StepRecord) -> StepRecord:
+    """Return the record of a step with a further rollout."""
+    return replace(
+        record,
+        generated=record.generated + more.generated,
+        all_rewards=np.concatenate((record.all_rewards, more.all_rewards)),
+        owners=np.concatenate((record.owners, more.owners)),
+        batch_sizes=record.batch_sizes + more.batch_sizes,
+        rollouts=record.rollouts + more.rollouts,
+        stages=record.stages + more.stages,
+        spans=record.spans + more.spans,
+        drafts=record.drafts | more.drafts,
+        expected_s=record.expected_s + more.expected_s,
+    )
+
+
+def select_trained(record: StepRecord) -> StepRecord:
+    """Return the record with the groups that are trained on.
+
+    The first groups whose rewards differ come first, then groups of equal rewards; groups that lack
+    a reward are left out. Raises RewardsFailed, on all ranks, if all groups lack one.
+    """
+    order = np.argsort(has_zero_std(record.all_rewards), kind="stable")
+    order = order[has_rewards(record.all_rewards)[order]]
+    if not len(order):
+        raise RewardsFailed(
+            f"reward.functions: in step {record.step + 1} no function returned a number for any of "
+            f"{len(record.all_rewards)} prompts, so there is nothing to train on"
+        )
+    chosen = sorted(order[: record.batch_sizes[0]].tolist())
+    samples = record.generated.of_groups(chosen)
+    return replace(record, samples=samples, rewards=record.all_rewards[chosen])

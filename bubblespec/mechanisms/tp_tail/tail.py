@@ -6,6 +6,8 @@ that is the same on every rank. Its forwards are in lockstep: ranks exchange wha
 and compute the same tokens from the exchanged values. The owner of a row proposes its drafts, and
 every few forwards ranks exchange whether to stop. When the last row is done, each rank has its own
 rows' results, and the rollout ends with the next tick.
+
+Shape legend: R rows of all ranks, n positions of one rank's rows, P ranks.
 """
 
 import contextlib
@@ -15,26 +17,26 @@ from dataclasses import replace
 from typing import cast
 
 import numpy as np
+import torch
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.packing import to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log
 from bubblespec.mechanisms.tp_tail import shards
-from bubblespec.mechanisms.tp_tail.kv_transfer import can_transfer_kv, transfer_kv
+from bubblespec.mechanisms.tp_tail.shards import ShardedForward
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
 from bubblespec.records import ForwardRecord, Span, StepRecord, total_s
 from bubblespec.rollout.board import RankState
-from bubblespec.rollout.gather import gather_rows
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.mechanism import Mechanism
-from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.profile import profile
-from bubblespec.rollout.sampler import Sampler
+from bubblespec.rollout.sampler import Sampler, gather_rows
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Row, SampleId
 
@@ -45,6 +47,7 @@ MAX_DRAFT_TOKENS = 64  # of a row
 FED_AGAIN = 16
 ROWS = "tp_tail_rows"  # in a rollout's extras: rows of this rank that were unfinished on entry
 NUM_TIMED = 3  # last forwards of a timing at the start, which count
+PIECE_BYTES = 1 << 26  # received by a rank at a time from all ranks
 
 
 class TPTail(Mechanism):
@@ -292,3 +295,56 @@ def _seconds_of_a_forward(engine: Engine, params: SamplingParams, ranks: Ranks) 
         engine.step(params)
         seconds.append(ranks.clock.perf_counter() - began_s)
     return float(np.median(seconds[-NUM_TIMED:]))
+
+
+def can_transfer_kv(source: ModelRunner, target: ModelRunner) -> bool:
+    """Whether the cache has the key/value heads that shards are cut from; not before a forward."""
+    shards, layers = cast(ShardedForward, target.forward), source.cache.layers.values()
+    counts = {of.shape[2] for own in layers for of in (own.keys, own.values)}
+    return counts == {shards.num_key_heads}
+
+
+@torch.inference_mode()
+def transfer_kv(
+    source: ModelRunner,
+    target: ModelRunner,
+    slots: np.ndarray,
+    counts: np.ndarray,
+    rank_of: np.ndarray,
+) -> None:
+    """Send first positions of rows into the target's first R slots; all ranks call this together.
+
+    slots: int64 [R], of this rank's rows in the source; counts: int64 [R], positions, for which the
+    target has room; rank_of: int64 [R], owners of the rows.
+    """
+    shards, device = cast(ShardedForward, target.forward), source.device
+    tp = shards.tp
+    own = np.flatnonzero(rank_of == tp.rank)
+    row, position = ragged(counts[own])
+    here = to_device(source.cache.places(slots[own][row], position), device)
+    by_rank = np.argsort(rank_of, kind="stable")  # the order of the exchange
+    row, position = ragged(counts[by_rank])
+    places = target.cache.places(by_rank[row], position)
+    sizes = np.bincount(rank_of, counts, tp.size).astype(np.int64)
+    layers = source.cache.layers
+    largest = max(of[0, 0].nbytes for own in layers.values() for of in (own.keys, own.values))
+    at_once = max(PIECE_BYTES // (tp.size * largest), 1)
+    width = min(at_once, int(sizes.max()))  # positions of each rank in a piece
+    piece = ragged(sizes)[1] // width
+    there = to_device(places[np.argsort(piece, kind="stable")], device).split(
+        np.bincount(piece).tolist()
+    )
+
+    def of_all_ranks(cached: torch.Tensor, heads: slice, begin: int) -> torch.Tensor:
+        """Gather the piece at this position of every rank, [positions, own heads, dimension]."""
+        own = cached[source.cache.locate(here[begin : begin + width])]
+        part = cached.new_zeros(width, *cached.shape[2:])
+        part[: len(own)] = own
+        parts = zip(tp.gather(part), (sizes - begin).clip(0).tolist(), strict=True)
+        return torch.cat([of_rank[:left, heads] for of_rank, left in parts])
+
+    for layer, own_cache in layers.items():
+        both = own_cache.keys, own_cache.values
+        for number, of_piece in enumerate(there):
+            pair = (of_all_ranks(of, shards.key_heads, number * width) for of in both)
+            target.cache.write(layer, of_piece, *pair)
