@@ -141,7 +141,7 @@ def test_failed_drafter_is_neither_used_nor_saved(monkeypatch, tmp_path, has_fai
     drafter.runner = SimpleNamespace(enable=enabled.append)
     state = {"has_failed": has_failed, "drafter": None, "num_updates": 3}
     drafter.training = SimpleNamespace(clock=None, **state)
-    plan = SimpleNamespace(is_on=True, step=1, works=[])
+    plan = SimpleNamespace(without=frozenset(), step=1, works=[])
     drafter.begin_rollout(plan)
     drafter.save(str(tmp_path))
     assert enabled == [not has_failed]

@@ -15,8 +15,8 @@ from bubblespec.mechanisms.drafter.training import LITTLE_S, MAX_SHARE, TrainDra
 from bubblespec.mechanisms.stream_gradients import StreamGradients
 from bubblespec.planner.jobs import Job
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
-from bubblespec.rollout.drafting import MAX_IDLE_FORWARDS, DraftAhead
-from bubblespec.rollout.plan import LocalWork, RankView, assign
+from bubblespec.rollout.drafting import MAX_IDLE_FORWARDS, DraftAhead, assign
+from bubblespec.rollout.plan import LocalWork, RankView
 from bubblespec.tools.simulate.runner import SimulatedRunner
 from bubblespec.tools.simulate.world import SimulatedRanks, World
 from bubblespec.types import Draft, Launch, Load, Row, SampleId

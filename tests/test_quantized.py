@@ -173,7 +173,7 @@ def test_renewals_have_the_credit_of_one_rollout():
     source = make_source(model, make_copy(model), SamplingParams(), 2)
     made, limits = QuantizedMechanism(source, source.runner.copy, Config(), time), []
     made.copy.renew = lambda clock, limit_s: limits.append(limit_s) or taken.pop(0)
-    taken, plan = [0.0, 0.0, 0.3, 0.0], SimpleNamespace(step=1, is_on=True, without=frozenset())
+    taken, plan = [0.0, 0.0, 0.3, 0.0], SimpleNamespace(step=1, without=frozenset())
     for _ in range(4):
         made.end_rollout(SimpleNamespace(total_s=5.0))
         made.begin_rollout(plan)

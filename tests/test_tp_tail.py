@@ -233,7 +233,7 @@ def test_forwards_wait_for_results_where_any_source_needs_them():
         proposer = Proposer([source], CostModel())
         is_waiting = needs_results and serves
         assert OwnersPropose(proposer, (), None, None).needs_results == is_waiting
-        proposer._pauses[:] = 9
+        proposer._due[:] = [9]
         assert not proposer.needs_results
         assert OwnersPropose(proposer, (), None, None).needs_results == is_waiting
 

@@ -222,7 +222,7 @@ class StreamGradients(LocalWork):
 
     def can_begin(self) -> bool:
         """Whether own rows are done or wait for environments, and there is a piece to compute."""
-        is_idle = not self.view.unfinished or self.view.is_idle
+        is_idle = not self.view.unfinished or self.view.engine.is_waiting
         is_idle &= self.view.engine.is_idle or not self.frees_cache
         return is_idle and self.cost.is_known and bool(self._pieces)
 

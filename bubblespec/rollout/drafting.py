@@ -8,7 +8,7 @@ last tick drafts stop, and later idle time continues them.
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import numpy as np
@@ -18,6 +18,7 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, exchange
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.drafts import choose_lookahead, plan_drafts
+from bubblespec.planner.guard import DRAFTS
 from bubblespec.planner.jobs import Job
 from bubblespec.rollout.plan import LEAST_S, Mechanism, RankView, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
@@ -90,6 +91,14 @@ class DraftAhead:
             return 0
         return max(0, 2 * self._num_free() - len(self._given))
 
+    def assign(self, capacities: Sequence[int], has_rows: list[bool]) -> bool:
+        """Give drafts to ranks, see `assign`; return whether any was left to give."""
+        given = assign(self.jobs(sum(capacities)), capacities, has_rows)
+        for rank, jobs in enumerate(given):
+            for job in jobs:
+                self.accept(job, rank)
+        return any(given)
+
     def accept(self, job: Job, rank: int) -> None:
         """Queue the job on its rank. Called on all ranks."""
         self._open.remove(job)
@@ -122,7 +131,8 @@ class DraftAhead:
     def _start(self, job: Job) -> None:
         assert isinstance(job.key, SampleId)
         row, draft = Row(job.key, job.prompt, self.max_new_tokens), self.store.get(job.key)
-        if draft is not None and self.view.begin is None:
+        begin = self.view.begin
+        if draft is not None and begin is None:
             row.tokens = draft.tokens.astype(np.int64)
         else:
             row.draft = draft
@@ -130,7 +140,10 @@ class DraftAhead:
         self.view.record.drafts_begun += bool(self.view.unfinished)
         # With an environment the row repeats the turns of its draft: tokens are verified, not kept.
         self.proposer.track(row, self.version, is_counted=False)
-        self.view.add(row)
+        if begin is None:
+            self.view.engine.add([row])
+        else:
+            begin(row)
 
     def on_finished(self, row: Row) -> None:
         """Note the draft that a complete row of a coming step is."""
@@ -228,7 +241,7 @@ class Drafting(Mechanism):
             return
         # A short round of tail batching has no tail that co-scheduled drafts could shorten, and a
         # rollout that drafts are compared with must not be slowed down by any.
-        idle_only = config.tail_batching.enabled or not plan.is_on
+        idle_only = config.tail_batching.enabled or DRAFTS in plan.without
         planning = "idle_only" if idle_only else config.speculative.planning
         drafts = plan_drafts(
             batches,
@@ -256,3 +269,26 @@ class Drafting(Mechanism):
             max_slowdown=math.inf if planning == "always" else MAX_SLOWDOWN,
             worth_s=math.inf if prices is None else prices.drafted_s * drafts.worth,
         )
+
+
+def assign(
+    jobs: Iterable[Job], capacities: Sequence[float], has_rows: list[bool]
+) -> list[list[Job]]:
+    """Return the jobs that a tick assigns to each rank, by rank.
+
+    Round-robin, ranks that wait first: the others would wait for a rank that got all jobs. A rank
+    with rows of its own gets co-scheduled jobs only. A pure function of shared data, so no job is
+    assigned twice.
+
+    jobs: most urgent first, co-scheduled ones before others; capacities, has_rows: by rank."""
+    left, rooms = list(jobs), list(capacities)
+    given: list[list[Job]] = [[] for _ in rooms]
+    in_turn = sorted(range(len(rooms)), key=lambda rank: has_rows[rank])
+    while in_turn:
+        for rank in list(in_turn):
+            if rooms[rank] <= 0 or not left or (has_rows[rank] and not left[0].co_scheduled):
+                in_turn.remove(rank)
+                continue
+            given[rank].append(left.pop(0))
+            rooms[rank] -= 1
+    return given

@@ -11,7 +11,6 @@ from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import RewardsFailed
-from bubblespec.planner.guard import DRAFTS
 from bubblespec.planner.stats import load_parts, state_of
 from bubblespec.records import RolloutRecord
 from bubblespec.rewards.functions import combine
@@ -101,9 +100,7 @@ class Evaluator:
 
         version: updates of the weights. Raises StopRequested."""
         sampler, launch = self.sampler, Launch(groups, len(groups), num_generations)
-        paused = sampler.stats.guards.paused
-        plan = sampler.prepare(launch, None, self.store, paused)
-        plan.is_on = DRAFTS not in paused
+        plan = sampler.prepare(launch, None, self.store, sampler.stats.guards.paused)
         plan.used, plan.params, plan.version = groups, params, version
         if len(self.store) or self.has_chains:
             plan.proposer = self.proposer

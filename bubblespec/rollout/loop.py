@@ -12,7 +12,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.plan import LocalWork, RankView, RolloutPlan, assign
+from bubblespec.rollout.plan import LocalWork, RankView, RolloutPlan
 from bubblespec.rollout.table import Cutoff
 from bubblespec.types import Load, Row
 
@@ -24,10 +24,13 @@ class RolloutLoop:
         self, engine: Engine, ranks: Ranks, board: ProgressBoard | None, plan: RolloutPlan
     ):
         """board: needed for idle work, a take-over, or a launch that selects groups."""
-        self.engine, self.ranks, self.board, self.plan = engine, ranks, board, plan
+        self.engine, self.ranks, self.plan = engine, ranks, plan
         self.table, self.proposer, self.feed = plan.table, plan.proposer, plan.feed
         self.ahead, self.works = plan.ahead, plan.works
         self.clock, self.selects = ranks.clock, plan.launch.selects
+        has_ticks = bool(plan.idle_uses) or self.selects or plan.take_over is not None
+        assert board is not None or not has_ticks
+        self.board = board if has_ticks else None
         self.record = RolloutRecord()
         self.unfinished = {row: index for index, row in plan.rows.items()}
         self.view = RankView(ranks.rank, engine, self.unfinished, self.record)
@@ -44,19 +47,27 @@ class RolloutLoop:
         self.engine.reset()
         self.feed.start(self.view, self.proposer)
         self.record.began_s = self._last_s = self.clock.perf_counter()
-        if self.plan.idle_uses or self.selects or self.plan.take_over is not None:
-            self._run_with_ticks()
-        else:
-            while self.unfinished and not self.ranks.must_stop:
-                self._advance_feed()
-                if self._can_step:
-                    self._forward()
-                elif self.unfinished:
-                    self._wait_for_feed()
+        for use in self.plan.idle_uses:
+            self.record.idle[use.name] = IdleUse()
+            use.begin(self.view)
+        if self.board is not None:
+            self.board.begin()
+        while not self._is_over():
+            goes_on = self._use_idle_time()
+            self._advance_feed()
+            if self._can_step:
+                self._forward()
+            elif not goes_on and self.feed.is_running:
+                self._wait_for_feed()
+            elif not goes_on and self.board is not None:
+                self._wait()
+        if self.ahead is not None:
+            self.ahead.end()
         self.feed.close()
         self._catch_up()
         if self.proposer is not None:
             self.record.acceptance = self.proposer.acceptance
+        self.record.num_ticks = 0 if self.board is None else self.board.num_ticks
         self.record.ended_s = self.clock.perf_counter()
         return self.record
 
@@ -65,33 +76,16 @@ class RolloutLoop:
         """Whether the engine has anything to feed."""
         return not (self.engine.is_waiting if self.feed.is_running else self.engine.is_idle)
 
-    def _run_with_ticks(self) -> None:
-        board = self.board
-        assert board is not None
-        for use in self.plan.idle_uses:
-            self.record.idle[use.name] = IdleUse()
-            use.begin(self.view)
-        board.begin()
+    def _is_over(self) -> bool:
+        """Act on ticks that have completed; return whether the rollout ends here."""
+        if (board := self.board) is None:
+            return not self.unfinished or self.ranks.must_stop
         while True:
             while (states := board.poll(self._state, not self.unfinished)) is not None:
                 self._act_on(states)
-            if board.is_over:
-                break
-            if not self.unfinished and board.are_others_done:
-                self._wait()  # the last tick is about to complete, and all would wait for new work
-                continue
-            goes_on = self._use_idle_time()
-            self._advance_feed()
-            if self._can_step:
-                self._forward()
-            elif not goes_on:
-                if self.feed.is_running:
-                    self._wait_for_feed()
-                else:
-                    self._wait()
-        if self.ahead is not None:
-            self.ahead.end()
-        self.record.num_ticks = board.num_ticks
+            if board.is_over or self.unfinished or not board.are_others_done:
+                return board.is_over
+            self._wait()  # the last tick is about to complete, and all would wait for new work
 
     def _act_on(self, states: list[RankState]) -> None:
         """Apply a tick to this rank."""
@@ -110,18 +104,16 @@ class RolloutLoop:
             board.go_on()
             self._last_s = self.clock.perf_counter()
             return
-        capacities = [int(of_rank[0]) for of_rank in capacities]
-        jobs = [] if self.ahead is None else self.ahead.jobs(sum(capacities))
-        given = assign(jobs, capacities, [not state.is_done for state in states])
-        for rank, assigned in enumerate(given):
-            for job in assigned:
-                self.ahead.accept(job, rank)
+        has_assigned = False
+        if self.ahead is not None:
+            capacities = [int(of_rank[0]) for of_rank in capacities]
+            has_assigned = self.ahead.assign(capacities, [not state.is_done for state in states])
         # Ticks stay frequent while drafts are assigned, idle ranks work with others' numbers, or
         # a cutoff or take-over waits for lengths. The end of the rollout does not need that: a rank
         # that is done posts at once.
         is_near = self.plan.take_over is not None and self.plan.take_over.is_near(self.table)
         can_work = bool(self.works) and any(state.is_done for state in states)
-        board.is_relaxed = not (self.selects or is_near or any(given) or can_work)
+        board.is_relaxed = not (self.selects or is_near or has_assigned or can_work)
 
     def _select(self) -> None:
         """Abort rows that the cutoff excludes; submit finished ones that it includes."""

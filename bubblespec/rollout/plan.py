@@ -18,7 +18,6 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.jobs import Job
 from bubblespec.records import RolloutRecord, Span, StepRecord
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Draft, Group, Launch, Row, SampleId
@@ -43,18 +42,6 @@ class RankView:
     drafts are fed a little at a time."""
     begin: Callable[[Row], None] | None = None
     """The feed's own way to begin a row of a coming step; None: the row goes into the engine."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether this rank has nothing to generate: no rows, or rows that all wait."""
-        return self.engine.is_waiting
-
-    def add(self, row: Row) -> None:
-        """Begin a row of a coming step."""
-        if self.begin is None:
-            self.engine.add([row])
-        else:
-            self.begin(row)
 
 
 class LocalWork:
@@ -160,9 +147,7 @@ class RolloutPlan:
     expected_s: float = float("nan")
     """Predicted seconds until this rank finishes its rows; NaN if unknown."""
     without: frozenset[str] = frozenset()
-    """What the guards leave out, see `Guards`."""
-    is_on: bool = True
-    """Whether the guard allows drafts, and a TP tail that is entered by cost."""
+    """What the guards leave out, see `Guards`; without drafts no TP tail is entered by cost."""
     proposer: Any = None
     """Source of draft tokens, a `Proposer` (draft/proposer.py), which the loop need not load; None
     without drafts."""
@@ -228,26 +213,3 @@ class Mechanism:
 
     def save(self, folder: str) -> None:
         """Write files of the mechanism's own into a checkpoint; called on rank 0."""
-
-
-def assign(
-    jobs: Iterable[Job], capacities: Sequence[float], has_rows: list[bool]
-) -> list[list[Job]]:
-    """Return the jobs that a tick assigns to each rank, by rank.
-
-    Round-robin, ranks that wait first: the others would wait for a rank that got all jobs. A rank
-    with rows of its own gets co-scheduled jobs only. A pure function of shared data, so no job is
-    assigned twice.
-
-    jobs: most urgent first, co-scheduled ones before others; capacities, has_rows: by rank."""
-    left, rooms = list(jobs), list(capacities)
-    given: list[list[Job]] = [[] for _ in rooms]
-    in_turn = sorted(range(len(rooms)), key=lambda rank: has_rows[rank])
-    while in_turn:
-        for rank in list(in_turn):
-            if rooms[rank] <= 0 or not left or (has_rows[rank] and not left[0].co_scheduled):
-                in_turn.remove(rank)
-                continue
-            given[rank].append(left.pop(0))
-            rooms[rank] -= 1
-    return given

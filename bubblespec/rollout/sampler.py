@@ -130,7 +130,7 @@ class Sampler:
         stats, without = self.stats, self.stats.guards.without
         plan = self.prepare(launch, step, self.store, without)
         plan.used, plan.params, plan.proposer = used, self.params, self.proposer
-        plan.version, plan.is_on = step, DRAFTS not in without
+        plan.version = step
         plan.cost = stats.cost if self.needs_timings else None
         cost = stats.cost_without(without)
         if plan.table.rows is not None and cost is not None and not launch.selects:
@@ -193,7 +193,7 @@ class Sampler:
         self.planning_s += clock.perf_counter() - begin_s
         if plan.proposer is not None:
             plan.proposer.begin()
-            is_off = plan.step is not None and not plan.is_on
+            is_off = plan.step is not None and DRAFTS in plan.without
             if is_off or not plan.proposer.is_used:
                 plan.proposer = None
         for row in plan.rows.values() if plan.proposer is not None else ():

@@ -52,6 +52,7 @@ from bubblespec.mechanisms.drafter.training import (
 )
 from bubblespec.memory import Needs, has_pages, max_slots
 from bubblespec.planner.costs import CostModel
+from bubblespec.planner.guard import DRAFTS
 from bubblespec.records import StepRecord
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
@@ -319,7 +320,8 @@ class DrafterMechanism(Mechanism):
         """Draft and learn in rollouts of steps, unless the guard leaves drafts out."""
         if self.training is None:
             return
-        is_used = plan.is_on and plan.step is not None and not self.training.has_failed
+        is_used = DRAFTS not in plan.without and plan.step is not None
+        is_used &= not self.training.has_failed
         self.training.is_enabled = is_used
         self.source.is_enabled = is_used and self.source.problem is None
         self.runner.enable(self.source.is_enabled)

@@ -285,7 +285,7 @@ class TrainDrafter(LocalWork):
 
     def can_begin(self) -> bool:
         """Whether this rank is idle, and others would not wait for long."""
-        return self.view.is_idle and 0 < self._slice_s() <= self._limit_s()
+        return self.view.engine.is_waiting and 0 < self._slice_s() <= self._limit_s()
 
     def do_slice(self) -> Span:
         begin_s = self.clock.perf_counter()

@@ -46,6 +46,7 @@ from bubblespec.mechanisms.quantized.copy import (
     observe_inputs,
     product_for,
 )
+from bubblespec.planner.guard import COPY, DRAFTS
 from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
@@ -136,7 +137,7 @@ class QuantizedMechanism(Mechanism):
         """Renew what the share of the last rollouts' seconds allows, if the copy is used."""
         is_evaluation = plan.step is None
         self.source.runner.params = self.evaluation_params if is_evaluation else self.params
-        is_used = self.name not in plan.without and plan.is_on
+        is_used = plan.without.isdisjoint((DRAFTS, COPY))
         self.source.is_enabled = is_used and self.source.problem is None
         if is_evaluation or not self.source.is_enabled:
             return

@@ -30,6 +30,7 @@ from bubblespec.errors import log
 from bubblespec.mechanisms.tp_tail import shards
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward
 from bubblespec.planner.costs import CostModel
+from bubblespec.planner.guard import DRAFTS
 from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
 from bubblespec.records import ForwardRecord, Span, StepRecord, total_s
 from bubblespec.rollout.board import RankState
@@ -78,7 +79,7 @@ class TPTail(Mechanism):
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Take over the end of the rollout, unless the guard forbids a tail entered by cost."""
         self.off = plan.without
-        if self.is_worth_it is None or plan.is_on:
+        if self.is_worth_it is None or DRAFTS not in plan.without:
             plan.take_over = self
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
