@@ -188,6 +188,8 @@ class Mechanism:
     """Key of its state in checkpoints."""
     needs_timings = False
     """Whether later rollouts use the costs that earlier ones have measured."""
+    state: Any = None
+    """What a checkpoint keeps, with `state_dict` and `load_state_dict`: it changes no token."""
     sources: Sequence[Any] = ()
     """`DraftSource`s (draft/sources.py) that serve evaluations as well."""
 
@@ -203,13 +205,6 @@ class Mechanism:
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
         """Return the mechanism's metrics of a step, the same on all ranks."""
         return {}
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Return what a checkpoint keeps: it changes no token, only the time of a step."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Restore a saved state."""
 
     def save(self, folder: str) -> None:
         """Write files of the mechanism's own into a checkpoint; called on rank 0."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
@@ -31,11 +30,9 @@ from bubblespec.rewards.functions import combine, overlong_penalty
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
-from bubblespec.rollout.table import RowTable
+from bubblespec.rollout.table import RowTable, gather_rows
 from bubblespec.samples import Samples, has_rewards, has_zero_std
 from bubblespec.types import Draft, Group, Launch, Row
-
-FINISHES = (None, "stop", "length")
 
 
 class Rollout(NamedTuple):
@@ -129,8 +126,7 @@ class Sampler:
         used: see `RolloutPlan`."""
         stats, without = self.stats, self.stats.guards.without
         plan = self.prepare(launch, step, self.store, without)
-        plan.used, plan.params, plan.proposer = used, self.params, self.proposer
-        plan.version = step
+        plan.used, plan.proposer, plan.version = used, self.proposer, step
         plan.cost = stats.cost if self.needs_timings else None
         cost = stats.cost_without(without)
         if plan.table.rows is not None and cost is not None and not launch.selects:
@@ -312,7 +308,7 @@ class Sampler:
 
     def _parts(self) -> dict:
         parts = {"drafts": self.store, "history": self.history, "stats": self.stats}
-        parts |= {mechanism.name: mechanism for mechanism in self.mechanisms}
+        parts |= {of.name: of.state for of in self.mechanisms if of.state is not None}
         if self.proposer is not None:
             parts["survival"] = self.proposer.survival
         return parts
@@ -322,27 +318,6 @@ def vocab_size_of(engine: Engine) -> int | None:
     """Return the number of tokens that the policy can embed; None in virtual time."""
     model = getattr(engine.runner, "model", None)
     return None if model is None else model.get_input_embeddings().num_embeddings
-
-
-def gather_rows(own: dict[int, Row], table: RowTable, ranks: Ranks) -> dict[int, Row]:
-    """Return the rows of all ranks by index: this rank's own objects, and copies of the others.
-
-    The ranks exchange a header, the tokens and both log-probabilities of each row. All of these are
-    exact as float64, NaN as well.
-    """
-    rows = dict(own)
-    numbers: list[ArrayLike] = [np.empty(0)]
-    for index, row in own.items():
-        header = (index, row.max_new_tokens, FINISHES.index(row.finish), len(row.tokens))
-        numbers += [header, row.tokens, row.logprob, row.full_logprob]
-    for rank, left in enumerate(ranks.gather_ragged(np.concatenate(numbers, dtype=np.float64))):
-        while len(left) and rank != ranks.rank:
-            index, max_new_tokens, finish, length = left[:4].astype(np.int64).tolist()
-            columns, left = np.split(left[4:], [3 * length])
-            row = rows[index] = table.make_row(index, max_new_tokens)
-            row.finish, row.tokens = FINISHES[finish], columns[:length].astype(np.int64)
-            row.logprob, row.full_logprob = columns[length:].reshape(2, length).astype(np.float32)
-    return rows
 
 
 def gather_samples(

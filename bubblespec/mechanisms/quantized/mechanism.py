@@ -130,6 +130,7 @@ class QuantizedMechanism(Mechanism):
         self.params = self.evaluation_params = source.runner.params
         if (temperature := config.eval.temperature) is not None:
             self.evaluation_params = replace(self.params, temperature=temperature)
+        self.state = source.rates.survival  # how often tokens of chains were right
         self._credit_s = 0.0  # that renewals may take
         self._renewal_s = 0.0  # of the latest rollout
 
@@ -158,14 +159,6 @@ class QuantizedMechanism(Mechanism):
         metrics = {"quantized/acceptance_rate": float(gathered[:, 0].mean())}
         metrics["quantized/renew_s"] = float(gathered[:, 1].max())
         return metrics | self.source.metrics(ranks)
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Return how often tokens of chains were right."""
-        return self.source.rates.survival.state_dict()
-
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Restore a saved state."""
-        self.source.rates.survival.load_state_dict(state)
 
 
 # Creates the copy's source. Chains of a learned drafter cost less, so it is asked last.

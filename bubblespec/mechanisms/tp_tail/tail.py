@@ -37,8 +37,8 @@ from bubblespec.rollout.board import RankState
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.profile import profile
-from bubblespec.rollout.sampler import Sampler, gather_rows
-from bubblespec.rollout.table import RowTable
+from bubblespec.rollout.sampler import Sampler
+from bubblespec.rollout.table import RowTable, gather_rows
 from bubblespec.types import Row, SampleId
 
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward
