@@ -284,7 +284,9 @@ def check_save_best(config: Config, rewards: list[str]) -> None:
 def link_best(output_dir: str, best: dict | None) -> None:
     """Let checkpoint-best lead to the checkpoint of `best` (see `read_state`), or to none.
 
-    A failure is a warning."""
+    The link is replaced in one operation once the new checkpoint is complete, and its target is
+    never deleted: a run that is killed at any time leaves the new best or the previous one. A
+    failure is a warning."""
     link, temporary = os.path.join(output_dir, BEST), os.path.join(output_dir, f"tmp-{BEST}")
     try:
         with contextlib.suppress(FileNotFoundError):

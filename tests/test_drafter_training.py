@@ -14,7 +14,7 @@ from bubblespec.mechanisms.drafter.training import (
     PASSES,
     SHARE_PER_STEP,
     Example,
-    train,
+    warm_up,
 )
 from tests.helpers.clocks import Clock
 from tests.helpers.drafter_oracle import (
@@ -151,7 +151,7 @@ def test_training_lowers_loss_and_keeps_policy(dtype):
     drafter = Drafter(policy, np.arange(12, VOCAB))
     training, examples = make_training(drafter), make_examples(policy, 5 * SIZES)
     loss = training.loss(examples).item()
-    train(training, examples, ONE_RANK)
+    warm_up(training, examples, ONE_RANK)
     assert training.loss(examples).item() < loss
     assert 2 * EPOCHS <= training.num_updates <= EPOCHS * 20 / EXAMPLES_PER_UPDATE
     final = drafter_training.FINAL_RATE * drafter_training.LEARNING_RATE

@@ -27,8 +27,7 @@ from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log
-from bubblespec.mechanisms.tp_tail import shards
-from bubblespec.mechanisms.tp_tail.shards import ShardedForward
+from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsupported, no_tp_tail
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.guard import DRAFTS
 from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
@@ -231,15 +230,15 @@ def make_tp_tail(sampler: Sampler, max_rows: int) -> TPTail | None:
     alone = cast(ModelRunner, engine.runner)
     ranks.activity = "set-up of the TP tail"
     try:
-        tp = shards.TPGroup(ranks)
+        tp = TPGroup(ranks)
         memory, limit = alone.forward.memory, max(alone.max_num_batched_tokens, max_rows)
-        forward = shards.ShardedForward(alone.model, tp, enforce_eager=eager, memory=memory)
+        forward = ShardedForward(alone.model, tp, enforce_eager=eager, memory=memory)
         sizes = max_rows, alone.max_length, alone.seed
         runner = ModelRunner(alone.model, *sizes, forward=forward, max_num_batched_tokens=limit)
         forward.check()
-    except shards.TPUnsupported as error:
+    except TPUnsupported as error:
         if wanted != "auto" and ranks.is_main:
-            log(f"warning: {shards.no_tp_tail(error)}")
+            log(f"warning: {no_tp_tail(error)}")
         return None
     tail = TPTail(Engine(runner), ranks, tp.gather_array, max_rows)
     if wanted == "auto":
@@ -300,9 +299,9 @@ def _seconds_of_a_forward(engine: Engine, params: SamplingParams, ranks: Ranks) 
 
 def can_transfer_kv(source: ModelRunner, target: ModelRunner) -> bool:
     """Whether the cache has the key/value heads that shards are cut from; not before a forward."""
-    shards, layers = cast(ShardedForward, target.forward), source.cache.layers.values()
+    sharded, layers = cast(ShardedForward, target.forward), source.cache.layers.values()
     counts = {of.shape[2] for own in layers for of in (own.keys, own.values)}
-    return counts == {shards.num_key_heads}
+    return counts == {sharded.num_key_heads}
 
 
 @torch.inference_mode()
@@ -315,11 +314,15 @@ def transfer_kv(
 ) -> None:
     """Send first positions of rows into the target's first R slots; all ranks call this together.
 
+    Each rank has the keys and values of its own rows, of all heads; in a forward in shards it reads
+    some heads, but of all rows. Layer by layer the ranks exchange what they have, and each keeps
+    its heads: a limited number of positions at a time, as memory is full by then.
+
     slots: int64 [R], of this rank's rows in the source; counts: int64 [R], positions, for which the
     target has room; rank_of: int64 [R], owners of the rows.
     """
-    shards, device = cast(ShardedForward, target.forward), source.device
-    tp = shards.tp
+    sharded, device = cast(ShardedForward, target.forward), source.device
+    tp = sharded.tp
     own = np.flatnonzero(rank_of == tp.rank)
     row, position = ragged(counts[own])
     here = to_device(source.cache.places(slots[own][row], position), device)
@@ -347,5 +350,5 @@ def transfer_kv(
     for layer, own_cache in layers.items():
         both = own_cache.keys, own_cache.values
         for number, of_piece in enumerate(there):
-            pair = (of_all_ranks(of, shards.key_heads, number * width) for of in both)
+            pair = (of_all_ranks(of, sharded.key_heads, number * width) for of in both)
             target.cache.write(layer, of_piece, *pair)
