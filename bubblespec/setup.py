@@ -62,6 +62,7 @@ from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
 from bubblespec.memory import choose_slots, estimate, max_length
 from bubblespec.planner.guard import COPY
+from bubblespec.planner.stats import load_parts
 from bubblespec.rewards.functions import load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rewards.trial import begin_trial, check_prompts, check_weights, end_trial
@@ -185,7 +186,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             schedule.load_state_dict(planner)
             speculation = load_arrays(checkpoint, SPECULATION_FILE)
             sampler.load_state_dict(speculation)
-            evaluator.load_state_dict(speculation)
+            load_parts(evaluator.parts(), speculation)
     ranks.agree(lambda: end_trial(scorer, trial))
     locks: list[IO] = []  # of rank 0; its error is raised on all ranks
     ranks.agree(lambda: locks.append(lock_output_dir(config)))

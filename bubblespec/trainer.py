@@ -23,6 +23,7 @@ from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks, StopRequested
 from bubblespec.errors import InputError, RewardsFailed, SaveFailed, log
 from bubblespec.learn.learner import Learner
+from bubblespec.planner.stats import state_of
 from bubblespec.records import Span, StepRecord
 from bubblespec.rollout.evaluate import Evaluation, Evaluator, numbers_of_samples
 from bubblespec.rollout.sampler import Sampler
@@ -252,7 +253,7 @@ class Trainer:
                 optimizer=self.learner.optimizer,
                 arrays={
                     PLANNER_FILE: sampler.schedule.state_dict() | self.data,
-                    SPECULATION_FILE: sampler.state_dict() | self.evaluator.state_dict(),
+                    SPECULATION_FILE: sampler.state_dict() | state_of(self.evaluator.parts()),
                 },
                 writers=[mechanism.save for mechanism in sampler.mechanisms],
                 then=self.link_best,

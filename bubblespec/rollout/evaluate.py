@@ -11,7 +11,6 @@ from bubblespec.draft.store import DraftStore, History
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import RewardsFailed
-from bubblespec.planner.stats import load_parts, state_of
 from bubblespec.records import RolloutRecord
 from bubblespec.rewards.functions import combine
 from bubblespec.rollout.sampler import Sampler, vocab_size_of
@@ -114,15 +113,8 @@ class Evaluator:
                 self.store.put(samples.ids[index], Draft(tokens, True, version))
         return samples, record
 
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Return drafts and their survival, which change no token."""
-        return state_of(self._parts())
-
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Restore a saved state; parts that it lacks stay as they are."""
-        load_parts(self._parts(), state)
-
-    def _parts(self) -> dict:
+    def parts(self) -> dict:
+        """Return what a checkpoint keeps: drafts and their survival, which change no token."""
         if self.proposer is None:
             return {}
         return {"evaluation.drafts": self.store, "evaluation.survival": self.proposer.survival}

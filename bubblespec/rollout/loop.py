@@ -38,7 +38,7 @@ class RolloutLoop:
         self._unlearned: tuple[Load, float] | None = None  # load and seconds of the last forward
         self._cutoff: Cutoff | None = self.table.cutoff() if self.selects else None
         self._ends = np.empty(0, np.int64)  # ends of the parts of a state's facts, but for the last
-        self._last_s = 0.0  # when the last forward, wait or slice ended
+        self.last_s = 0.0  # when the last forward, wait or slice ended
 
     def run(self) -> RolloutRecord:
         """Generate rows to their end, or until the cutoff excludes them.
@@ -46,7 +46,7 @@ class RolloutLoop:
         On a stop request rows stay unfinished: on all ranks with ticks, else on this one."""
         self.engine.reset()
         self.feed.start(self.view, self.proposer)
-        self.record.began_s = self._last_s = self.clock.perf_counter()
+        self.record.began_s = self.last_s = self.clock.perf_counter()
         for use in self.plan.idle_uses:
             self.record.idle[use.name] = IdleUse()
             use.begin(self.view)
@@ -102,7 +102,7 @@ class RolloutLoop:
         if self.plan.take_over is not None and self.plan.take_over.is_due(self.table, states):
             self.plan.take_over.run(self)
             board.go_on()
-            self._last_s = self.clock.perf_counter()
+            self.last_s = self.clock.perf_counter()
             return
         has_assigned = False
         if self.ahead is not None:
@@ -166,7 +166,7 @@ class RolloutLoop:
         if (work := self._best_work()) is None:
             return False
         work.run_slice()
-        self._last_s = max(self._last_s, self.record.slices[-1].end_s)
+        self.last_s = max(self.last_s, self.record.slices[-1].end_s)
         return self._best_work() is not None
 
     def _best_work(self) -> LocalWork | None:
@@ -191,14 +191,14 @@ class RolloutLoop:
         begin = self.clock.perf_counter()
         if (states := self.board.wait(self._state)) is not None:
             self._act_on(states)
-        self._last_s = self.clock.perf_counter()
-        self.record.waits.append(Span("wait", begin, self._last_s))
+        self.last_s = self.clock.perf_counter()
+        self.record.waits.append(Span("wait", begin, self.last_s))
 
     def _advance_feed(self) -> None:
         """Take in the rows that have become complete outside the engine."""
         if self.feed.is_running:
             self._take_finished(self.feed.advance())
-            self._last_s = self.clock.perf_counter()
+            self.last_s = self.clock.perf_counter()
 
     def _wait_for_feed(self) -> None:
         begin, record = self.clock.perf_counter(), self.record
@@ -208,8 +208,8 @@ class RolloutLoop:
         if record.waits and record.waits[-1].end_s > busy_until_s:
             begin = record.waits.pop().begin_s  # one span instead of thousands for a slow tool
         self.feed.wait()
-        self._last_s = self.clock.perf_counter()
-        record.waits.append(Span("wait", begin, self._last_s))
+        self.last_s = self.clock.perf_counter()
+        record.waits.append(Span("wait", begin, self.last_s))
 
     def _forward(self) -> None:
         engine, unfinished, begin = self.engine, self.unfinished, self.clock.perf_counter()
@@ -220,20 +220,25 @@ class RolloutLoop:
         finished, load = engine.step(self.plan.params, self.proposer, limit, self._catch_up)
         if load is None:
             return
-        end = self.clock.perf_counter()
-        propose_s, looked_up = 0.0, 0
-        if self.proposer is not None:
-            propose_s, looked_up = self.proposer.take_spent()
-        seconds = (self._last_s, end, end - begin - propose_s, propose_s)
-        record = ForwardRecord(*seconds, load, own_rows, in_engine - own_rows, looked_up)
+        record = self.record_of(load, begin, own_rows, in_engine - own_rows)
         self.record.forwards.append(record)
         # Proposing takes the GPU no time where the next forward is in flight already.
-        self._unlearned = load, end - self._last_s - (0.0 if engine.flights else propose_s)
-        self._last_s = end
+        propose_s = 0.0 if engine.flights else record.propose_s
+        self._unlearned = load, record.end_s - record.begin_s - propose_s
         if self.feed.is_running:
             finished = self.feed.advance(finished)
-            self._last_s = self.clock.perf_counter()
+            self.last_s = self.clock.perf_counter()
         self._take_finished(finished)
+
+    def record_of(
+        self, load: Load, begin_s: float, own_rows: int, ahead_rows: int
+    ) -> ForwardRecord:
+        """Return the record of a forward that has just ended. begin_s: of the engine's step."""
+        end_s = self.clock.perf_counter()
+        propose_s, looked_up = (0.0, 0) if self.proposer is None else self.proposer.take_spent()
+        seconds = (self.last_s, end_s, end_s - begin_s - propose_s, propose_s)
+        self.last_s = end_s
+        return ForwardRecord(*seconds, load, own_rows, ahead_rows, looked_up)
 
     def _catch_up(self) -> None:
         """Learn from the last forward, while a GPU computes the next one."""

@@ -31,7 +31,7 @@ from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsu
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.guard import DRAFTS
 from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
-from bubblespec.records import ForwardRecord, Span, StepRecord, total_s
+from bubblespec.records import Span, StepRecord, total_s
 from bubblespec.rollout.board import RankState
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
@@ -127,7 +127,7 @@ class TPTail(Mechanism):
                 own_engine.drop(row)
         if not rows:
             return
-        record.extras[ROWS], last_s = len(unfinished), clock.perf_counter()
+        record.extras[ROWS], loop.last_s = len(unfinished), clock.perf_counter()
         with contextlib.ExitStack() as stack:
             for follow in self.companions:
                 stack.enter_context(follow(engine))
@@ -140,13 +140,8 @@ class TPTail(Mechanism):
                     break
                 step_s, own_rows = clock.perf_counter(), len(unfinished)
                 finished, load = engine.step(loop.plan.params, drafts)
-                end_s = clock.perf_counter()
                 assert load is not None, "the engine is not idle"
-                propose_s, looked_up = (0.0, 0) if proposer is None else proposer.take_spent()
-                seconds = (last_s, end_s, end_s - step_s - propose_s, propose_s)
-                forward = ForwardRecord(*seconds, load, own_rows, 0, looked_up)
-                record.shared_forwards.append(forward)
-                last_s = end_s
+                record.shared_forwards.append(loop.record_of(load, step_s, own_rows, 0))
                 for row in finished:
                     if row in unfinished:
                         loop.finish(row)
