@@ -25,15 +25,7 @@ from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.lora import add_adapter
 from bubblespec.mechanisms.quantized import copy as products
-from bubblespec.mechanisms.quantized.copy import (
-    INT8_CPU,
-    Copy,
-    Layers,
-    Product,
-    observe_inputs,
-    round_to_int4,
-    round_to_int8,
-)
+from bubblespec.mechanisms.quantized.copy import Copy, Layers, Product, observe_inputs
 from bubblespec.mechanisms.quantized.mechanism import (
     MAX_CHAIN_LENGTH,
     RENEWAL_SHARE,
@@ -80,7 +72,7 @@ def hidden(forward, tokens: torch.Tensor) -> torch.Tensor:
 
 def test_int8_weights_are_off_by_half_a_step():
     weight = torch.randn(30, 50) * torch.rand(30, 1)
-    whole, step = round_to_int8(weight)
+    whole, step = products.round_to_int8(weight)
     assert whole.abs().max() == 127 and whole.dtype == torch.int8
     error = (whole * step[:, None] - weight).abs()
     assert (error <= 0.5 * step[:, None] * (1 + 1e-5)).all()
@@ -89,7 +81,7 @@ def test_int8_weights_are_off_by_half_a_step():
 
 def test_int4_weights_are_off_by_half_a_step():
     weight = torch.randn(16, 2 * products.GROUP) + 0.3
-    levels, step, middle = round_to_int4(weight)
+    levels, step, middle = products.round_to_int4(weight)
     assert levels.min() == 0 and levels.max() == 15
     grids = (of.repeat_interleave(products.GROUP, dim=1) for of in (step, middle))
     step, middle = grids
@@ -103,11 +95,11 @@ def test_int8_product_is_near_the_exact_product(rows):
     weight, x = torch.randn(64, 96), torch.randn(rows, 96)
     x *= 10.0 ** torch.linspace(0, -3, rows)[:, None]
     wanted = linear(x.double(), weight.double())
-    packed = INT8_CPU.pack(weight, torch.ones(96))
-    found = INT8_CPU.multiply(x, packed)
+    packed = products.INT8_CPU.pack(weight, torch.ones(96))
+    found = products.INT8_CPU.multiply(x, packed)
     error = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
     assert (error < 0.03).all() and error.max() > 1e-4
-    assert INT8_CPU.multiply(x.double(), packed).dtype == torch.float64
+    assert products.INT8_CPU.multiply(x.double(), packed).dtype == torch.float64
 
 
 def test_product_depends_on_device_type_bits_and_size(monkeypatch):
@@ -323,7 +315,7 @@ test_renewed_copy_in_graphs_has_the_new_weights.pytestmark = needs_interpreter
 @pytest.mark.parametrize("kind", ["int8", "wrong"])
 def test_a_bad_copy_changes_no_token(kind):
     model, params = make_policy("qwen3"), PARAMS[2]
-    copy = make_copy(model, INT8_CPU)
+    copy = make_copy(model, products.INT8_CPU)
     if kind == "wrong":
         other = random_model(small_config("qwen3"))
         with torch.no_grad():

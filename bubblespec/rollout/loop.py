@@ -24,13 +24,10 @@ class RolloutLoop:
         self, engine: Engine, ranks: Ranks, board: ProgressBoard | None, plan: RolloutPlan
     ):
         """board: needed for idle work, a take-over, or a launch that selects groups."""
-        self.engine, self.ranks, self.plan = engine, ranks, plan
+        self.engine, self.ranks, self.board, self.plan = engine, ranks, board, plan
         self.table, self.proposer, self.feed = plan.table, plan.proposer, plan.feed
         self.ahead, self.works = plan.ahead, plan.works
         self.clock, self.selects = ranks.clock, plan.launch.selects
-        has_ticks = bool(plan.idle_uses) or self.selects or plan.take_over is not None
-        assert board is not None or not has_ticks
-        self.board = board if has_ticks else None
         self.record = RolloutRecord()
         self.unfinished = {row: index for index, row in plan.rows.items()}
         self.view = RankView(ranks.rank, engine, self.unfinished, self.record)
@@ -50,8 +47,11 @@ class RolloutLoop:
         for use in self.plan.idle_uses:
             self.record.idle[use.name] = IdleUse()
             use.begin(self.view)
-        if self.board is not None:
+        if self.plan.idle_uses or self.selects or self.plan.take_over is not None:
+            assert self.board is not None
             self.board.begin()
+        else:
+            self.board = None
         while not self._is_over():
             goes_on = self._use_idle_time()
             self._advance_feed()
