@@ -135,9 +135,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     kernels = None
     if linear.can_choose(config, model):
         with show_phase(ranks, "timing linear layers"):
-            kernels = linear.choose_packed(config, ranks, model, state.get("linear"))
-    if kernels is not None:
-        linear.use_packed(model, kernels["packed"])
+            kernels = linear.choose_packed(ranks, model, state.get("linear"))
+            linear.use_packed(model, kernels["packed"])
     learner = Learner(
         config=config,
         ranks=ranks,
