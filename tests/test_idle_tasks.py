@@ -9,7 +9,8 @@ import pytest
 
 from bubblespec.config import Config, LossConfig, ModelConfig
 from bubblespec.draft.proposer import make_proposer
-from bubblespec.draft.store import DraftStore, History
+from bubblespec.draft.sources import History
+from bubblespec.draft.store import DraftStore
 from bubblespec.engine.engine import Engine
 from bubblespec.mechanisms.drafter.training import LITTLE_S, MAX_SHARE, TrainDrafter
 from bubblespec.mechanisms.stream_gradients import StreamGradients

@@ -31,13 +31,13 @@ FLOORS = [
 CEILINGS = {
     "bubblespec.engine.runner": 3847,
     "examples.minimal_loop": 5773,
-    "bubblespec.rollout.loop": 4751,
-    "bubblespec.rollout.sampler": 8928,
-    "bubblespec.trainer": 12786,
+    "bubblespec.rollout.loop": 4740,
+    "bubblespec.rollout.sampler": 8822,
+    "bubblespec.trainer": 12667,
     "bubblespec.checkpoint": 2233,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 27051, "tests": 29143}
+MAX_LINES = {"file": 400, "package": 26888, "tests": 29138}
 
 
 def name_of(path: Path) -> str:

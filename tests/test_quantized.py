@@ -25,14 +25,11 @@ from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.lora import add_adapter
 from bubblespec.mechanisms.quantized import copy as products
-from bubblespec.mechanisms.quantized.copy import Copy, Layers, Product, observe_inputs
+from bubblespec.mechanisms.quantized.copy import Copy, CopyForward, CopyRunner, Product
 from bubblespec.mechanisms.quantized.mechanism import (
     MAX_CHAIN_LENGTH,
     RENEWAL_SHARE,
-    CopyForward,
-    CopyRunner,
     QuantizedMechanism,
-    exact_logits,
 )
 from bubblespec.mechanisms.quantized.mechanism import make_source as source_of
 from bubblespec.planner.costs import KNOTS, CostModel
@@ -57,7 +54,7 @@ def make_policy(name: str, dtype=torch.float64) -> transformers.PreTrainedModel:
 
 
 def make_copy(model, product: Product = EXACT) -> Copy:
-    return Copy(model, product, observe_inputs(model, random_tokens(model, 40)))
+    return Copy(model, product, products.observe_inputs(model, random_tokens(model, 40)))
 
 
 def hidden(forward, tokens: torch.Tensor) -> torch.Tensor:
@@ -154,7 +151,7 @@ def test_channels_are_smoothed_by_inputs_and_weights():
         for layer in layers:
             layer.weight *= 10.0 ** torch.linspace(-2, 2, 24)[torch.randperm(24)]
     largest = 10.0 ** torch.linspace(-1, 3, 24)
-    factor = Layers(tuple(layers), EXACT, largest).factor
+    factor = products.Layers(tuple(layers), EXACT, largest).factor
     weights = torch.cat([layer.weight for layer in layers]).detach().abs().amax(dim=0).float()
     assert torch.allclose(largest / factor, weights * factor, rtol=1e-4)
 
@@ -231,7 +228,7 @@ def test_logits_of_candidates_are_those_of_the_head():
     for factor, cap in ((1.0, None), (0.3, None), (1.0, 0.5), (2.0, 0.7)):
         head = OutputHead(linear_head, VOCAB, factor, cap)
         with torch.no_grad():
-            found, wanted = exact_logits(head, hidden, ids), head(hidden).gather(1, ids)
+            found, wanted = products.exact_logits(head, hidden, ids), head(hidden).gather(1, ids)
         assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
 

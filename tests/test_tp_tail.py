@@ -9,8 +9,7 @@ import pytest
 from bubblespec.config import Config
 from bubblespec.draft.chains import ChainSource
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.sources import DraftSource
-from bubblespec.draft.store import History
+from bubblespec.draft.sources import DraftSource, History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner

@@ -15,13 +15,13 @@ import numpy as np
 from bubblespec.draft.sources import (
     MAX_AGE,
     DraftSource,
+    History,
     OwnDrafts,
     SuffixMatches,
     TrackedRows,
     check_proposals,
     load_source,
 )
-from bubblespec.draft.store import History
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES
 from bubblespec.engine.ragged import spans
 from bubblespec.planner.costs import CostModel

@@ -17,7 +17,8 @@ from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
-from bubblespec.draft.store import DraftStore, History, exchange
+from bubblespec.draft.sources import History
+from bubblespec.draft.store import DraftStore, exchange
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import RewardsFailed

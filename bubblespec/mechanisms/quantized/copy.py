@@ -13,7 +13,14 @@ Rounding may be as coarse as it likes: a copy only proposes tokens.
 After an update the copy is that of older weights, and proposes nearly as well; `Copy.renew`
 quantises a part of it again.
 
-Shape legend: N tokens, K features in, M features out.
+It drafts over the engine's own keys and values. A draft token's are written where the row's next
+tokens belong. The policy's forward that verifies the token writes them again, and nothing else
+reads them: so there is no second cache and no prefill, and a rejected token leaves nothing behind
+(QSpec, Zhao et al. 2024, arXiv 2410.11305, shares the cache in the same way). Tokens are drawn with
+the noise that the row itself will use, among the CANDIDATES best, whose logits are computed by the
+policy's own head: in 8 bits it would cause a third of all wrong tokens.
+
+Shape legend: N tokens, K features in, M features out; of a draw M rows, C candidates.
 """
 
 import warnings
@@ -25,10 +32,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bubblespec.draft.chains import ChainRunner
 from bubblespec.engine.decoder import Decoder, Kind, Multiply, stacked
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.output_head import output_head
+from bubblespec.engine.output_head import OutputHead, output_head
 from bubblespec.engine.packing import LANES, pack_rows
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams, widen
 from bubblespec.engine.weights import Linears, linear_of
 from bubblespec.memory import Needs
 
@@ -41,6 +53,7 @@ OUTPUTS_AT_ONCE = 4096  # that are rounded
 HALF = 8  # by which int4 weights, 0 to 15, are moved
 NO_PRODUCT = "this device has no product with quantised weights for this type and size of policy"
 HAS_VNNI = torch.cpu._is_vnni_supported()
+CANDIDATES = 256  # tokens, whose noise is computed: the others hardly ever win
 
 
 class Product(NamedTuple):
@@ -141,6 +154,63 @@ class Copy:
     def note_update(self) -> None:
         """Note that the policy's weights have changed."""
         self._num_old = len(self.renewed)
+
+
+class CopyForward(ModelForward):
+    """The forward of a copy."""
+
+    def __init__(self, copy: Copy, **options):
+        self.copy = copy
+        super().__init__(copy.model, **options)
+
+    def make_decoder(self) -> Decoder:
+        """Return the policy's decoder with the copy's products."""
+        return Decoder(self.copy.model, self.copy.product_of)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the copy's logits [T, V] of hidden states [T, hidden]."""
+        return self.copy.head(hidden)
+
+
+class CopyRunner(ChainRunner):
+    """The copy's part of an engine, in the cache of the policy."""
+
+    reads_states = False
+
+    def __init__(self, copy: Copy, engine: Engine, params: SamplingParams):
+        """params: of the engine's rows."""
+        runner = cast(ModelRunner, engine.runner)
+        policy = runner.forward
+        forward = CopyForward(copy, enforce_eager=policy.is_eager, memory=policy.memory)
+        super().__init__(engine, params, forward, runner.cache, runner.num_slots)
+        self.copy = copy
+        self.num_candidates = min(CANDIDATES, copy.head.num_tokens)
+
+    @torch.inference_mode()
+    def draw(
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        try:
+            return super().draw(slots, number, tokens)
+        except Exception:  # what was written is masked, but must be finite: see `KVCache`
+            start = self.engine.length[slots] - 1 + number
+            self.cache.erase(self.pack(slots, start, np.ones_like(start)).place)
+            raise
+
+    def candidates(
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        start = self.engine.length[slots] - 1 + number
+        hidden = self.feed(tokens, slots, start, np.ones_like(start))
+        ids = widen(self.forward.logits(hidden)).topk(self.num_candidates).indices
+        return exact_logits(output_head(self.runner.model), hidden, ids), ids, len(tokens)
+
+
+def exact_logits(head: OutputHead, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the policy's own logits [M, C] of the tokens int64 [M, C] for states [M, hidden]."""
+    linear = linear_of(head.linear)
+    product = torch.bmm(linear.weight[ids], hidden[:, :, None])[:, :, 0]
+    return widen(head.finish(product if linear.bias is None else product + linear.bias[ids]))
 
 
 @torch.no_grad()

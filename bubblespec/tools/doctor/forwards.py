@@ -25,8 +25,13 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.ops import has_triton, torch_ops
 from bubblespec.engine.packing import pack_rows
 from bubblespec.errors import one_line
-from bubblespec.mechanisms.quantized.copy import NO_PRODUCT, Copy, observe_inputs, product_for
-from bubblespec.mechanisms.quantized.mechanism import CopyForward
+from bubblespec.mechanisms.quantized.copy import (
+    NO_PRODUCT,
+    Copy,
+    CopyForward,
+    observe_inputs,
+    product_for,
+)
 from bubblespec.mechanisms.tp_tail.shards import (
     ShardedForward,
     TPGroup,
