@@ -52,10 +52,9 @@ AVERAGE = 0.2  # weight of the latest slice in the seconds per token
 # The saving of a slice in later rollouts is unknown, so work with a known saving comes first.
 LITTLE_S = 1e-9
 MAX_SHARE = 0.05  # share of the rollout so far that a slice may take, as other ranks may wait
-VOCAB_SIZE = 16_384  # token ids that a new drafter can draft
-EPOCHS = 8
-MERGE_EVERY = 40  # updates of a rank
-MAX_STEPS = 256  # whose prompts are answered
+# Of the warm start: token ids that a new drafter can draft, and steps whose prompts are answered.
+VOCAB_SIZE, MAX_STEPS = 16_384, 256
+EPOCHS, MERGE_EVERY = 8, 40  # a rank's updates from one mean of all drafters to the next
 
 
 class Example(NamedTuple):

@@ -22,12 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bubblespec.config import EnvironmentConfig
-from bubblespec.distributed.worker import (
-    Worker,
-    WorkerFailure,
-    WorkerTimeout,
-    close_workers,
-)
+from bubblespec.distributed.worker import Worker, WorkerFailure, WorkerTimeout, close_workers
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.episodes.forms import Chat, load_form, make_answer, tool_message
 from bubblespec.mechanisms.episodes.tokens import (
@@ -39,8 +34,6 @@ from bubblespec.mechanisms.episodes.tokens import (
 from bubblespec.types import Prompt
 
 NOTHING = np.empty(0, np.int64)
-
-
 Deliver = Callable[[dict | Exception], None]
 """Takes a reply of `Host`, {failure} if the worker had to be replaced, or an error that ends the
 run."""
