@@ -11,7 +11,7 @@ import transformers
 from test_architectures import LONGEST, SERVED, build
 from torch.nn.functional import linear
 
-from bubblespec.config import Config, ModelConfig
+from bubblespec.config import ModelConfig
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine import sampling
 from bubblespec.engine.comparison import random_tokens
@@ -160,9 +160,9 @@ def test_renewals_have_the_credit_of_one_rollout():
     """What rollouts leave is lost; what they take too much the next one lacks."""
     model = make_policy("llama")
     source = make_source(model, make_copy(model), SamplingParams(), 2)
-    made, limits = QuantizedMechanism(source, source.runner.copy, Config(), time), []
+    made, limits = QuantizedMechanism(source, source.runner.copy, time), []
     made.copy.renew = lambda clock, limit_s: limits.append(limit_s) or taken.pop(0)
-    taken, plan = [0.0, 0.0, 0.3, 0.0], SimpleNamespace(step=1, without=frozenset())
+    taken, plan = [0.0, 0.0, 0.3, 0.0], SimpleNamespace(step=1, without=frozenset(), params=None)
     for _ in range(4):
         made.end_rollout(SimpleNamespace(total_s=5.0))
         made.begin_rollout(plan)

@@ -6,7 +6,6 @@ On a GPU it is made only if a product of it is fast enough by itself.
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -55,22 +54,18 @@ class QuantizedMechanism(Mechanism):
 
     name = NAME
 
-    def __init__(self, source: ChainSource, copy: Copy, config: Config, clock):
+    def __init__(self, source: ChainSource, copy: Copy, clock):
         self.source, self.sources, self.clock, self.copy = source, [source], clock, copy
-        self.params = self.evaluation_params = source.runner.params
-        if (temperature := config.eval.temperature) is not None:
-            self.evaluation_params = replace(self.params, temperature=temperature)
         self.state = source.rates.survival  # how often tokens of chains were right
         self._credit_s = 0.0  # that renewals may take
         self._renewal_s = 0.0  # of the latest rollout
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Renew what the share of the last rollouts' seconds allows, if the copy is used."""
-        is_evaluation = plan.step is None
-        self.source.runner.params = self.evaluation_params if is_evaluation else self.params
+        self.source.runner.params = plan.params
         is_used = plan.without.isdisjoint((DRAFTS, COPY))
         self.source.is_enabled = is_used and self.source.problem is None
-        if is_evaluation or not self.source.is_enabled:
+        if plan.step is None or not self.source.is_enabled:
             return
         try:
             self._renewal_s = self.copy.renew(self.clock.perf_counter, self._credit_s)
@@ -203,4 +198,4 @@ def make_quantized(sampler: Sampler, product: Product | None) -> QuantizedMechan
         runner.followers.append(of_copy)
     always = config.speculative.planning == "always"
     source = make_source(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
-    return QuantizedMechanism(source, copy, config, ranks.clock)
+    return QuantizedMechanism(source, copy, ranks.clock)
