@@ -1,7 +1,6 @@
 """The quantised copy as a drafter: what it computes, how long its chains are, how it is renewed."""
 
 import itertools
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -160,7 +159,7 @@ def test_renewals_have_the_credit_of_one_rollout():
     """What rollouts leave is lost; what they take too much the next one lacks."""
     model = make_policy("llama")
     source = make_source(model, make_copy(model), SamplingParams(), 2)
-    made, limits = QuantizedMechanism(source, source.runner.copy, time), []
+    made, limits = QuantizedMechanism(source), []
     made.copy.renew = lambda clock, limit_s: limits.append(limit_s) or taken.pop(0)
     taken, plan = [0.0, 0.0, 0.3, 0.0], SimpleNamespace(step=1, without=frozenset(), params=None)
     for _ in range(4):

@@ -54,8 +54,10 @@ class QuantizedMechanism(Mechanism):
 
     name = NAME
 
-    def __init__(self, source: ChainSource, copy: Copy, clock):
-        self.source, self.sources, self.clock, self.copy = source, [source], clock, copy
+    def __init__(self, source: ChainSource):
+        """source: whose chains a `CopyRunner` draws."""
+        self.source, self.sources = source, [source]
+        self.copy = cast(CopyRunner, source.runner).copy
         self.state = source.rates.survival  # how often tokens of chains were right
         self._credit_s = 0.0  # that renewals may take
         self._renewal_s = 0.0  # of the latest rollout
@@ -68,7 +70,7 @@ class QuantizedMechanism(Mechanism):
         if plan.step is None or not self.source.is_enabled:
             return
         try:
-            self._renewal_s = self.copy.renew(self.clock.perf_counter, self._credit_s)
+            self._renewal_s = self.copy.renew(self.source.clock.perf_counter, self._credit_s)
         except Exception as error:  # weights that cannot be rounded
             self.source.give_up(error)
         self._credit_s -= self._renewal_s
@@ -186,16 +188,16 @@ def make_quantized(sampler: Sampler, product: Product | None) -> QuantizedMechan
         copy = Copy(runner.model, product, observe_inputs(runner.model, ids))
         of_copy = CopyRunner(copy, sampler.engine, sampler.params)
         copy_cost = profile(of_copy, ranks.clock)
-        made[:] = copy, of_copy, copy_cost
+        made[:] = of_copy, copy_cost
         return float(cost.seconds(1, 1) / copy_cost.seconds(1, 1))
 
     if problem := refusal("its forward", speedup, config, ranks):
         if ranks.is_main:
             log(f"{NO_COPY}: {problem}")
         return None
-    copy, of_copy, copy_cost = made
+    of_copy, copy_cost = made
     if of_copy.graphs is not None:
         runner.followers.append(of_copy)
     always = config.speculative.planning == "always"
     source = make_source(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
-    return QuantizedMechanism(source, copy, ranks.clock)
+    return QuantizedMechanism(source)
