@@ -55,7 +55,8 @@ class RolloutLoop:
         while not self._is_over():
             goes_on = self._use_idle_time()
             self._advance_feed()
-            if self._can_step:
+            has_nothing = self.engine.is_waiting if self.feed.is_running else self.engine.is_idle
+            if not has_nothing:
                 self._forward()
             elif not goes_on and self.feed.is_running:
                 self._wait_for_feed()
@@ -70,11 +71,6 @@ class RolloutLoop:
         self.record.num_ticks = 0 if self.board is None else self.board.num_ticks
         self.record.ended_s = self.clock.perf_counter()
         return self.record
-
-    @property
-    def _can_step(self) -> bool:
-        """Whether the engine has anything to feed."""
-        return not (self.engine.is_waiting if self.feed.is_running else self.engine.is_idle)
 
     def _is_over(self) -> bool:
         """Act on ticks that have completed; return whether the rollout ends here."""
