@@ -32,12 +32,12 @@ CEILINGS = {
     "bubblespec.engine.runner": 3847,
     "examples.minimal_loop": 5773,
     "bubblespec.rollout.loop": 4736,
-    "bubblespec.rollout.sampler": 8818,
-    "bubblespec.trainer": 12663,
+    "bubblespec.rollout.sampler": 8817,
+    "bubblespec.trainer": 12662,
     "bubblespec.checkpoint": 2233,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 26869, "tests": 29138}
+MAX_LINES = {"file": 400, "package": 26868, "tests": 29138}
 
 
 def name_of(path: Path) -> str:

@@ -156,12 +156,11 @@ class Proposer:
         """Whether nothing is proposed in the next forward, for so many rows, and count it if so."""
         if 2 * num_rows <= self._paused_rows:
             self._due = [0] * len(self.sources)
-        is_resting = all(
-            due > self._forward or not source.is_enabled
-            for source, due in zip(self.sources, self._due, strict=True)
-        )
-        self._forward += is_resting
-        return is_resting
+        for source, due in zip(self.sources, self._due, strict=True):
+            if due <= self._forward and source.is_enabled:
+                return False
+        self._forward += 1
+        return True
 
     def propose(
         self,
