@@ -23,8 +23,12 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.layer import save_drafter
-from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism, make_source
-from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, DrafterRunner
+from bubblespec.mechanisms.drafter.mechanism import (
+    MAX_CHAIN_LENGTH,
+    DrafterMechanism,
+    DrafterRunner,
+    make_source,
+)
 from bubblespec.planner.survival import TRIED
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Row

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.shared import write_json
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.store import History
+from bubblespec.draft.sources import History
 from bubblespec.engine.batch import Batch, Plan, Runner, Texts
 from bubblespec.engine.device_rows import packed
 from bubblespec.engine.engine import Engine

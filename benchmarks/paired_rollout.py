@@ -26,9 +26,9 @@ from bubblespec.draft.store import DraftStore
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.errors import InputError
-from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.records import StepRecord
+from bubblespec.rollout.drafting import DraftAhead
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.samples import Samples

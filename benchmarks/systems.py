@@ -31,7 +31,7 @@ from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.mechanisms.drafter.runner import add_drafter
+from bubblespec.mechanisms.drafter.mechanism import add_drafter
 from bubblespec.records import StepRecord, total_s
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer

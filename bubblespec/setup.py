@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bubblespec import loading
-from bubblespec.best import check_save_best, find_best
 from bubblespec.checkpoint import (
     PLANNER_FILE,
     SPECULATION_FILE,
@@ -50,20 +49,19 @@ from bubblespec.learn.losses import load_loss
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.mechanisms import cpu_linear as linear
 from bubblespec.mechanisms.batch_invariant import InvariantForward, check_invariance, fix_libraries
-from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism
-from bubblespec.mechanisms.drafter.runner import add_drafter
+from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism, add_drafter
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
-from bubblespec.mechanisms.quantized.copy import add_quantized
+from bubblespec.mechanisms.quantized.copy import Product, add_quantized
 from bubblespec.mechanisms.quantized.mechanism import choose_product, make_quantized
-from bubblespec.mechanisms.quantized.products import Product
 from bubblespec.mechanisms.stream_gradients import StreamGradientsMechanism
 from bubblespec.mechanisms.tail_batching import TailBatching
 from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
 from bubblespec.memory import choose_slots, estimate, max_length
 from bubblespec.planner.guard import COPY
+from bubblespec.planner.stats import load_parts
 from bubblespec.rewards.functions import load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rewards.trial import begin_trial, check_prompts, check_weights, end_trial
@@ -72,7 +70,7 @@ from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry.metrics import PACKAGES, make_logger
 from bubblespec.telemetry.reporter import RunReporter, show_phase
-from bubblespec.trainer import Trainer
+from bubblespec.trainer import Trainer, check_save_best, find_best
 
 
 def build(config: Config, ranks: Ranks) -> Trainer:
@@ -136,9 +134,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     kernels = None
     if linear.can_choose(config, model):
         with show_phase(ranks, "timing linear layers"):
-            kernels = linear.choose_packed(config, ranks, model, state.get("linear"))
-    if kernels is not None:
-        linear.use_packed(model, kernels["packed"])
+            kernels = linear.choose_packed(ranks, model, state.get("linear"))
+            linear.use_packed(model, kernels["packed"])
     learner = Learner(
         config=config,
         ranks=ranks,
@@ -187,7 +184,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             schedule.load_state_dict(planner)
             speculation = load_arrays(checkpoint, SPECULATION_FILE)
             sampler.load_state_dict(speculation)
-            evaluator.load_state_dict(speculation)
+            load_parts(evaluator.parts(), speculation)
     ranks.agree(lambda: end_trial(scorer, trial))
     locks: list[IO] = []  # of rank 0; its error is raised on all ranks
     ranks.agree(lambda: locks.append(lock_output_dir(config)))

@@ -23,11 +23,11 @@ from benchmarks import (
     vs_trl,
 )
 from bubblespec.config.file import load_config
-from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.loading import load_prompts
 from bubblespec.mechanisms.episodes.environments import Environments, check_environment
 from bubblespec.mechanisms.episodes.forms import load_form
 from bubblespec.mechanisms.episodes.tokens import tokenize_with
+from bubblespec.rollout.drafting import DraftAhead
 from bubblespec.trainer import Trainer
 from notebooks import reports
 from tests.helpers.runs import ALWAYS_DRAFT

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bubblespec.best import find_best
 from bubblespec.checkpoint import (
     BEST,
     STATE_FILE,
@@ -20,7 +19,7 @@ from bubblespec.config import Config
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.setup import build
-from bubblespec.trainer import Trainer
+from bubblespec.trainer import Trainer, find_best
 from tests.helpers.checks import refusal
 from tests.helpers.rewards import better_than, with_gaps
 from tests.helpers.runs import SHORT, digests, read, run, same_weights, train_here, weights

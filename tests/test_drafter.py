@@ -12,9 +12,9 @@ from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.mechanisms.drafter import runner as drafter_module
+from bubblespec.mechanisms.drafter import mechanism as drafter_module
 from bubblespec.mechanisms.drafter.layer import Drafter
-from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH, DrafterRunner
+from bubblespec.mechanisms.drafter.mechanism import MAX_CHAIN_LENGTH, DrafterRunner
 from bubblespec.types import Row, SampleId
 from tests.helpers.drafter_oracle import (
     MAX_LENGTH,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from bubblespec.checkpoint import SUMS_FILE, find_damage
 from bubblespec.mechanisms.drafter import mechanism as drafter_mechanism
 from bubblespec.mechanisms.drafter.layer import DRAFTER_FILE, DRAFTER_FOLDER
-from bubblespec.mechanisms.drafter.runner import DrafterRunner
+from bubblespec.mechanisms.drafter.mechanism import DrafterRunner
 from bubblespec.mechanisms.drafter.training import DrafterTraining
 from bubblespec.rollout.evaluate import Evaluator
 from tests.helpers.clocks import train_in_virtual_time
@@ -106,13 +106,13 @@ def test_resumed_run_has_the_drafter_of_the_checkpoint(tmp_path, drafted, capfd)
 
 
 def test_a_stop_in_the_warm_start_ends_the_run(monkeypatch, tmp_path, capfd):
-    train_drafter = drafter_mechanism.warm_start.train
+    train_drafter = drafter_mechanism.warm_up
 
     def stopped(training, examples, ranks):
         ranks.must_stop |= ranks.rank == 1
         train_drafter(training, examples, ranks)
 
-    monkeypatch.setattr(drafter_mechanism.warm_start, "train", stopped)
+    monkeypatch.setattr(drafter_mechanism, "warm_up", stopped)
     train_on_threads(2, *OPTIONS, *DRAFTER, ALL, f"run.output_dir={tmp_path}")
     assert capfd.readouterr().err.count("stopped after 0 of 3 updates") == 1
     assert not digests(tmp_path)
@@ -141,7 +141,7 @@ def test_failed_drafter_is_neither_used_nor_saved(monkeypatch, tmp_path, has_fai
     drafter.runner = SimpleNamespace(enable=enabled.append)
     state = {"has_failed": has_failed, "drafter": None, "num_updates": 3}
     drafter.training = SimpleNamespace(clock=None, **state)
-    plan = SimpleNamespace(is_on=True, step=1, works=[])
+    plan = SimpleNamespace(without=frozenset(), step=1, works=[])
     drafter.begin_rollout(plan)
     drafter.save(str(tmp_path))
     assert enabled == [not has_failed]

@@ -7,14 +7,15 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from bubblespec.mechanisms.drafter import training as drafter_training
 from bubblespec.mechanisms.drafter.layer import Drafter
-from bubblespec.mechanisms.drafter.runner import MAX_CHAIN_LENGTH
+from bubblespec.mechanisms.drafter.mechanism import MAX_CHAIN_LENGTH
 from bubblespec.mechanisms.drafter.training import (
+    EPOCHS,
     EXAMPLES_PER_UPDATE,
     PASSES,
     SHARE_PER_STEP,
     Example,
+    warm_up,
 )
-from bubblespec.mechanisms.drafter.warm_start import EPOCHS, train
 from tests.helpers.clocks import Clock
 from tests.helpers.drafter_oracle import (
     NAMES,
@@ -150,7 +151,7 @@ def test_training_lowers_loss_and_keeps_policy(dtype):
     drafter = Drafter(policy, np.arange(12, VOCAB))
     training, examples = make_training(drafter), make_examples(policy, 5 * SIZES)
     loss = training.loss(examples).item()
-    train(training, examples, ONE_RANK)
+    warm_up(training, examples, ONE_RANK)
     assert training.loss(examples).item() < loss
     assert 2 * EPOCHS <= training.num_updates <= EPOCHS * 20 / EXAMPLES_PER_UPDATE
     final = drafter_training.FINAL_RATE * drafter_training.LEARNING_RATE

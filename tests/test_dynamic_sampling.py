@@ -9,7 +9,8 @@ import pytest
 
 from bubblespec.config import Config, ModelConfig, RolloutConfig
 from bubblespec.data.schedule import PromptSet, StepSchedule
-from bubblespec.draft.store import DraftStore, History
+from bubblespec.draft.sources import History
+from bubblespec.draft.store import DraftStore
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import Span, StepRecord
 from bubblespec.rollout.sampler import Sampler

@@ -9,14 +9,15 @@ import pytest
 
 from bubblespec.config import Config, LossConfig, ModelConfig
 from bubblespec.draft.proposer import make_proposer
-from bubblespec.draft.store import DraftStore, History
+from bubblespec.draft.sources import History
+from bubblespec.draft.store import DraftStore
 from bubblespec.engine.engine import Engine
-from bubblespec.idle.draft_ahead import MAX_IDLE_FORWARDS, DraftAhead
-from bubblespec.idle.task import LocalWork, RankView, assign
 from bubblespec.mechanisms.drafter.training import LITTLE_S, MAX_SHARE, TrainDrafter
 from bubblespec.mechanisms.stream_gradients import StreamGradients
 from bubblespec.planner.jobs import Job
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
+from bubblespec.rollout.drafting import MAX_IDLE_FORWARDS, DraftAhead, assign
+from bubblespec.rollout.plan import LocalWork, RankView
 from bubblespec.tools.simulate.runner import SimulatedRunner
 from bubblespec.tools.simulate.world import SimulatedRanks, World
 from bubblespec.types import Draft, Launch, Load, Row, SampleId

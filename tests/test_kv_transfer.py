@@ -11,8 +11,8 @@ from test_tensor_parallel import LONGEST, build
 
 from bubblespec.engine.layers import layer_heads
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.mechanisms.tp_tail import kv_transfer
-from bubblespec.mechanisms.tp_tail.kv_transfer import can_transfer_kv, transfer_kv
+from bubblespec.mechanisms.tp_tail import tail
+from bubblespec.mechanisms.tp_tail.tail import can_transfer_kv, transfer_kv
 from tests.helpers.generation import make_runner
 from tests.helpers.tp import run_together
 
@@ -35,7 +35,7 @@ def fill(runner: ModelRunner, shapes: list[tuple[int, int]], seed: int) -> None:
 @pytest.mark.parametrize("page_size", [None, 5])
 @pytest.mark.parametrize("piece_bytes", [1 << 26, 3000, 1])
 def test_each_rank_gets_own_heads_of_all_rows(monkeypatch, name, page_size, piece_bytes):
-    monkeypatch.setattr(kv_transfer, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(tail, "PIECE_BYTES", piece_bytes)
     model = build(name)
     shapes = [(heads.num_keys, heads.key_size) for heads in layer_heads(model.config)]
     position_bytes = 3 * max(map(math.prod, shapes)) * 8  # of three ranks

@@ -17,7 +17,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import RewardsFailed
 from bubblespec.learn.microbatch import make_minibatches
 from bubblespec.records import StepRecord
-from bubblespec.rollout.dynamic_sampling import num_lacking, select_trained
+from bubblespec.rollout.sampler import num_lacking, select_trained
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Prompt

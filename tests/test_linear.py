@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 
 import numpy as np
 import pytest
@@ -224,11 +223,11 @@ def test_ranks_decide_together_and_by_a_margin(monkeypatch, make_model):
         def gather(self, array):
             return np.stack(everyone) if array.dtype == np.float64 else np.zeros((2, 1))
 
-    config, chosen = config_of("x"), []
+    chosen = []
     monkeypatch.setattr(linear_module, "measure", lambda model: next(mine))
     for _ in range(2):
         model = make_model("llama", torch.float32)
-        chosen.append(choose_packed(config, Two(torch.device("cpu")), model, None))
+        chosen.append(choose_packed(Two(torch.device("cpu")), model, None))
     assert chosen[0] == chosen[1]
     # The mean is just below limit at first, sqrt(0.75) then, and above limit for the last two.
     assert chosen[0]["packed"] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -271,7 +270,6 @@ def test_resumed_run_keeps_the_choice(monkeypatch, tmp_path):
     assert same_weights(weights(tmp_path / "parts", 2), weights(tmp_path / "whole", 2))
 
     monkeypatch.setattr(linear_module, "describe_hardware", lambda device: {"cpu": "another"})
-    resume = f"run.resume_from_checkpoint={os.path.abspath(folder)}"
-    config, saved = config_of(tmp_path / "parts", resume), read_state(folder)["linear"]
-    chosen = choose_packed(config, Ranks(torch.device("cpu")), whole.learner.model, saved)
+    saved = read_state(folder)["linear"]
+    chosen = choose_packed(Ranks(torch.device("cpu")), whole.learner.model, saved)
     assert chosen["hardware"] == {"cpu": "another"}

@@ -19,7 +19,7 @@ from bubblespec.engine.norms import replace_norms
 from bubblespec.engine.output_head import output_head
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.mechanisms.drafter.runner import DrafterRunner
+from bubblespec.mechanisms.drafter.mechanism import DrafterRunner
 from bubblespec.types import Row, SampleId
 from tests.helpers.clocks import train_in_virtual_time
 from tests.helpers.drafter_oracle import make_drafter

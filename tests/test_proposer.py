@@ -6,8 +6,7 @@ import pytest
 from bubblespec.draft import proposer as module
 from bubblespec.draft import sources
 from bubblespec.draft.proposer import Proposer
-from bubblespec.draft.sources import TrackedRows
-from bubblespec.draft.store import History
+from bubblespec.draft.sources import History, TrackedRows
 from bubblespec.draft.suffix import SuffixIndex
 from bubblespec.engine.ragged import packed
 from bubblespec.planner.windows import WINDOWS

@@ -65,7 +65,7 @@ def test_pause_ends_once_half_of_the_rows_have():
     for some, is_asked in ((rows, True), (rows, False), (rows[:1], True), (rows[:1], False)):
         forward(proposer, some, [range(1000)] * len(some))
         assert bool(proposer.take_spent()[1]) == is_asked
-    proposer._pauses[:], proposer._rest, proposer._paused_rows = 0, 9, 2
+    proposer._due, proposer._paused_rows = [proposer._forward + 9], 2
     assert proposer.rests(2) and not proposer.rests(1) and not proposer.rests(2), "it is over"
 
 
@@ -107,7 +107,7 @@ def test_dear_source_pauses_alone():
 def test_nothing_is_planned_where_all_sources_pause_or_are_disabled():
     proposer, one, guesses = with_guess([1, 2, 9, 7, 7, 7], [1, 2, 3])
     guesses.is_enabled = False
-    proposer._pauses[0] = 1
+    proposer._due[0] = 1
     assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) == [[]]
     assert proposer.take_spent()[1] == 0
     assert forward(proposer, [one], [[1, 2, 9, 7, 7, 7]]) != [[]]

@@ -1,7 +1,6 @@
 """The quantised copy as a drafter: what it computes, how long its chains are, how it is renewed."""
 
 import itertools
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,7 @@ import transformers
 from test_architectures import LONGEST, SERVED, build
 from torch.nn.functional import linear
 
-from bubblespec.config import Config, ModelConfig
+from bubblespec.config import ModelConfig
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine import sampling
 from bubblespec.engine.comparison import random_tokens
@@ -24,16 +23,14 @@ from bubblespec.engine.output_head import OutputHead, output_head
 from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.lora import add_adapter
-from bubblespec.mechanisms.quantized import products
-from bubblespec.mechanisms.quantized.copy import Copy, Layers, observe_inputs
+from bubblespec.mechanisms.quantized import copy as products
+from bubblespec.mechanisms.quantized.copy import Copy, CopyForward, CopyRunner, Product
 from bubblespec.mechanisms.quantized.mechanism import (
     MAX_CHAIN_LENGTH,
     RENEWAL_SHARE,
     QuantizedMechanism,
 )
 from bubblespec.mechanisms.quantized.mechanism import make_source as source_of
-from bubblespec.mechanisms.quantized.products import INT8_CPU, Product, round_to_int4, round_to_int8
-from bubblespec.mechanisms.quantized.runner import CopyForward, CopyRunner, exact_logits
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import make_runner
@@ -56,7 +53,7 @@ def make_policy(name: str, dtype=torch.float64) -> transformers.PreTrainedModel:
 
 
 def make_copy(model, product: Product = EXACT) -> Copy:
-    return Copy(model, product, observe_inputs(model, random_tokens(model, 40)))
+    return Copy(model, product, products.observe_inputs(model, random_tokens(model, 40)))
 
 
 def hidden(forward, tokens: torch.Tensor) -> torch.Tensor:
@@ -71,7 +68,7 @@ def hidden(forward, tokens: torch.Tensor) -> torch.Tensor:
 
 def test_int8_weights_are_off_by_half_a_step():
     weight = torch.randn(30, 50) * torch.rand(30, 1)
-    whole, step = round_to_int8(weight)
+    whole, step = products.round_to_int8(weight)
     assert whole.abs().max() == 127 and whole.dtype == torch.int8
     error = (whole * step[:, None] - weight).abs()
     assert (error <= 0.5 * step[:, None] * (1 + 1e-5)).all()
@@ -80,7 +77,7 @@ def test_int8_weights_are_off_by_half_a_step():
 
 def test_int4_weights_are_off_by_half_a_step():
     weight = torch.randn(16, 2 * products.GROUP) + 0.3
-    levels, step, middle = round_to_int4(weight)
+    levels, step, middle = products.round_to_int4(weight)
     assert levels.min() == 0 and levels.max() == 15
     grids = (of.repeat_interleave(products.GROUP, dim=1) for of in (step, middle))
     step, middle = grids
@@ -94,11 +91,11 @@ def test_int8_product_is_near_the_exact_product(rows):
     weight, x = torch.randn(64, 96), torch.randn(rows, 96)
     x *= 10.0 ** torch.linspace(0, -3, rows)[:, None]
     wanted = linear(x.double(), weight.double())
-    packed = INT8_CPU.pack(weight, torch.ones(96))
-    found = INT8_CPU.multiply(x, packed)
+    packed = products.INT8_CPU.pack(weight, torch.ones(96))
+    found = products.INT8_CPU.multiply(x, packed)
     error = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
     assert (error < 0.03).all() and error.max() > 1e-4
-    assert INT8_CPU.multiply(x.double(), packed).dtype == torch.float64
+    assert products.INT8_CPU.multiply(x.double(), packed).dtype == torch.float64
 
 
 def test_product_depends_on_device_type_bits_and_size(monkeypatch):
@@ -153,7 +150,7 @@ def test_channels_are_smoothed_by_inputs_and_weights():
         for layer in layers:
             layer.weight *= 10.0 ** torch.linspace(-2, 2, 24)[torch.randperm(24)]
     largest = 10.0 ** torch.linspace(-1, 3, 24)
-    factor = Layers(tuple(layers), EXACT, largest).factor
+    factor = products.Layers(tuple(layers), EXACT, largest).factor
     weights = torch.cat([layer.weight for layer in layers]).detach().abs().amax(dim=0).float()
     assert torch.allclose(largest / factor, weights * factor, rtol=1e-4)
 
@@ -162,9 +159,9 @@ def test_renewals_have_the_credit_of_one_rollout():
     """What rollouts leave is lost; what they take too much the next one lacks."""
     model = make_policy("llama")
     source = make_source(model, make_copy(model), SamplingParams(), 2)
-    made, limits = QuantizedMechanism(source, source.runner.copy, Config(), time), []
+    made, limits = QuantizedMechanism(source), []
     made.copy.renew = lambda clock, limit_s: limits.append(limit_s) or taken.pop(0)
-    taken, plan = [0.0, 0.0, 0.3, 0.0], SimpleNamespace(step=1, is_on=True, without=frozenset())
+    taken, plan = [0.0, 0.0, 0.3, 0.0], SimpleNamespace(step=1, without=frozenset(), params=None)
     for _ in range(4):
         made.end_rollout(SimpleNamespace(total_s=5.0))
         made.begin_rollout(plan)
@@ -230,7 +227,7 @@ def test_logits_of_candidates_are_those_of_the_head():
     for factor, cap in ((1.0, None), (0.3, None), (1.0, 0.5), (2.0, 0.7)):
         head = OutputHead(linear_head, VOCAB, factor, cap)
         with torch.no_grad():
-            found, wanted = exact_logits(head, hidden, ids), head(hidden).gather(1, ids)
+            found, wanted = products.exact_logits(head, hidden, ids), head(hidden).gather(1, ids)
         assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
 
@@ -314,7 +311,7 @@ test_renewed_copy_in_graphs_has_the_new_weights.pytestmark = needs_interpreter
 @pytest.mark.parametrize("kind", ["int8", "wrong"])
 def test_a_bad_copy_changes_no_token(kind):
     model, params = make_policy("qwen3"), PARAMS[2]
-    copy = make_copy(model, INT8_CPU)
+    copy = make_copy(model, products.INT8_CPU)
     if kind == "wrong":
         other = random_model(small_config("qwen3"))
         with torch.no_grad():

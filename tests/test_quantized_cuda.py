@@ -10,7 +10,8 @@ from bubblespec.config import Config, ModelConfig, QuantizedConfig, SpeculativeC
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import graphs
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.mechanisms.quantized import mechanism, products
+from bubblespec.mechanisms.quantized import copy as products
+from bubblespec.mechanisms.quantized import mechanism
 from bubblespec.mechanisms.quantized.copy import add_quantized
 from bubblespec.memory import estimate
 from tests.helpers.clocks import Clock

@@ -11,8 +11,8 @@ import pytest
 
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rollout.drafting import DraftAhead
 from bubblespec.rollout.table import RowTable
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.tools.simulate.world import World as VirtualTime

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measured_costs import cost_of, predict, read_cases
-from bubblespec.mechanisms.quantized.products import LARGE
+from bubblespec.mechanisms.quantized.copy import LARGE
 from bubblespec.tools.simulate import roofline as module
 from bubblespec.tools.simulate.recorded import load_cost
 from bubblespec.tools.simulate.roofline import (

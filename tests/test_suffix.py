@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from bubblespec.draft.store import History
+from bubblespec.draft.sources import History
 from bubblespec.draft.suffix import (
     HISTORY,
     LIVE_LAG,

@@ -9,13 +9,12 @@ import pytest
 from bubblespec.config import Config
 from bubblespec.draft.chains import ChainSource
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.sources import DraftSource
-from bubblespec.draft.store import History
+from bubblespec.draft.sources import DraftSource, History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.drafter.layer import Drafter
-from bubblespec.mechanisms.drafter.runner import DrafterRunner
+from bubblespec.mechanisms.drafter.mechanism import DrafterRunner
 from bubblespec.mechanisms.tp_tail import tail as tp_tail
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup
 from bubblespec.mechanisms.tp_tail.tail import (
@@ -233,7 +232,7 @@ def test_forwards_wait_for_results_where_any_source_needs_them():
         proposer = Proposer([source], CostModel())
         is_waiting = needs_results and serves
         assert OwnersPropose(proposer, (), None, None).needs_results == is_waiting
-        proposer._pauses[:] = 9
+        proposer._due[:] = [9]
         assert not proposer.needs_results
         assert OwnersPropose(proposer, (), None, None).needs_results == is_waiting
 

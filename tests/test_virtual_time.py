@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bubblespec.draft.proposer import make_proposer
-from bubblespec.draft.store import History
+from bubblespec.draft.sources import History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams

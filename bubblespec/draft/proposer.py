@@ -15,13 +15,13 @@ import numpy as np
 from bubblespec.draft.sources import (
     MAX_AGE,
     DraftSource,
+    History,
     OwnDrafts,
     SuffixMatches,
     TrackedRows,
     check_proposals,
     load_source,
 )
-from bubblespec.draft.store import History
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES
 from bubblespec.engine.ragged import spans
 from bubblespec.planner.costs import CostModel
@@ -54,11 +54,11 @@ class Proposer:
         self.survival = Survival()
         self.sources: list[DraftSource] = []
         self._kinds: list[np.ndarray] = []  # numbers in `survival` of each source's kinds
-        # By source: forwards to go without a query, int64; seconds of one, exponentially weighted,
+        self._forward = 0  # forwards of this rollout in which drafts were asked for
+        # By source: the first forward with a query again; seconds of one, exponentially weighted,
         # with a share of what all take, float64, but for sources that weigh their own time.
-        self._pauses, self._query_s = np.empty(0, np.int64), np.empty(0)
+        self._due, self._query_s = list[int](), np.empty(0)
         self._paused_rows = 0  # rows at the latest pause
-        self._rest = 0  # forwards to go in which no source is queried
         for source in sources:
             self.add(source)
         self._start()
@@ -71,7 +71,7 @@ class Proposer:
             place -= sum(known.is_last for known in self.sources)
         self.sources.insert(place, source)
         self._kinds.insert(place, self.survival.add(source.kinds, priors))
-        self._pauses = np.insert(self._pauses, place, 0)
+        self._due.insert(place, 0)
         self._query_s = np.insert(self._query_s, place, 0.0)
 
     @property
@@ -87,9 +87,9 @@ class Proposer:
     @property
     def needs_results(self) -> bool:
         """Whether a forward has to wait for the results of the one before."""
-        pairs = zip(self.sources, self._pauses.tolist(), strict=True)
-        return not self._rest and any(
-            s.needs_results and s.is_enabled and not pause for s, pause in pairs
+        return any(
+            source.needs_results and source.is_enabled and due <= self._forward
+            for source, due in zip(self.sources, self._due, strict=True)
         )
 
     def begin(self) -> None:
@@ -98,7 +98,7 @@ class Proposer:
         for source in self.sources:
             source.begin(self.tracked)
         # The end of a rollout, beyond its drafts, says nothing about the next one's beginning.
-        self._pauses[:], self._rest = 0, 0
+        self._due, self._forward = [0] * len(self.sources), 0
         self.survival.begin()
 
     def _start(self) -> None:
@@ -154,9 +154,13 @@ class Proposer:
 
     def rests(self, num_rows: int) -> bool:
         """Whether nothing is proposed in the next forward, for so many rows, and count it if so."""
-        is_resting = self._rest > 0 and 2 * num_rows > self._paused_rows
-        self._rest = self._rest - 1 if is_resting else 0
-        return is_resting
+        if 2 * num_rows <= self._paused_rows:
+            self._due = [0] * len(self.sources)
+        for source, due in zip(self.sources, self._due, strict=True):
+            if due <= self._forward and source.is_enabled:
+                return False
+        self._forward += 1
+        return True
 
     def propose(
         self,
@@ -173,14 +177,11 @@ class Proposer:
         nothing = np.empty(0, np.int64), np.zeros(len(rows), np.int64)
         if self.rests(len(rows)):
             return nothing
-        is_due = (self._pauses == 0) | (2 * len(rows) <= self._paused_rows)
-        self._pauses = np.where(is_due, 0, self._pauses - 1)
-        is_enabled = np.array([source.is_enabled for source in self.sources], bool)
-        needs_results = np.array([source.needs_results for source in self.sources], bool)
-        is_due &= is_enabled & ~(needs_results & np.any(ahead))
+        must_wait = bool(np.any(ahead))
+        is_due = np.array(self._due) <= self._forward
+        is_due &= [s.is_enabled and not (must_wait and s.needs_results) for s in self.sources]
+        self._forward += 1
         if not is_due.any():
-            self._rest = int(self._pauses[is_enabled].min(initial=MAX_PAUSE))
-            self._pauses = np.maximum(self._pauses - self._rest, 0)
             return nothing
         started = self.clock.perf_counter()
         self._read()
@@ -258,7 +259,8 @@ class Proposer:
         is_dear = is_due & (np.bincount(asked_of, saved_s, len(is_due)) <= self._query_s)
         if is_dear.any():
             lengths = np.minimum(self._query_s / (LOOK_SHARE * plain_s), MAX_PAUSE)
-            self._pauses = np.where(is_dear, lengths.astype(np.int64), self._pauses)
+            due = np.where(is_dear, self._forward + lengths.astype(np.int64), self._due)
+            self._due = due.tolist()
             self._paused_rows = num_rows
 
     def observe(

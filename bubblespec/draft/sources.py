@@ -9,13 +9,13 @@ Work in a forward is done for all rows together, by array.
 Shape legend: R rows, K kinds of proposals.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from bubblespec.config.imports import call, import_path
-from bubblespec.draft.store import History
 from bubblespec.draft.suffix import (
     HISTORY,
     HISTORY_OWNER,
@@ -229,6 +229,55 @@ class OwnDrafts(DraftSource):
         left = (tracked.draft_length[numbers] - begin) * tracked.is_aligned[numbers]
         begin += tracked.draft_begin[numbers]
         return Proposals(tracked.tokens, begin, np.minimum(left, limits), tracked.age[numbers])
+
+
+class History:
+    """Responses of earlier epochs by prompt uid, at most max_tokens in all; the oldest go first.
+
+    They serve suffix matches (RhymeRL, arXiv 2508.18588)."""
+
+    def __init__(self, max_tokens: int):
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self.entries: dict[int, deque[tuple[np.ndarray, float]]] = {}  # by uid, oldest first
+        self.order: deque[int] = deque()  # uid of every entry, oldest first
+
+    def add(self, uid: int, tokens: np.ndarray, reward: float) -> None:
+        """Store a copy of a response, int [L], unless it is empty or alone exceeds the bound."""
+        if not 0 < len(tokens) <= self.max_tokens:
+            return
+        self.entries.setdefault(uid, deque()).append((np.array(tokens, np.int32), float(reward)))
+        self.order.append(uid)
+        self.num_tokens += len(tokens)
+        while self.num_tokens > self.max_tokens:
+            oldest = self.order.popleft()
+            self.num_tokens -= len(self.entries[oldest].popleft()[0])
+            if not self.entries[oldest]:
+                del self.entries[oldest]
+
+    def get(self, uid: int) -> list[tuple[np.ndarray, float]]:
+        """Return (int32 tokens [L], reward) of a prompt's responses, oldest first."""
+        return list(self.entries.get(uid, ()))
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return N responses, oldest first: uid, length and reward [N], and tokens int32 [T]."""
+        parts = {uid: iter(entries) for uid, entries in self.entries.items()}
+        entries = [next(parts[uid]) for uid in self.order]
+        return {
+            "uid": np.array(self.order, np.int64),
+            "length": np.array([len(tokens) for tokens, _ in entries], np.int64),
+            "reward": np.array([reward for _, reward in entries], np.float64),
+            "tokens": np.concatenate([np.empty(0, np.int32), *(tokens for tokens, _ in entries)]),
+        }
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Restore a saved state. Under a smaller bound its oldest responses are dropped."""
+        self.entries.clear()
+        self.order.clear()
+        self.num_tokens = 0
+        texts = np.split(state["tokens"], np.cumsum(state["length"])[:-1])
+        for uid, tokens, reward in zip(state["uid"].tolist(), texts, state["reward"], strict=False):
+            self.add(uid, tokens, reward)
 
 
 class SuffixMatches(DraftSource):

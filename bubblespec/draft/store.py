@@ -1,13 +1,9 @@
-"""Texts kept for later use: drafts of coming steps, and responses of earlier epochs.
-
-Drafts are generated early with their samples' own noise; responses serve suffix matches (RhymeRL,
-arXiv 2508.18588).
+"""Drafts of coming steps, generated early with their samples' own noise, kept for later use.
 
 Only token ids are kept: 4 bytes per token, no keys and values, no probabilities. All ranks hold the
-same texts, since they put the same exchanged drafts into the store in the same order.
+same drafts, since they put the same exchanged ones into the store in the same order.
 """
 
-from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from itertools import zip_longest
 
@@ -112,50 +108,3 @@ def _unpack(header: np.ndarray, tokens: np.ndarray) -> Iterator[tuple[SampleId, 
     parts = np.split(tokens, np.cumsum(fields[:, 3])[:-1])
     for (*sample, _, flags, version), part in zip(fields.tolist(), parts, strict=False):
         yield SampleId(*sample), Draft(part, bool(flags & 1), version), flags >= 2
-
-
-class History:
-    """Responses of earlier epochs by prompt uid, at most max_tokens in all; the oldest go first."""
-
-    def __init__(self, max_tokens: int):
-        self.max_tokens = max_tokens
-        self.num_tokens = 0
-        self.entries: dict[int, deque[tuple[np.ndarray, float]]] = {}  # by uid, oldest first
-        self.order: deque[int] = deque()  # uid of every entry, oldest first
-
-    def add(self, uid: int, tokens: np.ndarray, reward: float) -> None:
-        """Store a copy of a response, int [L], unless it is empty or alone exceeds the bound."""
-        if not 0 < len(tokens) <= self.max_tokens:
-            return
-        self.entries.setdefault(uid, deque()).append((np.array(tokens, np.int32), float(reward)))
-        self.order.append(uid)
-        self.num_tokens += len(tokens)
-        while self.num_tokens > self.max_tokens:
-            oldest = self.order.popleft()
-            self.num_tokens -= len(self.entries[oldest].popleft()[0])
-            if not self.entries[oldest]:
-                del self.entries[oldest]
-
-    def get(self, uid: int) -> list[tuple[np.ndarray, float]]:
-        """Return (int32 tokens [L], reward) of a prompt's responses, oldest first."""
-        return list(self.entries.get(uid, ()))
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Return N responses, oldest first: uid, length and reward [N], and tokens int32 [T]."""
-        parts = {uid: iter(entries) for uid, entries in self.entries.items()}
-        entries = [next(parts[uid]) for uid in self.order]
-        return {
-            "uid": np.array(self.order, np.int64),
-            "length": np.array([len(tokens) for tokens, _ in entries], np.int64),
-            "reward": np.array([reward for _, reward in entries], np.float64),
-            "tokens": np.concatenate([np.empty(0, np.int32), *(tokens for tokens, _ in entries)]),
-        }
-
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Restore a saved state. Under a smaller bound its oldest responses are dropped."""
-        self.entries.clear()
-        self.order.clear()
-        self.num_tokens = 0
-        texts = np.split(state["tokens"], np.cumsum(state["length"])[:-1])
-        for uid, tokens, reward in zip(state["uid"].tolist(), texts, state["reward"], strict=False):
-            self.add(uid, tokens, reward)

@@ -166,18 +166,14 @@ def _seconds_of_calls(
     return float(np.min(rounds, axis=0).sum())
 
 
-def choose_packed(
-    config: Config, ranks: Ranks, model: torch.nn.Module, saved: dict | None
-) -> dict | None:
-    """Choose the rows that copies serve, the same on all ranks; None unless `can_choose`.
+def choose_packed(ranks: Ranks, model: torch.nn.Module, saved: dict | None) -> dict:
+    """Choose the rows that copies serve, the same on all ranks, where it `can_choose`.
 
     Returns what checkpoints keep: {"hardware": ..., "packed": numbers of rows}. saved: the
     checkpoint's choice, kept on the same processor, as other kernels round differently."""
-    if not can_choose(config, model):
-        return None
     hardware = describe_hardware(ranks.device)
     is_kept = saved is not None and "packed" in saved and saved["hardware"] == hardware
-    if ranks.gather(np.array([is_kept], np.uint8)).all():
+    if ranks.gather(np.array([is_kept], np.uint8)).all() and saved is not None:
         return saved
     torch_s, packed_s = np.exp(np.log(ranks.gather(measure(model))).mean(axis=0))
     is_faster = torch_s >= MARGIN * packed_s

@@ -15,15 +15,13 @@ import numpy as np
 import torch
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.idle.task import SLICE_S, LocalWork
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import local_weights
 from bubblespec.learn.microbatch import Microbatch, pack_responses
 from bubblespec.records import Span, StepRecord
 from bubblespec.rewards.scorer import Scoring
-from bubblespec.rollout.mechanism import Mechanism
-from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.plan import SLICE_S, LocalWork, Mechanism, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.samples import Samples, count_sampled, has_zero_std
 from bubblespec.types import Launch, Row, SampleId, is_sampled
@@ -179,14 +177,10 @@ class StreamGradients(LocalWork):
         self._num_ranks = 1
         self._pieces: list[Piece] = []  # of complete groups, not computed yet, shortest first
 
-    @property
-    def scores_in_workers(self) -> bool:
-        """Whether rewards come from other processes, and so also while own rows are unfinished."""
-        return self.config.reward.num_workers > 0
-
     def publish(self) -> np.ndarray:
         """Return the rewards of this rank's samples, NaN elsewhere."""
-        if self.scores_in_workers or not self.view.unfinished:
+        # From workers they come also while own rows are unfinished.
+        if self.config.reward.num_workers > 0 or not self.view.unfinished:
             self._take_rewards()
         return self._own_rewards.ravel()
 
@@ -224,7 +218,7 @@ class StreamGradients(LocalWork):
 
     def can_begin(self) -> bool:
         """Whether own rows are done or wait for environments, and there is a piece to compute."""
-        is_idle = not self.view.unfinished or self.view.is_idle
+        is_idle = not self.view.unfinished or self.view.engine.is_waiting
         is_idle &= self.view.engine.is_idle or not self.frees_cache
         return is_idle and self.cost.is_known and bool(self._pieces)
 

@@ -7,12 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.store import DraftStore, History
+from bubblespec.draft.sources import History
+from bubblespec.draft.store import DraftStore
 from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import RewardsFailed
-from bubblespec.planner.guard import DRAFTS
-from bubblespec.planner.stats import load_parts, state_of
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.sampler import Sampler, vocab_size_of
 from bubblespec.samples import Samples, combine, has_rewards
@@ -100,9 +99,7 @@ class Evaluator:
 
         version: updates of the weights. Raises StopRequested."""
         sampler, launch = self.sampler, Launch(groups, len(groups), num_generations)
-        paused = sampler.stats.guards.paused
-        plan = sampler.prepare(launch, None, self.store, paused)
-        plan.is_on = DRAFTS not in paused
+        plan = sampler.prepare(launch, None, self.store, sampler.stats.guards.paused)
         plan.used, plan.params, plan.version = groups, params, version
         if len(self.store) or self.has_chains:
             plan.proposer = self.proposer
@@ -116,15 +113,8 @@ class Evaluator:
                 self.store.put(samples.ids[index], Draft(tokens, True, version))
         return samples, record
 
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Return drafts and their survival, which change no token."""
-        return state_of(self._parts())
-
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Restore a saved state; parts that it lacks stay as they are."""
-        load_parts(self._parts(), state)
-
-    def _parts(self) -> dict:
+    def parts(self) -> dict:
+        """Return what a checkpoint keeps: drafts and their survival, which change no token."""
         if self.proposer is None:
             return {}
         return {"evaluation.drafts": self.store, "evaluation.survival": self.proposer.survival}

@@ -10,10 +10,9 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
-from bubblespec.idle.task import LocalWork, RankView, assign
 from bubblespec.records import ForwardRecord, IdleUse, RolloutRecord, Span
 from bubblespec.rollout.board import ProgressBoard, RankState
-from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.plan import LocalWork, RankView, RolloutPlan
 from bubblespec.rollout.table import Cutoff
 from bubblespec.types import Load, Row
 
@@ -36,7 +35,7 @@ class RolloutLoop:
         self._unlearned: tuple[Load, float] | None = None  # load and seconds of the last forward
         self._cutoff: Cutoff | None = self.table.cutoff() if self.selects else None
         self._ends = np.empty(0, np.int64)  # ends of the parts of a state's facts, but for the last
-        self._last_s = 0.0  # when the last forward, wait or slice ended
+        self.last_s = 0.0  # when the last forward, wait or slice ended
 
     def run(self) -> RolloutRecord:
         """Generate rows to their end, or until the cutoff excludes them.
@@ -44,55 +43,45 @@ class RolloutLoop:
         On a stop request rows stay unfinished: on all ranks with ticks, else on this one."""
         self.engine.reset()
         self.feed.start(self.view, self.proposer)
-        self.record.began_s = self._last_s = self.clock.perf_counter()
+        self.record.began_s = self.last_s = self.clock.perf_counter()
+        for use in self.plan.idle_uses:
+            self.record.idle[use.name] = IdleUse()
+            use.begin(self.view)
         if self.plan.idle_uses or self.selects or self.plan.take_over is not None:
-            self._run_with_ticks()
+            assert self.board is not None
+            self.board.begin()
         else:
-            while self.unfinished and not self.ranks.must_stop:
-                self._advance_feed()
-                if self._can_step:
-                    self._forward()
-                elif self.unfinished:
-                    self._wait_for_feed()
+            self.board = None
+        while not self._is_over():
+            goes_on = self._use_idle_time()
+            self._advance_feed()
+            has_nothing = self.engine.is_waiting if self.feed.is_running else self.engine.is_idle
+            if not has_nothing:
+                self._forward()
+            elif not goes_on and self.feed.is_running:
+                self._wait_for_feed()
+            elif not goes_on and self.board is not None:
+                self._wait()
+        if self.ahead is not None:
+            self.ahead.end()
         self.feed.close()
         self._catch_up()
         if self.proposer is not None:
             self.record.acceptance = self.proposer.acceptance
+        self.record.num_ticks = 0 if self.board is None else self.board.num_ticks
         self.record.ended_s = self.clock.perf_counter()
         return self.record
 
-    @property
-    def _can_step(self) -> bool:
-        """Whether the engine has anything to feed."""
-        return not (self.engine.is_waiting if self.feed.is_running else self.engine.is_idle)
-
-    def _run_with_ticks(self) -> None:
-        board = self.board
-        assert board is not None
-        for use in self.plan.idle_uses:
-            self.record.idle[use.name] = IdleUse()
-            use.begin(self.view)
-        board.begin()
+    def _is_over(self) -> bool:
+        """Act on ticks that have completed; return whether the rollout ends here."""
+        if (board := self.board) is None:
+            return not self.unfinished or self.ranks.must_stop
         while True:
             while (states := board.poll(self._state, not self.unfinished)) is not None:
                 self._act_on(states)
-            if board.is_over:
-                break
-            if not self.unfinished and board.are_others_done:
-                self._wait()  # the last tick is about to complete, and all would wait for new work
-                continue
-            goes_on = self._use_idle_time()
-            self._advance_feed()
-            if self._can_step:
-                self._forward()
-            elif not goes_on:
-                if self.feed.is_running:
-                    self._wait_for_feed()
-                else:
-                    self._wait()
-        if self.ahead is not None:
-            self.ahead.end()
-        self.record.num_ticks = board.num_ticks
+            if board.is_over or self.unfinished or not board.are_others_done:
+                return board.is_over
+            self._wait()  # the last tick is about to complete, and all would wait for new work
 
     def _act_on(self, states: list[RankState]) -> None:
         """Apply a tick to this rank."""
@@ -109,20 +98,18 @@ class RolloutLoop:
         if self.plan.take_over is not None and self.plan.take_over.is_due(self.table, states):
             self.plan.take_over.run(self)
             board.go_on()
-            self._last_s = self.clock.perf_counter()
+            self.last_s = self.clock.perf_counter()
             return
-        capacities = [int(of_rank[0]) for of_rank in capacities]
-        jobs = [] if self.ahead is None else self.ahead.jobs(sum(capacities))
-        given = assign(jobs, capacities, [not state.is_done for state in states])
-        for rank, assigned in enumerate(given):
-            for job in assigned:
-                self.ahead.accept(job, rank)
+        has_assigned = False
+        if self.ahead is not None:
+            capacities = [int(of_rank[0]) for of_rank in capacities]
+            has_assigned = self.ahead.assign(capacities, [not state.is_done for state in states])
         # Ticks stay frequent while drafts are assigned, idle ranks work with others' numbers, or
         # a cutoff or take-over waits for lengths. The end of the rollout does not need that: a rank
         # that is done posts at once.
         is_near = self.plan.take_over is not None and self.plan.take_over.is_near(self.table)
         can_work = bool(self.works) and any(state.is_done for state in states)
-        board.is_relaxed = not (self.selects or is_near or any(given) or can_work)
+        board.is_relaxed = not (self.selects or is_near or has_assigned or can_work)
 
     def _select(self) -> None:
         """Abort rows that the cutoff excludes; submit finished ones that it includes."""
@@ -175,7 +162,7 @@ class RolloutLoop:
         if (work := self._best_work()) is None:
             return False
         work.run_slice()
-        self._last_s = max(self._last_s, self.record.slices[-1].end_s)
+        self.last_s = max(self.last_s, self.record.slices[-1].end_s)
         return self._best_work() is not None
 
     def _best_work(self) -> LocalWork | None:
@@ -202,13 +189,13 @@ class RolloutLoop:
         self.record.waits.append(Span("wait", begin, self.clock.perf_counter()))
         if states is not None:
             self._act_on(states)
-        self._last_s = self.clock.perf_counter()
+        self.last_s = self.clock.perf_counter()
 
     def _advance_feed(self) -> None:
         """Take in the rows that have become complete outside the engine."""
         if self.feed.is_running:
             self._take_finished(self.feed.advance())
-            self._last_s = self.clock.perf_counter()
+            self.last_s = self.clock.perf_counter()
 
     def _wait_for_feed(self) -> None:
         begin, record = self.clock.perf_counter(), self.record
@@ -218,8 +205,8 @@ class RolloutLoop:
         if record.waits and record.waits[-1].end_s > busy_until_s:
             begin = record.waits.pop().begin_s  # one span instead of thousands for a slow tool
         self.feed.wait()
-        self._last_s = self.clock.perf_counter()
-        record.waits.append(Span("wait", begin, self._last_s))
+        self.last_s = self.clock.perf_counter()
+        record.waits.append(Span("wait", begin, self.last_s))
 
     def _forward(self) -> None:
         engine, unfinished, begin = self.engine, self.unfinished, self.clock.perf_counter()
@@ -230,20 +217,25 @@ class RolloutLoop:
         finished, load = engine.step(self.plan.params, self.proposer, limit, self._catch_up)
         if load is None:
             return
-        end = self.clock.perf_counter()
-        propose_s, looked_up = 0.0, 0
-        if self.proposer is not None:
-            propose_s, looked_up = self.proposer.take_spent()
-        seconds = (self._last_s, end, end - begin - propose_s, propose_s)
-        record = ForwardRecord(*seconds, load, own_rows, in_engine - own_rows, looked_up)
+        record = self.record_of(load, begin, own_rows, in_engine - own_rows)
         self.record.forwards.append(record)
         # Proposing takes the GPU no time where the next forward is in flight already.
-        self._unlearned = load, end - self._last_s - (0.0 if engine.flights else propose_s)
-        self._last_s = end
+        propose_s = 0.0 if engine.flights else record.propose_s
+        self._unlearned = load, record.end_s - record.begin_s - propose_s
         if self.feed.is_running:
             finished = self.feed.advance(finished)
-            self._last_s = self.clock.perf_counter()
+            self.last_s = self.clock.perf_counter()
         self._take_finished(finished)
+
+    def record_of(
+        self, load: Load, begin_s: float, own_rows: int, ahead_rows: int
+    ) -> ForwardRecord:
+        """Return the record of a forward that has just ended. begin_s: of the engine's step."""
+        end_s = self.clock.perf_counter()
+        propose_s, looked_up = (0.0, 0) if self.proposer is None else self.proposer.take_spent()
+        seconds = (self.last_s, end_s, end_s - begin_s - propose_s, propose_s)
+        self.last_s = end_s
+        return ForwardRecord(*seconds, load, own_rows, ahead_rows, looked_up)
 
     def _catch_up(self) -> None:
         """Learn from the last forward, while a GPU computes the next one."""

@@ -6,7 +6,8 @@ from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import make_proposer
-from bubblespec.draft.store import DraftStore, History
+from bubblespec.draft.sources import History
+from bubblespec.draft.store import DraftStore
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log

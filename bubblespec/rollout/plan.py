@@ -1,18 +1,99 @@
 """The plan of a rollout: what a rank generates, how it feeds it, and the use of its idle time.
 
-The sampler makes a plan, each mechanism amends it, and the loop carries it out.
+Before each rollout the sampler makes a `RolloutPlan`, each `Mechanism` amends it, and the loop
+carries it out. A rank is idle once it has finished its rows and waits for the slowest rank. While
+it still decodes few rows, drafts may be co-scheduled: their rows join its forwards at little cost.
+
+A mechanism can be switched off without changing what is trained on. `Drafting` is part of the core;
+the others live in bubblespec/mechanisms/, which only setup.py and tools/ import.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.idle.task import LocalWork, RankView
 from bubblespec.planner.costs import CostModel
+from bubblespec.records import RolloutRecord, Span, StepRecord
 from bubblespec.rollout.table import RowTable
 from bubblespec.types import Draft, Group, Launch, Row, SampleId
+
+NOTHING = np.empty(0)
+SLICE_S = 0.05  # seconds of uninterrupted work; the smallest piece may take longer
+LEAST_S = 1e-9
+
+
+@dataclass
+class RankView:
+    """The view of idle work on its own rank in a rollout."""
+
+    rank: int
+    engine: Engine
+    unfinished: dict[Row, int]
+    """Unfinished rows of this step, with their index in the launch."""
+    record: RolloutRecord
+    """Record of this rollout, so far."""
+    max_prefill_tokens: int | None = None
+    """Maximum number of prompt tokens in one forward, None for no limit. Set where prompts of
+    drafts are fed a little at a time."""
+    begin: Callable[[Row], None] | None = None
+    """The feed's own way to begin a row of a coming step; None: the row goes into the engine."""
+
+
+class LocalWork:
+    """Work that each rank does for itself in a rollout, in slices, when it has nothing else to do.
+
+    Between its methods the loop runs forwards and ticks."""
+
+    name = "work"
+    """Name in metrics (`idle/NAME/...`)."""
+    view: RankView
+
+    def begin(self, view: RankView) -> None:
+        """Start with a rollout."""
+        self.view = view
+
+    def publish(self) -> np.ndarray:
+        """Return this rank's numbers for the next tick, float64, as long on all ranks."""
+        return NOTHING
+
+    def receive(self, published: list[np.ndarray]) -> None:
+        """Use the numbers of all ranks in a completed tick, by rank."""
+
+    def can_begin(self) -> bool:
+        """Whether a slice is due that would keep no other rank waiting."""
+        raise NotImplementedError
+
+    def next_slice(self) -> tuple[float, float]:
+        """Return predicted seconds of the next slice, and of wall time saved, where `can_begin`."""
+        raise NotImplementedError
+
+    def do_slice(self) -> Span:
+        """Do one slice; return its span of time. No collectives here."""
+        raise NotImplementedError
+
+    def finish(self, ranks: Ranks) -> None:
+        """Exchange the results after the rollout, on all ranks together. May use collectives."""
+
+    @property
+    def rate(self) -> float:
+        """Predicted seconds saved per second of the next slice; 0 where none can begin."""
+        if not self.can_begin():
+            return 0.0
+        slice_s, saved_s = self.next_slice()
+        return saved_s / max(slice_s, LEAST_S)
+
+    def run_slice(self) -> None:
+        """Do one slice, and record it."""
+        use = self.view.record.idle[self.name]
+        use.expected_s += self.next_slice()[1]
+        span = self.do_slice()
+        self.view.record.slices.append(span)
+        use.seconds += span.end_s - span.begin_s
 
 
 class RowFeed:
@@ -66,9 +147,7 @@ class RolloutPlan:
     expected_s: float = float("nan")
     """Predicted seconds until this rank finishes its rows; NaN if unknown."""
     without: frozenset[str] = frozenset()
-    """What the guards leave out, see `Guards`."""
-    is_on: bool = True
-    """Whether the guard allows drafts, and a TP tail that is entered by cost."""
+    """What the guards leave out, see `Guards`; without drafts no TP tail is entered by cost."""
     proposer: Any = None
     """Source of draft tokens, a `Proposer` (draft/proposer.py), which the loop need not load; None
     without drafts."""
@@ -83,7 +162,7 @@ class RolloutPlan:
     `is_due(table, states)`: whether it is at this tick, by shared data alone; `run(loop)` generates
     the rows to their end: own ones leave the loop's engine, and `loop.finish` gets each."""
     ahead: Any = None
-    """Drafting for coming steps, a `DraftAhead` (idle/draft_ahead.py); on all ranks or on none."""
+    """Drafting for coming steps, a `DraftAhead` (rollout/drafting.py); on all ranks or on none."""
     works: list[LocalWork] = field(default_factory=list)
     """Other uses of idle time, the same on all ranks."""
 
@@ -96,3 +175,36 @@ class RolloutPlan:
     def idle_uses(self) -> list:
         """All uses of idle time."""
         return [self.ahead, *self.works] if self.ahead is not None else self.works
+
+
+class Mechanism:
+    """One mechanism of a run. Every method has a default.
+
+    All ranks call each method at the same point, so methods may use collectives; `save` is called
+    on rank 0 alone.
+    """
+
+    name = "mechanism"
+    """Key of its state in checkpoints."""
+    needs_timings = False
+    """Whether later rollouts use the costs that earlier ones have measured."""
+    state: Any = None
+    """What a checkpoint keeps, with `state_dict` and `load_state_dict`: it changes no token."""
+    sources: Sequence[Any] = ()
+    """`DraftSource`s (draft/sources.py) that serve evaluations as well."""
+
+    def start(self, trainer) -> None:
+        """Finish the set-up, before the first step: a warm start, for instance."""
+
+    def begin_rollout(self, plan: RolloutPlan) -> None:
+        """Amend the plan of a rollout that is about to begin."""
+
+    def end_rollout(self, record: RolloutRecord) -> None:
+        """Take in how a rollout of a step went on this rank."""
+
+    def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
+        """Return the mechanism's metrics of a step, the same on all ranks."""
+        return {}
+
+    def save(self, folder: str) -> None:
+        """Write files of the mechanism's own into a checkpoint; called on rank 0."""

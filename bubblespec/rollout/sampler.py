@@ -1,5 +1,12 @@
-"""A step's samples: place its groups on ranks, generate, score, gather, and learn from timings."""
+"""A step's samples: place its groups on ranks, generate, score, gather, and learn from timings.
 
+With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) groups whose responses all got the same
+reward, which give no gradient, are replaced by groups of further prompts, generated under the same
+weights, as are groups that lack a reward. The choice of prompts depends on the step and the
+gathered rewards alone, so any number of ranks trains on the same tokens.
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -10,22 +17,21 @@ from bubblespec.config import Config
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
-from bubblespec.draft.store import DraftStore, History, exchange
+from bubblespec.draft.sources import History
+from bubblespec.draft.store import DraftStore, exchange
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
+from bubblespec.errors import RewardsFailed
 from bubblespec.planner.costs import rollout_seconds
 from bubblespec.planner.guard import DRAFTS, PLACEMENT
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
 from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import RolloutRecord, Span, StepRecord
 from bubblespec.rollout.board import ProgressBoard
-from bubblespec.rollout.dynamic_sampling import join, num_lacking, select_trained
-from bubblespec.rollout.gather import gather_samples
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.mechanism import Mechanism
-from bubblespec.rollout.plan import RolloutPlan
-from bubblespec.rollout.table import RowTable
-from bubblespec.samples import Samples, combine, has_rewards, overlong_penalty
+from bubblespec.rollout.plan import Mechanism, RolloutPlan
+from bubblespec.rollout.table import RowTable, gather_rows
+from bubblespec.samples import Samples, combine, has_rewards, has_zero_std, overlong_penalty
 from bubblespec.types import Draft, Group, Launch, Row
 
 
@@ -120,8 +126,7 @@ class Sampler:
         used: see `RolloutPlan`."""
         stats, without = self.stats, self.stats.guards.without
         plan = self.prepare(launch, step, self.store, without)
-        plan.used, plan.params, plan.proposer = used, self.params, self.proposer
-        plan.version, plan.is_on = step, DRAFTS not in without
+        plan.used, plan.proposer, plan.version = used, self.proposer, step
         plan.cost = stats.cost if self.needs_timings else None
         cost = stats.cost_without(without)
         if plan.table.rows is not None and cost is not None and not launch.selects:
@@ -184,7 +189,7 @@ class Sampler:
         self.planning_s += clock.perf_counter() - begin_s
         if plan.proposer is not None:
             plan.proposer.begin()
-            is_off = plan.step is not None and not plan.is_on
+            is_off = plan.step is not None and DRAFTS in plan.without
             if is_off or not plan.proposer.is_used:
                 plan.proposer = None
         for row in plan.rows.values() if plan.proposer is not None else ():
@@ -303,7 +308,7 @@ class Sampler:
 
     def _parts(self) -> dict:
         parts = {"drafts": self.store, "history": self.history, "stats": self.stats}
-        parts |= {mechanism.name: mechanism for mechanism in self.mechanisms}
+        parts |= {of.name: of.state for of in self.mechanisms if of.state is not None}
         if self.proposer is not None:
             parts["survival"] = self.proposer.survival
         return parts
@@ -313,3 +318,74 @@ def vocab_size_of(engine: Engine) -> int | None:
     """Return the number of tokens that the policy can embed; None in virtual time."""
     model = getattr(engine.runner, "model", None)
     return None if model is None else model.get_input_embeddings().num_embeddings
+
+
+def gather_samples(
+    own: dict[int, Row], rewards: np.ndarray, table: RowTable, ranks: Ranks
+) -> Samples:
+    """Return all samples that are trained on, on every rank, after the rollout.
+
+    own: this rank's, by ascending index; rewards: float64 [rows, functions], of the same."""
+    trained, launch = table.trained(), table.launch
+    by_index = gather_rows(own, table, ranks)
+    rows = [by_index[index] for index in trained.tolist()]
+    all_rewards = np.empty((len(rows), rewards.shape[1]))
+    for rank, flat in enumerate(ranks.gather_ragged(rewards.ravel())):
+        are_from_rank = table.rank_of[trained] == rank
+        all_rewards[are_from_rank] = flat.reshape(are_from_rank.sum(), rewards.shape[1])
+    groups = trained[:: launch.num_generations] // launch.num_generations
+    return Samples(
+        groups=[launch.groups[group] for group in groups.tolist()],
+        num_generations=launch.num_generations,
+        tokens=[row.tokens.astype(np.int32) for row in rows],
+        logprob=[row.logprob for row in rows],
+        full_logprob=[row.full_logprob for row in rows],
+        is_truncated=np.array([row.finish == "length" for row in rows]),
+        rewards=all_rewards,
+    )
+
+
+def num_lacking(record: StepRecord, max_batches: int) -> int:
+    """Return how many further groups the step generates, enough for the gap at the rate so far.
+
+    At most a whole batch; 0 once enough rewards differ, or after `max_batches`."""
+    rewards, wanted = record.all_rewards, record.batch_sizes[0]
+    is_useful = has_rewards(rewards) & ~has_zero_std(rewards)
+    missing = wanted - int(is_useful.sum())
+    if missing <= 0 or len(record.batch_sizes) >= max_batches:
+        return 0
+    return min(wanted, math.ceil(missing / max(is_useful.mean(), 1e-9)))
+
+
+def join(record: StepRecord, more: StepRecord) -> StepRecord:
+    """Return the record of a step with a further rollout."""
+    return replace(
+        record,
+        generated=record.generated + more.generated,
+        all_rewards=np.concatenate((record.all_rewards, more.all_rewards)),
+        owners=np.concatenate((record.owners, more.owners)),
+        batch_sizes=record.batch_sizes + more.batch_sizes,
+        rollouts=record.rollouts + more.rollouts,
+        stages=record.stages + more.stages,
+        spans=record.spans + more.spans,
+        drafts=record.drafts | more.drafts,
+        expected_s=record.expected_s + more.expected_s,
+    )
+
+
+def select_trained(record: StepRecord) -> StepRecord:
+    """Return the record with the groups that are trained on.
+
+    The first groups whose rewards differ come first, then groups of equal rewards; groups that lack
+    a reward are left out. Raises RewardsFailed, on all ranks, if all groups lack one.
+    """
+    order = np.argsort(has_zero_std(record.all_rewards), kind="stable")
+    order = order[has_rewards(record.all_rewards)[order]]
+    if not len(order):
+        raise RewardsFailed(
+            f"reward.functions: in step {record.step + 1} no function returned a number for any of "
+            f"{len(record.all_rewards)} prompts, so there is nothing to train on"
+        )
+    chosen = sorted(order[: record.batch_sizes[0]].tolist())
+    samples = record.generated.of_groups(chosen)
+    return replace(record, samples=samples, rewards=record.all_rewards[chosen])

@@ -13,11 +13,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.planner.rows import Rows
 from bubblespec.types import Launch, Row
 
 NO_LIMIT = 1 << 62
+FINISHES = (None, "stop", "length")
 
 
 class Cutoff(NamedTuple):
@@ -112,3 +115,24 @@ class RowTable:
     def deferred(self) -> np.ndarray:
         """Return the indices of the samples deferred to a later step, int64, after the rollout."""
         return np.setdiff1d(np.arange(len(self.rank_of)), self.trained())
+
+
+def gather_rows(own: dict[int, Row], table: RowTable, ranks: Ranks) -> dict[int, Row]:
+    """Return the rows of all ranks by index: this rank's own objects, and copies of the others.
+
+    The ranks exchange a header, the tokens and both log-probabilities of each row. All of these are
+    exact as float64, NaN as well.
+    """
+    rows = dict(own)
+    numbers: list[ArrayLike] = [np.empty(0)]
+    for index, row in own.items():
+        header = (index, row.max_new_tokens, FINISHES.index(row.finish), len(row.tokens))
+        numbers += [header, row.tokens, row.logprob, row.full_logprob]
+    for rank, left in enumerate(ranks.gather_ragged(np.concatenate(numbers, dtype=np.float64))):
+        while len(left) and rank != ranks.rank:
+            index, max_new_tokens, finish, length = left[:4].astype(np.int64).tolist()
+            columns, left = np.split(left[4:], [3 * length])
+            row = rows[index] = table.make_row(index, max_new_tokens)
+            row.finish, row.tokens = FINISHES[finish], columns[:length].astype(np.int64)
+            row.logprob, row.full_logprob = columns[length:].reshape(2, length).astype(np.float32)
+    return rows

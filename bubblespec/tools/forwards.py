@@ -25,10 +25,19 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.ops import has_triton, torch_ops
 from bubblespec.engine.packing import pack_rows
 from bubblespec.errors import one_line
-from bubblespec.mechanisms.quantized.copy import Copy, observe_inputs
-from bubblespec.mechanisms.quantized.products import NO_PRODUCT, product_for
-from bubblespec.mechanisms.quantized.runner import CopyForward
-from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsupported, no_tp_tail
+from bubblespec.mechanisms.quantized.copy import (
+    NO_PRODUCT,
+    Copy,
+    CopyForward,
+    observe_inputs,
+    product_for,
+)
+from bubblespec.mechanisms.tp_tail.shards import (
+    ShardedForward,
+    TPGroup,
+    TPUnsupported,
+    no_tp_tail,
+)
 
 WARM_UP, NUM_TIMED = 3, 20
 NUM_OBSERVED = 128  # tokens that a copy is compared on

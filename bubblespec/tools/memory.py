@@ -17,9 +17,8 @@ from bubblespec.engine.packing import PAGE
 from bubblespec.errors import InputError
 from bubblespec.learn.lora import add_adapter
 from bubblespec.loading import from_pretrained, with_dtype
-from bubblespec.mechanisms.drafter.runner import add_drafter
-from bubblespec.mechanisms.quantized.copy import add_quantized
-from bubblespec.mechanisms.quantized.products import product_for
+from bubblespec.mechanisms.drafter.mechanism import add_drafter
+from bubblespec.mechanisms.quantized.copy import add_quantized, product_for
 from bubblespec.tools import make_parser, parse
 
 # Usable bytes of an RTX 4090, an H100 and an H200.

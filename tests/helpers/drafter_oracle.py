@@ -14,7 +14,7 @@ from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.microbatch import Microbatch, pack_responses
 from bubblespec.mechanisms.drafter.layer import Drafter
-from bubblespec.mechanisms.drafter.runner import SHARPNESS, DrafterRunner
+from bubblespec.mechanisms.drafter.mechanism import SHARPNESS, DrafterRunner
 from bubblespec.mechanisms.drafter.training import DrafterTraining, Example
 from bubblespec.types import SampleId
 from tests.helpers.models import VOCAB, config_of, random_model, small_config

@@ -4,7 +4,7 @@ import numpy as np
 
 from bubblespec.draft import chains, proposer
 from bubblespec.draft.chains import ChainSource
-from bubblespec.mechanisms.drafter import warm_start
+from bubblespec.mechanisms.drafter import training
 from bubblespec.mechanisms.drafter.training import TrainDrafter
 from bubblespec.planner import guard
 from bubblespec.rollout.board import ProgressBoard
@@ -19,7 +19,7 @@ def train_always(patch=setattr) -> None:
 
 def chain_always(patch=setattr) -> None:
     """Chains of five tokens in every forward, whatever they cost, after a short warm start."""
-    patch(warm_start, "EPOCHS", 1)
+    patch(training, "EPOCHS", 1)
     patch(guard, "FIRST_CONTROL", 1e9)  # no rollouts without drafts
     patch(proposer, "choose_windows", lambda survival, available, *_, **__: available)
     patch(ChainSource, "chance", 1.0)

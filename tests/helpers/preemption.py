@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from bubblespec.idle.draft_ahead import DraftAhead
-from bubblespec.rollout.mechanism import Mechanism
-from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.drafting import DraftAhead
+from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.trainer import Trainer
 from bubblespec.types import Load, Row
 

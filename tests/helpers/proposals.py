@@ -4,8 +4,7 @@ agrees with a given truth."""
 import numpy as np
 
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposals
-from bubblespec.draft.store import History
+from bubblespec.draft.sources import DraftSource, History, OwnDrafts, Proposals
 from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Draft, Row, SampleId

@@ -11,17 +11,18 @@ import transformers
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer, make_proposer
-from bubblespec.draft.store import DraftStore, History
+from bubblespec.draft.sources import History
+from bubblespec.draft.store import DraftStore
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
-from bubblespec.idle.draft_ahead import DraftAhead
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.jobs import Job
 from bubblespec.planner.survival import ALIGNED, TRIED
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.board import ProgressBoard, RankState
+from bubblespec.rollout.drafting import DraftAhead
 from bubblespec.tools.simulate.world import SimulatedRanks
 from bubblespec.types import Draft, Group, Load, Prompt, Row, SampleId
 from tests.helpers.clocks import Clock, forward_seconds

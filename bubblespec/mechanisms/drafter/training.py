@@ -5,14 +5,15 @@ and soft cross-entropy the loss. The drafter is unrolled over a few passes, in w
 from its own estimates as it does in a chain. It has an optimizer of its own; nothing here touches
 the policy's gradient.
 
-Examples are hidden states of the warm start (warm_start.py), later those of the policy's training
-(`take`). A rank learns in idle time (`run_slice`), and after each rollout all ranks continue with
-the mean of their drafters (`merge`).
+At its warm start the policy answers prompts of coming steps, and each rank learns from its hidden
+states there; later from those of the policy's training (`take`), in idle time (`run_slice`). Now
+and then, and after each rollout, all ranks continue with the mean of their drafters (`merge`).
 
 Shape legend: S sequences, T their padded positions, N = S * T, H hidden size, D size of a head, V
 the drafter's tokens, L tokens of a sequence.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,13 +24,19 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.packing import pack_sequences, to_device
 from bubblespec.errors import log
-from bubblespec.idle.task import SLICE_S, LocalWork
 from bubblespec.learn.microbatch import Microbatch
 from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.records import Span
+from bubblespec.rollout.plan import SLICE_S, LocalWork
+from bubblespec.rollout.sampler import Sampler
+from bubblespec.types import Row
 
 PASSES = 2  # of the unrolled drafter; the time of a third one is better spent on more updates
 MAX_GRAD_NORM = 0.5
@@ -45,6 +52,9 @@ AVERAGE = 0.2  # weight of the latest slice in the seconds per token
 # The saving of a slice in later rollouts is unknown, so work with a known saving comes first.
 LITTLE_S = 1e-9
 MAX_SHARE = 0.05  # share of the rollout so far that a slice may take, as other ranks may wait
+# Of the warm start: token ids that a new drafter can draft, and steps whose prompts are answered.
+VOCAB_SIZE, MAX_STEPS = 16_384, 256
+EPOCHS, MERGE_EVERY = 8, 40  # a rank's updates from one mean of all drafters to the next
 
 
 class Example(NamedTuple):
@@ -274,7 +284,7 @@ class TrainDrafter(LocalWork):
 
     def can_begin(self) -> bool:
         """Whether this rank is idle, and others would not wait for long."""
-        return self.view.is_idle and 0 < self._slice_s() <= self._limit_s()
+        return self.view.engine.is_waiting and 0 < self._slice_s() <= self._limit_s()
 
     def do_slice(self) -> Span:
         begin_s = self.clock.perf_counter()
@@ -292,3 +302,79 @@ class TrainDrafter(LocalWork):
     def _limit_s(self) -> float:
         elapsed_s = self.clock.perf_counter() - self.view.record.began_s
         return min(max(SLICE_S, self._slice_s()), MAX_SHARE * elapsed_s)
+
+
+def answer_prompts(sampler: Sampler, step: int) -> list[Row]:
+    """Return this rank's share of drafter.warm_start tokens of responses to coming prompts.
+
+    The nearest steps come first; the last responses are unfinished. Raises StopRequested."""
+    config, ranks, engine = sampler.config, sampler.ranks, sampler.engine
+    schedule, rollout, rows = sampler.schedule, config.rollout, []
+    depth = min(MAX_STEPS, config.run.max_steps - step - 1)
+    for groups in [schedule.launch(step).groups, *schedule.upcoming(step, depth)]:
+        samples = list(itertools.product(groups, range(rollout.num_generations)))
+        rows += [
+            Row(group.sample(sample), group.prompt.token_ids, rollout.max_completion_length)
+            for group, sample in samples[ranks.rank :: ranks.world_size]
+        ]
+    wanted, num_tokens = -(-config.drafter.warm_start // ranks.world_size), 0
+    engine.reset()
+    engine.add(rows)
+    with _progress("tokens of responses to learn from", wanted, ranks) as bar:
+        while num_tokens < wanted and not engine.is_idle and not ranks.must_stop:
+            load = engine.step(sampler.params)[1]
+            assert load is not None
+            num_tokens += load.tokens - load.prompt_tokens
+            bar.update(load.tokens - load.prompt_tokens)
+    engine.collect()
+    engine.release()
+    ranks.barrier_or_stop()
+    return [row for row in rows if len(row.tokens)]
+
+
+def frequent_ids(rows: Sequence[Row], stop_token_ids: Sequence[int], ranks: Ranks) -> np.ndarray:
+    """Return the VOCAB_SIZE most frequent tokens of all ranks, with stop tokens, ascending."""
+    tokens = np.concatenate([np.array(stop_token_ids, np.int64), *(row.tokens for row in rows)])
+    ids, counts = np.unique(np.concatenate(ranks.gather_ragged(tokens)), return_counts=True)
+    return np.sort(ids[np.argsort(-counts, kind="stable")[:VOCAB_SIZE]])
+
+
+@torch.no_grad()
+def examples_from(model: PreTrainedModel, rows: Sequence[Row], kernel: str) -> list[Example]:
+    """Compute the policy's hidden states of these responses, and return examples with them."""
+    examples: list[Example] = []
+    for row in rows:
+        tokens = np.concatenate((row.prompt, row.tokens[:-1]))
+        packing = pack_sequences([len(tokens)], model.device)
+        hidden = forward_hidden(model, to_device(tokens, model.device), packing, kernel)
+        examples += examples_of(tokens, len(row.prompt), hidden)
+    return examples
+
+
+def warm_up(training: DrafterTraining, examples: list[Example], ranks: Ranks) -> None:
+    """Train for EPOCHS at a rate that falls to FINAL_RATE, and keep the latest examples.
+
+    Raises StopRequested."""
+    by_length = sorted(examples, key=lambda example: len(example.hidden))  # to pad little
+    begins = np.arange(0, len(examples), EXAMPLES_PER_UPDATE)
+    order = np.concatenate([training.random.permutation(begins) for _ in range(EPOCHS)])
+    total = int(ranks.gather(np.array([len(order)])).max())
+    with _progress("updates of the drafter", total, ranks) as bar:
+        for number in range(total):
+            rate = LEARNING_RATE * (1 - (1 - FINAL_RATE) * number / total)
+            training.optimizer.param_groups[0]["lr"] = rate
+            if number < len(order):
+                training.learn(by_length[order[number] : order[number] + EXAMPLES_PER_UPDATE])
+            if number % MERGE_EVERY == 0 or number + 1 == total:
+                training.merge(ranks)
+                ranks.barrier_or_stop()
+            bar.update()
+    training.optimizer.param_groups[0]["lr"] = FINAL_RATE * LEARNING_RATE
+    for example in examples:
+        training.add(example)
+
+
+def _progress(description: str, total: int, ranks: Ranks) -> tqdm:
+    """Return a progress bar, which rank 0 shows on a terminal alone."""
+    is_hidden = None if ranks.is_main else True
+    return tqdm(desc=description, total=total, disable=is_hidden, leave=False)

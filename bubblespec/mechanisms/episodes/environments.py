@@ -1,37 +1,112 @@
-"""The environments of one rank: begun, acted in and ended by name, in workers, without waiting."""
+"""The environments of one rank: begun, acted in and ended by name, in workers, without waiting.
+
+Each worker holds many episodes, and answers one request at a time. A worker that takes too long or
+dies is replaced, and each of its other episodes is replayed in the new one when its next request
+comes. An environment that is random beyond its seed may go on from another state then.
+"""
 
 import base64
 import itertools
 import json
 import pickle
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
+from subprocess import Popen
 from typing import NamedTuple
 
 import numpy as np
 
 from bubblespec.config import EnvironmentConfig
-from bubblespec.distributed.worker import close_workers
+from bubblespec.distributed.worker import Worker, WorkerFailure, WorkerTimeout, close_workers
 from bubblespec.errors import InputError
-from bubblespec.mechanisms.episodes.forms import Chat, load_form, tool_message
+from bubblespec.mechanisms.episodes.forms import Chat, load_form, make_answer, tool_message
 from bubblespec.mechanisms.episodes.tokens import (
     begin_ids,
     check_tokens,
     observation_ids,
     parse_calls,
 )
-from bubblespec.mechanisms.episodes.workers import (
-    Deliver,
-    EnvironmentWorker,
-    Episode,
-    make_answer,
-)
 from bubblespec.types import Prompt
 
 NOTHING = np.empty(0, np.int64)
+Deliver = Callable[[dict | Exception], None]
+"""Takes a reply of `Host`, {failure} if the worker had to be replaced, or an error that ends the
+run."""
+
+
+@dataclass(eq=False)
+class Episode:
+    """A running episode, as the trainer's process sees it."""
+
+    number: int
+    name: Hashable
+    prompt: Prompt
+    worker: "EnvironmentWorker | None"
+    """None where environments run in the trainer's process, unprotected."""
+    ids: list[int]
+    """All tokens so far."""
+    num_turns: int = 0
+    calls: list[dict] = field(default_factory=list)
+    """Tool calls of the turn that is being answered."""
+    problem: str | None = None
+    """Reason why the environment failed."""
+    history: list[tuple[bytes, float]] = field(default_factory=list)
+    """Requests that were replied to, and their time limits."""
+    home: Popen | None = None
+    """Supervisor of the process that holds the environment."""
+    is_abandoned: bool = False
+    """Whether its replies are no longer needed."""
+
+
+class EnvironmentWorker(Worker):
+    """A worker process with its replacements, which holds many episodes."""
+
+    def __init__(self, form: dict):
+        """form: arguments of `load_form`."""
+        super().__init__(make_answer.__module__, form, "environment")
+
+    def submit(
+        self, episode: Episode, request: bytes, limit_s: float, deliver: Deliver, *, is_end: bool
+    ) -> None:
+        """Queue a request to `Host`, with a time limit from when its turn comes.
+
+        deliver: called with the reply, in another thread; is_end: whether it ends the episode."""
+
+        def answer(_: Worker) -> None:
+            is_held = episode.home is not None and episode.home is self.supervisor
+            if episode.is_abandoned and not (is_end and is_held):
+                deliver({"failure": "it was not needed", "seconds": 0.0})
+                return
+            try:
+                deliver(self._ask_twice(episode, request, limit_s))
+            except Exception as error:  # OSError: no process can be started
+                deliver(error)
+
+        self.jobs.put(answer)
+
+    def _ask_twice(self, episode: Episode, request: bytes, limit_s: float) -> dict:
+        """Return the reply, to the second request if the worker dies at the first.
+
+        It may have died because of another episode."""
+        begin_s = time.monotonic()
+        for is_last in (False, True):
+            try:
+                self.start()
+                for earlier in episode.history if episode.home is not self.supervisor else ():
+                    self.ask(*earlier)
+                episode.home = self.supervisor
+                reply = self.ask(request, limit_s)
+                episode.history.append((request, limit_s))
+                return reply
+            except WorkerFailure as failure:
+                if isinstance(failure, WorkerTimeout) or is_last or self.is_closed:
+                    return {"failure": str(failure), "seconds": time.monotonic() - begin_s}
+        raise AssertionError
 
 
 class Observation(NamedTuple):
@@ -61,18 +136,6 @@ class Outcome(NamedTuple):
     """Environment, pickled, if requested."""
     problem: str | None
     """Reason why the environment failed, also while its reward was computed."""
-
-
-def check_environment(
-    config: EnvironmentConfig, tokenizer, prompt: Chat, columns: Collection[str]
-) -> None:
-    """Raise InputError if this environment and tokenizer cannot make episodes of such a prompt.
-
-    columns: names of the data's further columns."""
-    form = load_form(config.factory, config.tools)
-    form.check_columns(columns)
-    longest = int(config.max_observation_length)
-    check_tokens(tokenizer, prompt, form.schemas(), form.is_text, longest)
 
 
 class Environments:
@@ -224,6 +287,18 @@ class Environments:
 
     def _is_last_turn(self, episode: Episode) -> bool:
         return episode.num_turns >= self._config.max_turns
+
+
+def check_environment(
+    config: EnvironmentConfig, tokenizer, prompt: Chat, columns: Collection[str]
+) -> None:
+    """Raise InputError if this environment and tokenizer cannot make episodes of such a prompt.
+
+    columns: names of the data's further columns."""
+    form = load_form(config.factory, config.tools)
+    form.check_columns(columns)
+    longest = int(config.max_observation_length)
+    check_tokens(tokenizer, prompt, form.schemas(), form.is_text, longest)
 
 
 def _problem_in(reply: dict) -> str | None:

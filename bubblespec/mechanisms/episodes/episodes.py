@@ -14,12 +14,10 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
-from bubblespec.idle.task import RankView
 from bubblespec.mechanisms.episodes.environments import Environments, Observation
 from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.records import StepRecord
-from bubblespec.rollout.mechanism import Mechanism
-from bubblespec.rollout.plan import RolloutPlan, RowFeed
+from bubblespec.rollout.plan import Mechanism, RankView, RolloutPlan, RowFeed
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Prompt, Row
 

@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bubblespec.config.imports import awaited, import_function, import_path, keep_settings
+from bubblespec.distributed.worker import MAX_REPLY_BYTES
 from bubblespec.errors import InputError, is_interrupt, one_line
 
 NO_TOOLS = ("reset", "get_reward")
@@ -347,3 +348,19 @@ def _seed_for(function: Callable, seed: int) -> dict:
 
 async def _gather(coroutines) -> list:
     return await asyncio.gather(*coroutines, return_exceptions=True)
+
+
+def bounded(reply: dict) -> dict:
+    """Return the reply, or an error if it is too large or not plain data."""
+    try:
+        size = len(json.dumps(reply))
+        problem = None if size <= MAX_REPLY_BYTES else f"a reply of {size} bytes is too large"
+    except (TypeError, ValueError, RecursionError) as error:
+        problem = f"a reply is not plain data: {error}"
+    return reply if problem is None else {"error": problem, "seconds": reply["seconds"]}
+
+
+def make_answer(form: dict) -> Callable[[bytes], dict]:
+    """Return the function by which a worker replies (`worker.serve`)."""
+    host = Host(load_form(**form))
+    return lambda request: bounded(host.answer(request))

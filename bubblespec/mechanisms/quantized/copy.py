@@ -1,33 +1,72 @@
-"""The copy: the policy's decoder with quantised products.
+"""The copy: the policy's decoder with quantised products, int8 on a CPU and int4 on a GPU.
 
 Everything else is shared with the policy: embeddings, norms, keys and values. How large the inputs
 of each product's channels get, a forward of the policy shows. An input channel with large values
 costs all others their precision, so channels are divided by a factor and the weights multiplied by
 it (SmoothQuant, Xiao et al. 2023, arXiv 2211.10438, equation 4, with alpha = 0.5).
 
+Weights are rounded to a grid of their own for each output (int8), or for each group of inputs of
+an output (int4). On a CPU the inputs are rounded as well, to 8 bits on a grid of each product's
+own, and integers are multiplied (`linear_dynamic` of FBGEMM). On a GPU inputs are not rounded.
+Rounding may be as coarse as it likes: a copy only proposes tokens.
+
 After an update the copy is that of older weights, and proposes nearly as well; `Copy.renew`
 quantises a part of it again.
 
-Shape legend: N tokens, K features in, M features out.
+It drafts over the engine's own keys and values. A draft token's are written where the row's next
+tokens belong. The policy's forward that verifies the token writes them again, and nothing else
+reads them: so there is no second cache and no prefill, and a rejected token leaves nothing behind
+(QSpec, Zhao et al. 2024, arXiv 2410.11305, shares the cache in the same way). Tokens are drawn with
+the noise that the row itself will use, among the CANDIDATES best, whose logits are computed by the
+policy's own head: in 8 bits it would cause a third of all wrong tokens.
+
+Shape legend: N tokens, K features in, M features out; of a draw M rows, C candidates.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bubblespec.draft.chains import ChainRunner
 from bubblespec.engine.decoder import Decoder, Kind, Multiply, stacked
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.output_head import output_head
+from bubblespec.engine.output_head import OutputHead, output_head
 from bubblespec.engine.packing import LANES, pack_rows
+from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import SamplingParams, widen
 from bubblespec.engine.weights import Linears, linear_of
-from bubblespec.mechanisms.quantized.products import GROUP, Product
 from bubblespec.memory import Needs
 
 SMOOTHING = 0.5  # alpha of SmoothQuant
+# Weights from which int4 is near enough; smaller policies gain little by it on a GPU.
+LARGE = 3e9
+GROUP = 128  # inputs of an output that share a grid of int4
+INNER_TILES = 8  # of torch's int4 layout, each of 16 inputs
+OUTPUTS_AT_ONCE = 4096  # that are rounded
+HALF = 8  # by which int4 weights, 0 to 15, are moved
+NO_PRODUCT = "this device has no product with quantised weights for this type and size of policy"
+HAS_VNNI = torch.cpu._is_vnni_supported()
+CANDIDATES = 256  # tokens, whose noise is computed: the others hardly ever win
+
+
+class Product(NamedTuple):
+    """A way to multiply by quantised weights."""
+
+    name: str
+    bits: int
+    pack: Callable[[torch.Tensor, torch.Tensor], Any]
+    """Quantise a weight [M, K] times a factor [K]; return an object, or a tuple of tensors."""
+    multiply: Callable[[torch.Tensor, Any], torch.Tensor]
+    """Multiply x [..., K] by a packed weight; return [..., M] in the type of x."""
+    fits: Callable[[int, int], bool]
+    """Whether a weight of K inputs and M outputs can be packed."""
 
 
 class Layers:
@@ -117,6 +156,63 @@ class Copy:
         self._num_old = len(self.renewed)
 
 
+class CopyForward(ModelForward):
+    """The forward of a copy."""
+
+    def __init__(self, copy: Copy, **options):
+        self.copy = copy
+        super().__init__(copy.model, **options)
+
+    def make_decoder(self) -> Decoder:
+        """Return the policy's decoder with the copy's products."""
+        return Decoder(self.copy.model, self.copy.product_of)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the copy's logits [T, V] of hidden states [T, hidden]."""
+        return self.copy.head(hidden)
+
+
+class CopyRunner(ChainRunner):
+    """The copy's part of an engine, in the cache of the policy."""
+
+    reads_states = False
+
+    def __init__(self, copy: Copy, engine: Engine, params: SamplingParams):
+        """params: of the engine's rows."""
+        runner = cast(ModelRunner, engine.runner)
+        policy = runner.forward
+        forward = CopyForward(copy, enforce_eager=policy.is_eager, memory=policy.memory)
+        super().__init__(engine, params, forward, runner.cache, runner.num_slots)
+        self.copy = copy
+        self.num_candidates = min(CANDIDATES, copy.head.num_tokens)
+
+    @torch.inference_mode()
+    def draw(
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        try:
+            return super().draw(slots, number, tokens)
+        except Exception:  # what was written is masked, but must be finite: see `KVCache`
+            start = self.engine.length[slots] - 1 + number
+            self.cache.erase(self.pack(slots, start, np.ones_like(start)).place)
+            raise
+
+    def candidates(
+        self, slots: np.ndarray, number: int, tokens: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        start = self.engine.length[slots] - 1 + number
+        hidden = self.feed(tokens, slots, start, np.ones_like(start))
+        ids = widen(self.forward.logits(hidden)).topk(self.num_candidates).indices
+        return exact_logits(output_head(self.runner.model), hidden, ids), ids, len(tokens)
+
+
+def exact_logits(head: OutputHead, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the policy's own logits [M, C] of the tokens int64 [M, C] for states [M, hidden]."""
+    linear = linear_of(head.linear)
+    product = torch.bmm(linear.weight[ids], hidden[:, :, None])[:, :, 0]
+    return widen(head.finish(product if linear.bias is None else product + linear.bias[ids]))
+
+
 @torch.no_grad()
 def current_weight(layer: torch.nn.Module) -> torch.Tensor:
     """Return the weight [M, K] that a layer multiplies by, its adapters included."""
@@ -168,3 +264,84 @@ def add_quantized(needs: Needs, product: Product | None, model: PreTrainedModel)
     is_grouped = product.bits == 4
     grids = 2 * weights // GROUP if is_grouped else sum(layer.out_features for layer in layers)
     return replace(needs, quantized=weights * product.bits // 8 + grids * model.dtype.itemsize)
+
+
+def product_for(model: torch.nn.Module, device: str, bits: int | str) -> Product | None:
+    """Return the product of a policy's copy, if a device has one for its type.
+
+    device: cpu or cuda, where the policy will be; bits: auto, 8 or 4."""
+    parameters = list(model.parameters())
+    if device == "cpu":
+        has_engine = "x86" in torch.backends.quantized.supported_engines
+        return INT8_CPU if has_engine and bits != 4 else None
+    is_large = sum(parameter.numel() for parameter in parameters) >= LARGE
+    fits = bits == 4 or (bits == "auto" and is_large)
+    return INT4 if fits and parameters[0].dtype == torch.bfloat16 else None
+
+
+def by_parts(
+    rounding: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+    weight: torch.Tensor,
+    factor: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Round a weight [M, K] times a factor [K] in float32, a few outputs at a time.
+
+    A float32 copy of a large model's output head would take gigabytes."""
+    parts = [rounding(part.float() * factor) for part in weight.split(OUTPUTS_AT_ONCE)]
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def round_to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a weight [M, K]; return int8 [M, K] and the steps of the outputs' grids, float [M]."""
+    step = weight.abs().amax(dim=1).clamp_min(torch.finfo(weight.dtype).tiny) / 127
+    return (weight / step[:, None]).round().to(torch.int8), step
+
+
+def _pack_int8(weight: torch.Tensor, factor: torch.Tensor) -> Any:
+    whole, step = by_parts(round_to_int8, weight, factor)
+    zeros = torch.zeros(len(step), dtype=torch.long)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to take out this type of tensor
+        quantized = torch._make_per_channel_quantized_tensor(whole, step.double(), zeros, 0)
+    return torch.ops.quantized.linear_prepack(quantized, None)
+
+
+def _multiply_int8(x: torch.Tensor, packed: Any) -> torch.Tensor:
+    size, given = None, x.float()
+    if x.numel() > x.shape[-1]:  # the rows share a grid, so they are brought to one size
+        size = given.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-9)
+        given = given / size
+    # Without VNNI, FBGEMM adds up products in 16 bits, where 8-bit inputs would overflow.
+    out = torch.ops.quantized.linear_dynamic(given, packed, not HAS_VNNI)
+    return (out if size is None else out * size).to(x.dtype)
+
+
+def round_to_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round a weight [M, K] to 16 levels; return levels uint8 [M, K], and each group's grid.
+
+    A grid is (step, middle), [M, groups] each: level q stands for (q - 8) * step + middle."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    low, high = groups.amin(dim=2), groups.amax(dim=2)
+    step = ((high - low) / 15).clamp_min(1e-6)
+    levels = ((groups - low[..., None]) / step[..., None]).round().clamp(0, 15).to(torch.uint8)
+    return levels.flatten(1), step, low + HALF * step
+
+
+def _pack_int4(weight: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    levels, step, middle = by_parts(round_to_int4, weight, factor)
+    pairs = levels[:, ::2] << 4 | levels[:, 1::2]
+    packed = torch._convert_weight_to_int4pack(pairs, INNER_TILES)
+    grids = torch.stack((step, middle), dim=2).transpose(0, 1).contiguous()
+    return packed, grids.to(weight.dtype)  # [groups, M, 2]
+
+
+def _multiply_int4(x: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    weight, grids = packed
+    out = torch._weight_int4pack_mm(x.reshape(-1, x.shape[-1]), weight, GROUP, grids)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+INT8_CPU = Product("int8", 8, _pack_int8, _multiply_int8, lambda k, m: True)
+
+
+INT4 = Product("int4", 4, _pack_int4, _multiply_int4, lambda k, m: k % GROUP == 0 and m % 8 == 0)

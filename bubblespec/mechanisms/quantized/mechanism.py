@@ -1,11 +1,11 @@
 """The quantised copy of a run: made and timed at the start, renewed before rollouts.
 
-On a GPU it is made only if a product of it is fast enough by itself."""
+On a GPU it is made only if a product of it is fast enough by itself.
+"""
 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.draft.chain_runner import profile
-from bubblespec.draft.chains import ChainSource
+from bubblespec.draft.chains import ChainSource, profile
 from bubblespec.engine import graphs
 from bubblespec.engine.decoder import is_like_llama
 from bubblespec.engine.output_head import output_head
@@ -25,12 +24,18 @@ from bubblespec.engine.packing import to_device
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.weights import linear_of
 from bubblespec.errors import log, one_line
-from bubblespec.mechanisms.quantized.copy import Copy, linear_layers, observe_inputs
-from bubblespec.mechanisms.quantized.products import NO_PRODUCT, Product, product_for
-from bubblespec.mechanisms.quantized.runner import CopyRunner
+from bubblespec.mechanisms.quantized.copy import (
+    NO_PRODUCT,
+    Copy,
+    CopyRunner,
+    Product,
+    linear_layers,
+    observe_inputs,
+    product_for,
+)
+from bubblespec.planner.guard import COPY, DRAFTS
 from bubblespec.records import RolloutRecord, StepRecord
-from bubblespec.rollout.mechanism import Mechanism
-from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
 
 NAME = "quantized"
@@ -49,24 +54,23 @@ class QuantizedMechanism(Mechanism):
 
     name = NAME
 
-    def __init__(self, source: ChainSource, copy: Copy, config: Config, clock):
-        self.source, self.sources, self.clock, self.copy = source, [source], clock, copy
-        self.params = self.evaluation_params = source.runner.params
-        if (temperature := config.eval.temperature) is not None:
-            self.evaluation_params = replace(self.params, temperature=temperature)
+    def __init__(self, source: ChainSource):
+        """source: whose chains a `CopyRunner` draws."""
+        self.source, self.sources = source, [source]
+        self.copy = cast(CopyRunner, source.runner).copy
+        self.state = source.rates.survival  # how often tokens of chains were right
         self._credit_s = 0.0  # that renewals may take
         self._renewal_s = 0.0  # of the latest rollout
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Renew what the share of the last rollouts' seconds allows, if the copy is used."""
-        is_evaluation = plan.step is None
-        self.source.runner.params = self.evaluation_params if is_evaluation else self.params
-        is_used = self.name not in plan.without and plan.is_on
+        self.source.runner.params = plan.params
+        is_used = plan.without.isdisjoint((DRAFTS, COPY))
         self.source.is_enabled = is_used and self.source.problem is None
-        if is_evaluation or not self.source.is_enabled:
+        if plan.step is None or not self.source.is_enabled:
             return
         try:
-            self._renewal_s = self.copy.renew(self.clock.perf_counter, self._credit_s)
+            self._renewal_s = self.copy.renew(self.source.clock.perf_counter, self._credit_s)
         except Exception as error:  # weights that cannot be rounded
             self.source.give_up(error)
         self._credit_s -= self._renewal_s
@@ -82,14 +86,6 @@ class QuantizedMechanism(Mechanism):
         metrics = {"quantized/acceptance_rate": float(gathered[:, 0].mean())}
         metrics["quantized/renew_s"] = float(gathered[:, 1].max())
         return metrics | self.source.metrics(ranks)
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Return how often tokens of chains were right."""
-        return self.source.rates.survival.state_dict()
-
-    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Restore a saved state."""
-        self.source.rates.survival.load_state_dict(state)
 
 
 # Creates the copy's source. Chains of a learned drafter cost less, so it is asked last.
@@ -192,16 +188,16 @@ def make_quantized(sampler: Sampler, product: Product | None) -> QuantizedMechan
         copy = Copy(runner.model, product, observe_inputs(runner.model, ids))
         of_copy = CopyRunner(copy, sampler.engine, sampler.params)
         copy_cost = profile(of_copy, ranks.clock)
-        made[:] = copy, of_copy, copy_cost
+        made[:] = of_copy, copy_cost
         return float(cost.seconds(1, 1) / copy_cost.seconds(1, 1))
 
     if problem := refusal("its forward", speedup, config, ranks):
         if ranks.is_main:
             log(f"{NO_COPY}: {problem}")
         return None
-    copy, of_copy, copy_cost = made
+    of_copy, copy_cost = made
     if of_copy.graphs is not None:
         runner.followers.append(of_copy)
     always = config.speculative.planning == "always"
     source = make_source(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
-    return QuantizedMechanism(source, copy, config, ranks.clock)
+    return QuantizedMechanism(source)

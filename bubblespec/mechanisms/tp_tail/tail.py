@@ -6,6 +6,8 @@ that is the same on every rank. Its forwards are in lockstep: ranks exchange wha
 and compute the same tokens from the exchanged values. The owner of a row proposes its drafts, and
 every few forwards ranks exchange whether to stop. When the last row is done, each rank has its own
 rows' results, and the rollout ends with the next tick.
+
+Shape legend: R rows of all ranks, n positions of one rank's rows, P ranks.
 """
 
 import contextlib
@@ -15,27 +17,27 @@ from dataclasses import replace
 from typing import cast
 
 import numpy as np
+import torch
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.packing import to_device
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log
-from bubblespec.mechanisms.tp_tail import shards
-from bubblespec.mechanisms.tp_tail.kv_transfer import can_transfer_kv, transfer_kv
+from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsupported, no_tp_tail
 from bubblespec.planner.costs import CostModel
+from bubblespec.planner.guard import DRAFTS
 from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
-from bubblespec.records import ForwardRecord, Span, StepRecord, total_s
+from bubblespec.records import Span, StepRecord, total_s
 from bubblespec.rollout.board import RankState
-from bubblespec.rollout.gather import gather_rows
 from bubblespec.rollout.loop import RolloutLoop
-from bubblespec.rollout.mechanism import Mechanism
-from bubblespec.rollout.plan import RolloutPlan
+from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.profile import profile
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.rollout.table import RowTable
+from bubblespec.rollout.table import RowTable, gather_rows
 from bubblespec.types import Row, SampleId
 
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward
@@ -45,6 +47,7 @@ MAX_DRAFT_TOKENS = 64  # of a row
 FED_AGAIN = 16
 ROWS = "tp_tail_rows"  # in a rollout's extras: rows of this rank that were unfinished on entry
 NUM_TIMED = 3  # last forwards of a timing at the start, which count
+PIECE_BYTES = 1 << 26  # received by a rank at a time from all ranks
 
 
 class TPTail(Mechanism):
@@ -75,7 +78,7 @@ class TPTail(Mechanism):
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Take over the end of the rollout, unless the guard forbids a tail entered by cost."""
         self.off = plan.without
-        if self.is_worth_it is None or plan.is_on:
+        if self.is_worth_it is None or DRAFTS not in plan.without:
             plan.take_over = self
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
@@ -124,7 +127,7 @@ class TPTail(Mechanism):
                 own_engine.drop(row)
         if not rows:
             return
-        record.extras[ROWS], last_s = len(unfinished), clock.perf_counter()
+        record.extras[ROWS], loop.last_s = len(unfinished), clock.perf_counter()
         with contextlib.ExitStack() as stack:
             for follow in self.companions:
                 stack.enter_context(follow(engine))
@@ -137,13 +140,8 @@ class TPTail(Mechanism):
                     break
                 step_s, own_rows = clock.perf_counter(), len(unfinished)
                 finished, load = engine.step(loop.plan.params, drafts)
-                end_s = clock.perf_counter()
                 assert load is not None, "the engine is not idle"
-                propose_s, looked_up = (0.0, 0) if proposer is None else proposer.take_spent()
-                seconds = (last_s, end_s, end_s - step_s - propose_s, propose_s)
-                forward = ForwardRecord(*seconds, load, own_rows, 0, looked_up)
-                record.shared_forwards.append(forward)
-                last_s = end_s
+                record.shared_forwards.append(loop.record_of(load, step_s, own_rows, 0))
                 for row in finished:
                     if row in unfinished:
                         loop.finish(row)
@@ -227,15 +225,15 @@ def make_tp_tail(sampler: Sampler, max_rows: int) -> TPTail | None:
     alone = cast(ModelRunner, engine.runner)
     ranks.activity = "set-up of the TP tail"
     try:
-        tp = shards.TPGroup(ranks)
+        tp = TPGroup(ranks)
         memory, limit = alone.forward.memory, max(alone.max_num_batched_tokens, max_rows)
-        forward = shards.ShardedForward(alone.model, tp, enforce_eager=eager, memory=memory)
+        forward = ShardedForward(alone.model, tp, enforce_eager=eager, memory=memory)
         sizes = max_rows, alone.max_length, alone.seed
         runner = ModelRunner(alone.model, *sizes, forward=forward, max_num_batched_tokens=limit)
         forward.check()
-    except shards.TPUnsupported as error:
+    except TPUnsupported as error:
         if wanted != "auto" and ranks.is_main:
-            log(f"warning: {shards.no_tp_tail(error)}")
+            log(f"warning: {no_tp_tail(error)}")
         return None
     tail = TPTail(Engine(runner), ranks, tp.gather_array, max_rows)
     if wanted == "auto":
@@ -292,3 +290,60 @@ def _seconds_of_a_forward(engine: Engine, params: SamplingParams, ranks: Ranks) 
         engine.step(params)
         seconds.append(ranks.clock.perf_counter() - began_s)
     return float(np.median(seconds[-NUM_TIMED:]))
+
+
+def can_transfer_kv(source: ModelRunner, target: ModelRunner) -> bool:
+    """Whether the cache has the key/value heads that shards are cut from; not before a forward."""
+    sharded, layers = cast(ShardedForward, target.forward), source.cache.layers.values()
+    counts = {of.shape[2] for own in layers for of in (own.keys, own.values)}
+    return counts == {sharded.num_key_heads}
+
+
+@torch.inference_mode()
+def transfer_kv(
+    source: ModelRunner,
+    target: ModelRunner,
+    slots: np.ndarray,
+    counts: np.ndarray,
+    rank_of: np.ndarray,
+) -> None:
+    """Send first positions of rows into the target's first R slots; all ranks call this together.
+
+    Each rank has the keys and values of its own rows, of all heads; in a forward in shards it reads
+    some heads, but of all rows. Layer by layer the ranks exchange what they have, and each keeps
+    its heads: a limited number of positions at a time, as memory is full by then.
+
+    slots: int64 [R], of this rank's rows in the source; counts: int64 [R], positions, for which the
+    target has room; rank_of: int64 [R], owners of the rows.
+    """
+    sharded, device = cast(ShardedForward, target.forward), source.device
+    tp = sharded.tp
+    own = np.flatnonzero(rank_of == tp.rank)
+    row, position = ragged(counts[own])
+    here = to_device(source.cache.places(slots[own][row], position), device)
+    by_rank = np.argsort(rank_of, kind="stable")  # the order of the exchange
+    row, position = ragged(counts[by_rank])
+    places = target.cache.places(by_rank[row], position)
+    sizes = np.bincount(rank_of, counts, tp.size).astype(np.int64)
+    layers = source.cache.layers
+    largest = max(of[0, 0].nbytes for own in layers.values() for of in (own.keys, own.values))
+    at_once = max(PIECE_BYTES // (tp.size * largest), 1)
+    width = min(at_once, int(sizes.max()))  # positions of each rank in a piece
+    piece = ragged(sizes)[1] // width
+    there = to_device(places[np.argsort(piece, kind="stable")], device).split(
+        np.bincount(piece).tolist()
+    )
+
+    def of_all_ranks(cached: torch.Tensor, heads: slice, begin: int) -> torch.Tensor:
+        """Gather the piece at this position of every rank, [positions, own heads, dimension]."""
+        own = cached[source.cache.locate(here[begin : begin + width])]
+        part = cached.new_zeros(width, *cached.shape[2:])
+        part[: len(own)] = own
+        parts = zip(tp.gather(part), (sizes - begin).clip(0).tolist(), strict=True)
+        return torch.cat([of_rank[:left, heads] for of_rank, left in parts])
+
+    for layer, own_cache in layers.items():
+        both = own_cache.keys, own_cache.values
+        for number, of_piece in enumerate(there):
+            pair = (of_all_ranks(of, sharded.key_heads, number * width) for of in both)
+            target.cache.write(layer, of_piece, *pair)

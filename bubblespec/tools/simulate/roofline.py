@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bubblespec.mechanisms.quantized.products import GROUP, LARGE
+from bubblespec.mechanisms.quantized.copy import GROUP, LARGE
 from bubblespec.mechanisms.tp_tail.shards import shard_heads
 from bubblespec.types import Load
 

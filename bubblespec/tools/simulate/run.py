@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from bubblespec.config import Config
 from bubblespec.data.schedule import save_visits
-from bubblespec.draft.chain_runner import profile as profile_chains
+from bubblespec.draft.chains import profile as profile_chains
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError

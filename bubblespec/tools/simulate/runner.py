@@ -22,7 +22,7 @@ from bubblespec.engine.pages import Pages
 from bubblespec.engine.ragged import ragged
 from bubblespec.engine.sampling import Drawn, SamplingParams
 from bubblespec.errors import InputError
-from bubblespec.mechanisms.drafter.runner import CONTEXT, MAX_CHAIN_LENGTH
+from bubblespec.mechanisms.drafter.mechanism import CONTEXT, MAX_CHAIN_LENGTH
 from bubblespec.mechanisms.episodes.environments import Observation, Outcome
 from bubblespec.planner.prices import Prices
 from bubblespec.tools.simulate.workload import NOTHING, OBSERVED, Texts

@@ -1,1 +1,0 @@
-"""Uses of idle time, and who gets it."""
