@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from bubblespec.engine.ahead import Pace
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.pace import Pace
 from bubblespec.engine.pages import Pages
 from tests.helpers import golden
 from tests.helpers.generation import Drafter, as_dict, make_engine, make_prompts, make_rows

@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.engine.batch import Plan, Texts
-from bubblespec.engine.device_rows import DeviceRows
+from bubblespec.engine.ahead import Standing, draft_of
+from bubblespec.engine.batch import Plan, Texts, num_accepted, num_gained, ragged
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.noise import stream_counters
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.ragged import ragged
-from bubblespec.engine.rows import Standing, draft_of
-from bubblespec.engine.sampling import num_accepted, num_gained
+from bubblespec.engine.sampling import stream_counters
+from bubblespec.engine.step_graphs import DeviceRows
 from bubblespec.types import Load
 from tests.helpers.graphs import needs_interpreter
 

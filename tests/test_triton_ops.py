@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.kv_cache import SPLIT, KVCache, LayerCache
-from bubblespec.engine.noise import Noise, add_gumbel, random_bits, stream_keys
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.ops.view import Norm, View
 from bubblespec.engine.packing import WIDE, pack_rows
-from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.engine.sampling import Noise, add_gumbel, random_bits, sample, stream_keys
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

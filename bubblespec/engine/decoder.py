@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.layers import layer_heads
+from bubblespec.engine.model import layer_heads
 from bubblespec.engine.ops import ops_for
 from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.packing import CachePacking

@@ -23,11 +23,20 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from bubblespec.engine.batch import Batch, Load, Plan, Runner, Texts
-from bubblespec.engine.pace import Pace
-from bubblespec.engine.ragged import ragged
-from bubblespec.engine.rows import Standing, draft_of
-from bubblespec.engine.sampling import Drawn, SamplingParams, is_stop, num_accepted, num_gained
+from bubblespec.engine.ahead import Pace, Standing, draft_of
+from bubblespec.engine.batch import (
+    Batch,
+    Drawn,
+    Load,
+    Plan,
+    Runner,
+    SamplingParams,
+    Texts,
+    is_stop,
+    num_accepted,
+    num_gained,
+    ragged,
+)
 from bubblespec.engine.slots import Slots
 from bubblespec.types import Row
 

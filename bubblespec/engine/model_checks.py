@@ -21,14 +21,25 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 from bubblespec.engine import attention
-from bubblespec.engine.comparison import CHECKED, cache_for, difference, over_cache, random_tokens
+from bubblespec.engine.comparison import (
+    CHECKED,
+    cache_for,
+    difference,
+    find_head,
+    over_cache,
+    own_forward,
+    random_tokens,
+    replace_norms,
+)
 from bubblespec.engine.decoder import IS_LIKE_LLAMA, Decoder, stacked
-from bubblespec.engine.find_head import find_head, own_forward
-from bubblespec.engine.layers import of_layers
-from bubblespec.engine.model import OWN_HIDDEN, UnsupportedModel, forward_hidden
-from bubblespec.engine.norms import replace_norms
+from bubblespec.engine.model import (
+    OWN_HIDDEN,
+    UnsupportedModel,
+    forward_hidden,
+    of_layers,
+    output_head,
+)
 from bubblespec.engine.ops import TYPES, has_kernels
-from bubblespec.engine.output_head import output_head
 from bubblespec.engine.packing import pack_sequences
 from bubblespec.errors import log, one_line
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from bubblespec.engine.batch import ragged
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.ops.view import View
-from bubblespec.engine.ragged import ragged
 from bubblespec.engine.transfer import to_device as to_device
 from bubblespec.engine.transfer import to_host as to_host
 

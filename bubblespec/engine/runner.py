@@ -11,17 +11,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.batch import Batch, Plan, Runner, Texts
+from bubblespec.engine.batch import Batch, Drawn, Plan, Runner, SamplingParams, Texts, ragged
 from bubblespec.engine.forward import ModelForward, SlotFollower
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.noise import Noise, stream_counters, stream_keys
 from bubblespec.engine.ops import torch_ops
-from bubblespec.engine.packing import PAGE, CachePacking, to_device
+from bubblespec.engine.packing import PAGE, CachePacking
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import Drawn, SamplingParams, drawn, read
+from bubblespec.engine.sampling import Noise, drawn, read, stream_counters, stream_keys
 from bubblespec.engine.step_graphs import StepGraphs
-from bubblespec.engine.transfer import reading
+from bubblespec.engine.transfer import reading, to_device
 from bubblespec.engine.weights import join
 from bubblespec.types import Row
 

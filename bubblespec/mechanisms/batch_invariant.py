@@ -27,9 +27,10 @@ from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import LayerCache
 from bubblespec.engine.ops import torch_ops
-from bubblespec.engine.packing import CachePacking, to_device
+from bubblespec.engine.packing import CachePacking
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import best_and_sum, widen
+from bubblespec.engine.transfer import to_device
 from bubblespec.engine.weights import linear_modules
 
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}

@@ -7,8 +7,8 @@ from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.store import DraftStore, History
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log
 from bubblespec.memory import host_token_budget
 from bubblespec.planner.costs import CostModel

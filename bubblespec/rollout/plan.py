@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.idle.task import LocalWork, RankView
 from bubblespec.planner.costs import CostModel
 from bubblespec.rollout.table import RowTable

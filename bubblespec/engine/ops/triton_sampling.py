@@ -1,6 +1,6 @@
 """Sampling on a GPU, in Triton: noise, argmax and logsumexp in one pass over the logits.
 
-The random bits are those of noise.py. The logarithms are not torch's to the last bit, so all
+The random bits are those of sampling.py. The logarithms are not torch's to the last bit, so all
 decisions of a run should come from here.
 
 Shape legend: T positions to sample, V vocabulary.
@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from bubblespec.engine.noise import Noise
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.ops.view import Sampled
-from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.sampling import Noise
 
 # Whether the compiler contracts a * b + c decides bits, and its default differs by version.
 FUSED = {"enable_fp_fusion": True}
@@ -31,7 +31,7 @@ def sample(
 ) -> Sampled:
     """Sample one token for each of T positions from logits [T, V], times inverse_temperature.
 
-    keys: int32 [T, 4] of the noise streams, see noise.py; with a seed, their Philox counters;
+    keys: int32 [T, 4] of the noise streams, see sampling.py; with a seed, their Philox counters;
     first: token id of the first column; draft: int64 [T], tokens to compare with."""
     assert logits.stride(1) == 1 and keys.is_contiguous()
     num_positions, size = logits.shape

@@ -49,7 +49,7 @@ class RowState(NamedTuple):
     tokens: torch.Tensor  # [slots, max_length]
     state: torch.Tensor  # [4, slots]: tokens, of the prompt, and at the row's end; whether it ended
     counters: torch.Tensor  # [slots, 4], of the noise at a row's first response position
-    plan: torch.Tensor  # see `device_rows.packed`
+    plan: torch.Tensor  # see `step_graphs.packed`
     standing: torch.Tensor  # [3, slots], of each row fed: first position, draft tokens, tokens fed
     ids: torch.Tensor  # [B], token ids
     place: torch.Tensor  # [B], `View.place`

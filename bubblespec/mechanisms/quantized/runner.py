@@ -17,12 +17,13 @@ import numpy as np
 import torch
 
 from bubblespec.draft.chain_runner import ChainRunner
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.decoder import Decoder
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.output_head import OutputHead, output_head
+from bubblespec.engine.model import OutputHead, output_head
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams, widen
+from bubblespec.engine.sampling import widen
 from bubblespec.engine.weights import linear_of
 from bubblespec.mechanisms.quantized.copy import Copy
 

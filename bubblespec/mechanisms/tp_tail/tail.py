@@ -18,10 +18,9 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
+from bubblespec.engine.batch import SamplingParams, ragged
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log
 from bubblespec.mechanisms.tp_tail import shards
 from bubblespec.mechanisms.tp_tail.kv_transfer import can_transfer_kv, transfer_kv

@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from bubblespec.engine.batch import Batch, Runner
+from bubblespec.engine.batch import Batch, Drawn, Runner, SamplingParams, ragged
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import Drawn, SamplingParams
+from bubblespec.engine.sampling import stream_keys
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.runner import CONTEXT, MAX_CHAIN_LENGTH
 from bubblespec.planner.prices import Prices
