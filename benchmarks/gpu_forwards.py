@@ -15,7 +15,8 @@ from torch.autograd import DeviceType
 from benchmarks import host_time
 from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES, Bench, Figure, make_rows
 from bubblespec.engine import graphs
-from bubblespec.engine.batch import SamplingParams, packed
+from bubblespec.engine.arrays import packed
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache

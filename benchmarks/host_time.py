@@ -28,16 +28,8 @@ from benchmarks.shared import write_json
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.store import History
 from bubblespec.engine.ahead import Standing, draft_of
-from bubblespec.engine.batch import (
-    Batch,
-    Drawn,
-    Plan,
-    Runner,
-    SamplingParams,
-    Texts,
-    num_accepted,
-    ragged,
-)
+from bubblespec.engine.arrays import ragged
+from bubblespec.engine.batch import Batch, Drawn, Plan, Runner, SamplingParams, Texts, num_accepted
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.step_graphs import packed
 from bubblespec.planner.costs import CostModel

@@ -24,7 +24,8 @@ import reasoning_gym
 import torch
 import transformers
 
-from bubblespec.engine.batch import SamplingParams, packed, unpacked
+from bubblespec.engine.arrays import packed, unpacked
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import forward_hidden, output_head
 from bubblespec.engine.model_checks import prepare_model

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from bubblespec.engine.ahead import Standing, draft_of
-from bubblespec.engine.batch import Plan, Texts, num_accepted, num_gained, ragged
+from bubblespec.engine.arrays import ragged
+from bubblespec.engine.batch import Plan, Texts, num_accepted, num_gained
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import stream_counters

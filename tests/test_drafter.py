@@ -5,7 +5,8 @@ import pytest
 import torch
 from test_architectures import SERVED, build
 
-from bubblespec.engine.batch import SamplingParams, packed
+from bubblespec.engine.arrays import packed
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import output_head
 from bubblespec.engine.model_checks import prepare_model

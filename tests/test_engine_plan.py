@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from bubblespec.engine.batch import Batch, Drawn, SamplingParams, unpacked
+from bubblespec.engine.arrays import unpacked
+from bubblespec.engine.batch import Batch, Drawn, SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.pages import Pages
 from bubblespec.types import Load, Row, SampleId

@@ -9,7 +9,7 @@ from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.sources import TrackedRows
 from bubblespec.draft.store import History
 from bubblespec.draft.suffix import SuffixIndex
-from bubblespec.engine.batch import packed
+from bubblespec.engine.arrays import packed
 from bubblespec.planner.windows import WINDOWS
 from bubblespec.types import Row
 from tests.helpers.proposals import STEP, Guesses, draft, drafts_and, forward, make, row, with_guess

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from bubblespec.engine.arrays import to_device, to_host
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward, SlotFollower
@@ -16,7 +17,6 @@ from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.packing import CachePacking, pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import draw_among
-from bubblespec.engine.transfer import to_device, to_host
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Load
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bubblespec.engine.batch import Plan, ragged
+from bubblespec.engine.arrays import ragged
+from bubblespec.engine.batch import Plan
 
 WEIGHT = 0.1  # of the latest forward in averages
 

@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from bubblespec.engine.ahead import Pace, Standing, draft_of
+from bubblespec.engine.arrays import ragged
 from bubblespec.engine.batch import (
     Batch,
     Drawn,
@@ -35,7 +36,6 @@ from bubblespec.engine.batch import (
     is_stop,
     num_accepted,
     num_gained,
-    ragged,
 )
 from bubblespec.engine.slots import Slots
 from bubblespec.types import Row

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from bubblespec.engine.arrays import staged
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.transfer import staged
 
 SPLIT = 512  # keys; 256 and 1,024 were within 5% for 1 to 128 rows of 4,096 keys on an H200
 MAX_SPLIT_TOKENS = 256

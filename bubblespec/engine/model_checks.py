@@ -15,7 +15,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     DynamicCache,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.masking_utils import sdpa_mask
@@ -111,14 +110,9 @@ def kernel_difference(model: PreTrainedModel, kernel: str) -> str | None:
     return differs and f"hidden states differ from sdpa's by {differs}"
 
 
-def _decoder(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the configuration of the decoder alone, where a model has other parts too."""
-    return model.config.get_text_config(decoder=True)
-
-
 def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
-    config, decoder = model.config, _decoder(model)
-    kinds = set(getattr(decoder, "layer_types", None) or [])
+    config = model.config
+    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or [])
     other, beside, recurrent = (
         f" ({', '.join(sorted(some))})" if some else ""
         for some in (kinds - KNOWN, kinds & BESIDE, kinds & RECURRENT)

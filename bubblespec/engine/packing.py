@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bubblespec.engine.batch import ragged
+from bubblespec.engine.arrays import ragged
+from bubblespec.engine.arrays import to_device as to_device
+from bubblespec.engine.arrays import to_host as to_host
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.ops.view import View
-from bubblespec.engine.transfer import to_device as to_device
-from bubblespec.engine.transfer import to_host as to_host
 
 # Rows of adjacent slots are padded to the longest of them and attended in one call, as long as the
 # padding costs less than two calls: MAX_PADDING, where a row costs (Q + 10) * (L + 80). Fitted to

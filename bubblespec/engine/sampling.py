@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from bubblespec.engine.arrays import to_device, to_host
 from bubblespec.engine.batch import Drawn, SamplingParams
-from bubblespec.engine.transfer import to_device, to_host
 
 MAX_POSITIONS = 1 << 20
 MAX_SAMPLES = 1 << 12

@@ -20,14 +20,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from bubblespec.engine.batch import Plan, SamplingParams, Texts, ragged
+from bubblespec.engine.arrays import ragged, staged
+from bubblespec.engine.batch import Plan, SamplingParams, Texts
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import ForwardGraphs, Shape, capture, rehearse
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.ops.view import RowState, View
 from bubblespec.engine.packing import pieces
 from bubblespec.engine.sampling import Noise, stream_counters
-from bubblespec.engine.transfer import staged
 
 MAX_SAMPLED = 1024  # positions of a graph, whose logits take memory
 HEADER, ROW_FIELDS = 4, 8  # numbers in a plan, see `packed`
@@ -137,12 +137,6 @@ class DeviceRows:
         fields = state.place, state.position, state.first, state.slot, state.used, table
         return state.ids, View(*fields, *sizes)
 
-    def stops(self, params: SamplingParams) -> torch.Tensor:
-        """Return the stop tokens on the device, int32."""
-        assert self._state is not None
-        ids = np.array(params.stop_token_ids, np.int32)
-        return staged(ids, self._state.ids.device)
-
 
 class StepGraphs(ForwardGraphs):
     """Graphs of forwards with their sampling, whose inputs are made of rows kept on the device."""
@@ -206,7 +200,7 @@ class StepGraphs(ForwardGraphs):
     def _stops_of(self, params: SamplingParams) -> torch.Tensor:
         ids = params.stop_token_ids
         if ids not in self._stops:
-            self._stops[ids] = self.rows.stops(params)
+            self._stops[ids] = staged(np.array(ids, np.int32), self.of.weight().device)
         return self._stops[ids]
 
     def _capture_sampling(self, params: SamplingParams, seed: int) -> "dict[int, _Sampler]":

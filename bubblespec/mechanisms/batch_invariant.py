@@ -21,6 +21,7 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
+from bubblespec.engine.arrays import to_device
 from bubblespec.engine.comparison import feed
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
@@ -30,7 +31,6 @@ from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.packing import CachePacking
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import best_and_sum, widen
-from bubblespec.engine.transfer import to_device
 from bubblespec.engine.weights import linear_modules
 
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from bubblespec.engine.batch import packed
+from bubblespec.engine.arrays import packed
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.packing import PAGE

@@ -6,6 +6,7 @@ import numpy as np
 
 from bubblespec import setup
 from bubblespec.engine.ahead import Standing, draft_of
+from bubblespec.engine.arrays import ragged
 from bubblespec.engine.batch import (
     Batch,
     Drawn,
@@ -15,7 +16,6 @@ from bubblespec.engine.batch import (
     is_stop,
     num_accepted,
     num_gained,
-    ragged,
 )
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.tp_tail import tail

@@ -6,7 +6,7 @@ import numpy as np
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.sources import DraftSource, OwnDrafts, Proposals
 from bubblespec.draft.store import History
-from bubblespec.engine.batch import packed, unpacked
+from bubblespec.engine.arrays import packed, unpacked
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Draft, Row, SampleId
 from tests.helpers.clocks import Clock

@@ -1,6 +1,6 @@
 """What the operations of a decoder take and return, on every device.
 
-Shape legend: N tokens, S sequences, T positions to sample.
+Shape legend: N tokens, S sequences, T positions to sample, B tokens of a graph.
 """
 
 from typing import NamedTuple
@@ -31,16 +31,6 @@ class View(NamedTuple):
     max_q: int  # bounds on the new tokens of a sequence, and on its keys
     max_keys: int
     split: int  # keys that are summed at once; like max_q it may change a token's last bits
-
-
-class Sampled(NamedTuple):
-    """The tokens of T positions, and what their log-probabilities follow from."""
-
-    best: torch.Tensor  # float32 [T], largest logit with noise
-    token: torch.Tensor  # int64 [T], its token
-    chosen: torch.Tensor  # float32 [T], the token's logit without noise
-    total: torch.Tensor  # float32 [T], logsumexp of all logits without noise
-    is_draft: torch.Tensor | None  # bool [T], whether the token is the draft's
 
 
 class RowState(NamedTuple):

@@ -23,8 +23,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bubblespec.config import Config
 from bubblespec.engine import attention
+from bubblespec.engine.arrays import to_device
 from bubblespec.engine.model import of_layers, output_head
-from bubblespec.engine.transfer import to_device
 from bubblespec.errors import InputError, log, one_line
 
 PLACEHOLDER_VOCABULARY = 8  # of the layer's own embedding, which is not used

@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.draft.chain_runner import ChainRunner
-from bubblespec.engine.batch import Batch, SamplingParams, ragged
+from bubblespec.engine.arrays import ragged, to_device
+from bubblespec.engine.batch import Batch, SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import layer_heads
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import widen
-from bubblespec.engine.transfer import to_device
 from bubblespec.mechanisms.drafter.layer import Drafter, last_full_layer
 from bubblespec.memory import Needs, has_pages, max_slots
 

@@ -19,10 +19,10 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.chain_runner import profile
 from bubblespec.draft.chains import ChainSource
 from bubblespec.engine import graphs
+from bubblespec.engine.arrays import to_device
 from bubblespec.engine.decoder import is_like_llama
 from bubblespec.engine.model import output_head
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.transfer import to_device
 from bubblespec.engine.weights import linear_of
 from bubblespec.errors import log, one_line
 from bubblespec.mechanisms.quantized.copy import Copy, linear_layers, observe_inputs

@@ -12,9 +12,8 @@ from typing import cast
 import numpy as np
 import torch
 
-from bubblespec.engine.batch import ragged
+from bubblespec.engine.arrays import ragged, to_device
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.transfer import to_device
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward
 
 PIECE_BYTES = 1 << 26  # received by a rank at a time from all ranks

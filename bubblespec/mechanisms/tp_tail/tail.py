@@ -18,7 +18,8 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
-from bubblespec.engine.batch import SamplingParams, ragged
+from bubblespec.engine.arrays import ragged
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import log

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from bubblespec.engine.batch import Batch, Drawn, Runner, SamplingParams, ragged
+from bubblespec.engine.arrays import ragged
+from bubblespec.engine.batch import Batch, Drawn, Runner, SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import stream_keys
