@@ -20,18 +20,8 @@ class LayerCache(NamedTuple):
 
     keys: torch.Tensor  # [pages and spare ones, page_size, K, dimension], a view
     values: torch.Tensor
-    joint: (
-        torch.Tensor | None
-    )  # both, [pages, 2K, page_size, dimension], if they have one dimension
-
-    def store(self, at: tuple[torch.Tensor, torch.Tensor], keys_values: torch.Tensor) -> None:
-        """Write N tokens at pages and offsets in these; keys_values: [N, 2K, D], keys first."""
-        page, offset = at
-        if self.joint is not None:
-            self.joint[page, :, offset] = keys_values
-            return
-        keys, values = keys_values.chunk(2, dim=1)
-        self.keys[page, offset], self.values[page, offset] = keys, values
+    joint: torch.Tensor | None
+    """Both, keys first, [pages, 2K, page_size, dimension], if they have one dimension."""
 
 
 class KVCache:

@@ -76,7 +76,9 @@ def rope_store(
             torch.addcmul(rotated * cos, turned, sin, out=rotated)
         else:  # as transformers rounds
             torch.add(rotated * cos, turned * sin, out=rotated)
-    cache.store(packing.page_offset, qkv[:, heads:])
+    page, offset = packing.page_offset
+    assert cache.joint is not None, "a decoder's keys and values have one dimension"
+    cache.joint[page, :, offset] = qkv[:, heads:]
     return qkv[:, :heads]
 
 
