@@ -28,7 +28,6 @@ from bubblespec.engine.arrays import ragged
 from bubblespec.engine.batch import (
     Batch,
     Drawn,
-    Load,
     Plan,
     Runner,
     SamplingParams,
@@ -38,7 +37,7 @@ from bubblespec.engine.batch import (
     num_gained,
 )
 from bubblespec.engine.slots import Slots
-from bubblespec.types import Row
+from bubblespec.types import Load, Row
 
 
 class Proposer(Protocol):
@@ -137,7 +136,7 @@ class Engine(Slots):
         depth = self.runner.depth
         if depth and getattr(proposer, "needs_results", False):
             depth = 0
-        while len(self.flights) <= (depth if self._goes_ahead() else 0):
+        while not self.flights or (len(self.flights) <= depth and self._goes_ahead()):
             plan = self.schedule(proposer, max_prefill_tokens)
             if plan is None:
                 break
@@ -170,8 +169,6 @@ class Engine(Slots):
 
     def _goes_ahead(self) -> bool:
         """Whether not to wait for the forward launched last."""
-        if not self.flights:
-            return True
         plan = self.flights[-1].plan
         return self.pace.goes_ahead(len(plan.slots), int(np.count_nonzero(plan.num_proposed)))
 
