@@ -30,15 +30,15 @@ FLOORS = [
 ]
 # Lines of the package to load, by the file that is read: they may only fall.
 CEILINGS = {
-    "bubblespec.engine.runner": 3847,
-    "examples.minimal_loop": 5773,
-    "bubblespec.rollout.loop": 4751,
-    "bubblespec.rollout.sampler": 8928,
-    "bubblespec.trainer": 12786,
+    "bubblespec.engine.runner": 3775,
+    "examples.minimal_loop": 5689,
+    "bubblespec.rollout.loop": 3950,
+    "bubblespec.rollout.sampler": 8127,
+    "bubblespec.trainer": 12773,
     "bubblespec.checkpoint": 2233,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 27051, "tests": 29143}
+MAX_LINES = {"file": 400, "package": 26954, "tests": 29139}
 
 
 def name_of(path: Path) -> str:
