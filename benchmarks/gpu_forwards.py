@@ -19,9 +19,8 @@ from bubblespec.engine.arrays import packed
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kv_cache import PAGE, CachePacking, KVCache, pack_rows
 from bubblespec.engine.ops import ops_for
-from bubblespec.engine.packing import PAGE, CachePacking, pack_rows
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import Noise, sample, stream_counters, stream_keys
 from bubblespec.tools.simulate.roofline import GPUS, HOST_S, SAMPLE_S

@@ -17,9 +17,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.model import forward_hidden, layer_heads, of_layers, output_head
+from bubblespec.engine.kv_cache import PAGE
+from bubblespec.engine.model import (
+    forward_hidden,
+    layer_heads,
+    of_layers,
+    output_head,
+    pack_sequences,
+)
 from bubblespec.engine.ops import TYPES, has_kernels
-from bubblespec.engine.packing import PAGE, pack_sequences
 from bubblespec.engine.sampling import sample
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner

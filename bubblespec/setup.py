@@ -37,9 +37,9 @@ from bubblespec.engine.attention import choose_kernel
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
+from bubblespec.engine.kv_cache import PAGE
 from bubblespec.engine.model import enable_gradient_checkpointing, output_head
 from bubblespec.engine.model_checks import kernel_difference, prepare_model
-from bubblespec.engine.packing import PAGE
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import InputError, log

@@ -27,9 +27,8 @@ import transformers
 from bubblespec.engine.arrays import packed, unpacked
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import forward_hidden, output_head
+from bubblespec.engine.model import forward_hidden, output_head, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.types import Prompt, Row, SampleId
 

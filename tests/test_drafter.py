@@ -8,9 +8,8 @@ from test_architectures import SERVED, build
 from bubblespec.engine.arrays import packed
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import output_head
+from bubblespec.engine.model import output_head, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.packing import pack_sequences
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.drafter import runner as drafter_module
 from bubblespec.mechanisms.drafter.layer import Drafter

@@ -18,10 +18,9 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.comparison import random_tokens
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.engine.model import OutputHead, enable_gradient_checkpointing, output_head
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.packing import pack_rows
 from bubblespec.learn.lora import add_adapter
 from bubblespec.mechanisms.quantized import products
 from bubblespec.mechanisms.quantized.copy import Copy, Layers, observe_inputs

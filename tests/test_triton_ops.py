@@ -11,10 +11,9 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.kv_cache import SPLIT, KVCache, LayerCache
+from bubblespec.engine.kv_cache import SPLIT, WIDE, KVCache, LayerCache, pack_rows
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.ops.view import Norm, View
-from bubblespec.engine.packing import WIDE, pack_rows
 from bubblespec.engine.sampling import Noise, add_gumbel, random_bits, sample, stream_keys
 
 triton = pytest.importorskip("triton")

@@ -13,8 +13,7 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward, SlotFollower
 from bubblespec.engine.graphs import ForwardGraphs
-from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.packing import CachePacking, pack_rows
+from bubblespec.engine.kv_cache import CachePacking, KVCache, pack_rows
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import draw_among
 from bubblespec.planner.costs import CostModel

@@ -19,10 +19,9 @@ from torch.func import functional_call
 from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kv_cache import LANES, PAGE, CachePacking, KVCache, pack_rows
 from bubblespec.engine.model import OutputHead
 from bubblespec.engine.ops import ops_for, torch_ops
-from bubblespec.engine.packing import LANES, PAGE, CachePacking, pack_rows
 from bubblespec.engine.pages import Pages
 
 Compute = Callable[[torch.Tensor], torch.Tensor]  # hidden states or logits of token ids int64 [N]

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from bubblespec.engine.batch import Batch, SamplingParams
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
+from bubblespec.engine.kv_cache import CachePacking
 from bubblespec.engine.model import forward_hidden, layer_heads, output_head
 from bubblespec.engine.ops import ops_for, torch_ops
-from bubblespec.engine.packing import CachePacking
 from bubblespec.engine.sampling import Noise, sample
 
 Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `sampling.sample`

@@ -1,5 +1,8 @@
 """A Hugging Face causal LM for engine and trainer: hidden states of packed tokens, and logits.
 
+Tokens of many rows are packed into one [1, N] input: new tokens of rows whose past is in the cache
+(`CachePacking`), or whole sequences one after the other (`SequencePacking`, a micro-batch).
+
 Of the model's code only its attention function is replaced (attention.py), and RMSNorms in float64
 and on a GPU by the same in one call. model_checks.py prepares a model.
 
@@ -17,16 +20,19 @@ Shape legend: N packed tokens or positions, V rows of the head's weight.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from bubblespec.engine.packing import CachePacking, SequencePacking
+from bubblespec.engine.arrays import ragged, to_device
+from bubblespec.engine.kv_cache import CachePacking
 from bubblespec.errors import InputError
 
 # Attributes of a model: what computes whole sequences in place of its modules, and whether layers
@@ -70,6 +76,57 @@ class Heads(NamedTuple):
     num_keys: int
     key_size: int
     value_size: int
+
+
+class Varlen(NamedTuple):
+    """Whole sequences one after the other, for kernels of variable lengths."""
+
+    offsets: torch.Tensor  # int32 [S + 1], of each sequence's tokens
+    longest: int
+
+
+@dataclass
+class SequencePacking:
+    """Whole sequences one after the other."""
+
+    lengths: list[int]  # tokens of each sequence
+    position: torch.Tensor  # int64 [N], from 0 in each sequence
+
+    @cached_property
+    def groups(self) -> tuple[list[tuple[int, int, torch.Tensor, torch.Tensor]], torch.Tensor]:
+        """Groups of sequences padded to similar lengths, at most doubling the work.
+
+        A group: number of sequences, padded length, index [sequences * padded length] of packed
+        tokens with the last one repeated, index [M] of the real tokens in it. Behind the groups:
+        the order [N] that puts the real tokens, group after group, into packed order."""
+        device = self.position.device
+        lengths = np.asarray(self.lengths)
+        first = np.cumsum(lengths) - lengths
+        by_length = np.argsort(-lengths, kind="stable")
+        groups, grouped, begin = [], [], 0
+        while begin < len(by_length):
+            longest = lengths[by_length[begin]]
+            members = by_length[begin:][lengths[by_length[begin:]] * 2 > longest]
+            offset = np.arange(longest)
+            real = offset < lengths[members, None]
+            index = first[members, None] + np.minimum(offset, lengths[members, None] - 1)
+            grouped.append(index[real])
+            gather, keep = (to_device(a, device) for a in (index.ravel(), np.flatnonzero(real)))
+            groups.append((len(members), int(longest), gather, keep))
+            begin += len(members)
+        return groups, to_device(np.argsort(np.concatenate(grouped)), device)
+
+    @cached_property
+    def varlen(self) -> Varlen:
+        """The same sequences for variable-length kernels."""
+        cumulative = np.append(0, np.cumsum(self.lengths)).astype(np.int32)
+        return Varlen(to_device(cumulative, self.position.device), max(self.lengths))
+
+
+def pack_sequences(lengths: Sequence[int], device: torch.device) -> SequencePacking:
+    """Pack whole sequences of these lengths, each with positions from 0."""
+    position = ragged(np.asarray(lengths))[1]
+    return SequencePacking(list(lengths), to_device(position, device))
 
 
 def forward_hidden(

@@ -37,9 +37,9 @@ from bubblespec.engine.model import (
     forward_hidden,
     of_layers,
     output_head,
+    pack_sequences,
 )
 from bubblespec.engine.ops import TYPES, has_kernels
-from bubblespec.engine.packing import pack_sequences
 from bubblespec.errors import log, one_line
 
 RECORDER = "bubblespec_recorder"

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from bubblespec.engine.arrays import ragged, reading, to_device
 from bubblespec.engine.batch import Batch, Drawn, Plan, Runner, SamplingParams, Texts
 from bubblespec.engine.forward import ModelForward, SlotFollower
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kv_cache import PAGE, CachePacking, KVCache
 from bubblespec.engine.ops import torch_ops
-from bubblespec.engine.packing import PAGE, CachePacking
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import Noise, drawn, read, stream_counters, stream_keys
 from bubblespec.engine.step_graphs import StepGraphs

@@ -24,9 +24,8 @@ from bubblespec.engine.arrays import ragged, staged
 from bubblespec.engine.batch import Plan, SamplingParams, Texts
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import ForwardGraphs, Shape, capture, rehearse
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kv_cache import KVCache, pieces
 from bubblespec.engine.ops.view import RowState, View
-from bubblespec.engine.packing import pieces
 from bubblespec.engine.sampling import Noise, stream_counters
 
 MAX_SAMPLED = 1024  # positions of a graph, whose logits take memory

@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.model import forward_hidden, output_head
-from bubblespec.engine.packing import pack_sequences
+from bubblespec.engine.model import forward_hidden, output_head, pack_sequences
 from bubblespec.errors import RunFailed, log
 from bubblespec.learn import losses
 from bubblespec.learn.lora import adapter_disabled

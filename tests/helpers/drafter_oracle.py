@@ -8,9 +8,8 @@ import transformers
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.model import forward_hidden, output_head
+from bubblespec.engine.model import forward_hidden, output_head, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.packing import pack_sequences
 from bubblespec.learn.microbatch import Microbatch, pack_responses
 from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.mechanisms.drafter.runner import SHARPNESS, DrafterRunner

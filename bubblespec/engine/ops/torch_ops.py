@@ -13,9 +13,8 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
-from bubblespec.engine.kv_cache import LayerCache
+from bubblespec.engine.kv_cache import CachePacking, LayerCache
 from bubblespec.engine.ops.view import Norm
-from bubblespec.engine.packing import CachePacking
 from bubblespec.engine.sampling import best_and_sum as best_and_sum
 
 ACTIVATIONS: dict[str, Callable] = {

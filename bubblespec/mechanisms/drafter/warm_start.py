@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.arrays import to_device
-from bubblespec.engine.model import forward_hidden
-from bubblespec.engine.packing import pack_sequences
+from bubblespec.engine.model import forward_hidden, pack_sequences
 from bubblespec.mechanisms.drafter.training import (
     EXAMPLES_PER_UPDATE,
     FINAL_RATE,

@@ -20,9 +20,8 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.engine.decoder import Decoder, Kind, Multiply, stacked
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kv_cache import LANES, KVCache, pack_rows
 from bubblespec.engine.model import output_head
-from bubblespec.engine.packing import LANES, pack_rows
 from bubblespec.engine.weights import Linears, linear_of
 from bubblespec.mechanisms.quantized.products import GROUP, Product
 from bubblespec.memory import Needs

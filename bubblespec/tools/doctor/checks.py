@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from bubblespec.distributed.device import cuda_of_driver, why_no_gpu
 from bubblespec.draft.store import exchange
-from bubblespec.engine.packing import PAGE
+from bubblespec.engine.kv_cache import PAGE
 from bubblespec.errors import InputError
 from bubblespec.loading import load_model
 from bubblespec.memory import max_length, max_slots
