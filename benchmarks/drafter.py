@@ -20,7 +20,7 @@ from benchmarks import shared
 from bubblespec.draft.chains import ChainSource
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.noise import EVALUATION
+from bubblespec.engine.sampling import EVALUATION
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.layer import save_drafter
 from bubblespec.mechanisms.drafter.mechanism import (

@@ -15,15 +15,14 @@ from torch.autograd import DeviceType
 from benchmarks import host_time
 from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES, Bench, Figure, make_rows
 from bubblespec.engine import graphs
+from bubblespec.engine.arrays import packed
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.noise import Noise, stream_counters, stream_keys
+from bubblespec.engine.kv_cache import PAGE, CachePacking, KVCache, pack_rows
 from bubblespec.engine.ops import ops_for
-from bubblespec.engine.packing import PAGE, CachePacking, pack_rows
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.ragged import packed
-from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.engine.sampling import Noise, sample, stream_counters, stream_keys
 from bubblespec.tools.simulate.roofline import GPUS, HOST_S, SAMPLE_S
 
 # Models, and the positions that each row attends to: docs/gpu-guide.md has their expected times.

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from benchmarks.gpu_bench import Bench, Figure, make_bench
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import capture, rehearse
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup
 
 NUM_SUMS = 50  # one after the other in a graph

@@ -27,12 +27,11 @@ import torch
 from benchmarks.shared import write_json
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.sources import History
-from bubblespec.engine.batch import Batch, Plan, Runner, Texts
-from bubblespec.engine.device_rows import packed
+from bubblespec.engine.ahead import Standing, draft_of
+from bubblespec.engine.arrays import ragged
+from bubblespec.engine.batch import Batch, Drawn, Plan, Runner, SamplingParams, Texts, num_accepted
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.ragged import ragged
-from bubblespec.engine.rows import Standing, draft_of
-from bubblespec.engine.sampling import Drawn, SamplingParams, num_accepted
+from bubblespec.engine.step_graphs import packed
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Draft, Load, Row, SampleId
 

@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks import shared
 from bubblespec.draft.store import DraftStore
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.noise import EVALUATION
+from bubblespec.engine.sampling import EVALUATION
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.records import StepRecord

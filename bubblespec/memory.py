@@ -16,12 +16,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.layers import layer_heads, of_layers
-from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.kv_cache import PAGE
+from bubblespec.engine.model import (
+    forward_hidden,
+    layer_heads,
+    of_layers,
+    output_head,
+    pack_sequences,
+)
 from bubblespec.engine.ops import TYPES, has_kernels
-from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import PAGE, pack_sequences
-from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.engine.sampling import sample
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.losses import COMPACT

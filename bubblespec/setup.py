@@ -32,20 +32,18 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.draft.sources import load_source
 from bubblespec.engine.attention import choose_kernel
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.model import enable_gradient_checkpointing
+from bubblespec.engine.kv_cache import PAGE
+from bubblespec.engine.model import enable_gradient_checkpointing, output_head
 from bubblespec.engine.model_checks import kernel_difference, prepare_model
-from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import PAGE
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError, log
 from bubblespec.learn.advantages import load_estimator
-from bubblespec.learn.distillation import Teacher
 from bubblespec.learn.learner import Learner
-from bubblespec.learn.losses import load_loss
+from bubblespec.learn.losses import Teacher, load_loss
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.mechanisms import cpu_linear as linear
 from bubblespec.mechanisms.batch_invariant import InvariantForward, check_invariance, fix_libraries

@@ -24,14 +24,12 @@ import reasoning_gym
 import torch
 import transformers
 
+from bubblespec.engine.arrays import packed, unpacked
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.model import forward_hidden, output_head, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import pack_sequences
-from bubblespec.engine.ragged import packed, unpacked
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Prompt, Row, SampleId
 
 MODEL = os.path.join(os.path.dirname(__file__), "../configs/tiny_policy")

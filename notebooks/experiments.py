@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.shared import chain_sums
+from bubblespec.engine.arrays import packed
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Group, Prompt, Row, SampleId
 
 MAX_NEW_TOKENS = 96

@@ -11,12 +11,12 @@ import transformers
 from transformers import GenerationConfig
 
 from bubblespec.engine import attention
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import UnsupportedModel
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
 from tests.helpers.models import ARCHITECTURES, GPT2, GQA, SMALL, VOCAB, config_of
 

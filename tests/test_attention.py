@@ -14,10 +14,9 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import attention
 from bubblespec.engine.attention import KERNELS, bubblespec_attention, choose_kernel
 from bubblespec.engine.comparison import random_tokens
-from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.kv_cache import KVCache, pack_rows
+from bubblespec.engine.model import forward_hidden, pack_sequences
 from bubblespec.engine.model_checks import TRAINED, kernel_difference
-from bubblespec.engine.packing import pack_rows, pack_sequences
 from bubblespec.setup import build
 from tests.helpers.runs import SHORT
 

@@ -8,9 +8,9 @@ import torch
 
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.sampling import SamplingParams, best_and_sum
+from bubblespec.engine.sampling import best_and_sum, stream_keys
 from bubblespec.errors import InputError
 from bubblespec.mechanisms import batch_invariant
 from bubblespec.mechanisms.batch_invariant import (

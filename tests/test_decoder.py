@@ -6,13 +6,12 @@ import torch
 from test_architectures import SERVED
 from transformers import GenerationConfig
 
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.decoder import ACTIVATIONS, Decoder, NotLikeLlama, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kv_cache import KVCache, pack_rows
+from bubblespec.engine.model import output_head
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import pack_rows
-from bubblespec.engine.sampling import SamplingParams
 from tests.helpers.generation import as_dict, make_engine, make_rows
 from tests.helpers.graphs import Launches, needs_interpreter, stand_in
 from tests.helpers.models import ARCHITECTURES, GQA, VOCAB, config_of, random_model

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from bubblespec.engine.ahead import Pace
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.pace import Pace
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import nothing
 from tests.helpers import golden

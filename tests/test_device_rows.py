@@ -7,14 +7,13 @@ import torch
 from test_triton_ops import DEVICE
 from test_triton_ops import pytestmark as pytestmark
 
-from bubblespec.engine.batch import Plan, Texts
-from bubblespec.engine.device_rows import DeviceRows
+from bubblespec.engine.ahead import Standing, draft_of
+from bubblespec.engine.arrays import ragged
+from bubblespec.engine.batch import Plan, Texts, num_accepted, num_gained
 from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.noise import stream_counters
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.ragged import ragged
-from bubblespec.engine.rows import Standing, draft_of
-from bubblespec.engine.sampling import num_accepted, num_gained
+from bubblespec.engine.sampling import stream_counters
+from bubblespec.engine.step_graphs import DeviceRows
 from bubblespec.types import Load
 
 SLOTS, MAX_LENGTH, PAGE, TOKENS, STOPS = 7, 40, 8, 64, (3, 9)

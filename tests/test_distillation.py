@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
-from bubblespec.engine.output_head import OutputHead
-from bubblespec.learn.distillation import compare, divergence
+from bubblespec.engine.model import OutputHead
+from bubblespec.learn.losses import compare, divergence
 from bubblespec.loading import check_vocabulary, load_model, load_teacher, load_tokenizer
 from scripts.tiny_policy import add_layers
 from tests.helpers.checks import refusal

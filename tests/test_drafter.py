@@ -5,13 +5,12 @@ import pytest
 import torch
 from test_architectures import SERVED, build
 
+from bubblespec.engine.arrays import packed
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
+from bubblespec.engine.model import output_head, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import pack_sequences
-from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.mechanisms.drafter import mechanism as drafter_module
 from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.mechanisms.drafter.mechanism import MAX_CHAIN_LENGTH, DrafterRunner

@@ -5,11 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from bubblespec.engine.batch import Batch
+from bubblespec.engine.arrays import unpacked
+from bubblespec.engine.batch import Batch, Drawn, SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.ragged import unpacked
-from bubblespec.engine.sampling import Drawn, SamplingParams
 from bubblespec.types import Load, Row, SampleId
 from tests.helpers.generation import Drafts
 

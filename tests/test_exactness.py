@@ -5,8 +5,8 @@ import torch
 
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.noise import gumbel
-from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.sampling import gumbel
 from bubblespec.setup import build
 from tests.helpers.preemption import Preemption
 from tests.helpers.runs import EPOCHS, digests, max_change, same_weights, steps_of, weights

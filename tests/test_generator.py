@@ -8,8 +8,8 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from bubblespec.config import RolloutConfig
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row, SampleId
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_prompts, make_rows
 from tests.helpers.models import VOCAB, random_model, small_config

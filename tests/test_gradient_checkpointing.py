@@ -7,9 +7,13 @@ import pytest
 import torch
 from test_update import gradient, make_config, make_samples
 
-from bubblespec.engine.model import UnsupportedModel, enable_gradient_checkpointing, forward_hidden
+from bubblespec.engine.model import (
+    UnsupportedModel,
+    enable_gradient_checkpointing,
+    forward_hidden,
+    pack_sequences,
+)
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.packing import pack_sequences
 from tests.helpers.models import GPT2, GQA, SMALL, config_of, random_model
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

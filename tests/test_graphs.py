@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from bubblespec.engine import step_graphs
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import FIELDS, TILES, ForwardGraphs, padded
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_ops
-from bubblespec.engine.packing import pack_rows
-from bubblespec.engine.sampling import SamplingParams
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_rows
 from tests.helpers.graphs import POOL, Traffic, fail_at, needs_interpreter, stand_in
 from tests.helpers.models import ARCHITECTURES, GQA, config_of, random_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_tensor_parallel import LONGEST, build
 
-from bubblespec.engine.layers import layer_heads
+from bubblespec.engine.model import layer_heads
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.tp_tail import tail
 from bubblespec.mechanisms.tp_tail.tail import can_transfer_kv, transfer_kv

@@ -2,7 +2,7 @@
 
 import transformers
 
-from bubblespec.engine.layers import Heads, layer_heads, of_layers
+from bubblespec.engine.model import Heads, layer_heads, of_layers
 from tests.helpers.models import GQA, config_of
 
 

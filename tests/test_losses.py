@@ -8,9 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bubblespec.config import OptimConfig
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.output_head import OutputHead
-from bubblespec.learn.distillation import compare
-from bubblespec.learn.losses import kl_penalty, token_logprobs
+from bubblespec.engine.model import OutputHead
+from bubblespec.learn.losses import compare, kl_penalty, token_logprobs
 from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.reference_step import kl_estimate
 

@@ -14,10 +14,9 @@ from bubblespec import memory
 from bubblespec.__main__ import main
 from bubblespec.config import Config, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.kv_cache import KVCache, pack_rows
+from bubblespec.engine.model import forward_hidden, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.packing import pack_rows, pack_sequences
 from bubblespec.engine.sampling import sample
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.lora import add_adapter

@@ -2,7 +2,7 @@
 
 import torch
 
-from bubblespec.engine.packing import pack_sequences
+from bubblespec.engine.model import pack_sequences
 
 
 def test_padding_at_most_doubles_attended_sequences():

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.engine import noise
-from bubblespec.engine.noise import (
+from bubblespec.engine import sampling
+from bubblespec.engine.sampling import (
     EVALUATION,
     MAX_POSITIONS,
     MAX_SAMPLES,
@@ -109,7 +109,7 @@ def test_noise_of_largest_and_smallest_bits_is_finite(monkeypatch, dtype):
     """u = 1 - 2**-24 replaces the 64 largest numbers, whose u rounds to 1 in float32."""
     numbers = [2**31 - 1, 2**31 - 2, 2**31 - 64, 2**31 - 1024, 2**30, 1, 0]
     bits = torch.tensor([numbers], dtype=torch.int32)
-    monkeypatch.setattr(noise, "random_bits", lambda keys, vocab_size: bits)
+    monkeypatch.setattr(sampling, "random_bits", lambda keys, vocab_size: bits)
     found = gumbel(keys_for(), bits.shape[1], dtype)[0].double()
     tails = [2.0**-24] * 3 + [1023.5 * 2.0**-31, 0.5 - 2.0**-32]  # 1 - u
     wanted = [-math.log(-math.log(tail)) for tail in tails]

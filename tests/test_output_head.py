@@ -12,13 +12,12 @@ import torch
 from test_update import gradient, make_config, make_samples, oracle
 from transformers import AutoModelForCausalLM
 
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.comparison import replace_norms
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import UnsupportedModel
+from bubblespec.engine.model import UnsupportedModel, output_head
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.norms import replace_norms
-from bubblespec.engine.output_head import output_head
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.mechanisms.drafter.mechanism import DrafterRunner
 from bubblespec.types import Row, SampleId
 from tests.helpers.clocks import train_in_virtual_time

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from bubblespec.config.file import load_config
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
 from bubblespec.rollout import make_sampler
 from bubblespec.rollout import profile as profile_module

@@ -8,7 +8,7 @@ from bubblespec.draft import sources
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.sources import History, TrackedRows
 from bubblespec.draft.suffix import SuffixIndex
-from bubblespec.engine.ragged import packed
+from bubblespec.engine.arrays import packed
 from bubblespec.planner.windows import WINDOWS
 from bubblespec.types import Row
 from tests.helpers.proposals import STEP, Guesses, draft, drafts_and, forward, make, row, with_guess

@@ -13,15 +13,13 @@ from torch.nn.functional import linear
 from bubblespec.config import ModelConfig
 from bubblespec.draft.proposer import Proposer
 from bubblespec.engine import sampling
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.comparison import random_tokens
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.model import enable_gradient_checkpointing
+from bubblespec.engine.kv_cache import KVCache, pack_rows
+from bubblespec.engine.model import OutputHead, enable_gradient_checkpointing, output_head
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.output_head import OutputHead, output_head
-from bubblespec.engine.packing import pack_rows
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.lora import add_adapter
 from bubblespec.mechanisms.quantized import copy as products
 from bubblespec.mechanisms.quantized.copy import Copy, CopyForward, CopyRunner, Product

@@ -10,8 +10,8 @@ import pytest
 from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.noise import EVALUATION
 from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.sampling import EVALUATION
 from bubblespec.planner import drafts as drafts_module
 from bubblespec.planner import guard
 from bubblespec.planner.costs import CHAIN_ROWS

@@ -6,8 +6,8 @@ import torch
 from scipy import stats
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.sampling import MAX_LOGITS_AT_ONCE, SamplingParams, restrict, sample
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.sampling import MAX_LOGITS_AT_ONCE, restrict, sample, stream_keys
 
 V = 40
 

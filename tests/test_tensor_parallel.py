@@ -9,15 +9,14 @@ import torch
 import transformers
 
 from bubblespec.config import ModelConfig
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.comparison import random_tokens
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.packing import pack_rows
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.engine.sampling import sample, stream_keys
 from bubblespec.learn.lora import add_adapter
 from bubblespec.mechanisms.tp_tail.shards import (
     ShardedForward,

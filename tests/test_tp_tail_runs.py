@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bubblespec.engine.noise import EVALUATION
+from bubblespec.engine.sampling import EVALUATION
 from bubblespec.mechanisms.tp_tail.tail import TPTail
 from bubblespec.planner.stats import RunStats
 from bubblespec.tools.simulate.command import SECTIONS, simulated_config

@@ -17,8 +17,8 @@ import train
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.store import DraftStore
-from bubblespec.engine.noise import EVALUATION
-from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.sampling import EVALUATION
 from bubblespec.learn.learner import Learner
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.stats import RunStats

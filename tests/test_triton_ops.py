@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from bubblespec.engine.kv_cache import SPLIT, KVCache, LayerCache
-from bubblespec.engine.noise import Noise, add_gumbel, random_bits, stream_keys
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.kv_cache import SPLIT, WIDE, KVCache, LayerCache, pack_rows
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.ops.view import Norm, View
-from bubblespec.engine.packing import WIDE, pack_rows
-from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.engine.sampling import Noise, add_gumbel, random_bits, sample, stream_keys
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -295,17 +294,13 @@ def test_sample_draws_what_the_noise_decides(first, size, temperature):
         how = {"inverse_temperature": 1 / temperature}
         sampled = triton_sampling.sample(logits, keys, first=first, **how)
         check_sampled(sampled, logits, keys, tokens, **how)
-        assert sampled.is_draft is None
 
 
-def test_sample_with_seed_and_draft_equals_sample_with_keys():
-    logits, draft = randn(4, 500), torch.full((4,), -1, device=DEVICE)
-    by_keys = triton_sampling.sample(logits, make_keys(4, seed=1), draft=draft)
-    draft[1:3] = by_keys.token[1:3]
-    by_seed = triton_sampling.sample(logits, words_of(*counters(4)), seed=1, draft=draft)
-    assert by_keys.is_draft.tolist() == [False] * 4
-    assert by_seed.is_draft.tolist() == [False, True, True, False]
-    for one, other in zip(by_keys[:-1], by_seed[:-1], strict=True):
+def test_sample_with_seed_equals_sample_with_keys():
+    logits = randn(4, 500)
+    by_keys = triton_sampling.sample(logits, make_keys(4, seed=1))
+    by_seed = triton_sampling.sample(logits, words_of(*counters(4)), seed=1)
+    for one, other in zip(by_keys, by_seed, strict=True):
         assert torch.equal(one, other)
 
 

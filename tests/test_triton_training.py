@@ -7,10 +7,14 @@ from test_decoder import LENGTH, LIKE_LLAMA, build
 from test_triton_ops import ACTS, DEVICE, DTYPE, assert_near, norm_of, randn, rotate
 from test_triton_ops import pytestmark as pytestmark
 
-from bubblespec.engine.model import OWN_HIDDEN, enable_gradient_checkpointing, forward_hidden
+from bubblespec.engine.model import (
+    OWN_HIDDEN,
+    enable_gradient_checkpointing,
+    forward_hidden,
+    pack_sequences,
+)
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.packing import pack_sequences
-from bubblespec.learn.distillation import divergence
+from bubblespec.learn.losses import divergence
 from tests.helpers import traffic
 from tests.helpers.graphs import needs_interpreter, stand_in
 from tests.test_update import (

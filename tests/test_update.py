@@ -15,9 +15,8 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn import learner as update
 from bubblespec.learn import losses
-from bubblespec.learn.distillation import Teacher
 from bubblespec.learn.learner import Learner
-from bubblespec.learn.losses import policy_loss
+from bubblespec.learn.losses import Teacher, policy_loss
 from bubblespec.learn.microbatch import plan_microbatches
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.samples import Samples

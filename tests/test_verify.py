@@ -10,8 +10,8 @@ import torch
 from scipy import stats
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from bubblespec.engine.noise import stream_keys
-from bubblespec.engine.sampling import SamplingParams, num_accepted, num_gained, read, sample
+from bubblespec.engine.batch import SamplingParams, num_accepted, num_gained
+from bubblespec.engine.sampling import read, sample, stream_keys
 
 V, STOP, START = 6, 0, 1
 LIMIT, LONGEST_DRAFT = 6, 8  # drafts may run past the limit, and go on after a stop token

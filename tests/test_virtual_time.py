@@ -5,9 +5,9 @@ import pytest
 
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.sources import History
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
 from bubblespec.rollout.board import LINGER_S, ProgressBoard, RankState
 from bubblespec.tools.simulate import world as world_module

@@ -23,7 +23,7 @@ from bubblespec.draft.sources import (
     load_source,
 )
 from bubblespec.draft.suffix import OWN, SOURCE_NAMES
-from bubblespec.engine.ragged import spans
+from bubblespec.engine.arrays import spans
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.survival import ALIGNED, OFFERED, PROPOSED, Survival
 from bubblespec.planner.windows import WINDOWS, choose_windows

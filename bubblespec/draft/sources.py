@@ -25,7 +25,7 @@ from bubblespec.draft.suffix import (
     SOURCE_NAMES,
     SuffixIndex,
 )
-from bubblespec.engine.ragged import doubled, spans
+from bubblespec.engine.arrays import doubled, spans
 from bubblespec.errors import InputError, one_line, shown
 from bubblespec.planner.survival import ALIGNED
 from bubblespec.records import SOURCES

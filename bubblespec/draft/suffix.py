@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from bubblespec.engine.ragged import doubled, ragged, spans
+from bubblespec.engine.arrays import doubled, ragged, spans
 from bubblespec.records import SOURCES
 
 # Source of a proposal: own draft, other sample, prompt or own tokens, earlier epoch.

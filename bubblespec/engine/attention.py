@@ -17,8 +17,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from bubblespec.engine.model import SequencePacking
 from bubblespec.engine.ops import TYPES, ops_for
-from bubblespec.engine.packing import SequencePacking
 from bubblespec.errors import fallback, first_problem, one_line
 
 NAME = "bubblespec"  # a name with "flash" in it would make transformers look for that package
@@ -35,7 +35,7 @@ def bubblespec_attention(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Return [1, N, H, D], contiguous, of query [1, H, N, D] and key and value [1, K, N, D].
 
-    packing: see packing.py, or an object with a method `attend`; kernel: of whole sequences."""
+    packing: see model.py, or an object with a method `attend`; kernel: of whole sequences."""
     unknown = {name for name, given in kwargs.items() if given is not None and name not in _IGNORED}
     if unknown or attention_mask is not None:
         own = f"the attention arguments {sorted(unknown)}" if unknown else "an attention mask"

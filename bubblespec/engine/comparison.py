@@ -1,22 +1,35 @@
-"""One comparison for all forwards: two ways to compute the same of a model's random tokens.
+"""What a model computes, found out by trial: at the start of a run, or of a mechanism.
 
-Packed training and generation (model_checks.py), kernels, graphs and shards are compared so.
+Two ways to compute the same of random tokens are compared here, all of them: packed training and
+generation (model_checks.py), kernels, graphs and shards. What a model makes of its output head's
+product is found by handing its forward a product; which modules are RMSNorms, by what they compute.
+
+transformers' RMSNorms are eight operations, and compute in float32 also in a float64 model, whose
+results then differ by 1e-7 between batches of different shapes.
+
+Shape legend: N positions, V rows of the head's weight, T tokens checked.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import numpy as np
 import torch
+from torch.func import functional_call
+from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kv_cache import LANES, PAGE, CachePacking, KVCache, pack_rows
+from bubblespec.engine.model import OutputHead
 from bubblespec.engine.ops import ops_for, torch_ops
-from bubblespec.engine.packing import LANES, PAGE, CachePacking, pack_rows
 from bubblespec.engine.pages import Pages
 
 Compute = Callable[[torch.Tensor], torch.Tensor]  # hidden states or logits of token ids int64 [N]
 Hidden = Callable[[torch.Tensor, CachePacking], torch.Tensor]  # see `ModelForward.hidden`
 CHECKED = 12  # positions compared in each check
+SMALL, LARGE = 2.0**-40, 2.0**60  # products that no cap changes, and that every cap does
+ROUNDING = 1e-5  # some models compute logits in float32, whatever their type
+MAX_DIFFERENCE = 1e-5  # of norms in float32, of values around 1
 
 
 def difference(
@@ -74,3 +87,107 @@ def feed(
         # A replayed graph pads its states, and the next one overwrites them.
         yield packing, hidden(tokens, packing)[: len(tokens)].clone()
         start[: len(count)] += count
+
+
+def own_forward(model: PreTrainedModel, part: torch.nn.Module, tokens: torch.Tensor):
+    """Return the output of `part`'s own forward on tokens [T]; raise ValueError if it fails."""
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        return part(input_ids=tokens[None], use_cache=False)
+    except Exception as error:
+        raise ValueError(f"its own forward fails even without the engine: {error}") from error
+
+
+@torch.no_grad()
+def find_head(
+    model: PreTrainedModel, tokens: torch.Tensor, num_tokens: int | None = None
+) -> OutputHead:
+    """Find out what the model makes of its head's product, for its first num_tokens of V columns.
+
+    tokens: [T] to run its own forward on. Raises ValueError for what is no `OutputHead`."""
+    linear, products, calls = model.get_output_embeddings(), list[torch.Tensor](), []
+
+    def replace(module, args, output: torch.Tensor) -> torch.Tensor:
+        calls.append(output)
+        if not products:
+            products.append(_probe(output.shape[-2:]).to(output.device))
+        return products[0].expand(output.shape).clone()
+
+    handle = linear.register_forward_hook(replace)
+    try:
+        logits = own_forward(model, model, tokens).logits[0]
+    finally:
+        handle.remove()
+    if len(calls) != 1:
+        raise ValueError(
+            "its forward does not call its output head exactly once, so the engine cannot "
+            "reproduce its logits"
+        )
+    (product,), logits = products, logits.double()
+    if logits.shape == product.shape:
+        factor, largest = logits[0, 0].item() / SMALL, logits[1, 0].abs().item()
+        head = OutputHead(
+            linear,
+            min(num_tokens or product.shape[1], product.shape[1]),
+            1.0 if abs(factor - 1.0) < ROUNDING else factor,
+            largest if largest < 0.5 * abs(factor) * LARGE else None,
+        )
+        if torch.isclose(head.finish(product), logits, rtol=ROUNDING, atol=0.0).all():
+            return head
+    raise ValueError(
+        "its logits are not its output head's product times a constant, optionally capped by "
+        "tanh; the engine computes nothing else there"
+    )
+
+
+def _probe(shape: torch.Size) -> torch.Tensor:
+    """Products float64 [T, V]: SMALL ones, LARGE ones, then of all sizes and both signs."""
+    generator, count = torch.Generator().manual_seed(0), shape[1]
+    uniform = torch.rand(shape[0] - 2, count, generator=generator, dtype=torch.float64)
+    sign = 1.0 - 2.0 * torch.randint(2, uniform.shape, generator=generator)
+    rows = [torch.full((1, count), size, dtype=torch.float64) for size in (SMALL, LARGE)]
+    return torch.cat((*rows, sign * torch.exp2(32.0 * uniform - 20.0)))
+
+
+def replace_norms(model: torch.nn.Module) -> bool:
+    """Replace what computes an RMSNorm; return whether no other norm with a float32 part is left.
+
+    A norm that differs on random input, as one that multiplies by 1 + weight, stays."""
+    is_same: dict[type, bool] = {}
+    for module in model.modules():
+        shapes = [(name, weight.ndim) for name, weight in module.named_parameters()]
+        if shapes != [("weight", 1)] or type(module) is RMSNorm:
+            continue
+        kind = type(module)
+        if kind not in is_same:
+            is_same[kind] = computes_rms_norm(module)
+        if is_same[kind]:
+            module.__class__ = RMSNorm
+    return all(is_same.values())
+
+
+@torch.no_grad()
+def computes_rms_norm(module: torch.nn.Module) -> bool:
+    """Whether a module computes what `RMSNorm` computes, in float32 with random weights."""
+    norm, generator = cast(RMSNorm, module), torch.Generator().manual_seed(0)
+    weight = torch.randn(len(norm.weight), generator=generator)
+    x = torch.randn(5, len(weight), generator=generator)
+    x[0] *= 1e-3  # where epsilon counts
+    try:
+        wanted = rms_norm(x, weight.shape, weight, norm.variance_epsilon)
+        found = functional_call(norm, {"weight": weight}, (x,))
+        return torch.allclose(found, wanted, rtol=0, atol=MAX_DIFFERENCE)
+    except Exception:  # the model's own code, which may take something else or need a GPU
+        return False
+
+
+class RMSNorm(torch.nn.Module):
+    """`y = x / sqrt(mean(x^2) + epsilon) * weight`."""
+
+    weight: torch.nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalize hidden states [..., width]."""
+        weight = self.weight
+        return rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)

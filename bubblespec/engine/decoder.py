@@ -18,10 +18,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.layers import layer_heads
+from bubblespec.engine.kv_cache import CachePacking
+from bubblespec.engine.model import layer_heads
 from bubblespec.engine.ops import ops_for
 from bubblespec.engine.ops.view import Norm
-from bubblespec.engine.packing import CachePacking
 from bubblespec.engine.weights import Linears, stack
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]

@@ -23,13 +23,21 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from bubblespec.engine.batch import Batch, Load, Plan, Runner, Texts
-from bubblespec.engine.pace import Pace
-from bubblespec.engine.ragged import ragged
-from bubblespec.engine.rows import Standing, draft_of
-from bubblespec.engine.sampling import Drawn, SamplingParams, is_stop, num_accepted, num_gained
+from bubblespec.engine.ahead import Pace, Standing, draft_of
+from bubblespec.engine.arrays import ragged
+from bubblespec.engine.batch import (
+    Batch,
+    Drawn,
+    Plan,
+    Runner,
+    SamplingParams,
+    Texts,
+    is_stop,
+    num_accepted,
+    num_gained,
+)
 from bubblespec.engine.slots import Slots
-from bubblespec.types import Row
+from bubblespec.types import Load, Row
 
 
 class Proposer(Protocol):
@@ -128,7 +136,7 @@ class Engine(Slots):
         depth = self.runner.depth
         if depth and getattr(proposer, "needs_results", False):
             depth = 0
-        while len(self.flights) <= (depth if self._goes_ahead() else 0):
+        while not self.flights or (len(self.flights) <= depth and self._goes_ahead()):
             plan = self.schedule(proposer, max_prefill_tokens)
             if plan is None:
                 break
@@ -161,8 +169,6 @@ class Engine(Slots):
 
     def _goes_ahead(self) -> bool:
         """Whether not to wait for the forward launched last."""
-        if not self.flights:
-            return True
         plan = self.flights[-1].plan
         return self.pace.goes_ahead(len(plan.slots), int(np.count_nonzero(plan.num_proposed)))
 

@@ -16,15 +16,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.batch import Batch
+from bubblespec.engine.batch import Batch, SamplingParams
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
-from bubblespec.engine.layers import layer_heads
-from bubblespec.engine.model import forward_hidden
-from bubblespec.engine.noise import Noise
+from bubblespec.engine.kv_cache import CachePacking
+from bubblespec.engine.model import forward_hidden, layer_heads, output_head
 from bubblespec.engine.ops import ops_for, torch_ops
-from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import CachePacking
-from bubblespec.engine.sampling import SamplingParams, sample
+from bubblespec.engine.sampling import Noise, sample
 
 Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `sampling.sample`
 

@@ -36,9 +36,8 @@ import numpy as np
 import torch
 
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kv_cache import CachePacking, KVCache
 from bubblespec.engine.ops.view import View
-from bubblespec.engine.packing import CachePacking
 from bubblespec.errors import fallback, first_problem, log, one_line
 
 # Beyond 8 no step is larger than a third: below about 250 tokens reading the weights takes longer

@@ -15,21 +15,31 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     DynamicCache,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.masking_utils import sdpa_mask
 
 from bubblespec.engine import attention
-from bubblespec.engine.comparison import CHECKED, cache_for, difference, over_cache, random_tokens
+from bubblespec.engine.comparison import (
+    CHECKED,
+    cache_for,
+    difference,
+    find_head,
+    over_cache,
+    own_forward,
+    random_tokens,
+    replace_norms,
+)
 from bubblespec.engine.decoder import IS_LIKE_LLAMA, Decoder, stacked
-from bubblespec.engine.find_head import find_head, own_forward
-from bubblespec.engine.layers import of_layers
-from bubblespec.engine.model import OWN_HIDDEN, UnsupportedModel, forward_hidden
-from bubblespec.engine.norms import replace_norms
+from bubblespec.engine.model import (
+    OWN_HIDDEN,
+    UnsupportedModel,
+    forward_hidden,
+    of_layers,
+    output_head,
+    pack_sequences,
+)
 from bubblespec.engine.ops import TYPES, has_kernels
-from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import pack_sequences
 from bubblespec.errors import log, one_line
 
 RECORDER = "bubblespec_recorder"
@@ -100,14 +110,9 @@ def kernel_difference(model: PreTrainedModel, kernel: str) -> str | None:
     return differs and f"hidden states differ from sdpa's by {differs}"
 
 
-def _decoder(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the configuration of the decoder alone, where a model has other parts too."""
-    return model.config.get_text_config(decoder=True)
-
-
 def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
-    config, decoder = model.config, _decoder(model)
-    kinds = set(getattr(decoder, "layer_types", None) or [])
+    config = model.config
+    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or [])
     other, beside, recurrent = (
         f" ({', '.join(sorted(some))})" if some else ""
         for some in (kinds - KNOWN, kinds & BESIDE, kinds & RECURRENT)

@@ -11,17 +11,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine.batch import Batch, Plan, Runner, Texts
+from bubblespec.engine.arrays import ragged, reading, to_device
+from bubblespec.engine.batch import Batch, Drawn, Plan, Runner, SamplingParams, Texts
 from bubblespec.engine.forward import ModelForward, SlotFollower
-from bubblespec.engine.kv_cache import KVCache
-from bubblespec.engine.noise import Noise, stream_counters, stream_keys
+from bubblespec.engine.kv_cache import PAGE, CachePacking, KVCache
 from bubblespec.engine.ops import torch_ops
-from bubblespec.engine.packing import PAGE, CachePacking, to_device
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import Drawn, SamplingParams, drawn, read
+from bubblespec.engine.sampling import Noise, drawn, read, stream_counters, stream_keys
 from bubblespec.engine.step_graphs import StepGraphs
-from bubblespec.engine.transfer import reading
 from bubblespec.engine.weights import join
 from bubblespec.types import Row
 
@@ -155,12 +152,8 @@ class ModelRunner(Runner):
         """Return the noise of T response positions of slots: keys, or counters on a GPU."""
         if self.forward.ops is torch_ops:
             return Noise(self.noise_keys(slots, position))
-        words = self._counters(slots, position).view(np.int32)
-        return Noise(to_device(words, self.device), self.seed)
-
-    def _counters(self, slots: np.ndarray, position: np.ndarray) -> np.ndarray:
-        uid, visit, sample = self._noise_key[slots].T
-        return stream_counters(uid, visit, sample, position)
+        words = stream_counters(*self._noise_key[slots].T, position)
+        return Noise(to_device(words.view(np.int32), self.device), self.seed)
 
     def noise_keys(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
         """Return the noise keys of T response positions of slots, int32 [T, 4], row after row."""
@@ -179,8 +172,7 @@ class ModelRunner(Runner):
         row, offset = ragged(end - self._keyed[lacking])
         slot = lacking[row]
         new = self._keyed[slot] + offset
-        uid, visit, sample = self._noise_key[slot].T
-        self._stream_key[slot, new] = stream_keys(self.seed, uid, visit, sample, new)
+        self._stream_key[slot, new] = stream_keys(self.seed, *self._noise_key[slot].T, new)
         self._keyed[lacking] = end
 
 

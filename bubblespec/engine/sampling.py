@@ -1,4 +1,4 @@
-"""From logits to tokens: Gumbel-max with keyed noise, and exact verification of drafts.
+"""From logits to tokens: Gumbel-max with counter-based noise, the same for any batch or rank.
 
 argmax_v(log p_v + g_v) with standard Gumbel g is an exact sample of p (Gumbel 1954; Maddison et al.
 2014, "A* sampling"). So a token is a pure function of its logits and its noise key.
@@ -10,48 +10,127 @@ with the same noise under nearby weights q is nearly always accepted: the chance
 least (1 - TV) / (1 + TV), with TV the total variation distance of q and the policy (Daliri, Musco
 and Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding").
 
-Shape legend: R rows, n draft tokens of a row, S draft tokens of all rows, T = S + R positions to
-sample, V vocabulary.
+Noise has two layers. Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
+3") turns the 128-bit counter (prompt uid, visit, sample, position) into a 128-bit stream key.
+Philox is a bijection of its counter, so two different counters never share a stream. Then a 32-bit
+integer mixer, keyed by those four words, turns each token id into 31 random bits. Philox for every
+vocabulary entry would cost 3.5 times as many operations. All devices have the same bits.
+
+Shape legend: N streams, T positions to sample, V vocabulary, C candidates.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from bubblespec.engine.noise import add_gumbel
-from bubblespec.engine.packing import to_device, to_host
-from bubblespec.engine.ragged import ragged
+from bubblespec.engine.arrays import to_device, to_host
+from bubblespec.engine.batch import Drawn, SamplingParams
 
+MAX_POSITIONS = 1 << 20
+MAX_SAMPLES = 1 << 12
+EVALUATION = 1 << 31  # the visit of held-out prompts: evaluation shares no stream with training
+
+# triple32 of Chris Wellons' hash-prospector (github.com/skeeto/hash-prospector): xorshift-multiply
+# rounds with bias near that of a random function. The key words added between the rounds are ours.
+_MIXER = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
+_LAST_SHIFT = 14
 # Positions are sampled in chunks of about this many logits: small enough for a processor's cache,
 # large enough for a GPU.
 MAX_LOGITS_AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 26}
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """The sampled distribution, and the tokens that end a response."""
+class Noise(NamedTuple):
+    """The noise streams of T positions."""
 
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # probability of the nucleus; 1 truncates nothing
-    top_k: int = 0  # number of best tokens; 0 truncates nothing
-    stop_token_ids: tuple[int, ...] = ()
-    min_length: int = 0  # response tokens before which stop tokens are barred
-
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens may be barred."""
-        has_bars = bool(self.stop_token_ids) and self.min_length > 0
-        return has_bars or self.top_k > 0 or self.top_p < 1.0
+    words: torch.Tensor  # int32 [T, 4], keys; with a seed the counters that they follow from
+    seed: int | None = None
 
 
-class Drawn(NamedTuple):
-    """Tokens drawn at T positions, on the host; what follows a wrong draft token is invalid."""
+def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+    """Compute ten rounds of Philox4x32, uint32 [N, 4], of counters uint32 [N, 4]."""
+    low_bits, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    words = counter.T.astype(np.uint64)
+    even, odd = words[0::2], words[1::2]
+    multiplier = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+    for i in range(10):
+        product = even * multiplier
+        round_key = key[0] + i * 0x9E3779B9, key[1] + i * 0xBB67AE85
+        key_words = np.array([[word & 0xFFFFFFFF] for word in round_key], np.uint64)
+        even = (product >> shift)[::-1] ^ odd ^ key_words
+        odd = (product & low_bits)[::-1]
+    return np.stack((even, odd), axis=1).reshape(4, -1).T.astype(np.uint32)
 
-    token: np.ndarray  # int64 [T]
-    logprobs: np.ndarray  # float [2, T], both log-probabilities of `sample`
+
+def stream_counters(
+    uid: np.ndarray, visit: np.ndarray, sample: np.ndarray, position: np.ndarray
+) -> np.ndarray:
+    """Return the counters of N noise streams, uint32 [N, 4].
+
+    uid, visit, sample, position: int64 [N], disjoint bits of the counter (64, 32, 12 and 20), so no
+    two streams of a run share a key; position counts response tokens from 0."""
+    counter = np.empty((len(uid), 4), dtype=np.uint32)
+    uid = uid.astype(np.uint64)
+    counter[:, 0] = (sample << 20) | position
+    counter[:, 1] = visit
+    counter[:, 2] = uid & np.uint64(0xFFFFFFFF)
+    counter[:, 3] = uid >> np.uint64(32)
+    return counter
+
+
+def stream_keys(seed: int, *of: np.ndarray) -> np.ndarray:
+    """Compute the 128-bit keys of N noise streams, int32 [N, 4]; of: see `stream_counters`."""
+    key = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    return philox4x32(stream_counters(*of), key).view(np.int32)
+
+
+def random_bits(keys: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
+    """Compute 31 random bits per stream and token, int32 [N, V], in integer arithmetic only.
+
+    keys: int32 [N, 4]; tokens: ids int32 [V], or V for all from 0."""
+    if isinstance(tokens, int):
+        tokens = torch.arange(tokens, dtype=torch.int32, device=keys.device)
+    x = tokens + keys[:, :1]
+    for i, (shift, multiplier) in enumerate(_MIXER):
+        _xorshift_(x, shift)
+        torch.add(keys[:, i + 1, None], x, alpha=_as_int32(multiplier), out=x)
+    return _xorshift_(x, _LAST_SHIFT).bitwise_and_(0x7FFFFFFF)
+
+
+def gumbel(
+    keys: torch.Tensor, tokens: int | torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Compute standard Gumbel noise [N, V]; keys, tokens: see `random_bits`."""
+    return _log_exponential(keys, tokens, dtype).neg_()
+
+
+def add_gumbel(
+    logits: torch.Tensor, keys: torch.Tensor, tokens: int | torch.Tensor
+) -> torch.Tensor:
+    """Add Gumbel noise to logits [N, V], in their dtype; keys, tokens: see `random_bits`."""
+    return logits - _log_exponential(keys, tokens, logits.dtype)
+
+
+def _log_exponential(
+    keys: torch.Tensor, tokens: int | torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Compute logarithms of standard exponential noise, Gumbel noise with the other sign.
+
+    -log(-log(1 - u)), u uniform in (0, 1), has the Gumbel distribution exp(-exp(-g)). log1p keeps
+    full relative precision for small u, which is where the winners come from."""
+    minus_u = random_bits(keys, tokens).to(dtype).add_(0.5).mul_(-(2.0**-31))
+    minus_u.clamp_(min=2.0**-24 - 1.0)
+    return minus_u.log1p_().neg_().log_()
+
+
+def _xorshift_(x: torch.Tensor, shift: int) -> torch.Tensor:
+    """Compute x ^= x >> shift; the mask makes torch's arithmetic shift a logical one."""
+    return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1))
+
+
+def _as_int32(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def best_and_sum(
@@ -187,38 +266,3 @@ def drawn(wait: Callable[[], np.ndarray]) -> Drawn:
     """Return the same from a call that returns it as one array, float64 [3, T]."""
     token, *logprobs = wait()
     return Drawn(token.astype(np.int64), np.array(logprobs))
-
-
-def num_accepted(token: np.ndarray, draft: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Count each row's draft tokens before the first wrong one, int64 [R].
-
-    token: int64 [T], sampled in place of each draft token and after the last; draft: int64 [S];
-    counts: int64 [R], draft tokens of each row."""
-    if len(draft) == 0:
-        return np.zeros(len(counts), np.int64)
-    ends = (counts + 1).cumsum()
-    is_wrong = np.ones(len(token), bool)  # True after each row's draft
-    is_drafted = is_wrong.copy()
-    is_drafted[ends - 1] = False
-    is_wrong[is_drafted] = token[is_drafted] != draft
-    wrong, first = is_wrong.nonzero()[0], ends - counts - 1
-    return wrong[wrong.searchsorted(first)] - first
-
-
-def num_gained(
-    token: np.ndarray, accepted: np.ndarray, counts: np.ndarray, stops: tuple, *, limit: np.ndarray
-) -> np.ndarray:
-    """Count the tokens that rows gain by a verification, accepted and next ones, int64 [R].
-
-    Rows are cut after a token in `stops`, and at `limit`, int64 [R], at least 1."""
-    stop_at = np.where(is_stop(token, stops), ragged(counts + 1)[1], len(token))
-    first_stop = np.minimum.reduceat(stop_at, np.cumsum(counts + 1) - (counts + 1))
-    return np.minimum(np.minimum(accepted, first_stop) + 1, limit)
-
-
-def is_stop(token: np.ndarray, stop_token_ids: tuple[int, ...]) -> np.ndarray:
-    """Whether tokens are stop tokens, bool [T]; np.isin takes ten times as long for a few."""
-    is_any = np.zeros(len(token), bool)
-    for stop in stop_token_ids:
-        is_any |= token == stop
-    return is_any

@@ -250,15 +250,9 @@ class Slots:
             return
         self.rows[slot] = moved
         self.runner.move(last, int(slot), int(self.cached[last] + self.most[last]))
-        per_slot = (self.length, self.cached, self.prompt_length, self.limit, self.prompt_id)
-        in_flight = (self.most, self.fewest, self.ticket, self.is_written)
-        for array in (
-            self.tokens,
-            *self.logprobs,
-            self._age,
-            self.is_paused,
-            *per_slot,
-            *in_flight,
-        ):
+        known = self.tokens, *self.logprobs, self.length, self.cached, self.is_paused
+        limits = self.prompt_length, self.limit, self.prompt_id, self._age
+        in_flight = self.most, self.fewest, self.ticket, self.is_written
+        for array in (*known, *limits, *in_flight):
             array[slot] = array[last]
         self.prompt_id[last] = -1

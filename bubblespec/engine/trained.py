@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 
 from bubblespec.engine.attention import KERNELS
 from bubblespec.engine.decoder import Decoder, Kind, Layer, Multiply, one_by_one
-from bubblespec.engine.model import HAS_CHECKPOINTS
+from bubblespec.engine.model import HAS_CHECKPOINTS, SequencePacking
 from bubblespec.engine.ops.triton_training import AddNorm, Gated, Rotated
 from bubblespec.engine.ops.view import Norm
-from bubblespec.engine.packing import SequencePacking
 from bubblespec.engine.weights import Linears, join, stack
 
 

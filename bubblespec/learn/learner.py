@@ -24,13 +24,11 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.model import forward_hidden
-from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import pack_sequences
+from bubblespec.engine.model import forward_hidden, output_head, pack_sequences
 from bubblespec.errors import RunFailed, log
 from bubblespec.learn import losses
-from bubblespec.learn.distillation import Teacher, compare
 from bubblespec.learn.lora import adapter_disabled
+from bubblespec.learn.losses import Teacher, compare
 from bubblespec.learn.microbatch import Microbatch, is_in_loss, make_minibatches
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.records import Span

@@ -21,13 +21,13 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
+from bubblespec.engine.arrays import to_device
 from bubblespec.engine.comparison import feed
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import ForwardGraphs
-from bubblespec.engine.kv_cache import LayerCache
+from bubblespec.engine.kv_cache import CachePacking, LayerCache
 from bubblespec.engine.ops import torch_ops
-from bubblespec.engine.packing import CachePacking, to_device
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import best_and_sum, widen
 from bubblespec.engine.weights import linear_modules

@@ -9,8 +9,8 @@ import numpy as np
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.sources import History
 from bubblespec.draft.store import DraftStore
-from bubblespec.engine.noise import EVALUATION
-from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.sampling import EVALUATION
 from bubblespec.errors import RewardsFailed
 from bubblespec.records import RolloutRecord
 from bubblespec.rollout.sampler import Sampler, vocab_size_of
@@ -31,9 +31,9 @@ class Evaluation(NamedTuple):
 class Evaluator:
     """Generates and scores held-out samples, on a sampler's engine.
 
-    Every evaluation draws the same noise (`EVALUATION` in engine/noise.py), so curves are paired,
-    and the responses of one evaluation are drafts of the next. Statistics of drafts
-    are kept apart from training, as prompts and temperature may be of another kind.
+    Every evaluation draws the same noise (`sampling.EVALUATION`), so curves are paired, and the
+    responses of one evaluation are drafts of the next. Statistics of drafts are kept apart from
+    training, as prompts and temperature may be of another kind.
     """
 
     def __init__(self, sampler: Sampler, proposer: Proposer | None):

@@ -8,8 +8,8 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import make_proposer
 from bubblespec.draft.sources import History
 from bubblespec.draft.store import DraftStore
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log
 from bubblespec.memory import host_token_budget
 from bubblespec.planner.costs import CostModel

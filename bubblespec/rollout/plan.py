@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
 from bubblespec.records import RolloutRecord, Span, StepRecord
 from bubblespec.rollout.table import RowTable

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Row, SampleId
 

@@ -19,8 +19,8 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.sources import History
 from bubblespec.draft.store import DraftStore, exchange
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import RewardsFailed
 from bubblespec.planner.costs import rollout_seconds
 from bubblespec.planner.guard import DRAFTS, PLACEMENT

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.layers import layer_heads, of_layers
+from bubblespec.engine.model import layer_heads, of_layers
 from bubblespec.learn.learner import Learner
 from bubblespec.records import StepRecord
 from bubblespec.samples import Samples

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks, cuda_of_driver, ranks_from_environment, why_no_gpu
 from bubblespec.draft.store import exchange
-from bubblespec.engine.packing import PAGE
+from bubblespec.engine.kv_cache import PAGE
 from bubblespec.errors import EndsRun, InputError, RankTimeout, RunFailed, log, one_line
 from bubblespec.loading import load_model, with_dtype
 from bubblespec.memory import max_length, max_slots

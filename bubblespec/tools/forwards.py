@@ -21,9 +21,8 @@ from bubblespec.engine.comparison import CHECKED, cache_for, difference, over_ca
 from bubblespec.engine.decoder import is_like_llama
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import ForwardGraphs
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.engine.ops import has_triton, torch_ops
-from bubblespec.engine.packing import pack_rows
 from bubblespec.errors import one_line
 from bubblespec.mechanisms.quantized.copy import (
     NO_PRODUCT,

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from bubblespec import memory
 from bubblespec.config import Config
 from bubblespec.config.file import load_config
-from bubblespec.engine.packing import PAGE
+from bubblespec.engine.kv_cache import PAGE
 from bubblespec.errors import InputError
 from bubblespec.learn.lora import add_adapter
 from bubblespec.loading import from_pretrained, with_dtype

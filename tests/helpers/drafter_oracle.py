@@ -7,11 +7,9 @@ import torch
 import transformers
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.model import forward_hidden
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.model import forward_hidden, output_head, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import pack_sequences
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.learn.microbatch import Microbatch, pack_responses
 from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.mechanisms.drafter.mechanism import SHARPNESS, DrafterRunner

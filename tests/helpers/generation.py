@@ -5,11 +5,11 @@ from functools import partial
 
 import numpy as np
 
+from bubblespec.engine.arrays import packed
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.packing import PAGE
+from bubblespec.engine.kv_cache import PAGE
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.ragged import packed
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.batch_invariant import InvariantForward
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward

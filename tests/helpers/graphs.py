@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bubblespec.engine import graphs, ops, step_graphs, transfer
+from bubblespec.engine import arrays, graphs, ops, step_graphs
 
 POOL = ("the pool",)
 SIZES = (4, 16, 32)  # of graphs here
@@ -139,7 +139,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.captures, self.uploads, self.waits = captures, 0, 0
         self._on_host: dict[int, torch.Tensor] = {}
-        from_numpy, cpu, wait = torch.from_numpy, torch.Tensor.cpu, transfer.wait
+        from_numpy, cpu, wait = torch.from_numpy, torch.Tensor.cpu, arrays.wait
 
         def noted(array):
             tensor = from_numpy(array)
@@ -154,7 +154,7 @@ class Traffic(TorchDispatchMode):
             self.waits += 1
             return wait(*of)
 
-        monkeypatch.setattr(transfer, "wait", waited)
+        monkeypatch.setattr(arrays, "wait", waited)
         monkeypatch.setattr(torch, "from_numpy", noted)
         monkeypatch.setattr(torch.Tensor, "cpu", counted)
 

@@ -5,11 +5,19 @@ from collections.abc import Callable
 import numpy as np
 
 from bubblespec import setup
-from bubblespec.engine.batch import Batch, Plan, Texts
-from bubblespec.engine.ragged import ragged
-from bubblespec.engine.rows import Standing, draft_of
+from bubblespec.engine.ahead import Standing, draft_of
+from bubblespec.engine.arrays import ragged
+from bubblespec.engine.batch import (
+    Batch,
+    Drawn,
+    Plan,
+    SamplingParams,
+    Texts,
+    is_stop,
+    num_accepted,
+    num_gained,
+)
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import Drawn, SamplingParams, is_stop, num_accepted, num_gained
 from bubblespec.mechanisms.tp_tail import tail
 
 JUNK = -7  # a token at positions that do not count

@@ -5,7 +5,7 @@ import numpy as np
 
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.sources import DraftSource, History, OwnDrafts, Proposals
-from bubblespec.engine.ragged import packed, unpacked
+from bubblespec.engine.arrays import packed, unpacked
 from bubblespec.planner.costs import CostModel
 from bubblespec.types import Draft, Row, SampleId
 from tests.helpers.clocks import Clock

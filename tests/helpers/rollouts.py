@@ -13,10 +13,10 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer, make_proposer
 from bubblespec.draft.sources import History
 from bubblespec.draft.store import DraftStore
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.jobs import Job
 from bubblespec.planner.survival import ALIGNED, TRIED

@@ -19,10 +19,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine import attention, norms, ops, trained
-from bubblespec.engine.model import OWN_HIDDEN
+from bubblespec.engine import attention, comparison, ops, trained
+from bubblespec.engine.model import OWN_HIDDEN, OutputHead
 from bubblespec.engine.model_checks import replace_norms
-from bubblespec.engine.output_head import OutputHead
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.learn.optimizer import Optimizer, _copy_masters
@@ -146,7 +145,7 @@ def count(num_layers: int, has_kernels: bool) -> Traffic:
 
     with ExitStack() as stack:
         stack.enter_context(patch.dict(attention.KERNELS, varlen=attend))
-        stack.enter_context(patch.object(norms, "rms_norm", normed))
+        stack.enter_context(patch.object(comparison, "rms_norm", normed))
         stack.enter_context(patch.object(GridExecutor, "__call__", launch))
         if has_kernels:
             stack.enter_context(patch.object(ops, "DEVICES", ("meta",)))
@@ -165,7 +164,7 @@ def count(num_layers: int, has_kernels: bool) -> Traffic:
 
 def replace_norms_of_meta(model) -> None:
     """Do what `replace_norms` does; on a meta device it cannot compare."""
-    with patch.object(norms, "computes_rms_norm", lambda module: True):
+    with patch.object(comparison, "computes_rms_norm", lambda module: True):
         replace_norms(model)
 
 

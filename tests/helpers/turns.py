@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.types import Row
 from tests.helpers.generation import STOP
 from tests.helpers.models import VOCAB

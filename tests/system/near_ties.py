@@ -29,8 +29,8 @@ from benchmarks.paired_rollout import paired_step
 from benchmarks.shared import plain_engine
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import ranks_from_environment
-from bubblespec.engine.noise import gumbel, stream_keys
-from bubblespec.engine.sampling import SamplingParams, restrict
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.sampling import gumbel, restrict, stream_keys
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from bubblespec.types import Row

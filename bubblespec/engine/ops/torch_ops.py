@@ -13,9 +13,8 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
-from bubblespec.engine.kv_cache import LayerCache
+from bubblespec.engine.kv_cache import CachePacking, LayerCache
 from bubblespec.engine.ops.view import Norm
-from bubblespec.engine.packing import CachePacking
 from bubblespec.engine.sampling import best_and_sum as best_and_sum
 
 ACTIVATIONS: dict[str, Callable] = {
@@ -76,7 +75,9 @@ def rope_store(
             torch.addcmul(rotated * cos, turned, sin, out=rotated)
         else:  # as transformers rounds
             torch.add(rotated * cos, turned * sin, out=rotated)
-    cache.store(packing.page_offset, qkv[:, heads:])
+    page, offset = packing.page_offset
+    assert cache.joint is not None, "a decoder's keys and values have one dimension"
+    cache.joint[page, :, offset] = qkv[:, heads:]
     return qkv[:, :heads]
 
 

@@ -1,7 +1,7 @@
 """Where rows stand, kept on a GPU: what a planned forward feeds, and what its rows gain, in Triton.
 
-The rule is `rows.draft_of`, and acceptance is that of sampling.py. A plan is one vector, see
-`device_rows.packed`; all grids depend on sizes of a graph alone.
+The rule is `ahead.draft_of`, and acceptance is that of batch.py. A plan is one vector, see
+`step_graphs.packed`; all grids depend on sizes of a graph alone.
 
 Shape legend: N tokens of a forward, B >= N of a graph, S sequences, R rows fed, T positions
 sampled.

@@ -1,22 +1,32 @@
 """Sampling on a GPU, in Triton: noise, argmax and logsumexp in one pass over the logits.
 
-The random bits are those of noise.py. The logarithms are not torch's to the last bit, so all
+The random bits are those of sampling.py. The logarithms are not torch's to the last bit, so all
 decisions of a run should come from here.
 
 Shape legend: T positions to sample, V vocabulary.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from bubblespec.engine.noise import Noise
-from bubblespec.engine.ops.view import Sampled
-from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.sampling import Noise
 
 # Whether the compiler contracts a * b + c decides bits, and its default differs by version.
 FUSED = {"enable_fp_fusion": True}
 LOGITS = 4096  # of a block
+
+
+class Sampled(NamedTuple):
+    """The tokens of T positions, and what their log-probabilities follow from."""
+
+    best: torch.Tensor  # float32 [T], largest logit with noise
+    token: torch.Tensor  # int64 [T], its token
+    chosen: torch.Tensor  # float32 [T], the token's logit without noise
+    total: torch.Tensor  # float32 [T], logsumexp of all logits without noise
 
 
 def sample(
@@ -27,12 +37,11 @@ def sample(
     is_greedy: bool = False,
     first: int = 0,
     seed: int | None = None,
-    draft: torch.Tensor | None = None,
 ) -> Sampled:
     """Sample one token for each of T positions from logits [T, V], times inverse_temperature.
 
-    keys: int32 [T, 4] of the noise streams, see noise.py; with a seed, their Philox counters;
-    first: token id of the first column; draft: int64 [T], tokens to compare with."""
+    keys: int32 [T, 4] of the noise streams, see sampling.py; with a seed, their Philox counters;
+    first: token id of the first column."""
     assert logits.stride(1) == 1 and keys.is_contiguous()
     num_positions, size = logits.shape
     blocks = triton.cdiv(size, LOGITS)
@@ -41,18 +50,16 @@ def sample(
     parts = torch.empty(3, num_positions, blocks, dtype=torch.float32, device=device)
     best, chosen, total = torch.empty(3, num_positions, dtype=torch.float32, device=device)
     token = torch.empty(num_positions, dtype=torch.int64, device=device)
-    is_draft = None if draft is None else torch.empty_like(draft, dtype=torch.bool)
     words = [_signed(0 if seed is None else seed >> shift) for shift in (0, 32)]
     _sample_blocks[(num_positions, blocks)](
         logits, keys, columns, parts, size, logits.stride(0), inverse_temperature, first, *words,
         HAS_NOISE=not is_greedy, HAS_SEED=seed is not None, BLOCK=LOGITS, num_warps=8, **FUSED,
     )  # fmt: skip
     _sample_rows[(num_positions,)](
-        logits, columns, parts, best, token, chosen, total, token if draft is None else draft,
-        is_draft, size, blocks, logits.stride(0), inverse_temperature, first,
-        HAS_DRAFT=draft is not None, BLOCK=triton.next_power_of_2(blocks), num_warps=1, **FUSED,
+        logits, columns, parts, best, token, chosen, total, size, blocks, logits.stride(0),
+        inverse_temperature, first, BLOCK=triton.next_power_of_2(blocks), num_warps=1, **FUSED,
     )  # fmt: skip
-    return Sampled(best, token, chosen, total, is_draft)
+    return Sampled(best, token, chosen, total)
 
 
 def draw(
@@ -118,9 +125,8 @@ def _sample_blocks(
 
 @triton.jit(do_not_specialize=["first"])
 def _sample_rows(
-    logits_ptr, columns_ptr, parts_ptr, best_ptr, token_ptr, chosen_ptr, total_ptr, draft_ptr,
-    is_draft_ptr, size, blocks, row_stride, inverse_temperature, first, HAS_DRAFT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_ptr, columns_ptr, parts_ptr, best_ptr, token_ptr, chosen_ptr, total_ptr, size, blocks,
+    row_stride, inverse_temperature, first, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reduce the blocks of one position."""
     row = tl.program_id(0)
@@ -143,8 +149,6 @@ def _sample_rows(
     tl.store(token_ptr + row, token)
     tl.store(chosen_ptr + row, chosen * inverse_temperature)
     tl.store(total_ptr + row, base + tl.log(tl.sum(sums * tl.exp(tops - base), 0)))
-    if HAS_DRAFT:
-        tl.store(is_draft_ptr + row, tl.load(draft_ptr + row) == token)
 
 
 @triton.jit

@@ -215,7 +215,7 @@ class HeadValues(torch.autograd.Function):
 
     Logits [N, V] and the teacher's, if there are any, count times inverse_temperature, and of each
     the first `num_tokens` columns. The gradient of logits takes their memory. beta: see
-    `distillation.divergence`. With g the gradient of a divergence, that of a logit is g (q - p) for
+    `losses.divergence`. With g the gradient of a divergence, that of a logit is g (q - p) for
     beta 0, g q (log(q / p) - KL(q || p)) for beta 1, and between
     g (1 - beta) q (log(q / m) - KL(q || m))."""
 

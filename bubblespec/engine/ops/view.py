@@ -1,6 +1,6 @@
 """What the operations of a decoder take and return, on every device.
 
-Shape legend: N tokens, S sequences, T positions to sample.
+Shape legend: N tokens, S sequences, T positions to sample, B tokens of a graph.
 """
 
 from typing import NamedTuple
@@ -33,23 +33,13 @@ class View(NamedTuple):
     split: int  # keys that are summed at once; like max_q it may change a token's last bits
 
 
-class Sampled(NamedTuple):
-    """The tokens of T positions, and what their log-probabilities follow from."""
-
-    best: torch.Tensor  # float32 [T], largest logit with noise
-    token: torch.Tensor  # int64 [T], its token
-    chosen: torch.Tensor  # float32 [T], the token's logit without noise
-    total: torch.Tensor  # float32 [T], logsumexp of all logits without noise
-    is_draft: torch.Tensor | None  # bool [T], whether the token is the draft's
-
-
 class RowState(NamedTuple):
     """Rows on a device, and what a step's kernels exchange; all int32, at fixed addresses."""
 
     tokens: torch.Tensor  # [slots, max_length]
     state: torch.Tensor  # [4, slots]: tokens, of the prompt, and at the row's end; whether it ended
     counters: torch.Tensor  # [slots, 4], of the noise at a row's first response position
-    plan: torch.Tensor  # see `device_rows.packed`
+    plan: torch.Tensor  # see `step_graphs.packed`
     standing: torch.Tensor  # [3, slots], of each row fed: first position, draft tokens, tokens fed
     ids: torch.Tensor  # [B], token ids
     place: torch.Tensor  # [B], `View.place`

@@ -23,9 +23,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bubblespec.config import Config
 from bubblespec.engine import attention
-from bubblespec.engine.layers import of_layers
-from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import to_device
+from bubblespec.engine.arrays import to_device
+from bubblespec.engine.model import of_layers, output_head
 from bubblespec.errors import InputError, log, one_line
 
 PLACEHOLDER_VOCABULARY = 8  # of the layer's own embedding, which is not used

@@ -28,8 +28,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.model import forward_hidden
-from bubblespec.engine.packing import pack_sequences, to_device
+from bubblespec.engine.arrays import to_device
+from bubblespec.engine.model import forward_hidden, pack_sequences
 from bubblespec.errors import log
 from bubblespec.learn.microbatch import Microbatch
 from bubblespec.mechanisms.drafter.layer import Drafter

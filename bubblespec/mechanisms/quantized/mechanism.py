@@ -18,9 +18,9 @@ from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.chains import ChainSource, profile
 from bubblespec.engine import graphs
+from bubblespec.engine.arrays import to_device
 from bubblespec.engine.decoder import is_like_llama
-from bubblespec.engine.output_head import output_head
-from bubblespec.engine.packing import to_device
+from bubblespec.engine.model import output_head
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.weights import linear_of
 from bubblespec.errors import log, one_line

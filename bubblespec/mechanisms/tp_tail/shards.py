@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 from bubblespec.distributed.ranks import Ranks, all_gather
 from bubblespec.distributed.shared_memory import open_collectives
 from bubblespec.engine import sampling
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.comparison import CHECKED, cache_for, difference, over_cache, random_tokens
 from bubblespec.engine.decoder import Decoder, Kind, Multiply, is_like_llama
 from bubblespec.engine.forward import GraphMemory, ModelForward, Sampled
-from bubblespec.engine.noise import Noise
-from bubblespec.engine.output_head import output_head
-from bubblespec.engine.sampling import SamplingParams
+from bubblespec.engine.model import output_head
+from bubblespec.engine.sampling import Noise
 from bubblespec.engine.weights import Linears, by_parts, linear_of, stack
 from bubblespec.errors import fallback, first_problem, one_line
 

@@ -21,11 +21,10 @@ import torch
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
+from bubblespec.engine.arrays import ragged, to_device
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.packing import to_device
-from bubblespec.engine.ragged import ragged
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import log
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsupported, no_tp_tail
 from bubblespec.planner.costs import CostModel

@@ -13,8 +13,8 @@ from tqdm import tqdm
 from bubblespec.config import Config
 from bubblespec.data.schedule import save_visits
 from bubblespec.draft.chains import profile as profile_chains
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.sampling import SamplingParams
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.mechanism import make_source as drafter_source
 from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism

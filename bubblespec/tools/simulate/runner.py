@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from bubblespec.engine.batch import Batch, Runner
+from bubblespec.engine.arrays import ragged
+from bubblespec.engine.batch import Batch, Drawn, Runner, SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.noise import stream_keys
 from bubblespec.engine.pages import Pages
-from bubblespec.engine.ragged import ragged
-from bubblespec.engine.sampling import Drawn, SamplingParams
+from bubblespec.engine.sampling import stream_keys
 from bubblespec.errors import InputError
 from bubblespec.mechanisms.drafter.mechanism import CONTEXT, MAX_CHAIN_LENGTH
 from bubblespec.mechanisms.episodes.environments import Observation, Outcome
