@@ -22,12 +22,13 @@ import torch
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import DraftSource, Proposals, TrackedRows
 from bubblespec.engine.arrays import to_device, to_host
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward, SlotFollower
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import CachePacking, KVCache, pack_rows
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams, draw_among
+from bubblespec.engine.sampling import draw_among
 from bubblespec.errors import first_problem, log, one_line
 from bubblespec.planner.costs import CHAIN_ROWS, CostModel
 from bubblespec.planner.survival import TRIED, Survival

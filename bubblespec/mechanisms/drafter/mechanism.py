@@ -26,13 +26,13 @@ from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.chains import ChainRunner, ChainSource, profile
 from bubblespec.engine.arrays import ragged, to_device
-from bubblespec.engine.batch import Batch
+from bubblespec.engine.batch import Batch, SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache
 from bubblespec.engine.model import layer_heads
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams, widen
+from bubblespec.engine.sampling import widen
 from bubblespec.errors import InputError, log
 from bubblespec.mechanisms.drafter.layer import (
     DRAFTER_FOLDER,

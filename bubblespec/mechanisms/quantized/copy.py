@@ -33,13 +33,14 @@ import torch
 from transformers import PreTrainedModel
 
 from bubblespec.draft.chains import ChainRunner
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.decoder import Decoder, Kind, Multiply, stacked
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import LANES, KVCache, pack_rows
 from bubblespec.engine.model import OutputHead, output_head
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import SamplingParams, widen
+from bubblespec.engine.sampling import widen
 from bubblespec.engine.weights import Linears, linear_of
 from bubblespec.memory import Needs
 
