@@ -64,8 +64,6 @@ PROTOTYPE_US = [
 
 @pytest.fixture
 def measured(tmp_path):
-    """Return the cases that a file with such lines has."""
-
     def cases(lines: list[str], columns: str = "model,batch,seq,gamma,mode,median_ms"):
         path = tmp_path / "measured.csv"
         path.write_text("\n".join([columns, *lines]))
@@ -151,16 +149,8 @@ def test_own_attention_is_near_the_prototype():
 
 @pytest.mark.parametrize(("tokens", "us"), [(1, 137.6), (128, 145.5)])
 def test_own_products_are_near_measurements(tokens, us):
-    """Four products of a layer in a graph, torch 2.11 on an H200 (docs/results/data/h200.csv)."""
     products_us = 1e6 * roofline("h200", "7b").layers.seconds(tokens) / 28
     assert products_us + 4 * 1e6 * OWN.layer_s / 10 == pytest.approx(us, rel=0.1)
-
-
-def test_one_verifying_row_is_split():
-    """In vLLM the row waits for single blocks that go through all of its keys."""
-    whole = roofline("h200", "7b", engine="vllm").attention.seconds(1, 4, 8192)
-    assert whole == pytest.approx(28 * 128 * 0.8 * FITTED.block_s, rel=0.01)
-    assert roofline("h200", "7b").attention.seconds(1, 4, 8192) < whole / 8
 
 
 def test_roofline_follows_the_data_sheet():
