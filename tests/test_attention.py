@@ -73,7 +73,6 @@ NO_HEADS = frozenset({(16, 16)})
 
 
 def test_kernel_choice_follows_device_and_type():
-    """By device, type and installed packages."""
     has_flash = importlib.util.find_spec("flash_attn") is not None
 
     def choose(requested: str, device: str, dtype: torch.dtype, heads=NO_HEADS):
@@ -146,7 +145,6 @@ def test_kernels_are_compared_with_sdpa_in_training(make_model, monkeypatch):
 
 @pytest.mark.parametrize("returns_more", [False, True])
 def test_flash_attention_3_is_for_one_kind_of_gpu(monkeypatch, returns_more):
-    """Older versions return the logsumexp, too."""
     calls, major = [], [9]
 
     def function(query, key, value, *offsets, softmax_scale, causal, window_size):
@@ -172,7 +170,6 @@ def test_flash_attention_3_is_for_one_kind_of_gpu(monkeypatch, returns_more):
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_attention_of_older_torch_calls_the_operator(monkeypatch, window):
-    """torch before 2.13 has a function without windows."""
     calls = []
 
     def operator(

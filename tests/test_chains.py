@@ -30,7 +30,6 @@ def random_cost(random, scale: float) -> CostModel:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_continue_where_tokens_per_second_rise_most(seed):
-    """Against all subsets of rows, and each number of tokens that is looked ahead."""
     random = np.random.default_rng(seed)
     active, count = 8, int(random.integers(1, 7))
     cost, own_cost = random_cost(random, 1.0), random_cost(random, 0.4)
@@ -122,7 +121,6 @@ def make_source(num_rows: int, seconds: float, cost: CostModel) -> ChainSource:
 
 
 def tracked(source: ChainSource) -> np.ndarray:
-    """The numbers of the engine's rows."""
     rows = TrackedRows()
     source.begin(rows)
     return np.array([rows.add(row, None, 0, True) for row in source.runner.engine.rows])
@@ -130,7 +128,6 @@ def tracked(source: ChainSource) -> np.ndarray:
 
 @pytest.mark.parametrize("seconds, drafts_on", [(1e-4, True), (0.1, False)])
 def test_chain_cost_is_learned(seconds, drafts_on):
-    """Before the first chain, and as chains are made."""
     source = make_source(3, seconds, made_cost(0.01, 0, 1e-5, 0, 0))
     rows, counts = tracked(source), []
     for _ in range(60):

@@ -126,8 +126,7 @@ def test_a_whole_checkpoint_is_found_and_loads(saver):
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [lambda path: flip_bit(path, 0.5), lambda path: cut(path, 0.9), os.remove],
+    "damage", [lambda path: flip_bit(path, 0.5), lambda path: cut(path, 0.9), os.remove]
 )
 def test_every_damaged_file_is_noticed(saver, damage):
     saver(1)
@@ -235,7 +234,6 @@ def test_lock_removes_unfinished_saves(saver):
 
 
 def changed(value):
-    """Another value of the same type, more or less."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):

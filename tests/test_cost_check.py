@@ -11,19 +11,14 @@ from bubblespec.errors import InputError
 from bubblespec.tools.simulate.roofline import FITTED, MODELS, Model
 
 COLUMNS = "model,batch,seq,gamma,mode,mean_ms,median_ms"
-LINES = [
-    "Qwen2.5-7B,0,0,0,target_decode,9.5,9.5",
-    "Qwen2.5-7B,1,256,0,target_decode,9.5,9.53",
-    "Qwen/Qwen2.5-7B-Instruct,64,4096,7,target_verify,40.5,40.44",
-    "Qwen2.5-7B,16,256,3,target_decode_sd,9.5,9.53",
-    "Qwen2.5-7B,16,256,3,drafter_decode,5.3,5.31",
-]
+LINES = ["Qwen2.5-7B,0,0,0,target_decode,9.5,9.5", "Qwen2.5-7B,1,256,0,target_decode,9.5,9.53"]
+LINES += ["Qwen/Qwen2.5-7B-Instruct,64,4096,7,target_verify,40.5,40.44"]
+LINES += ["Qwen2.5-7B,16,256,3,target_decode_sd,9.5,9.53"]
+LINES += ["Qwen2.5-7B,16,256,3,drafter_decode,5.3,5.31"]
 
 
 @pytest.fixture
 def check(tmp_path, capsys):
-    """Run the script on such a file; return its exit code, output and error."""
-
     def run(text: str | None) -> tuple[int, str, str]:
         path = tmp_path / "measured.csv"
         if text is not None:
@@ -76,7 +71,6 @@ def test_bad_file_ends_in_one_line(check, text, message):
 
 
 def test_fit_recovers_constants_despite_noise(tmp_path):
-    """Forwards of a machine with other constants, measured with errors of 2%."""
     truth = FITTED._replace(peak_share=0.6, knee=2.0, layer_s=70e-6, copy_memory_share=0.45)
     lines = [
         f"7b,{rows},{context},{drafts},{mode},,1"

@@ -63,7 +63,6 @@ def test_rows_of_random_schedules_equal_those_of_depth_0(baseline):
 
 
 def test_row_that_moves_while_a_forward_is_in_flight_keeps_its_tokens(baseline):
-    """Also where all tokens were known when the forward was planned."""
     model, wanted, _ = baseline
     engine = Engine(LateRunner(model, 8, MAX_LENGTH, SEED))
     rows = [row for row in make_rows(make_prompts(5, 25), 3, LIMIT) if row.id.sample == 1]
@@ -109,13 +108,7 @@ def rate(pace: Pace, ahead: bool, forward_s: float, host_s: float, chance: float
 
 @pytest.mark.parametrize(
     "forward_s, host_s, chance",
-    [
-        (1.0, 0.6, 0.97),
-        (4.0, 0.6, 0.8),
-        (1.0, 0.9, 0.8),
-        (2.0, 0.1, 0.9),
-        (1.0, 0.3, 0.999),
-    ],
+    [(1.0, 0.6, 0.97), (4.0, 0.6, 0.8), (1.0, 0.9, 0.8), (2.0, 0.1, 0.9), (1.0, 0.3, 0.999)],
 )
 def test_pace_is_that_which_brings_more_tokens(forward_s, host_s, chance):
     """Measured at either depth it gives the same answer, where the two are not within 5%."""
@@ -132,7 +125,6 @@ def test_pace_is_that_which_brings_more_tokens(forward_s, host_s, chance):
 
 
 def test_run_of_episodes_equals_recorded_run(monkeypatch, tmp_path):
-    """Runs of other shapes are in test_exact_runs.py."""
     with open(golden.PATH, encoding="utf-8") as file:
         wanted = json.load(file)
     results_come_late(monkeypatch)

@@ -39,7 +39,6 @@ def logits(seed: int, scale: float, requires_grad: bool = False) -> torch.Tensor
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_divergence_equals_definition_and_trl(beta):
-    """Values and gradients, also of near certain distributions."""
     from trl.experimental.gkd import GKDTrainer  # takes a second
 
     for scale in (1.0, 8.0):
@@ -121,7 +120,6 @@ def test_teacher_is_frozen_and_has_no_adapter(teacher):
 
 
 def test_teacher_with_other_tokens_is_refused(teacher, tmp_path):
-    """Two tokens that have changed places; and ids without an embedding."""
     path = teacher / "tokenizer.json"
     text = json.loads(path.read_text())
     vocabulary = text["model"]["vocab"]
@@ -150,7 +148,6 @@ RUN += ["optim.learning_rate=4e-3", "optim.warmup_steps=0", "reward.functions=[]
 
 @pytest.fixture(scope="module")
 def alone(teacher, tmp_path_factory):
-    """A run of one rank, without drafts and rewards."""
     folder = tmp_path_factory.mktemp("alone")
     train_here(folder, f"model.teacher_path={teacher}", "speculative.method=none", short=RUN)
     lines = steps_of(folder)
@@ -161,8 +158,6 @@ def alone(teacher, tmp_path_factory):
 
 
 def test_distilled_runs_equal_with_ranks_drafts_and_kills(teacher, alone, tmp_path):
-    """Two ranks with drafts, killed in the third step and resumed: the tokens of one rank without,
-    and the weights up to the order of summation."""
     options = (f"model.teacher_path={teacher}", "speculative.method=bubble+suffix", ALWAYS_DRAFT)
     options = (*RUN, *options, f"run.output_dir={tmp_path}")
     with pytest.raises(Killed):

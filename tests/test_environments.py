@@ -49,7 +49,6 @@ def chatml():
 
 
 def trainer_of_trl(tokenizer, **fields):
-    """A stand-in for TRL's trainer, with the fields that its methods read."""
     trainer = SimpleNamespace(
         _is_vlm=False,
         processing_class=tokenizer,

@@ -53,7 +53,6 @@ def change(text: str, diff: str) -> str:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy with all changes made."""
     folder = tmp_path_factory.mktemp("project")
     for name in ("bubblespec", "configs"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -68,16 +67,11 @@ def project(tmp_path_factory):
     return folder
 
 
-OWN = [
-    "loss.advantage_estimator=my_advantages.by_function",
-    "loss.loss_type=my_loss.soft_gate",
-    "loss.num_iterations=2",
-    "run.log_to=my_log.log",
-]
+OWN = ["loss.advantage_estimator=my_advantages.by_function", "loss.loss_type=my_loss.soft_gate"]
+OWN += ["loss.num_iterations=2", "run.log_to=my_log.log"]
 
 
 def run(project, output: str, ranks: int, *overrides: str) -> list[dict]:
-    """In processes that import the copy."""
     options = [*SHORT, "run.max_steps=2", "run.save_steps=0", "rollout.num_prompts_per_step=4"]
     options += ["data.size=40", "eval.num_prompts=0"]
     options += [f"run.output_dir={output}", *OWN, *overrides]

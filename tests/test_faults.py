@@ -23,13 +23,8 @@ from tests.helpers.runs import (
 from tests.helpers.threads import train_on_threads
 from tests.helpers.warm import TIMEOUT_S
 
-OPTIONS = [
-    *EPOCHS,
-    "rollout.num_prompts_per_step=4",
-    "rollout.max_completion_length=24",
-    "eval.num_prompts=4",
-    "run.eval_steps=2",
-]
+OPTIONS = [*EPOCHS, "rollout.num_prompts_per_step=4", "rollout.max_completion_length=24"]
+OPTIONS += ["eval.num_prompts=4", "run.eval_steps=2"]
 
 
 def train_alone(folder, stop_at: str | None = None) -> None:
@@ -80,14 +75,8 @@ def test_stopped_run_resumes(alone, tmp_path, place, done):
 
 
 STEPS = 3
-RUN = [
-    *OPTIONS,
-    "eval.num_prompts=0",
-    "run.eval_steps=0",
-    f"run.max_steps={STEPS}",
-    "run.save_steps=1",
-    "run.save_total_limit=2",
-]
+RUN = [*OPTIONS, "eval.num_prompts=0", "run.eval_steps=0", f"run.max_steps={STEPS}"]
+RUN += ["run.save_steps=1", "run.save_total_limit=2"]
 
 
 def signalled(kind: str, at: int) -> tuple[str, ...]:

@@ -40,7 +40,6 @@ ROWS = {
 
 
 def row_of(form: dict, n: int) -> dict:
-    """Return a row of a data set about a number."""
     return json.loads(json.dumps(form).replace("{n}", str(n)).replace("{m}", str(2 * n)))
 
 

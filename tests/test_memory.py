@@ -240,7 +240,6 @@ def test_slots_are_at_most_the_useful_number(monkeypatch):
 
 
 def count_allocations(monkeypatch) -> None:
-    """Report 1000 bytes as allocated, and a peak of 5000."""
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5000)
@@ -248,7 +247,6 @@ def count_allocations(monkeypatch) -> None:
 
 @pytest.mark.parametrize("max_tokens", [512, 900, 8193])
 def test_gradient_peak_measures_a_full_micro_batch(monkeypatch, max_tokens):
-    """The micro-batch is full whether the longest sequences fill it or not, and leaves no trace."""
     config = make_config()
     config.optim.max_tokens_per_microbatch = max_tokens
     learner = make_learner(config)

@@ -59,12 +59,9 @@ def curves(folder) -> dict[str, list[tuple[int, float]]]:
 
 
 # Curves of the keys here, where they have other names.
-TAGS = {
-    "reward": "train/reward",
-    "grad_norm": "train/grad_norm",
-    "rollout/forwards": "z_bubblespec/rollout/forwards",
-    "timing_s/gen/rank_1": "z_bubblespec/timing_s/gen/rank_1",
-}
+TAGS = {"reward": "train/reward", "grad_norm": "train/grad_norm"}
+TAGS |= {"rollout/forwards": "z_bubblespec/rollout/forwards"}
+TAGS |= {"timing_s/gen/rank_1": "z_bubblespec/timing_s/gen/rank_1"}
 
 
 def curves_of_lines(lines: list[dict]) -> dict[str, list[tuple[int, float]]]:
@@ -287,7 +284,6 @@ def test_second_interrupt_in_a_hook_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_documented_wandb_hook_logs(tmp_path, monkeypatch):
-    """As it stands in docs/metrics.md, with a stand-in for the library."""
     with open("docs/metrics.md", encoding="utf-8") as file:
         (code,) = re.findall(r"^```python my_log.py\n(.*?)^```$", file.read(), re.M | re.S)
     logged, module = [], {}
@@ -329,7 +325,6 @@ def test_lines_wait_for_room(quiet_threads, tmp_path, capsys):
 
 
 def test_curves_fail_without_ending_the_run(quiet_threads, tmp_path, capsys):
-    """Room for the lines, none for TensorBoard's files."""
     logger = MetricsLogger(str(tmp_path), 0)
     with FullDisk(1500):
         for step in range(10):
@@ -338,7 +333,5 @@ def test_curves_fail_without_ending_the_run(quiet_threads, tmp_path, capsys):
     logger.close()
     assert len(read(tmp_path)) == 11
     said = capsys.readouterr().err
-    assert (
-        said.count("TensorBoard's files cannot be written") == 1
-        and "metrics.jsonl cannot" not in said
-    )
+    assert said.count("TensorBoard's files cannot be written") == 1
+    assert "metrics.jsonl cannot" not in said

@@ -21,7 +21,6 @@ SHORTER += ["rollout.num_prompts_per_step=4", "rollout.max_completion_length=24"
 
 
 def run_on_two_nodes(output_dir, *overrides: str) -> None:
-    """Each launcher is started as on a machine of its own, with one rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -16,8 +16,6 @@ ALONE = Ranks(torch.device("cpu"))
 
 
 class Small(torch.nn.Module):
-    """Matrices, vectors and a frozen parameter."""
-
     def __init__(self, dtype: torch.dtype):
         super().__init__()
         torch.manual_seed(0)

@@ -168,8 +168,6 @@ change()
 
 @pytest.mark.parametrize("name", ["change", "change_late"])
 def test_functions_change_no_setting_of_the_process(tmp_path, monkeypatch, name):
-    """Neither at import nor in a call."""
-
     def settings():
         device, mode = torch.empty(1).device, torch.get_deterministic_debug_mode()
         precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
@@ -187,8 +185,6 @@ def test_functions_change_no_setting_of_the_process(tmp_path, monkeypatch, name)
 
 
 class Fixed(DraftSource):
-    """Proposes the same for every row, whatever that is."""
-
     kinds = (("fixed",),)
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:

@@ -53,7 +53,6 @@ def run(monkeypatch, capsys):
 
 
 def terms(text: str) -> list[tuple[int, int]]:
-    """The terms of all sums in a text, in order."""
     return [(int(a), int(b) * (1 if sign == "+" else -1)) for a, sign, b in SUM_OF.findall(text)]
 
 
@@ -98,12 +97,9 @@ def test_response_ends_at_the_limit(run, text):
 def test_tools_are_called(run, calculator, is_right):
     (asked,) = terms(run(calculator)[1])
     a, b = asked if is_right else (1, sum(asked))
-    turns = [
-        f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>',
-        '<tool_call>{"name": "add", </tool_call>',
-        '<tool_call>{"name": "guess"}</tool_call>',
-        "I have done it.",
-    ]
+    turns = [f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>']
+    turns += ['<tool_call>{"name": "add", </tool_call>', '<tool_call>{"name": "guess"}</tool_call>']
+    turns += ["I have done it."]
     code, said, error = run(calculator, "\n\n".join(turns))
     assert code == 0, error
     assert f"⟦<tool>{a + b}<" in said

@@ -38,7 +38,6 @@ def blocks(text: str) -> list[tuple[str, str, str]]:
 
 
 def execute(commands: str, folder) -> None:
-    """Commands for torchrun, one after the other, in a folder."""
     for command in commands.replace("\\\n", " ").splitlines():
         launcher, ranks, *arguments = shlex.split(command, comments=True)
         assert (launcher, ranks) == ("torchrun", "--nproc_per_node=2")
@@ -140,7 +139,6 @@ def test_reward_example(capsys):
 
 
 def documents() -> list[str]:
-    """Markdown files, by their paths in the repository."""
     found = [f"{folder}/{name}" for folder in FOLDERS for name in os.listdir(f"{ROOT}/{folder}")]
     return sorted({"README.md", *(name for name in found if name.endswith(".md"))})
 

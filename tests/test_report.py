@@ -28,7 +28,6 @@ def make_samples(rewards: list[list[float]]) -> Samples:
 def record(
     samples: Samples, rewards=((1.0, 1.0), (1.0, 1.0)), num_chosen: int = 2, waits=(), **fields
 ) -> StepRecord:
-    """Return a step that trains on the first groups of its samples."""
     rewards, chosen = np.array(rewards), samples.of_groups(list(range(num_chosen)))
     fields |= {"generated": samples, "rollouts": [RolloutRecord(waits=list(waits))]}
     fields["advantages"] = np.array([-0.5, 0.25, 2.0, -1.5])[: num_chosen * 2]
@@ -36,8 +35,6 @@ def record(
 
 
 class TwoRanks:
-    """Two ranks, of which the other one reports `other`."""
-
     world_size, device = 2, torch.device("cpu")
 
     def __init__(self, other: list[float]):

@@ -51,7 +51,6 @@ def ask(workers: RewardWorkers, texts: list[str]) -> list[Answer]:
 
 
 def outcomes(workers: RewardWorkers, texts: list[str]) -> list:
-    """Values, and kinds of failures."""
     rewards = [answer.reward for answer in ask(workers, texts)]
     return [r.kind if isinstance(r, RewardFailure) else r for r in rewards]
 
@@ -124,7 +123,6 @@ def test_workers_are_light_reproducible_and_of_low_priority(make_workers, monkey
 
 
 def test_output_of_functions_is_shown(make_workers, capfd):
-    """By the function and by what it starts, on both streams."""
     assert outcomes(make_workers(), ["say"]) == [1.0]
     assert sorted(capfd.readouterr().err.splitlines()) == ["said", "to error", "to output"]
 

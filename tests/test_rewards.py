@@ -41,7 +41,6 @@ def as_chat(text: str) -> list[dict]:
 
 
 def call(function, texts: list[str], chat: bool, **columns) -> list:
-    """A reward function of string or of chat completions."""
     return function(
         prompts=["p"] * len(texts),
         completions=[as_chat(t) for t in texts] if chat else texts,

@@ -139,8 +139,6 @@ def test_no_forward_begins_after_all_ranks_are_done(max_slowdown):
 
 
 class Selecting:
-    """One rank's rollout of which not all is trained on."""
-
     def __init__(self, launch: Launch, num_slots: int = 24, stop_after: int | None = None):
         model, board = new_model(), one_rank()
         self.engine = Engine(ModelRunner(model, num_slots, MAX_LENGTH, SEED))
@@ -215,7 +213,6 @@ def play_two_ranks(num_rollouts: int) -> list[list[dict]]:
 
 
 def play_step(world: World, step: int, ranks: SimulatedRanks) -> dict:
-    """A rank's rollout of a step, and what came of it."""
     rows = rows_of(step, FOUR_PROMPTS[:1] if ranks.rank == 0 else FOUR_PROMPTS[1:])
     world.proposer.begin()
     for row in rows:

@@ -60,7 +60,6 @@ def make_scorer():
 
 
 def finished_rows(count: int) -> list[Row]:
-    """Generations of one prompt, whose only token is their number."""
     rows = make_rows(GROUPS[:1], count, 10)
     for row in rows:
         row.tokens = np.array([row.id.sample])
@@ -255,7 +254,6 @@ HALF_FUNCTIONS = [
 
 
 def take(scoring: Scoring, count: int) -> list[tuple[Row, np.ndarray]]:
-    """Take scores until `count` rows are there."""
     taken: list = []
 
     def are_there() -> bool:

@@ -224,7 +224,6 @@ def test_position_zero_prefers_own_then_sibling_then_history():
 
 
 def test_rows_together_equal_rows_one_by_one():
-    """Rows of three groups grow and ask together or one after the other."""
     rng = np.random.default_rng(6)
     together, alone = SuffixIndex(), [GroupIndex() for _ in range(3)]
     rows = [(group, sample) for group in range(3) for sample in range(2)]

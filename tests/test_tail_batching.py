@@ -105,8 +105,6 @@ def test_loaded_tail_batching_continues_from_any_step():
 
 
 def test_upcoming_groups_are_predicted_where_determined():
-    """Deferred groups first; then what short rounds launch, in so far as it does not hang on
-    lengths."""
     planner, foreseen = make_planner(23, 1.5), {}
     for step in range(30):
         for ahead, batch in enumerate(planner.upcoming(step, 5)):
@@ -167,14 +165,8 @@ def test_auto_ratio_never_loses(tail, prompts):
         assert count == prompts
 
 
-OPTIONS = [
-    *SHORT,
-    "rollout.num_prompts_per_step=4",
-    "eval.num_prompts=0",
-    "rollout.max_num_seqs=24",
-    "speculative.method=none",
-    "data.size=60",
-]
+OPTIONS = [*SHORT, "rollout.num_prompts_per_step=4", "eval.num_prompts=0"]
+OPTIONS += ["rollout.max_num_seqs=24", "speculative.method=none", "data.size=60"]
 TAIL = ["tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5"]
 
 

@@ -56,8 +56,6 @@ NUM_ROWS = 12  # of four prompts, three responses each
 
 
 class TimedRunner(DrafterRunner):
-    """A chain takes virtual time."""
-
     def draw(self, *arguments):
         self.engine.clock.sleep(1e-4)
         return super().draw(*arguments)
@@ -149,7 +147,6 @@ def num_shared(result: dict) -> int:
 
 
 def check(ranks: list[dict]) -> None:
-    """Check that all rows are those of plain generation, each reported once on its rank."""
     check_plain([list(result["rows"].values()) for result in ranks])
     for result in ranks:
         assert sorted(map(id, result["finished"])) == sorted(

@@ -65,7 +65,6 @@ def test_shared_forward_begins_when_last_rank_arrives():
 
 @pytest.fixture
 def set_tick_s(monkeypatch):
-    """A function that sets how long a tick takes; posts take no time."""
     monkeypatch.setattr(world_module, "POST_S", 0.0)
     return lambda seconds: monkeypatch.setattr(world_module, "TICK_S", seconds)
 
@@ -151,7 +150,6 @@ def rows_to_generate() -> list[Row]:
     [(6, 16, False), (15, 2048, False), (4, 9, True), (15, 64, True)],
 )
 def test_simulated_forwards_equal_real_forwards(make_model, slots, budget, has_drafts):
-    """Both engines have shared prefills, chunks, a queue, and windows of suffix matches."""
     model = make_model(max_length=128)
     params = SamplingParams(0.8, stop_token_ids=tuple(range(6)))  # stops come soon enough
 

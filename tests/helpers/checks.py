@@ -36,7 +36,6 @@ def pids_in(path: Path) -> list[int]:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Wait for what must happen at some time."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline

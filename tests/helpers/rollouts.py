@@ -104,14 +104,12 @@ def check_plain(ranks_rows: list[list[Row]]) -> None:
 
 
 def plain_rows() -> list[Row]:
-    """Three responses to each of four prompts, generated plainly."""
     return Engine(ModelRunner(new_model(), 64, MAX_LENGTH, SEED)).run(
         rows_of(0, FOUR_PROMPTS, 3), PARAMS
     )
 
 
 def pass_time(engine: Engine, ranks: SimulatedRanks) -> None:
-    """From now on a forward takes virtual time."""
     step = engine.step
 
     def timed_step(*arguments) -> tuple[list[Row], Load]:
@@ -167,8 +165,6 @@ def tried_ages(proposer: Proposer) -> set[int]:
 
 
 class World:
-    """One rank from step to step."""
-
     def __init__(self, model, num_slots: int, board, method="bubble+suffix"):
         self.board, clock = board, board.ranks.clock
         self.proposer = make_proposer(

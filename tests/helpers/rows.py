@@ -80,19 +80,10 @@ def record_of(samples: Samples, rewards: np.ndarray, **fields) -> StepRecord:
 
 def samples_of(groups: list[Group], tokens: list[np.ndarray], **fields) -> Samples:
     """Responses with these tokens, as many of each group. fields: where they are not 0."""
-    num_generations, unknown = (
-        len(tokens) // len(groups),
-        [np.zeros(len(of_sample), np.float32) for of_sample in tokens],
-    )
-    fields = {
-        "is_truncated": np.zeros(len(tokens), bool),
-    } | fields
-    fields = {
-        "logprob": unknown,
-        "full_logprob": unknown,
-        "rewards": np.zeros((len(tokens), 1)),
-    } | fields
-    return Samples(groups, num_generations, tokens=tokens, **fields)
+    unknown = [np.zeros(len(of_sample), np.float32) for of_sample in tokens]
+    zeros = {"is_truncated": np.zeros(len(tokens), bool), "rewards": np.zeros((len(tokens), 1))}
+    zeros |= {"logprob": unknown, "full_logprob": unknown}
+    return Samples(groups, len(tokens) // len(groups), tokens=tokens, **zeros | fields)
 
 
 def with_observations(samples: Samples) -> Samples:

@@ -24,35 +24,16 @@ from tests.helpers.warm import launch
 from train import train
 
 # Few prompts, which come up several times: drafts are matched with earlier epochs too.
-EPOCHS = [
-    "model.dtype=float64",
-    "data.size=60",
-    "rollout.num_prompts_per_step=8",
-    "rollout.num_generations=4",
-    "rollout.max_completion_length=64",
-    "speculative.planning=always",
-    "eval.num_prompts=0",
-    "run.eval_steps=0",
-    "run.save_total_limit=9",
-]
-SHORT = [
-    "rollout.num_prompts_per_step=8",
-    "rollout.num_generations=4",
-    "rollout.max_completion_length=48",
-    "data.size=200",
-    "run.max_steps=4",
-    "run.eval_steps=0",
-    "run.save_steps=2",
-    "model.dtype=float64",
-]
-LORA_AND_TRUNCATION = [
-    "model.lora_r=4",
-    "rollout.top_k=20",
-    "rollout.top_p=0.9",
-    "rollout.temperature=0.7",
-    "rollout.min_completion_length=4",
-    "rollout.free_cache_engine=true",
-]
+EPOCHS = ["model.dtype=float64", "data.size=60", "rollout.num_prompts_per_step=8"]
+EPOCHS += ["rollout.num_generations=4", "rollout.max_completion_length=64"]
+EPOCHS += ["speculative.planning=always", "eval.num_prompts=0", "run.eval_steps=0"]
+EPOCHS += ["run.save_total_limit=9"]
+SHORT = ["rollout.num_prompts_per_step=8", "rollout.num_generations=4"]
+SHORT += ["rollout.max_completion_length=48", "data.size=200", "run.max_steps=4"]
+SHORT += ["run.eval_steps=0", "run.save_steps=2", "model.dtype=float64"]
+LORA_AND_TRUNCATION = ["model.lora_r=4", "rollout.top_k=20", "rollout.top_p=0.9"]
+LORA_AND_TRUNCATION += ["rollout.temperature=0.7", "rollout.min_completion_length=4"]
+LORA_AND_TRUNCATION += ["rollout.free_cache_engine=true"]
 # Without it measured times decide whether anything is drafted.
 ALWAYS_DRAFT = "speculative.planning=always"
 
@@ -133,7 +114,6 @@ def read(output_dir) -> list[dict]:
 
 
 def steps_of(output_dir) -> list[dict]:
-    """The lines of training steps."""
     return [line for line in read(output_dir) if "rollout/digest" in line]
 
 
