@@ -41,7 +41,7 @@ OPTIONS = {
     "drafts": ["speculative.method=bubble+suffix", ALWAYS_DRAFT],
     "drafter": ["speculative.method=bubble+suffix+drafter", "drafter.warm_start=100", ALWAYS_DRAFT],
     "copy": ["speculative.method=bubble+suffix+quantized", ALWAYS_DRAFT],
-    "streamed": ["optim.stream_gradients=true", "optim.shard_state=true"],
+    "streamed": ["optim.stream_gradients=true"],
     "late": [],
     "tp tail": ["rollout.tp_tail_max_rows=6"],
     "workers": ["reward.num_workers=1"],

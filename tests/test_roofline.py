@@ -153,6 +153,13 @@ def test_own_products_are_near_measurements(tokens, us):
     assert products_us + 4 * 1e6 * OWN.layer_s / 10 == pytest.approx(us, rel=0.1)
 
 
+def test_one_verifying_row_is_split():
+    """In vLLM the row waits for single blocks that go through all of its keys."""
+    whole = roofline("h200", "7b", engine="vllm").attention.seconds(1, 4, 8192)
+    assert whole == pytest.approx(28 * 128 * 0.8 * FITTED.block_s, rel=0.01)
+    assert roofline("h200", "7b").attention.seconds(1, 4, 8192) < whole / 8
+
+
 def test_roofline_follows_the_data_sheet():
     cost, h200 = roofline("h200", "7b"), GPUS["h200"]
     layers, head = 28 * 3584 * (2 * 28 * 128 + 2 * 4 * 128 + 3 * 18944), 3584 * 152064

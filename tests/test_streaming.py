@@ -1,6 +1,8 @@
 """Streamed gradients against the same update without: one gradient in float64, whatever was
 computed before the update began."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -17,11 +19,13 @@ from test_update import (
     teacher_of,
 )
 
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.mechanisms.stream_gradients import MicrobatchCost, StreamedGradients, pieces_of
 from bubblespec.samples import Samples
 from bubblespec.types import Row
+from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import with_observations
 
 # Streamed gradients are scaled behind the backward pass, others before it. In the model's own
@@ -56,10 +60,16 @@ def row_of(samples: Samples, i: int) -> Row:
     return Row(samples.ids[i], prompt, 20, full_logprob=logprob, **fields)
 
 
-def stream_groups(streamed: StreamedGradients, samples: Samples, groups) -> None:
-    """What a rank does while it waits, two samples in a slice."""
+def stream_groups(
+    streamed: StreamedGradients,
+    samples: Samples,
+    groups,
+    own=lambda place: True,
+) -> None:
+    """What a rank does while it waits: its own samples of these groups, two in a slice."""
     for group in groups:
-        rows = [row_of(samples, group * GENERATIONS + number) for number in range(GENERATIONS)]
+        places = [group * GENERATIONS + number for number in range(GENERATIONS)]
+        rows = [row_of(samples, place) if own(place) else None for place in places]
         pieces = pieces_of(streamed.learner, rows, REWARDS[group])
         for first in range(0, len(pieces), 2):
             chosen = pieces[first : first + 2]
@@ -125,6 +135,42 @@ def test_samples_streamed_twice_or_not_trained_on_are_refused(make_model):
         streamed.add(rows[:1], np.ones(1))
     with pytest.raises(ValueError, match="not trained on"):
         learner.update(samples.of_groups([1, 2]), advantages_of(REWARDS[1:3], learner.config), 0)
+
+
+def streamed_on_two_ranks(ranks: Ranks, model, shard_state: bool) -> dict:
+    """Each rank streams every other sample of some groups; both streamed and plain updates, two
+    each."""
+    seen, weights, shares = {}, {}, []
+    for streams in (False, True):
+        own, config = copy.deepcopy(model), make_config(loss_type="grpo")
+        prepare_model(own, 64)
+        config.optim.shard_state = shard_state
+        learner, advantages = make_learner(own, config, ranks=ranks), advantages_of(REWARDS, config)
+        streamed = StreamedGradients(learner)
+        for step in range(2):
+            samples = make_samples(step)
+            if streams:
+                groups = [0, 2, 3][step:]
+                stream_groups(streamed, samples, groups, own=lambda i: i % 2 == ranks.rank)
+            (gradient,), _ = gradients(learner, samples, advantages)
+            seen[streams, step] = gradient
+            shares.append(
+                streamed.is_covered.sum() / learner.has_gradient(samples, advantages).sum()
+            )
+        weights[streams] = torch.cat([p.detach().flatten() for p in own.parameters()])
+    pairs = [(seen[True, step], seen[False, step]) for step in range(2)]
+    return {
+        "differences": [float((ours - wanted).norm() / wanted.norm()) for ours, wanted in pairs],
+        "weights": float((weights[True] - weights[False]).abs().max()),
+        "shares": shares[2:],
+    }
+
+
+def test_two_ranks_stream_parts_of_one_group(make_model, tmp_path):
+    for result in run_ranks(tmp_path, streamed_on_two_ranks, 2, make_model(), True):
+        first, second = result["differences"]
+        assert first < 1e-12 and second < 1e-7 and result["weights"] < 1e-7
+        assert result["shares"][0] == 1 and 0.2 < result["shares"][1] < 1
 
 
 # What a slice takes
