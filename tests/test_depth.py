@@ -10,6 +10,7 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.pace import Pace
 from bubblespec.engine.pages import Pages
 from tests.helpers import golden
+from tests.helpers.clocks import Clock
 from tests.helpers.generation import Drafter, as_dict, make_engine, make_prompts, make_rows
 from tests.helpers.late import LateRunner, results_come_late
 from tests.helpers.models import random_model, small_config
@@ -73,13 +74,6 @@ def test_row_that_moves_while_a_forward_is_in_flight_keeps_its_tokens(baseline):
             engine.drop(rows[0])  # and the last row moves into its slot
     engine.run(rows[:1], PARAMS)
     assert as_dict(rows) == {name: of for name, of in wanted.items() if name[1] == 1}
-
-
-class Clock:
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 def rate(pace: Pace, ahead: bool, forward_s: float, host_s: float, chance: float) -> float:

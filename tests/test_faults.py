@@ -2,7 +2,6 @@
 end as if nothing had happened."""
 
 import signal
-import tempfile
 
 import pytest
 import torch
@@ -13,15 +12,14 @@ from bubblespec.engine.engine import Engine
 from tests.helpers.runs import (
     EPOCHS,
     digests,
+    launch_with_agent,
     read,
     run,
     same_weights,
-    start_launcher,
     train_here,
     weights,
 )
 from tests.helpers.threads import train_on_threads
-from tests.helpers.warm import TIMEOUT_S
 
 OPTIONS = [*EPOCHS, "rollout.num_prompts_per_step=4", "rollout.max_completion_length=24"]
 OPTIONS += ["eval.num_prompts=4", "run.eval_steps=2"]
@@ -103,13 +101,8 @@ def test_stopped_and_killed_runs_end_as_undisturbed(tmp_path):
     # not keep from it, under torchrun's own agent. What was written of the save does not count.
     script = [*signalled("save-dies", 1), "--config", "configs/tiny_cpu_bulk.yaml", *RUN]
     script.append(f"run.output_dir={folder}")
-    with tempfile.TemporaryFile("w+") as output:
-        options = {"rdzv_endpoint": "localhost:0", "max_restarts": 1}
-        launcher = start_launcher(script, output.fileno(), ranks=2, **options)
-        launcher.join(TIMEOUT_S)
-        output.seek(0)
-        said = output.read()
-    assert launcher.exitcode == 0 and "rank 0 missing in save after 2" in said, said[-3000:]
+    codes, said = launch_with_agent(script, rdzv_endpoint="localhost:0", max_restarts=1)
+    assert codes == [0] and "rank 0 missing in save after 2" in said, said[-3000:]
     assert not (folder / "tmp-checkpoint-2").exists()
 
     assert digests(whole) == digests(folder)

@@ -25,20 +25,10 @@ from tests.test_update import make_config, make_samples
 
 GAPS = "reward.functions=[tests.helpers.rewards.with_gaps]"
 
-BULK = [
-    "model.dtype=float64",
-    "data.size=40",
-    "rollout.num_prompts_per_step=6",
-    "rollout.num_generations=3",
-    "rollout.max_completion_length=24",
-    "reward.num_workers=0",
-    "run.max_steps=4",
-    "run.save_steps=0",
-    "run.eval_steps=2",
-    "eval.num_prompts=6",
-    "eval.num_generations=2",
-    GAPS,
-]
+BULK = ["model.dtype=float64", "data.size=40", "rollout.num_prompts_per_step=6"]
+BULK += ["rollout.num_generations=3", "rollout.max_completion_length=24", "reward.num_workers=0"]
+BULK += ["run.max_steps=4", "run.save_steps=0", "run.eval_steps=2", "eval.num_prompts=6"]
+BULK += ["eval.num_generations=2", GAPS]
 RULES = {
     "plain": [],
     "dynamic sampling": ["rollout.dynamic_sampling_max_batches=3"],

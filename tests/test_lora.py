@@ -19,10 +19,7 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.lora import adapter_disabled, add_adapter
 from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.checks import refusal
-from tests.helpers.runs import (
-    EPOCHS,
-    train_here,
-)
+from tests.helpers.runs import EPOCHS, train_here
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
 

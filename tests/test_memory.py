@@ -333,10 +333,11 @@ def test_command_prints_a_table_or_one_line(monkeypatch, tmp_path, capsys):
     assert error.count("\n") == 1
 
 
+LARGE = {"hidden_size": 8192, "intermediate_size": 20_000, "num_hidden_layers": 10}
+
+
 def test_table_marks_gpus_with_too_little_memory():
-    config = make_config("bfloat16")
-    large = small(hidden_size=8192, intermediate_size=20_000, num_hidden_layers=10)
-    model = meta_model(large, torch.bfloat16)
+    config, model = make_config("bfloat16"), meta_model(small(**LARGE), torch.bfloat16)
     assert table(config, model, 8).count("DOES NOT FIT") == 3
     config.optim.shard_state = True
     *_, first, advice, second = table(config, model, 8).splitlines()
@@ -346,8 +347,7 @@ def test_table_marks_gpus_with_too_little_memory():
 
 def test_advice_makes_a_run_fit_and_no_setting_is_spare():
     config = make_config("bfloat16")
-    large = small(hidden_size=8192, intermediate_size=20_000, num_hidden_layers=10)
-    model, total = meta_model(large, torch.bfloat16), CARDS["80 GB"]
+    model, total = meta_model(small(**LARGE), torch.bfloat16), CARDS["80 GB"]
 
     def fits(settings: dict) -> bool:
         other = changed(config, settings)

@@ -18,14 +18,11 @@ from bubblespec.trainer import Trainer
 from tests.helpers.checks import refusal
 from tests.helpers.rows import LETTERS
 from tests.helpers.runs import SHORT, train_here
+from tests.helpers.threads import Killed
 from tests.test_metrics import NAMES, a_record, read
 
 OPTIONS = [*SHORT, "rollout.num_prompts_per_step=4", "rollout.max_completion_length=24"]
 OPTIONS += ["eval.num_prompts=0", "run.save_rollouts=true", "run.max_steps=4", "run.save_steps=2"]
-
-
-class Killed(BaseException):
-    """The process is gone."""
 
 
 @pytest.fixture

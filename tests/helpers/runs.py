@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
-from multiprocessing.process import BaseProcess
+import tempfile
 
 import torch
 from safetensors.torch import load_file
@@ -55,15 +55,20 @@ def run(
     return done
 
 
-def start_launcher(
-    arguments: list[str], output: int, *, ranks: int, **options: object
-) -> BaseProcess:
-    """torchrun's own agent, with its rendezvous and restarts, in a warm process, whose forks are
-    the ranks. options: of torch's LaunchConfig; output: a descriptor for what all of them write."""
+def launch_with_agent(
+    arguments: list[str], ranks: int = 2, num_nodes: int = 1, **options: object
+) -> tuple[list[int], str]:
+    """torchrun's own agents, with their rendezvous and restarts, in warm processes, whose forks are
+    the ranks. options: of torch's LaunchConfig. Returns exit codes, and what all have written."""
     options |= {"rdzv_backend": "c10d", "local_addr": "127.0.0.1", "start_method": "fork"}
-    num_nodes = options.pop("num_nodes", 1)
     config = LaunchConfig(num_nodes, num_nodes, ranks, run_id="test", **options)
-    return warm.start(_agent, config, arguments, stdout=output, stderr=output)
+    with tempfile.TemporaryFile("w+") as output:
+        streams = {"stdout": output.fileno(), "stderr": output.fileno()}
+        agents = [warm.start(_agent, config, arguments, **streams) for _ in range(num_nodes)]
+        for agent in agents:
+            agent.join(warm.TIMEOUT_S)
+        output.seek(0)
+        return [agent.exitcode for agent in agents], output.read()
 
 
 def _agent(config: LaunchConfig, arguments: list[str]) -> None:

@@ -3,7 +3,7 @@ not after seconds of imports.
 
 A fork is a process of its own in all that tests look at (memory, signals, files, its end), but for
 two things: it shares the hash seed of its siblings, and no torchrun stands above it. Runs under its
-agent (`runs.start_launcher`) are in test_faults.py and test_nodes.py.
+agent (`runs.launch_with_agent`) are in test_faults.py and test_nodes.py.
 """
 
 import atexit
