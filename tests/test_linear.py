@@ -230,6 +230,11 @@ def test_ranks_decide_together_and_by_a_margin(monkeypatch, make_model):
     assert chosen[0]["packed"] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def test_rows_of_measured_products_are_all_up_to_32():
+    assert [count for rows in ROWS.values() for count in rows] == list(range(1, 33))
+    assert all(measured in rows for measured, rows in ROWS.items())
+
+
 def test_choice_can_be_switched_off(monkeypatch, tmp_path, capfd):
     """By the key; other types and devices have no choice. Then no phase of set-up is shown."""
     monkeypatch.setattr(linear_module, "measure", None)
