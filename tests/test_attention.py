@@ -110,8 +110,7 @@ GPU = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     ],
 )
 def test_broken_kernel_falls_back_with_reason(monkeypatch, check, why):
-    """`auto` tries the next kernel and names the reason; a key that names the kernel is an
-    error."""
+    """`auto` tries the next kernel; a key that names the kernel is an error."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     kernel, line = choose_kernel("auto", GPU, NO_HEADS, check)
     assert kernel == "sdpa" and line.startswith(f"attention in training is sdpa: {why}")

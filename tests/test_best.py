@@ -32,8 +32,7 @@ SAVES_BEST = [*EVALUATES, "run.save_best=eval/reward", "run.save_total_limit=1"]
 
 
 def test_own_functions_score_held_out_responses_alone(tmp_path, monkeypatch):
-    """One with gaps, one that sees groups; training has the tokens and rewards that it has
-    without."""
+    """One with gaps, one that sees groups; training is what it is without."""
     options = [*EVALUATES, "speculative.method=none"]
     train_here(tmp_path / "without", short=options)
     seen, evaluate = [], Trainer.evaluate

@@ -31,8 +31,7 @@ def baseline():
 
 
 def test_rows_of_random_schedules_equal_those_of_depth_0(baseline):
-    """Admissions, stops, pauses, preemptions, rows that leave, wrong drafts, up to three in
-    flight."""
+    """Stops, pauses, preemptions, rows that leave, wrong drafts, up to three in flight."""
     model, wanted, logprobs = baseline
     drafts, masked, preempted = np.zeros(2), 0, 0
     for seed in range(NUM_SCHEDULES):

@@ -179,8 +179,7 @@ def test_mechanisms_take_teachers(teacher, tmp_path):
 
 
 def test_added_divergence_has_rewards_and_the_same_first_tokens(teacher, alone, tmp_path):
-    """Tokens depend on the weights alone, so those of the first step are equal; the weights are
-    not those of either loss."""
+    """Tokens depend on the weights alone; the weights are not those of either loss."""
     rewards = [o for o in RUN if not o.startswith(("loss.loss_type", "reward.functions"))]
     added = [f"model.teacher_path={teacher}", "loss.distillation_coef=0.5"]
     train_here(tmp_path / "added", *added, short=rewards)

@@ -40,8 +40,7 @@ def blocks() -> list[tuple[str, str, str]]:
 
 
 def change(text: str, diff: str) -> str:
-    """Apply the hunks of a diff without line numbers. The lines that it shows must be in the text
-    exactly once."""
+    """Apply hunks without line numbers, whose lines must be in the text exactly once."""
     for hunk in diff.split("@@\n"):
         lines = hunk.rstrip("\n").split("\n")
         before = "\n".join(line[1:] for line in lines if not line.startswith("+"))

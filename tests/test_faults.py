@@ -26,8 +26,7 @@ OPTIONS += ["eval.num_prompts=4", "run.eval_steps=2"]
 
 
 def train_alone(folder, stop_at: str | None = None) -> None:
-    """A run of this process, which is told to stop at the second forward of a rollout or
-    evaluation."""
+    """A run that is told to stop at the second forward of a rollout or evaluation."""
     ranks, step, num_forwards = Ranks(torch.device("cpu")), Engine.step, 0
 
     def stopped_step(engine, *arguments) -> tuple:
@@ -60,8 +59,7 @@ def alone(tmp_path_factory):
     "place, done", [("rollout of step 2", 1), ("evaluation after 2 updates", 2)]
 )
 def test_stopped_run_resumes(alone, tmp_path, place, done):
-    """What was abandoned is made again: no line is missing, none is there twice, and the bits are
-    the same."""
+    """No line is missing, none is there twice, and the bits are the same."""
     train_alone(tmp_path, place)
     assert [step_of(path) for path in list_checkpoints(str(tmp_path))] == [done]
     assert len(digests(tmp_path)) == done

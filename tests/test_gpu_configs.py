@@ -96,8 +96,7 @@ SHRUNKEN += ["reward.functions=[tests.test_gpu_configs.shrunken_reward]"]
 
 
 def shrunken_reward(prompts, completions, completion_ids, answer, **columns):
-    """Something to learn for a random model; the configuration's own reward is called, and must
-    know every answer."""
+    """The configuration's own reward must know every answer; a random model learns another one."""
     texts = [f"\\boxed{{{reference.split()[-1]}}}" for reference in answer]
     right = [[{"role": "assistant", "content": text}] for text in texts]
     known = math_equivalence(prompts, right, None, answer)
@@ -128,8 +127,7 @@ def test_two_steps_with_a_shrunken_model(make_model, tmp_path, size, dtype):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_headers_equal_estimated_memory(size):
-    """The comment at the top is what `python -m bubblespec memory` prints for the published
-    model."""
+    """The comment at the top is what `python -m bubblespec memory` prints."""
     config = load_config(path_of(size))
     model = planned_model(config, config.model.path)
     printed = table(config, model, 8)

@@ -75,8 +75,7 @@ def calls_of_a_step(folder: Path, num_rows: int, length: int) -> int:
 
 
 def count_calls(function) -> int:
-    """Calls that the package's own functions make while `function` runs: of each other, and of the
-    libraries."""
+    """Calls that the package's own functions make, of each other and of libraries."""
     count = 0
 
     def profile(frame, event, argument):

@@ -22,8 +22,7 @@ CONFIG += ["run.eval_steps=0", "rollout.num_prompts_per_step=4", "rollout.num_ge
 
 @pytest.fixture
 def start(tmp_path):
-    """start(options of the launcher, *overrides) -> the process, in a group of its own, as a
-    terminal has it."""
+    """start(options of the launcher, *overrides) -> the process, in a group of its own."""
     processes = []
 
     def begin(options: list[str], *overrides: str) -> subprocess.Popen:

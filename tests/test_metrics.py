@@ -149,8 +149,7 @@ def test_nonfinite_numbers_are_null_in_lines(tmp_path, value):
 
 @pytest.mark.parametrize("lost", [0, 1, 40])
 def test_resumed_run_writes_each_step_once(tmp_path, lost):
-    """A run is killed in step 7, perhaps in the middle of its last line, and continues from the
-    checkpoint after step 4."""
+    """Killed in step 7, perhaps in the middle of its line; continued after step 4."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(whole, range(8), (0, 2, 4, 6, 8))
     run(killed, range(7), (0, 2, 4, 6))
@@ -175,8 +174,7 @@ def test_fresh_start_renames_earlier_files(tmp_path, capsys):
 
 
 def a_record(step: int, num_prompts: int = 2):
-    """Two responses to each prompt; the first function gives rewards, the second applies to the
-    first prompt alone."""
+    """Two responses to each prompt; the second function applies to the first prompt alone."""
     groups = [Group(Prompt(u, f"question {u}", (1,), {"answer": u}), 0) for u in range(num_prompts)]
     tokens = [np.array([i % 26], np.int32) for i in range(2 * num_prompts)]
     tokens[2:3] = [np.array([3, 4, 5], np.int32)]

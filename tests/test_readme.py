@@ -78,8 +78,7 @@ def test_documented_run_takes_all_steps(folder, run):
 
 
 def test_documented_data_fits_policy(folder):
-    """The first step's reward is the share of right answers that the engine alone gives to the
-    problems of the file."""
+    """The first step's reward is the share of right answers that the engine alone gives."""
     with open(folder / "my_problems.jsonl", encoding="utf-8") as file:
         problems = [json.loads(line) for line in file]
     tokenizer = AutoTokenizer.from_pretrained(folder / "configs/tiny_policy")

@@ -111,8 +111,7 @@ def test_replaced_groups_and_equal_function_names():
 
 
 def stages(*seconds: float) -> list:
-    """Generation, waiting, reward and training, the first three in two batches of a quarter and
-    three quarters."""
+    """Generation, waiting, reward in two batches, a quarter and three quarters, and training."""
     parts = [share * s for share in (0.25, 0.75) for s in seconds[:3]] + [seconds[3]]
     ends = (100.0 + np.cumsum(parts)).tolist()
     kinds = ("gen", "wait", "reward") * 2 + ("train",)

@@ -68,8 +68,7 @@ def test_own_rows_equal_plain_generation(drafting, num_slots):
 
 
 def test_drafts_equal_later_step():
-    """Under the same weights: token for token, so all of them are accepted, in far fewer
-    forwards."""
+    """Under the same weights: all tokens are accepted, in far fewer forwards."""
     model = new_model()
     world = World(model, 24, BoardWithSlowRank(90), method="bubble")
     world.rollout(0, rows_of(0), world.plans((1,)))

@@ -211,8 +211,7 @@ def test_other_ranks_decide_whether_all_have_failed(make_scorer):
 
 
 def test_seconds_are_measured_by_the_rank_clock(make_scorer):
-    """Only the function moves the clock, 3 s per call. Calls before the end of the rollouts overlap
-    with them."""
+    """Only the function moves the clock. Calls before the end of rollouts overlap."""
     ranks, now = Ranks(CPU), [5.0]
     ranks.clock = SimpleNamespace(monotonic=lambda: now[0])
 

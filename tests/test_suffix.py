@@ -29,8 +29,7 @@ def ints(*values: int) -> np.ndarray:
 def random_events(
     rng: np.random.Generator, alphabet: int, samples: int = 3, count: int = 40
 ) -> list[tuple[str, int, np.ndarray]]:
-    """Return events of a group: drafts of some samples, then rows that grow by a few tokens, often
-    as in their drafts."""
+    """Return events of a group: drafts, then rows that grow by a few tokens, often as drafted."""
     drafted = [j for j in range(samples) if rng.random() < 0.7]
     drafts = {j: rng.integers(alphabet, size=rng.integers(0, 40)) for j in drafted}
     events, lengths = [("draft", *item) for item in drafts.items()], [0] * samples

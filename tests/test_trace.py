@@ -128,8 +128,7 @@ def test_recorded_drafts_are_replayed(drafting):
 
 
 def one_step(step: int, drafts: dict[SampleId, Draft] | None = None) -> StepRecord:
-    """Return a step of two prompts with two responses each, in two rollouts. The second prompt was
-    drawn before."""
+    """Return a step of two prompts with two responses each, in two rollouts."""
     groups = [Group(Prompt(uid, "p", (uid, 2), {}), visit) for uid, visit in ((11, 0), (7, 5))]
     tokens = [np.arange(5 + i) for i in range(4)]
     rewards = np.arange(4.0).reshape(2, 2)

@@ -139,8 +139,7 @@ def test_checkpoint_loads_with_transformers(two_ranks):
 
 @pytest.fixture(scope="module")
 def drafted(tmp_path_factory):
-    """A run that drafts ahead, in virtual time: how much is drafted and verified does not depend on
-    the machine."""
+    """In virtual time: what is drafted and verified does not depend on the machine."""
     folder = tmp_path_factory.mktemp("drafted")
     options = (
         "speculative.method=bubble+suffix",

@@ -89,8 +89,7 @@ def make_learner(model, config, reference=None, ranks=None, teacher=None) -> Lea
 
 
 def gradients(learner: Learner, samples, advantages=ADVANTAGES) -> tuple[list[torch.Tensor], dict]:
-    """The reduced gradient of each update of one step, taken just before it, and the step's
-    metrics."""
+    """The reduced gradient of each update of a step, before it, and the step's metrics."""
     optimizer, seen = learner.optimizer, []
     original = optimizer.step
 
@@ -147,8 +146,7 @@ NOT_FINITE += ["another rank's loss alone"]
 
 @pytest.mark.parametrize("where", NOT_FINITE)
 def test_nonfinite_update_leaves_weights_unchanged(make_model, monkeypatch, where):
-    """Weights and the optimizer's moments are as if the step had not been, and the next one is
-    whole."""
+    """Also the optimizer's moments; the next update is whole."""
     runs = []
     for is_broken in (False, True):
         model, ranks = make_model(max_length=100), Ranks(torch.device("cpu"))
@@ -189,8 +187,7 @@ def test_nonfinite_update_leaves_weights_unchanged(make_model, monkeypatch, wher
 
 
 def test_first_update_is_exactly_on_policy(make_model, monkeypatch):
-    """Its ratio is 1 whatever a forward's rounding is: here each forward is off by more than the
-    one before."""
+    """Though each forward is off by more than the one before."""
     calls, ratios = itertools.count(), []
     exact_logprobs, exact_ratio = update.response_logprobs, losses.importance_ratio
 

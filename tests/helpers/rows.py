@@ -70,8 +70,7 @@ def loop_over(
 
 
 def record_of(samples: Samples, rewards: np.ndarray, **fields) -> StepRecord:
-    """Of one rollout, all of which is trained on. rewards: [groups, generations]; fields: where it
-    is otherwise."""
+    """Of one rollout, all of it trained on, but for `fields`. rewards: [groups, generations]."""
     record = {"step": 0, "samples": samples, "generated": samples}
     record |= {"rewards": rewards, "all_rewards": rewards, "stages": [], "spans": [], "drafts": {}}
     record |= {"owners": np.zeros(len(samples), np.int64), "rollouts": [RolloutRecord()]}

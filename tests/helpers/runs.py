@@ -47,8 +47,7 @@ def run(
     short=SHORT,
     script=("train.py",),
 ) -> subprocess.CompletedProcess:
-    """A run to its end, which with `check` must be a good one; `ranks` 0 is a plain `python
-    train.py`."""
+    """A run to its end, with `check` a good one; `ranks` 0 is a plain `python train.py`."""
     options = ["--config", config, *short, f"run.output_dir={output_dir}", *overrides]
     done = launch(ranks, [*script, *options])
     assert not check or done.returncode == 0, done.stderr[-3000:]
