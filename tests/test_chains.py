@@ -35,11 +35,8 @@ def test_rows_continue_where_tokens_per_second_rise_most(seed):
     cost, own_cost = random_cost(random, 1.0), random_cost(random, 0.4)
     chance, rates = random.uniform(0.2, 1.0, count), random.uniform(0.5, 0.97, AHEAD[-1])
     state = {"gained": 8 + random.uniform(0, 3), "drafted": int(random.integers(0, 9))}
-    state |= {
-        "spent_s": random.choice([0.0, random.uniform(0, 1)]),
-        "active": active,
-        "positions": 900,
-    }
+    state |= {"spent_s": random.choice([0.0, random.uniform(0, 1)]), "active": active}
+    state |= {"positions": 900}
 
     def rate(rows: tuple[int, ...], ahead: int) -> float:
         tokens = active + state["drafted"] + len(rows) * ahead

@@ -1,5 +1,6 @@
 """The scripts that compare GPU costs with measured ones, and that fit them."""
 
+import itertools
 from argparse import Namespace
 
 import numpy as np
@@ -72,17 +73,9 @@ def test_bad_file_ends_in_one_line(check, text, message):
 
 def test_fit_recovers_constants_despite_noise(tmp_path):
     truth = FITTED._replace(peak_share=0.6, knee=2.0, layer_s=70e-6, copy_memory_share=0.45)
-    lines = [
-        f"7b,{rows},{context},{drafts},{mode},,1"
-        for rows in (1, 4, 16, 64)
-        for context in (256, 4096)
-        for mode, drafts in (
-            ("target_decode", 0),
-            ("target_verify", 3),
-            ("target_verify", 15),
-            ("drafter_decode", 3),
-        )
-    ]
+    kinds = ("0,target_decode", "3,target_verify", "15,target_verify", "3,drafter_decode")
+    shapes = itertools.product((1, 4, 16, 64), (256, 4096), kinds)
+    lines = [f"7b,{rows},{context},{kind},,1" for rows, context, kind in shapes]
     path = tmp_path / "measured.csv"
     path.write_text("\n".join([COLUMNS, *lines]))
     noise = np.random.default_rng(0).normal(1.0, 0.02, len(lines))

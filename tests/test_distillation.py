@@ -68,16 +68,8 @@ def test_chunks_and_padding_change_no_divergence():
     theirs, target = torch.randn(20, 24, dtype=torch.float64), torch.randint(90, (20,))
     weight, results = torch.linspace(0.1, 2, 40, dtype=torch.float64).view(2, 20), []
     for max_logits in (1 << 20, 2 * 104 * 3, 1):
-        found = compare(
-            hidden,
-            heads[0],
-            theirs,
-            heads[1],
-            target,
-            temperature=0.8,
-            beta=0.3,
-            max_logits=max_logits,
-        )
+        options = {"temperature": 0.8, "beta": 0.3, "max_logits": max_logits}
+        found = compare(hidden, heads[0], theirs, heads[1], target, **options)
         results.append((found, *torch.autograd.grad((weight * found).sum(), [hidden, own.weight])))
     policy = (3.0 * torch.tanh(0.7 * own(hidden) / 3.0)[:, :90] / 0.8).log_softmax(-1)
     teacher = (other(theirs)[:, :90] / 0.8).log_softmax(-1)
@@ -137,12 +129,8 @@ def test_teacher_with_other_tokens_is_refused(teacher, tmp_path):
 
 
 RUN = [*SHORT, "loss.loss_type=distillation", "loss.distillation_beta=0.7", "run.max_steps=3"]
-RUN += [
-    "run.save_steps=1",
-    "run.save_total_limit=9",
-    "rollout.num_prompts_per_step=4",
-    "data.size=8",
-]
+RUN += ["run.save_steps=1", "run.save_total_limit=9", "rollout.num_prompts_per_step=4"]
+RUN += ["data.size=8"]
 RUN += ["optim.learning_rate=4e-3", "optim.warmup_steps=0", "reward.functions=[]"]
 
 

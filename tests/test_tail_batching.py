@@ -171,10 +171,9 @@ TAIL = ["tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5"]
 
 
 def sampler_of(folder, *options: str):
-    return build(
-        load_config("configs/tiny_cpu.yaml", [*OPTIONS, f"run.output_dir={folder}", *options]),
-        Ranks(torch.device("cpu")),
-    )
+    options = [*OPTIONS, f"run.output_dir={folder}", *options]
+    trainer = build(load_config("configs/tiny_cpu.yaml", options), Ranks(torch.device("cpu")))
+    return trainer.sampler
 
 
 def tokens_by_name(samples: Samples) -> dict:
@@ -184,7 +183,7 @@ def tokens_by_name(samples: Samples) -> dict:
 def test_fixed_weights_train_on_same_samples(tmp_path, monkeypatch):
     """Over an epoch's end: key by key the tokens of plain order, and what is queued has a beginning
     of them. Only what is trained on is scored."""
-    plain, truth = sampler_of(tmp_path / "plain").sampler, {}
+    plain, truth = sampler_of(tmp_path / "plain"), {}
     for step in range(15):
         truth |= tokens_by_name(plain.sample(step).generated)
     scored, collect = [], Scoring.collect
@@ -194,7 +193,7 @@ def test_fixed_weights_train_on_same_samples(tmp_path, monkeypatch):
         return collect(scoring, rows)
 
     monkeypatch.setattr(Scoring, "collect", noting)
-    sampler, trained = sampler_of(tmp_path / "tail", *TAIL).sampler, {}
+    sampler, trained = sampler_of(tmp_path / "tail", *TAIL), {}
     for step in range(10):
         new = tokens_by_name(sampler.sample(step).generated)
         assert not new.keys() & trained.keys()

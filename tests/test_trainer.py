@@ -97,12 +97,8 @@ def make_trainer(config: Config, sampler: dict, **fields) -> Trainer:
     """With these parts of it and of its sampler, and no others."""
     common = {"config": config, "ranks": Ranks(torch.device("cpu"))}
     made = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | common | sampler)
-    return Trainer(
-        **dict.fromkeys(Trainer.__dataclass_fields__)
-        | common
-        | {"sampler": made, "evaluator": Evaluator(made, None)}
-        | fields
-    )
+    common |= {"sampler": made, "evaluator": Evaluator(made, None)}
+    return Trainer(**dict.fromkeys(Trainer.__dataclass_fields__) | common | fields)
 
 
 @pytest.mark.parametrize(

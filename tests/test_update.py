@@ -77,15 +77,9 @@ def teacher_of(make_model, config) -> Teacher | None:
 
 def make_learner(model, config, reference=None, ranks=None, teacher=None) -> Learner:
     ranks = ranks or Ranks(torch.device("cpu"))
-    return Learner(
-        config=config,
-        ranks=ranks,
-        model=model,
-        reference=reference,
-        optimizer=Optimizer(model, config.optim, 10, ranks),
-        kernel="sdpa",
-        teacher=teacher,
-    )
+    parts = {"config": config, "ranks": ranks, "model": model, "reference": reference}
+    parts |= {"optimizer": Optimizer(model, config.optim, 10, ranks), "kernel": "sdpa"}
+    return Learner(**parts, teacher=teacher)
 
 
 def gradients(learner: Learner, samples, advantages=ADVANTAGES) -> tuple[list[torch.Tensor], dict]:

@@ -39,15 +39,9 @@ def test_shared_forward_begins_when_last_rank_arrives():
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(world, rank, meeting_s=0.0)
-        runner = SimulatedRunner(
-            ranks,
-            2,
-            32,
-            max_num_batched_tokens=64,
-            cost=LinearCost(),
-            text=lambda row: np.arange(4),
-            together=LinearCost(0.0, 0.0, 0.0, 1.0),
-        )
+        costs = {"cost": LinearCost(), "together": LinearCost(0.0, 0.0, 0.0, 1.0)}
+        options = {"max_num_batched_tokens": 64, "text": lambda row: np.arange(4)}
+        runner = SimulatedRunner(ranks, 2, 32, **options, **costs)
         engine = Engine(runner)
         engine.add([Row(SampleId(0, 0, 0), (1, 2), 4)])
         ranks.clock.sleep([3.0, 1.0, 7.0][rank])
