@@ -92,14 +92,9 @@ class TimedRunner:
         self.clock, self.seconds, self.lead = Clock(), seconds, 3.0
         rows = [Row(SampleId(0, 0, n), (1,), 50) for n in range(num_rows)]
         length = np.full(max(num_rows, 8), 20)
-        self.engine = SimpleNamespace(
-            rows=rows,
-            lengths=np.full(num_rows, 20),
-            length=length,
-            tokens=np.ones((len(length), 60), np.int64),
-            num_slots=8,
-            reset=lambda: None,
-        )
+        fields = {"rows": rows, "lengths": np.full(num_rows, 20), "length": length}
+        fields |= {"tokens": np.ones((len(length), 60), np.int64), "num_slots": 8}
+        self.engine = SimpleNamespace(**fields, reset=lambda: None)
 
     def can_draft(self, slots):
         return slots >= 0

@@ -27,16 +27,10 @@ def start(tmp_path):
 
     def begin(options: list[str], *overrides: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "bubblespec", "train", *options, *CONFIG, *overrides]
-        process = subprocess.Popen(
-            [*command, f"run.output_dir={tmp_path / 'out'}"],
-            cwd=ROOT,
-            env=os.environ | SINGLE_THREADED,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        processes.append(process)
-        return process
+        command.append(f"run.output_dir={tmp_path / 'out'}")
+        options = {"env": os.environ | SINGLE_THREADED, "cwd": ROOT, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, **options, text=True, start_new_session=True))
+        return processes[-1]
 
     yield begin
     for process in processes:

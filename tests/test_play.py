@@ -26,17 +26,11 @@ def calculator(tmp_path, monkeypatch):
         (tmp_path / "my_calculator.py").write_text("\n".join(BLOCK.findall(file.read())))
     (tmp_path / "policy").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    return [
-        *SUM,
-        f"model.path={games.copy_policy(tmp_path / 'policy')}",
-        "environment.factory=my_calculator.Calculator",
-        "environment.max_turns=8",
-        "environment.max_observation_length=120",
-        "reward.functions=[my_calculator.brevity]",
-        "data.as_chat=true",
-        "rollout.max_prompt_length=400",
-        "rollout.max_completion_length=400",
-    ]
+    options = [*SUM, f"model.path={games.copy_policy(tmp_path / 'policy')}", "data.as_chat=true"]
+    options += ["environment.factory=my_calculator.Calculator", "environment.max_turns=8"]
+    options += ["environment.max_observation_length=120"]
+    options += ["reward.functions=[my_calculator.brevity]", "rollout.max_prompt_length=400"]
+    return [*options, "rollout.max_completion_length=400"]
 
 
 @pytest.fixture

@@ -82,13 +82,8 @@ def play(
         rows, finished, entered, num_chains = table.make_rows(LIMIT), [], [], []
         proposer = None
         if drafts is not None:
-            proposer = make_proposer(
-                ["bubble", "suffix"],
-                History(1000),
-                fixed_cost(),
-                has_drafts=True,
-                clock=ranks.clock,
-            )
+            parts = ["bubble", "suffix"], History(1000), fixed_cost()
+            proposer = make_proposer(*parts, has_drafts=True, clock=ranks.clock)
             proposer.begin()
             for row in rows.values():
                 row.draft = Draft(drafts[row.id], False, 0)
