@@ -72,7 +72,6 @@ NO_HEADS = frozenset({(16, 16)})
 
 
 def test_kernel_choice_follows_device_and_type():
-    """By device, type and installed packages."""
     has_flash = importlib.util.find_spec("flash_attn") is not None
 
     def choose(requested: str, device: str, dtype: torch.dtype, heads=NO_HEADS):
@@ -110,8 +109,7 @@ GPU = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     ],
 )
 def test_broken_kernel_falls_back_with_reason(monkeypatch, check, why):
-    """`auto` tries the next kernel and names the reason; a key that names the kernel is an
-    error."""
+    """`auto` tries the next kernel; a key that names the kernel is an error."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     kernel, line = choose_kernel("auto", GPU, NO_HEADS, check)
     assert kernel == "sdpa" and line.startswith(f"attention in training is sdpa: {why}")
@@ -145,7 +143,6 @@ def test_kernels_are_compared_with_sdpa_in_training(make_model, monkeypatch):
 
 @pytest.mark.parametrize("returns_more", [False, True])
 def test_flash_attention_3_is_for_one_kind_of_gpu(monkeypatch, returns_more):
-    """Older versions return the logsumexp, too."""
     calls, major = [], [9]
 
     def function(query, key, value, *offsets, softmax_scale, causal, window_size):
@@ -171,7 +168,6 @@ def test_flash_attention_3_is_for_one_kind_of_gpu(monkeypatch, returns_more):
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_attention_of_older_torch_calls_the_operator(monkeypatch, window):
-    """torch before 2.13 has a function without windows."""
     calls = []
 
     def operator(

@@ -53,7 +53,6 @@ def options(output_dir, *overrides: str) -> list[str]:
 
 
 def run(monkeypatch, output_dir, *overrides: str) -> tuple[int, str]:
-    """train.main in this process: exit code and what it said."""
     monkeypatch.setattr(sys, "argv", ["train.py", *options(output_dir, *overrides)])
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -115,7 +114,6 @@ def data(tmp_path):
 
 
 def copy_policy(folder, **keys):
-    """A copy of the tiny policy, with these keys in its config.json."""
     shutil.copytree(TINY, folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
@@ -165,7 +163,6 @@ def test_bad_data_is_one_line(refusal, data, tmp_path):
 
 
 def test_short_or_exhausting_held_out_data_is_named(refusal, trained, data, tmp_path):
-    """Each time a line, which names only keys that are set."""
     rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(12)]
     some = data("some.jsonl", rows)
     said = trained(tmp_path / "some", *some, "eval.num_prompts=50")

@@ -31,7 +31,6 @@ TYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture
 def few(monkeypatch):
-    """Compare with few other rows."""
     monkeypatch.setattr(batch_invariant, "NUM_OTHERS", (0, 2, 20))
 
 
@@ -46,14 +45,12 @@ def invariant(make_model, dtype: torch.dtype, name: str = "llama"):
 
 
 def guess(row: Row, length: int) -> list[int] | None:
-    """Draft two tokens, now and then right."""
     return [12, 13] if (row.id.sample + length) % 3 else None
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_rows_in_any_company_are_bit_identical(make_model, few, name, dtype):
-    """Tokens and log-probabilities, with slots for all rows and for two, small chunks, drafts."""
     model, found = invariant(make_model, dtype, name), []
     for slots, options, proposer in (
         (12, {}, None),
@@ -116,7 +113,6 @@ def test_model_unlike_llama_is_refused(make_model, monkeypatch):
 
 
 def test_fixed_sums_equal_plain_sums():
-    """Also where nearly all tokens are barred."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(100, 300, generator=generator)
     is_barred = torch.rand(100, 300, generator=generator) > 2.0 ** -(torch.arange(100) % 8)[:, None]

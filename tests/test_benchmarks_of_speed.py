@@ -50,7 +50,6 @@ def nothing_stays(monkeypatch):
 
 
 def run_benchmark(benchmark, folder, *overrides: str, config: str = CONFIG, **options) -> dict:
-    """Run a benchmark and return what it has written."""
     out = folder / "out.json"
     given = {"config": config, "json": str(out), "overrides": [*SMALL, *overrides]}
     benchmark.run(argparse.Namespace(**given | options), str(folder))
@@ -86,7 +85,6 @@ def test_paired_rollouts_generate_the_same_rows(tmp_path, capsys):
 
 
 def test_episodes_are_the_same_in_all_ways(monkeypatch, tmp_path):
-    """Tools take a millisecond or two."""
     for name, seconds in {"SHORTEST": 0.001, "MEDIAN": 0.001, "LONGEST": 0.002}.items():
         monkeypatch.setattr(slow_game, f"{name}_S", seconds)
     keys = ["environment.num_workers=0", "rollout.max_num_seqs=16", ALWAYS_DRAFT]

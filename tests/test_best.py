@@ -31,8 +31,7 @@ SAVES_BEST = [*EVALUATES, "run.save_best=eval/reward", "run.save_total_limit=1"]
 
 
 def test_own_functions_score_held_out_responses_alone(tmp_path, monkeypatch):
-    """One with gaps, one that sees groups; training has the tokens and rewards that it has
-    without."""
+    """One with gaps, one that sees groups; training is what it is without."""
     options = [*EVALUATES, "speculative.method=none"]
     train_here(tmp_path / "without", short=options)
     seen, evaluate = [], Trainer.evaluate
@@ -120,7 +119,6 @@ def scored(monkeypatch):
 
 
 def steps_and_best(folder) -> tuple[list[int], str | None]:
-    """Steps of the checkpoints, and where checkpoint-best leads to."""
     link = os.path.join(folder, BEST)
     best = os.readlink(link) if os.path.islink(link) else None
     assert best is None or find_damage(link) is None
@@ -167,10 +165,7 @@ def test_best_of_another_metric_is_forgotten(tmp_path):
     config, best = Config(), {"metric": "eval/reward", "value": 0.5, "step": 2}
     config.run.output_dir = str(tmp_path)
     (tmp_path / "checkpoint-2").mkdir()
-    for name, found, link in (
-        ("eval/reward", best, "checkpoint-2"),
-        ("eval/pass@1", None, None),
-    ):
+    for name, found, link in (("eval/reward", best, "checkpoint-2"), ("eval/pass@1", None, None)):
         config.run.save_best = name
         assert find_best(config, {"best": best}) == found
         path = tmp_path / BEST

@@ -172,8 +172,6 @@ def test_drafting_rank_reads_end_within_one_draft(draft_s):
 
 
 def test_busy_rank_ticks_at_intervals_and_posts_end_at_once():
-    """Steps of 0.1 s, each tick complete at the poll after it was posted, and 0.25 s from there to
-    the next one."""
     ranks = Ranks(torch.device("cpu"))
     ranks.clock = Clock()
     player = Player(ProgressBoard(ranks, timeout_s=100, interval_s=0.25), 10, 0.1, 0.0)

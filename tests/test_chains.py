@@ -30,17 +30,13 @@ def random_cost(random, scale: float) -> CostModel:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_continue_where_tokens_per_second_rise_most(seed):
-    """Against all subsets of rows, and each number of tokens that is looked ahead."""
     random = np.random.default_rng(seed)
     active, count = 8, int(random.integers(1, 7))
     cost, own_cost = random_cost(random, 1.0), random_cost(random, 0.4)
     chance, rates = random.uniform(0.2, 1.0, count), random.uniform(0.5, 0.97, AHEAD[-1])
     state = {"gained": 8 + random.uniform(0, 3), "drafted": int(random.integers(0, 9))}
-    state |= {
-        "spent_s": random.choice([0.0, random.uniform(0, 1)]),
-        "active": active,
-        "positions": 900,
-    }
+    state |= {"spent_s": random.choice([0.0, random.uniform(0, 1)]), "active": active}
+    state |= {"positions": 900}
 
     def rate(rows: tuple[int, ...], ahead: int) -> float:
         tokens = active + state["drafted"] + len(rows) * ahead
@@ -96,14 +92,9 @@ class TimedRunner:
         self.clock, self.seconds, self.lead = Clock(), seconds, 3.0
         rows = [Row(SampleId(0, 0, n), (1,), 50) for n in range(num_rows)]
         length = np.full(max(num_rows, 8), 20)
-        self.engine = SimpleNamespace(
-            rows=rows,
-            lengths=np.full(num_rows, 20),
-            length=length,
-            tokens=np.ones((len(length), 60), np.int64),
-            num_slots=8,
-            reset=lambda: None,
-        )
+        fields = {"rows": rows, "lengths": np.full(num_rows, 20), "length": length}
+        fields |= {"tokens": np.ones((len(length), 60), np.int64), "num_slots": 8}
+        self.engine = SimpleNamespace(**fields, reset=lambda: None)
 
     def can_draft(self, slots):
         return slots >= 0
@@ -122,7 +113,6 @@ def make_source(num_rows: int, seconds: float, cost: CostModel) -> ChainSource:
 
 
 def tracked(source: ChainSource) -> np.ndarray:
-    """The numbers of the engine's rows."""
     rows = TrackedRows()
     source.begin(rows)
     return np.array([rows.add(row, None, 0, True) for row in source.runner.engine.rows])
@@ -130,7 +120,6 @@ def tracked(source: ChainSource) -> np.ndarray:
 
 @pytest.mark.parametrize("seconds, drafts_on", [(1e-4, True), (0.1, False)])
 def test_chain_cost_is_learned(seconds, drafts_on):
-    """Before the first chain, and as chains are made."""
     source = make_source(3, seconds, made_cost(0.01, 0, 1e-5, 0, 0))
     rows, counts = tracked(source), []
     for _ in range(60):

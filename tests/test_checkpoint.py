@@ -57,8 +57,7 @@ def make_config(folder) -> Config:
 
 @pytest.fixture
 def saver(tmp_path, make_model):
-    """save(step, ...) saves what has had `step` updates; config and optimizer are attributes of
-    it."""
+    """save(step, ...) saves what has had `step` updates; it has config and optimizer."""
     transformers.utils.logging.disable_progress_bar()
     model = make_model("llama", torch.float32)
     config = make_config(tmp_path / "out")
@@ -126,8 +125,7 @@ def test_a_whole_checkpoint_is_found_and_loads(saver):
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [lambda path: flip_bit(path, 0.5), lambda path: cut(path, 0.9), os.remove],
+    "damage", [lambda path: flip_bit(path, 0.5), lambda path: cut(path, 0.9), os.remove]
 )
 def test_every_damaged_file_is_noticed(saver, damage):
     saver(1)
@@ -189,8 +187,7 @@ def test_without_a_whole_checkpoint_a_run_does_not_start_over(saver):
 
 
 def test_damaged_checkpoint_replaces_no_whole_checkpoint(saver):
-    """With save_total_limit 1 and a damaged checkpoint-5, checkpoint-3 must not be deleted as the
-    older of two."""
+    """A damaged checkpoint-5 is not one of those to keep."""
     saver.config.run.save_total_limit = 1
     saver(5)
     flip_bit(os.path.join(checkpoint(saver.folder, 5), STATE_FILE), 0.5)
@@ -235,7 +232,6 @@ def test_lock_removes_unfinished_saves(saver):
 
 
 def changed(value):
-    """Another value of the same type, more or less."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):

@@ -23,18 +23,13 @@ FILES = {name: text for _, name, text in blocks(read_document("docs/coming-from.
     text for kind, _, text in blocks(read_document("docs/coming-from.md")) if kind == "sh"
 )
 # Two steps of short responses.
-SMALL = [
-    "model.path=model",
-    "model.dtype=auto",
-    "run.max_steps=2",
-    "rollout.max_completion_length=16",
-]
+SMALL = ["model.path=model", "model.dtype=auto", "run.max_steps=2"]
+SMALL += ["rollout.max_completion_length=16"]
 SMALL += ["rollout.num_prompts_per_step=8", "model.cpu_linear=torch", "speculative.method=none"]
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with the files of the page and a small model with a chat template."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     os.symlink(os.path.join(ROOT, "train.py"), tmp_path / "train.py")

@@ -1,5 +1,6 @@
 """The scripts that compare GPU costs with measured ones, and that fit them."""
 
+import itertools
 from argparse import Namespace
 
 import numpy as np
@@ -11,19 +12,14 @@ from bubblespec.errors import InputError
 from bubblespec.tools.simulate.roofline import FITTED, MODELS, Model
 
 COLUMNS = "model,batch,seq,gamma,mode,mean_ms,median_ms"
-LINES = [
-    "Qwen2.5-7B,0,0,0,target_decode,9.5,9.5",
-    "Qwen2.5-7B,1,256,0,target_decode,9.5,9.53",
-    "Qwen/Qwen2.5-7B-Instruct,64,4096,7,target_verify,40.5,40.44",
-    "Qwen2.5-7B,16,256,3,target_decode_sd,9.5,9.53",
-    "Qwen2.5-7B,16,256,3,drafter_decode,5.3,5.31",
-]
+LINES = ["Qwen2.5-7B,0,0,0,target_decode,9.5,9.5", "Qwen2.5-7B,1,256,0,target_decode,9.5,9.53"]
+LINES += ["Qwen/Qwen2.5-7B-Instruct,64,4096,7,target_verify,40.5,40.44"]
+LINES += ["Qwen2.5-7B,16,256,3,target_decode_sd,9.5,9.53"]
+LINES += ["Qwen2.5-7B,16,256,3,drafter_decode,5.3,5.31"]
 
 
 @pytest.fixture
 def check(tmp_path, capsys):
-    """Run the script on such a file; return its exit code, output and error."""
-
     def run(text: str | None) -> tuple[int, str, str]:
         path = tmp_path / "measured.csv"
         if text is not None:
@@ -76,19 +72,10 @@ def test_bad_file_ends_in_one_line(check, text, message):
 
 
 def test_fit_recovers_constants_despite_noise(tmp_path):
-    """Forwards of a machine with other constants, measured with errors of 2%."""
     truth = FITTED._replace(peak_share=0.6, knee=2.0, layer_s=70e-6, copy_memory_share=0.45)
-    lines = [
-        f"7b,{rows},{context},{drafts},{mode},,1"
-        for rows in (1, 4, 16, 64)
-        for context in (256, 4096)
-        for mode, drafts in (
-            ("target_decode", 0),
-            ("target_verify", 3),
-            ("target_verify", 15),
-            ("drafter_decode", 3),
-        )
-    ]
+    kinds = ("0,target_decode", "3,target_verify", "15,target_verify", "3,drafter_decode")
+    shapes = itertools.product((1, 4, 16, 64), (256, 4096), kinds)
+    lines = [f"7b,{rows},{context},{kind},,1" for rows, context, kind in shapes]
     path = tmp_path / "measured.csv"
     path.write_text("\n".join([COLUMNS, *lines]))
     noise = np.random.default_rng(0).normal(1.0, 0.02, len(lines))

@@ -95,7 +95,6 @@ def test_uids_follow_prompts_when_rows_are_reordered():
 
 
 def make_tokenizer(vocabulary: str, processor=None, **options) -> PreTrainedTokenizerFast:
-    """Tokens by their places in `vocabulary`."""
     ids = {word: number for number, word in enumerate(vocabulary.split())}
     core = Tokenizer(models.WordLevel(ids, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -48,7 +48,6 @@ def own_tokens(model, prompt: tuple[int, ...]) -> list[int]:
 
 @torch.inference_mode()
 def packed_logits(model, tokens: torch.Tensor) -> torch.Tensor:
-    """Return logits of a row that is fed in parts, next to another one."""
     forward, cache, found = ModelForward(model), KVCache(2, LENGTH), []
     for begin, end in ((0, 20), (20, 21), (21, 30)):
         start, count = np.array([begin, 0]), np.array([end - begin, 3])
@@ -80,7 +79,6 @@ def test_family_gives_the_models_own_tokens_and_logits(name):
 
 @pytest.mark.parametrize("name", ["olmo2", "phi3", "smollm3"])
 def test_decoder_on_a_gpu_gives_the_same_tokens(monkeypatch, name):
-    """By Triton's operations, in float32. Others are in test_graphs.py."""
     pytest.importorskip("triton")
     model, rows = build(name, torch.float32), [(3, 1, 4, 1, 5), (9, 2)]
     prepare_model(model, LENGTH)
@@ -160,7 +158,6 @@ def test_rotary_tables_grow_with_the_cache():
 
 
 def kernels_of_step(monkeypatch, name: str, num_layers: int) -> list[str]:
-    """Return the kernels of a step that decodes three rows, as a GPU would launch them."""
     model = build(name, torch.float32, num_hidden_layers=num_layers)
     prepare_model(model, LENGTH)
     with monkeypatch.context() as patch:

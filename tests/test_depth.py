@@ -13,6 +13,7 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import nothing
 from tests.helpers import golden
+from tests.helpers.clocks import Clock
 from tests.helpers.generation import Drafter, as_dict, make_engine, make_prompts, make_rows
 from tests.helpers.late import LateRunner, results_come_late
 from tests.helpers.models import random_model, small_config
@@ -33,8 +34,7 @@ def baseline():
 
 
 def test_rows_of_random_schedules_equal_those_of_depth_0(baseline):
-    """Admissions, stops, pauses, preemptions, rows that leave, wrong drafts, up to three in
-    flight."""
+    """Stops, pauses, preemptions, rows that leave, wrong drafts, up to three in flight."""
     model, wanted, logprobs = baseline
     drafts, masked, preempted = np.zeros(2), 0, 0
     for seed in range(NUM_SCHEDULES):
@@ -66,7 +66,6 @@ def test_rows_of_random_schedules_equal_those_of_depth_0(baseline):
 
 
 def test_row_that_moves_while_a_forward_is_in_flight_keeps_its_tokens(baseline):
-    """Also where all tokens were known when the forward was planned."""
     model, wanted, _ = baseline
     engine = Engine(LateRunner(model, 8, MAX_LENGTH, SEED))
     rows = [row for row in make_rows(make_prompts(5, 25), 3, LIMIT) if row.id.sample == 1]
@@ -77,13 +76,6 @@ def test_row_that_moves_while_a_forward_is_in_flight_keeps_its_tokens(baseline):
             engine.drop(rows[0])  # and the last row moves into its slot
     engine.run(rows[:1], PARAMS)
     assert as_dict(rows) == {name: of for name, of in wanted.items() if name[1] == 1}
-
-
-class Clock:
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 def rate(pace: Pace, ahead: bool, forward_s: float, host_s: float, chance: float) -> float:
@@ -112,13 +104,7 @@ def rate(pace: Pace, ahead: bool, forward_s: float, host_s: float, chance: float
 
 @pytest.mark.parametrize(
     "forward_s, host_s, chance",
-    [
-        (1.0, 0.6, 0.97),
-        (4.0, 0.6, 0.8),
-        (1.0, 0.9, 0.8),
-        (2.0, 0.1, 0.9),
-        (1.0, 0.3, 0.999),
-    ],
+    [(1.0, 0.6, 0.97), (4.0, 0.6, 0.8), (1.0, 0.9, 0.8), (2.0, 0.1, 0.9), (1.0, 0.3, 0.999)],
 )
 def test_pace_is_that_which_brings_more_tokens(forward_s, host_s, chance):
     """Measured at either depth it gives the same answer, where the two are not within 5%."""
@@ -145,7 +131,6 @@ def test_forward_without_samples_is_waited_for_alone(monkeypatch):
 
 
 def test_run_of_episodes_equals_recorded_run(monkeypatch, tmp_path):
-    """Runs of other shapes are in test_exact_runs.py."""
     with open(golden.PATH, encoding="utf-8") as file:
         wanted = json.load(file)
     results_come_late(monkeypatch)

@@ -18,8 +18,7 @@ from tests.helpers.checks import refusal
 
 
 class Driver:
-    """Stands in for libcuda.so.1. version: as cuDriverGetVersion gives it, 1000 * major + 10 *
-    minor."""
+    """Stands in for libcuda.so.1. version: as cuDriverGetVersion gives it."""
 
     def __init__(self, version: int):
         self.version = version

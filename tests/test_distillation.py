@@ -39,7 +39,6 @@ def logits(seed: int, scale: float, requires_grad: bool = False) -> torch.Tensor
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_divergence_equals_definition_and_trl(beta):
-    """Values and gradients, also of near certain distributions."""
     from trl.experimental.gkd import GKDTrainer  # takes a second
 
     for scale in (1.0, 8.0):
@@ -69,16 +68,8 @@ def test_chunks_and_padding_change_no_divergence():
     theirs, target = torch.randn(20, 24, dtype=torch.float64), torch.randint(90, (20,))
     weight, results = torch.linspace(0.1, 2, 40, dtype=torch.float64).view(2, 20), []
     for max_logits in (1 << 20, 2 * 104 * 3, 1):
-        found = compare(
-            hidden,
-            heads[0],
-            theirs,
-            heads[1],
-            target,
-            temperature=0.8,
-            beta=0.3,
-            max_logits=max_logits,
-        )
+        options = {"temperature": 0.8, "beta": 0.3, "max_logits": max_logits}
+        found = compare(hidden, heads[0], theirs, heads[1], target, **options)
         results.append((found, *torch.autograd.grad((weight * found).sum(), [hidden, own.weight])))
     policy = (3.0 * torch.tanh(0.7 * own(hidden) / 3.0)[:, :90] / 0.8).log_softmax(-1)
     teacher = (other(theirs)[:, :90] / 0.8).log_softmax(-1)
@@ -121,7 +112,6 @@ def test_teacher_is_frozen_and_has_no_adapter(teacher):
 
 
 def test_teacher_with_other_tokens_is_refused(teacher, tmp_path):
-    """Two tokens that have changed places; and ids without an embedding."""
     path = teacher / "tokenizer.json"
     text = json.loads(path.read_text())
     vocabulary = text["model"]["vocab"]
@@ -139,18 +129,13 @@ def test_teacher_with_other_tokens_is_refused(teacher, tmp_path):
 
 
 RUN = [*SHORT, "loss.loss_type=distillation", "loss.distillation_beta=0.7", "run.max_steps=3"]
-RUN += [
-    "run.save_steps=1",
-    "run.save_total_limit=9",
-    "rollout.num_prompts_per_step=4",
-    "data.size=8",
-]
+RUN += ["run.save_steps=1", "run.save_total_limit=9", "rollout.num_prompts_per_step=4"]
+RUN += ["data.size=8"]
 RUN += ["optim.learning_rate=4e-3", "optim.warmup_steps=0", "reward.functions=[]"]
 
 
 @pytest.fixture(scope="module")
 def alone(teacher, tmp_path_factory):
-    """A run of one rank, without drafts and rewards."""
     folder = tmp_path_factory.mktemp("alone")
     train_here(folder, f"model.teacher_path={teacher}", "speculative.method=none", short=RUN)
     lines = steps_of(folder)
@@ -161,8 +146,6 @@ def alone(teacher, tmp_path_factory):
 
 
 def test_distilled_runs_equal_with_ranks_drafts_and_kills(teacher, alone, tmp_path):
-    """Two ranks with drafts, killed in the third step and resumed: the tokens of one rank without,
-    and the weights up to the order of summation."""
     options = (f"model.teacher_path={teacher}", "speculative.method=bubble+suffix", ALWAYS_DRAFT)
     options = (*RUN, *options, f"run.output_dir={tmp_path}")
     with pytest.raises(Killed):
@@ -184,8 +167,7 @@ def test_mechanisms_take_teachers(teacher, tmp_path):
 
 
 def test_added_divergence_has_rewards_and_the_same_first_tokens(teacher, alone, tmp_path):
-    """Tokens depend on the weights alone, so those of the first step are equal; the weights are
-    not those of either loss."""
+    """Tokens depend on the weights alone; the weights are not those of either loss."""
     rewards = [o for o in RUN if not o.startswith(("loss.loss_type", "reward.functions"))]
     added = [f"model.teacher_path={teacher}", "loss.distillation_coef=0.5"]
     train_here(tmp_path / "added", *added, short=rewards)

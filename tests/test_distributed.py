@@ -150,8 +150,7 @@ def meets_without(ranks: Ranks, collective: str, fate: str, missing: int) -> str
 
 
 @pytest.mark.parametrize(
-    "collective, fate, missing",
-    [("gather_ragged", "hangs", 1), ("sum", "dies", 0)],
+    "collective, fate, missing", [("gather_ragged", "hangs", 1), ("sum", "dies", 0)]
 )
 def test_rank_missing_from_collective_is_named(tmp_path, capfd, collective, fate, missing):
     results = run_ranks(tmp_path, meets_without, 3, collective, fate, missing, missing=missing)

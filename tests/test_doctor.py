@@ -25,12 +25,10 @@ LINE = re.compile(r"(\S.*?) +(ok|slower|failed): (.+)")
 
 
 def parsed(stdout: str) -> list[tuple[str, str, str]]:
-    """Return (check, verdict, text) of each line but the command."""
     return [LINE.fullmatch(line).groups() for line in stdout.splitlines() if ": " in line]
 
 
 def failing(monkeypatch, capsys, *overrides: str) -> tuple[str, list[tuple[str, str, str]]]:
-    """Run the doctor in this process; return the failed checks and the lines."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["", "doctor", "--config", CONFIG, *SHORT, *overrides])
     assert main() == 1
@@ -62,7 +60,6 @@ def test_all_checks_of_the_default_run(ranks, tmp_path):
 
 
 def test_failed_checks_leave_other_checks(monkeypatch, capsys):
-    """A check that raises, and a token that differs with drafts."""
     rollout = Sampler.rollout
 
     def wrong(sampler, plan):
@@ -107,7 +104,6 @@ def test_gpu_unusable_by_torch_is_slower(monkeypatch):
 
 
 def test_rank_failing_alone_stops_collective_checks(tmp_path):
-    """The other rank times out in a collective."""
     script = tmp_path / "doctor_of_two.py"
     script.write_text(
         "import sys\n"

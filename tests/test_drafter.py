@@ -90,7 +90,6 @@ def make_rows(count: int, num_generations: int, first: int = 0) -> list[Row]:
 
 
 def make_engine(policy, num_slots: int, params=PARAMS, drafter=None, **options) -> DrafterRunner:
-    """An engine whose rows the drafter follows."""
     engine = Engine(make_runner(policy, num_slots, MAX_LENGTH, SEED, **options))
     runner = DrafterRunner(drafter or make_drafter(policy), engine, params)
     runner.enable(True)
@@ -98,7 +97,6 @@ def make_engine(policy, num_slots: int, params=PARAMS, drafter=None, **options) 
 
 
 def disturb(engine: Engine, random: np.random.Generator) -> None:
-    """Drop a row and add it again, or reset the engine and add all rows again."""
     if random.random() < 0.06 and engine.rows:
         row = engine.rows[int(random.integers(len(engine.rows)))]
         engine.drop(row)
@@ -111,7 +109,6 @@ def disturb(engine: Engine, random: np.random.Generator) -> None:
 
 @pytest.fixture
 def short_memory(monkeypatch):
-    """What is kept of a row is soon too little for its context."""
     monkeypatch.setattr(drafter_module, "NUM_KEPT", 24)
     monkeypatch.setattr(drafter_module, "CONTEXT", 12)
 
@@ -124,7 +121,6 @@ def test_chains_of_a_batch_equal_chains_of_each_row(monkeypatch, short_memory, n
 
 
 def chains_of_rows(policy) -> tuple[list, DrafterRunner]:
-    """Return the chains of three rows after each of some forwards."""
     runner, chains = make_engine(policy, 3, max_num_batched_tokens=16, page_size=16), []
     runner.engine.add([Row(SampleId(9, 3, n), tuple(range(12, 15 + 2 * n)), 9) for n in range(3)])
     for _ in range(4):
@@ -221,7 +217,6 @@ def test_head_follows_weights_and_trains_after_a_chain():
 
 
 def test_layer_begins_as_the_last_with_keys_of_its_own():
-    """Its heads have another size than those of other layers."""
     kind, options = SERVED["gemma4_shared"]
     policy = build(kind, options)
     prepare_model(policy, MAX_LENGTH)

@@ -27,7 +27,6 @@ TRAINED = "drafter: trained with"
 
 
 def num_drafted(folder) -> float:
-    """Tokens that the drafter has proposed."""
     return sum(line.get("drafts/drafter/tokens", 0.0) for line in read(folder))
 
 

@@ -42,7 +42,6 @@ def llama():
 
 @pytest.mark.parametrize("piece", [256, 7])
 def test_examples_are_pieces_of_responses_with_context(monkeypatch, llama, piece):
-    """Each token of a response is in one piece."""
     monkeypatch.setattr(drafter_training, "PIECE", piece)
     sizes = [(70, 20), (3, 70), (5, 7), (5, 8), (90, 2)]
     examples = iter(make_examples(llama, sizes))
@@ -79,7 +78,6 @@ def test_step_replaces_a_share_of_examples(monkeypatch, llama):
 
 
 def chain_states(drafter, example: Example, start: int, length: int) -> list[torch.Tensor]:
-    """Return states [H] of a chain that continues an example's tokens from position `start`."""
     hidden, states = list(example.hidden[: start + 1]), []
     for number in range(length):
         states.append(body(drafter, hidden, example.tokens[1 : start + number + 2].tolist()))
@@ -181,8 +179,6 @@ def test_slices_fit_the_limit_and_make_updates(llama):
 
 
 class TwoRanks:
-    """Two ranks in one process, of which this is the first."""
-
     world_size, is_main = 2, True
 
     def __init__(self, theirs: torch.Tensor):
@@ -194,7 +190,6 @@ class TwoRanks:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_drafter_without_numbers_is_given_up_once(llama, capfd, is_known):
-    """Here, or on another rank alone."""
     training = make_training(make_drafter(llama))
     theirs = torch.full_like(parameters_to_vector(training.masters), torch.nan)
     if is_known:

@@ -29,7 +29,6 @@ def reward_of(uid: int, sample: int, useful_every: int) -> float:
 def sample_with(
     monkeypatch, useful_every: int, *, num_prompts: int = 40, step: int = 3, max_batches: int = 4
 ) -> tuple[StepRecord, list[list[int]]]:
-    """A step over prompts with uids 0, 1, ...: its record, and the uids of each batch generated."""
     shape = {"num_prompts_per_step": WANTED, "num_generations": 2}
     rollout = RolloutConfig(**shape, dynamic_sampling_max_batches=max_batches)
     prompts = [Prompt(uid, str(uid), (1, 2), {}) for uid in range(num_prompts)]

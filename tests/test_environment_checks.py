@@ -47,24 +47,20 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+CALCULATOR, GUESS, SEARCH = (f"{HERE}.{name}" for name in ("Calculator", "Guess", "search"))
+ADD = f"{__name__}.add"
 REFUSED = {
     "no dotted path": ({"factory": "Calculator"}, "not a dotted path"),
     "no such module": ({"factory": "nowhere.Game"}, "cannot import"),
-    "no class": ({"factory": f"{HERE}.search"}, "not a class"),
+    "no class": ({"factory": SEARCH}, "not a class"),
     "no form": ({"factory": f"{HERE}.Formless"}, "neither `reset`"),
     "no hints": ({"factory": f"{HERE}.Untyped"}, "type hints"),
     "no docstring": ({"factory": f"{HERE}.Undocumented"}, "docstring"),
-    "no function": ({"tools": [f"{HERE}.Calculator"]}, "not a function"),
-    "text and tools": (
-        {"factory": f"{HERE}.Guess", "tools": [f"{HERE}.search"]},
-        "cannot be combined with tools",
-    ),
+    "no function": ({"tools": [CALCULATOR]}, "not a function"),
+    "text and tools": ({"factory": GUESS, "tools": [SEARCH]}, "cannot be combined with tools"),
     "columns": ({"factory": f"{HERE}.Picky"}, "cannot be called with the columns"),
-    "one name twice": (
-        {"factory": f"{HERE}.Calculator", "tools": ["tests.test_environment_checks.add"]},
-        "two tools are named 'add'",
-    ),
-    "small limit": ({"factory": f"{HERE}.Calculator", "max_observation_length": 3}, "fewer than"),
+    "one name twice": ({"factory": CALCULATOR, "tools": [ADD]}, "two tools are named 'add'"),
+    "small limit": ({"factory": CALCULATOR, "max_observation_length": 3}, "fewer than"),
 }
 
 
@@ -75,25 +71,15 @@ def test_environment_is_refused(chatml, options, hint):
     assert hint in refusal(check_environment, config, chatml, CHAT, ["answer"])
 
 
+NO_CALLS = NO_TOOLS.replace("{% for", "{{ tools | tojson if tools }}{% for", 1)
+NO_TAGS = "{{ tools | tojson }}{{ messages | tojson }}"
+NO_SEVEN = Path("configs/chatml_tools.jinja").read_text()
+NO_SEVEN = NO_SEVEN.replace("(message.content or '')", "(message.content | replace('7', ''))")
 TEMPLATES = {
     "no tools": ("Calculator", NO_TOOLS, "no tool format"),
-    "no calls": (
-        "Calculator",
-        NO_TOOLS.replace("{% for", "{{ tools | tojson if tools }}{% for", 1),
-        "leaves out tool calls",
-    ),
-    "no tags": (
-        "Calculator",
-        "{{ tools | tojson }}{{ messages | tojson }}",
-        "no response_template",
-    ),
-    "no numbers": (
-        "Calculator",
-        Path("configs/chatml_tools.jinja")
-        .read_text()
-        .replace("(message.content or '')", "(message.content | replace('7', ''))"),
-        "does not render a tool's result",
-    ),
+    "no calls": ("Calculator", NO_CALLS, "leaves out tool calls"),
+    "no tags": ("Calculator", NO_TAGS, "no response_template"),
+    "no numbers": ("Calculator", NO_SEVEN, "does not render a tool's result"),
     "prefix with tools": ("Calculator", FORGETFUL, "preserve prefixes"),
     "prefix": ("Guess", FORGETFUL, "preserve prefixes"),
     "raises": ("Guess", "{{ raise_exception('no') }}", "fails on"),

@@ -42,7 +42,6 @@ class Player:
         self.environments.act(name, self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def call(self, name, tool: str, **arguments) -> str:
-        """Call a tool; return its result as text."""
         self.say(name, call_text("chatml", tool, **arguments))
         return self.text(*self.await_all(name))
 
@@ -99,7 +98,6 @@ def kill(pid: int) -> None:
     ],
 )
 def test_workers_answer_like_environments_in_process(make_player, factory, texts):
-    """Many episodes on two workers, interleaved."""
     said, rewards = [], []
     for num_workers in (0, 2):
         player = make_player(factory, num_workers=num_workers)

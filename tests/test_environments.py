@@ -49,15 +49,8 @@ def chatml():
 
 
 def trainer_of_trl(tokenizer, **fields):
-    """A stand-in for TRL's trainer, with the fields that its methods read."""
-    trainer = SimpleNamespace(
-        _is_vlm=False,
-        processing_class=tokenizer,
-        _tokenizer=tokenizer,
-        chat_template=None,
-        chat_template_kwargs={},
-        **fields,
-    )
+    fields |= {"_is_vlm": False, "processing_class": tokenizer, "_tokenizer": tokenizer}
+    trainer = SimpleNamespace(chat_template=None, chat_template_kwargs={}, **fields)
     trainer._get_tool_suffix_ids = lambda messages: trl.GRPOTrainer._get_tool_suffix_ids(
         trainer, messages
     )

@@ -16,44 +16,26 @@ from tests.helpers.runs import ALWAYS_DRAFT, read
 from tests.helpers.threads import Killed, train_on_threads
 
 NUM_ROWS = 18
-TINY = [
-    "data.tasks=[{name: chain_sum, weight: 1.0, config: {max_terms: 3, max_digits: 1}}]",
-    "rollout.num_prompts_per_step=6",
-    "rollout.num_generations=3",
-    "rollout.max_prompt_length=400",
-    "rollout.max_completion_length=72",
-    "environment.max_observation_length=40",
-    "environment.num_workers=0",
-    "environment.max_turns=5",
-    "data.size=64",
-    f"run.max_steps={STEPS}",
-    "run.eval_steps=0",
-    "run.save_steps=2",
-    "model.dtype=float64",
-    "optim.learning_rate=1e-3",
-]
+TINY = ["data.tasks=[{name: chain_sum, weight: 1.0, config: {max_terms: 3, max_digits: 1}}]"]
+TINY += ["rollout.num_prompts_per_step=6", "rollout.num_generations=3"]
+TINY += ["rollout.max_prompt_length=400", "rollout.max_completion_length=72"]
+TINY += ["environment.max_observation_length=40", "environment.num_workers=0"]
+TINY += ["environment.max_turns=5", "data.size=64", f"run.max_steps={STEPS}", "run.eval_steps=0"]
+TINY += ["run.save_steps=2", "model.dtype=float64", "optim.learning_rate=1e-3"]
 DRAFTS = ["speculative.method=bubble+suffix", ALWAYS_DRAFT]
 OPTIONS = {
     "plain": [],
     "few slots": ["rollout.max_num_seqs=5", "rollout.max_num_batched_tokens=9"],
     "drafts": DRAFTS,
     "late": DRAFTS,  # observations
-    "drafter": [
-        "speculative.method=bubble+suffix+drafter",
-        "drafter.warm_start=100",
-        ALWAYS_DRAFT,
-    ],
+    "drafter": ["speculative.method=bubble+suffix+drafter", "drafter.warm_start=100", ALWAYS_DRAFT],
     "copy": ["speculative.method=bubble+suffix+quantized", ALWAYS_DRAFT],
     "one turn": [*DRAFTS, "environment.draft=false"],
     "streamed": ["optim.stream_gradients=true"],
     "workers": ["environment.num_workers=2", "reward.num_workers=1"],
 }
-METRICS = {
-    "drafts": "bubble/drafted_tokens",
-    "late": "rollout/spec_accepted_tokens",
-    "drafter": "drafts/drafter/tokens",
-    "copy": "drafts/quantized/tokens",
-}
+METRICS = {"drafts": "bubble/drafted_tokens", "late": "rollout/spec_accepted_tokens"}
+METRICS |= {"drafter": "drafts/drafter/tokens", "copy": "drafts/quantized/tokens"}
 # shape, options, ranks, how the run is interrupted
 CASES = [
     ("game", "few slots+workers", 2, None),

@@ -32,18 +32,14 @@ SHAPES = {
         "tail_batching.over_sampling_ratio=1.5",
     ],
     "dynamic sampling": [  # with a reward that is often the same for a whole group
-        "rollout.dynamic_sampling_max_batches=2",
+        "rollout.dynamic_sampling_max_batches=2"
     ],
     "lora and truncation": [REWARD, *LORA_AND_TRUNCATION, "loss.kl_coef=0.02"],
 }
 OPTIONS = {
     "few slots": ["rollout.max_num_seqs=6", "rollout.max_num_batched_tokens=9", "run.trace=true"],
     "drafts": ["speculative.method=bubble+suffix", ALWAYS_DRAFT],
-    "drafter": [
-        "speculative.method=bubble+suffix+drafter",
-        "drafter.warm_start=100",
-        ALWAYS_DRAFT,
-    ],
+    "drafter": ["speculative.method=bubble+suffix+drafter", "drafter.warm_start=100", ALWAYS_DRAFT],
     "copy": ["speculative.method=bubble+suffix+quantized", ALWAYS_DRAFT],
     "streamed": ["optim.stream_gradients=true"],
     "late": [],

@@ -40,8 +40,7 @@ def blocks() -> list[tuple[str, str, str]]:
 
 
 def change(text: str, diff: str) -> str:
-    """Apply the hunks of a diff without line numbers. The lines that it shows must be in the text
-    exactly once."""
+    """Apply hunks without line numbers, whose lines must be in the text exactly once."""
     for hunk in diff.split("@@\n"):
         lines = hunk.rstrip("\n").split("\n")
         before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
@@ -53,7 +52,6 @@ def change(text: str, diff: str) -> str:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy with all changes made."""
     folder = tmp_path_factory.mktemp("project")
     for name in ("bubblespec", "configs"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -68,16 +66,11 @@ def project(tmp_path_factory):
     return folder
 
 
-OWN = [
-    "loss.advantage_estimator=my_advantages.by_function",
-    "loss.loss_type=my_loss.soft_gate",
-    "loss.num_iterations=2",
-    "run.log_to=my_log.log",
-]
+OWN = ["loss.advantage_estimator=my_advantages.by_function", "loss.loss_type=my_loss.soft_gate"]
+OWN += ["loss.num_iterations=2", "run.log_to=my_log.log"]
 
 
 def run(project, output: str, ranks: int, *overrides: str) -> list[dict]:
-    """In processes that import the copy."""
     options = [*SHORT, "run.max_steps=2", "run.save_steps=0", "rollout.num_prompts_per_step=4"]
     options += ["data.size=40", "eval.num_prompts=0"]
     options += [f"run.output_dir={output}", *OWN, *overrides]

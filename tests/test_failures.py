@@ -6,7 +6,6 @@ import json
 import signal
 import socket
 import sys
-import tempfile
 import threading
 
 import psutil
@@ -19,12 +18,11 @@ from bubblespec.distributed import failures
 from bubblespec.distributed.failures import write_torchrun_error
 from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.errors import InputError, RankTimeout
-from tests.helpers.runs import SHORT, start_launcher
+from tests.helpers.runs import SHORT, launch_with_agent
 from tests.helpers.warm import TIMEOUT_S
 
 OPTIONS = [*SHORT, "rollout.max_completion_length=24", "eval.num_prompts=0", "run.save_steps=0"]
-OPTIONS += ["reward.num_workers=1"]
-OPTIONS += ["loss.loss_type=tests.system.failing_train.failing_loss"]
+OPTIONS += ["reward.num_workers=1", "loss.loss_type=tests.system.failing_train.failing_loss"]
 FAILED = "rank 1 failed (KeyError: 'a mistake in the {}')"
 
 
@@ -35,13 +33,8 @@ def run_failing(folder, kind: str) -> tuple[dict[str, int], str, str]:
     codes.mkdir()
     script = ["tests/system/failing_train.py", "--kind", kind, "--codes", str(codes)]
     script += ["--config", "configs/tiny_cpu_bulk.yaml", *OPTIONS, f"run.output_dir={folder}/run"]
-    with tempfile.TemporaryFile("w+") as output:
-        options = {"rdzv_endpoint": "localhost:0", "max_restarts": 0}
-        launcher = start_launcher(script, output.fileno(), ranks=2, **options)
-        launcher.join(TIMEOUT_S)
-        output.seek(0)
-        said = output.read()
-    assert launcher.exitcode == 1, said[-3000:]
+    code, said = launch_with_agent(script, rdzv_endpoint="localhost:0", max_restarts=0)
+    assert code == [1], said[-3000:]
     assert "destroy_process_group was called" not in said
     before, _, root = said.partition("Root Cause")
     ended = {path.name: json.loads(path.read_text()) for path in codes.iterdir()}

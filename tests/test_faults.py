@@ -2,7 +2,6 @@
 end as if nothing had happened."""
 
 import signal
-import tempfile
 
 import pytest
 import torch
@@ -13,28 +12,21 @@ from bubblespec.engine.engine import Engine
 from tests.helpers.runs import (
     EPOCHS,
     digests,
+    launch_with_agent,
     read,
     run,
     same_weights,
-    start_launcher,
     train_here,
     weights,
 )
 from tests.helpers.threads import train_on_threads
-from tests.helpers.warm import TIMEOUT_S
 
-OPTIONS = [
-    *EPOCHS,
-    "rollout.num_prompts_per_step=4",
-    "rollout.max_completion_length=24",
-    "eval.num_prompts=4",
-    "run.eval_steps=2",
-]
+OPTIONS = [*EPOCHS, "rollout.num_prompts_per_step=4", "rollout.max_completion_length=24"]
+OPTIONS += ["eval.num_prompts=4", "run.eval_steps=2"]
 
 
 def train_alone(folder, stop_at: str | None = None) -> None:
-    """A run of this process, which is told to stop at the second forward of a rollout or
-    evaluation."""
+    """A run that is told to stop at the second forward of a rollout or evaluation."""
     ranks, step, num_forwards = Ranks(torch.device("cpu")), Engine.step, 0
 
     def stopped_step(engine, *arguments) -> tuple:
@@ -67,8 +59,7 @@ def alone(tmp_path_factory):
     "place, done", [("rollout of step 2", 1), ("evaluation after 2 updates", 2)]
 )
 def test_stopped_run_resumes(alone, tmp_path, place, done):
-    """What was abandoned is made again: no line is missing, none is there twice, and the bits are
-    the same."""
+    """No line is missing, none is there twice, and the bits are the same."""
     train_alone(tmp_path, place)
     assert [step_of(path) for path in list_checkpoints(str(tmp_path))] == [done]
     assert len(digests(tmp_path)) == done
@@ -80,14 +71,8 @@ def test_stopped_run_resumes(alone, tmp_path, place, done):
 
 
 STEPS = 3
-RUN = [
-    *OPTIONS,
-    "eval.num_prompts=0",
-    "run.eval_steps=0",
-    f"run.max_steps={STEPS}",
-    "run.save_steps=1",
-    "run.save_total_limit=2",
-]
+RUN = [*OPTIONS, "eval.num_prompts=0", "run.eval_steps=0", f"run.max_steps={STEPS}"]
+RUN += ["run.save_steps=1", "run.save_total_limit=2"]
 
 
 def signalled(kind: str, at: int) -> tuple[str, ...]:
@@ -114,13 +99,8 @@ def test_stopped_and_killed_runs_end_as_undisturbed(tmp_path):
     # not keep from it, under torchrun's own agent. What was written of the save does not count.
     script = [*signalled("save-dies", 1), "--config", "configs/tiny_cpu_bulk.yaml", *RUN]
     script.append(f"run.output_dir={folder}")
-    with tempfile.TemporaryFile("w+") as output:
-        options = {"rdzv_endpoint": "localhost:0", "max_restarts": 1}
-        launcher = start_launcher(script, output.fileno(), ranks=2, **options)
-        launcher.join(TIMEOUT_S)
-        output.seek(0)
-        said = output.read()
-    assert launcher.exitcode == 0 and "rank 0 missing in save after 2" in said, said[-3000:]
+    codes, said = launch_with_agent(script, rdzv_endpoint="localhost:0", max_restarts=1)
+    assert codes == [0] and "rank 0 missing in save after 2" in said, said[-3000:]
     assert not (folder / "tmp-checkpoint-2").exists()
 
     assert digests(whole) == digests(folder)

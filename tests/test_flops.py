@@ -33,8 +33,7 @@ CONFIGS = {
 
 
 def counted(model, length: int) -> int:
-    """Every product of a forward, by the operations that torch sees; the attention is not causal
-    there."""
+    """Every product of a forward that torch sees; the attention is not causal there."""
     ids = torch.arange(length)[None] % 90
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=ids)

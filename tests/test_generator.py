@@ -77,7 +77,6 @@ def test_tokens_with_any_schedule_and_drafts_are_equal(baseline, corrupted, orde
 
 @pytest.mark.parametrize("num_pages", [None, 40, 11])
 def test_tokens_with_pages_are_equal(baseline, num_pages):
-    """As many pages as rows may need, fewer than rows come to need, and those of one row."""
     model, prompts, wanted, _ = baseline
     engine = make_engine(model, 8, seed=5, max_length=55, page_size=5, num_pages=num_pages)
     placed = 0
@@ -142,7 +141,6 @@ def test_drafts_beyond_budget_or_limits_are_cut(model, num_slots, max_num_batche
 
 
 def test_resting_proposer_is_not_asked(model):
-    """Once for each forward that decodes, with the number of its rows."""
     engine, of_rows = make_engine(model, 2), []
 
     class Resting(Drafter):

@@ -7,11 +7,11 @@ import os
 import pytest
 import transformers
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bubblespec.config.file import load_config
 from bubblespec.rewards import math_equivalence
 from bubblespec.tools.memory import planned_model, table
+from tests.helpers.environments import make_tokenizer
 from tests.helpers.runs import digests, read, same_weights, steps_of, train_here, weights
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -24,10 +24,6 @@ QWEN = {
     "1.5b": (1536, 8960, 28, 12, 2, 151_936),
     "7b": (3584, 18944, 28, 28, 4, 152_064),
 }
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 SOLUTION = "Each has {n}, so 2 * {n} = <<2*{n}={m}>>{m}.\n#### {m}"
 PROBLEM = "Find $2 \\cdot {n}$."
 # What a row of each data set looks like: the columns that the configuration reads, and some that it
@@ -40,7 +36,6 @@ ROWS = {
 
 
 def row_of(form: dict, n: int) -> dict:
-    """Return a row of a data set about a number."""
     return json.loads(json.dumps(form).replace("{n}", str(n)).replace("{m}", str(2 * n)))
 
 
@@ -60,29 +55,16 @@ def full_size(size: str) -> transformers.PretrainedConfig:
 def make_model(tmp_path_factory):
     """make_model(size) -> the folder of a random model of the same architecture with its own
     tokenizer and a chat template."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        [],
-        trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False),
-    )
+    tokenizer = make_tokenizer()
 
     def make(size: str) -> str:
-        folder = tmp_path_factory.mktemp(f"model_{size}")
-        fast = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-        )
-        fast.chat_template = TEMPLATE
-        fast.save_pretrained(folder)
-        config = full_size(size)
-        config.vocab_size, config.num_hidden_layers = len(fast), 2
+        folder, config = tmp_path_factory.mktemp(f"model_{size}"), full_size(size)
+        tokenizer.save_pretrained(folder)
+        config.vocab_size, config.num_hidden_layers = len(tokenizer), 2
         config.layer_types = ["full_attention"] * 2
         config.hidden_size, config.intermediate_size = 8 * config.num_attention_heads, 128
         config.initializer_range = 0.2  # wide enough that responses end at different lengths
-        config.eos_token_id = fast.eos_token_id
+        config.eos_token_id = tokenizer.eos_token_id
         transformers.set_seed(0)
         transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
         return str(folder)
@@ -114,8 +96,7 @@ SHRUNKEN += ["reward.functions=[tests.test_gpu_configs.shrunken_reward]"]
 
 
 def shrunken_reward(prompts, completions, completion_ids, answer, **columns):
-    """Something to learn for a random model; the configuration's own reward is called, and must
-    know every answer."""
+    """The configuration's own reward must know every answer; a random model learns another one."""
     texts = [f"\\boxed{{{reference.split()[-1]}}}" for reference in answer]
     right = [[{"role": "assistant", "content": text}] for text in texts]
     known = math_equivalence(prompts, right, None, answer)
@@ -146,8 +127,7 @@ def test_two_steps_with_a_shrunken_model(make_model, tmp_path, size, dtype):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_headers_equal_estimated_memory(size):
-    """The comment at the top is what `python -m bubblespec memory` prints for the published
-    model."""
+    """The comment at the top is what `python -m bubblespec memory` prints."""
     config = load_config(path_of(size))
     model = planned_model(config, config.model.path)
     printed = table(config, model, 8)

@@ -30,8 +30,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def run_suite(monkeypatch):
-    """Return a function that runs the suite on the CPU and returns the exit code."""
-
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--cpu", *arguments])
         return gpu_suite.main()

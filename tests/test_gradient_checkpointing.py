@@ -29,7 +29,6 @@ RANDOM_IN_TRAINING = {
 
 
 def compute(name: str, has_checkpoints: bool, dtype: torch.dtype):
-    """Return gradient and metrics of one step, and the number of calls of the layers' norms."""
     model = random_model(config_of(*RANDOM_IN_TRAINING[name]), dtype)
     prepare_model(model, 64)
     if has_checkpoints:

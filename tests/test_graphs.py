@@ -39,7 +39,6 @@ def make_model(name: str = "llama", **options):
 
 
 def make(num_tokens: int = 6):
-    """Create six rows, with prompts of more tokens than a small tile."""
     return make_rows([(1, 2, 3, 4, 5, 6, 7) * 2, (8, 9) * 7, (9, 3, 5)], 2, num_tokens)
 
 
@@ -49,12 +48,10 @@ def make_few(num_tokens: int = 4):
 
 
 def num_launched(engine: Engine) -> int:
-    """Return the number of forwards, those in flight included."""
     return engine.num_forwards + len(engine.flights)
 
 
 def plain_rows(model, params, rows=None) -> dict:
-    """Return rows of torch's engine, all at once and without pages."""
     engine = make_engine(model, 6, **SIZES)
     assert engine.runner.forward.ops is torch_ops and engine.runner.graphs is None
     return as_dict(engine.run(rows or make(), params))
@@ -71,7 +68,6 @@ def plain_rows(model, params, rows=None) -> dict:
     ],
 )
 def test_rows_of_graphs_equal_rows_of_torch(monkeypatch, name, params, num_pages, corrupted):
-    """Drafts that are right and wrong, and too few pages for all rows at once."""
     model = make_model(name, **({} if name == "llama" else ONE_LAYER))
     wanted = plain_rows(model, params)
     captures = stand_in(monkeypatch)
@@ -90,7 +86,6 @@ def test_rows_of_graphs_equal_rows_of_torch(monkeypatch, name, params, num_pages
 
 
 def test_large_steps_sample_without_graphs(monkeypatch):
-    """Once there are graphs of sampling for smaller ones, too."""
     model = make_model(**ONE_LAYER)
     wanted = plain_rows(model, WARM, make_few())
     stand_in(monkeypatch)
@@ -219,7 +214,6 @@ def run_again(monkeypatch, capsys, model, stage: str = "", times=(), *, plain=No
 
 
 def test_model_reading_from_the_gpu_is_eager(monkeypatch, capsys):
-    """A release changes nothing about the model."""
     model = make_model(**ONE_LAYER)
     plain = copy.deepcopy(model)
     embed = model.get_input_embeddings()

@@ -32,7 +32,6 @@ def save_model(folder: Path, max_length: int) -> None:
 
 
 def spoiled(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """A draft of `tokens` with every WRONG_EVERY-th token wrong."""
     draft = tokens.astype(np.int32)
     draft[WRONG_EVERY - 1 :: WRONG_EVERY] = (draft[WRONG_EVERY - 1 :: WRONG_EVERY] + 1) % vocab_size
     return draft
@@ -44,22 +43,15 @@ def calls_of_a_step(folder: Path, num_rows: int, length: int) -> int:
     num_generations = 4
     # Windows of a fixed size, no drafting ahead and torch's own products: what is planned by
     # measured times would make the count one of times.
-    overrides = [
-        f"rollout.max_completion_length={length}",
-        f"rollout.min_completion_length={length}",
-        f"rollout.num_prompts_per_step={num_rows // num_generations}",
-        f"rollout.num_generations={num_generations}",
-        f"rollout.max_num_seqs={2 * num_rows}",
-        "data.size=100",
-        "speculative.planning=always",
-        "run.max_steps=1",
-        f"optim.max_tokens_per_microbatch={max(4096, 160 + length)}",
-        "eval.num_prompts=0",
-        "run.eval_steps=0",
-        "model.cpu_linear=torch",
-        f"model.path={folder}",
-        f"run.output_dir={folder}/run",
-    ]
+    overrides = [f"rollout.max_completion_length={length}"]
+    overrides += [f"rollout.min_completion_length={length}"]
+    overrides += [f"rollout.num_prompts_per_step={num_rows // num_generations}"]
+    overrides += [f"rollout.num_generations={num_generations}"]
+    overrides += [f"rollout.max_num_seqs={2 * num_rows}", "data.size=100"]
+    overrides += ["speculative.planning=always", "run.max_steps=1"]
+    overrides += [f"optim.max_tokens_per_microbatch={max(4096, 160 + length)}"]
+    overrides += ["eval.num_prompts=0", "run.eval_steps=0", "model.cpu_linear=torch"]
+    overrides += [f"model.path={folder}", f"run.output_dir={folder}/run"]
     save_model(folder, 160 + length)
     trainer = build(load_config("configs/tiny_cpu.yaml", overrides), Ranks(torch.device("cpu")))
     sampler = trainer.sampler
@@ -83,8 +75,7 @@ def calls_of_a_step(folder: Path, num_rows: int, length: int) -> int:
 
 
 def count_calls(function) -> int:
-    """Calls that the package's own functions make while `function` runs: of each other, and of the
-    libraries."""
+    """Calls that the package's own functions make, of each other and of libraries."""
     count = 0
 
     def profile(frame, event, argument):

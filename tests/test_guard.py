@@ -41,7 +41,6 @@ def worst(seconds, plain, count: int) -> float:
 @pytest.mark.parametrize("speedup", [0.8, 0.86, 0.93, 0.97])
 @pytest.mark.parametrize("noise", [0.05, 0.1])
 def test_slower_mechanism_loses_little(speedup, noise):
-    """On average of runs less than 3% of any 40 rollouts and 1% of any 200."""
     runs = [play(speedup, seed=seed, noise=noise, count=200) for seed in range(60)]
     assert np.mean([worst(*run[1:], 40) for run in runs]) < 0.03
     assert np.mean([worst(*run[1:], 200) for run in runs]) < 0.01
@@ -62,7 +61,6 @@ def test_clearly_faster_mechanism_is_rarely_compared():
 
 @pytest.mark.parametrize("speedup, is_on", [(0.5, False), (0.9, False), (1.0, False), (1.3, True)])
 def test_untrusted_mechanism_must_prove_faster(speedup, is_on):
-    """It takes turns with its absence, and is off after that unless it was faster."""
     runs = [play(speedup, seed=seed, noise=0.05, is_trusted=False)[0] for seed in range(40)]
     assert np.mean([run[2 * TURNS + 1 :].mean() > 0.5 for run in runs]) == pytest.approx(
         float(is_on), abs=0.1

@@ -88,7 +88,6 @@ def prefill(engine: Engine) -> None:
 
 
 def view_of(own: list[Row] = (), num_slots: int = 8, is_prefilled: bool = True) -> RankView:
-    """A rank with these rows of its own in slots."""
     runner = SimulatedRunner(
         SimulatedRanks(World(1), 0), num_slots, 100, 64, cost=lambda _: 0.0, text=text_of
     )
@@ -144,7 +143,6 @@ def test_drafts_fill_free_slots():
 
 @pytest.mark.parametrize("max_slowdown, num_ahead", [(0.0, 0), (0.5, 3), (2.0, 14)])
 def test_co_scheduled_drafts_keep_to_a_slowdown(max_slowdown, num_ahead):
-    """Six own rows in 7 ms; each draft adds one."""
     cost = fixed_cost(1e-3, 5e-4, 5e-4)
     task = drafting(view_of(rows_of(0), 32), cost=cost, max_slowdown=max_slowdown)
     give(task, 20)

@@ -12,7 +12,6 @@ NUM_LAYERS, PAGE, LENGTHS = 3, 8, np.array([19, 5, 16])
 
 
 def filled(num_slots: int, has_pages: bool) -> KVCache:
-    """Random keys and values of LENGTHS in the first slots; the others have none."""
     pages = Pages(num_slots, 4 * PAGE, 4 * num_slots, PAGE) if has_pages else None
     cache, generator = KVCache(num_slots, 4 * PAGE, 1, pages), torch.Generator().manual_seed(0)
     if has_pages:
@@ -27,8 +26,6 @@ def filled(num_slots: int, has_pages: bool) -> KVCache:
 
 
 class Operations(TorchDispatchMode):
-    """The names of what would be launched on a GPU."""
-
     def __init__(self):
         super().__init__()
         self.names: list[str] = []

@@ -23,7 +23,6 @@ COUNTS = np.array([17, 40, 1, 0, 5])
 
 
 def fill(runner: ModelRunner, shapes: list[tuple[int, int]], seed: int) -> None:
-    """Random keys and values in all of the cache."""
     generator = torch.Generator().manual_seed(seed)
     place = torch.arange(runner.cache.num_pages * runner.cache.page_size)
     for layer, shape in enumerate(shapes):

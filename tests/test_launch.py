@@ -22,22 +22,15 @@ CONFIG += ["run.eval_steps=0", "rollout.num_prompts_per_step=4", "rollout.num_ge
 
 @pytest.fixture
 def start(tmp_path):
-    """start(options of the launcher, *overrides) -> the process, in a group of its own, as a
-    terminal has it."""
+    """start(options of the launcher, *overrides) -> the process, in a group of its own."""
     processes = []
 
     def begin(options: list[str], *overrides: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "bubblespec", "train", *options, *CONFIG, *overrides]
-        process = subprocess.Popen(
-            [*command, f"run.output_dir={tmp_path / 'out'}"],
-            cwd=ROOT,
-            env=os.environ | SINGLE_THREADED,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        processes.append(process)
-        return process
+        command.append(f"run.output_dir={tmp_path / 'out'}")
+        options = {"env": os.environ | SINGLE_THREADED, "cwd": ROOT, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, **options, text=True, start_new_session=True))
+        return processes[-1]
 
     yield begin
     for process in processes:

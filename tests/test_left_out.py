@@ -1,108 +1,34 @@
-"""Groups that lack a reward are left out: a step is the step without them, however it is made, and
-a step of which nothing is left ends the run with its state saved."""
+"""Groups that lack a reward are left out, by all ranks alike (what is trained on without them:
+test_reference_step.py); and a step of which nothing is left ends the run with its state saved."""
 
-import copy
 import json
 import os
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-import train as script
 from bubblespec.checkpoint import find_damage
-from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import RewardsFailed
 from bubblespec.learn.microbatch import make_minibatches
 from bubblespec.records import StepRecord
 from bubblespec.rollout.sampler import num_lacking, select_trained
-from bubblespec.setup import build
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Prompt
 from tests.helpers import rewards as functions
-from tests.helpers.reference_step import grpo_step
 from tests.helpers.rows import record_of, samples_of
 from tests.helpers.runs import digests, read, same_weights, train_here, weights
 from tests.helpers.threads import train_on_threads
 from tests.test_dynamic_sampling import uids_of
-from tests.test_reference_step import CONFIG, SHORT
 from tests.test_update import make_config, make_samples
 
 GAPS = "reward.functions=[tests.helpers.rewards.with_gaps]"
-RECIPES = {
-    "group means": "loss.loss_type=grpo loss.kl_coef=0.1 loss.mask_truncated_completions=true",
-    "batch statistics": "loss.loss_type=dr_grpo loss.advantage_estimator=reinforce_plus_plus",
-}
 
-
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.usefixtures("exact_norms")
-def test_step_is_the_step_without_the_group(tmp_path, monkeypatch, name):
-    """By the oracle's own samples, rewards and update of the other prompts."""
-    options = [*SHORT, GAPS, "optim.warmup_steps=0", *RECIPES[name].split()]
-    config = load_config(CONFIG, [*options, f"run.output_dir={tmp_path}"])
-    trainer, seen, update = build(config, Ranks(torch.device("cpu"))), [], Trainer.update
-
-    def noting(trainer, record, advantages):
-        metrics = update(trainer, record, advantages)
-        seen.append((record, dict(metrics)))
-        return metrics
-
-    monkeypatch.setattr(Trainer, "update", noting)
-    script.train(trainer)
-    trainer.lock.close()
-    plain = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64).eval()
-    reference, moments, left_out = copy.deepcopy(plain), {}, []
-    for step, (record, metrics) in enumerate(seen):
-        generated, size = record.generated, record.generated.num_generations
-        sums = np.array([tokens.sum() for tokens in generated.tokens]).reshape(-1, size)
-        is_complete = (sums % 5 != 0).all(axis=1).tolist()
-        left_out.append(is_complete.count(False))
-        prompts = [
-            (group.prompt.uid, group.visit, list(group.prompt.token_ids))
-            for group, is_whole in zip(generated.groups, is_complete, strict=True)
-            if is_whole
-        ]
-        kl_model = reference if config.loss.kl_coef else None
-        groups, _, wanted, updates = grpo_step(
-            plain,
-            kl_model,
-            prompts,
-            functions.remainder,
-            config=config,
-            step=step,
-            moments=moments,
-        )
-        responses = [response.tokens for group in groups for response in group]
-        assert [tokens.tolist() for tokens in record.samples.tokens] == responses
-        np.testing.assert_allclose(record.advantages, np.ravel(wanted), rtol=1e-9, atol=1e-13)
-        loss = np.mean([made.loss for made in updates])
-        assert metrics["loss"] == pytest.approx(loss, rel=1e-9, abs=1e-12)
-    assert sum(left_out) > 0 and min(left_out) < len(is_complete)
-    named = dict(plain.named_parameters())
-    for key, parameter in trainer.learner.model.named_parameters():
-        torch.testing.assert_close(parameter, named[key], rtol=1e-9, atol=1e-9, msg=key)
-    counts = [line.get("reward/left_out", 0) for line in read(tmp_path)]
-    assert counts == left_out
-    assert sum(line.get("rewards/with_gaps/missing", 0) for line in read(tmp_path)) >= sum(counts)
-
-
-BULK = [
-    "model.dtype=float64",
-    "data.size=40",
-    "rollout.num_prompts_per_step=6",
-    "rollout.num_generations=3",
-    "rollout.max_completion_length=24",
-    "reward.num_workers=0",
-    "run.max_steps=4",
-    "run.save_steps=0",
-    "run.eval_steps=2",
-    "eval.num_prompts=6",
-    "eval.num_generations=2",
-    GAPS,
-]
+BULK = ["model.dtype=float64", "data.size=40", "rollout.num_prompts_per_step=6"]
+BULK += ["rollout.num_generations=3", "rollout.max_completion_length=24", "reward.num_workers=0"]
+BULK += ["run.max_steps=4", "run.save_steps=0", "run.eval_steps=2", "eval.num_prompts=6"]
+BULK += ["eval.num_generations=2", GAPS]
 RULES = {
     "plain": [],
     "dynamic sampling": ["rollout.dynamic_sampling_max_batches=3"],
@@ -199,7 +125,6 @@ def whole(tmp_path_factory):
     ],
 )
 def test_failing_rewards_end_run_after_save(whole, tmp_path, monkeypatch, how, on_error, says):
-    """And goes on from there as if nothing had been, once they are right."""
     options = [*ENDING, f"reward.reward_on_error={on_error}"]
     monkeypatch.setenv("HOW", how)
     fail_from(monkeypatch, 2)

@@ -65,7 +65,6 @@ def assert_rounds_like_a_product(
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 33])
 def test_generation_products_are_exact_up_to_rounding(rows, has_bias):
-    """Inputs may have any strides, as attention leaves them."""
     weight, bias = random(M, K, seed=1), random(M, seed=2) if has_bias else None
     layer = layer_of(weight, bias)
     with torch.inference_mode():
@@ -96,7 +95,6 @@ def test_chosen_rows_of_generation_alone_are_packed(monkeypatch):
 @pytest.mark.parametrize("is_rowwise", [False, True])
 @pytest.mark.parametrize("rows", [(), ALL_ROWS])
 def test_shards_add_up_to_the_whole_layer(rows, is_rowwise):
-    """Shards are of uneven size, and follow an update of the weight."""
     weight, bias, x = random(M, K), random(M), random(1, 5, K, seed=2)
     cuts = slice(0, 40), slice(40, K if is_rowwise else M)
     layers = [layer_of(weight, bias, rows) for _ in cuts]  # of two ranks
@@ -113,7 +111,6 @@ def test_shards_add_up_to_the_whole_layer(rows, is_rowwise):
 
 
 def test_generation_uses_the_current_weights(make_model):
-    """After a change in place and after a load, with a tied head."""
     model = make_model("llama", torch.float32)
     model.lm_head.weight = model.model.embed_tokens.weight
     use_packed(model, ALL_ROWS)
@@ -214,7 +211,6 @@ FAST, PLAIN = times_of(0.5), times_of(1.0)
 
 
 def test_ranks_decide_together_and_by_a_margin(monkeypatch, make_model):
-    """Ranks choose by the mean of their measurements."""
     limit = 1 / MARGIN
     everyone = [FAST, times_of(1.99 * limit**2, 1.99 * limit**2, 1.5, 1.5, 1.5, 1.7, 1.9)]
     mine = iter(everyone)
@@ -253,8 +249,6 @@ def test_choice_can_be_switched_off(monkeypatch, tmp_path, capfd):
 
 
 def test_resumed_run_keeps_the_choice(monkeypatch, tmp_path):
-    """Resumed weights equal those of an uninterrupted run; another CPU measures again."""
-
     def run(folder, seconds, *overrides: str):
         monkeypatch.setattr(linear_module, "measure", lambda model: seconds)
         return train_here(folder, "loss.kl_coef=0.1", *overrides, config=CONFIG, short=OPTIONS)

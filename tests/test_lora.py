@@ -19,10 +19,7 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.lora import adapter_disabled, add_adapter
 from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.checks import refusal
-from tests.helpers.runs import (
-    EPOCHS,
-    train_here,
-)
+from tests.helpers.runs import EPOCHS, train_here
 
 peft = pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
 
@@ -52,8 +49,7 @@ def adapter_of(model) -> dict[str, torch.nn.Parameter]:
 
 
 def merged(base, adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adapted weights by the formula, W + alpha / r B A (Hu et al. 2021, arXiv 2106.09685, section
-    4.1)."""
+    """Adapted weights by the formula W + alpha / r B A (arXiv 2106.09685, section 4.1)."""
     weights = dict(base.named_parameters())
     for name, a in adapter.items():
         if "lora_A" in name:
@@ -122,8 +118,7 @@ def test_only_adapter_is_trained_in_model_dtype(make_model):
 def test_loss_and_gradient_equal_merged_weights(
     make_model, exact_norms, name, kl_coef, checkpointing
 ):
-    """The same oracle as for full training, on weights merged by the formula; the reference of the
-    KL is the base."""
+    """The reference of the KL is the base."""
     base, model = make_model(name), adapt(make_model(name))
     prepare_model(model, 64)
     samples, config = make_samples(), make_config(kl_coef=kl_coef)

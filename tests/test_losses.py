@@ -42,7 +42,6 @@ def test_kl_estimators_have_documented_means_and_gradients():
 
 @pytest.mark.parametrize("max_logits", [1 << 20, 97 * 3])
 def test_token_logprobs_whole_and_in_chunks(max_logits):
-    """Values and gradients against log_softmax of the full logits."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(16, 97, bias=False, dtype=torch.float64)
     head = OutputHead(linear, num_tokens=90, factor=0.7, cap=1.5)
@@ -93,8 +92,6 @@ def test_bfloat16_head_gradient_rounds_once(is_tied):
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor of 1000 columns that is made in the context."""
-
     elements = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -106,7 +103,6 @@ class Largest(TorchDispatchMode):
 
 
 def test_chunks_bound_number_of_live_logits():
-    """In forward and backward; of two distributions, each has half of them."""
     head = OutputHead(torch.nn.Linear(4, 1000, bias=False), num_tokens=1000, cap=9.0)
     hidden, target = torch.randn(64, 4, requires_grad=True), torch.randint(1000, (64,))
     with Largest() as watched:

@@ -120,7 +120,6 @@ def masked_loss(model, reference, teacher, samples, config, old: list[torch.Tens
 def test_gradients_and_metrics_equal_masked_sums(
     make_model, case, has_turns, num_ranks, num_updates
 ):
-    """On-policy, and off it in a second pass over the batch."""
     samples = with_observations(make_samples()) if has_turns else make_samples()
     for i, values in enumerate(samples.full_logprob):  # far off, furthest in a truncated sample
         values += (-1) ** i + 50 * (i == 2)
@@ -173,7 +172,6 @@ def test_gradients_and_metrics_equal_masked_sums(
 
 
 def test_mask_travels_with_log_probabilities():
-    """Rows of two ranks become the same samples on both."""
     samples = with_observations(make_samples())
     full = [logprob - 1 for logprob in samples.logprob]  # top_p and top_k set them apart
     samples = replace(samples, full_logprob=full)

@@ -239,7 +239,6 @@ def test_slots_are_at_most_the_useful_number(monkeypatch):
 
 
 def count_allocations(monkeypatch) -> None:
-    """Report 1000 bytes as allocated, and a peak of 5000."""
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5000)
@@ -247,7 +246,6 @@ def count_allocations(monkeypatch) -> None:
 
 @pytest.mark.parametrize("max_tokens", [512, 900, 8193])
 def test_gradient_peak_measures_a_full_micro_batch(monkeypatch, max_tokens):
-    """The micro-batch is full whether the longest sequences fill it or not, and leaves no trace."""
     config = make_config()
     config.optim.max_tokens_per_microbatch = max_tokens
     learner = make_learner(config)
@@ -334,10 +332,11 @@ def test_command_prints_a_table_or_one_line(monkeypatch, tmp_path, capsys):
     assert error.count("\n") == 1
 
 
+LARGE = {"hidden_size": 8192, "intermediate_size": 20_000, "num_hidden_layers": 10}
+
+
 def test_table_marks_gpus_with_too_little_memory():
-    config = make_config("bfloat16")
-    large = small(hidden_size=8192, intermediate_size=20_000, num_hidden_layers=10)
-    model = meta_model(large, torch.bfloat16)
+    config, model = make_config("bfloat16"), meta_model(small(**LARGE), torch.bfloat16)
     assert table(config, model, 8).count("DOES NOT FIT") == 3
     config.optim.shard_state = True
     *_, first, advice, second = table(config, model, 8).splitlines()
@@ -347,8 +346,7 @@ def test_table_marks_gpus_with_too_little_memory():
 
 def test_advice_makes_a_run_fit_and_no_setting_is_spare():
     config = make_config("bfloat16")
-    large = small(hidden_size=8192, intermediate_size=20_000, num_hidden_layers=10)
-    model, total = meta_model(large, torch.bfloat16), CARDS["80 GB"]
+    model, total = meta_model(small(**LARGE), torch.bfloat16), CARDS["80 GB"]
 
     def fits(settings: dict) -> bool:
         other = changed(config, settings)

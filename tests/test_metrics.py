@@ -58,12 +58,9 @@ def curves(folder) -> dict[str, list[tuple[int, float]]]:
 
 
 # Curves of the keys here, where they have other names.
-TAGS = {
-    "reward": "train/reward",
-    "grad_norm": "train/grad_norm",
-    "rollout/forwards": "z_bubblespec/rollout/forwards",
-    "timing_s/gen/rank_1": "z_bubblespec/timing_s/gen/rank_1",
-}
+TAGS = {"reward": "train/reward", "grad_norm": "train/grad_norm"}
+TAGS |= {"rollout/forwards": "z_bubblespec/rollout/forwards"}
+TAGS |= {"timing_s/gen/rank_1": "z_bubblespec/timing_s/gen/rank_1"}
 
 
 def curves_of_lines(lines: list[dict]) -> dict[str, list[tuple[int, float]]]:
@@ -151,8 +148,7 @@ def test_nonfinite_numbers_are_null_in_lines(tmp_path, value):
 
 @pytest.mark.parametrize("lost", [0, 1, 40])
 def test_resumed_run_writes_each_step_once(tmp_path, lost):
-    """A run is killed in step 7, perhaps in the middle of its last line, and continues from the
-    checkpoint after step 4."""
+    """Killed in step 7, perhaps in the middle of its line; continued after step 4."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(whole, range(8), (0, 2, 4, 6, 8))
     run(killed, range(7), (0, 2, 4, 6))
@@ -177,8 +173,7 @@ def test_fresh_start_renames_earlier_files(tmp_path, capsys):
 
 
 def a_record(step: int, num_prompts: int = 2):
-    """Two responses to each prompt; the first function gives rewards, the second applies to the
-    first prompt alone."""
+    """Two responses to each prompt; the second function applies to the first prompt alone."""
     groups = [Group(Prompt(u, f"question {u}", (1,), {"answer": u}), 0) for u in range(num_prompts)]
     tokens = [np.array([i % 26], np.int32) for i in range(2 * num_prompts)]
     tokens[2:3] = [np.array([3, 4, 5], np.int32)]
@@ -286,7 +281,6 @@ def test_second_interrupt_in_a_hook_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_documented_wandb_hook_logs(tmp_path, monkeypatch):
-    """As it stands in docs/metrics.md, with a stand-in for the library."""
     with open("docs/metrics.md", encoding="utf-8") as file:
         (code,) = re.findall(r"^```python my_log.py\n(.*?)^```$", file.read(), re.M | re.S)
     logged, module = [], {}
@@ -328,7 +322,6 @@ def test_lines_wait_for_room(quiet_threads, tmp_path, capsys):
 
 
 def test_curves_fail_without_ending_the_run(quiet_threads, tmp_path, capsys):
-    """Room for the lines, none for TensorBoard's files."""
     logger = MetricsLogger(str(tmp_path), 0)
     with FullDisk(1500):
         for step in range(10):
@@ -337,7 +330,5 @@ def test_curves_fail_without_ending_the_run(quiet_threads, tmp_path, capsys):
     logger.close()
     assert len(read(tmp_path)) == 11
     said = capsys.readouterr().err
-    assert (
-        said.count("TensorBoard's files cannot be written") == 1
-        and "metrics.jsonl cannot" not in said
-    )
+    assert said.count("TensorBoard's files cannot be written") == 1
+    assert "metrics.jsonl cannot" not in said

@@ -2,38 +2,30 @@
 against one with two ranks."""
 
 import socket
-import tempfile
 
 from tests.helpers.runs import (
     SHORT,
     digests,
+    launch_with_agent,
     read,
     same_weights,
-    start_launcher,
     steps_of,
     weights,
 )
 from tests.helpers.threads import train_on_threads
-from tests.helpers.warm import TIMEOUT_S
 
 SHORTER = [*SHORT, "run.max_steps=2", "run.save_steps=0", "eval.num_prompts=0"]
 SHORTER += ["rollout.num_prompts_per_step=4", "rollout.max_completion_length=24"]
 
 
 def run_on_two_nodes(output_dir, *overrides: str) -> None:
-    """Each launcher is started as on a machine of its own, with one rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = ["train.py", "--config", "configs/tiny_cpu_bulk.yaml", *SHORTER, *overrides]
     script.append(f"run.output_dir={output_dir}")
-    options = {"num_nodes": 2, "ranks": 1, "rdzv_endpoint": f"127.0.0.1:{port}"}
-    with tempfile.TemporaryFile("w+") as output:
-        nodes = [start_launcher(script, output.fileno(), **options) for _ in range(2)]
-        for node in nodes:
-            node.join(TIMEOUT_S)
-        output.seek(0)
-        assert [node.exitcode for node in nodes] == [0, 0], output.read()[-3000:]
+    codes, said = launch_with_agent(script, 1, 2, rdzv_endpoint=f"127.0.0.1:{port}")
+    assert codes == [0, 0], said[-3000:]
 
 
 def test_two_nodes_give_the_bits_of_one_node(tmp_path):

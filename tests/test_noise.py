@@ -46,14 +46,12 @@ def test_philox_known_answers(counter, key, wanted):
     "seed", [0, 1, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, 0x0123456789ABCDEF, (1 << 63) - 1]
 )
 def test_keys_equal_philox_of_seed_and_counter(seed):
-    """All 64 bits of the seed, and every field at its place, in integers."""
     fields = (seed, (1 << 62) + 12345, EVALUATION + 7, MAX_SAMPLES - 2, MAX_POSITIONS - 3)
     (key,) = keys_for(*fields).tolist()
     assert [word % (1 << 32) for word in key] == reference_step.noise_key(*fields)
 
 
 def test_no_two_positions_share_a_stream():
-    """Exhaustively over a grid, with the extremes of every field."""
     uids = [0, 1, 2, 1 << 31, 1 << 32, (1 << 32) + 1, (1 << 63) - 1]
     steps = [0, 1, 2, 1000, EVALUATION, EVALUATION + 1, (1 << 32) - 1]
     samples = [0, 1, 2, 3, MAX_SAMPLES - 1]
@@ -64,7 +62,6 @@ def test_no_two_positions_share_a_stream():
 
 
 def test_bits_equal_integer_arithmetic():
-    """Whatever the batch and the size of the vocabulary."""
     keys = keys_for((1 << 63) + 5, (1 << 63) - 1, EVALUATION + 3, sample=9, position=[0, 77])
     bits = random_bits(keys, 500)
     words = [[word % (1 << 32) for word in key] for key in keys.tolist()]

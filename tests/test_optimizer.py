@@ -16,8 +16,6 @@ ALONE = Ranks(torch.device("cpu"))
 
 
 class Small(torch.nn.Module):
-    """Matrices, vectors and a frozen parameter."""
-
     def __init__(self, dtype: torch.dtype):
         super().__init__()
         torch.manual_seed(0)
@@ -75,14 +73,9 @@ def test_steps_equal_clipping_and_adamw(limit):
 def test_bfloat16_steps_equal_adamw_on_float32_masters():
     model = Small(torch.bfloat16)
     masters = [p.detach().float() for p in model.parameters() if p.requires_grad]
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [m for m in masters if m.ndim == 2], "weight_decay": 0.1},
-            {"params": [m for m in masters if m.ndim == 1], "weight_decay": 0.0},
-        ],
-        betas=(0.8, 0.95),
-        eps=0.5,
-    )
+    decays = ((2, 0.1), (1, 0.0))
+    groups = [{"params": [m for m in masters if m.ndim == n], "weight_decay": d} for n, d in decays]
+    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=0.5)
     optimizer = Optimizer(model, CONFIG, STEPS, ALONE)
     for step in range(STEPS):
         gradients = [torch.zeros_like(m) for m in masters]

@@ -217,7 +217,6 @@ def padded(tmp_path):
 
 
 def test_run_with_unknown_ids_has_the_same_digests(monkeypatch, tmp_path, padded, capfd):
-    """Their embeddings make no difference to any token of the steps, each after an update."""
     chain_always(monkeypatch.setattr)
     plain, folder = tmp_path / "plain", tmp_path / "run"
     train_in_virtual_time(*RUN, "speculative.method=none", f"run.output_dir={plain}")

@@ -76,17 +76,15 @@ def test_own_advantages_get_the_samples(give):
     assert found.tolist() == (-samples.lengths.reshape(SHAPE)).tolist()
 
 
+SIZE = NUM_PROMPTS * GENERATIONS
+BAD_SHAPE = f"returned the shape [{SIZE}], not {list(SHAPE)}, [prompts, generations]"
+
+
 @pytest.mark.parametrize(
     "own, problem",
     [
-        (
-            lambda samples, rewards: rewards.ravel(),
-            f"returned the shape [{np.prod(SHAPE)}], not {list(SHAPE)}, [prompts, generations]",
-        ),
-        (
-            lambda samples, rewards: np.where(rewards > 0, np.nan, rewards),
-            f"returned {np.prod(SHAPE)} values that are not finite",
-        ),
+        (lambda samples, rewards: rewards.ravel(), BAD_SHAPE),
+        (lambda samples, rewards: rewards * np.nan, f"returned {SIZE} values that are not finite"),
         (lambda samples, rewards: [["a"] * GENERATIONS] * NUM_PROMPTS, "not numbers"),
     ],
 )
@@ -96,21 +94,13 @@ def test_bad_advantages_end_the_run_with_one_line(give, own, problem):
     assert message.startswith(f"loss.advantage_estimator: {PATH} ") and problem in message
 
 
+NOT_FOR_TOKENS = "returned the shape [], not a tensor [3], the loss of each token"
 BAD_LOSSES = [
-    (
-        lambda logprob, ratio, advantage: (-ratio * advantage).mean(),
-        "returned the shape [], not a tensor [3], the loss of each token",
-    ),
+    (lambda logprob, ratio, advantage: (-ratio * advantage).mean(), NOT_FOR_TOKENS),
     (lambda logprob, ratio, advantage: 3.0, "returned 3.0, not a tensor [3]"),
     (lambda logprob, ratio, advantage: (-ratio * advantage).detach(), "has no gradient"),
-    (
-        lambda logprob, ratio, advantage: -torch.log(ratio - 1) * logprob,
-        "is not finite for ratios of 1",
-    ),
-    (
-        lambda logprob, ratio, advantage: int("no\nluck"),
-        "failed in a trial on three tokens: ValueError: invalid literal",
-    ),
+    (lambda logprob, ratio, advantage: -(ratio - 1).log() * logprob, "not finite for ratios of 1"),
+    (lambda *of: int("no\nluck"), "failed in a trial on three tokens: ValueError: invalid literal"),
     (lambda one, two: one, "cannot be called with (logprob, ratio, advantage): too many"),
     (DraftSource, "is not a function"),
 ]
@@ -168,8 +158,6 @@ change()
 
 @pytest.mark.parametrize("name", ["change", "change_late"])
 def test_functions_change_no_setting_of_the_process(tmp_path, monkeypatch, name):
-    """Neither at import nor in a call."""
-
     def settings():
         device, mode = torch.empty(1).device, torch.get_deterministic_debug_mode()
         precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
@@ -187,8 +175,6 @@ def test_functions_change_no_setting_of_the_process(tmp_path, monkeypatch, name)
 
 
 class Fixed(DraftSource):
-    """Proposes the same for every row, whatever that is."""
-
     kinds = (("fixed",),)
 
     def propose(self, numbers: np.ndarray, limits: np.ndarray) -> Proposals:

@@ -71,7 +71,6 @@ def test_placement_is_deterministic_and_beats_round_robin(terms, count, num_rank
 
 
 def test_short_rows_fill_the_slots_next_to_no_long_row():
-    """As many forwards serve several rows of a rank as it has slots: no other split ends sooner."""
     rows, cost = make_rows([60.0] + 12 * [10.0]), cost_of((5e-3, 1e-3, 1e-3, 0.0, 0.0))
     rates = acceptance_rates(NO_COUNTS)
 
@@ -129,7 +128,6 @@ PLAN = {"num_ranks": 2, "num_slots": 16}
 
 
 def value_of(rows: Rows, terms, rates):
-    """The value of drafts at the prices that forwards suggest."""
     prices = suggested_prices(cost_of(terms), 10.0, 100.0)
     return draft_value(rows, cost_of(terms), rates, prices, **PLAN)
 
@@ -174,7 +172,6 @@ def test_only_long_rows_pay_where_forwards_cost_most():
 
 
 def make_plans(lengths: dict[int, list[int]], batches, drafts=None, **options):
-    """What is planned for batches of prompts, by their uids."""
     fixed = {"cost": cost_of(GPU), "rates": ALL_HOLD, "forwards_per_step": 100.0}
     fixed["prices"] = suggested_prices(cost_of(GPU), 4.0, 100.0)
     options = fixed | PLAN | options

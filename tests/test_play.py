@@ -26,17 +26,11 @@ def calculator(tmp_path, monkeypatch):
         (tmp_path / "my_calculator.py").write_text("\n".join(BLOCK.findall(file.read())))
     (tmp_path / "policy").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    return [
-        *SUM,
-        f"model.path={games.copy_policy(tmp_path / 'policy')}",
-        "environment.factory=my_calculator.Calculator",
-        "environment.max_turns=8",
-        "environment.max_observation_length=120",
-        "reward.functions=[my_calculator.brevity]",
-        "data.as_chat=true",
-        "rollout.max_prompt_length=400",
-        "rollout.max_completion_length=400",
-    ]
+    options = [*SUM, f"model.path={games.copy_policy(tmp_path / 'policy')}", "data.as_chat=true"]
+    options += ["environment.factory=my_calculator.Calculator", "environment.max_turns=8"]
+    options += ["environment.max_observation_length=120"]
+    options += ["reward.functions=[my_calculator.brevity]", "rollout.max_prompt_length=400"]
+    return [*options, "rollout.max_completion_length=400"]
 
 
 @pytest.fixture
@@ -53,7 +47,6 @@ def run(monkeypatch, capsys):
 
 
 def terms(text: str) -> list[tuple[int, int]]:
-    """The terms of all sums in a text, in order."""
     return [(int(a), int(b) * (1 if sign == "+" else -1)) for a, sign, b in SUM_OF.findall(text)]
 
 
@@ -98,12 +91,9 @@ def test_response_ends_at_the_limit(run, text):
 def test_tools_are_called(run, calculator, is_right):
     (asked,) = terms(run(calculator)[1])
     a, b = asked if is_right else (1, sum(asked))
-    turns = [
-        f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>',
-        '<tool_call>{"name": "add", </tool_call>',
-        '<tool_call>{"name": "guess"}</tool_call>',
-        "I have done it.",
-    ]
+    turns = [f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>']
+    turns += ['<tool_call>{"name": "add", </tool_call>', '<tool_call>{"name": "guess"}</tool_call>']
+    turns += ["I have done it."]
     code, said, error = run(calculator, "\n\n".join(turns))
     assert code == 0, error
     assert f"⟦<tool>{a + b}<" in said

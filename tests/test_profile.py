@@ -28,7 +28,6 @@ LOADS = [
 
 
 def test_profile_ends_within_its_limit(monkeypatch):
-    """What is left out is what would take too long, in virtual time."""
     model = random_model(small_config("llama"))
     prepare_model(model, 100)
     engine = make_engine(model, 16, max_length=100)

@@ -16,7 +16,6 @@ def operations(path) -> set[str]:
 
 
 def test_two_ranks_profile_the_chosen_steps(tmp_path):
-    """Forwards, the backward pass and the optimizer's update are in the trace."""
     run(tmp_path, 2, "run.profile_steps=[2,9]", "run.max_steps=3", "run.save_steps=0")
     names = [f"step-00002-rank-{rank}.json" for rank in range(2)]
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == names

@@ -16,12 +16,10 @@ from tests.helpers.rollouts import tried_ages
 
 
 def nothing(proposer: Proposer, one: Row, length: int) -> bool:
-    """Whether nothing is proposed for a row."""
     return not len(proposer.propose([one], np.array([length]), np.array([99]), 99)[0])
 
 
 def estimate(proposer: Proposer, kind: tuple) -> float:
-    """Probability that a token of this kind of proposal is accepted."""
     survival = proposer.survival
     return float(survival.estimates[survival.kinds.index(kind)])
 
@@ -100,7 +98,6 @@ def test_suffix_alone_finds_other_samples_and_epochs():
 
 
 def test_rollout_counts_equal_hand_counts():
-    """A row with an old draft that goes wrong, one without, and an uncounted one drafted ahead."""
     proposer = make("bubble")
     old, bare, ahead = row(0), row(1), row(0, visit=STEP + 1)
     old.draft = draft(range(10, 18), version=2)
@@ -200,7 +197,6 @@ def test_row_is_aligned_while_the_draft_begins_with_tokens():
 
 
 def test_source_is_queried_for_unserved_rows_alone():
-    """A row with a draft that goes wrong in the second forward, one with a guess, and one bare."""
     drafted, guessed, bare = row(0), row(1), row(2)
     guesses = Guesses({drafted.id: list(range(70, 99)), guessed.id: [20, 21, 99, *range(23, 40)]})
     proposer = drafts_and(guesses)

@@ -85,7 +85,6 @@ def test_int4_weights_are_off_by_half_a_step():
 
 @pytest.mark.parametrize("rows", [1, 3, 12])
 def test_int8_product_is_near_the_exact_product(rows):
-    """Also of rows of very different sizes, which share the grid of their inputs."""
     weight, x = torch.randn(64, 96), torch.randn(rows, 96)
     x *= 10.0 ** torch.linspace(0, -3, rows)[:, None]
     wanted = linear(x.double(), weight.double())
@@ -238,7 +237,6 @@ def make_source(model, copy: Copy, params: SamplingParams, num_slots: int, **opt
 
 
 def generated(source, num_rows: int, limit: int = 40) -> tuple[list[Row], int]:
-    """The rows that an engine generates with the source's chains alone, and its forwards."""
     engine, proposer = source.runner.engine, Proposer([source], source.cost)
     rows = [Row(SampleId(n // 2, 0, n), tuple(range(1, 4 + n % 3)), limit) for n in range(num_rows)]
     engine.add(rows)

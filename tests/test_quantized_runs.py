@@ -37,7 +37,6 @@ def test_copy_drafts_in_evaluations(tmp_path_factory, tmp_path):
 def test_copy_without_numbers_on_one_rank_is_given_up(
     tmp_path_factory, monkeypatch, tmp_path, capfd
 ):
-    """From the second rollout on; one line, and no other token."""
     begin, spoilt = mechanism.QuantizedMechanism.begin_rollout, []
 
     def begin_rollout(self, plan):

@@ -38,7 +38,6 @@ def blocks(text: str) -> list[tuple[str, str, str]]:
 
 
 def execute(commands: str, folder) -> None:
-    """Commands for torchrun, one after the other, in a folder."""
     for command in commands.replace("\\\n", " ").splitlines():
         launcher, ranks, *arguments = shlex.split(command, comments=True)
         assert (launcher, ranks) == ("torchrun", "--nproc_per_node=2")
@@ -79,8 +78,7 @@ def test_documented_run_takes_all_steps(folder, run):
 
 
 def test_documented_data_fits_policy(folder):
-    """The first step's reward is the share of right answers that the engine alone gives to the
-    problems of the file."""
+    """The first step's reward is the share of right answers that the engine alone gives."""
     with open(folder / "my_problems.jsonl", encoding="utf-8") as file:
         problems = [json.loads(line) for line in file]
     tokenizer = AutoTokenizer.from_pretrained(folder / "configs/tiny_policy")
@@ -140,7 +138,6 @@ def test_reward_example(capsys):
 
 
 def documents() -> list[str]:
-    """Markdown files, by their paths in the repository."""
     found = [f"{folder}/{name}" for folder in FOLDERS for name in os.listdir(f"{ROOT}/{folder}")]
     return sorted({"README.md", *(name for name in found if name.endswith(".md"))})
 

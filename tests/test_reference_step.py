@@ -36,6 +36,7 @@ SHORT = [
     "run.seed=12345678901",
     "speculative.planning=always",  # whatever a forward takes on this machine
 ]
+GAPS = "reward.functions=[tests.helpers.rewards.with_gaps]"  # left out: those with a sum of 5 n
 RECIPES = {
     "GRPO": """
         rollout.temperature=0.8 rollout.top_p=0.98 rollout.top_k=40
@@ -51,6 +52,14 @@ RECIPES = {
         loss.importance_sampling_level=sequence loss.epsilon_low=0.01 loss.epsilon_high=0.01
         optim.learning_rate=2e-4 optim.warmup_steps=3 optim.max_grad_norm=0
     """,
+    "groups left out, means of groups": f"""
+        {GAPS} optim.learning_rate=2e-4 optim.warmup_steps=0
+        loss.loss_type=grpo loss.kl_coef=0.1 loss.mask_truncated_completions=true
+    """,
+    "groups left out, statistics of the batch": f"""
+        {GAPS} optim.learning_rate=2e-4 optim.warmup_steps=0
+        loss.loss_type=dr_grpo loss.advantage_estimator=reinforce_plus_plus
+    """,
 }
 
 
@@ -62,7 +71,7 @@ def test_trainer_steps_equal_reference_step(tmp_path, monkeypatch, name):
 
     def noting(trainer, record, advantages):
         metrics = update(trainer, record, advantages)
-        seen.append((record.samples, advantages, dict(metrics)))
+        seen.append((record, np.array(advantages), dict(metrics)))
         return metrics
 
     monkeypatch.setattr(Trainer, "update", noting)
@@ -71,11 +80,17 @@ def test_trainer_steps_equal_reference_step(tmp_path, monkeypatch, name):
 
     plain = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64).eval()
     reference = copy.deepcopy(plain) if config.loss.kl_coef else None
-    initial, moments, clipped, truncated = copy.deepcopy(plain), {}, 0, 0
-    for step, (samples, advantages, metrics) in enumerate(seen):
+    initial, moments, clipped, truncated, left_out = copy.deepcopy(plain), {}, 0, 0, []
+    for step, (record, advantages, metrics) in enumerate(seen):
+        samples, generated = record.samples, record.generated
+        sums = np.array([tokens.sum() for tokens in generated.tokens])
+        has_gap = (sums.reshape(-1, generated.num_generations) % 5 == 0).any(axis=1)
+        is_out = has_gap & (GAPS in RECIPES[name])
+        left_out.append(is_out.sum())
         prompts = [
             (group.prompt.uid, group.visit, list(group.prompt.token_ids))
-            for group in samples.groups
+            for group, is_left_out in zip(generated.groups, is_out, strict=True)
+            if not is_left_out
         ]
         assert {visit for _, visit, _ in prompts} == {step}, "each step is an epoch"
         groups, rewards, wanted, updates = grpo_step(
@@ -107,9 +122,11 @@ def test_trainer_steps_equal_reference_step(tmp_path, monkeypatch, name):
     for key, parameter in trainer.learner.model.named_parameters():
         torch.testing.assert_close(parameter, named[key], rtol=1e-9, atol=1e-9, msg=key)
         assert (named[key] - initial.get_parameter(key)).abs().max() > 1e-4, key
-    assert clipped > 0 and 0 < truncated < len(responses) * STEPS, (
-        "clips and the length limit must show"
-    )
-    assert sum(line["rollout/spec_accepted_tokens"] for line in read(tmp_path)) > 0, (
-        "so must drafts"
-    )
+    has_gaps, lines = GAPS in RECIPES[name], read(tmp_path)
+    assert (sum(left_out) > 0) == has_gaps and min(left_out) < len(is_out)
+    assert [line.get("reward/left_out", 0) for line in lines] == left_out
+    missing = sum(line.get("rewards/with_gaps/missing", 0) for line in lines)
+    assert missing >= sum(left_out)
+    assert clipped > 0 or has_gaps, "clips must show"
+    assert 0 < truncated < len(responses) * STEPS, "the length limit must show"
+    assert sum(line["rollout/spec_accepted_tokens"] for line in lines) > 0, "so must drafts"

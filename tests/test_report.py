@@ -28,7 +28,6 @@ def make_samples(rewards: list[list[float]]) -> Samples:
 def record(
     samples: Samples, rewards=((1.0, 1.0), (1.0, 1.0)), num_chosen: int = 2, waits=(), **fields
 ) -> StepRecord:
-    """Return a step that trains on the first groups of its samples."""
     rewards, chosen = np.array(rewards), samples.of_groups(list(range(num_chosen)))
     fields |= {"generated": samples, "rollouts": [RolloutRecord(waits=list(waits))]}
     fields["advantages"] = np.array([-0.5, 0.25, 2.0, -1.5])[: num_chosen * 2]
@@ -36,8 +35,6 @@ def record(
 
 
 class TwoRanks:
-    """Two ranks, of which the other one reports `other`."""
-
     world_size, device = 2, torch.device("cpu")
 
     def __init__(self, other: list[float]):
@@ -114,8 +111,7 @@ def test_replaced_groups_and_equal_function_names():
 
 
 def stages(*seconds: float) -> list:
-    """Generation, waiting, reward and training, the first three in two batches of a quarter and
-    three quarters."""
+    """Generation, waiting, reward in two batches, a quarter and three quarters, and training."""
     parts = [share * s for share in (0.25, 0.75) for s in seconds[:3]] + [seconds[3]]
     ends = (100.0 + np.cumsum(parts)).tolist()
     kinds = ("gen", "wait", "reward") * 2 + ("train",)

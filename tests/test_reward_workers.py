@@ -50,7 +50,6 @@ def ask(workers: RewardWorkers, texts: list[str]) -> list[Answer]:
 
 
 def outcomes(workers: RewardWorkers, texts: list[str]) -> list:
-    """Values, and kinds of failures."""
     rewards = [answer.reward for answer in ask(workers, texts)]
     return [r.kind if isinstance(r, RewardFailure) else r for r in rewards]
 
@@ -112,18 +111,12 @@ def test_workers_are_light_reproducible_and_of_low_priority(make_workers, monkey
     command = [sys.executable, "-c", "print(hash('a string') >> 16)"]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    wanted = {
-        "torch": 0.0,
-        "threads": 1.0,
-        "main thread": 1.0,
-        "hash": float(done.stdout),
-        "nice": min(os.nice(0) + NICENESS, 19),
-    }
+    wanted = {"torch": 0.0, "threads": 1.0, "main thread": 1.0, "hash": float(done.stdout)}
+    wanted |= {"nice": min(os.nice(0) + NICENESS, 19)}
     assert outcomes(make_workers(), [f"report {fact}" for fact in wanted]) == list(wanted.values())
 
 
 def test_output_of_functions_is_shown(make_workers, capfd):
-    """By the function and by what it starts, on both streams."""
     assert outcomes(make_workers(), ["say"]) == [1.0]
     assert sorted(capfd.readouterr().err.splitlines()) == ["said", "to error", "to output"]
 

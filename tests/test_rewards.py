@@ -42,7 +42,6 @@ def as_chat(text: str) -> list[dict]:
 
 
 def call(function, texts: list[str], chat: bool, **columns) -> list:
-    """A reward function of string or of chat completions."""
     return function(
         prompts=["p"] * len(texts),
         completions=[as_chat(t) for t in texts] if chat else texts,
@@ -295,17 +294,14 @@ class Wordless(Exception):
 def test_value_whose_methods_fail_is_a_failure(value):
     (failure,) = score(lambda **kwargs: [value], SAMPLES[:1])
     assert failure.kind == "value" and len(failure.message) < 2 * MAX_SHOWN
+    (failure,) = score(lambda **kwargs: Wordless(), SAMPLES[:1])
+    wanted = "returned a Wordless without text, not a list of 1 values, one per sample"
+    assert failure == RewardFailure("result", wanted)
 
 
 def test_long_message_of_an_exception_is_cut():
     line = one_line(ValueError("a" * 400 + "\n" + "b" * 10**6))
     assert line == "ValueError: " + "a" * 400 + " " + "b" * 99 + "..."
-
-
-def test_result_whose_methods_fail_is_a_failure():
-    (failure,) = score(lambda **kwargs: Wordless(), SAMPLES[:1])
-    wanted = "returned a Wordless without text, not a list of 1 values, one per sample"
-    assert failure == RewardFailure("result", wanted)
 
 
 @pytest.mark.parametrize("error", [ValueError("x" * 2_000_000), Wordless(), ValueError("\udc80")])

@@ -68,8 +68,7 @@ def test_own_rows_equal_plain_generation(drafting, num_slots):
 
 
 def test_drafts_equal_later_step():
-    """Under the same weights: token for token, so all of them are accepted, in far fewer
-    forwards."""
+    """Under the same weights: all tokens are accepted, in far fewer forwards."""
     model = new_model()
     world = World(model, 24, BoardWithSlowRank(90), method="bubble")
     world.rollout(0, rows_of(0), world.plans((1,)))
@@ -139,8 +138,6 @@ def test_no_forward_begins_after_all_ranks_are_done(max_slowdown):
 
 
 class Selecting:
-    """One rank's rollout of which not all is trained on."""
-
     def __init__(self, launch: Launch, num_slots: int = 24, stop_after: int | None = None):
         model, board = new_model(), one_rank()
         self.engine = Engine(ModelRunner(model, num_slots, MAX_LENGTH, SEED))
@@ -215,7 +212,6 @@ def play_two_ranks(num_rollouts: int) -> list[list[dict]]:
 
 
 def play_step(world: World, step: int, ranks: SimulatedRanks) -> dict:
-    """A rank's rollout of a step, and what came of it."""
     rows = rows_of(step, FOUR_PROMPTS[:1] if ranks.rank == 0 else FOUR_PROMPTS[1:])
     world.proposer.begin()
     for row in rows:

@@ -167,8 +167,6 @@ def test_drafts_mostly_hold_before_measurements():
 
 
 def test_lengths_come_from_the_best_evidence():
-    """A finished draft, then the prompt's own responses of earlier epochs, then siblings' drafts,
-    then a line through all."""
     model = observed({1: [10, 30], 2: [40, 40], 3: [90, 110]})
     groups = groups_of([1, 7, 8])
     rows = model.predict(groups, 2, [draft(25), None, draft(60), None, None, draft(70, False)])

@@ -42,7 +42,6 @@ def as_jsonl(rows: list) -> str:
 
 
 def write(path, rows: list) -> str:
-    """Rows in the format that the suffix of `path` asks for."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":
         path.write_text(as_jsonl(rows))
@@ -249,9 +248,8 @@ def test_name_of_two_splits_is_refused_beside_others(tmp_path):
     assert load(tmp_path) == ROWS
     write(tmp_path / "dev_test.jsonl", ROWS)
     message = refusal(load, tmp_path)
-    assert (
-        message.startswith("data.path: ") and "dev_test.jsonl may be validation or test;" in message
-    )
+    assert message.startswith("data.path: ")
+    assert "dev_test.jsonl may be validation or test;" in message
 
 
 def test_test_set_alone_is_no_train_set_beside_unread_files(tmp_path):

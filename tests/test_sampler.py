@@ -50,8 +50,6 @@ from tests.helpers.simulated import make_config
 
 
 class FakeScoring:
-    """The reward of a response is its length, modulo something."""
-
     def __init__(self):
         self.scored = []
 
@@ -73,7 +71,6 @@ def start(
     num_slots: int = 24,
     **options,
 ) -> Sampler:
-    """Two of the prompts in a step."""
     config = make_config(method, 2, 2, LIMIT, **{"run__max_steps": 9, **options})
     board = board or one_rank()
     if ranks is None:
@@ -94,7 +91,6 @@ def by_id(samples: Samples) -> dict:
 
 
 def generated(model, groups: list[Group], num_generations: int = 2, params=PARAMS) -> dict:
-    """What generation without drafts gives under the weights as they are."""
     rows = make_rows(groups, num_generations, LIMIT)
     done = Engine(ModelRunner(model, 64, MAX_LENGTH, SEED)).run(rows, params)
     return {name: tokens for name, (tokens, _) in as_dict(done).items()}
@@ -138,7 +134,6 @@ def no_controls(monkeypatch):
 
 @pytest.mark.parametrize("method", ["bubble+suffix", "none"])
 def test_restored_sampler_continues_alike(method, no_controls):
-    """Drafts, history and statistics: the next steps propose and draft the same."""
     ends = []
     for is_resumed in (False, True):
         model = new_model()
@@ -162,7 +157,6 @@ def test_restored_sampler_continues_alike(method, no_controls):
 
 
 def test_guard_exists_only_where_costs_decide():
-    """None where a setting says what to do."""
     for method in ("bubble", "suffix"):
         assert set(start(method, new_model()).stats.guards) == {DRAFTS}
     for method, planning in (("bubble", "always"), ("bubble", "idle_only")):
@@ -295,7 +289,6 @@ def test_lengths_are_learned_with_any_drafts():
 
 
 def play_two_ranks(num_steps: int, method="none", **options) -> list[list[StepRecord]]:
-    """Steps in virtual time."""
     time, results = VirtualTime(2), {}
 
     def work(rank: int) -> None:

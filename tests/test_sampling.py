@@ -18,7 +18,6 @@ def some_logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, count: int, params: SamplingParams, num_generated: int = 0):
-    """Draw samples from one row of logits, each with its own stream."""
     zero, number = np.zeros(count, np.int64), np.arange(count)
     keys = torch.from_numpy(stream_keys(3, zero + 17, number // 1000, zero, number % 1000))
     return sample(logits.expand(count, -1), keys, torch.full((count,), num_generated), params)
@@ -56,25 +55,6 @@ def test_chi_square_against_softmax(params, dtype):
     np.testing.assert_allclose(logprob.numpy(), np.log(wanted[token.numpy()]), atol=1e-5)
     untruncated = (logits / params.temperature).log_softmax(-1)[0]
     np.testing.assert_allclose(full_logprob.numpy(), untruncated[token].numpy(), atol=1e-5)
-
-
-def test_greedy_token_is_best_and_certain():
-    logits = some_logits(1, rows=5)
-    keys = torch.zeros(5, 4, dtype=torch.int32)
-    params = SamplingParams(temperature=0.0)
-    token, logprob, full_logprob = sample(logits, keys, torch.zeros(5, dtype=torch.int64), params)
-    assert torch.equal(token, logits.argmax(-1)) and not logprob.any()
-    torch.testing.assert_close(full_logprob, logits.log_softmax(-1).amax(-1))
-
-
-def test_stop_tokens_are_barred_before_min_length():
-    logits = some_logits(3)
-    logits[0, [4, 9]] = 6.0
-    params = SamplingParams(stop_token_ids=(4, 9), min_length=3)
-    early = draw(logits, 3000, params, num_generated=2)[0]
-    late = draw(logits, 3000, params, num_generated=3)[0]
-    assert not torch.isin(early, torch.tensor([4, 9])).any()
-    assert torch.isin(late, torch.tensor([4, 9])).double().mean() > 0.5
 
 
 def test_chunks_leave_samples_unchanged(monkeypatch):

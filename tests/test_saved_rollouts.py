@@ -17,14 +17,11 @@ from bubblespec.trainer import Trainer
 from tests.helpers.checks import refusal
 from tests.helpers.rows import LETTERS
 from tests.helpers.runs import SHORT, train_here
+from tests.helpers.threads import Killed
 from tests.test_metrics import NAMES, a_record, read
 
 OPTIONS = [*SHORT, "rollout.num_prompts_per_step=4", "rollout.max_completion_length=24"]
 OPTIONS += ["eval.num_prompts=0", "run.save_rollouts=true", "run.max_steps=4", "run.save_steps=2"]
-
-
-class Killed(BaseException):
-    """The process is gone."""
 
 
 @pytest.fixture
@@ -114,12 +111,8 @@ def test_missing_rewards_are_null_and_failures_warn(tmp_path, capsys):
     save_rollouts(files, a_record(0), NAMES, LETTERS)
     rows = pyarrow.parquet.read_table(tmp_path / "rollouts").to_pylist()
     assert [row["rewards/form"] for row in rows] == [0.5, 0.5, None, None]
-    assert rows[2]["text"] == "d⟦e⟧f" and [row["reward"] for row in rows] == [
-        10,
-        10.25,
-        10.5,
-        10.75,
-    ]
+    assert rows[2]["text"] == "d⟦e⟧f"
+    assert [row["reward"] for row in rows] == [10, 10.25, 10.5, 10.75]
     os.mkdir(tmp_path / "rollouts" / ".step-00002.parquet")
     save_rollouts(files, a_record(1), NAMES, LETTERS)
     assert "warning: the rollouts of step 2 could not be written" in capsys.readouterr().err

@@ -19,12 +19,10 @@ def make_schedule(num_prompts: int) -> StepSchedule:
 
 
 def finish(schedule: StepSchedule, groups: list[Group]) -> None:
-    """All of a step have had their turn."""
     schedule.finish(samples_of(groups, [np.zeros(1, np.int32)] * len(groups) * GENERATIONS), {})
 
 
 def names(groups: list[Group]) -> list[tuple[int, int]]:
-    """uid and visit of each."""
     return [(group.prompt.uid, group.visit) for group in groups]
 
 
@@ -34,7 +32,6 @@ def num_replaced(step: int) -> list[int]:
 
 
 def run(schedule: StepSchedule, step: int) -> list[list[Group]]:
-    """The batches of a step from its beginning to its end."""
     launch = schedule.launch(step)
     assert launch.num_generations == GENERATIONS
     assert launch.num_trained == len(launch.groups) == OF_STEP and not launch.selects

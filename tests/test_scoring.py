@@ -60,7 +60,6 @@ def make_scorer():
 
 
 def finished_rows(count: int) -> list[Row]:
-    """Generations of one prompt, whose only token is their number."""
     rows = make_rows(GROUPS[:1], count, 10)
     for row in rows:
         row.tokens = np.array([row.id.sample])
@@ -212,8 +211,7 @@ def test_other_ranks_decide_whether_all_have_failed(make_scorer):
 
 
 def test_seconds_are_measured_by_the_rank_clock(make_scorer):
-    """Only the function moves the clock, 3 s per call. Calls before the end of the rollouts overlap
-    with them."""
+    """Only the function moves the clock. Calls before the end of rollouts overlap."""
     ranks, now = Ranks(CPU), [5.0]
     ranks.clock = SimpleNamespace(monotonic=lambda: now[0])
 
@@ -240,14 +238,8 @@ def test_seconds_are_measured_by_the_rank_clock(make_scorer):
 
 # What two functions are told, each by its half of the completion, and what comes of it: a number,
 # None where it does not apply, or the kind of failure.
-HALVES = {
-    "value 0.5": 0.5,
-    "value -2": -2.0,
-    "none": None,
-    "raise boom": "exception",
-    "wrong nan": "value",
-    "die killed": "crash",
-}
+HALVES = {"value 0.5": 0.5, "value -2": -2.0, "none": None, "raise boom": "exception"}
+HALVES |= {"wrong nan": "value", "die killed": "crash"}
 HALF_FUNCTIONS = [
     "tests.helpers.misbehaving_rewards.obey_left",
     "tests.helpers.misbehaving_rewards.obey_right",
@@ -255,7 +247,6 @@ HALF_FUNCTIONS = [
 
 
 def take(scoring: Scoring, count: int) -> list[tuple[Row, np.ndarray]]:
-    """Take scores until `count` rows are there."""
     taken: list = []
 
     def are_there() -> bool:

@@ -9,15 +9,8 @@ from bubblespec.setup import build
 from tests.helpers.clocks import virtual_time
 from tests.helpers.runs import SHORT
 
-SEAMS = {
-    "Sampler.mechanisms",
-    "ChainSource.runner",
-    "Learner.after_update",
-    "Learner.early",
-    "Learner.on_hidden",
-    "ModelRunner.forward",
-    "ModelRunner.followers",
-}
+SEAMS = {"Sampler.mechanisms", "ChainSource.runner", "ModelRunner.forward"}
+SEAMS |= {"ModelRunner.followers", "Learner.after_update", "Learner.early", "Learner.on_hidden"}
 PARTS = ["speculative.method=bubble+suffix+quantized", "speculative.planning=always"]
 PARTS += ["optim.stream_gradients=true"]
 

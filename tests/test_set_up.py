@@ -58,7 +58,6 @@ def load_all(config: Config) -> None:
 
 @pytest.fixture
 def policy(tmp_path):
-    """A copy of the tiny policy."""
     return shutil.copytree(TINY, tmp_path / "policy")
 
 
@@ -308,7 +307,6 @@ def test_a_hub_out_of_reach_is_asked_once_and_named(monkeypatch):
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory):
-    """A model, and the folder of a drafter of it."""
     folder = tmp_path_factory.mktemp("drafter")
     model = AutoModelForCausalLM.from_pretrained(TINY)
     save_drafter(folder, Drafter(model, np.arange(5)), 0)

@@ -39,7 +39,6 @@ def bits(tensors) -> list[list[float]]:
 
 
 def state_size(optimizer: Optimizer) -> int:
-    """Numbers in this rank's moments and masters."""
     tensors = [state[key] for state in optimizer.local.state.values() for key in MOMENTS]
     masters = list(optimizer.updated.values()) if optimizer.has_masters else []
     return sum(t.numel() for t in tensors + masters)
@@ -51,7 +50,6 @@ def same_state(a: dict, b: dict) -> bool:
 
 
 def save(optimizer: Optimizer, ranks: Ranks) -> tuple[dict | None, list[int]]:
-    """The state, and how many numbers were sent at a time."""
     sent, broadcast = [], ranks.broadcast_
 
     def counted(tensor: torch.Tensor, source: int) -> torch.Tensor:

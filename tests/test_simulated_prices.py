@@ -16,7 +16,7 @@ MEASURED = Prices(0.163, 1.0, 4e-5, 4e-5, 0.0)  # fitted to that run, with 2.7 m
 
 
 def seconds_of(run: float, forward_s: float, prices: Prices) -> tuple[float, float]:
-    """Seconds of all rollouts without drafts and with them. run: tokens to a mismatch."""
+    """run: tokens to a mismatch."""
     keys = [*SHAPE, "speculative.method=bubble+suffix", "rollout.tp_tail_max_rows=0"]
     config, workload = synthetic_run(Spec(run=run, **LENGTHS), keys)
     arms = arms_of(config).values()

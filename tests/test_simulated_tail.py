@@ -9,14 +9,7 @@ from bubblespec.errors import InputError
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate import command
 from bubblespec.tools.simulate.run import simulate
-from tests.helpers.simulated import (
-    LinearCost,
-    figures,
-    make_config,
-    make_workload,
-    run,
-    true_text,
-)
+from tests.helpers.simulated import LinearCost, figures, make_config, make_workload, run, true_text
 
 ALONE_S, TOGETHER_S = 10e-3, 4e-3
 SHORT, LONG = 20, 240  # tokens

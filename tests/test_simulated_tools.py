@@ -43,7 +43,6 @@ def test_episode_takes_forwards_and_calls(monkeypatch):
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_tools_keep_tokens_of_every_method(num_ranks):
-    """Each finished row is compared with its text, too (`_Rank._check_row`)."""
     plain = [step.digest for step in run("none", num_ranks, **TOOLS)]
     for keys in ({}, {"environment__draft": "false"}, {"tail_batching__enabled": "true"}):
         steps = run("bubble+suffix", num_ranks, config=keys, steps=4, **TOOLS)

@@ -57,7 +57,6 @@ def test_deferred_samples_displace_latest_coming_drafts():
 
 
 def test_exchange_gives_all_ranks_the_same_store():
-    """Two ranks, whose collectives are played by hand."""
     other = SampleId(BIG, 2, 3)
     own = [
         {sample(0): draft(7, 8, version=1), sample(2): draft(finished=True)},

@@ -88,8 +88,7 @@ def test_streamed_run_equals_run_without_streaming(tmp_path_factory, monkeypatch
 
 
 def test_abandoned_step_leaves_no_gradient(monkeypatch, tmp_path):
-    """Told to stop once something has been streamed; the step that is made again has the gradient
-    of its samples alone."""
+    """Told to stop once something is streamed; the step made again is whole."""
     stream_always(partial(monkeypatch.setattr, raising=False))
     options = [*OPTIONS, REWARD, *STREAMED, DRAFTS, "run.max_steps=1"]
     run_loop, norms = RolloutLoop.run, []

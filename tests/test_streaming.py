@@ -138,8 +138,7 @@ def test_samples_streamed_twice_or_not_trained_on_are_refused(make_model):
 
 
 def streamed_on_two_ranks(ranks: Ranks, model, shard_state: bool) -> dict:
-    """Each rank streams every other sample of some groups; both streamed and plain updates, two
-    each."""
+    """Each rank streams every other sample of some groups; two updates with and without."""
     seen, weights, shares = {}, {}, []
     for streams in (False, True):
         own, config = copy.deepcopy(model), make_config(loss_type="grpo")

@@ -29,8 +29,7 @@ def ints(*values: int) -> np.ndarray:
 def random_events(
     rng: np.random.Generator, alphabet: int, samples: int = 3, count: int = 40
 ) -> list[tuple[str, int, np.ndarray]]:
-    """Return events of a group: drafts of some samples, then rows that grow by a few tokens, often
-    as in their drafts."""
+    """Return events of a group: drafts, then rows that grow by a few tokens, often as drafted."""
     drafted = [j for j in range(samples) if rng.random() < 0.7]
     drafts = {j: rng.integers(alphabet, size=rng.integers(0, 40)) for j in drafted}
     events, lengths = [("draft", *item) for item in drafts.items()], [0] * samples
@@ -212,19 +211,7 @@ def test_failing_draft_yields_to_sibling():
     assert sources == [OWN] * 3 + [SIBLING] * 4
 
 
-def test_position_zero_prefers_own_then_sibling_then_history():
-    history = [(ints(7, 8, 9), 1.0)]
-    assert GroupIndex().propose(0, 4)[0].tolist() == []
-    tokens, length, source = GroupIndex(history).propose(0, 4)
-    assert (tokens.tolist(), length, source) == ([7, 8, 9], 8, HISTORY)
-    index = build([("draft", 1, ints(4, 5, 6))], history)
-    assert index.propose(0, 2)[0].tolist() == [4, 5] and index.propose(0, 2)[2] == SIBLING
-    index.add_draft(0, ints(1, 2, 3))
-    assert index.propose(0, 4)[0].tolist() == [1, 2, 3] and index.propose(0, 4)[2] == OWN
-
-
 def test_rows_together_equal_rows_one_by_one():
-    """Rows of three groups grow and ask together or one after the other."""
     rng = np.random.default_rng(6)
     together, alone = SuffixIndex(), [GroupIndex() for _ in range(3)]
     rows = [(group, sample) for group in range(3) for sample in range(2)]

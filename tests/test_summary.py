@@ -13,28 +13,13 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.telemetry import summary
 from bubblespec.telemetry.summary import History, find_hints
 
-METRICS = {
-    "reward": 0.25,
-    "frac_reward_zero_std": 0.5,
-    "completions/mean_length": 38.125,
-    "completions/max_length": 400,
-    "completions/clipped_ratio": 0.125,
-    "entropy": 0.5,
-    "timing_s/gen": 2.0,
-    "timing_s/bubble": 1.0,
-    "timing_s/reward": 0.125,
-    "timing_s/train": 0.5,
-    "timing_s/sync": 0.25,
-    "timing_s/step": 4.0,
-    "perf/throughput": 1234.5,
-}
-DRAFTS = {
-    "rollout/spec_accept_rate": 0.75,
-    "rollout/spec_accepted_tokens": 3000,
-    "rollout/spec_wasted_tokens": 1000,
-    "rollout/modelled_s": 4.0,
-    "guard/is_on": 1,
-}
+METRICS = {"reward": 0.25, "frac_reward_zero_std": 0.5, "completions/mean_length": 38.125}
+METRICS |= {"completions/max_length": 400, "completions/clipped_ratio": 0.125, "entropy": 0.5}
+METRICS |= {"timing_s/gen": 2.0, "timing_s/bubble": 1.0, "timing_s/reward": 0.125}
+METRICS |= {"timing_s/train": 0.5, "timing_s/sync": 0.25, "timing_s/step": 4.0}
+METRICS |= {"perf/throughput": 1234.5}
+DRAFTS = {"rollout/spec_accept_rate": 0.75, "rollout/spec_accepted_tokens": 3000}
+DRAFTS |= {"rollout/spec_wasted_tokens": 1000, "rollout/modelled_s": 4.0, "guard/is_on": 1}
 
 
 def make_config(**sections) -> Config:
@@ -98,7 +83,6 @@ def test_output_shows_progress_and_how_to_extend(num_updates, scheduler, ending)
 
 
 def without_drafts(ratio: float) -> dict:
-    """A step without drafts, for comparison. ratio: measured over modelled seconds."""
     return METRICS | {"rollout/modelled_s": 3.0 / ratio}
 
 
@@ -196,8 +180,7 @@ def test_end_of_runs_with_few_steps():
 
 
 @pytest.mark.parametrize(
-    "seconds, text",
-    [(0.04, "0.0 s"), (59.94, "59.9 s"), (59.96, "0:01:00"), (7260.4, "2:01:00")],
+    "seconds, text", [(0.04, "0.0 s"), (59.94, "59.9 s"), (59.96, "0:01:00"), (7260.4, "2:01:00")]
 )
 def test_durations_from_a_minute_on_are_clock_times(seconds, text):
     assert summary.duration(seconds) == text

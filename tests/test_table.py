@@ -102,8 +102,7 @@ def test_early_verdicts_hold_however_the_rollout_goes_on(shape):
 
 @pytest.mark.parametrize("shape", [(5, 3, 4), (5, 1, 3)])
 def test_excluded_rows_need_not_finish(shape):
-    """Rows are dropped as soon as they are out, and what is left at the end is what would have been
-    selected from all."""
+    """What is left is what would have been selected from all."""
     launch = make_launch(*shape)
     for seed in range(30):
         rng = np.random.default_rng(seed)

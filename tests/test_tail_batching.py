@@ -104,8 +104,6 @@ def test_loaded_tail_batching_continues_from_any_step():
 
 
 def test_upcoming_groups_are_predicted_where_determined():
-    """Deferred groups first; then what short rounds launch, in so far as it does not hang on
-    lengths."""
     planner, foreseen = make_planner(23, 1.5), {}
     for step in range(30):
         for ahead, batch in enumerate(planner.upcoming(step, 5)):
@@ -166,22 +164,15 @@ def test_auto_ratio_never_loses(tail, prompts):
         assert count == prompts
 
 
-OPTIONS = [
-    *SHORT,
-    "rollout.num_prompts_per_step=4",
-    "eval.num_prompts=0",
-    "rollout.max_num_seqs=24",
-    "speculative.method=none",
-    "data.size=60",
-]
+OPTIONS = [*SHORT, "rollout.num_prompts_per_step=4", "eval.num_prompts=0"]
+OPTIONS += ["rollout.max_num_seqs=24", "speculative.method=none", "data.size=60"]
 TAIL = ["tail_batching.enabled=true", "tail_batching.over_sampling_ratio=1.5"]
 
 
 def sampler_of(folder, *options: str):
-    return build(
-        load_config("configs/tiny_cpu.yaml", [*OPTIONS, f"run.output_dir={folder}", *options]),
-        Ranks(torch.device("cpu")),
-    )
+    options = [*OPTIONS, f"run.output_dir={folder}", *options]
+    trainer = build(load_config("configs/tiny_cpu.yaml", options), Ranks(torch.device("cpu")))
+    return trainer.sampler
 
 
 def tokens_by_name(samples: Samples) -> dict:
@@ -191,7 +182,7 @@ def tokens_by_name(samples: Samples) -> dict:
 def test_fixed_weights_train_on_same_samples(tmp_path, monkeypatch):
     """Over an epoch's end: key by key the tokens of plain order, and what is queued has a beginning
     of them. Only what is trained on is scored."""
-    plain, truth = sampler_of(tmp_path / "plain").sampler, {}
+    plain, truth = sampler_of(tmp_path / "plain"), {}
     for step in range(15):
         truth |= tokens_by_name(plain.sample(step).generated)
     scored, collect = [], Scoring.collect
@@ -201,7 +192,7 @@ def test_fixed_weights_train_on_same_samples(tmp_path, monkeypatch):
         return collect(scoring, rows)
 
     monkeypatch.setattr(Scoring, "collect", noting)
-    sampler, trained = sampler_of(tmp_path / "tail", *TAIL).sampler, {}
+    sampler, trained = sampler_of(tmp_path / "tail", *TAIL), {}
     for step in range(10):
         new = tokens_by_name(sampler.sample(step).generated)
         assert not new.keys() & trained.keys()

@@ -11,11 +11,9 @@ import transformers
 from bubblespec.config import ModelConfig
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.comparison import random_tokens
-from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import sample, stream_keys
 from bubblespec.learn.lora import add_adapter
 from bubblespec.mechanisms.tp_tail.shards import (
@@ -26,8 +24,7 @@ from bubblespec.mechanisms.tp_tail.shards import (
     shard_heads,
     shard_of,
 )
-from bubblespec.types import Row, SampleId
-from tests.helpers.generation import Drafter, as_dict, make_runner
+from tests.helpers.generation import make_runner
 from tests.helpers.models import ARCHITECTURES, GQA, SMALL, VOCAB, config_of, random_model
 from tests.helpers.tp import run_together
 
@@ -57,7 +54,6 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> transformers.PreTrai
 def whole_and_sharded(
     model, size: int, fed: list[tuple[list[int], list[int]]]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return logits of the whole model and of each rank. fed: cached and new tokens by row."""
     tokens = [random_tokens(model, 40), random_tokens(model, 60)[20:]]
 
     def logits(forward: ModelForward) -> torch.Tensor:
@@ -199,50 +195,3 @@ def test_samples_of_shards_equal_the_whole(name, size, offset, monkeypatch):
         assert torch.equal(token, wanted[0])
         for own, whole in zip(logprobs, wanted[1:], strict=True):
             torch.testing.assert_close(own, whole, rtol=1e-13, atol=1e-13)
-
-
-def rows() -> list[Row]:
-    prompts = [tuple(range(1, 4 + 3 * n)) for n in range(4)]
-    return [Row(SampleId(n // 2, 1, n), prompts[n // 2], 24) for n in range(8)]
-
-
-OF_ROWS = SamplingParams(temperature=0.9, stop_token_ids=(5, 11))
-
-
-def plain_rows(model) -> list[Row]:
-    return Engine(ModelRunner(model, 8, LONGEST, 3)).run(rows(), OF_ROWS)
-
-
-def assert_same_rows(found: list[Row], wanted: list[Row]) -> None:
-    assert as_dict(found) == as_dict(wanted)
-    for row, of in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(row.logprob, of.logprob, rtol=1e-6)
-        np.testing.assert_allclose(row.full_logprob, of.full_logprob, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "name, size", [("uneven, tied", 2), ("qwen3", 4), ("uneven, tied", 4), ("fused", 2)]
-)
-def test_rows_of_tp_engine_equal_plain_rows(name, size):
-    """Few slots, right and wrong drafts, and rows that already have tokens."""
-    model = build(name)
-    wanted = plain_rows(model)
-
-    def of_rank(tp):
-        own, drafts = rows(), Drafter(as_dict(wanted), 0.3)
-        for row, of in zip(own, wanted, strict=True):
-            known = min(len(of.tokens) // 2, 7)
-            row.tokens, row.logprob = of.tokens[:known].copy(), of.logprob[:known].copy()
-            row.full_logprob = of.full_logprob[:known].copy()
-        options = {"tp": tp, "max_num_batched_tokens": 24}
-        runner = make_runner(copy.deepcopy(model), 4, LONGEST, 3, **options)
-        runner.forward.check()
-        Engine(runner).run(own, OF_ROWS, drafts)
-        assert drafts.num_accepted > 30
-        return own, runner.cache.layers[0].keys.shape[2]
-
-    config = model.config
-    for rank, (own, num_heads) in enumerate(run_together(size, of_rank)):
-        assert_same_rows(own, wanted)
-        heads = shard_heads(config.num_attention_heads, config.num_key_value_heads, rank, size)[1]
-        assert num_heads == heads.stop - heads.start, "a rank holds keys of its own heads alone"

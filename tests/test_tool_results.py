@@ -15,8 +15,6 @@ END = "<|im_end|>"
 
 
 class Giver:
-    """An environment whose tool returns the result of `_make`."""
-
     _make = staticmethod(lambda: None)
 
     def reset(self, **columns) -> None: ...
@@ -36,7 +34,6 @@ def chatml():
 
 
 def answer(tokenizer, turn: str, factory: str = f"{__name__}.Giver") -> tuple[Observation, Outcome]:
-    """One turn of an episode, and its outcome."""
     (_, observation), outcome = play(factory, tokenizer, make_prompt(), [turn])
     return observation, outcome
 
@@ -92,8 +89,6 @@ def test_plain_data_with_an_address_is_shown(chatml, monkeypatch, value):
 
 
 class Kinds:
-    """A tool of each kind of method."""
-
     def reset(self, **columns) -> None: ...
 
     @staticmethod
@@ -168,7 +163,6 @@ def test_interrupt_in_a_tool_ends_the_run(chatml, monkeypatch):
 def test_long_lists_are_cut_as_text(chatml, monkeypatch):
     monkeypatch.setattr(Giver, "_make", staticmethod(lambda: ["word"] * 5000))
     observation, _ = answer(chatml, GIVE)
-    assert (
-        observation.reason is None and len(observation.ids) <= make_config().max_observation_length
-    )
+    assert observation.reason is None
+    assert len(observation.ids) <= make_config().max_observation_length
     assert chatml.decode(observation.ids).startswith("\n<|im_start|>tool\n['word', 'word', ")

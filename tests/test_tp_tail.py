@@ -55,8 +55,6 @@ NUM_ROWS = 12  # of four prompts, three responses each
 
 
 class TimedRunner(DrafterRunner):
-    """A chain takes virtual time."""
-
     def draw(self, *arguments):
         self.engine.clock.sleep(1e-4)
         return super().draw(*arguments)
@@ -83,13 +81,8 @@ def play(
         rows, finished, entered, num_chains = table.make_rows(LIMIT), [], [], []
         proposer = None
         if drafts is not None:
-            proposer = make_proposer(
-                ["bubble", "suffix"],
-                History(1000),
-                fixed_cost(),
-                has_drafts=True,
-                clock=ranks.clock,
-            )
+            parts = ["bubble", "suffix"], History(1000), fixed_cost()
+            proposer = make_proposer(*parts, has_drafts=True, clock=ranks.clock)
             proposer.begin()
             for row in rows.values():
                 row.draft = Draft(drafts[row.id], False, 0)
@@ -148,7 +141,6 @@ def num_shared(result: dict) -> int:
 
 
 def check(ranks: list[dict]) -> None:
-    """Check that all rows are those of plain generation, each reported once on its rank."""
     check_plain([list(result["rows"].values()) for result in ranks])
     for result in ranks:
         assert sorted(map(id, result["finished"])) == sorted(

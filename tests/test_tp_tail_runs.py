@@ -23,21 +23,11 @@ from tests.helpers.clocks import forward_seconds
 from tests.helpers.runs import digests, read
 from tests.helpers.threads import train_on_threads
 
-OPTIONS = [
-    "rollout.num_prompts_per_step=6",
-    "rollout.num_generations=3",
-    "rollout.max_completion_length=96",
-    "data.size=64",
-    "eval.num_prompts=4",
-    "eval.num_generations=2",
-    "run.max_steps=3",
-    "run.eval_steps=1",
-    "run.save_steps=0",
-    "model.dtype=float64",
-    "optim.learning_rate=1e-3",
-    "speculative.method=none",
-    "reward.functions=[tests.helpers.rewards.remainder]",
-]
+OPTIONS = ["rollout.num_prompts_per_step=6", "rollout.num_generations=3"]
+OPTIONS += ["rollout.max_completion_length=96", "data.size=64", "eval.num_prompts=4"]
+OPTIONS += ["eval.num_generations=2", "run.max_steps=3", "run.eval_steps=1", "run.save_steps=0"]
+OPTIONS += ["model.dtype=float64", "optim.learning_rate=1e-3", "speculative.method=none"]
+OPTIONS += ["reward.functions=[tests.helpers.rewards.remainder]"]
 
 
 @pytest.fixture(scope="module")

@@ -35,14 +35,12 @@ DYNAMIC = ["rollout.dynamic_sampling_max_batches=3", "run.max_steps=2"]
 
 
 def rows_of(folder, kind: str, **wanted: int) -> list[dict]:
-    """Rows of a table whose columns have the values `wanted`."""
     rows = read_table(str(folder / "trace"), kind).to_pylist()
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
 @pytest.fixture(scope="module")
 def dynamic(tmp_path_factory):
-    """One rank in virtual time, no speculation, several batches per step."""
     folder = tmp_path_factory.mktemp("dynamic")
     options = ["speculative.method=none", *NO_FILES, f"run.output_dir={folder}"]
     train_in_virtual_time(*SHORT, *DYNAMIC, *options)
@@ -51,14 +49,12 @@ def dynamic(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drafting(tmp_path_factory):
-    """One rank in virtual time that drafts ahead."""
     folder = tmp_path_factory.mktemp("drafting")
     train_in_virtual_time(*SHORT, *BUBBLE, *NO_FILES, f"run.output_dir={folder}")
     return folder
 
 
 def check_against_metrics(folder) -> None:
-    """What must hold of any trace of one rank."""
     lines = read(folder)
     assert list_steps(str(folder / "trace")) == [line["step"] for line in lines]
     for line in lines:
@@ -132,8 +128,7 @@ def test_recorded_drafts_are_replayed(drafting):
 
 
 def one_step(step: int, drafts: dict[SampleId, Draft] | None = None) -> StepRecord:
-    """Return a step of two prompts with two responses each, in two rollouts. The second prompt was
-    drawn before."""
+    """Return a step of two prompts with two responses each, in two rollouts."""
     groups = [Group(Prompt(uid, "p", (uid, 2), {}), visit) for uid, visit in ((11, 0), (7, 5))]
     tokens = [np.arange(5 + i) for i in range(4)]
     rewards = np.arange(4.0).reshape(2, 2)

@@ -34,7 +34,6 @@ critic/advantages/max completions/min_length prompt_length/mean epoch num_tokens
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """An uninterrupted run on two ranks, which the other runs are compared with."""
     folder = tmp_path_factory.mktemp("two_ranks")
     said = run(folder, 2, "speculative.method=none").stderr
     (folder / "screen.txt").write_text(said, encoding="utf-8")
@@ -61,7 +60,6 @@ def test_run_writes_documented_files(two_ranks):
 
 
 def test_a_run_shows_one_line_per_step(two_ranks):
-    """And each line once, though there are two ranks."""
     said = (two_ranks / "screen.txt").read_text(encoding="utf-8")
     assert "\r" not in said and "\033" not in said
     lines = said.splitlines()
@@ -82,7 +80,6 @@ PAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "docs", "metrics
 
 
 def keys_of(page: str) -> list[str]:
-    """Patterns of the keys in the first column of its tables."""
     patterns = []
     for cell in re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE):
         for key in re.findall("`([^`]+)`", cell):
@@ -98,10 +95,8 @@ def test_every_metric_is_documented(two_ranks, drafted, evaluated):
     lines = [line for folder in (two_ranks, drafted, evaluated) for line in read(folder)]
     written = {key for line in lines for key in line} - {"step"}
     patterns = keys_of(page)
-    assert (
-        len(written) > 70
-        and {key for key in written if not any(re.fullmatch(p, key) for p in patterns)} == set()
-    )
+    unknown = {key for key in written if not any(re.fullmatch(p, key) for p in patterns)}
+    assert len(written) > 70 and unknown == set()
     first = re.findall(r"^\| `(.*?)` \|", page.split("\n## ")[1], re.MULTILINE)
     assert [keys[0] for keys in CHARTS.values()] == first and len(first) == 8
     for key in (*itertools.chain(*CHARTS.values()), *ROWS, *EVAL_ROWS):
@@ -144,8 +139,7 @@ def test_checkpoint_loads_with_transformers(two_ranks):
 
 @pytest.fixture(scope="module")
 def drafted(tmp_path_factory):
-    """A run that drafts ahead, in virtual time: how much is drafted and verified does not depend on
-    the machine."""
+    """In virtual time: what is drafted and verified does not depend on the machine."""
     folder = tmp_path_factory.mktemp("drafted")
     options = (
         "speculative.method=bubble+suffix",
@@ -176,28 +170,20 @@ def test_drafts_are_made_verified_and_accepted(two_ranks, drafted):
     assert any(kind.startswith("draft") for kind in kinds), kinds
 
 
-SEVERAL_UPDATES = [
-    "run.max_steps=2",
-    "run.eval_steps=2",
-    "eval.num_prompts=8",
-    "loss.num_minibatches=2",
-    "loss.num_iterations=2",
-    "loss.importance_sampling_level=sequence",
-    "loss.advantage_estimator=rloo",
-    "reward.overlong_buffer_length=48",
-]
+SEVERAL_UPDATES = ["run.max_steps=2", "run.eval_steps=2", "eval.num_prompts=8"]
+SEVERAL_UPDATES += ["loss.num_minibatches=2", "loss.num_iterations=2"]
+SEVERAL_UPDATES += ["loss.importance_sampling_level=sequence", "loss.advantage_estimator=rloo"]
+SEVERAL_UPDATES += ["reward.overlong_buffer_length=48"]
 
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
-    """Four updates a step, whose reward is the function's and the penalty, and evaluations."""
     folder = tmp_path_factory.mktemp("evaluated")
     train_here(folder, *SEVERAL_UPDATES)
     return folder
 
 
 def test_overlong_penalty_and_iterations_on_any_ranks(tmp_path, evaluated):
-    """Evaluation is not penalised."""
     train_on_threads(2, *SHORT, *SEVERAL_UPDATES, f"run.output_dir={tmp_path}")
     assert digests(evaluated) == digests(tmp_path)
     compared = ["loss", "grad_norm", "entropy", "reward"]

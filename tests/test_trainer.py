@@ -33,13 +33,8 @@ from bubblespec.types import Group, Load, Prompt
 from tests.helpers.rows import samples_of
 from tests.helpers.runs import SHORT, read, weights
 
-OPTIONS = [
-    *SHORT,
-    "rollout.max_completion_length=16",
-    "run.max_steps=6",
-    "run.save_steps=0",
-    "eval.num_prompts=0",
-]
+OPTIONS = [*SHORT, "rollout.max_completion_length=16", "run.max_steps=6", "run.save_steps=0"]
+OPTIONS += ["eval.num_prompts=0"]
 
 
 def run_main(monkeypatch, folder, *overrides: str) -> int:
@@ -102,12 +97,8 @@ def make_trainer(config: Config, sampler: dict, **fields) -> Trainer:
     """With these parts of it and of its sampler, and no others."""
     common = {"config": config, "ranks": Ranks(torch.device("cpu"))}
     made = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | common | sampler)
-    return Trainer(
-        **dict.fromkeys(Trainer.__dataclass_fields__)
-        | common
-        | {"sampler": made, "evaluator": Evaluator(made, None)}
-        | fields
-    )
+    common |= {"sampler": made, "evaluator": Evaluator(made, None)}
+    return Trainer(**dict.fromkeys(Trainer.__dataclass_fields__) | common | fields)
 
 
 @pytest.mark.parametrize(
@@ -150,10 +141,7 @@ def test_an_evaluation_by_hand(monkeypatch):
         take_metrics=lambda: {"reward/errors": 3},
     )
     parts = {"params": sampling, "scorer": scorer, "reward_weights": [1.0, 10.0]}
-    parts |= {
-        "engine": SimpleNamespace(num_slots=8),
-        "stats": RunStats(cost=CostModel()),
-    }
+    parts |= {"engine": SimpleNamespace(num_slots=8), "stats": RunStats(cost=CostModel())}
     parts |= {"mechanisms": [], "store": DraftStore(0), "planning_s": 0.0}
     trainer = make_trainer(config, parts, eval_prompts=prompts, num_updates=12)
     trainer.ranks.clock = SimpleNamespace(perf_counter=iter([2.0] * 7 + [5.5]).__next__)

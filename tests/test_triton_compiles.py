@@ -9,30 +9,14 @@ triton = pytest.importorskip("triton")
 CAPABILITIES = (80, 90, 100)
 # Tokens, query heads of a key/value head, head dimension, window, keys.
 TILES = [(1, 7, 128), (4, 7, 128), (8, 8, 128)]  # of 16, 32 and 64 rows
-ATTENTION = [
-    *((capability, *tile) for capability in CAPABILITIES for tile in TILES),
-    (80, 8, 8, 64),
-    (90, 4, 6, 64),
-    (100, 1, 4, 64),
-    (80, 16, 4, 256),
-    (90, 2, 3, 80, 1024, 512),
-]
-OTHERS = [
-    ("add_norm", 3584),
-    ("rope_store", 28, 128, 128),
-    ("rope_store", 32, 96, 72, True),
-    ("gated", "gelu"),
-    ("sample", 151936),
-    ("add_to", 4864 * 896),
-    ("round_into", 4864 * 896),
-    ("add_norm_backward", 3584),
-    ("rotate", 128, 128),
-    ("rotate", 96, 64),
-    ("gated_backward", "gelu_tanh"),
-    ("head", 151936),
-    ("head", 151936, 0.3),
-    ("rows", 2),
-]
+ATTENTION = [*((capability, *tile) for capability in CAPABILITIES for tile in TILES)]
+ATTENTION += [(80, 8, 8, 64), (90, 4, 6, 64), (100, 1, 4, 64), (80, 16, 4, 256)]
+ATTENTION += [(90, 2, 3, 80, 1024, 512)]
+OTHERS = [("add_norm", 3584), ("rope_store", 28, 128, 128), ("rope_store", 32, 96, 72, True)]
+OTHERS += [("gated", "gelu"), ("sample", 151936), ("add_to", 4864 * 896)]
+OTHERS += [("round_into", 4864 * 896), ("add_norm_backward", 3584), ("rotate", 128, 128)]
+OTHERS += [("rotate", 96, 64), ("gated_backward", "gelu_tanh"), ("head", 151936)]
+OTHERS += [("head", 151936, 0.3), ("rows", 2)]
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,6 @@ def attend(query, keys, values, view: View, scaling: float, window: int | None =
 
 
 def plain_attention(query, keys, values, view: View, scaling: float, window: int | None):
-    """Attention in float64, token after token."""
     out, group = [], query.shape[1] // keys.shape[2]
     sequences = np.arange(len(view.slot)).repeat(view.first.diff().cpu().numpy())
     for token, position in enumerate(view.position.tolist()):
@@ -114,8 +113,7 @@ def test_attend_equals_plain_attention(group, size, page, split, window, sequenc
     query = randn(2 * group, len(view.place), size).transpose(0, 1)
     how = {"scaling": size**-0.5, "window": window}
     assert_near(
-        attend(query, keys, values, view, **how),
-        plain_attention(query, keys, values, view, **how),
+        attend(query, keys, values, view, **how), plain_attention(query, keys, values, view, **how)
     )
 
 
@@ -211,7 +209,6 @@ def make_keys(number: int, seed: int = 3) -> torch.Tensor:
 
 
 def counters(number: int) -> list[np.ndarray]:
-    """uid, visit, sample and position."""
     random = np.random.default_rng(0)
     return [random.integers(0, 1 << bits, number) for bits in (63, 32, 12, 20)]
 
@@ -346,7 +343,6 @@ def test_barred_tokens_are_never_sampled():
 @pytest.mark.parametrize("is_invariant", [False, True])
 @pytest.mark.parametrize("length", [1, WIDE, WIDE + 1, 40])
 def test_view_gives_each_token_its_own_keys(is_invariant, length):
-    """Pieces of rows, each with the keys up to its last token."""
     cache, count = KVCache(3, 128), np.array([length, 0, 2])
     cache.is_invariant = is_invariant
     packing = pack_rows(cache, np.array([5, 0, 9]), count, torch.device(DEVICE))

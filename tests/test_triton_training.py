@@ -36,7 +36,6 @@ def _seed():
 
 
 def needs_grad(*shape: int) -> torch.Tensor:
-    """Numbers that the kernels' type has."""
     return randn(*shape).double().requires_grad_()
 
 
@@ -152,16 +151,14 @@ def test_models_that_kernels_do_not_serve_keep_their_modules(make_model, monkeyp
     right = triton_training.rotate
     monkeypatch.setattr(triton_training, "rotate", lambda x, *rest, **how: x.mul_(1.5))
     assert OWN_HIDDEN not in vars(make_model("llama", torch.float32, 64))
-    assert (
-        "training computes transformers' modules: logits through layers" in capsys.readouterr().err
-    )
+    line = "training computes transformers' modules: logits through layers"
+    assert line in capsys.readouterr().err
     monkeypatch.setattr(triton_training, "rotate", right)
     assert OWN_HIDDEN not in vars(make_model("gpt2", torch.float32, 64))
 
 
 @pytest.mark.parametrize("loss_type, at_once", [("grpo", 1 << 26), ("distillation", 97)])
 def test_update_by_kernels_has_the_same_gradient(make_model, monkeypatch, loss_type, at_once):
-    """Logits in one chunk and in several."""
     samples, advantages = make_samples(generations=1), ADVANTAGES[:NUM_PROMPTS]
     config = make_config(loss_type=loss_type)
     make = lambda name="llama", **options: make_model(name, torch.float32, 64)  # noqa: E731

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from test_masked_loss import CASES as LOSSES
 from test_update import ADVANTAGES, make_config, make_learner, make_samples
 from torch.nn.utils.rnn import pad_sequence
 
@@ -30,20 +31,8 @@ trl = pytest.importorskip("trl")
 
 TOKENIZER = Path(__file__).parent.parent / "configs" / "tiny_policy"
 # Our keys and TRL's: the same leaf names but for the KL's weight and the lower clip.
-CASES = {
-    "grpo": {"loss_type": "grpo"},
-    "dr_grpo": {"loss_type": "dr_grpo"},
-    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 1.3},
-    "gspo": {
-        "loss_type": "grpo",
-        "importance_sampling_level": "sequence",
-        "epsilon_low": 0.03,
-        "epsilon_high": 0.04,
-    },
-    "dual clip": {"loss_type": "dapo", "delta": 1.4},
-    "k3": {"loss_type": "grpo", "kl_coef": 0.5},
-}
+NAMES = ("grpo", "dr_grpo", "dapo", "cispo", "gspo", "dual clip", "kl")
+CASES = {name: LOSSES[name] for name in NAMES}
 
 
 def padded(sequences: list, side: str, dtype=torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,17 +70,11 @@ def trl_loss_and_gradient(model, samples, old: list, reference: list, loss: dict
     prompts, prompt_mask = padded(prompt_ids, "left")
     tokens, mask = padded(samples.tokens, "right")
     tool_mask = padded([is_sampled(logprob) for logprob in samples.full_logprob], "right")[0]
-    inputs = {
-        "prompt_ids": prompts,
-        "prompt_mask": prompt_mask,
-        "completion_ids": tokens,
-        "completion_mask": mask,
-        "tool_mask": tool_mask,
-        "advantages": torch.from_numpy(ADVANTAGES),
-        "num_items_in_batch": tool_mask.sum(),
-        "old_per_token_logps": padded(old, "right", torch.float64)[0],
-        "ref_per_token_logps": padded(reference, "right", torch.float64)[0],
-    }
+    inputs = {"prompt_ids": prompts, "prompt_mask": prompt_mask, "completion_ids": tokens}
+    inputs |= {"completion_mask": mask, "tool_mask": tool_mask}
+    inputs |= {"advantages": torch.from_numpy(ADVANTAGES), "num_items_in_batch": tool_mask.sum()}
+    inputs |= {"old_per_token_logps": padded(old, "right", torch.float64)[0]}
+    inputs |= {"ref_per_token_logps": padded(reference, "right", torch.float64)[0]}
     # set so late because TRL would look for a reference model, whose log-probabilities are given
     # here
     trainer.beta = kl_coef

@@ -16,7 +16,6 @@ from tests.helpers.turns import LIMIT, SEED, STOPS, observation, play
 
 
 def alone(model, row: Row) -> tuple[list[int], str, list[float]]:
-    """Compute a row alone: tokens, finish, log-probabilities."""
     tokens, logprobs, turn = [], [], 0
     while len(tokens) < LIMIT:
         with torch.no_grad():
@@ -63,7 +62,6 @@ PAGES = {"num_slots": 8, "max_length": 55, "page_size": 5}
     ],
 )
 def test_rows_with_turns_equal_rows_computed_alone(baseline, corrupted, options):
-    """Any slots and budget, with drafts; where pages are few, paused rows are preempted."""
     model, prompts, wanted = baseline
     engine = make_engine(model, seed=SEED, **options)
     drafter = None

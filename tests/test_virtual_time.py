@@ -39,15 +39,9 @@ def test_shared_forward_begins_when_last_rank_arrives():
 
     def work(rank: int) -> None:
         ranks = SimulatedRanks(world, rank, meeting_s=0.0)
-        runner = SimulatedRunner(
-            ranks,
-            2,
-            32,
-            max_num_batched_tokens=64,
-            cost=LinearCost(),
-            text=lambda row: np.arange(4),
-            together=LinearCost(0.0, 0.0, 0.0, 1.0),
-        )
+        costs = {"cost": LinearCost(), "together": LinearCost(0.0, 0.0, 0.0, 1.0)}
+        options = {"max_num_batched_tokens": 64, "text": lambda row: np.arange(4)}
+        runner = SimulatedRunner(ranks, 2, 32, **options, **costs)
         engine = Engine(runner)
         engine.add([Row(SampleId(0, 0, 0), (1, 2), 4)])
         ranks.clock.sleep([3.0, 1.0, 7.0][rank])
@@ -65,7 +59,6 @@ def test_shared_forward_begins_when_last_rank_arrives():
 
 @pytest.fixture
 def set_tick_s(monkeypatch):
-    """A function that sets how long a tick takes; posts take no time."""
     monkeypatch.setattr(world_module, "POST_S", 0.0)
     return lambda seconds: monkeypatch.setattr(world_module, "TICK_S", seconds)
 
@@ -151,7 +144,6 @@ def rows_to_generate() -> list[Row]:
     [(6, 16, False), (15, 2048, False), (4, 9, True), (15, 64, True)],
 )
 def test_simulated_forwards_equal_real_forwards(make_model, slots, budget, has_drafts):
-    """Both engines have shared prefills, chunks, a queue, and windows of suffix matches."""
     model = make_model(max_length=128)
     params = SamplingParams(0.8, stop_token_ids=tuple(range(6)))  # stops come soon enough
 

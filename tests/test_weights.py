@@ -25,7 +25,6 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def make_policy(name: str = "qwen2", dtype: torch.dtype = torch.float64):
-    """Create a model whose weights are stacked."""
     model = random_model(small_config(name), dtype)
     prepare_model(model, 100)
     Decoder(model, stacked(model))
@@ -38,7 +37,6 @@ def rows_of(model) -> dict:
 
 
 def fresh_rows(model) -> dict:
-    """Return the rows of a new model with the same weights."""
     other = random_model(model.config, model.dtype)
     other.load_state_dict({name: of.clone() for name, of in model.state_dict().items()})
     prepare_model(other, 100)
@@ -91,7 +89,6 @@ def test_adamw_changes_weights_and_stacks(kind):
 
 
 def test_saved_models_are_ordinary(tmp_path):
-    """Saving finds no shared memory, and loading gives a model without stacks."""
     model = make_policy()
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)

@@ -36,7 +36,6 @@ def pids_in(path: Path) -> list[int]:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Wait for what must happen at some time."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
@@ -44,8 +43,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 class FullDisk:
-    """No file of this process can grow beyond `size` bytes: a write fails in the middle, as on a
-    full disk."""
+    """No file of this process can grow beyond `size` bytes: a write fails, as on a full disk."""
 
     def __init__(self, size: int):
         self.size = size

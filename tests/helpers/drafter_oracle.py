@@ -118,7 +118,6 @@ def make_training(drafter: Drafter, clock=time) -> DrafterTraining:
 
 
 def make_texts(sizes: list[tuple[int, int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Prompts and responses of these sizes."""
     random = np.random.default_rng(4)
     return [tuple(random.integers(12, VOCAB, size) for size in pair) for pair in sizes]
 

@@ -59,8 +59,7 @@ def make_tokenizer(family: str = "chatml", template: str | None = None):
     bpe.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
-        [TEXT] * 20,
-        BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet),
+        [TEXT] * 20, BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
     )
     chat, response, stop = FAMILIES[family]
     eos = "<|endoftext|>" if family == "glm4" else stop  # that of GLM stands in no conversation

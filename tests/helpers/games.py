@@ -32,16 +32,10 @@ class Game:
         value = sum(map(ord, self.seen)) + self.random.randrange(10)
         said = [{"role": "user", "content": f" {value % 10} + {value % 7} ="}]
         is_done = value % 5 == 0
-        return {
-            "observations": [] if is_done else said,
-            "reward": value % 3,
-            "done": is_done,
-        }
+        return {"observations": [] if is_done else said, "reward": value % 3, "done": is_done}
 
 
 class Dice(Game):
-    """A game without a seed."""
-
     def init(self, prompt, seed):
         self.random = random.SystemRandom()
 
@@ -69,8 +63,6 @@ class Calculator:
 
 
 def parse_calls(tokenizer, ids, prefix, schemas) -> list[dict]:
-    """Stand in for the package's parser: the tiny policy writes no calls, so its tokens become
-    calls."""
     values = [int(token) for token in ids]
     return [
         {"name": "add", "arguments": {"a": value % 3, "b": value % 5}}
@@ -79,12 +71,10 @@ def parse_calls(tokenizer, ids, prefix, schemas) -> list[dict]:
 
 
 def remaining(prompts, completions, completion_ids, environments, **columns) -> list[float]:
-    """A reward function that takes environments."""
     return [float(environment.total % 3) for environment in environments]
 
 
 def copy_policy(folder) -> str:
-    """The tiny policy with a chat template, in a folder."""
     source = "configs/tiny_policy"
     for name in os.listdir(source):
         os.symlink(os.path.abspath(os.path.join(source, name)), os.path.join(folder, name))

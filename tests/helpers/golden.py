@@ -24,18 +24,9 @@ from tests.helpers.streaming import stream_always
 
 TOLERANCE = 1e-9
 PATH = os.path.join("tests", "assets", "digests.json")
-SIZES = [
-    "model.dtype=float64",
-    "rollout.num_prompts_per_step=6",
-    "rollout.num_generations=3",
-    "rollout.max_completion_length=24",
-    "data.size=64",
-    "optim.learning_rate=1e-3",
-    "eval.num_prompts=0",
-    "run.max_steps=4",
-    "run.eval_steps=0",
-    "run.save_steps=4",
-]
+SIZES = ["model.dtype=float64", "rollout.num_prompts_per_step=6", "rollout.num_generations=3"]
+SIZES += ["rollout.max_completion_length=24", "data.size=64", "optim.learning_rate=1e-3"]
+SIZES += ["eval.num_prompts=0", "run.max_steps=4", "run.eval_steps=0", "run.save_steps=4"]
 REWARD = "reward.functions=[tests.helpers.rewards.remainder]"
 TINY, EPISODES = "configs/tiny_cpu.yaml", "configs/tiny_episodes.yaml"
 RUNS = {
@@ -80,7 +71,6 @@ def checksum(tensor: torch.Tensor) -> float:
 
 
 def differences(name: str, found: dict, wanted: dict) -> list[str]:
-    """One line for each kind of thing that differs."""
     lines = []
     if found["digests"] != wanted["digests"]:
         lines.append(f"{name}: tokens differ: {found['digests']}, not {wanted['digests']}")

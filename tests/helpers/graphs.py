@@ -67,7 +67,6 @@ class Captures:
 
     @property
     def stage(self) -> str | None:
-        """What this thread does: "capture", "replay" or nothing with a graph."""
         return getattr(self._stage, "name", None)
 
     def __call__(self, run, pool):

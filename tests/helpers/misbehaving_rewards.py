@@ -20,13 +20,11 @@ def obey(prompts, completions, completion_ids, **columns) -> list:
 
 @per_sample
 def obey_left(prompts, completions, completion_ids, **columns) -> list:
-    """Obey the part of each completion before " / "."""
     return obey(prompts, [text.split(" / ")[0] for text in completions], completion_ids)
 
 
 @per_sample
 def obey_right(prompts, completions, completion_ids, **columns) -> list:
-    """Obey the part of each completion after " / "."""
     return obey(prompts, [text.split(" / ")[1] for text in completions], completion_ids)
 
 

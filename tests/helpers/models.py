@@ -34,7 +34,6 @@ ARCHITECTURES = {
 
 
 def config_of(kind: str, base: dict = GQA, **options) -> transformers.PretrainedConfig:
-    """Create a configuration of transformers' class of this kind."""
     return getattr(transformers, f"{kind}Config")(**base | options)
 
 
@@ -54,8 +53,6 @@ def random_model(
 
 
 def norms_in_full_precision(monkeypatch) -> None:
-    """RMSNorms in the precision of the model."""
-
     def forward(norm, hidden):
         return norm.weight * (
             hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon)

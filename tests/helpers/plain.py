@@ -9,19 +9,10 @@ from tests.helpers.runs import digests, read, weights
 from tests.helpers.threads import train_on_threads
 
 STEPS = 3
-TINY = [
-    "rollout.num_prompts_per_step=6",
-    "rollout.num_generations=3",
-    "rollout.max_completion_length=24",
-    "data.size=64",
-    "eval.num_prompts=4",
-    "eval.num_generations=2",
-    f"run.max_steps={STEPS}",
-    "run.eval_steps=0",
-    "run.save_steps=2",
-    "model.dtype=float64",
-    "optim.learning_rate=1e-3",
-]
+TINY = ["rollout.num_prompts_per_step=6", "rollout.num_generations=3"]
+TINY += ["rollout.max_completion_length=24", "data.size=64", "eval.num_prompts=4"]
+TINY += ["eval.num_generations=2", f"run.max_steps={STEPS}", "run.eval_steps=0", "run.save_steps=2"]
+TINY += ["model.dtype=float64", "optim.learning_rate=1e-3"]
 REWARD = "reward.functions=[tests.helpers.rewards.remainder]"
 KEYS = ("loss", "grad_norm", "entropy", "reward", "kl")
 NO_DRAFTS = ["speculative.method=none", "rollout.tp_tail_max_rows=0"]

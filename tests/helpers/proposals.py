@@ -61,7 +61,6 @@ def forward(
 
 
 def with_guess(guess: list[int], tokens) -> "tuple[Proposer, Row, Guesses]":
-    """Make a proposer that prefers a guess to the row's own draft."""
     one = row()
     guesses = Guesses({one.id: guess})
     guesses.chance = 1.0

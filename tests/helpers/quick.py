@@ -24,8 +24,7 @@ def given_costs(engine, params, cost: CostModel, **options) -> None:
 
 
 class Collector:
-    """Stands in for the `gc` module: a collection takes 0.3 s where all of the tests' imports are
-    loaded."""
+    """Stands in for `gc`: a collection takes 0.3 s where all imports of the tests are loaded."""
 
     def __getattr__(self, name: str):
         return getattr(gc, name)

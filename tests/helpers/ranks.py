@@ -50,8 +50,7 @@ def run_ranks(
     timeout_s: float = 240,
     device: str = "cpu",
 ) -> list:
-    """What `scenario(ranks, *arguments)` returned on each rank; None for the rank that is expected
-    to go missing."""
+    """What scenario(ranks, *arguments) returned on each rank; None for a `missing` one."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = server.port
     if store_rank != PARENT_STORE:

@@ -124,12 +124,8 @@ def estimate_advantages(
     2501.03262). scale "batch": Liu et al. 2025 (arXiv 2508.08221). Left out, the scale is that of
     the estimator's paper.
     """
-    defaults = {
-        "grpo": "group",
-        "rloo": "none",
-        "reinforce_plus_plus": "batch",
-        "reinforce_plus_plus_baseline": "batch",
-    }
+    defaults = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
+    defaults |= {"reinforce_plus_plus_baseline": "batch"}
     scale = scale or defaults[estimator]
     everyone = [reward for group in rewards for reward in group]
     centred = []

@@ -12,7 +12,6 @@ from bubblespec.rewards import per_sample
 
 @per_sample
 def remainder(completion_ids, **columns) -> list[float]:
-    """The sum of the tokens modulo 7."""
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
@@ -34,7 +33,6 @@ def changes_settings(completion_ids, **columns) -> list[float]:
 
 
 def fails(completions, **columns) -> list[float]:
-    """Fail for all."""
     raise ValueError("x" * 1_000_000)
 
 
@@ -68,13 +66,11 @@ def with_few_gaps(completion_ids, **columns) -> list[float | None]:
 
 
 async def judge(prompts, completions, **columns) -> list[float]:
-    """A function as those that ask a service."""
     await asyncio.sleep(0.001)
     return [float(len(text) % 3) for text in completions]
 
 
 def logs(completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
-    """A function that takes TRL's further arguments."""
     log_extra("size", np.array([len(ids) for ids in completion_ids]))
     log_extra("kind", [completion_ids for _ in completions])
     log_metric("mean_size", np.mean([len(ids) for ids in completion_ids]))
@@ -82,7 +78,6 @@ def logs(completions, completion_ids, trainer_state, log_extra, log_metric, **co
 
 
 def too_few(completions, **columns) -> list[float]:
-    """One value for all."""
     return [1.0]
 
 

@@ -69,8 +69,7 @@ def update(model, number: int) -> None:
 
 
 def fixed_cost(a: float = 1.0, b: float = 1e-4, c: float = 1e-4) -> CostModel:
-    """Costs that no measurement changes. By default draft rows and draft tokens are next to
-    free."""
+    """Costs that no measurement changes; by default drafts are next to free."""
     cost = CostModel.from_parameters(np.array([a, b, c, 0.0, 0.0, *np.zeros(len(KNOTS))]))
     cost.fit = lambda: None
     return cost
@@ -83,8 +82,7 @@ def as_dict(rows: list[Row]) -> dict:
 def plain(
     model, step: int, prompts=PROMPTS, num_generations: int = 2, limit: int = LIMIT
 ) -> tuple[dict, int]:
-    """What plain generation gives for a step under the weights as they are, and in how many
-    forwards."""
+    """What plain generation gives for a step with the present weights, in how many forwards."""
     engine = Engine(ModelRunner(model, 64, MAX_LENGTH, SEED))
     return as_dict(
         engine.run(rows_of(step, prompts, num_generations, limit), PARAMS)
@@ -92,8 +90,7 @@ def plain(
 
 
 def check_plain(ranks_rows: list[list[Row]]) -> None:
-    """The rows of all ranks are those of `plain_rows`, each on one rank, tokens and
-    log-probabilities alike."""
+    """The rows of all ranks are those of `plain_rows`, each once, log-probabilities alike."""
     wanted, found = (
         {row.id: row for row in plain_rows()},
         [row for rows in ranks_rows for row in rows],
@@ -105,14 +102,12 @@ def check_plain(ranks_rows: list[list[Row]]) -> None:
 
 
 def plain_rows() -> list[Row]:
-    """Three responses to each of four prompts, generated plainly."""
     return Engine(ModelRunner(new_model(), 64, MAX_LENGTH, SEED)).run(
         rows_of(0, FOUR_PROMPTS, 3), PARAMS
     )
 
 
 def pass_time(engine: Engine, ranks: SimulatedRanks) -> None:
-    """From now on a forward takes virtual time."""
     step = engine.step
 
     def timed_step(*arguments) -> tuple[list[Row], Load]:
@@ -168,8 +163,6 @@ def tried_ages(proposer: Proposer) -> set[int]:
 
 
 class World:
-    """One rank from step to step."""
-
     def __init__(self, model, num_slots: int, board, method="bubble+suffix"):
         self.board, clock = board, board.ranks.clock
         self.proposer = make_proposer(
@@ -191,8 +184,7 @@ class World:
     def rollout(
         self, step, rows, plans, drafts=None, limit=LIMIT, max_slowdown=1.0
     ) -> tuple[RolloutRecord, dict[SampleId, Draft]]:
-        """Nothing is drafted ahead where `plans` is None. Returns also the drafts that were
-        made."""
+        """Drafts ahead unless `plans` is None. Returns also the drafts that were made."""
         self.proposer.begin()
         for row in rows:
             draft = drafts[row.id] if drafts and row.id in drafts else self.store.get(row.id)

@@ -70,8 +70,7 @@ def loop_over(
 
 
 def record_of(samples: Samples, rewards: np.ndarray, **fields) -> StepRecord:
-    """Of one rollout, all of which is trained on. rewards: [groups, generations]; fields: where it
-    is otherwise."""
+    """Of one rollout, all of it trained on, but for `fields`. rewards: [groups, generations]."""
     record = {"step": 0, "samples": samples, "generated": samples}
     record |= {"rewards": rewards, "all_rewards": rewards, "stages": [], "spans": [], "drafts": {}}
     record |= {"owners": np.zeros(len(samples), np.int64), "rollouts": [RolloutRecord()]}
@@ -80,19 +79,10 @@ def record_of(samples: Samples, rewards: np.ndarray, **fields) -> StepRecord:
 
 def samples_of(groups: list[Group], tokens: list[np.ndarray], **fields) -> Samples:
     """Responses with these tokens, as many of each group. fields: where they are not 0."""
-    num_generations, unknown = (
-        len(tokens) // len(groups),
-        [np.zeros(len(of_sample), np.float32) for of_sample in tokens],
-    )
-    fields = {
-        "is_truncated": np.zeros(len(tokens), bool),
-    } | fields
-    fields = {
-        "logprob": unknown,
-        "full_logprob": unknown,
-        "rewards": np.zeros((len(tokens), 1)),
-    } | fields
-    return Samples(groups, num_generations, tokens=tokens, **fields)
+    unknown = [np.zeros(len(of_sample), np.float32) for of_sample in tokens]
+    zeros = {"is_truncated": np.zeros(len(tokens), bool), "rewards": np.zeros((len(tokens), 1))}
+    zeros |= {"logprob": unknown, "full_logprob": unknown}
+    return Samples(groups, len(tokens) // len(groups), tokens=tokens, **zeros | fields)
 
 
 def with_observations(samples: Samples) -> Samples:

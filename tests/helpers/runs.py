@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
-from multiprocessing.process import BaseProcess
+import tempfile
 
 import torch
 from safetensors.torch import load_file
@@ -24,35 +24,16 @@ from tests.helpers.warm import launch
 from train import train
 
 # Few prompts, which come up several times: drafts are matched with earlier epochs too.
-EPOCHS = [
-    "model.dtype=float64",
-    "data.size=60",
-    "rollout.num_prompts_per_step=8",
-    "rollout.num_generations=4",
-    "rollout.max_completion_length=64",
-    "speculative.planning=always",
-    "eval.num_prompts=0",
-    "run.eval_steps=0",
-    "run.save_total_limit=9",
-]
-SHORT = [
-    "rollout.num_prompts_per_step=8",
-    "rollout.num_generations=4",
-    "rollout.max_completion_length=48",
-    "data.size=200",
-    "run.max_steps=4",
-    "run.eval_steps=0",
-    "run.save_steps=2",
-    "model.dtype=float64",
-]
-LORA_AND_TRUNCATION = [
-    "model.lora_r=4",
-    "rollout.top_k=20",
-    "rollout.top_p=0.9",
-    "rollout.temperature=0.7",
-    "rollout.min_completion_length=4",
-    "rollout.free_cache_engine=true",
-]
+EPOCHS = ["model.dtype=float64", "data.size=60", "rollout.num_prompts_per_step=8"]
+EPOCHS += ["rollout.num_generations=4", "rollout.max_completion_length=64"]
+EPOCHS += ["speculative.planning=always", "eval.num_prompts=0", "run.eval_steps=0"]
+EPOCHS += ["run.save_total_limit=9"]
+SHORT = ["rollout.num_prompts_per_step=8", "rollout.num_generations=4"]
+SHORT += ["rollout.max_completion_length=48", "data.size=200", "run.max_steps=4"]
+SHORT += ["run.eval_steps=0", "run.save_steps=2", "model.dtype=float64"]
+LORA_AND_TRUNCATION = ["model.lora_r=4", "rollout.top_k=20", "rollout.top_p=0.9"]
+LORA_AND_TRUNCATION += ["rollout.temperature=0.7", "rollout.min_completion_length=4"]
+LORA_AND_TRUNCATION += ["rollout.free_cache_engine=true"]
 # Without it measured times decide whether anything is drafted.
 ALWAYS_DRAFT = "speculative.planning=always"
 
@@ -66,23 +47,27 @@ def run(
     short=SHORT,
     script=("train.py",),
 ) -> subprocess.CompletedProcess:
-    """A run to its end, which with `check` must be a good one; `ranks` 0 is a plain `python
-    train.py`."""
+    """A run to its end, with `check` a good one; `ranks` 0 is a plain `python train.py`."""
     options = ["--config", config, *short, f"run.output_dir={output_dir}", *overrides]
     done = launch(ranks, [*script, *options])
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
 
 
-def start_launcher(
-    arguments: list[str], output: int, *, ranks: int, **options: object
-) -> BaseProcess:
-    """torchrun's own agent, with its rendezvous and restarts, in a warm process, whose forks are
-    the ranks. options: of torch's LaunchConfig; output: a descriptor for what all of them write."""
+def launch_with_agent(
+    arguments: list[str], ranks: int = 2, num_nodes: int = 1, **options: object
+) -> tuple[list[int], str]:
+    """torchrun's own agents, with their rendezvous and restarts, in warm processes, whose forks are
+    the ranks. options: of torch's LaunchConfig. Returns exit codes, and what all have written."""
     options |= {"rdzv_backend": "c10d", "local_addr": "127.0.0.1", "start_method": "fork"}
-    num_nodes = options.pop("num_nodes", 1)
     config = LaunchConfig(num_nodes, num_nodes, ranks, run_id="test", **options)
-    return warm.start(_agent, config, arguments, stdout=output, stderr=output)
+    with tempfile.TemporaryFile("w+") as output:
+        streams = {"stdout": output.fileno(), "stderr": output.fileno()}
+        agents = [warm.start(_agent, config, arguments, **streams) for _ in range(num_nodes)]
+        for agent in agents:
+            agent.join(warm.TIMEOUT_S)
+        output.seek(0)
+        return [agent.exitcode for agent in agents], output.read()
 
 
 def _agent(config: LaunchConfig, arguments: list[str]) -> None:
@@ -133,7 +118,6 @@ def read(output_dir) -> list[dict]:
 
 
 def steps_of(output_dir) -> list[dict]:
-    """The lines of training steps."""
     return [line for line in read(output_dir) if "rollout/digest" in line]
 
 

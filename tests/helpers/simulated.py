@@ -11,8 +11,6 @@ from bubblespec.types import Load, Row
 
 
 class LinearCost:
-    """Seconds of a forward, and every load that it was asked for."""
-
     def __init__(self, forward_s=10e-3, row_s=0.0, token_s=20e-6, position_s=10e-9):
         self.prices, self.loads = (forward_s, row_s, token_s, position_s), []
 
@@ -77,7 +75,6 @@ def first_mismatch(draft: np.ndarray, true: np.ndarray) -> int:
 
 
 def run_to_end(engine: Engine, rows: list[Row], *arguments) -> list[Load]:
-    """The load of each forward."""
     loads = []
     engine.add(rows)
     while not engine.is_idle:

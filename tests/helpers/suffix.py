@@ -8,8 +8,7 @@ CAPACITY = 1000  # tokens of a row
 
 
 class GroupIndex:
-    """Live tokens are indexed at once. history: (tokens, reward) of earlier responses, the latest
-    first."""
+    """history: (tokens, reward) of earlier responses, the latest first."""
 
     def __init__(self, history=(), *, prompt=()):
         self.index, self.rows = SuffixIndex(), {}

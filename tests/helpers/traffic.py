@@ -20,8 +20,8 @@ from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import attention, comparison, ops, trained
+from bubblespec.engine.comparison import replace_norms
 from bubblespec.engine.model import OWN_HIDDEN, OutputHead
-from bubblespec.engine.model_checks import replace_norms
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.microbatch import pack_responses
 from bubblespec.learn.optimizer import Optimizer, _copy_masters

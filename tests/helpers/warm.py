@@ -3,7 +3,7 @@ not after seconds of imports.
 
 A fork is a process of its own in all that tests look at (memory, signals, files, its end), but for
 two things: it shares the hash seed of its siblings, and no torchrun stands above it. Runs under its
-agent (`runs.start_launcher`) are in test_faults.py and test_nodes.py.
+agent (`runs.launch_with_agent`) are in test_faults.py and test_nodes.py.
 """
 
 import atexit
@@ -22,12 +22,8 @@ from multiprocessing.process import BaseProcess
 import torch.distributed as dist
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-SINGLE_THREADED = {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
+SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+SINGLE_THREADED |= {"GLOO_SOCKET_IFNAME": "lo"}
 TIMEOUT_S = 300.0  # a hang guard
 
 _context = multiprocessing.get_context("forkserver")
@@ -107,10 +103,7 @@ def _python(arguments: list[str], folder: str) -> None:
 
 
 def launch(
-    ranks: int,
-    arguments: list[str],
-    folder: str = ROOT,
-    **environment: str | None,
+    ranks: int, arguments: list[str], folder: str = ROOT, **environment: str | None
 ) -> subprocess.CompletedProcess:
     """Run `python *arguments` to its end on `ranks` ranks as torchrun starts them, or, with 0, as
     one process that knows of none. As soon as a rank fails, the others are ended. Raises
@@ -160,5 +153,4 @@ def launch(
 def python(
     *arguments: str, folder: str = ROOT, **environment: str | None
 ) -> subprocess.CompletedProcess:
-    """Run `python *arguments` to its end."""
     return launch(0, list(arguments), folder, **environment)
