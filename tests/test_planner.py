@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bubblespec.mechanisms.tp_tail.tail import MIN_TAIL_GAIN, use_tp_tail
 from bubblespec.planner.costs import CostModel, rollout_seconds
 from bubblespec.planner.drafts import (
     MAX_LOOKAHEAD,
@@ -15,14 +16,7 @@ from bubblespec.planner.drafts import (
     draft_value,
     plan_drafts,
 )
-from bubblespec.planner.place import (
-    MIN_TAIL_GAIN,
-    admission_order,
-    place,
-    place_in_turn,
-    up_to_cutoff,
-    use_tp_tail,
-)
+from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
 from bubblespec.planner.prices import suggested_prices
 from bubblespec.planner.rows import Rows, acceptance_rates
 from bubblespec.planner.windows import LEVELS, MIN_GAIN, WINDOWS, choose_windows

@@ -1,19 +1,12 @@
 """Placement of rows on ranks before a rollout, so that the slowest rank ends soon.
 
-Rows go longest first, each to the rank that is expected to end first with it. `use_tp_tail` decides
-whether all ranks decode the last rows together.
-
-In a forward of all ranks together each rank reads a share of the weights, every layer has
-collectives, and the rows of all ranks take part. A cost model of its own, measured at the start of
-the run, predicts its seconds. Lost idle time is not counted: by the time that few rows are left,
-its jobs have been assigned.
-"""
+Rows go longest first, each to the rank that is expected to end first with it."""
 
 from dataclasses import replace
 
 import numpy as np
 
-from bubblespec.planner.costs import CostModel, prefill_seconds, rollout_seconds
+from bubblespec.planner.costs import CostModel, rollout_seconds
 from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows
 from bubblespec.types import Launch
 
@@ -21,7 +14,6 @@ from bubblespec.types import Launch
 # Predictions know neither of these matches nor of texts that both ranks then index. Measured: split
 # groups cost 7%, and up to 18%.
 MIN_SPLIT_GAIN = 0.2
-MIN_TAIL_GAIN = 0.05  # share of the rollout's rest; less is within the error of a cost model
 
 
 def place(
@@ -129,31 +121,3 @@ def longest_first(rows: Rows) -> np.ndarray:
 def expected_forwards(rows: Rows) -> np.ndarray:
     """Return the forwards that each row needs if its draft holds, float64 [S]."""
     return np.maximum(rows.expected - rows.drafted, 0.0) + rows.drafted / TYPICAL_WINDOW
-
-
-def use_tp_tail(
-    rows: Rows,
-    rank_of: np.ndarray,
-    cost: CostModel,
-    tp_cost: CostModel,
-    *,
-    num_slots: int,
-    overhead_s: float,
-) -> bool:
-    """Whether ranks together end the rollout sooner, by MIN_TAIL_GAIN and overhead_s at least.
-
-    The same on every rank.
-
-    rows: unfinished rows of all ranks; rank_of: int64 [S]; cost, tp_cost: of forwards of one rank,
-    and of all together; num_slots: of one rank; overhead_s: from the decision to the first forward.
-    Drafts shorten both ways by the same factor and are ignored; `cost` alone has the copy's chains.
-    """
-
-    def decoding_s(some: Rows, cost: CostModel, num_slots: int) -> float:
-        """Return expected seconds of rows whose prompts and tokens are cached."""
-        return rollout_seconds(some, cost, num_slots) - prefill_seconds(some, cost)
-
-    ranks = np.unique(rank_of)
-    alone_s = max(decoding_s(rows.take(rank_of == rank), cost, num_slots) for rank in ranks)
-    together_s = overhead_s + decoding_s(rows, tp_cost, len(rows))
-    return alone_s - together_s > max(MIN_TAIL_GAIN * alone_s, overhead_s)

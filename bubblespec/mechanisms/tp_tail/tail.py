@@ -27,9 +27,9 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import log
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsupported, no_tp_tail
-from bubblespec.planner.costs import CostModel
+from bubblespec.planner.costs import CostModel, prefill_seconds, rollout_seconds
 from bubblespec.planner.guard import DRAFTS
-from bubblespec.planner.place import MIN_TAIL_GAIN, use_tp_tail
+from bubblespec.planner.rows import Rows
 from bubblespec.records import Span, StepRecord, total_s
 from bubblespec.rollout.board import RankState
 from bubblespec.rollout.loop import RolloutLoop
@@ -39,6 +39,7 @@ from bubblespec.rollout.sampler import Sampler
 from bubblespec.rollout.table import RowTable, gather_rows
 from bubblespec.types import Row, SampleId
 
+MIN_TAIL_GAIN = 0.05  # share of the rollout's rest; less is within the error of a cost model
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward
 STOP_INTERVAL = 8  # forwards between two checks for a stop request on any rank
 MAX_DRAFT_TOKENS = 64  # of a row
@@ -243,6 +244,36 @@ def make_tp_tail(sampler: Sampler, max_rows: int) -> TPTail | None:
         enter_by_cost(tail, tp_cost, sampler)
     ranks.before_end.append(runner.release)
     return tail
+
+
+def use_tp_tail(
+    rows: Rows,
+    rank_of: np.ndarray,
+    cost: CostModel,
+    tp_cost: CostModel,
+    *,
+    num_slots: int,
+    overhead_s: float,
+) -> bool:
+    """Whether ranks together end the rollout sooner, by MIN_TAIL_GAIN and overhead_s at least.
+
+    The same on every rank. The model of shared forwards, measured at the start of the run, includes
+    the collectives of every layer. Lost idle time is not counted: by the time that few rows are
+    left, its jobs have been assigned.
+
+    rows: unfinished rows of all ranks; rank_of: int64 [S]; cost, tp_cost: of forwards of one rank,
+    and of all together; num_slots: of one rank; overhead_s: from the decision to the first forward.
+    Drafts shorten both ways by the same factor and are ignored; `cost` alone has the copy's chains.
+    """
+
+    def decoding_s(some: Rows, cost: CostModel, num_slots: int) -> float:
+        """Return expected seconds of rows whose prompts and tokens are cached."""
+        return rollout_seconds(some, cost, num_slots) - prefill_seconds(some, cost)
+
+    ranks = np.unique(rank_of)
+    alone_s = max(decoding_s(rows.take(rank_of == rank), cost, num_slots) for rank in ranks)
+    together_s = overhead_s + decoding_s(rows, tp_cost, len(rows))
+    return alone_s - together_s > max(MIN_TAIL_GAIN * alone_s, overhead_s)
 
 
 def enter_by_cost(tail: TPTail, tp_cost: CostModel, sampler: Sampler) -> None:
