@@ -171,17 +171,24 @@ def _moments(observed: np.ndarray, forgetting: float) -> np.ndarray:
 
 
 def rollout_seconds(
-    rows: Rows, cost: CostModel, num_slots: int, rates: AcceptanceRates = NO_DRAFTS
+    rows: Rows,
+    cost: CostModel,
+    num_slots: int,
+    rates: AcceptanceRates = NO_DRAFTS,
+    num_ranks: int = 1,
 ) -> float:
     """Return expected seconds in which one engine generates these rows, longest first.
 
     Rows end independently; their number at each point in time determines the cost of a forward.
+    With several ranks each has an equal share of the rows, and all end with the last one.
     """
     if len(rows) == 0:
         return 0.0
-    points, width = time_points(rows, num_slots)
-    active, none_left = _admit(forwards_survival(rows, rates, points), num_slots)
-    course_s = seconds_of_course(active, none_left, width, cost, len(rows), mean_load(rows))
+    points, width = time_points(rows, num_ranks * num_slots)
+    survival = forwards_survival(rows, rates, points)
+    active, none_left = _admit(survival, num_ranks * num_slots)
+    load = mean_load(rows)
+    course_s = seconds_of_course(active / num_ranks, none_left, width, cost, len(rows), load)
     return float(course_s) + prefill_seconds(rows, cost)
 
 

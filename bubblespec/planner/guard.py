@@ -109,6 +109,7 @@ class Guard:
             if not self._pause_left:  # try again: the savings may have changed
                 self._with.clear()
                 self._until_control = self._interval = TRIAL
+                self.is_unprepared = True
             return
         lead, error = self.test()
         is_clear = lead > (CLEAR if self.has_compared else CLEAR_AT_ONCE) * error

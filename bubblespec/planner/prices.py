@@ -16,6 +16,7 @@ from bubblespec.records import RolloutRecord
 FORGETTING = 0.95  # per rollout
 ERROR = 0.1  # relative standard error of a rollout's seconds
 # Standard errors of what forwards suggest, relative to it; of the constant, to a rollout's seconds.
+LEAST_SHARE = 0.1  # of what forwards suggest
 PRIOR_ERRORS = np.array([0.1, 0.3, 0.5, 0.3, 1.0])
 
 
@@ -91,7 +92,9 @@ class PriceModel:
         errors = PRIOR_ERRORS * np.array([self._mean_s, *suggested[1:]])
         precision = 1.0 / np.maximum(errors, 1e-12) ** 2
         prior = np.column_stack((np.diag(precision), precision * np.array(suggested)))
-        self.prices = Prices(*solve(self._moments + prior).tolist())
+        fitted = solve(self._moments + prior)
+        # Nothing is free, or the most urgent drafts would be worth nothing.
+        self.prices = Prices(*np.maximum(fitted, LEAST_SHARE * np.array(suggested)).tolist())
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return sums over rollouts and the latest prices, none before the first rollout."""

@@ -26,6 +26,7 @@ MEASURED = np.dtype(
         ("cost", "f8", (CostModel.NUM_TERMS + len(KNOTS),)),  # parameters of the cost model
         ("forwards", "f8"),  # while the rank had rows of its own, alone or in the TP tail
         ("seconds", "f8"),
+        ("chains_s", "f8"),  # of drafting chains, which `CostModel.chains` has already
         ("own_s", "f8"),  # until the rank's rows were done
         ("counts", "f8", (len(Counts._fields),)),
         ("chains", "f8", (len(CHAIN_ROWS),)),  # see `CostModel.chains`; ones without a drafter
@@ -102,6 +103,7 @@ class RunStats:
         planning_s: float,
         used_share: float,
         without: frozenset[str],
+        is_compared: bool = True,
     ) -> float:
         """Learn a rollout, on all ranks together.
 
@@ -109,7 +111,7 @@ class RunStats:
 
         rows: this rank's by their index in the launch, with their tokens; planning_s: seconds spent
         on drafts outside of the rollout; used_share: of the stored tokens, those of this rollout's
-        drafts; without: see `Guards`.
+        drafts; without, is_compared: see `RolloutPlan`.
         """
         own = np.zeros(1, MEASURED)
         own["cost"] = self.cost.parameters
@@ -118,6 +120,8 @@ class RunStats:
         # plan nor tick.
         extra_s = -record.host_s if DRAFTS in without else planning_s
         own["seconds"] = record.total_s + extra_s
+        if self.chains is not None:
+            own["chains_s"] = sum(f.propose_s for f in record.forwards if f.own_rows)
         own["own_s"] = record.own_s
         own["counts"] = counts_of(record, self.cost)
         own["chains"] = 1.0 if self.chains is None else self.chains(self.context)
@@ -136,13 +140,15 @@ class RunStats:
         self.modelled_s = seconds_in_turn(
             launch, lengths, self.shared_cost, ranks.world_size, num_slots
         )
-        measured_s = float(measured["seconds"].max())
-        slowest = measured["own_s"].argmax()  # what others draft meanwhile is free
-        counts = Counts(*measured["counts"][slowest].tolist())
+        slowest = measured[measured["own_s"].argmax()]  # what others draft meanwhile is free
+        measured_s = float(slowest["seconds"])
+        counts = Counts(*slowest["counts"].tolist())
         prompt = float(np.mean([len(group.prompt.token_ids) for group in launch.groups]))
         self.context = prompt + float(lengths.mean()) / 2
-        self.pricing.observe(counts, measured_s, self.shared_cost, prompt, self.context)
-        self._observe_guards(measured_s, counts, used_share, without)
+        priced_s = measured_s - float(slowest["chains_s"])
+        self.pricing.observe(counts, priced_s, self.shared_cost, prompt, self.context)
+        if is_compared:
+            self._observe_guards(measured_s, counts, used_share, without)
         if self.chains is not None:
             self.copy_cost = CostModel.from_parameters(self.shared_cost.parameters)
             self.copy_cost.chains = measured["chains"].mean(axis=0)

@@ -124,8 +124,10 @@ class Sampler:
         """Return the plan of a rollout of a step, which mechanisms have not amended yet.
 
         used: see `RolloutPlan`."""
-        stats, without = self.stats, self.stats.guards.without
+        stats, is_compared = self.stats, used is launch.groups
+        without = stats.guards.without if is_compared else stats.guards.paused
         plan = self.prepare(launch, step, self.store, without)
+        plan.is_compared = is_compared
         plan.used, plan.proposer, plan.version = used, self.proposer, step
         plan.cost = stats.cost if self.needs_timings else None
         cost = stats.cost_without(without)
@@ -165,7 +167,10 @@ class Sampler:
             row.draft = found[index]
         if expected is not None:
             own = np.array(list(rows), np.int64)
-            rows = {index: rows[index] for index in admission_order(expected, own, launch)}
+            rows = {
+                index: rows[index]
+                for index in admission_order(expected, own, launch, stats.survival.rates)
+            }
         return RolloutPlan(
             table,
             rows,
@@ -250,6 +255,7 @@ class Sampler:
                 planning_s=self.planning_s,
                 used_share=1.0 - self.store.num_tokens / max(num_stored, 1),
                 without=plan.without,
+                is_compared=plan.is_compared,
             )
             record.modelled_s = self.stats.modelled_s
         if plan.launch.selects:

@@ -83,7 +83,10 @@ class RowTable:
         generated = self.synced[indices]
         assert self.rows is not None
         rows = self.rows.take(indices)
-        return indices, replace(rows, generated=generated, drafted=0.0 * generated)
+        # A row that has outgrown its whole draft is of unknown length again.
+        is_known = (rows.spread > 0.0) | (generated < rows.expected)
+        spread = np.where(is_known, rows.spread, 0.5 * generated)
+        return indices, replace(rows, generated=generated, spread=spread, drafted=0.0 * generated)
 
     def cutoff(self) -> Cutoff:
         """Return the conclusions so far; in the end all samples are in or out."""

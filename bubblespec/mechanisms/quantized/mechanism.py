@@ -76,8 +76,10 @@ class QuantizedMechanism(Mechanism):
         self._credit_s -= self._renewal_s
 
     def end_rollout(self, record: RolloutRecord) -> None:
-        """Allow a share of the rollout's seconds for the next renewal."""
-        self._credit_s = min(self._credit_s, 0.0) + RENEWAL_SHARE * record.total_s
+        """Allow a share of the rollout's seconds for the next renewal, and of those in a pause."""
+        if self.source.is_enabled:
+            self._credit_s = min(self._credit_s, 0.0)
+        self._credit_s += RENEWAL_SHARE * record.total_s
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
         """Return how often tokens of chains are right, how long chains are, and what they take."""

@@ -266,12 +266,15 @@ def use_tp_tail(
     Drafts shorten both ways by the same factor and are ignored; `cost` alone has the copy's chains.
     """
 
-    def decoding_s(some: Rows, cost: CostModel, num_slots: int) -> float:
+    def decoding_s(some: Rows, cost: CostModel, num_slots: int, num_ranks: int = 1) -> float:
         """Return expected seconds of rows whose prompts and tokens are cached."""
-        return rollout_seconds(some, cost, num_slots) - prefill_seconds(some, cost)
+        whole_s = rollout_seconds(some, cost, num_slots, num_ranks=num_ranks)
+        return whole_s - prefill_seconds(some, cost)
 
     ranks = np.unique(rank_of)
     alone_s = max(decoding_s(rows.take(rank_of == rank), cost, num_slots) for rank in ranks)
+    # The last of all ranks ends later than any one of them is expected to.
+    alone_s = max(alone_s, decoding_s(rows, cost, num_slots, len(ranks)))
     together_s = overhead_s + decoding_s(rows, tp_cost, len(rows))
     return alone_s - together_s > max(MIN_TAIL_GAIN * alone_s, overhead_s)
 
