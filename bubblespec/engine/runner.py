@@ -158,7 +158,8 @@ class ModelRunner(Runner):
         """Return the noise of T response positions of slots: keys, or counters on a GPU."""
         if self.forward.ops is torch_ops:
             return Noise(self.noise_keys(slots, position))
-        words = stream_counters(*self._noise_key[slots].T, position)
+        uid, visit, sample = self._noise_key[slots].T
+        words = stream_counters(uid, visit, sample, position)
         return Noise(to_device(words.view(np.int32), self.device), self.seed)
 
     def noise_keys(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
