@@ -88,8 +88,8 @@ def gated(ops, act: str):
 def sample(ops, vocabulary: int, is_greedy: bool = False):
     from bubblespec.engine.ops import triton_sampling
 
-    keys, draft = zeros(8, 4, dtype=torch.int32), zeros(8, dtype=torch.int64)
-    triton_sampling.sample(zeros(8, vocabulary), keys, seed=7, is_greedy=is_greedy, draft=draft)
+    keys = zeros(8, 4, dtype=torch.int32)
+    triton_sampling.sample(zeros(8, vocabulary), keys, seed=7, is_greedy=is_greedy)
 
 
 def add_to(ops, size: int):
