@@ -37,7 +37,11 @@ CEILINGS = {
     "bubblespec.checkpoint": 2186,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
+<<<<<<< HEAD
 MAX_LINES = {"file": 400, "package": 26840, "tests": 27950}
+=======
+MAX_LINES = {"file": 400, "package": 26872, "tests": 29138}
+>>>>>>> less-core
 
 
 def name_of(path: Path) -> str:

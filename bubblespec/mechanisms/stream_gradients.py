@@ -177,10 +177,14 @@ class StreamGradients(LocalWork):
         self._num_ranks = 1
         self._pieces: list[Piece] = []  # of complete groups, not computed yet, shortest first
 
+    @property
+    def scores_in_workers(self) -> bool:
+        """Whether rewards come from other processes, and so also while own rows are unfinished."""
+        return self.config.reward.num_workers > 0
+
     def publish(self) -> np.ndarray:
         """Return the rewards of this rank's samples, NaN elsewhere."""
-        # From workers they come also while own rows are unfinished.
-        if self.config.reward.num_workers > 0 or not self.view.unfinished:
+        if self.scores_in_workers or not self.view.unfinished:
             self._take_rewards()
         return self._own_rewards.ravel()
 
