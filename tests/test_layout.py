@@ -29,19 +29,15 @@ FLOORS = [
 ]
 # Lines of the package to load, by the file that is read: they may only fall.
 CEILINGS = {
-    "bubblespec.engine.runner": 3775,
-    "examples.minimal_loop": 5689,
-    "bubblespec.rollout.loop": 4728,
-    "bubblespec.rollout.sampler": 8302,
-    "bubblespec.trainer": 12154,
+    "bubblespec.engine.runner": 3766,
+    "examples.minimal_loop": 5681,
+    "bubblespec.rollout.loop": 3930,
+    "bubblespec.rollout.sampler": 7397,
+    "bubblespec.trainer": 12019,
     "bubblespec.checkpoint": 2186,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-<<<<<<< HEAD
-MAX_LINES = {"file": 400, "package": 26840, "tests": 27950}
-=======
-MAX_LINES = {"file": 400, "package": 26872, "tests": 29138}
->>>>>>> less-core
+MAX_LINES = {"file": 400, "package": 26631, "tests": 27928}
 
 
 def name_of(path: Path) -> str:
