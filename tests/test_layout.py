@@ -38,7 +38,7 @@ CEILINGS = {
     "bubblespec.checkpoint": 2233,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 27051, "tests": 27913}
+MAX_LINES = {"file": 400, "package": 27051, "tests": 27915}
 
 
 def name_of(path: Path) -> str:
