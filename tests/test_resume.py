@@ -10,7 +10,7 @@ from bubblespec.errors import InputError
 from bubblespec.setup import build
 from tests.helpers.clocks import virtual_time
 from tests.helpers.plain import REWARD, STEPS, TINY, check_same, plain_run
-from tests.helpers.runs import ALWAYS_DRAFT, SHORT, read
+from tests.helpers.runs import ALWAYS_DRAFT, SHORT, read, steps_of
 from tests.helpers.threads import Killed, train_on_threads
 
 DRAFTING = ("speculative.method=bubble+suffix", ALWAYS_DRAFT)
@@ -26,18 +26,20 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_killed_run_goes_on_with_the_same_samples(tmp_path_factory, tmp_path, shape):
-    options = [*TINY, *SHAPES[shape], "run.save_steps=1", "run.save_total_limit=9"]
+    options = [*TINY, *SHAPES[shape], "run.save_steps=1", "run.eval_steps=1"]
     plain = plain_run(tmp_path_factory, *options)
     options += [*DRAFTING, f"run.output_dir={tmp_path}"]
     for step in range(1, STEPS):
         with pytest.raises(Killed):
             train_on_threads(2, *options, ends_in=step, is_killed=True)
-        assert [line["step"] for line in read(tmp_path)] == list(range(1, step + 1))
+        assert [line["step"] for line in steps_of(tmp_path)] == list(range(1, step + 1))
     train_on_threads(2, *options)
-    lines = read(tmp_path)
+    lines = steps_of(tmp_path)
     # Not the length ratio: it counts what deferred samples have, which depends on forwards.
     keys = {key for key in lines[0] if key.startswith(("tail/", "dynamic_sampling/"))}
     check_same(tmp_path, plain, keys - {"tail/length_ratio"} | {"loss", "reward"}, is_exact=True)
+    rates = [line["eval/spec_accept_rate"] for line in read(tmp_path) if "eval/digest" in line]
+    assert len(rates) == STEPS + 1 and min(rates[1:]) > 0.3, "by drafts of the one before"
     assert lines[-1]["epoch"] > 1 and lines[-1]["rollout/spec_accepted_tokens"] > 0
     if shape != "end of an epoch":
         assert sum(line["dynamic_sampling/num_replaced"] for line in lines) > 2
