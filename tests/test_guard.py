@@ -85,6 +85,16 @@ def test_paused_mechanism_is_tried_again():
     assert True in settings[first + FIRST_PAUSE - 4 :], "what it saves may have changed"
 
 
+def test_first_rollout_behind_a_pause_is_not_compared():
+    """A quantised copy is that of old weights then, and is renewed in it."""
+    guard = Guard(is_trusted=False)
+    guard._pause_left = 1
+    guard.observe(1.0, 1.0, False)
+    assert guard.setting and guard.is_unprepared
+    guard.observe(9.0, 1.0, True)
+    assert not guard.state_dict()["with"].size and guard.setting
+
+
 def test_first_rollout_is_not_compared():
     """It warms up, and has no drafts to verify."""
     guard = Guard()

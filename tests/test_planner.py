@@ -113,7 +113,9 @@ def test_admission_is_longest_first_likely_excluded_last():
     assert admission_order(rows, np.arange(8), half, ALL_HOLD) == [1, 4, 5, 0, 7, 2, 3, 6]
     assert up_to_cutoff(rows, half).expected.max() == 9.0
     drafted = make_rows([50.0, 30.0], drafted=[50.0, 0.0])
-    assert admission_order(drafted, np.arange(2), Launch(groups[:2], 2, 1), ALL_HOLD) == [1, 0]
+    two = np.arange(2), Launch(groups[:2], 2, 1)
+    assert admission_order(drafted, *two, ALL_HOLD) == [1, 0]
+    assert admission_order(drafted, *two, NONE_HOLD) == [0, 1]
 
 
 # What to draft
@@ -246,6 +248,16 @@ def test_tp_tail_pays_only_above_the_overhead():
     for overhead_s, expected in ((0.0, True), (4.5, True), (5.5, False)):
         assert pays([0, 1], [20, 20], together(0.5), overhead_s=overhead_s) == expected
     assert pays([0, 1], [20, 20], together(0.5, token_s=0.01), prompt_tokens=1000)
+
+
+def test_tp_tail_replaces_the_last_of_all_ranks():
+    """Eight rows alike on as many ranks: the last ends far later than each is expected to."""
+    rows = make_rows([1000.0] * 8, 700.0)
+    slower = together(1.1)
+    shape = {"num_slots": 4, "overhead_s": 0.0}
+    assert not use_tp_tail(rows.take([0]), np.zeros(1), ALONE, slower, **shape)
+    assert not use_tp_tail(rows, np.arange(8), ALONE, slower, **shape)
+    assert use_tp_tail(rows, np.arange(8), ALONE, together(0.8), **shape)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -43,6 +43,15 @@ def test_unseen_prices_are_those_of_forwards():
     assert model.prices.forward == pytest.approx(1.2, rel=0.03)
 
 
+def test_nothing_is_free():
+    """Drafted tokens that seem to cost nothing would leave co-scheduled drafts without a worth."""
+    model = PriceModel()
+    for counts in rollouts(40):
+        model.observe(counts, counts.forwards_s, COST, 100.0, 150.0)
+    suggested = suggested_prices(COST, 100.0, 150.0)
+    assert 0.0 < model.prices.drafted_s < 0.2 * suggested.drafted_s
+
+
 def test_saved_prices_continue_alike():
     model, again = PriceModel(), PriceModel()
     again.load_state_dict(model.state_dict())

@@ -124,3 +124,16 @@ def test_excluded_rows_need_not_finish(shape):
         wanted = selected(launch, lengths)
         np.testing.assert_array_equal(table.trained(), np.flatnonzero(wanted))
         np.testing.assert_array_equal(table.deferred(), np.flatnonzero(~wanted))
+
+
+def test_row_that_has_outgrown_its_draft_is_of_unknown_length():
+    lengths = {"expected": [50.0, 50.0, 50.0, 50.0], "spread": [0.0, 0.0, 9.0, 9.0]}
+    columns = {name: np.array(column) for name, column in lengths.items()}
+    nothing = np.zeros(4)
+    rows = Rows(nothing + 2, nothing, **columns, drafted=nothing, generated=nothing)
+    (table,) = make_tables(make_launch(2), 1, rows)
+    for index, length in enumerate((49, 50, 49, 60)):
+        table.note(index, length, False)
+    tick([table])
+    _, left = table.unfinished()
+    assert left.spread.tolist() == [0.0, 25.0, 9.0, 9.0]
