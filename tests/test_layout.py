@@ -2,6 +2,7 @@
 and what has to be loaded to read one file stays small. `python tests/test_layout.py` prints it."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,17 @@ def test_architecture_shows_every_room():
             assert f"\n  {path.name}/ " in layout, path.name
         elif path.suffix == ".py" and path.stem != "__init__":
             assert path.name in layout, path.name
+
+
+def test_architecture_says_how_far_to_read():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rings = text[text.index("| ring | read") :].partition("| 3 |")[0]
+    shown = [int(number.replace(",", "")) for number in re.findall(r"\b\d+,\d{3}\b", rings)]
+    engine = loaded("bubblespec.engine.engine") | loaded("bubblespec.engine.runner")
+    found = [sum(NUM_LINES[name] for name in engine)]
+    found += [CEILINGS[name] for name in list(CEILINGS)[1:5]]
+    assert len(shown) == len(found)
+    assert all(0 <= said - lines < 100 for said, lines in zip(shown, found, strict=True))
 
 
 if __name__ == "__main__":
