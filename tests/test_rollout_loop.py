@@ -6,13 +6,16 @@ by `BoardWithSlowRank`, so that idle time is as long as a test wants it; at the 
 against each other in virtual time. No test depends on how long anything takes.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.rollout.board import ProgressBoard
+from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.drafting import DraftAhead
+from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.table import RowTable
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.tools.simulate.world import World as VirtualTime
@@ -135,6 +138,20 @@ def test_no_forward_begins_after_all_ranks_are_done(max_slowdown):
 
 
 # Rows to choose from, and being told to stop
+
+
+def test_drafts_are_assigned_by_who_has_rows_left():
+    loop, given = RolloutLoop.__new__(RolloutLoop), []
+    loop.table, loop.works, loop._ends = (
+        SimpleNamespace(sync=lambda states: None),
+        [],
+        np.array([1]),
+    )
+    loop.plan, loop.board, loop.selects = SimpleNamespace(take_over=None), SimpleNamespace(), False
+    loop.ahead = SimpleNamespace(assign=lambda *arguments: given.append(arguments))
+    facts = [np.array([room, 0.0]) for room in (2.0, 5.0)]
+    loop._act_on([RankState(3, False, facts[0]), RankState(0, False, facts[1])])
+    assert given == [([2, 5], [True, False])]
 
 
 class Selecting:
