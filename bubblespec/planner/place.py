@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from bubblespec.planner.costs import CostModel, rollout_seconds
-from bubblespec.planner.rows import AcceptanceRates, Rows, forwards_of_draft
+from bubblespec.planner.rows import TYPICAL_WINDOW, AcceptanceRates, Rows
 from bubblespec.types import Launch
 
 # Share by which ranks must end sooner for groups to be split whose rows match each other's tokens.
@@ -33,8 +33,7 @@ def place(
     in their group's latest tokens, so that splitting it must gain MIN_SPLIT_GAIN."""
     in_turn = rows.group % num_ranks
     units = (np.arange(len(rows)), rows.group)
-    shape = cost, rates, num_ranks, num_slots
-    split, whole = (_longest_to_first(rows, unit, *shape) for unit in units)
+    split, whole = (_longest_to_first(rows, unit, cost, num_ranks, num_slots) for unit in units)
     if len(np.unique(in_turn)) < min(num_ranks, len(rows)):
         return whole if keeps_groups else split
 
@@ -48,12 +47,7 @@ def place(
 
 
 def _longest_to_first(
-    rows: Rows,
-    unit: np.ndarray,
-    cost: CostModel,
-    rates: AcceptanceRates,
-    num_ranks: int,
-    num_slots: int,
+    rows: Rows, unit: np.ndarray, cost: CostModel, num_ranks: int, num_slots: int
 ) -> np.ndarray:
     """Place units of rows, longest first, each on the rank whose time ends up smallest, int64 [S].
 
@@ -61,7 +55,7 @@ def _longest_to_first(
     for all rows, plus the cost of each row; a prompt is fed once per rank. unit: int64 [S], by
     row."""
     forward_s, row_s, token_s, _, kv_s = cost.coefficients.tolist()
-    forwards = expected_forwards(rows, rates)
+    forwards = expected_forwards(rows)
     context = rows.prompt_tokens + rows.expected / 2
     row_seconds = forwards * (row_s + kv_s * context)
     row_seconds += token_s * np.maximum(rows.expected, rows.drafted)
@@ -69,7 +63,7 @@ def _longest_to_first(
     longest, total, seconds, num_rows = np.zeros((4, num_ranks))
     has_group = np.zeros((int(rows.group.max(initial=-1)) + 1, num_ranks), bool)
     rank_of = np.full(len(rows), -1, np.int64)
-    for row in longest_first(rows, rates).tolist():
+    for row in longest_first(rows).tolist():
         if rank_of[row] >= 0:
             continue
         own = np.flatnonzero(unit == unit[row])  # this row is the longest of them
@@ -101,16 +95,14 @@ def up_to_cutoff(rows: Rows, launch: Launch) -> Rows:
     return replace(rows, expected=expected, drafted=drafted)
 
 
-def admission_order(
-    rows: Rows, own: np.ndarray, launch: Launch, rates: AcceptanceRates
-) -> list[int]:
+def admission_order(rows: Rows, own: np.ndarray, launch: Launch) -> list[int]:
     """Return the order in which a rank admits its rows: longest first, so that none waits.
 
     Where the launch selects groups: first the rows of groups that are expected to be the shortest;
     then one row of each other group, which excludes its group by outlasting them; then the rest,
     most of which need not be started. own: int64, indices of the rank's rows.
     """
-    ordered = own[longest_first(rows.take(own), rates)]
+    ordered = own[longest_first(rows.take(own))]
     if launch.selects:
         longest = rows.expected.reshape(len(launch.groups), -1).max(axis=1)
         trained = np.argsort(longest, kind="stable")[: launch.num_trained]
@@ -121,12 +113,11 @@ def admission_order(
     return ordered.tolist()
 
 
-def longest_first(rows: Rows, rates: AcceptanceRates) -> np.ndarray:
+def longest_first(rows: Rows) -> np.ndarray:
     """Return rows by expected forwards, most first, the rows of a prompt together, int64 [S]."""
-    return np.lexsort((rows.group, -expected_forwards(rows, rates)))
+    return np.lexsort((rows.group, -expected_forwards(rows)))
 
 
-def expected_forwards(rows: Rows, rates: AcceptanceRates) -> np.ndarray:
-    """Return the forwards that each row is expected to need, float64 [S]."""
-    behind = np.maximum(rows.expected - rows.drafted, 0.0)
-    return behind + forwards_of_draft(rows.drafted, rates)
+def expected_forwards(rows: Rows) -> np.ndarray:
+    """Return the forwards that each row needs if its draft holds, float64 [S]."""
+    return np.maximum(rows.expected - rows.drafted, 0.0) + rows.drafted / TYPICAL_WINDOW

@@ -99,12 +99,6 @@ def forwards_horizon(rows: Rows) -> float:
     return float(longest.max(initial=1.0))
 
 
-def forwards_of_draft(in_draft: np.ndarray, rates: AcceptanceRates) -> np.ndarray:
-    """Return expected forwards of the tokens that drafts still have, float64 [S] both."""
-    right = rates.accepted(in_draft)
-    return right / TYPICAL_WINDOW + (1.0 - rates.after) * (in_draft - right)
-
-
 def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) -> np.ndarray:
     """Return the chance that each row is unfinished after this many more forwards, float64 [S, T].
 
@@ -112,7 +106,8 @@ def forwards_survival(rows: Rows, rates: AcceptanceRates, points: np.ndarray) ->
     points = np.broadcast_to(points, (len(rows), points.shape[-1]))
     known = np.maximum(rows.generated, rows.drafted)[:, None]
     in_draft = np.maximum(rows.drafted - rows.generated, 0.0)
-    of_draft = forwards_of_draft(in_draft, rates)
+    right = rates.accepted(in_draft)
+    of_draft = right / TYPICAL_WINDOW + (1.0 - rates.after) * (in_draft - right)
     tokens = known + np.maximum(points - of_draft[:, None], 0.0)
     column = (rows.expected[:, None], rows.spread[:, None])
     survival = length_survival(*column, tokens) / length_survival(*column, known)

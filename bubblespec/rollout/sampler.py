@@ -167,10 +167,7 @@ class Sampler:
             row.draft = found[index]
         if expected is not None:
             own = np.array(list(rows), np.int64)
-            rows = {
-                index: rows[index]
-                for index in admission_order(expected, own, launch, stats.survival.rates)
-            }
+            rows = {index: rows[index] for index in admission_order(expected, own, launch)}
         return RolloutPlan(
             table,
             rows,
