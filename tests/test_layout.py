@@ -32,13 +32,13 @@ FLOORS = [
 CEILINGS = {
     "bubblespec.engine.runner": 3766,
     "examples.minimal_loop": 5681,
-    "bubblespec.rollout.loop": 3930,
-    "bubblespec.rollout.sampler": 7397,
-    "bubblespec.trainer": 12019,
+    "bubblespec.rollout.loop": 3925,
+    "bubblespec.rollout.sampler": 7380,
+    "bubblespec.trainer": 12002,
     "bubblespec.checkpoint": 2186,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 26631, "tests": 28024}
+MAX_LINES = {"file": 400, "package": 26614, "tests": 28022}
 
 
 def name_of(path: Path) -> str:
