@@ -24,6 +24,8 @@ SAME = [f"rollout.{name}" for name in ("num_generations", "max_completion_length
 SAME += ["rollout.top_p", "rollout.top_k", "loss.loss_type", "loss.importance_sampling_level"]
 SAME += ["loss.mask_truncated_completions", "optim.learning_rate", "optim.warmup_steps"]
 SAME += ["optim.weight_decay", "optim.adam_epsilon", "optim.max_grad_norm", "run.seed"]
+# Of a CPU's memory. The cache is made anew in each step, which takes longer the larger it is.
+CACHE_SHARE = 0.04
 
 
 def run_trl(
@@ -67,6 +69,9 @@ def run_trl(
 
     functions = [load_reward(path) for path in config.reward.functions]
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if "use_transformers_continuous_batching" in options and config.model.dtype == "float32":
+        cache = {"max_memory_percent": CACHE_SHARE / world_size}
+        options = options | {"transformers_continuous_batching_config": cache}
     rows = rollout.num_prompts_per_step * rollout.num_generations
     per_device, rest = divmod(rows, world_size * microbatches)
     if rest:

@@ -70,7 +70,6 @@ OF_TRL: dict[str, dict] = {  # arms of TRL, and their options of GRPOConfig
     "trl_batched": {"use_transformers_continuous_batching": True},
     "trl_vllm": {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4},
 }
-CACHE_SHARE = 0.04  # of a CPU's memory; each step makes the cache anew, which takes its time
 ARMS = (*OF_TRL, *OWN)
 PHASES = ("generate", "reward", "train")
 LABELS = {
@@ -177,11 +176,7 @@ def run_arm(arguments: argparse.Namespace, folder: str) -> None:
         from benchmarks.trl_arm import run_trl  # not in the memory of the other arms
 
         config = with_dtype(config, device_of(config))
-        parts, options = arguments.trl_microbatches, dict(OF_TRL[arm])
-        if arm == "trl_batched" and device_of(config) == "cpu":
-            share = CACHE_SHARE / int(os.environ.get("WORLD_SIZE", "1"))
-            options["transformers_continuous_batching_config"] = {"max_memory_percent": share}
-        measured = run_trl(config, num_steps, parts, clock, options)
+        measured = run_trl(config, num_steps, arguments.trl_microbatches, clock, OF_TRL[arm])
     if os.environ.get("RANK", "0") == "0":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if device_of(config) == "cuda":
@@ -215,8 +210,8 @@ def run_job(arguments: argparse.Namespace, arm: str, seed: int, folder: str) -> 
             return {"error": f"not done after {arguments.minutes:g} minutes of all arms"}
     if job.returncode or not os.path.exists(out):
         with open(log, encoding="utf-8", errors="replace") as file:
-            found = re.findall(r"^(?:error|\w*Error| *exitcode) *:.*", file.read(), re.MULTILINE)
-        return {"error": (found or [f"exit code {job.returncode}"])[0].strip()}
+            found = re.search(r"^(error|\w*Error| *exitcode) *:.*", file.read(), re.MULTILINE)
+        return {"error": found[0].strip() if found else f"exit code {job.returncode}"}
     with open(out, encoding="utf-8") as file:
         return json.load(file)
 
