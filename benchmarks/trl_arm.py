@@ -24,7 +24,7 @@ SAME = [f"rollout.{name}" for name in ("num_generations", "max_completion_length
 SAME += ["rollout.top_p", "rollout.top_k", "loss.loss_type", "loss.importance_sampling_level"]
 SAME += ["loss.mask_truncated_completions", "optim.learning_rate", "optim.warmup_steps"]
 SAME += ["optim.weight_decay", "optim.adam_epsilon", "optim.max_grad_norm", "run.seed"]
-# Of a CPU's memory. The cache is made anew in each step, which takes longer the larger it is.
+# Share of a CPU's memory. Each step allocates a new cache, and a larger one takes longer.
 CACHE_SHARE = 0.04
 
 
