@@ -236,7 +236,7 @@ def add_mechanisms(
     if sampler.proposer is not None and (quantized := make_quantized(sampler, product)) is not None:
         sampler.proposer.add(quantized.source)
         sampler.mechanisms.append(quantized)
-        sampler.stats.guards.add(COPY, is_trusted=False)
+        sampler.stats.guards.add(COPY)
         sampler.stats.chains = quantized.source.shortening
         learner.after_update.append(quantized.copy.note_update)
     if "drafter" in config.speculative.sources:

@@ -323,7 +323,7 @@ def test_costs_count_chains_where_the_next_rollout_has_them():
     stats, groups = RunStats(cost=fixed_cost()), groups_of(0)
     stats.chains = lambda context: np.full(len(CHAIN_ROWS), 0.5)
     stats.guards = Guards({DRAFTS: Guard()})
-    stats.guards.add(COPY, is_trusted=False)
+    stats.guards.add(COPY)
     launch, seen = Launch(groups, len(groups), 2), set()
     rows = dict(enumerate(make_rows(groups, 2, LIMIT)))
     for row in rows.values():

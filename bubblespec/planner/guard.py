@@ -11,11 +11,8 @@ import numpy as np
 
 FIRST_CONTROL = 1  # rollouts before the first one without the mechanism
 INTERVAL, TRIAL = 2.5, 6.0  # first interval between two such rollouts; the same after a pause
-# A mechanism that is not trusted takes turns with its absence until it leads clearly, but for no
-# more rollouts than that.
-TURNS = 4
-# Standard errors of the lead by which a mechanism must be behind to pause; or ahead, not to, if it
-# is not trusted. A mistaken pause costs less than a mistaken continuation.
+# Standard errors of the lead by which a mechanism must be behind to pause. A mistaken pause costs
+# less than a mistaken continuation.
 ERRORS = 0.6
 MIN_COMPARISONS, SURE_ERRORS = 2, 1.5  # the same with fewer comparisons, which may be odd ones
 CLEAR, CLEAR_AT_ONCE = 1.5, 3.0  # standard errors of a clear lead; the same with one comparison
@@ -37,19 +34,18 @@ class Guard:
 
     The same on every rank, as its observations are exchanged."""
 
-    def __init__(self, is_trusted: bool = True):
+    def __init__(self, has_effect_behind: bool = False):
         """Begin with the mechanism on.
 
-        is_trusted: whether it stays on until it proves slower; or else it pauses after 2 TURNS
-        rollouts unless it proves faster."""
-        self.is_trusted = is_trusted
-        self._turns_left = 0 if is_trusted else TURNS
+        has_effect_behind: whether the first rollout without the mechanism has drafts that were made
+        with it, so that only the second one is compared."""
+        self.has_effect_behind = has_effect_behind
         self._with: list[tuple[float, float]] = []  # measured and modelled seconds by rollout
         self._without: list[tuple[float, float]] = []
-        self._until_control, self._interval = float(FIRST_CONTROL), INTERVAL
+        self._until_control, self._interval = float(FIRST_CONTROL + has_effect_behind), INTERVAL
         self.is_unprepared = True
-        """Whether the next rollout with the mechanism is not compared: the first one warms up, and
-        a rollout without drafts makes fewer for the next one."""
+        """Whether the next rollout is not compared: the first one warms up, and a rollout lives on
+        the drafts that the one before it has made."""
         self._is_late = False  # whether the next comparison has been put off
         self._pause_left = 0  # rollouts of the current pause still to come
         self._pause = FIRST_PAUSE
@@ -83,11 +79,6 @@ class Guard:
         return 1.0 - own / other, own / other * float(np.hypot(own_error, other_error))
 
     @property
-    def is_new(self) -> bool:
-        """Whether a mechanism that is not trusted still takes turns."""
-        return self._turns_left > 0 and not self._pause_left
-
-    @property
     def has_compared(self) -> bool:
         """Whether there were enough rollouts without the mechanism to compare with."""
         return len(self._without) >= MIN_COMPARISONS
@@ -96,14 +87,11 @@ class Guard:
         """Learn a rollout: its seconds, and those predicted without drafts."""
         if min(measured_s, modelled_s) <= 0.0:
             return
-        if was_on and self.is_unprepared:
-            self.is_unprepared = False
-            self._until_control -= 1
-            return
+        was_prepared, self.is_unprepared = not self.is_unprepared, False
         of_setting = self._with if was_on else self._without
-        of_setting.append((measured_s, modelled_s))
-        self.is_unprepared = self.is_trusted and not was_on
-        del of_setting[:-MEMORY]
+        if was_prepared:
+            of_setting.append((measured_s, modelled_s))
+            del of_setting[:-MEMORY]
         if self._pause_left:
             self._pause_left -= 1
             if not self._pause_left:  # try again: the savings may have changed
@@ -111,23 +99,26 @@ class Guard:
                 self._until_control = self._interval = TRIAL
                 self.is_unprepared = True
             return
+        self._until_control -= was_on
+        if was_prepared:
+            self._plan(was_on)
+        has_changed = self.setting != was_on
+        self.is_unprepared = has_changed and (self.setting or self.has_effect_behind)
+
+    def _plan(self, was_on: bool) -> None:
+        """Decide when the next comparison is, and whether to pause, behind one more rollout."""
         lead, error = self.test()
         is_clear = lead > (CLEAR if self.has_compared else CLEAR_AT_ONCE) * error
-        if was_on:
-            self._until_control -= 1
-            if is_clear and self.is_next_without and not (self.is_new or self._is_late):
-                self._until_control += (CLEAR_GROWTH - 1) * self._interval
-                self._interval, self._is_late = CLEAR_GROWTH * self._interval, True
-        else:
-            self._turns_left = 0 if is_clear else max(self._turns_left - 1, 0)
+        if not was_on:
             self._interval, self._is_late = GROWTH * self._interval, False
-            self._until_control = 1.0 if self.is_new else self._interval
+            self._until_control = self._interval + self.has_effect_behind
+        elif is_clear and self.is_next_without and not self._is_late:
+            self._until_control += (CLEAR_GROWTH - 1) * self._interval
+            self._interval, self._is_late = CLEAR_GROWTH * self._interval, True
         if self._is_slower(lead, error):
             self._pause_left, self._pause = self._pause, min(2 * self._pause, MAX_PAUSE)
 
     def _is_slower(self, lead: float, error: float) -> bool:
-        if not self.is_trusted:
-            return lead < (-SURE_ERRORS if self.is_new else ERRORS) * error
         least = MIN_LOST if self._pause == FIRST_PAUSE else MIN_LOST_AGAIN
         errors = ERRORS if self.has_compared else SURE_ERRORS
         return lead < -errors * error and -lead * len(self._with) > least
@@ -135,7 +126,7 @@ class Guard:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the state as arrays."""
         state = (self._until_control, self._interval, self._pause_left, self._pause)
-        numbers = (*state, self.is_unprepared, self._turns_left, self._is_late)
+        numbers = (*state, self.is_unprepared, self._is_late)
         return {
             "numbers": np.array(numbers, np.float64),
             "with": np.array(self._with, np.float64).reshape(-1, 2),
@@ -146,10 +137,7 @@ class Guard:
         """Restore a saved state."""
         self._until_control, self._interval, *rest = state["numbers"].tolist()
         self._pause_left, self._pause = map(int, rest[:2])
-        of_earlier = np.zeros(3)  # checkpoints lack these
-        is_unprepared, turns_left, is_late = [*rest[2:], *of_earlier][:3]
-        self.is_unprepared, self._is_late = bool(is_unprepared), bool(is_late)
-        self._turns_left = int(turns_left)
+        self.is_unprepared, self._is_late = bool(rest[2]), bool(rest[-1])
         self._with = [tuple(pair) for pair in state["with"].tolist()]
         self._without = [tuple(pair) for pair in state["without"].tolist()]
 
@@ -157,10 +145,10 @@ class Guard:
 class Guards(dict[str, Guard]):
     """The guards of a run by name."""
 
-    def add(self, name: str, is_trusted: bool) -> None:
+    def add(self, name: str) -> None:
         """Guard one more part, if drafts are guarded."""
         if DRAFTS in self:
-            self[name] = Guard(is_trusted)
+            self[name] = Guard(has_effect_behind=name == COPY)
 
     def _may_learn(self, name: str, without: frozenset[str] | set[str]) -> bool:
         """Whether a part is compared in a rollout: all but drafts only with drafts made for it.
@@ -188,8 +176,6 @@ class Guards(dict[str, Guard]):
             if not guard.setting:
                 off.add(name)
                 break
-            if guard.is_new:
-                break  # the others wait until it has been judged
         return frozenset(off)
 
     def observe(self, measured_s: float, modelled_s: float, without: frozenset[str]) -> None:

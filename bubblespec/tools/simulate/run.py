@@ -259,7 +259,7 @@ class _Rank:
             if proposer.cost.seconds(1, 1) >= MIN_SPEEDUP * copy_cost.seconds(1, 1):
                 chains = quantized_source(copies, proposer.cost, copy_cost, clock=ranks.clock)
                 proposer.add(chains)
-                self.sampler.stats.guards.add(COPY, is_trusted=False)
+                self.sampler.stats.guards.add(COPY)
                 self.sampler.stats.chains = chains.shortening
         if proposer is not None and "drafter" in config.speculative.sources:
             drafts = drafter_chains(engine, shared.drafter)
