@@ -8,7 +8,7 @@ import pytest
 
 from bubblespec.config import Config
 from bubblespec.draft.chains import ChainSource
-from bubblespec.draft.proposer import Proposer, make_proposer
+from bubblespec.draft.proposer import PRIORS, Proposer, make_proposer
 from bubblespec.draft.sources import DraftSource, History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
@@ -28,6 +28,8 @@ from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.place import place_in_turn
 from bubblespec.planner.rows import Rows
 from bubblespec.planner.stats import RunStats
+from bubblespec.planner.survival import ALIGNED
+from bubblespec.planner.windows import choose_windows
 from bubblespec.rollout.board import ProgressBoard, RankState
 from bubblespec.rollout.table import RowTable
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks, World
@@ -35,6 +37,8 @@ from bubblespec.types import Draft
 from tests.helpers.clocks import forward_seconds
 from tests.helpers.generation import make_runner
 from tests.helpers.models import VOCAB, random_model, small_config
+from tests.helpers.proposals import draft
+from tests.helpers.proposals import row as make_row
 from tests.helpers.rollouts import (
     FOUR_PROMPTS,
     LIMIT,
@@ -223,10 +227,39 @@ def test_forwards_wait_for_results_where_any_source_needs_them():
         source.needs_results, source.serves = needs_results, lambda engine, serves=serves: serves
         proposer = Proposer([source], CostModel())
         is_waiting = needs_results and serves
-        assert OwnersPropose(proposer, (), None, None).needs_results == is_waiting
+        assert OwnersPropose(proposer, (), None, None, None).needs_results == is_waiting
         proposer._due[:] = [9]
         assert not proposer.needs_results
-        assert OwnersPropose(proposer, (), None, None).needs_results == is_waiting
+        assert OwnersPropose(proposer, (), None, None, None).needs_results == is_waiting
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_windows_of_all_ranks_are_planned_together(is_measured):
+    """One forward verifies the drafts of all. Alone each rank would fill its rows' windows."""
+    rows = [make_row(number) for number in range(8)]
+    for row in rows:
+        row.draft = draft(range(64))
+    cost = fixed_cost(a=1.0, b=0.0, c=0.02) if is_measured else None
+    alone = [fixed_cost(a=1.0, b=0.0, c=c) for c in (0.03, 0.001)]  # measured by each rank
+    found, world = {}, World(2)
+
+    def propose(rank: int) -> None:
+        proposer = make_proposer(("bubble",), History(1000), alone[rank], has_drafts=True)
+        proposer.begin()
+        own = rows[4 * rank : 4 * rank + 4]
+        for row in own:
+            proposer.track(row, 4)
+        drafts = OwnersPropose(proposer, own, SimulatedRanks(world, rank).gather, None, cost)
+        found[rank] = drafts.propose(rows, np.ones(8, int), np.full(8, 50), 999, np.zeros(8, int))
+
+    world.run(propose)
+    (tokens, counts), again = found[0], found[1]
+    assert tokens.tolist() == again[0].tolist() and counts.tolist() == again[1].tolist()
+    chance, positions = np.full(8, PRIORS[ALIGNED]), 8 * (1 + len(rows[0].prompt))
+    planned_by = cost or alone[0]
+    wanted = choose_windows(chance, np.full(8, 50), planned_by, positions, budget=999)
+    assert counts.tolist() == wanted.tolist() and 0 < wanted.sum() < 8 * 50
+    assert tokens.tolist() == [token for count in wanted for token in range(count)]
 
 
 def test_tail_is_due_with_few_rows_all_trained_on():

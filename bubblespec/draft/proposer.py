@@ -15,6 +15,7 @@ import numpy as np
 from bubblespec.draft.sources import (
     MAX_AGE,
     DraftSource,
+    Found,
     History,
     OwnDrafts,
     SuffixMatches,
@@ -174,15 +175,36 @@ class Proposer:
 
         The windows of all rows are planned together; rows that are not tracked get none. Windows
         are of what follows the tokens that may be gained in flight."""
-        nothing = np.empty(0, np.int64), np.zeros(len(rows), np.int64)
+        found = self.find(rows, lengths, room, budget, ahead)
+        if found is None:
+            return np.empty(0, np.int64), np.zeros(len(rows), np.int64)
+        started, windows = self.clock.perf_counter(), found.available
+        if not self.always:
+            of_all = found.available, self.cost, found.positions
+            windows = choose_windows(found.chance, *of_all, budget=budget)
+            found.query_s[:] += (self.clock.perf_counter() - started) / max(found.is_due.sum(), 1)
+            self.pause_dear(found, windows)
+        proposed = self.tokens_of(found, windows)
+        self._spent_s += self.clock.perf_counter() - started
+        return proposed
+
+    def find(
+        self,
+        rows: list[Row],
+        lengths: np.ndarray,
+        room: np.ndarray,
+        budget: int,
+        ahead: np.ndarray | int = 0,
+    ) -> Found | None:
+        """Return the proposals for these rows, see `propose`; None where no source is asked."""
         if self.rests(len(rows)):
-            return nothing
+            return None
         must_wait = bool(np.any(ahead))
         is_due = np.array(self._due) <= self._forward
         is_due &= [s.is_enabled and not (must_wait and s.needs_results) for s in self.sources]
         self._forward += 1
         if not is_due.any():
-            return nothing
+            return None
         started = self.clock.perf_counter()
         self._read()
         self._num_queried += len(rows)
@@ -190,7 +212,6 @@ class Proposer:
         limits = np.minimum(room, ALWAYS_WINDOW if self.always else min(int(WINDOWS[-1]), budget))
         asked = ((limits > 0) & (numbers >= 0)).nonzero()[0]
         limits = limits + ahead
-        # Each row's proposal: its text, where it begins there, its length and its kind.
         texts: list[np.ndarray] = []
         text, begin, count, kind, asked_of = np.zeros((5, len(rows)), np.int64)
         query_s, weighed_s = np.zeros(len(is_due)), 0.0
@@ -219,44 +240,38 @@ class Proposer:
             self.survival.counts[OFFERED, 1, kind[some]] += 1
             texts.append(found.tokens)
         self.tracked.propose(numbers[asked], kind[asked], np.broadcast_to(ahead, len(rows))[asked])
-        if not self.always:
-            positions = int(lengths.sum()) + prompt_tokens
-            available = np.maximum(count - ahead, 0)
-            windows = choose_windows(chances[kind], available, self.cost, positions, budget=budget)
-            query_s += (self.clock.perf_counter() - started - weighed_s) / max(is_due.sum(), 1)
-            self._pause_dear(is_due, query_s, chances[kind], windows, asked_of, positions)
-            count = np.where(windows > 0, windows + ahead, 0)
-        place = spans(begin, count)
-        if len(texts) == 1:
-            tokens = texts[0][place].astype(np.int64)
-        else:
-            tokens, text = np.empty(len(place), np.int64), text.repeat(count)
-            for number, known in enumerate(texts):
-                here = (text == number).nonzero()[0]
-                tokens[here] = known[place[here]]
-        self._spent_s += self.clock.perf_counter() - started
+        available, positions = np.maximum(count - ahead, 0), int(lengths.sum()) + prompt_tokens
+        spent_s = self.clock.perf_counter() - started
+        query_s += (spent_s - weighed_s) / max(is_due.sum(), 1)
+        self._spent_s += spent_s
+        of_rows = text, begin, available, chances[kind], positions, ahead, asked_of
+        return Found(texts, *of_rows, is_due, query_s)
+
+    def tokens_of(self, found: Found, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the drafts in windows, int64 [R], and those that may be gained before them.
+
+        As `propose` does."""
+        count = np.where(windows > 0, windows + found.ahead, 0)
+        place = spans(found.begin, count)
+        if len(found.texts) == 1:
+            return found.texts[0][place].astype(np.int64), count
+        tokens, text = np.empty(len(place), np.int64), found.text.repeat(count)
+        for number, known in enumerate(found.texts):
+            here = (text == number).nonzero()[0]
+            tokens[here] = known[place[here]]
         return tokens, count
 
-    def _pause_dear(
-        self,
-        is_due: np.ndarray,
-        query_s: np.ndarray,
-        rates: np.ndarray,
-        windows: np.ndarray,
-        asked_of: np.ndarray,
-        positions: int,
-    ) -> None:
-        """Let sources pause whose windows save less than their queries take.
-
-        is_due, query_s: by source; rates, windows, asked_of: by row, which source proposed."""
-        self._query_s += 0.1 * (query_s - self._query_s) * is_due
-        num_rows, fed = len(rates), windows.sum()
+    def pause_dear(self, found: Found, windows: np.ndarray) -> None:
+        """Let sources pause whose windows, int64 [R], save less than their queries take."""
+        self._query_s += 0.1 * (found.query_s - self._query_s) * found.is_due
+        num_rows, fed, positions = len(windows), windows.sum(), found.positions
         plain_s = self.cost.seconds(num_rows, num_rows, 0, positions)
         fed_s = self.cost.seconds(num_rows, num_rows + fed, fed > 0, positions) - plain_s
-        rates = np.minimum(rates, 1.0 - 1e-9)
+        rates = np.minimum(found.chance, 1.0 - 1e-9)
         accepted = rates * (1.0 - rates**windows) / (1.0 - rates)
         saved_s = accepted * plain_s / num_rows - windows * fed_s / max(fed, 1)
-        is_dear = is_due & (np.bincount(asked_of, saved_s, len(is_due)) <= self._query_s)
+        saved_s = np.bincount(found.asked_of, saved_s, len(found.is_due))
+        is_dear = found.is_due & (saved_s <= self._query_s)
         if is_dear.any():
             lengths = np.minimum(self._query_s / (LOOK_SHARE * plain_s), MAX_PAUSE)
             due = np.where(is_dear, self._forward + lengths.astype(np.int64), self._due)

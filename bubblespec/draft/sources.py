@@ -119,6 +119,21 @@ class Proposals(NamedTuple):
     kind: np.ndarray  # int64 [R], numbers in the source's `kinds`
 
 
+class Found(NamedTuple):
+    """Proposals of several sources for R rows, of which no window has been chosen yet."""
+
+    texts: list[np.ndarray]  # tokens of the sources that have proposed something
+    text: np.ndarray  # int64 [R], which of the texts has a row's proposal
+    begin: np.ndarray  # int64 [R], where it begins there
+    available: np.ndarray  # int64 [R], its tokens behind those in flight; 0 for no proposal
+    chance: np.ndarray  # float64 [R], that its next token is accepted
+    positions: int  # attended to by all rows together
+    ahead: np.ndarray | int  # int64 [R], tokens that may be gained in flight
+    asked_of: np.ndarray  # int64 [R], number of the source
+    is_due: np.ndarray  # bool [sources], which were asked
+    query_s: np.ndarray  # float64 [sources], seconds that this took
+
+
 class DraftSource:
     """A source of draft tokens; by default it proposes nothing.
 

@@ -159,7 +159,7 @@ class Sampler:
                     num_ranks=ranks.world_size,
                     num_slots=self.engine.num_slots,
                     keeps_groups=self.scorer.sees_groups(step),
-                    matches_siblings=self.matches_texts,
+                    matches_siblings=self.matches_texts and DRAFTS not in without,
                 )
         table = RowTable(launch, rank_of, ranks.rank, expected)
         rows = table.make_rows(self.config.rollout.max_completion_length)

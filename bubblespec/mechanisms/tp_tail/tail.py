@@ -30,6 +30,7 @@ from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsu
 from bubblespec.planner.costs import CostModel, prefill_seconds, rollout_seconds
 from bubblespec.planner.guard import DRAFTS
 from bubblespec.planner.rows import Rows
+from bubblespec.planner.windows import choose_windows
 from bubblespec.records import Span, StepRecord, total_s
 from bubblespec.rollout.board import RankState
 from bubblespec.rollout.loop import RolloutLoop
@@ -45,6 +46,7 @@ STOP_INTERVAL = 8  # forwards between two checks for a stop request on any rank
 MAX_DRAFT_TOKENS = 64  # of a row
 # Latest tokens of a row that are fed again for companions, which may need their hidden states.
 FED_AGAIN = 16
+CHANCES = 1 << 20  # by which chances are multiplied to be exchanged as whole numbers
 ROWS = "tp_tail_rows"  # in a rollout's extras: rows of this rank that were unfinished on entry
 NUM_TIMED = 3  # last forwards of a timing at the start, which count
 PIECE_BYTES = 1 << 26  # received by a rank at a time from all ranks
@@ -71,6 +73,7 @@ class TPTail(Mechanism):
         are `ModelRunner`s, which they are not in virtual time."""
         self.engine, self.ranks, self.gather, self.max_rows = engine, ranks, gather, max_rows
         self.is_worth_it, self.has_keys = is_worth_it, has_keys
+        self.cost: CostModel | None = None  # of forwards of all ranks together, once measured
         self.off: frozenset[str] = frozenset()  # see `RolloutPlan.without`
         self.companions: list[Callable[[Engine], AbstractContextManager]] = []
         """Contexts in which draft sources follow the rows to another engine."""
@@ -133,7 +136,7 @@ class TPTail(Mechanism):
                 stack.enter_context(follow(engine))
             drafts = None
             if proposer is not None:
-                drafts = OwnersPropose(proposer, unfinished, self.gather, engine)
+                drafts = OwnersPropose(proposer, unfinished, self.gather, engine, self.cost)
             while not engine.is_idle:
                 is_asked = len(record.shared_forwards) % STOP_INTERVAL == 0
                 if is_asked and self.gather(np.array([ranks.must_stop], np.uint8)).any():
@@ -168,36 +171,46 @@ class TPTail(Mechanism):
 
 
 class OwnersPropose:
-    """The engine's `Proposer` where all ranks have all rows: owners propose, all get all drafts."""
+    """The engine's `Proposer` where all ranks have all rows: owners propose, all get all drafts.
+
+    Windows are of all ranks' rows together, as one forward verifies them."""
 
     def __init__(
-        self, proposer: Proposer, own_rows: Container[Row], gather: Callable, engine: Engine
+        self, proposer: Proposer, own_rows: Container[Row], gather: Callable, engine: Engine, cost
     ):
-        """gather: `Ranks.gather`, between two forwards; engine: that has the rows."""
-        self.proposer, self.own_rows, self.gather = proposer, own_rows, gather
+        """gather: `Ranks.gather`, between two forwards; engine: that has the rows.
+
+        cost: of its forwards, the same on all ranks; None: the first rank plans by its own."""
+        self.proposer, self.own_rows, self.gather, self.cost = proposer, own_rows, gather, cost
         # Of all sources of this engine, paused or not: all ranks must launch the same forwards.
         self.needs_results = any(of.needs_results and of.serves(engine) for of in proposer.sources)
 
-    def propose(
-        self,
-        rows: list[Row],
-        lengths: np.ndarray,
-        room: np.ndarray,
-        budget: int,
-        ahead: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def propose(self, rows: list[Row], lengths, room, budget, ahead):
         """See `Proposer`; drafts are exchanged in one size on all ranks."""
-        own, drafts = self._own(rows), np.full((len(rows), MAX_DRAFT_TOKENS), -1)
+        own, found = self._own(rows), None
+        drafts = np.full((len(rows), 1 + MAX_DRAFT_TOKENS), -1)  # behind the chance of the first
+        room = np.minimum(room, MAX_DRAFT_TOKENS - ahead)
         if len(own):
-            room = np.minimum(room, MAX_DRAFT_TOKENS - ahead)
-            own_rows = [rows[i] for i in own]
-            given = lengths[own], room[own], budget, ahead[own]
-            tokens, counts = self.proposer.propose(own_rows, *given)
+            of_own = [rows[i] for i in own], lengths[own], room[own], budget, ahead[own]
+            found = self.proposer.find(*of_own)
+        if found is not None:
+            tokens, counts = self.proposer.tokens_of(found, found.available)
             row, offset = ragged(counts)
+            drafts[own, 0] = CHANCES * found.chance
             fits = offset < (room + ahead)[own[row]]
-            drafts[own[row[fits]], offset[fits]] = tokens[fits]
-        drafts = self.gather(drafts).max(axis=0)
-        return drafts[drafts >= 0], (drafts >= 0).sum(axis=1)
+            drafts[own[row[fits]], 1 + offset[fits]] = tokens[fits]
+        chances, drafts = np.split(self.gather(drafts).max(axis=0), [1], axis=1)
+        windows = np.maximum((drafts >= 0).sum(axis=1) - ahead, 0)
+        if not self.proposer.always:
+            positions = int(lengths.sum()) + sum(len(row.prompt) for row in rows)
+            chance, cost = chances[:, 0] / CHANCES, self.cost or self.proposer.cost
+            windows = choose_windows(chance, windows, cost, positions, budget=budget)
+            if self.cost is None:
+                windows = self.gather(windows)[0]
+            if found is not None:
+                self.proposer.pause_dear(found, windows[own])
+        count = np.where(windows > 0, windows + ahead, 0)
+        return drafts[np.arange(MAX_DRAFT_TOKENS) < count[:, None]], count
 
     def observe(self, rows: list[Row], tokens, num_gained, num_draft, num_accepted) -> None:
         """See `Proposer`; own rows only."""
@@ -296,7 +309,7 @@ def enter_by_cost(tail: TPTail, tp_cost: CostModel, sampler: Sampler) -> None:
         owners, overhead_s = table.rank_of[indices], entering_s + fed_s
         return use_tp_tail(rows, owners, cost, tp_cost, num_slots=num_slots, overhead_s=overhead_s)
 
-    tail.is_worth_it = is_worth_it
+    tail.is_worth_it, tail.cost = is_worth_it, tp_cost
 
 
 def measure(
