@@ -2,6 +2,7 @@
 virtual seconds, and the profile finds what they cost."""
 
 import re
+import time
 
 import pytest
 
@@ -57,6 +58,20 @@ def test_profile_ends_within_its_limit(monkeypatch):
     for line in progress:
         assert re.fullmatch(r"timing the engine: \d+ of \d+ parts, about \d s left", line)
     assert re.fullmatch(r"timing the engine: left out \d+ of \d+ parts, which take .*", end)
+
+
+def test_ranks_that_share_forwards_leave_out_the_same_kinds():
+    """Whatever each one's clock says: what one has no time for, none runs."""
+    model = random_model(small_config("llama"))
+    prepare_model(model, 100)
+    engine, asked, loads = make_engine(model, 16, max_length=100), [], []
+    cost = CostModel()
+    cost.anchor = lambda load, seconds: loads.append((load.rows, load.tokens))
+    kinds = list(profile_module._kinds(engine))
+    options = {"clock": time, "any_rank": lambda is_so: (asked.append(is_so), len(asked) > 3)[1]}
+    profile(engine, PARAMS, cost, **options)
+    assert asked == [False] * (len(kinds) - 1)
+    assert set(loads) == {(rows, rows * (1 + window)) for _, rows, window in kinds[:4]}
 
 
 def test_profile_finds_cost_of_forwards(monkeypatch, tmp_path):

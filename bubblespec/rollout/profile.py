@@ -39,11 +39,13 @@ def profile(
     *,
     clock,
     show: Callable[[str], object] = lambda line: None,
+    any_rank: Callable[[bool], bool] = bool,
 ) -> None:
     """Time forwards of few and many rows, short and long ones, with short and long drafts.
 
     Kinds are left out that would not end within LIMIT_S, by what is known of the cost by then.
-    show: gets lines on the progress."""
+    show: gets lines on the progress; any_rank: whether this is so on any of the ranks that run the
+    same forwards."""
     params = replace(params, stop_token_ids=())  # otherwise a stop token would end rows early
     kinds = list(_kinds(engine))
     began_s = shown_s = clock.perf_counter()
@@ -51,7 +53,7 @@ def profile(
     for number, kind in enumerate(kinds):
         now_s = clock.perf_counter()
         left_s = LIMIT_S - (now_s - began_s)
-        if number and _seconds(cost, kind) > left_s:
+        if number and any_rank(_seconds(cost, kind) > left_s):
             continue
         if now_s - shown_s > LINE_S:
             left_s = min(left_s, sum(_seconds(cost, other) for other in kinds[number:]))

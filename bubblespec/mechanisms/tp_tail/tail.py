@@ -322,7 +322,11 @@ def measure(
     if together_s >= (1 - MIN_TAIL_GAIN) * alone_s:
         return None
     cost = CostModel()
-    profile(together, params, cost, clock=ranks.clock)
+
+    def any_rank(is_so: bool) -> bool:
+        return bool(ranks.gather(np.array([is_so], np.uint8)).any())
+
+    profile(together, params, cost, clock=ranks.clock, any_rank=any_rank)
     return CostModel.from_parameters(ranks.gather(cost.parameters).mean(axis=0))
 
 
