@@ -103,9 +103,14 @@ def test_forked_child_ends_with_killed_rank(tmp_path):
     wait_until(lambda: not any(map(is_alive, pids_in(path))))
 
 
+def gather_ragged(ranks: Ranks) -> None:
+    gathered = ranks.gather_ragged(np.arange(ranks.rank))
+    assert [each.tolist() for each in gathered] == [list(range(n)) for n in range(len(gathered))]
+
+
 COLLECTIVES = {
     "sum": lambda ranks: ranks.sum_(torch.ones(1000)),
-    "gather_ragged": lambda ranks: ranks.gather_ragged(np.arange(ranks.rank)),
+    "gather_ragged": gather_ragged,
 }
 
 

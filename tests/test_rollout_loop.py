@@ -164,6 +164,13 @@ class Selecting:
         parts = (self.engine, board.ranks, PARAMS, self.rows, self.table)
         self.loop = loop_over(*parts, board=board, on_finished=self._hand_on)
         self.wanted = plain(model, 0, FOUR_PROMPTS, launch.num_generations)[0]
+        place = self.engine.runner.place
+
+        def place_wanted(slot: int, row: Row) -> None:
+            assert not self.loop._cutoff or not self.loop._cutoff.is_out[launch.ids.index(row.id)]
+            place(slot, row)
+
+        self.engine.runner.place = place_wanted
         if stop_after is not None:
             step_engine = self.engine.step
 
