@@ -26,7 +26,7 @@ def play(speedup: float, *, seed: int, noise=0.1, bias=1.0, count=60, has_effect
     rng, guard, rows = np.random.default_rng(seed), Guard(has_effect_behind), []
     for _ in range(count):
         without_s = rng.lognormal(0.0, 0.5)
-        is_faster = guard.setting or has_effect_behind and rows[-1][0]
+        is_faster = guard.setting or (has_effect_behind and rows[-1][0])
         seconds = without_s / speedup if is_faster else without_s
         rows.append((guard.setting, seconds, without_s))
         guard.observe(seconds * rng.lognormal(0.0, noise), bias * without_s, guard.setting)
