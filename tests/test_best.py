@@ -104,16 +104,19 @@ def test_unknown_metric_and_column_are_refused(tmp_path):
 
 @pytest.fixture
 def scored(monkeypatch):
-    """scored(scores): eval/reward is these after 0, 1, ... updates."""
-    evaluate = Trainer.evaluate
+    """scored(scores): eval/reward is these after 0, 1, ... updates. Returns the list of updates
+    after which there has been an evaluation."""
+    evaluate, updates = Trainer.evaluate, []
 
-    def score(scores: list[float]) -> None:
+    def score(scores: list[float]) -> list[int]:
         def scored_evaluate(trainer):
+            updates.append(trainer.num_updates)
             evaluation = evaluate(trainer)
             evaluation.metrics["eval/reward"] = scores[trainer.num_updates]
             return evaluation
 
         monkeypatch.setattr(Trainer, "evaluate", scored_evaluate)
+        return updates
 
     return score
 
@@ -136,11 +139,12 @@ def test_best_checkpoint_outlives_rotation_and_resume(tmp_path, scored):
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / BEST, dtype=torch.float64)
     saved = weights(tmp_path, 2)
     assert all(torch.equal(policy.state_dict()[name], saved[name]) for name in saved)
-    scored([9.0, 0.2, 0.5, 0.5, 0.4, 0.45, 0.6, 0.1])
+    updates = scored([9.0, 0.2, 0.5, 0.5, 0.4, 0.45, 0.6, 0.1])
     train_here(tmp_path, "run.save_steps=1", "run.max_steps=5", short=SAVES_BEST)
     assert steps_and_best(tmp_path) == ([2, 5], "checkpoint-2")
     train_here(tmp_path, "run.save_steps=0", "run.max_steps=7", short=SAVES_BEST)
     assert steps_and_best(tmp_path) == ([6, 7], "checkpoint-6")
+    assert updates == list(range(8)), "once after each, also where a run was resumed"
 
 
 def test_better_evaluation_saves_between_save_steps(tmp_path, scored):

@@ -166,11 +166,13 @@ def uids(prompts: PromptSet, seed: int, step: int, size: int) -> list[int]:
 
 @pytest.mark.parametrize("count, size", [(23, 5), (20, 5), (5, 5), (9, 1)])
 def test_every_epoch_covers_distinct_prompts(count, size):
-    prompts, per_epoch = numbered_prompts(count), count // size
+    prompts, per_epoch, orders = numbered_prompts(count), count // size, set()
     for epoch in range(4):
         steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
         seen = [uid for step in steps for uid in uids(prompts, 3, step, size)]
         assert len(seen) == per_epoch * size == len(set(seen)), "only the remainder is left out"
+        orders.add(tuple(seen))
+    assert len(orders) == 4
 
 
 def test_all_64_bits_of_seed_count():

@@ -113,17 +113,19 @@ def test_workers_answer_like_environments_in_process(make_player, factory, texts
 
 
 def test_hanging_call_is_killed_and_other_episodes_replayed(make_player, clock, tmp_path):
-    """The hung call is its tool's error, and is undone; nothing is left of its process."""
+    """The hung call is its turn's error, and is undone; nothing is left of its process. Two calls
+    have twice the time."""
     player, path = make_player(), tmp_path / "pids"
     player.begin("a", "b", kind="seeded")
     drawn = {name: [player.call(name, "draw")] for name in "ab"}
-    player.say("a", call_text("chatml", "hang", path=str(path)))
+    first = call_text("chatml", "hang", path=str(path)).removesuffix("<|im_end|>")
+    player.say("a", first + call_text("chatml", "draw"))
     player.say("b", call_text("chatml", "draw"))  # waits behind it
     wait_until(lambda: len(pids_in(path)) == 2)
-    clock.skipped += 900.0
+    clock.skipped += 1800.0
     (hung,) = player.await_all("a")
-    assert player.text(hung) == "{'error': 'no answer within 900 s'}"
-    assert (hung.reason, hung.num_calls, hung.num_failed) == (None, 1, 1)
+    assert player.text(hung) == "{'error': 'no answer within 1800 s'}"
+    assert (hung.reason, hung.num_calls, hung.num_failed) == (None, 2, 2)
     assert not any(is_alive(pid) for pid in pids_in(path))
     drawn["b"].append(player.text(*player.await_all("b")))
     drawn["a"].append(player.call("a", "draw"))

@@ -108,12 +108,19 @@ def test_run_equals_plain_run(
 
 
 def test_responses_contain_the_real_observations(shapes, monkeypatch, tmp_path):
-    """In a random environment, whose observations come late and differ from those of the drafts."""
+    """In a random environment, whose observations come late and differ from those of the drafts,
+    though its seed is the same. It is given what was sampled, turn by turn."""
     real, poll, begin = defaultdict(list), games.delay(Environments.poll), Environments.begin
+    said, seeds, act = {}, defaultdict(list), Environments.act
 
-    def noted_begin(environments, row, *arguments, **options):
-        real[row.id] = []  # the row of the step comes after drafts of the same name
-        begin(environments, row, *arguments, **options)
+    def noted_begin(environments, row, prompt, seed, **options):
+        real[row.id], said[row.id] = [], []  # the row of the step comes after its drafts
+        seeds[row.id[:2]].append(seed)
+        begin(environments, row, prompt, seed, **options)
+
+    def noted_act(environments, row, ids):
+        said[row.id].append(ids.tolist())
+        act(environments, row, ids)
 
     def noted_poll(environments):
         observations = poll(environments)
@@ -128,7 +135,10 @@ def test_responses_contain_the_real_observations(shapes, monkeypatch, tmp_path):
         samples = record.samples
         for name, tokens, logprob in zip(samples.ids, samples.tokens, samples.logprob, strict=True):
             runs = groupby(zip(tokens.tolist(), np.isnan(logprob), strict=True), lambda at: at[1])
-            spans = [[token for token, _ in run] for is_observed, run in runs if is_observed]
+            runs = [(kind, [token for token, _ in run]) for kind, run in runs]
+            spans = [run for is_observed, run in runs if is_observed]
+            turns = [run for is_observed, run in runs if not is_observed]
+            assert said[name] == turns[: len(said[name])] and len(turns) <= len(said[name]) + 1
             wanted = [ids for ids in real[name] if ids]
             if len(tokens) == 72:  # the last one may have been cut
                 spans, wanted = list(chain(*spans)), list(chain(*wanted))
@@ -138,6 +148,7 @@ def test_responses_contain_the_real_observations(shapes, monkeypatch, tmp_path):
         report(trainer, record, metrics)
 
     monkeypatch.setattr(Environments, "begin", noted_begin)
+    monkeypatch.setattr(Environments, "act", noted_act)
     monkeypatch.setattr(Environments, "poll", noted_poll)
     monkeypatch.setattr(Trainer, "report", checked_report)
     options = [*TINY, *shapes["game"], *DRAFTS, f"environment.factory={games.DICE}"]
@@ -145,6 +156,8 @@ def test_responses_contain_the_real_observations(shapes, monkeypatch, tmp_path):
     train_on_threads(1, *options)
     assert sum(line["bubble/drafted_tokens"] for line in read(tmp_path)) > 0
     assert np.mean(checked) > 1
+    assert all(len(set(of_group)) == 1 for of_group in seeds.values())
+    assert len({of_group[0] for of_group in seeds.values()}) == len(seeds)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from bubblespec.planner.guard import (
     FIRST_CONTROL,
     FIRST_PAUSE,
     MIN_COMPARISONS,
+    MIN_LOST,
     PLACEMENT,
     Guard,
     Guards,
@@ -68,6 +69,15 @@ def test_effect_of_a_mechanism_on_the_next_rollout_is_no_part_of_a_comparison(sp
     assert np.mean(kept) == pytest.approx(float(is_on), abs=0.1)
     first = runs[0].tolist().index(False)
     assert runs[0][first : first + 2].tolist() == [False, False]
+
+
+def test_pause_waits_until_enough_is_lost():
+    """By rollouts that count, each of which loses 6%: more than chance before that."""
+    guard, lost = Guard(), 0.0
+    while not guard.is_paused:
+        lost += 0.06 * (guard.setting and not guard.is_unprepared)
+        guard.observe(1.06 if guard.setting else 1.0, 1.0, guard.setting)
+    assert MIN_LOST < lost < MIN_LOST + 0.06
 
 
 def test_paused_mechanism_is_tried_again():

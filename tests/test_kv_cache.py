@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bubblespec.engine.kv_cache import KVCache
+from bubblespec.engine.kv_cache import SPLIT, KVCache
 from bubblespec.engine.pages import Pages
 
 NUM_LAYERS, PAGE, LENGTHS = 3, 8, np.array([19, 5, 16])
@@ -71,6 +71,13 @@ def test_sharing_takes_the_same_operations_for_any_rows(has_pages):
         with Operations() as operations:
             cache.share(np.array([2]), np.array([4]), np.array([16]))
         assert operations.names == []
+
+
+def test_invariant_sums_are_split_alike_for_any_tokens():
+    cache = KVCache(2, 8, 1)
+    assert cache.split_of(1, 5 * SPLIT) == SPLIT < cache.split_of(1000, 5 * SPLIT)
+    cache.is_invariant = True
+    assert cache.split_of(1000, 5 * SPLIT) == SPLIT
 
 
 def test_block_table_is_renewed_at_its_address():

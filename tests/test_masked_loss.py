@@ -121,8 +121,8 @@ def test_gradients_and_metrics_equal_masked_sums(
     make_model, case, has_turns, num_ranks, num_updates
 ):
     samples = with_observations(make_samples()) if has_turns else make_samples()
-    for i, values in enumerate(samples.full_logprob):  # far off, furthest in a truncated sample
-        values += (-1) ** i + 50 * (i == 2)
+    full = [values + (-1) ** i + 50 * (i == 2) for i, values in enumerate(samples.full_logprob)]
+    samples = replace(samples, full_logprob=full)  # far off, furthest in a truncated sample
     assert samples.is_truncated[2]
     config = make_config(**CASES[case], num_iterations=num_updates)
     config.optim.learning_rate = 0.02

@@ -293,5 +293,6 @@ def test_no_other_windows_give_more_tokens_per_second(seed):
         assert not windows.any()
     else:
         assert tokens_per_second(windows.tolist()) == pytest.approx(best, rel=1e-9)
-    limited = choose_windows(survival, available, cost, 1000, budget=9)
-    assert limited.sum() <= 9 and (limited <= available).all()
+    for rates, budget in ((survival, 9), (survival[[0, 0, 0]], 10)):
+        limited = choose_windows(rates, available, cost, 1000, budget=budget)
+        assert limited.sum() <= budget and (limited <= available).all()

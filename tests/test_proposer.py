@@ -43,6 +43,18 @@ def test_outcomes_count_for_the_proposal_in_flight():
     assert proposer.acceptance.by_source == {"aligned": [8, 1], "own": [4, 0]}
 
 
+def test_outcome_in_flight_counts_for_its_own_source():
+    proposer, one, guesses = with_guess([*range(10, 14), 99], range(10, 40))
+    given = [one], np.array([0]), np.array([4]), 99
+    first = proposer.propose(*given)
+    guesses.chance = 0.0
+    proposer.propose(*given, ahead=first[1] + 1)
+    for accepted in (4, 1):
+        gained = np.array([10, 11, 12, 13, 14] if accepted == 4 else [15, 99])
+        proposer.observe([one], gained, *np.array([[accepted + 1], [4], [accepted]]))
+    assert proposer.acceptance.by_source == {"guess": [4, 4], "aligned": [4, 1]}
+
+
 def test_matches_follow_the_draft_behind_a_mismatch():
     """The second of four forwards meets a replaced token."""
     proposer, own = make(), row()
@@ -155,7 +167,8 @@ def test_continued_row_is_indexed_once_and_in_order(monkeypatch):
     own.draft = draft(range(10, 14))
     proposer.track(own, STEP)
     proposer.track(continued, STEP)
-    proposer.observe([continued], *np.array([[11], [1], [0], [0]]))
+    nothing_fed = np.zeros((2, 2), np.int64)  # next to a row that is not tracked
+    proposer.observe([row(9), continued], np.array([77, 11]), np.array([1, 1]), *nothing_fed)
     continued.tokens = np.array([8, 9, 10, 11])
     assert not drafts and not indexed, "a group is indexed when it is first needed"
     truths = [range(10, 30), range(8, 30)]

@@ -164,6 +164,14 @@ class Selecting:
         parts = (self.engine, board.ranks, PARAMS, self.rows, self.table)
         self.loop = loop_over(*parts, board=board, on_finished=self._hand_on)
         self.wanted = plain(model, 0, FOUR_PROMPTS, launch.num_generations)[0]
+        move = self.engine.runner.move
+
+        def move_wanted(source: int, target: int, length: int) -> None:
+            index, cutoff = launch.ids.index(self.engine.rows[target].id), self.loop._cutoff
+            assert cutoff is None or not cutoff.is_out[index], "dropped next"
+            move(source, target, length)
+
+        self.engine.runner.move = move_wanted
         if stop_after is not None:
             step_engine = self.engine.step
 

@@ -143,6 +143,13 @@ def test_functions_of_groups_see_whole_groups(make_scorer, num_workers):
         scores(scoring.scorer, finished_rows(3))
 
 
+def test_functions_of_groups_see_samples_in_order(make_scorer):
+    """However they finish: a function may prefer the first of two alike, or draw at random."""
+    places = {"a.f": lambda completions, **columns: [float(i) for i in range(len(completions))]}
+    scorer = make_scorer(functions=places, num_workers=0)
+    assert scores(scorer, finished_rows(4), told=[3, 1, 0]).ravel().tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_group_fails_as_a_whole_and_alone(make_scorer, num_workers):
     functions = ["tests.helpers.rewards.better_than"]

@@ -55,7 +55,7 @@ def make_planner(size: int = 23, ratio: float | str = 1.5) -> TailBatching:
     return TailBatching(numbered_prompts(size), SEED, 4, 3, over_sampling_ratio=ratio)
 
 
-@pytest.mark.parametrize("size, ratio", [(23, 1.5), (5, 2.0), (40, 1.0), (12, "auto")])
+@pytest.mark.parametrize("size, ratio", [(23, 1.75), (5, 2.0), (40, 1.0), (12, "auto")])
 def test_every_group_of_data_order_is_trained_on_once(size, ratio):
     """Over many epochs: what was trained on and what is queued are the first groups of plain order,
     under the same names. Metrics are those of a list of all that was launched."""
@@ -63,6 +63,9 @@ def test_every_group_of_data_order_is_trained_on_once(size, ratio):
     trained, was_deferred, longs, lengths, waiting = [], [], 0, [], {}
     for step in range(80):
         queue = [group.name for group in planner.deferred]
+        taken = {group.prompt.uid for group in (*planner.deferred, *planner.launch(step).groups)}
+        others = planner.replacements(step, size, planner.launch(step).groups)
+        assert {group.prompt.uid for group in others} == set(range(size)) - taken
         launch, samples, deferred = play(planner, step)
         names = [group.name for group in samples.groups]
         assert len(names) == 4

@@ -30,7 +30,7 @@ _IGNORED |= {"output_attentions", "output_hidden_states"}
 
 
 def bubblespec_attention(
-    module, query, key, value, attention_mask, scaling=None, sliding_window=None, packing=None,
+    module, query, key, value, attention_mask, scaling, sliding_window=None, packing=None,
     kernel: str = "sdpa", **kwargs,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Return [1, N, H, D], contiguous, of query [1, H, N, D] and key and value [1, K, N, D].
@@ -46,8 +46,6 @@ def bubblespec_attention(
             "engine needs"
         )
     query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
     if isinstance(packing, SequencePacking):
         run = KERNELS[kernel]
         out = run(packing, query, key, value, scaling=scaling, window=sliding_window)

@@ -47,9 +47,9 @@ class Slots:
         self.prompt_id = np.full(self.num_slots, -1, np.int64)
         self._prompt_ids: dict[tuple[int, ...], int] = {}
         self.num_admitted = 0
-        # Rows admitted before each slot's row, and before each preempted row.
+        # Rows admitted before each slot's row. A preempted row, which waits before all others,
+        # becomes the youngest again.
         self._age = np.zeros(self.num_slots, np.int64)
-        self._preempted: dict[Row, int] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -132,7 +132,6 @@ class Slots:
         self.rows.clear()
         self.prompt_id.fill(-1)
         self._prompt_ids.clear()
-        self._preempted.clear()
         if self.pages is not None:
             self.pages.clear()
         self.runner.reset()
@@ -169,7 +168,6 @@ class Slots:
         while self.pages.lacking(self._reach) > self.pages.num_free:
             slot = int(self._age[: len(self.rows)].argmax())
             row = self._read_results(slot)
-            self._preempted[row] = int(self._age[slot])
             self._free_pages(slot)
             self._close(slot)
             self.queue.appendleft(row)
@@ -199,7 +197,7 @@ class Slots:
         self.prompt_length[slot], self.limit[slot] = length, row.max_new_tokens
         self.prompt_id[slot] = prompt_id
         self._write_row(slot)
-        self._age[slot] = self._preempted.pop(row, self.num_admitted)
+        self._age[slot] = self.num_admitted
         self.num_admitted += 1
         self.runner.place(slot, row)
 

@@ -170,10 +170,9 @@ def common_factor(
     return 1.0 / max(int(lengths[is_used].sum()), 1)
 
 
-def local_weights(loss_type: str, lengths: np.ndarray, is_used: np.ndarray) -> np.ndarray:
+def local_weights(loss_type: str, lengths: np.ndarray) -> np.ndarray:
     """Return the factor of a token's weight that depends on its sequence alone, float64 [S]."""
-    weight = 1.0 / np.maximum(lengths, 1) if loss_type == "grpo" else np.ones(len(lengths))
-    return np.where(is_used, weight, 0.0)
+    return 1.0 / np.maximum(lengths, 1) if loss_type == "grpo" else np.ones(len(lengths))
 
 
 def token_logprobs(

@@ -120,7 +120,7 @@ def make_minibatches(
     loss, num_sampled, is_used = config.loss, samples.num_sampled, is_in_loss(samples, config)
     prompt_lengths = [len(samples.prompt_of(i).token_ids) for i in range(len(samples))]
     to_train = np.where(has_gradient, samples.lengths + np.array(prompt_lengths), 0)
-    minibatches, factors, weights = [], [], local_weights(loss.loss_type, num_sampled, is_used)
+    minibatches, factors, weights = [], [], local_weights(loss.loss_type, num_sampled)
     by_group = np.arange(len(samples)).reshape(-1, samples.num_generations)
     num_minibatches = min(loss.num_minibatches, len(by_group))  # groups may have been left out
     for members in map(np.ravel, np.array_split(by_group, num_minibatches)):

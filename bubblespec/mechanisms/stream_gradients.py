@@ -96,8 +96,7 @@ class StreamedGradients:
             raise ValueError(f"some gradients of {ids} have been computed before")
         begin_s = ranks.clock.perf_counter()
         tokens, generated = [row.tokens for row in rows], [row.full_logprob for row in rows]
-        are_used, loss_type = np.ones(len(rows), bool), learner.config.loss.loss_type
-        weights = local_weights(loss_type, count_sampled(generated), are_used)
+        weights = local_weights(learner.config.loss.loss_type, count_sampled(generated))
         batch = pack_responses([row.prompt for row in rows], tokens, generated, ranks.device)
         self._measured += learner.accumulate_gradients([batch], advantages, weights)
         self.ids.update(ids)

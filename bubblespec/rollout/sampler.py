@@ -282,8 +282,7 @@ class Sampler:
         exchange(self.store, drafts, self.ranks, are_deferred=are_deferred)
 
     def observe_samples(self, samples: Samples, rewards: np.ndarray) -> None:
-        """Learn lengths, drop drafts and keep the history of a step's samples. rewards: [S]."""
-        self.store.drop(samples.ids)
+        """Learn lengths, and keep the history, of a step's samples. rewards: [S]."""
         self.stats.observe_samples(samples)
         if self.matches_texts:
             for index, tokens in enumerate(samples.tokens):
