@@ -130,7 +130,7 @@ def value_of(rows: Rows, terms, rates):
 def test_useless_drafts_are_never_worth_co_scheduling(terms):
     for seed in range(5):
         value = value_of(random_rows(seed, 16), terms, NONE_HOLD)
-        assert not value.pays.any()
+        assert not value[0].any()
 
 
 @pytest.mark.parametrize("terms", [(1e-2, 1e-4, 1e-4, 0.0, 0.0), GPU])
@@ -138,7 +138,7 @@ def test_draft_value_grows_with_acceptance(terms):
     rows, saved_s = random_rows(0, 16), []
     for share in (0.0, 0.9, 0.99, 0.999, 1.0):
         rates = acceptance_rates(1e7 * np.array([[1.0, share], [1.0, 0.0]]))
-        saved_s.append(value_of(rows, terms, rates).saves_s.sum())
+        saved_s.append(value_of(rows, terms, rates)[1].sum())
     assert (np.diff(saved_s) >= -1e-9).all() and saved_s[-1] > saved_s[0]
 
 
@@ -150,8 +150,8 @@ def test_drafts_save_more_than_their_rank_spends(num_ranks):
     for seed, factor in itertools.product(range(5), (1.0, 2.0, 4.0, 8.0)):
         prices = suggested._replace(drafted_s=factor * suggested.drafted_s)
         value = draft_value(random_rows(seed, 32), cost, ALL_HOLD, prices, **shape)
-        own_s = value.costs_s[value.pays].sum()
-        assert value.saves_s[value.pays].sum() >= MIN_RETURN * own_s
+        own_s = value[2][value[0]].sum()
+        assert value[1][value[0]].sum() >= MIN_RETURN * own_s
         spent_s += own_s
     assert spent_s > 0.0
 
@@ -159,10 +159,10 @@ def test_drafts_save_more_than_their_rank_spends(num_ranks):
 def test_only_long_rows_pay_where_forwards_cost_most():
     rows = make_rows([10.0] * 12 + [300.0] * 2, [5.0] * 12 + [50.0] * 2)
     value = value_of(rows, (1e-2, 1e-3, 1e-3, 0.0, 0.0), ALL_HOLD)
-    assert np.flatnonzero(value.pays).tolist() == [12, 13]
+    assert np.flatnonzero(value[0]).tolist() == [12, 13]
     finished = replace(rows, drafted=rows.expected, spread=0 * rows.spread)
     value = value_of(finished, GPU, ALL_HOLD)
-    assert not value.pays.any() and not value.costs_s.any(), "nothing is missing"
+    assert not value[0].any() and not value[2].any(), "nothing is missing"
 
 
 def make_plans(lengths: dict[int, list[int]], batches, drafts=None, **options):

@@ -149,7 +149,7 @@ def test_saving_of_drafts_equals_direct_simulation(tokens_right, after):
     rows, rng = random_rows(0, 8, 0.4), np.random.default_rng(1)
     rates, free = AcceptanceRates(1 / tokens_right, after), Prices(0.0, 1.0, 0.0, 0.0, 0.0)
     cost = cost_of((1.0, 0.0, 0.0, 0.0, 0.0))
-    found = draft_value(rows, cost, rates, free, num_ranks=1, num_slots=8).saves_s.sum()
+    found = draft_value(rows, cost, rates, free, num_ranks=1, num_slots=8)[1].sum()
     lengths = np.array([draw_lengths(rows, rng) for _ in range(4000)])
     right = np.minimum(rng.exponential(tokens_right, lengths.shape), lengths)
     forwards = right / TYPICAL_WINDOW + (1 - after) * (lengths - right)

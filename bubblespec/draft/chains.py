@@ -32,7 +32,7 @@ from bubblespec.engine.sampling import draw_among
 from bubblespec.errors import first_problem, log, one_line
 from bubblespec.planner.costs import CHAIN_ROWS, CostModel
 from bubblespec.planner.survival import TRIED, Survival
-from bubblespec.planner.windows import MIN_GAIN, rate_below_which_chains_gain
+from bubblespec.planner.windows import MIN_GAIN
 from bubblespec.types import Load
 
 LEADS = np.array((0.1, 0.25, 0.5, 1.0, 2.0, 4.0))  # leads between two of these are alike
@@ -222,7 +222,8 @@ class ChainSource(DraftSource):
         gained = np.cumsum(self.rates.accepted)
         own_s = lengths * self.own_cost.seconds(1, 1, 0, positions / active)
         forward_s = self.cost.seconds(active, active + lengths, 1, positions)
-        return rate_below_which_chains_gain(gained, own_s, forward_s)
+        net = float((gained - (1 + gained) * own_s / (forward_s + own_s)).max(initial=0.0))
+        return net / (1 + net)  # a long proposal with rate s gains s / (1 - s) tokens
 
     def shortening(self, context: float) -> np.ndarray:
         """Return seconds per token with chains over those without, see `CostModel.chains`.

@@ -7,7 +7,7 @@ the best of 0, 1, 2, ... by the expected seconds of the coming rollout.
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,17 +46,6 @@ class DraftPlan(NamedTuple):
     """Seconds that co-scheduled drafts save for each of their own; inf where nothing is known."""
 
 
-class DraftValue(NamedTuple):
-    """Value of finished drafts of S responses."""
-
-    pays: np.ndarray
-    """bool [S], whether the draft is worth co-scheduling."""
-    saves_s: np.ndarray
-    """float64 [S], seconds saved in the step's rollout."""
-    costs_s: np.ndarray
-    """float64 [S], seconds of the rank that completes the draft."""
-
-
 def draft_value(
     coming: Rows,
     cost: CostModel,
@@ -66,11 +55,12 @@ def draft_value(
     num_ranks: int,
     num_slots: int,
     max_share: float = math.inf,
-) -> DraftValue:
-    """Return the value of drafting the rows of a coming step to their ends.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what drafting the rows of a coming step to their ends is worth, by row [S].
 
-    The best number of drafts maximises the seconds saved in the rollout minus those of drafting,
-    which are at most the `max_share` of it.
+    Whether it pays co-scheduled, bool; seconds saved in the step's rollout, and seconds of the rank
+    that completes the draft, float64. The best number of drafts maximises the seconds saved minus
+    those of drafting, which are at most the `max_share` of the rollout.
     """
     missing = np.maximum(coming.expected - coming.drafted, 0.0)
     is_open = missing > 0.0
@@ -92,7 +82,7 @@ def draft_value(
         (order[best:num_open], seconds[chosen] - seconds[-1]),
     ):
         saves_s[drafts] = max(float(saved_s), 0.0) / max(len(drafts), 1)
-    return DraftValue(pays, saves_s, costs_s)
+    return pays, saves_s, costs_s
 
 
 def _seconds_by_count(
@@ -174,10 +164,9 @@ def plan_drafts(
         rows = lengths.predict(groups, num_generations, drafts)
         slack = ahead * forwards_per_step - (rows.expected - rows.drafted)
         may_pay = planning != "idle_only" and ahead <= (oldest_verified or 0)
-        value = DraftValue(*np.zeros((3, len(ids))))
-        if planning == "always":
-            value = DraftValue(*np.ones((3, len(ids))))
-        elif cost is not None and prices is not None and may_pay:
+        value: Any = np.full((3, len(ids)), planning == "always")
+        may_pay &= planning != "always"
+        if cost is not None and prices is not None and may_pay:
             value = draft_value(
                 rows,
                 cost,

@@ -82,14 +82,3 @@ def choose_windows(
         without = ((level == LEVEL[some[best]]) & (most >= number[best])).nonzero()[0]
         windows[without[num_rows[best] :]] = WINDOWS[number[best] - 1]
     return windows
-
-
-def rate_below_which_chains_gain(
-    gained: np.ndarray, chain_s: np.ndarray, forward_s: np.ndarray
-) -> float:
-    """Return the acceptance rate of another proposal below which the best of n chains gains more.
-
-    All float64 [n]. gained: tokens expected of each chain; chain_s, forward_s: seconds of drafting
-    and of verifying it."""
-    net = float((gained - (1 + gained) * chain_s / (forward_s + chain_s)).max(initial=0.0))
-    return net / (1 + net)  # a long proposal with rate s gains s / (1 - s) tokens
