@@ -248,9 +248,9 @@ class Proposer:
         return Found(texts, *of_rows, is_due, query_s)
 
     def tokens_of(self, found: Found, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the drafts in windows, int64 [R], and those that may be gained before them.
+        """Return the drafts that fill windows, int64 [R], as `propose` does.
 
-        As `propose` does."""
+        Each begins with the tokens in flight."""
         count = np.where(windows > 0, windows + found.ahead, 0)
         place = spans(found.begin, count)
         if len(found.texts) == 1:
