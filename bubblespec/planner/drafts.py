@@ -7,7 +7,7 @@ the best of 0, 1, 2, ... by the expected seconds of the coming rollout.
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -163,9 +163,8 @@ def plan_drafts(
             continue
         rows = lengths.predict(groups, num_generations, drafts)
         slack = ahead * forwards_per_step - (rows.expected - rows.drafted)
-        may_pay = planning != "idle_only" and ahead <= (oldest_verified or 0)
-        value: Any = np.full((3, len(ids)), planning == "always")
-        may_pay &= planning != "always"
+        may_pay = planning == "by_cost" and ahead <= (oldest_verified or 0)
+        value: tuple[np.ndarray, ...] = (*np.full((3, len(ids)), planning == "always"),)
         if cost is not None and prices is not None and may_pay:
             value = draft_value(
                 rows,
