@@ -137,8 +137,7 @@ class Guard:
         """Restore a saved state."""
         self._until_control, self._interval, *rest = state["numbers"].tolist()
         self._pause_left, self._pause = map(int, rest[:2])
-        # Earlier checkpoints have another number between the two.
-        self.is_unprepared, self._is_late = bool(rest[2]), bool(rest[-1])
+        self.is_unprepared, self._is_late = bool(rest[2]), bool(rest[-1])  # more between, once
         self._with = [tuple(pair) for pair in state["with"].tolist()]
         self._without = [tuple(pair) for pair in state["without"].tolist()]
 
