@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.kv_cache import PAGE
+from bubblespec.engine.kv_cache import MAX_SPLIT_TOKENS, PAGE, SPLIT
 from bubblespec.engine.model import (
     forward_hidden,
     layer_heads,
@@ -97,17 +97,31 @@ def estimate(
     head += 2 * embeddings * size
     if teacher is not None:  # its last hidden states
         head += tokens * teacher.config.get_text_config(decoder=True).hidden_size * size
+    batched = config.rollout.max_num_batched_tokens
+    forward = max(batched * vocab * size, split_bytes(config, shape))
     return Needs(
         weights=weights,
         reference=weights if config.loss.kl_coef > 0 and not config.model.lora_r else 0,
         gradients=sum(trained) * grad_size,
         optimizer=int(share * grad_size * (3 if in_bfloat16 else 2)),
         training=int(tokens * per_token + head),
-        rollout=int(config.rollout.max_num_batched_tokens * (vocab * size + layer)),
+        rollout=int(batched * layer + forward),
         slot=whole * max_length(config),
         tp_row=part * max_length(config) if world_size > 1 else 0,
         teacher=0 if teacher is None else num_bytes(teacher),
     )
+
+
+def split_bytes(config: Config, shape: PreTrainedConfig) -> int:
+    """Return the bytes that attention in kernels keeps in a rollout's largest forward.
+
+    Keys are summed in splits, of which a token has for each head, in float32, weighted values, the
+    largest score and the sum of weights."""
+    tokens, splits = config.rollout.max_num_batched_tokens, -(-max_length(config) // SPLIT)
+    if not config.model.batch_invariant:
+        tokens = min(tokens, MAX_SPLIT_TOKENS)
+    numbers = max(heads.num_queries * (heads.value_size + 2) for heads in layer_heads(shape))
+    return 4 * tokens * splits * numbers if splits > 1 and has_pages(config) else 0
 
 
 def num_bytes(model: PreTrainedModel) -> int:
@@ -177,7 +191,8 @@ def choose_slots(
     room, needed = (free / 2, per_row) if is_flexible else (free, useful)
     if device.type == "cuda" and is_flexible:
         needs = replace(needs, training=gradient_peak(config, learner))
-        needs = replace(needs, rollout=forward_peak(config, learner))
+        splits = split_bytes(config, learner.model.config.get_text_config(decoder=True))
+        needs = replace(needs, rollout=max(forward_peak(config, learner), splits))
         kept_free = 1 - rollout.gpu_memory_utilization
         room = free - kept_free * torch.cuda.mem_get_info(device)[1]
         room -= needs.drafter + needs.quantized

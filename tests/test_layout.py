@@ -38,7 +38,7 @@ CEILINGS = {
     "bubblespec.checkpoint": 2186,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 26621, "tests": 28132}
+MAX_LINES = {"file": 400, "package": 26615, "tests": 28128}
 
 
 def name_of(path: Path) -> str:

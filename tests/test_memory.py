@@ -102,21 +102,12 @@ def test_lora_and_reference_needs_equal_real_tensors():
     assert memory.estimate(config, model, 1).reference == sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "gpt2",
-        "gpt_neox",
-        "deepseek_v2",
-        "gemma3",
-        "gemma4",
-        "gemma4_keys",
-        "gemma4_shared",
-    ],
-)
+HEADS = ["llama", "gpt2", "gpt_neox", "deepseek_v2"]  # ways to give their number
+HEADS += ["gemma3", "gemma4", "gemma4_keys", "gemma4_shared"]
+
+
+@pytest.mark.parametrize("name", HEADS)
 def test_kv_bytes_equal_cache(name):
-    """One policy for each way in which a configuration gives its number of heads."""
     model = build(*SERVED[name], torch.float32)
     prepare_model(model, 16)
     cache = KVCache(1, 1)
@@ -155,6 +146,18 @@ def test_activations_are_within_twice_the_kept_memory():
     config.model.gradient_checkpointing = True
     one_again = memory.estimate(config, model, 1).training - head
     assert layers * 1.5 / 4 < one_again < layers * 2 / 4, "one layer of four is there at a time"
+
+
+def test_batch_invariant_forwards_keep_sums_of_all_splits():
+    """A row of 2,148 keys has five splits of 512; other forwards keep those of 256 tokens."""
+    config = make_config("bfloat16", max_completion_length=2048, max_num_batched_tokens=4096)
+    of_a_token, found = 5 * 4 * (32 + 2) * 4, []  # splits, heads, numbers, bytes
+    for config.model.batch_invariant, tokens in ((False, 256), (True, 4096)):
+        assert memory.split_bytes(config, small()) == tokens * of_a_token
+        found.append(memory.estimate(config, meta_model(small(), torch.bfloat16), 1).rollout)
+    assert found[1] - found[0] == 4096 * (of_a_token - 512 * 2), "they are more than the logits"
+    config.rollout.max_completion_length = 412
+    assert memory.split_bytes(config, small()) == 0
 
 
 FORWARD = 5_000_000

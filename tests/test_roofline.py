@@ -9,14 +9,7 @@ from benchmarks.measured_costs import cost_of, predict, read_cases
 from bubblespec.mechanisms.quantized.copy import LARGE
 from bubblespec.tools.simulate import roofline as module
 from bubblespec.tools.simulate.recorded import load_cost
-from bubblespec.tools.simulate.roofline import (
-    FITTED,
-    GPUS,
-    MODELS,
-    OWN,
-    copy_roofline,
-    roofline,
-)
+from bubblespec.tools.simulate.roofline import FITTED, GPUS, MODELS, OWN, copy_roofline, roofline
 from bubblespec.types import Load
 from tests.helpers.checks import refusal
 

@@ -11,12 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from bubblespec.engine import attention

@@ -68,11 +68,6 @@ class Pages:
         for slot in np.flatnonzero(needed > self.held[: len(lengths)]).tolist():
             self._take(slot, int(needed[slot]) - int(self.held[slot]))
 
-    def trim(self, lengths: np.ndarray) -> None:
-        """Keep no more than the pages of this many positions of the first slots, int64 [R]."""
-        for slot, length in enumerate(lengths.tolist()):
-            self.truncate(slot, length)
-
     def truncate(self, slot: int, length: int = 0) -> None:
         """Keep the pages of the slot's first `length` positions."""
         keep, held = int(self.needed(length)), int(self.held[slot])

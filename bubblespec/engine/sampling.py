@@ -94,7 +94,7 @@ def random_bits(keys: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
     x = tokens + keys[:, :1]
     for i, (shift, multiplier) in enumerate(_MIXER):
         _xorshift_(x, shift)
-        torch.add(keys[:, i + 1, None], x, alpha=_as_int32(multiplier), out=x)
+        torch.add(keys[:, i + 1, None], x, alpha=multiplier - (multiplier >> 31 << 32), out=x)
     return _xorshift_(x, _LAST_SHIFT).bitwise_and_(0x7FFFFFFF)
 
 
@@ -127,10 +127,6 @@ def _log_exponential(
 def _xorshift_(x: torch.Tensor, shift: int) -> torch.Tensor:
     """Compute x ^= x >> shift; the mask makes torch's arithmetic shift a logical one."""
     return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1))
-
-
-def _as_int32(value: int) -> int:
-    return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def best_and_sum(

@@ -164,7 +164,8 @@ class Slots:
         if self.pages is None:
             return
         if self.pages.lacking(self._reach) > self.pages.num_free:
-            self.pages.trim(self._reach)
+            for slot, length in enumerate(self._reach.tolist()):
+                self.pages.truncate(slot, length)
         while self.pages.lacking(self._reach) > self.pages.num_free:
             slot = int(self._age[: len(self.rows)].argmax())
             row = self._read_results(slot)

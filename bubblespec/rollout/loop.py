@@ -54,7 +54,9 @@ class RolloutLoop:
             self.board = None
         while not self._is_over():
             goes_on = self._use_idle_time()
-            self._advance_feed()
+            if self.feed.is_running:  # rows may have become complete outside the engine
+                self._take_finished(self.feed.advance())
+                self.last_s = self.clock.perf_counter()
             has_nothing = self.engine.is_waiting if self.feed.is_running else self.engine.is_idle
             if not has_nothing:
                 self._forward()
@@ -190,12 +192,6 @@ class RolloutLoop:
         if states is not None:
             self._act_on(states)
         self.last_s = self.clock.perf_counter()
-
-    def _advance_feed(self) -> None:
-        """Take in the rows that have become complete outside the engine."""
-        if self.feed.is_running:
-            self._take_finished(self.feed.advance())
-            self.last_s = self.clock.perf_counter()
 
     def _wait_for_feed(self) -> None:
         begin, record = self.clock.perf_counter(), self.record

@@ -96,15 +96,13 @@ def evaluation_metrics(
 
 
 def speculation_metrics(ranks: Ranks, record: StepRecord, *, has_store: bool) -> dict:
-    """Return the step's speculation, summed over ranks; forwards are those of the slowest rank.
+    """Return the step's speculation, summed over ranks.
 
     has_store: whether drafts are kept for coming steps."""
     rollouts = record.rollouts
     own: Any = Counter()  # int, and seconds
     for rollout in rollouts:
         counts = rollout.acceptance
-        own["own_s"] += rollout.own_s
-        own["forwards"] += rollout.own_forwards
         own["propose_s"] += sum(forward.propose_s for forward in rollout.forwards)
         own["ahead_tokens"] += rollout.drafted_tokens
         own.update({name: getattr(counts, name) for name in COUNTS})
@@ -118,7 +116,6 @@ def speculation_metrics(ranks: Ranks, record: StepRecord, *, has_store: bool) ->
     drafted, accepted = sums["draft_tokens"], sums["accepted_tokens"]
     num_tokens = int(record.generated.num_sampled.sum())
     metrics = {
-        "rollout/forwards": max(by_rank, key=lambda of_rank: of_rank["own_s"])["forwards"],
         "rollout/spec_accept_length": sums["gained_tokens"] / max(sums["row_forwards"], 1),
         "rollout/spec_accept_rate": accepted / max(drafted, 1),
         "rollout/spec_coverage": sums["covered_tokens"] / max(num_tokens, 1),
