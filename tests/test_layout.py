@@ -30,11 +30,11 @@ FLOORS = [
 ]
 # Lines of the package to load, by the file that is read: they may only fall.
 CEILINGS = {
-    "bubblespec.engine.runner": 3766,
-    "examples.minimal_loop": 5677,
-    "bubblespec.rollout.loop": 3923,
-    "bubblespec.rollout.sampler": 7382,
-    "bubblespec.trainer": 12003,
+    "bubblespec.engine.runner": 3757,
+    "examples.minimal_loop": 5664,
+    "bubblespec.rollout.loop": 3915,
+    "bubblespec.rollout.sampler": 7374,
+    "bubblespec.trainer": 11988,
     "bubblespec.checkpoint": 2186,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
