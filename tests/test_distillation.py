@@ -24,7 +24,7 @@ from tests.helpers.runs import (
     train_here,
     weights,
 )
-from tests.helpers.threads import Killed, train_on_threads
+from tests.helpers.threads import train_on_threads
 
 TINY, CPU = "configs/tiny_policy", torch.device("cpu")
 
@@ -148,8 +148,7 @@ def alone(teacher, tmp_path_factory):
 def test_distilled_runs_equal_with_ranks_drafts_and_kills(teacher, alone, tmp_path):
     options = (f"model.teacher_path={teacher}", "speculative.method=bubble+suffix", ALWAYS_DRAFT)
     options = (*RUN, *options, f"run.output_dir={tmp_path}")
-    with pytest.raises(Killed):
-        train_on_threads(2, *options, ends_in=2, is_killed=True)
+    train_on_threads(2, *options, ends_in=2, is_killed=True)
     train_on_threads(2, *options)
     assert digests(tmp_path) == digests(alone)
     assert max_change(weights(tmp_path, 3), weights(alone, 3)) < 1e-8

@@ -13,7 +13,7 @@ from bubblespec.trainer import Trainer
 from tests.helpers import games
 from tests.helpers.plain import STEPS, check_same, plain_run
 from tests.helpers.runs import ALWAYS_DRAFT, read
-from tests.helpers.threads import Killed, train_on_threads
+from tests.helpers.threads import train_on_threads
 
 NUM_ROWS = 18
 TINY = ["data.tasks=[{name: chain_sum, weight: 1.0, config: {max_terms: 3, max_digits: 1}}]"]
@@ -87,8 +87,7 @@ def test_run_equals_plain_run(
     options = [*TINY, *shapes[shape], "speculative.method=none", *extra]
     options.append(f"run.output_dir={tmp_path}")
     if interruption == "kill":
-        with pytest.raises(Killed):
-            train_on_threads(ranks, *options, ends_in=STEPS - 1, is_killed=True)
+        train_on_threads(ranks, *options, ends_in=STEPS - 1, is_killed=True)
     elif interruption == "stop":
         train_on_threads(ranks, *options, ends_in=1)
     resumed = 2 if interruption == "stop" else ranks  # with others than it began with

@@ -22,7 +22,7 @@ from tests.helpers.runs import (
     run_until_killed,
 )
 from tests.helpers.streaming import stream_always
-from tests.helpers.threads import Killed, train_on_threads
+from tests.helpers.threads import train_on_threads
 
 SHAPES = {
     "in order": [REWARD],
@@ -98,8 +98,7 @@ def test_run_equals_plain_run(
         chain_always(patch)
     options = [*shape, *options_of(used), f"run.output_dir={tmp_path}"]
     if interruption == "kill":
-        with pytest.raises(Killed):
-            train_on_threads(ranks, *options, ends_in=STEPS - 1, is_killed=True)
+        train_on_threads(ranks, *options, ends_in=STEPS - 1, is_killed=True)
     elif interruption == "stop":
         train_on_threads(ranks, *options, ends_in=1)
         assert len(digests(tmp_path)) < STEPS

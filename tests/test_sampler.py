@@ -172,6 +172,16 @@ def test_paused_guard_disables_drafts(no_controls):
         assert any(record.acceptance.draft_tokens for record in records) != is_off
 
 
+@pytest.mark.parametrize("method, ends", [("suffix", True), ("bubble", False)])
+def test_responses_of_earlier_visits_end_a_pause_once(no_controls, method, ends):
+    sampler = start(method, new_model())
+    for step in range(3):
+        sampler.stats.guards[DRAFTS]._pause_left = 9
+        groups = groups_of(step)
+        sampler.plan(Launch(groups, len(groups), 2), step, groups)
+        assert sampler.stats.is_paused != (ends and step == 1)
+
+
 def test_control_rollout_is_placed_as_if_nothing_was_drafted(no_controls):
     sampler = start("bubble", new_model())
     for step in range(2):

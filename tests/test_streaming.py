@@ -61,10 +61,7 @@ def row_of(samples: Samples, i: int) -> Row:
 
 
 def stream_groups(
-    streamed: StreamedGradients,
-    samples: Samples,
-    groups,
-    own=lambda place: True,
+    streamed: StreamedGradients, samples: Samples, groups, own=lambda place: True
 ) -> None:
     """What a rank does while it waits: its own samples of these groups, two in a slice."""
     for group in groups:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from test_sampling import law as warped
 
 from bubblespec.engine.batch import SamplingParams, num_accepted, num_gained
 from bubblespec.engine.sampling import read, sample, stream_keys
@@ -119,12 +119,7 @@ def transition(params: SamplingParams, step: int) -> np.ndarray:
         logits[:, STOP] = float("-inf")
     if params.temperature == 0.0:
         return np.eye(V)[logits.argmax(-1)]
-    logits = logits / params.temperature
-    if params.top_k:
-        logits = TopKLogitsWarper(params.top_k)(None, logits)
-    if params.top_p < 1:
-        logits = TopPLogitsWarper(params.top_p)(None, logits)
-    return logits.softmax(-1).numpy()
+    return warped(logits, params).numpy()
 
 
 def length_law(params: SamplingParams, limit: int) -> np.ndarray:

@@ -335,10 +335,7 @@ class SuffixIndex:
         if not len(ends):
             return
         keys = _hash(self.group[self.text_at[ends]], self.text[ends[:, None] + LAST])
-        self.table.add(keys, np.tile(ends, len(ORDERS)), self._owner_of)
-
-    def _owner_of(self, ends: np.ndarray) -> np.ndarray:
-        return self.owner[self.text_at[ends]]
+        self.table.add(keys, np.tile(ends, len(ORDERS)), lambda at: self.owner[self.text_at[at]])
 
     def _add_text(
         self, tokens: np.ndarray, group: int, owner: int, kind: int, capacity: int

@@ -48,12 +48,7 @@ class Proposer(Protocol):
     nothing in a forward in which that returns True."""
 
     def propose(
-        self,
-        rows: list[Row],
-        lengths: np.ndarray,
-        room: np.ndarray,
-        budget: int,
-        ahead: np.ndarray,
+        self, rows: list[Row], lengths: np.ndarray, room: np.ndarray, budget: int, ahead: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return proposals int64 [P], row after row, and their numbers by row, int64 [rows].
 

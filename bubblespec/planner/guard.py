@@ -94,16 +94,21 @@ class Guard:
             del of_setting[:-MEMORY]
         if self._pause_left:
             self._pause_left -= 1
-            if not self._pause_left:  # try again: the savings may have changed
-                self._with.clear()
-                self._until_control = self._interval = TRIAL
-                self.is_unprepared = True
+            if not self._pause_left:
+                self.try_again()
             return
         self._until_control -= was_on
         if was_prepared:
             self._plan(was_on)
         has_changed = self.setting != was_on
         self.is_unprepared = has_changed and (self.setting or self.has_effect_behind)
+
+    def try_again(self) -> None:
+        """End a pause, as the savings may have changed."""
+        self._pause_left = 0
+        self._with.clear()
+        self._until_control = self._interval = TRIAL
+        self.is_unprepared = True
 
     def _plan(self, was_on: bool) -> None:
         """Decide when the next comparison is, and whether to pause, behind one more rollout."""

@@ -61,6 +61,8 @@ class RunStats:
     """Forwards of the slowest rank in a rollout, exponentially weighted."""
     tokens_per_step: float = 0.0
     """Response tokens of all ranks in a step, exponentially weighted."""
+    visit: int = 0
+    """Visits that all prompts of a rollout so far had behind them."""
     modelled_s: float = 0.0
     """Seconds that the model predicts for the latest rollout, in turn and without drafts."""
 

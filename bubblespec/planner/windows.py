@@ -39,12 +39,7 @@ LEVEL, NUMBER, GAIN = _rank_segments()
 
 
 def choose_windows(
-    survival: np.ndarray,
-    available: np.ndarray,
-    cost: CostModel,
-    positions: int,
-    *,
-    budget: int,
+    survival: np.ndarray, available: np.ndarray, cost: CostModel, positions: int, *, budget: int
 ) -> np.ndarray:
     """Return the draft tokens of each of R decoding rows, int64 [R].
 

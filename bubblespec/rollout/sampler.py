@@ -125,6 +125,10 @@ class Sampler:
 
         used: see `RolloutPlan`."""
         stats, is_compared = self.stats, used is launch.groups
+        visit = min((group.visit for group in launch.groups), default=0)
+        if visit > stats.visit == 0 and self.matches_texts and stats.is_paused:
+            stats.guards[DRAFTS].try_again()  # responses of the earlier visits are new matches
+        stats.visit = max(stats.visit, visit)
         without = stats.guards.without if is_compared else stats.guards.paused
         plan = self.prepare(launch, step, self.store, without)
         plan.is_compared = is_compared

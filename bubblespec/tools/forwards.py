@@ -31,12 +31,7 @@ from bubblespec.mechanisms.quantized.copy import (
     observe_inputs,
     product_for,
 )
-from bubblespec.mechanisms.tp_tail.shards import (
-    ShardedForward,
-    TPGroup,
-    TPUnsupported,
-    no_tp_tail,
-)
+from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsupported, no_tp_tail
 
 WARM_UP, NUM_TIMED = 3, 20
 NUM_OBSERVED = 128  # tokens that a copy is compared on
