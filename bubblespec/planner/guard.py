@@ -18,7 +18,7 @@ MIN_COMPARISONS, SURE_ERRORS = 2, 1.5  # the same with fewer comparisons, which 
 CLEAR, CLEAR_AT_ONCE = 1.5, 3.0  # standard errors of a clear lead; the same with one comparison
 # Growth of the interval from one comparison to the next, and once more as it ends, if the lead is
 # clear by then.
-GROWTH, CLEAR_GROWTH = 1.25, 6.0
+GROWTH, CLEAR_GROWTH = 1.25, 3.0
 MIN_LOST, MIN_LOST_AGAIN = 0.2, 0.1  # mean rollouts lost before a pause, and before later ones
 FIRST_PAUSE, MAX_PAUSE = 36, 288  # rollouts of a pause, doubled each time
 MEMORY = 48  # latest rollouts kept by setting
