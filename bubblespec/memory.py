@@ -191,8 +191,8 @@ def choose_slots(
     room, needed = (free / 2, per_row) if is_flexible else (free, useful)
     if device.type == "cuda" and is_flexible:
         needs = replace(needs, training=gradient_peak(config, learner))
-        splits = split_bytes(config, learner.model.config.get_text_config(decoder=True))
-        needs = replace(needs, rollout=max(forward_peak(config, learner), splits))
+        of_splits = split_bytes(config, learner.model.config.get_text_config(decoder=True))
+        needs = replace(needs, rollout=max(forward_peak(config, learner), of_splits))
         kept_free = 1 - rollout.gpu_memory_utilization
         room = free - kept_free * torch.cuda.mem_get_info(device)[1]
         room -= needs.drafter + needs.quantized
