@@ -27,6 +27,7 @@ from bubblespec import loading
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import gradient_peak
@@ -224,6 +225,7 @@ def updates(bench: Bench) -> Iterator[Figure]:
             model=model,
             reference=None,
             kernel=bench.kernel,
+            params=SamplingParams(),
             has_warned_of_mismatch=True,  # nothing was generated
         )
         if number == 0 and bench.is_cuda:

@@ -126,6 +126,13 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             prompt = train_prompts.prompts[0]
             check_environment(config.environment, tokenizer, prompt.text, prompt.columns)
     stops = loading.stop_tokens(config, model, tokenizer)
+    params = SamplingParams(
+        config.rollout.temperature,
+        config.rollout.top_p,
+        config.rollout.top_k,
+        stops,
+        config.rollout.min_completion_length,
+    )
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
@@ -140,6 +147,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         model=model,
         reference=reference,
         optimizer=optimizer,
+        params=params,
         kernel=kernel,
         teacher=teacher,
     )
@@ -153,13 +161,6 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     if ranks.is_main:
         first, size = train_prompts.prompts[0], config.rollout.num_generations
         trial = begin_trial(scorer, functions | own, first, size)
-    params = SamplingParams(
-        config.rollout.temperature,
-        config.rollout.top_p,
-        config.rollout.top_k,
-        stops,
-        config.rollout.min_completion_length,
-    )
     with show_phase(ranks, "timing the engine"):
         product = choose_product(config, ranks, model)
         engine, max_tp_rows = build_engine(config, learner, ranks, product)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.model import OutputHead
 from bubblespec.learn.losses import compare, divergence
 from bubblespec.loading import check_vocabulary, load_model, load_teacher, load_tokenizer
@@ -68,8 +69,8 @@ def test_chunks_and_padding_change_no_divergence():
     theirs, target = torch.randn(20, 24, dtype=torch.float64), torch.randint(90, (20,))
     weight, results = torch.linspace(0.1, 2, 40, dtype=torch.float64).view(2, 20), []
     for max_logits in (1 << 20, 2 * 104 * 3, 1):
-        options = {"temperature": 0.8, "beta": 0.3, "max_logits": max_logits}
-        found = compare(hidden, heads[0], theirs, heads[1], target, **options)
+        options = {"params": SamplingParams(0.8), "beta": 0.3, "max_logits": max_logits}
+        found = compare(hidden, heads[0], theirs, heads[1], target, target, **options)
         results.append((found, *torch.autograd.grad((weight * found).sum(), [hidden, own.weight])))
     policy = (3.0 * torch.tanh(0.7 * own(hidden) / 3.0)[:, :90] / 0.8).log_softmax(-1)
     teacher = (other(theirs)[:, :90] / 0.8).log_softmax(-1)

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bubblespec.config import OptimConfig
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.model import OutputHead
 from bubblespec.learn.losses import compare, kl_penalty, token_logprobs
 from bubblespec.learn.optimizer import Optimizer
@@ -47,7 +48,7 @@ def test_token_logprobs_whole_and_in_chunks(max_logits):
     head = OutputHead(linear, num_tokens=90, factor=0.7, cap=1.5)
     hidden = torch.randn(20, 16, dtype=torch.float64, requires_grad=True)
     target = torch.randint(90, (20,))
-    logprob = token_logprobs(hidden, head, target, temperature=0.7, max_logits=max_logits)
+    logprob = token_logprobs(hidden, head, target, target, SamplingParams(0.7), max_logits)
     logprob.dot(torch.linspace(-1, 1, 20, dtype=torch.float64)).backward()
     got = hidden.grad.clone(), linear.weight.grad.clone()
     hidden.grad = linear.weight.grad = None
@@ -80,7 +81,8 @@ def test_bfloat16_head_gradient_rounds_once(is_tied):
         hidden = noise + 1
         if is_tied:
             hidden = hidden + torch.nn.functional.embedding(tokens, head.weight)
-        token_logprobs(hidden, OutputHead(head, vocab), target, 1.0, max_logits).sum().backward()
+        of = OutputHead(head, vocab), target, target, SamplingParams()
+        token_logprobs(hidden, *of, max_logits).sum().backward()
         return optimizer.flat_grad.double()
 
     wanted = gradient_of(torch.float64, chunk, True)
@@ -106,9 +108,9 @@ def test_chunks_bound_number_of_live_logits():
     head = OutputHead(torch.nn.Linear(4, 1000, bias=False), num_tokens=1000, cap=9.0)
     hidden, target = torch.randn(64, 4, requires_grad=True), torch.randint(1000, (64,))
     with Largest() as watched:
-        token_logprobs(hidden, head, target, temperature=1.0, max_logits=8_000).sum().backward()
+        token_logprobs(hidden, head, target, target, SamplingParams(), 8_000).sum().backward()
     assert 0 < watched.elements <= 8_000
-    options = {"temperature": 1.0, "beta": 0.5, "max_logits": 8_000}
+    options = {"params": SamplingParams(), "beta": 0.5, "max_logits": 8_000}
     with Largest() as watched:
-        compare(hidden, head, hidden.detach(), head, target, **options).sum().backward()
+        compare(hidden, head, hidden.detach(), head, target, target, **options).sum().backward()
     assert 0 < watched.elements <= 4_000

@@ -35,6 +35,7 @@ from tests.helpers.reference_step import (
 from tests.helpers.rows import launch_of, with_observations
 
 SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04}
+FEW = {"top_k": 9, "top_p": 0.8, "min_completion_length": 4, "stop_token_ids": [3, 5]}
 CASES = {
     "grpo": {"loss_type": "grpo"},
     "dr_grpo": {"loss_type": "dr_grpo"},
@@ -53,6 +54,8 @@ CASES = {
     },
     "distillation and rewards": {"loss_type": "grpo", "kl_coef": 0.3, "distillation_coef": 0.7},
     "truncated masked": {"loss_type": "dapo", "mask_truncated_completions": True},
+    "of few tokens": {"loss_type": "grpo", "kl_coef": 0.3, "distillation_coef": 0.7, **FEW},
+    "few tokens distilled": {"loss_type": "distillation", "distillation_beta": 0.3, **FEW},
     "truncated masked grpo": {"loss_type": "grpo", "mask_truncated_completions": True},
 }
 
@@ -85,22 +88,23 @@ def updates(make_model, config, samples, num_ranks: int):
 
 def masked_loss(model, reference, teacher, samples, config, old: list[torch.Tensor]):
     """The loss of all samples, and values of the tokens that are trained on, by name."""
-    loss, temperature, losses = config.loss, config.rollout.temperature, []
+    loss, rollout, losses = config.loss, config.rollout, []
     seen = {name: [] for name in ("low", "high", "delta", "kl", "divergence", "mismatch")}
     for i, response in enumerate(responses_of(samples)):
-        generated = torch.from_numpy(samples.full_logprob[i])
+        generated = torch.from_numpy(samples.logprob[i])
         sampled = ~generated.isnan()
         is_masked = samples.is_truncated[i] and loss.mask_truncated_completions
         if is_masked or not sampled.any():
             continue
-        logprob, other = token_logprobs(model, response, temperature)[sampled], None
+        logprob, other = token_logprobs(model, response, rollout)[sampled], None
         if reference is not None:
-            other = token_logprobs(reference, response, temperature).detach()[sampled]
+            other = token_logprobs(reference, response, rollout, model).detach()[sampled]
             seen["kl"] += kl_estimate(logprob, other, loss.kl_estimator).tolist()
         before, is_alone = old[i][sampled], loss.loss_type == "distillation"
         values, clips = token_losses(logprob, before, ADVANTAGES[i], loss, other)
         if teacher is not None:
-            own, theirs = (log_distributions(m, response, temperature) for m in (model, teacher))
+            own = log_distributions(model, response, rollout)
+            theirs = log_distributions(teacher, response, rollout, model)
             divergence = jensen_shannon(theirs.detach(), own, loss.distillation_beta)[sampled]
             values = divergence if is_alone else values + loss.distillation_coef * divergence
             seen["divergence"] += divergence.tolist()
@@ -121,10 +125,13 @@ def test_gradients_and_metrics_equal_masked_sums(
     make_model, case, has_turns, num_ranks, num_updates
 ):
     samples = with_observations(make_samples()) if has_turns else make_samples()
-    full = [values + (-1) ** i + 50 * (i == 2) for i, values in enumerate(samples.full_logprob)]
-    samples = replace(samples, full_logprob=full)  # far off, furthest in a truncated sample
+    found = [values + (-1) ** i + 50 * (i == 2) for i, values in enumerate(samples.logprob)]
+    samples = replace(samples, logprob=found)  # far off, furthest in a truncated sample
     assert samples.is_truncated[2]
-    config = make_config(**CASES[case], num_iterations=num_updates)
+    loss = {name: value for name, value in CASES[case].items() if name not in FEW}
+    config = make_config(**loss, num_iterations=num_updates)
+    if len(loss) < len(CASES[case]):
+        config.rollout = replace(config.rollout, **FEW)
     config.optim.learning_rate = 0.02
     if has_turns:
         num_sampled = samples.num_sampled
@@ -136,7 +143,9 @@ def test_gradients_and_metrics_equal_masked_sums(
     reference = moved(plain) if config.loss.kl_coef else None
     teacher = teacher_of(make_model, config) and make_model("gpt2")
     with torch.no_grad():
-        old = [token_logprobs(plain, response, 0.8) for response in responses_of(samples)]
+        old = [
+            token_logprobs(plain, response, config.rollout) for response in responses_of(samples)
+        ]
     losses, values = [], {}
     for gradient, weights in seen:
         vector_to_parameters(weights, plain.parameters())

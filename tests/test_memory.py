@@ -14,6 +14,7 @@ from bubblespec import memory
 from bubblespec.__main__ import main
 from bubblespec.config import Config, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.engine.model import forward_hidden, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
@@ -64,7 +65,13 @@ def make_learner(config: Config, kernel: str = "sdpa") -> Learner:
     model = make_model(getattr(torch, config.model.dtype), memory.max_length(config))
     optimizer = Optimizer(model, config.optim, 10, CPU)
     return Learner(
-        config=config, ranks=CPU, model=model, reference=None, optimizer=optimizer, kernel=kernel
+        config=config,
+        ranks=CPU,
+        model=model,
+        reference=None,
+        optimizer=optimizer,
+        kernel=kernel,
+        params=SamplingParams(),
     )
 
 

@@ -8,7 +8,8 @@ import torch
 
 from bubblespec.config import Config, ModelConfig
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.learn import learner as update
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.learn import losses
 from bubblespec.learn.learner import Learner
 from tests.helpers.runs import read, train_here
 
@@ -22,7 +23,13 @@ def make_learner(dtype: str, temperature: float, rank: int = 0) -> Learner:
     ranks.rank, ranks.is_main = rank, rank == 0
     model = SimpleNamespace(dtype=getattr(torch, dtype))
     return Learner(
-        config=config, ranks=ranks, model=model, reference=None, optimizer=None, kernel="sdpa"
+        config=config,
+        ranks=ranks,
+        model=model,
+        reference=None,
+        optimizer=None,
+        kernel="sdpa",
+        params=SamplingParams(temperature),
     )
 
 
@@ -52,12 +59,12 @@ def test_mismatch_warning_depends_on_dtype_and_temperature(
 
 
 def test_mismatch_warning_appears_once_per_run(monkeypatch, tmp_path, capsys):
-    original = update.response_logprobs
+    original = losses.token_logprobs
 
     def disturbed(*arguments, **options):
         return original(*arguments, **options) + 0.25
 
-    monkeypatch.setattr(update, "response_logprobs", disturbed)
+    monkeypatch.setattr(losses, "token_logprobs", disturbed)
     options = ("run.max_steps=3", "run.save_steps=0", "eval.num_prompts=0")
     train_here(tmp_path, *options, "rollout.max_completion_length=16")
     assert capsys.readouterr().err.count("differ from those in generation") == 1

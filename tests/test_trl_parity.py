@@ -21,8 +21,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from bubblespec.config.file import TRL
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.model import output_head
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.learn.learner import response_logprobs, sum_over_ranks
+from bubblespec.learn.learner import MAX_LOGITS, sampled_hidden, sum_over_ranks
+from bubblespec.learn.losses import token_logprobs
 from bubblespec.learn.microbatch import make_minibatches
 from bubblespec.types import is_sampled
 from tests.helpers.rows import with_observations
@@ -101,7 +104,14 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name, has_turns):
         samples, np.ones(len(samples), bool), config=config, ranks=ranks
     )
     with torch.no_grad():
-        now = response_logprobs(model, batch, config.rollout.temperature, "sdpa")
+        now = token_logprobs(
+            sampled_hidden(model, batch, "sdpa"),
+            output_head(model),
+            batch.target,
+            batch.num_generated,
+            SamplingParams(config.rollout.temperature),
+            MAX_LOGITS,
+        )
     rng = torch.Generator().manual_seed(2)
     batch.old = now + 0.3 * torch.randn(now.shape, generator=rng, dtype=torch.float64)
     batch.reference = now + 0.3 * torch.randn(now.shape, generator=rng, dtype=torch.float64)

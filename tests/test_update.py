@@ -12,7 +12,7 @@ import torch
 
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.learn import learner as update
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.learn import losses
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import Teacher, policy_loss
@@ -78,6 +78,14 @@ def make_learner(model, config, reference=None, ranks=None, teacher=None) -> Lea
     ranks = ranks or Ranks(torch.device("cpu"))
     parts = {"config": config, "ranks": ranks, "model": model, "reference": reference}
     parts |= {"optimizer": Optimizer(model, config.optim, 10, ranks), "kernel": "sdpa"}
+    rollout = config.rollout
+    parts["params"] = SamplingParams(
+        rollout.temperature,
+        rollout.top_p,
+        rollout.top_k,
+        tuple(rollout.stop_token_ids or ()),
+        rollout.min_completion_length,
+    )
     return Learner(**parts, teacher=teacher)
 
 
@@ -182,7 +190,7 @@ def test_nonfinite_update_leaves_weights_unchanged(make_model, monkeypatch, wher
 def test_first_update_is_exactly_on_policy(make_model, monkeypatch):
     """Though each forward is off by more than the one before."""
     calls, ratios = itertools.count(), []
-    exact_logprobs, exact_ratio = update.response_logprobs, losses.importance_ratio
+    exact_logprobs, exact_ratio = losses.token_logprobs, losses.importance_ratio
 
     def rough_logprobs(*arguments, **options):
         return exact_logprobs(*arguments, **options) + 1e-3 * next(calls)
@@ -191,7 +199,7 @@ def test_first_update_is_exactly_on_policy(make_model, monkeypatch):
         ratios.append(exact_ratio(*arguments))
         return ratios[-1]
 
-    monkeypatch.setattr(update, "response_logprobs", rough_logprobs)
+    monkeypatch.setattr(losses, "token_logprobs", rough_logprobs)
     monkeypatch.setattr(losses, "importance_ratio", recorded_ratio)
     model = make_model(max_length=64)
     gradient(model, make_samples(), make_config(num_iterations=2))

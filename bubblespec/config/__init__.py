@@ -224,6 +224,10 @@ class EvalConfig:
     """Responses per held-out prompt; pass@k is reported for k = 1, 2, 4, ... up to it."""
     temperature: float | None = key(None, *OR_GREEDY, resume=SAFE)
     """Sampling temperature of evaluation (default: the rollout's); 0 is greedy."""
+    top_p: float | None = key(None, SHARE, resume=SAFE)
+    """Nucleus of evaluation (default: the rollout's); 1 keeps all."""
+    top_k: int | None = key(None, at_least(0), resume=SAFE)
+    """Number of best tokens of evaluation (default: the rollout's); 0 keeps all."""
     functions: list[str] = key([], resume=SAFE)
     """Dotted paths of functions, as in reward.functions, that score held-out responses alone. The
     mean of each is eval/NAME, with the last part of its path."""

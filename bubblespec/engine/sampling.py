@@ -233,6 +233,17 @@ def restrict(
     return logits
 
 
+def kept_tokens(
+    logits: torch.Tensor, target: torch.Tensor, num_generated: torch.Tensor, params: SamplingParams
+) -> torch.Tensor:
+    """Return which tokens sampling keeps, bool [T, V], and the target of each position in any case.
+
+    logits: [T, V], divided by the temperature; target: int64 [T], what was sampled there, by
+    earlier weights or by logits that were rounded otherwise; num_generated: see `sample`."""
+    kept = restrict(logits, num_generated, params) != float("-inf")  # True where it is no number
+    return kept.scatter_(1, target[:, None], True)
+
+
 def draw_among(
     logits: torch.Tensor,
     ids: torch.Tensor,

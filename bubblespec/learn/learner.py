@@ -24,11 +24,12 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.model import forward_hidden, output_head, pack_sequences
+from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.model import OutputHead, forward_hidden, output_head, pack_sequences
 from bubblespec.errors import RunFailed, log
 from bubblespec.learn import losses
 from bubblespec.learn.lora import adapter_disabled
-from bubblespec.learn.losses import Teacher, compare
+from bubblespec.learn.losses import Teacher
 from bubblespec.learn.microbatch import Microbatch, is_in_loss, make_minibatches
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.records import Span
@@ -47,18 +48,6 @@ MAX_SKIPPED_STEPS = 5
 # high and delta count bounded tokens (`losses.policy_loss`).
 MEASURED: tuple[str, ...] = ("loss", "low", "high", "delta", "kl", "divergence", "mismatch")
 MEASURED += ("tokens", "max_mismatch")
-
-
-def response_logprobs(
-    model: PreTrainedModel,
-    batch: Microbatch,
-    temperature: float,
-    kernel: str,
-    on_hidden: Callable[[Microbatch, torch.Tensor], None] | None = None,
-) -> torch.Tensor:
-    """Return the log-probability of every sampled token, float [M]; see `sampled_hidden`."""
-    hidden = sampled_hidden(model, batch, kernel, on_hidden)
-    return losses.token_logprobs(hidden, output_head(model), batch.target, temperature, MAX_LOGITS)
 
 
 def sampled_hidden(
@@ -123,6 +112,8 @@ class Learner:
     """Initial policy, for the KL term; None without one. With LoRA it is `model` itself, with the
     adapter turned off."""
     optimizer: Optimizer
+    params: SamplingParams
+    """Distribution that the samples are from."""
     kernel: str
     """Attention kernel; see `choose_kernel`."""
     after_update: list[Callable[[], None]] = field(default_factory=list)
@@ -181,7 +172,9 @@ class Learner:
         for microbatches in minibatches[1:]:
             for batch in microbatches:
                 with torch.no_grad():
-                    batch.old = self._logprobs(self.model, batch)
+                    batch.old = self._logprobs(
+                        self.model, batch, sampled_hidden(self.model, batch, self.kernel)
+                    )
         totals, grad_norms, spans, num_skipped = [], [], [], 0
         passes = list(zip(minibatches, factors, strict=True)) * self.config.loss.num_iterations
         for microbatches, factor in passes:
@@ -236,7 +229,25 @@ class Learner:
         advantages, weights: float64 [S].
         """
         loss = self.config.loss
-        logprob, divergence = self._compare(batch)
+        if self.teacher is not None:
+            with torch.no_grad():  # first, while the policy keeps no activations
+                of_teacher = sampled_hidden(self.teacher.model, batch, self.teacher.kernel)
+        hidden = sampled_hidden(self.model, batch, self.kernel, self.on_hidden)
+        if self.teacher is None:
+            logprob = self._logprobs(self.model, batch, hidden)
+            divergence = torch.zeros_like(logprob)
+        else:
+            logprob, divergence = losses.compare(
+                hidden,
+                output_head(self.model),
+                of_teacher,
+                output_head(self.teacher.model),
+                batch.target,
+                batch.num_generated,
+                params=self.params,
+                beta=loss.distillation_beta,
+                max_logits=MAX_LOGITS,
+            )
         if batch.old is None:
             batch.old = logprob.detach()
         advantage, weight = (  # of each token, without waiting for the forward
@@ -262,9 +273,11 @@ class Learner:
             )
         kl = torch.zeros_like(logprob)
         if self.reference is not None:
-            if batch.reference is None:
+            if batch.reference is None or self.params.truncates:
+                policy = hidden.detach(), output_head(self.model)
                 with torch.no_grad(), adapter_disabled(self.reference):
-                    batch.reference = self._logprobs(self.reference, batch)
+                    of_reference = sampled_hidden(self.reference, batch, self.kernel)
+                    batch.reference = self._logprobs(self.reference, batch, of_reference, policy)
             kl = losses.kl_penalty(logprob, batch.reference, loss.kl_estimator)
         token_loss = token_loss + loss.kl_coef * kl + loss.distillation_coef * divergence
         total = (weight * token_loss).sum()
@@ -277,31 +290,16 @@ class Learner:
             [total.detach(), *sums, logprob.new_full((), len(logprob)), mismatch.max()]
         )
 
-    def _compare(self, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities, and divergences from the teacher or 0 without one, [M] each."""
-        temperature, teacher = self.config.rollout.temperature, self.teacher
-        if teacher is None:
-            logprob = self._logprobs(self.model, batch, on_hidden=self.on_hidden)
-            return logprob, torch.zeros_like(logprob)
-        with torch.no_grad():  # first, while the policy keeps no activations
-            hidden = sampled_hidden(teacher.model, batch, teacher.kernel)
-        logprob, divergence = compare(
-            sampled_hidden(self.model, batch, self.kernel, self.on_hidden),
-            output_head(self.model),
-            hidden,
-            output_head(teacher.model),
-            batch.target,
-            temperature=temperature,
-            beta=self.config.loss.distillation_beta,
-            max_logits=MAX_LOGITS,
-        )
-        return logprob, divergence
-
     def _logprobs(
-        self, model: PreTrainedModel, batch: Microbatch, on_hidden: Callable | None = None
+        self,
+        model: PreTrainedModel,
+        batch: Microbatch,
+        hidden: torch.Tensor,
+        policy: tuple[torch.Tensor, OutputHead] | None = None,
     ) -> torch.Tensor:
-        temperature = self.config.rollout.temperature
-        return response_logprobs(model, batch, temperature, self.kernel, on_hidden)
+        """Return log-probabilities of the sampled tokens, [M]. hidden: see `sampled_hidden`."""
+        of = batch.target, batch.num_generated, self.params
+        return losses.token_logprobs(hidden, output_head(model), *of, MAX_LOGITS, policy)
 
     def training_metrics(self, totals: list[dict[str, float]]) -> dict[str, float]:
         """Return the metrics of a step from the `MEASURED` of each of its updates.
@@ -333,7 +331,7 @@ class Learner:
 
     def warn_of_mismatch(self, metrics: dict[str, float], step: int) -> None:
         """Warn, once per run, if generation and training differ by more than rounding."""
-        dtype, temperature = self.model.dtype, self.config.rollout.temperature
+        dtype, temperature = self.model.dtype, self.params.temperature
         mean = metrics.get("sampling/logp_difference/mean", 0.0)
         limit = MAX_MISMATCH[dtype] / min(temperature, 1.0)
         if self.has_warned_of_mismatch or not mean > limit:

@@ -11,6 +11,11 @@ On-policy distillation: how far the policy is from a teacher on the policy's own
 distributions are over the whole vocabulary, at the temperature of the rollout, at each sampled
 token (GKD, Agarwal et al. 2024, arXiv 2306.13649). As there, no gradient flows through sampling.
 
+With top_p, top_k or a minimum length, the policy is the distribution that was sampled from: softmax
+over the tokens that sampling keeps. Which ones is computed again from the logits in training, and
+is a constant in the gradient. The reference and the teacher are restricted to the same tokens, so a
+divergence from them is finite, and 0 where the weights are equal.
+
 Shape legend: M sampled tokens of a micro-batch, S sequences of the global minibatch (all of the
 batch, if that is one minibatch), V vocabulary.
 """
@@ -27,8 +32,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from bubblespec.config.imports import call, import_function
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.model import OutputHead
 from bubblespec.engine.ops import has_kernels
+from bubblespec.engine.sampling import kept_tokens
 from bubblespec.errors import InputError, one_line, shown
 from bubblespec.learn.optimizer import add_to
 
@@ -36,6 +43,10 @@ from bubblespec.learn.optimizer import add_to
 # numbers of four bytes. So many times as many logits take twice the memory, and the gradient of the
 # head is added to its buffer two or three times per micro-batch of a 1.5B.
 COMPACT = 16
+
+# With truncated sampling, sorting takes further memory: so many times as few tokens at once.
+TRUNCATED = 4
+BARRED = -1e30  # a logit without probability; 0 * (inf - inf) would be no number
 
 TokenLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -179,20 +190,28 @@ def token_logprobs(
     hidden: torch.Tensor,
     head: OutputHead,
     target: torch.Tensor,
-    temperature: float,
+    num_generated: torch.Tensor,
+    params: SamplingParams,
     max_logits: int,
+    policy: tuple[torch.Tensor, OutputHead] | None = None,
 ) -> torch.Tensor:
-    """Return the log-probability of each target under softmax(logits / temperature), float [M].
+    """Return the log-probability of each target in the distribution that is sampled, float [M].
 
-    hidden: [M, hidden size]; target: int64 [M]. Above `max_logits` logits, chunks are computed one
-    by one and again in the backward pass. The gradient of a head with a `main_grad` (optimizer.py)
-    is added to that.
+    hidden: [M, hidden size]; target, num_generated: int64 [M], see `kept_tokens`; policy: hidden
+    states and head by which tokens are kept, if not the given ones. Above `max_logits` logits,
+    chunks are computed one by one and again in the backward pass. The gradient of a head with a
+    `main_grad` (optimizer.py) is added to that.
     """
     weight = head.linear.get_parameter("weight")
+    if params.truncates:
+        states, own_head = policy or (hidden, head)
+        compute = partial(_truncated_logprob, head=head, policy_head=own_head, params=params)
+        tensors = (hidden, target, num_generated) + ((states,) if policy else ())
+        return in_chunks(compute, max_logits // (TRUNCATED * len(weight)), *tensors)
     if has_kernels(weight.device, weight.dtype):
-        compute = partial(in_one_pass, head=head, temperature=temperature)
+        compute = partial(in_one_pass, head=head, temperature=params.temperature)
         return in_chunks(compute, COMPACT * max_logits // len(weight), hidden, target)[0]
-    compute = partial(_logprob, head=head, temperature=temperature)
+    compute = partial(_logprob, head=head, temperature=params.temperature)
     return in_chunks(compute, max_logits // len(weight), hidden, target)
 
 
@@ -247,8 +266,29 @@ def logits_of(hidden: torch.Tensor, head: OutputHead, temperature: float) -> tor
 def _logprob(
     hidden: torch.Tensor, target: torch.Tensor, head: OutputHead, temperature: float
 ) -> torch.Tensor:
-    logits = logits_of(hidden, head, temperature)
+    return _chosen(logits_of(hidden, head, temperature), target)
+
+
+def _chosen(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def _truncated_logprob(
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    num_generated: torch.Tensor,
+    policy: torch.Tensor | None = None,
+    *,
+    head: OutputHead,
+    policy_head: OutputHead,
+    params: SamplingParams,
+) -> torch.Tensor:
+    """Compute log-probabilities among kept tokens, [M]; policy: hidden states that decide these."""
+    logits = logits_of(hidden, head, params.temperature)
+    with torch.no_grad():
+        own = logits if policy is None else logits_of(policy, policy_head, params.temperature)
+        kept = kept_tokens(own, target, num_generated, params)
+    return _chosen(logits.masked_fill(~kept, BARRED), target)
 
 
 def in_one_pass(
@@ -296,22 +336,31 @@ def compare(
     teacher_hidden: torch.Tensor,
     teacher_head: OutputHead,
     target: torch.Tensor,
+    num_generated: torch.Tensor,
     *,
-    temperature: float,
+    params: SamplingParams,
     beta: float,
     max_logits: int,
 ) -> torch.Tensor:
     """Return log-probabilities of the targets, and divergences from the teacher, float [2, M].
 
-    hidden, teacher_hidden: [M, hidden size of the model]. Chunks as in `token_logprobs`, of half
-    the tokens, as there are two distributions; the teacher's logits, too, are computed again in the
-    backward pass.
+    hidden, teacher_hidden: [M, hidden size of the model]; the others as in `token_logprobs`. Chunks
+    are half as large as there, as there are two distributions; the teacher's logits, too, are
+    computed again in the backward pass.
     """
+    temperature = params.temperature
 
-    def of_chunk(own: torch.Tensor, other: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        log_q = logits_of(own, head, temperature).log_softmax(-1)
+    def of_chunk(own, other, target, num_generated) -> torch.Tensor:
+        log_q = logits_of(own, head, temperature)
         with torch.no_grad():
-            log_p = logits_of(other, teacher_head, temperature).log_softmax(-1)
+            log_p = logits_of(other, teacher_head, temperature)
+            if params.truncates:
+                is_barred = ~kept_tokens(log_q, target, num_generated, params)
+                log_p = log_p.masked_fill(is_barred, BARRED)
+            log_p = log_p.log_softmax(-1)
+        if params.truncates:
+            log_q = log_q.masked_fill(is_barred, BARRED)
+        log_q = log_q.log_softmax(-1)
         logprob = log_q.gather(-1, target[:, None])[:, 0]
         return torch.stack((logprob, divergence(log_q, log_p, beta)))
 
@@ -322,10 +371,12 @@ def compare(
 
     weights = [h.linear.get_parameter("weight") for h in (head, teacher_head)]
     vocab = max(map(len, weights))
-    if all(has_kernels(weight.device, weight.dtype) for weight in weights):
-        rows = COMPACT * max_logits // (2 * vocab)
-        return in_chunks(by_kernels, rows, hidden, teacher_hidden, target)
-    return in_chunks(of_chunk, max_logits // (2 * vocab), hidden, teacher_hidden, target)
+    rows = max_logits // (2 * vocab)
+    if params.truncates:
+        rows //= TRUNCATED
+    elif all(has_kernels(weight.device, weight.dtype) for weight in weights):
+        return in_chunks(by_kernels, COMPACT * rows, hidden, teacher_hidden, target)
+    return in_chunks(of_chunk, rows, hidden, teacher_hidden, target, num_generated)
 
 
 @dataclass(frozen=True)

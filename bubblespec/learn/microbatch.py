@@ -38,12 +38,15 @@ class Microbatch:
     """Positions in `input_ids` that predict sampled tokens, int64 [M]."""
     target: torch.Tensor
     """Sampled tokens, int64 [M]."""
+    num_generated: torch.Tensor
+    """Response tokens before each sampled token, int64 [M]."""
     generated: torch.Tensor
     """Log-probabilities of the sampled tokens as the generator has them, float [M]."""
     old: torch.Tensor | None = None
     """Log-probabilities of the sampled tokens under the old policy, float [M], once known."""
     reference: torch.Tensor | None = None
-    """Log-probabilities of the sampled tokens under the reference, float [M], once known."""
+    """Log-probabilities of the sampled tokens under the reference, float [M], once known; with
+    truncated sampling by the tokens that the policy keeps in this update."""
 
 
 def plan_microbatches(
@@ -88,6 +91,7 @@ def pack_responses(
     sequence_lengths = [len(sequence) for sequence in fed]
     ends = np.cumsum(sequence_lengths)
     predicts = [np.arange(end - len(t), end) for end, t in zip(ends, tokens, strict=True)]
+    places = [np.arange(len(t)) for t in tokens]
     logprob = np.concatenate(generated)
     is_target = is_sampled(logprob)
     return Microbatch(
@@ -98,6 +102,7 @@ def pack_responses(
         prompt_lengths=[len(prompt) for prompt in prompts],
         predicts=to_device(np.concatenate(predicts)[is_target], device),
         target=to_device(np.concatenate(tokens)[is_target].astype(np.int64), device),
+        num_generated=to_device(np.concatenate(places)[is_target], device),
         generated=to_device(logprob[is_target], device),
     )
 
@@ -137,7 +142,7 @@ def make_minibatches(
         for order in (members[indices].tolist() for indices in own):
             prompts = [samples.prompt_of(i).token_ids for i in order]
             tokens = [samples.tokens[i] for i in order]
-            generated = [samples.full_logprob[i] for i in order]
+            generated = [samples.logprob[i] for i in order]
             microbatches.append(pack_responses(prompts, tokens, generated, ranks.device, order))
         minibatches.append(microbatches)
     return minibatches, weights, factors

@@ -95,7 +95,7 @@ class StreamedGradients:
         if not self.ids.isdisjoint(ids):
             raise ValueError(f"some gradients of {ids} have been computed before")
         begin_s = ranks.clock.perf_counter()
-        tokens, generated = [row.tokens for row in rows], [row.full_logprob for row in rows]
+        tokens, generated = [row.tokens for row in rows], [row.logprob for row in rows]
         weights = local_weights(learner.config.loss.loss_type, count_sampled(generated))
         batch = pack_responses([row.prompt for row in rows], tokens, generated, ranks.device)
         self._measured += learner.accumulate_gradients([batch], advantages, weights)
@@ -147,7 +147,7 @@ def pieces_of(learner: Learner, rows: Sequence[Row | None], rewards: np.ndarray)
         if row is not None
         and (advantage != 0 or not learner.skips_zero_advantage)
         and not (loss.mask_truncated_completions and row.finish == "length")
-        and is_sampled(row.full_logprob).any()
+        and is_sampled(row.logprob).any()
     ]
 
 

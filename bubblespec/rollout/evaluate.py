@@ -55,10 +55,11 @@ class Evaluator:
         of the weights. Raises StopRequested, and RewardsFailed if no sample has a reward.
         """
         sampler, settings = self.sampler, self.sampler.config.eval
-        ranks, params = sampler.ranks, sampler.params
+        ranks = sampler.ranks
         began_s = ranks.clock.perf_counter()
-        if settings.temperature is not None:
-            params = replace(params, temperature=settings.temperature)
+        own = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
+        own = {name: value for name, value in own.items() if value is not None}
+        params = replace(sampler.params, **own)
         groups = [Group(prompt, EVALUATION) for prompt in prompts]
         samples, rollout = self.generate(groups, settings.num_generations, params, version)
         seconds = ranks.clock.perf_counter() - began_s

@@ -29,7 +29,7 @@ def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: boo
     prompts = prompt_lengths(samples)
     metrics: dict = {
         # the mean of -log p over tokens sampled from p estimates the entropy
-        "entropy": -float(np.nanmean(np.concatenate(samples.full_logprob), dtype=np.float64)),
+        "entropy": -float(np.nanmean(np.concatenate(samples.logprob), dtype=np.float64)),
         "completions/median_length": float(np.median(lengths)),
         "completions/p99_length": float(np.percentile(lengths, 99)),
         "completions/clipped_ratio": float(samples.is_truncated.mean()),

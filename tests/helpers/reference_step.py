@@ -148,16 +148,27 @@ def estimate_advantages(
 # Loss
 
 
-def log_distributions(model, response: Response, temperature: float) -> torch.Tensor:
-    """Log-probabilities of the whole vocabulary at each token of a response, [T, V]."""
-    logits = model(input_ids=torch.tensor([[*response.prompt, *response.tokens]])).logits[0]
-    return (logits[len(response.prompt) - 1 : -1] / temperature).log_softmax(-1)
+def log_distributions(model, response: Response, rollout, policy=None) -> torch.Tensor:
+    """Log-probabilities of the whole vocabulary at each token of a response, [T, V], -inf where the
+    policy may not sample now: what it was trained to do is sampled as in `sample_response`. The
+    response's own tokens stay, should the weights have changed since. policy: if not the model."""
+    tokens = torch.tensor([[*response.prompt, *response.tokens]])
+    logits = model(input_ids=tokens).logits[0, len(response.prompt) - 1 : -1] / rollout.temperature
+    if not (rollout.min_completion_length or rollout.top_k or rollout.top_p < 1):
+        return logits.log_softmax(-1)
+    if policy is not None:
+        own = policy(input_ids=tokens).logits[0, len(response.prompt) - 1 : -1]
+        own = own.detach() / rollout.temperature
+    bars = torch.full_like(logits, -math.inf)
+    for t, row in enumerate(logits.detach() if policy is None else own):
+        bars[t, [*allowed_tokens(row, t, rollout), response.tokens[t]]] = 0
+    return (logits + bars).log_softmax(-1)
 
 
-def token_logprobs(model, response: Response, temperature: float) -> torch.Tensor:
-    """Log-probability of each token of a response, [T]."""
+def token_logprobs(model, response: Response, rollout, policy=None) -> torch.Tensor:
+    """Log-probability of each token of a response, [T]; see `log_distributions`."""
     index = torch.tensor(response.tokens)[:, None]
-    return log_distributions(model, response, temperature).gather(1, index)[:, 0]
+    return log_distributions(model, response, rollout, policy).gather(1, index)[:, 0]
 
 
 def kl_estimate(logprob: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -169,8 +180,9 @@ def kl_estimate(logprob: torch.Tensor, reference: torch.Tensor, estimator: str) 
 
 def jensen_shannon(teacher: torch.Tensor, policy: torch.Tensor, beta: float) -> torch.Tensor:
     """Generalized Jensen-Shannon divergence of each token (GKD, arXiv 2306.13649, equation 1), its
-    limits divided by beta or 1 - beta at the ends, as in TRL. Log-probabilities [T, V] -> [T]."""
-    p, q = teacher.exp(), policy.exp()
+    limits divided by beta or 1 - beta at the ends, as in TRL. Log-probabilities [T, V] -> [T], -inf
+    for the same tokens in both: with a 1 in its place such a token adds 0."""
+    p, q = (values.exp().where(policy > -math.inf, 1.0) for values in (teacher, policy))
     if beta in (0, 1):
         return (q * (q / p).log() if beta else p * (p / q).log()).sum(-1)
     m = beta * p + (1 - beta) * q
@@ -243,10 +255,10 @@ def minibatch_loss(
         clips.append({})
         if loss.mask_truncated_completions and response.is_truncated:
             continue
-        logprob, other = token_logprobs(model, response, rollout.temperature), None
+        logprob, other = token_logprobs(model, response, rollout), None
         before = logprob.detach() if old is None else old[i]
         if reference is not None:
-            other = token_logprobs(reference, response, rollout.temperature).detach()
+            other = token_logprobs(reference, response, rollout, model).detach()
         token_loss, clips[-1] = token_losses(logprob, before, advantage, loss, other)
         losses.append(token_loss)
     length = rollout.max_completion_length
@@ -319,7 +331,7 @@ def train_on(
     whole groups, in order."""
     size, updates = len(responses) // config.loss.num_minibatches, []
     with torch.no_grad():
-        old = [token_logprobs(model, r, config.rollout.temperature) for r in responses]
+        old = [token_logprobs(model, r, config.rollout) for r in responses]
     for first in [*range(0, len(responses), size)] * config.loss.num_iterations:
         part = slice(first, first + size)
         loss, clips = minibatch_loss(

@@ -20,6 +20,7 @@ from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES
 from bubblespec.config import Config, LossConfig, ModelConfig, OptimConfig, RolloutConfig
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import attention, comparison, ops, trained
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.comparison import replace_norms
 from bubblespec.engine.model import OWN_HIDDEN, OutputHead
 from bubblespec.learn.learner import Learner
@@ -125,7 +126,7 @@ def count(num_layers: int, has_kernels: bool) -> Traffic:
     optimizer = Optimizer(model, optim, 1, ranks)
     learner = Learner(
         config=config, ranks=ranks, model=model, reference=None, optimizer=optimizer,
-        kernel="varlen",
+        kernel="varlen", params=SamplingParams(),
     )  # fmt: skip
     tokens = [np.ones(n, int) for n in LENGTHS]
     logprobs = [np.zeros(n, np.float32) for n in LENGTHS]
