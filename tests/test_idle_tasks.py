@@ -235,7 +235,7 @@ def streaming(rewards=(1.0, 0.0, 2.0, 2.0), own=None, **rollout):
     launch = Launch(groups_of(0)[:2], 2, 2)
     texts = [np.arange(10 * n) for n in range(1, 5)]
     rows = [
-        Row(*of, full_logprob=-0.1 * of[-1])
+        Row(*of, logprob=-0.1 * of[-1])
         for of in zip(launch.ids, [(1,)] * 4, [50] * 4, texts, strict=True)
     ]
     scored = [list(zip(rows, rewards, strict=True))]

@@ -46,7 +46,7 @@ class TwoRanks:
 
 def test_rollout_metrics_equal_hand_worked_values():
     samples = make_samples([[1.0, np.nan], [0.0, 0.5], [0.0, np.nan], [0.0, 1.0]])
-    samples.full_logprob[0], samples.full_logprob[1] = np.array([-4.0]), np.array([-2.5, -1.5])
+    samples.logprob[0], samples.logprob[1] = np.array([-4.0]), np.array([-2.5, -1.5])
     found = rollout_metrics(record(samples, [[3.0, 1.0], [0.5, 0.5]]), ["my.match", "my.form"])
     assert found == {
         "reward": 1.25,
@@ -82,7 +82,7 @@ def test_rollout_metrics_equal_hand_worked_values():
 
 def test_metrics_are_of_sampled_tokens():
     samples = make_samples([[1.0]] * 4)
-    samples.full_logprob[3] = np.array([-2.0, *[np.nan] * 6, -1.0, -1.0])
+    samples.logprob[3] = np.array([-2.0, *[np.nan] * 6, -1.0, -1.0])
     found = rollout_metrics(record(samples), ["my.match"])
     assert found["entropy"] == 4 / 10
     assert found["completions/mean_length"] == 2.5 and found["completions/max_length"] == 4

@@ -56,8 +56,8 @@ def advantages_of(rewards: np.ndarray, config) -> np.ndarray:
 def row_of(samples: Samples, i: int) -> Row:
     finish = "length" if samples.is_truncated[i] else "stop"
     fields = {"tokens": samples.tokens[i].astype(np.int64), "finish": finish}
-    prompt, logprob = samples.prompt_of(i).token_ids, samples.full_logprob[i]
-    return Row(samples.ids[i], prompt, 20, full_logprob=logprob, **fields)
+    prompt, logprob = samples.prompt_of(i).token_ids, samples.logprob[i]
+    return Row(samples.ids[i], prompt, 20, logprob=logprob, **fields)
 
 
 def stream_groups(
