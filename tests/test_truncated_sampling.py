@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_update import make_config, make_learner, moved
+from test_update import make_config, make_learner
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bubblespec.engine.model_checks import prepare_model
@@ -32,8 +32,8 @@ RESPONSES = [
 ]
 
 
-def make_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
+def make_model(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     config = LlamaConfig(vocab_size=4, **sizes, num_attention_heads=2, initializer_range=0.5)
     return LlamaForCausalLM(config).double().eval()
@@ -82,7 +82,7 @@ def test_mean_gradient_of_all_samples_is_exact(rules, divergence):
     config.loss.distillation_coef = 0.5 if divergence == "teacher" else 0.0
     config.loss.distillation_beta = 0.3
     model = make_model()
-    plain, other = make_model(), moved(model)
+    plain, other = make_model(), make_model(1)
     rewards = torch.linspace(-1, 2, len(RESPONSES), dtype=torch.float64)
 
     chances = probabilities(plain, rollout)
