@@ -10,7 +10,7 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.decoder import ACTIVATIONS, Decoder, NotLikeLlama, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache, pack_rows
-from bubblespec.engine.model import output_head
+from bubblespec.engine.model import forward_hidden, output_head, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
 from tests.helpers.generation import as_dict, make_engine, make_rows
 from tests.helpers.graphs import Launches, needs_interpreter, stand_in
@@ -21,6 +21,7 @@ GREEDY = SamplingParams(temperature=0.0)
 LIKE_LLAMA = {"llama", "mistral-window", "qwen2", "qwen3", "phi3", "smollm3", "olmo2"}
 OTHERS = {"gemma", "mixtral", "gpt2", "cohere"}
 KINDS = SERVED | ARCHITECTURES | {"cohere": ("Cohere", GQA)}
+NO_ROTATION = {"layer_types": ["full_attention"] * 2}  # of Cohere 2, which rotates in float32
 KINDS["smollm3"] = "SmolLM3", {**GQA, "no_rope_layer_interval": 2}  # its last layer rotates nothing
 
 
@@ -91,6 +92,34 @@ def test_decoder_on_a_gpu_gives_the_same_tokens(monkeypatch, name):
 
 
 test_decoder_on_a_gpu_gives_the_same_tokens.pytestmark += needs_interpreter
+
+
+def in_float64(norm) -> None:
+    """Let a norm of Gemma or Cohere compute its formula in the type of what it is given."""
+    is_offset = not hasattr(norm, "variance_epsilon")
+    eps = norm.eps if is_offset else norm.variance_epsilon
+
+    def forward(x):
+        x = x if is_offset else x - x.mean(-1, keepdim=True)
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (norm.weight + is_offset)
+
+    norm.forward = forward
+
+
+@pytest.mark.parametrize("name, options", [("gemma3", {}), ("cohere2", NO_ROTATION)])
+def test_norms_of_float64_models_are_in_float64(name, options):
+    """In generation and in training alike; transformers computes them in float32."""
+    model, oracle = build(name, **options), build(name, **options)
+    for module in oracle.modules():
+        if hasattr(module, "eps") or hasattr(module, "variance_epsilon"):
+            in_float64(module)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB, 30))
+    wanted = own_logits(oracle, tokens)
+    prepare_model(model, LENGTH)
+    packing = pack_sequences([30], tokens.device)
+    trained = output_head(model)(forward_hidden(model, tokens, packing))
+    for found in (packed_logits(model, tokens), trained.detach()):
+        assert (found - wanted).abs().max() < 1e-12 * wanted.abs().max()
 
 
 def scale_layer(model) -> None:

@@ -6,13 +6,14 @@ import pytest
 import torch
 import transformers
 from torch.nn.functional import linear
+from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from bubblespec.config import ModelConfig, OptimConfig
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.comparison import RMSNorm, replace_norms
+from bubblespec.engine.comparison import CentredNorm, OffsetRMSNorm, RMSNorm, replace_norms
 from bubblespec.engine.decoder import Decoder, stacked
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.weights import join, stack, stacks_of, version_of
@@ -216,28 +217,41 @@ def test_version_changes_with_every_part(part):
 # Norms
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-def test_replaced_norm_computes_the_formula(dtype, tolerance):
-    norm = LlamaRMSNorm(24, eps=1e-2).to(dtype)
+@pytest.mark.parametrize(
+    "own, kind, dtype, tolerance",
+    [
+        (LlamaRMSNorm, RMSNorm, torch.float32, 1e-6),
+        (LlamaRMSNorm, RMSNorm, torch.float64, 1e-14),
+        (GemmaRMSNorm, OffsetRMSNorm, torch.float64, 1e-14),
+        (Cohere2LayerNorm, CentredNorm, torch.float64, 1e-14),
+    ],
+)
+def test_replaced_norm_computes_the_formula(own, kind, dtype, tolerance):
+    norm = own(24, eps=1e-2).to(dtype)
     torch.nn.init.normal_(norm.weight)
-    assert replace_norms(torch.nn.ModuleList([norm])) and type(norm) is RMSNorm
+    assert replace_norms(torch.nn.ModuleList([norm])) and type(norm) is kind
     x = torch.randn(2, 5, 24, dtype=dtype)
     x[0] *= 1e-2
-    wanted = x / (x.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.weight
+    centred = x - x.mean(-1, keepdim=True) * (kind is CentredNorm)
+    scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-2).sqrt()
+    wanted = scaled * (norm.weight + (kind is OffsetRMSNorm))
     torch.testing.assert_close(norm(x), wanted, rtol=tolerance, atol=tolerance)
 
 
 def test_norms_that_compute_something_else_stay():
+    """Those of Gemma and Cohere round elsewhere outside of float64."""
+
     class Halved(LlamaRMSNorm):
         def forward(self, x):
             return super().forward(x) / 2
 
     gemma = GemmaRMSNorm(24)
     torch.nn.init.normal_(gemma.weight)
-    norms = torch.nn.ModuleList([gemma, Halved(24), torch.nn.LayerNorm(24), LlamaRMSNorm(24)])
+    others = gemma, Cohere2LayerNorm(24), Halved(24), torch.nn.LayerNorm(24)
+    norms = torch.nn.ModuleList([*others, LlamaRMSNorm(24)])
     kinds, x = [type(norm) for norm in norms], torch.randn(3, 24)
     before = [norm(x) for norm in norms]
     assert not replace_norms(norms)
-    assert [type(norm) for norm in norms] == [*kinds[:3], RMSNorm]
+    assert [type(norm) for norm in norms] == [*kinds[:4], RMSNorm]
     for norm, wanted in zip(norms, before, strict=True):
         torch.testing.assert_close(norm(x), wanted)

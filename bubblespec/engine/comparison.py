@@ -2,21 +2,22 @@
 
 Two ways to compute the same of random tokens are compared here, all of them: packed training and
 generation (model_checks.py), kernels, graphs and shards. What a model makes of its output head's
-product is found by handing its forward a product; which modules are RMSNorms, by what they compute.
+product is found by handing its forward a product; which modules are norms, by what they compute.
 
-transformers' RMSNorms are eight operations, and compute in float32 also in a float64 model, whose
+transformers' norms are eight operations, and compute in float32 also in a float64 model, whose
 results then differ by 1e-7 between batches of different shapes.
 
 Shape legend: N positions, V rows of the head's weight, T tokens checked.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import cast
 
 import numpy as np
 import torch
 from torch.func import functional_call
-from torch.nn.functional import rms_norm
+from torch.nn.functional import layer_norm, rms_norm
 from transformers import PreTrainedModel
 
 from bubblespec.engine.kv_cache import LANES, PAGE, CachePacking, KVCache, pack_rows
@@ -150,35 +151,22 @@ def _probe(shape: torch.Size) -> torch.Tensor:
 
 
 def replace_norms(model: torch.nn.Module) -> bool:
-    """Replace what computes an RMSNorm; return whether no other norm with a float32 part is left.
+    """Replace what computes one of `NORMS`; return whether no other norm with one weight is left.
 
-    A norm that differs on random input, as one that multiplies by 1 + weight, stays."""
-    is_same: dict[type, bool] = {}
+    A norm that differs from all of them on random input stays, and outside of float64 each that is
+    no `RMSNorm`, as it rounds elsewhere."""
+    found: dict[tuple[type, torch.dtype], type | None] = {}
     for module in model.modules():
-        shapes = [(name, weight.ndim) for name, weight in module.named_parameters()]
-        if shapes != [("weight", 1)] or type(module) is RMSNorm:
+        weights = list(module.named_parameters())
+        if [(name, of.ndim) for name, of in weights] != [("weight", 1)] or type(module) in NORMS:
             continue
-        kind = type(module)
-        if kind not in is_same:
-            is_same[kind] = computes_rms_norm(module)
-        if is_same[kind]:
-            module.__class__ = RMSNorm
-    return all(is_same.values())
-
-
-@torch.no_grad()
-def computes_rms_norm(module: torch.nn.Module) -> bool:
-    """Whether a module computes what `RMSNorm` computes, in float32 with random weights."""
-    norm, generator = cast(RMSNorm, module), torch.Generator().manual_seed(0)
-    weight = torch.randn(len(norm.weight), generator=generator)
-    x = torch.randn(5, len(weight), generator=generator)
-    x[0] *= 1e-3  # where epsilon counts
-    try:
-        wanted = rms_norm(x, weight.shape, weight, norm.variance_epsilon)
-        found = functional_call(norm, {"weight": weight}, (x,))
-        return torch.allclose(found, wanted, rtol=0, atol=MAX_DIFFERENCE)
-    except Exception:  # the model's own code, which may take something else or need a GPU
-        return False
+        kind = type(module), weights[0][1].dtype
+        if kind not in found:
+            allowed = NORMS if kind[1] == torch.float64 else NORMS[:1]
+            found[kind] = next((norm for norm in allowed if computes_norm(module, norm)), None)
+        if (norm := found[kind]) is not None:
+            module.__class__ = norm
+    return None not in found.values()
 
 
 class RMSNorm(torch.nn.Module):
@@ -191,3 +179,40 @@ class RMSNorm(torch.nn.Module):
         """Normalize hidden states [..., width]."""
         weight = self.weight
         return rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """`y = x / sqrt(mean(x^2) + epsilon) * (1 + weight)` (Gemma)."""
+
+    eps: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalize hidden states [..., width]."""
+        return rms_norm(hidden_states, self.weight.shape, 1.0 + self.weight, self.eps)
+
+
+class CentredNorm(RMSNorm):
+    """An `RMSNorm` of x - mean(x) (Cohere)."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalize hidden states [..., width]."""
+        weight = self.weight
+        return layer_norm(hidden_states, weight.shape, weight, None, self.variance_epsilon)
+
+
+NORMS: tuple[type[RMSNorm], ...] = (RMSNorm, OffsetRMSNorm, CentredNorm)
+
+
+@torch.no_grad()
+def computes_norm(module: torch.nn.Module, norm: type[RMSNorm]) -> bool:
+    """Whether a module computes what a norm computes, in float32 with random weights."""
+    generator, other = torch.Generator().manual_seed(0), copy(module)
+    other.__class__ = norm
+    weight = torch.randn(len(cast(RMSNorm, module).weight), generator=generator)
+    x = torch.randn(5, len(weight), generator=generator)
+    x[0] *= 1e-3  # where epsilon counts
+    try:
+        found, wanted = (functional_call(of, {"weight": weight}, (x,)) for of in (module, other))
+        return torch.allclose(found, wanted, rtol=0, atol=MAX_DIFFERENCE)
+    except Exception:  # the model's own code, which may take something else or need a GPU
+        return False

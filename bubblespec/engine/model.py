@@ -3,8 +3,8 @@
 Tokens of many rows are packed into one [1, N] input: new tokens of rows whose past is in the cache
 (`CachePacking`), or whole sequences one after the other (`SequencePacking`, a micro-batch).
 
-Of the model's code only its attention function is replaced (attention.py), and RMSNorms in float64
-and on a GPU by the same in one call. model_checks.py prepares a model.
+Of the model's code only its attention function is replaced (attention.py), and norms in float64 and
+RMSNorms on a GPU by the same in one call. model_checks.py prepares a model.
 
 Between the product with the output head's weight and the logits, models multiply by a constant
 (Cohere, Granite) and cap by a tanh (Gemma): cap * tanh(factor * product / cap). The names of these
