@@ -23,7 +23,9 @@ from transformers import (
 
 from bubblespec.config import Config
 from bubblespec.data.prompts import (
+    WEIGHTS,
     build_prompt_set,
+    fingerprint,
     fingerprints,
     leave_out,
     make_tokenize,
@@ -44,6 +46,8 @@ EXTRAS = re.compile(
     r"(^|\.)(mtp(_layers)?|visual|(vision|audio)_\w+|multi_modal_projector)\."
     r"|\.inv_freq$|(attn|attention)\.(masked_)?bias$"
 )
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -141,6 +145,21 @@ def load_teacher(
     if (size := teacher.get_input_embeddings().num_embeddings) < num_tokens:
         raise InputError(f"{key}: {path} has {size} embeddings for {num_tokens} tokens")
     return teacher.requires_grad_(False)
+
+
+def weights_state(*models: PreTrainedModel | None) -> dict[str, np.ndarray]:
+    """Return fingerprints of frozen models, int64: of every bit of their weights.
+
+    Adapters do not count."""
+    found = []
+    for model in filter(None, models):
+        sums = {}
+        for name, weight in model.state_dict().items():
+            if "lora_" not in name:
+                bits = weight.flatten().view(BITS[weight.element_size()]).split(1 << 22)
+                sums[name] = [part.sum(dtype=torch.int64).item() for part in bits]
+        found.append(fingerprint(sums))
+    return {WEIGHTS: np.array(found, np.int64)}
 
 
 def from_pretrained(auto_class, config: Config, path: str, **options):

@@ -119,6 +119,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         )
         data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts)
         check_equal(data, ranks.gather)
+        base = model if config.model.lora_r else reference
+        data |= loading.weights_state(base, teacher_model)
         if checkpoint:
             check_continued(planner, data, checkpoint, config.run.allow_changed_data, warn)
         check_prompts(config, functions, train_prompts, eval_prompts, ranks, has_reward, own)

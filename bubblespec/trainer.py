@@ -45,7 +45,7 @@ class Trainer:
     """A `RunReporter` (telemetry/reporter.py), which this file does not need to know."""
     tokenizer: PreTrainedTokenizerBase
     data: dict[str, np.ndarray]
-    """Fingerprints of the data, see `data_state`."""
+    """Fingerprints of data and frozen weights, see `data_state` and `weights_state`."""
     eval_prompts: list[Prompt]
     checkpoint: str | None
     """Folder that the run resumes."""
