@@ -187,7 +187,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             load_parts(evaluator.parts(), speculation)
     ranks.agree(lambda: end_trial(scorer, trial))
     locks: list[IO] = []  # of rank 0; its error is raised on all ranks
-    ranks.agree(lambda: locks.append(lock_output_dir(config)))
+    ranks.agree(lambda: locks.append(lock_output_dir(config, state["step"])))
     best = ranks.agree(lambda: find_best(config, state))
     names, hook = scorer.names, hooks[0] if hooks else None
     reporter = RunReporter(

@@ -218,7 +218,7 @@ class Trainer:
         if self.saved != done:
             self.best = before
         elif self.ranks.is_main:
-            log(f"best {name} so far: {value:.4g} after {done} steps, in {BEST}")
+            log(f"best {name} so far: {value:.4g} after {done} steps, in checkpoint-{done}")
 
     def link_best(self) -> None:
         """Let checkpoint-best lead to the best checkpoint so far, if there is one."""
