@@ -9,7 +9,6 @@ and histories are saved for speed.
 """
 
 import contextlib
-import fcntl
 import filecmp
 import glob
 import hashlib
@@ -33,6 +32,7 @@ from bubblespec.config.file import config_to_yaml, load_config
 from bubblespec.config.keys import EXACT, ROUNDING
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log, one_line
+from bubblespec.folders import flush, has_content, keep_aside, lock
 
 STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"
@@ -72,7 +72,7 @@ def save_checkpoint(
 
     state: for trainer_state.json, see `read_state`; arrays: by file name; writers: add files of
     their own to the folder that they are given, on rank 0; then: called there once the checkpoint
-    is complete, before older ones are deleted (but not the one that checkpoint-best leads to).
+    is complete, before older ones are deleted (but not the best one).
 
     Return None, or in one line why saving failed (a full disk, for instance), the same on every
     rank. A failed save leaves nothing, and earlier checkpoints stay.
@@ -97,13 +97,15 @@ def save_checkpoint(
                 write(temporary)
             with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
-            _commit(temporary, os.path.join(output_dir, f"checkpoint-{step}"))
+            _commit(temporary, _folder_of(output_dir, step))
             then()
-            best = os.path.realpath(os.path.join(output_dir, BEST))
+            best = {os.path.realpath(os.path.join(output_dir, BEST))}
+            if state.get("best"):  # a file system without links has no checkpoint-best
+                best.add(os.path.realpath(_folder_of(output_dir, state["best"]["step"])))
             # Later ones are damaged, or of a continuation that was given up: they do not count.
             saved = [folder for folder in list_checkpoints(output_dir) if step_of(folder) <= step]
             for old in saved[: -config.run.save_total_limit]:
-                if os.path.realpath(old) != best:
+                if os.path.realpath(old) not in best:
                     remove_checkpoint(old)
             return None
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save
@@ -126,12 +128,13 @@ def _commit(temporary: str, final: str) -> None:
         file.writelines(f"{digest}  {name}\n" for name, digest in digests.items())
         mode = os.fstat(file.fileno()).st_mode
     for path in paths:  # safetensors makes files that only their owner can read
-        os.chmod(path, mode)
+        with contextlib.suppress(OSError):
+            os.chmod(path, mode)
     for path in (*paths, sums, *(folder for folder, *_ in folders)):
-        _flush(path)
+        flush(path)
     remove_checkpoint(final)
     os.rename(temporary, final)
-    _flush(os.path.dirname(final))
+    flush(os.path.dirname(final))
 
 
 def remove_checkpoint(folder: str) -> None:
@@ -143,7 +146,7 @@ def remove_checkpoint(folder: str) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.rename(folder, renamed)
-        _flush(parent)
+        flush(parent)
         shutil.rmtree(renamed)
 
 
@@ -176,23 +179,31 @@ def _digests(folder: str, names: list[str]) -> dict[str, str]:
         return dict(zip(names, pool.map(digest, names), strict=True))
 
 
-def lock_output_dir(config: Config) -> IO:
+def lock_output_dir(config: Config, num_updates: int = 0) -> IO:
     """Lock output_dir until the returned file is closed or this process ends.
 
-    Write the configuration into it and remove unfinished saves. Raises InputError if another run
-    has locked the folder, or it cannot be written to.
+    Try what a save needs, write the configuration into it, remove unfinished saves, and keep aside
+    checkpoints of the branch that is given up by resuming an earlier one after `num_updates`.
+    Raises InputError if another run has locked the folder, or it cannot be written to.
     """
     output_dir = config.run.output_dir
     resolved = os.path.join(output_dir, CONFIG_FILE)
+    trial = os.path.join(output_dir, f"{TEMPORARY}trial")
     try:
         os.makedirs(output_dir, exist_ok=True)
-        file = open(os.path.join(output_dir, ".lock"), "w")  # noqa: SIM115 (open as long as the run)
-        try:  # lockf, not flock: no child that outlives us inherits it
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise InputError(f"run.output_dir: {output_dir} is in use by another run") from error
+        file = lock(os.path.join(os.path.realpath(output_dir), ".lock"), output_dir)
+        os.makedirs(trial, exist_ok=True)
+        with open(os.path.join(trial, STATE_FILE), "w", encoding="utf-8") as text:
+            text.write("{}")
+        _commit(trial, f"{trial}-whole")
+        if config.run.resume_from_checkpoint not in ("auto", "none"):
+            for folder in list_checkpoints(output_dir):
+                if step_of(folder) > num_updates:
+                    why = f"the run goes on after {num_updates} updates; a later checkpoint"
+                    keep_aside(folder, why)
         with open(resolved + ".tmp", "w", encoding="utf-8") as text:
             text.write(config_to_yaml(config))
+        flush(resolved + ".tmp")
         os.replace(resolved + ".tmp", resolved)  # never half written: the next start reads it
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -213,6 +224,10 @@ def list_checkpoints(output_dir: str) -> list[str]:
     return sorted((os.path.join(output_dir, name) for name in names), key=step_of)
 
 
+def _folder_of(output_dir: str, step: int) -> str:
+    return os.path.join(output_dir, f"checkpoint-{step}")
+
+
 def step_of(folder: str) -> int:
     """Return the N of a folder `checkpoint-N`."""
     return int(folder.rpartition("-")[2])
@@ -231,7 +246,7 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
     folder, output_dir = config.run.resume_from_checkpoint, config.run.output_dir
     existing = list_checkpoints(output_dir)
     resolved = os.path.join(output_dir, CONFIG_FILE)
-    if os.path.isfile(resolved):
+    if os.path.isfile(resolved) and has_content(resolved):
         _check_same_run(config, flatten(load_config(resolved)), output_dir)
     if folder == "none" and existing:
         raise InputError(
@@ -356,11 +371,3 @@ def read_state(folder: str) -> dict:
     path = os.path.join(folder, STATE_FILE)
     with refuse_what_does_not_fit(folder), open(path, encoding="utf-8") as file:
         return json.load(file)
-
-
-def _flush(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +23,9 @@ from transformers import (
 
 from bubblespec.config import Config
 from bubblespec.data.prompts import (
+    WEIGHTS,
     build_prompt_set,
+    fingerprint,
     fingerprints,
     leave_out,
     make_tokenize,
@@ -37,6 +40,14 @@ from bubblespec.types import Prompt
 HUB_TIMEOUT_S = 5.0
 CLEANS_UP_ANYWAY = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 TASKS_SEED, HELD_OUT_SEED = 1, 501  # of problems made from data.tasks
+# Tensors that a policy may leave out beside those that its class in transformers names: heads that
+# predict further tokens, parts for other input than text, and constants that are computed instead.
+EXTRAS = re.compile(
+    r"(^|\.)(mtp(_layers)?|visual|(vision|audio)_\w+|multi_modal_projector)\."
+    r"|\.inv_freq$|(attn|attention)\.(masked_)?bias$"
+)
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -71,8 +82,8 @@ def with_dtype(config: Config, device_type: str) -> Config:
 def load_model(config: Config, checkpoint: str | None, device: torch.device) -> PreTrainedModel:
     """Load the policy of a checkpoint, or the initial one. With LoRA, checkpoints are adapters.
 
-    Raises InputError if a shape differs from the model's configuration, or if weights are missing:
-    they would be random numbers."""
+    Raises InputError if a shape differs from the model's configuration, if weights are missing
+    (they would be random numbers), or if there are others (another model would be trained)."""
     has_adapter = config.model.lora_r > 0
     path = config.model.path if has_adapter or checkpoint is None else checkpoint
     key = _key_of(config, path)
@@ -90,13 +101,25 @@ def load_model(config: Config, checkpoint: str | None, device: torch.device) -> 
         name, there, wanted = sorted(info["mismatched_keys"])[0]
         shapes = f"is {list(there)}, but its config.json expects {list(wanted)}"
         raise InputError(f"{key}: {name} in the weights of {path} {shapes}")
-    if info["missing_keys"]:
-        first, *others = sorted(info["missing_keys"])
-        more = f" and {len(others)} more" if others else ""
-        raise InputError(f"{key}: the weights of {path} lack {first}{more}")
+    heads = _further_layers(model)
+    extra = [name for name in info["unexpected_keys"] if not EXTRAS.search(name)]
+    extra = [name for name in extra if not name.startswith(heads)]
+    unknown = ", which the model of its config.json does not have"
+    for verb, names, why in (("lack", info["missing_keys"], ""), ("have", extra, unknown)):
+        if names:
+            first, *others = sorted(names)
+            more = f" and {len(others)} more" if others else ""
+            raise InputError(f"{key}: the weights of {path} {verb} {first}{more}{why}")
     if has_adapter:
         add_adapter(model, config.model, config.run.seed, checkpoint)
     return model.to(device).eval()
+
+
+def _further_layers(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return how names of layers that predict further tokens begin: they follow the model's own."""
+    config = model.config.get_text_config(decoder=True)
+    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+    return tuple(f"model.layers.{first + n}." for n in range(count))
 
 
 def load_teacher(
@@ -122,6 +145,21 @@ def load_teacher(
     if (size := teacher.get_input_embeddings().num_embeddings) < num_tokens:
         raise InputError(f"{key}: {path} has {size} embeddings for {num_tokens} tokens")
     return teacher.requires_grad_(False)
+
+
+def weights_state(*models: PreTrainedModel | None) -> dict[str, np.ndarray]:
+    """Return fingerprints of frozen models, int64: of every bit of their weights.
+
+    Adapters do not count."""
+    found = []
+    for model in filter(None, models):
+        sums = {}
+        for name, weight in model.state_dict().items():
+            if "lora_" not in name:
+                bits = weight.flatten().view(BITS[weight.element_size()]).split(1 << 22)
+                sums[name] = [part.sum(dtype=torch.int64).item() for part in bits]
+        found.append(fingerprint(sums))
+    return {WEIGHTS: np.array(found, np.int64)}
 
 
 def from_pretrained(auto_class, config: Config, path: str, **options):

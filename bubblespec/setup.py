@@ -119,6 +119,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         )
         data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts)
         check_equal(data, ranks.gather)
+        base = model if config.model.lora_r else reference
+        data |= loading.weights_state(base, teacher_model)
         if checkpoint:
             check_continued(planner, data, checkpoint, config.run.allow_changed_data, warn)
         check_prompts(config, functions, train_prompts, eval_prompts, ranks, has_reward, own)
@@ -186,7 +188,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             load_parts(evaluator.parts(), speculation)
     ranks.agree(lambda: end_trial(scorer, trial))
     locks: list[IO] = []  # of rank 0; its error is raised on all ranks
-    ranks.agree(lambda: locks.append(lock_output_dir(config)))
+    ranks.agree(lambda: locks.append(lock_output_dir(config, state["step"])))
     best = ranks.agree(lambda: find_best(config, state))
     names, hook = scorer.names, hooks[0] if hooks else None
     reporter = RunReporter(

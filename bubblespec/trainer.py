@@ -21,7 +21,7 @@ from bubblespec.checkpoint import (
 )
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks, StopRequested
-from bubblespec.errors import InputError, RewardsFailed, SaveFailed, log
+from bubblespec.errors import InputError, RewardsFailed, RunFailed, SaveFailed, log
 from bubblespec.learn.learner import Learner
 from bubblespec.planner.stats import state_of
 from bubblespec.records import Span, StepRecord
@@ -45,7 +45,7 @@ class Trainer:
     """A `RunReporter` (telemetry/reporter.py), which this file does not need to know."""
     tokenizer: PreTrainedTokenizerBase
     data: dict[str, np.ndarray]
-    """Fingerprints of the data, see `data_state`."""
+    """Fingerprints of data and frozen weights, see `data_state` and `weights_state`."""
     eval_prompts: list[Prompt]
     checkpoint: str | None
     """Folder that the run resumes."""
@@ -75,8 +75,8 @@ class Trainer:
         """Context of the training loop.
 
         On a stop request all ranks save and leave after the current update; a rollout or evaluation
-        in progress is discarded and repeated on resume. Raises RewardsFailed, after a save, and
-        SaveFailed.
+        in progress is discarded and repeated on resume. Raises RewardsFailed, after a save,
+        RunFailed and SaveFailed.
         """
         self.opened_s = self.ranks.clock.perf_counter()
         self.reporter.start(self.num_updates, self.checkpoint)
@@ -218,7 +218,7 @@ class Trainer:
         if self.saved != done:
             self.best = before
         elif self.ranks.is_main:
-            log(f"best {name} so far: {value:.4g} after {done} steps, in {BEST}")
+            log(f"best {name} so far: {value:.4g} after {done} steps, in checkpoint-{done}")
 
     def link_best(self) -> None:
         """Let checkpoint-best lead to the best checkpoint so far, if there is one."""
@@ -237,9 +237,17 @@ class Trainer:
     def save(self, is_last: bool) -> None:
         """Save a checkpoint; all ranks continue together once it is on disk.
 
-        After a failure the run continues with a warning. Raises SaveFailed if `is_last`.
+        After a failure the run continues with a warning. Raises SaveFailed if `is_last`, and
+        RunFailed if weights are not finite: such a checkpoint must not replace earlier ones.
         """
         done, sampler = self.num_updates, self.sampler
+        newest = f"checkpoint-{self.saved}" if self.saved else "none"
+        if not self.learner.optimizer.has_finite_weights():
+            raise RunFailed(
+                f"weights are not finite after {done} updates, so they are not saved; the newest "
+                f"checkpoint is {newest}. Check optim.learning_rate, optim.adam_epsilon and "
+                "model.dtype"
+            )
         self.ranks.activity = f"save after {done} updates"
         state = {"step": done, "evaluated": self.evaluated, "linear": self.linear}
         state["best"] = self.best
@@ -261,7 +269,6 @@ class Trainer:
         if problem is None:
             self.saved = done
             return
-        newest = f"checkpoint-{self.saved}" if self.saved else "none"
         line = f"checkpoint-{done} could not be saved: {problem}; the newest checkpoint is {newest}"
         if is_last:
             raise SaveFailed(line)

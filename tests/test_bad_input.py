@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import train
 from bubblespec.checkpoint import PLANNER_FILE, STATE_FILE, SUMS_FILE, _digests, load_arrays
@@ -239,6 +240,30 @@ def test_moved_run_continues_with_equal_data(refusal, trained, data, tmp_path):
     trained(new / "out", *more)
 
 
+@pytest.mark.parametrize("frozen", ["loss.kl_coef=0.1", "model.lora_r=2", "teacher"])
+def test_changed_frozen_weights_are_refused(refusal, trained, tmp_path, frozen):
+    """Of the reference, below an adapter and of a teacher; the policy's are in the checkpoint."""
+    if "lora" in frozen:
+        pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
+    folder = copy_policy(tmp_path / "policy")
+    overrides = [f"model.path={folder}", frozen]
+    if frozen == "teacher":
+        overrides = [f"model.teacher_path={folder}", "loss.loss_type=distillation"]
+    trained(tmp_path / "out", *overrides)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
+    save_file(weights, path, metadata={"format": "pt"})
+    overrides.append("run.max_steps=2")
+    message = refusal(*overrides)
+    assert message.startswith(
+        "model.path, model.teacher_path: weights that stay as they are differ"
+    )
+    said = trained(tmp_path / "out", *overrides, "run.allow_changed_data=true")
+    assert said.count("warning: model.path, model.teacher_path: ") == 1
+    trained(tmp_path / "out", *overrides, "run.max_steps=3")
+
+
 def test_changed_chat_template_is_refused(refusal, trained, data, tmp_path):
     path = tmp_path / "template.jinja"
     chatml = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
@@ -251,7 +276,8 @@ def test_changed_chat_template_is_refused(refusal, trained, data, tmp_path):
     folder = tmp_path / "out" / "checkpoint-1"
     state = load_arrays(str(folder), PLANNER_FILE)
     os.remove(folder / SUMS_FILE)
-    np.savez(folder / PLANNER_FILE, **{k: v for k, v in state.items() if "data." not in k})
+    old = {k: v for k, v in state.items() if not k.startswith(("data.", "model."))}
+    np.savez(folder / PLANNER_FILE, **old)
     names = sorted(os.listdir(folder), key=lambda name: name == STATE_FILE)
     sums = "".join(f"{digest}  {name}\n" for name, digest in _digests(str(folder), names).items())
     (folder / SUMS_FILE).write_text(sums)

@@ -18,6 +18,7 @@ from bubblespec.checkpoint import (
 from bubblespec.config import Config
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.errors import RunFailed
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer, find_best
 from tests.helpers.checks import refusal
@@ -174,6 +175,25 @@ def test_best_of_another_metric_is_forgotten(tmp_path):
         assert find_best(config, {"best": best}) == found
         path = tmp_path / BEST
         assert (os.readlink(path) if path.is_symlink() else None) == link
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path, monkeypatch, is_last):
+    """In a run that keeps one checkpoint: in the middle, and after its last update."""
+    update, last = Trainer.update, 2 if is_last else 4
+
+    def spoilt_update(trainer, record, advantages):
+        metrics = update(trainer, record, advantages)
+        if record.step == 1:
+            with torch.no_grad():
+                trainer.learner.optimizer.params[-1].view(-1)[-1] = torch.nan
+        return metrics
+
+    monkeypatch.setattr(Trainer, "update", spoilt_update)
+    options = ("run.save_steps=1", "run.save_total_limit=1", f"run.max_steps={last}")
+    with pytest.raises(RunFailed, match=r"not finite after 2 .* newest checkpoint is checkpoint-1"):
+        train_here(tmp_path, *options, "run.eval_steps=0", short=EVALUATES)
+    assert steps_and_best(tmp_path) == ([1], None)
 
 
 THIRD_IS_BEST = (0.3, 0.2, 0.5, 0.4)

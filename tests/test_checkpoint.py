@@ -1,6 +1,8 @@
 """Checkpoints: what is saved is whole, damage and another configuration are noticed, and a full
 disk costs nothing that was there."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -13,6 +15,7 @@ import torch
 import transformers
 
 from bubblespec.checkpoint import (
+    CONFIG_FILE,
     FORMAT,
     OPTIMIZER_FILE,
     PLANNER_FILE,
@@ -64,14 +67,15 @@ def saver(tmp_path, make_model):
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ALONE)
     os.makedirs(config.run.output_dir)
 
-    def save(step: int, evaluated: int = -1) -> str | None:
+    def save(step: int, evaluated: int = -1, best: int | None = None) -> str | None:
         with torch.no_grad():
             optimizer.flat_grad.fill_(1.0 + step)
         optimizer.step(step)
         return save_checkpoint(
             config,
             ALONE,
-            {"step": step, "evaluated": evaluated, "progress": {}, "linear": None},
+            {"step": step, "evaluated": evaluated, "progress": {}, "linear": None}
+            | {"best": best and {"step": best}},
             model=model,
             tokenizer=Tokenizer(),
             optimizer=optimizer,
@@ -207,7 +211,7 @@ def test_lock_removes_unfinished_saves(saver):
     assert sorted(os.listdir(saver.folder)) == [".lock", "checkpoint-1", "config.yaml"]
 
     def lock_again() -> int:
-        """Exit code of another process that tries: POSIX locks do not hold within one."""
+        """Exit code of another process that tries."""
         child = os.fork()
         if child == 0:
             try:
@@ -217,6 +221,7 @@ def test_lock_removes_unfinished_saves(saver):
             os._exit(0)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
+    shutil.copytree(saver.folder, f"{saver.folder}-copy")  # as a logger does
     assert lock_again() == 7
     forked = os.fork()  # which must not keep our lock
     if forked == 0:
@@ -226,6 +231,77 @@ def test_lock_removes_unfinished_saves(saver):
     assert lock_again() == 0
     os.kill(forked, signal.SIGKILL)
     os.waitpid(forked, 0)
+
+
+def fails(number: int):
+    """A function that fails with an error of the system."""
+
+    def fail(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_file_system_without_extras_saves(saver, monkeypatch, capfd):
+    """Neither modes, links, locks nor flushes of folders; the best checkpoint stays."""
+    fsync = os.fsync
+
+    def fsync_files(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync_files)
+    monkeypatch.setattr(os, "chmod", fails(errno.EPERM))
+    monkeypatch.setattr(os, "symlink", fails(errno.EOPNOTSUPP))
+    monkeypatch.setattr(fcntl, "flock", fails(errno.ENOLCK))
+    monkeypatch.setattr(fcntl, "lockf", fails(errno.ENOLCK))
+    lock_output_dir(saver.config).close()
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "cannot be locked (No locks available)" in said
+    saver.config.run.save_total_limit = 1
+    for step in (1, 2, 3):
+        assert saver(step, best=1) is None
+    assert list_checkpoints(saver.folder) == [checkpoint(saver.folder, step) for step in (1, 3)]
+    assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 3)
+
+
+@pytest.mark.parametrize("lacking", ["rename", "replace", "fsync"])
+def test_folder_that_cannot_keep_saves_is_refused(saver, monkeypatch, lacking):
+    """At the start, not in the first save."""
+    lock_output_dir(saver.config).close()
+    number = errno.EIO if lacking == "fsync" else errno.ENOTSUP
+    with monkeypatch.context() as patch:
+        patch.setattr(os, lacking, fails(number))
+        message = refusal(lock_output_dir, saver.config)
+    assert message == f"run.output_dir: cannot write to {saver.folder}: {os.strerror(number)}"
+    lock_output_dir(saver.config).close()
+    assert sorted(os.listdir(saver.folder)) == [".lock", "config.yaml"]
+
+
+def test_branch_that_is_given_up_is_kept_aside(saver):
+    """The next start continues the branch that the metrics are of."""
+    saver.config.run.save_total_limit = 3
+    for step in (1, 2, 3):
+        saver(step)
+    saver.config.run.resume_from_checkpoint = checkpoint(saver.folder, 1)
+    lock_output_dir(saver.config, 1).close()
+    assert list_checkpoints(saver.folder) == [checkpoint(saver.folder, 1)]
+    assert find_damage(checkpoint(saver.folder, 2) + ".1") is None
+    saver.config.run.resume_from_checkpoint = "auto"
+    lock_output_dir(saver.config, 1).close()
+    assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 1)
+
+
+@pytest.mark.parametrize("content", ["", "\0\0\0"])
+def test_empty_configuration_beside_checkpoints_resumes(saver, content):
+    """As a power failure may leave it."""
+    saver(1)
+    with open(os.path.join(saver.folder, CONFIG_FILE), "w", encoding="utf-8") as file:
+        file.write(content)
+    assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 1)
+    saver.config.run.seed += 1
+    assert refusal(find_checkpoint, saver.config, ALONE).startswith("run.seed: 1 here, but 0 in ")
 
 
 # Configurations

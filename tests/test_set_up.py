@@ -114,6 +114,11 @@ def drop_a_weight(folder) -> None:
     edit_weights(folder, lambda weights: {k: v for k, v in weights.items() if k != UP})
 
 
+def add_weights(*names: str):
+    more = {name: torch.ones(1, 1) for name in names}
+    return lambda folder: edit_weights(folder, lambda weights: weights | more)
+
+
 def shrink_embedding(folder) -> None:
     def shrink(weights):
         return {k: v[:200].clone() if len(v) == 312 else v for k, v in weights.items()}
@@ -146,6 +151,9 @@ def drop_stops(folder) -> None:
         (drop_stops, "rollout.stop_token_ids: neither model nor tokenizer has an end"),
         (edit_config(hidden_size=128), "but its config.json expects [312, 128]"),
         (edit_config(num_hidden_layers=5), "lack model.layers.3.input_layernorm.weight and 17"),
+        (edit_config(num_hidden_layers=2), "have model.layers.2.input_layernorm.weight and 8"),
+        (add_weights(f"{UP}_scale_inv"), f"have {UP}_scale_inv, which the model of its config"),
+        (add_weights("model.layers.0.self_attn.q_proj.bias"), "have model.layers.0.self_attn.q_"),
     ],
 )
 def test_damaged_model_folder(policy, damage, says):
@@ -153,6 +161,19 @@ def test_damaged_model_folder(policy, damage, says):
     message = refusal(load_all, make_config(policy))
     assert message.startswith(("model.path: ", "rollout.stop_token_ids: "))
     assert says.replace("POLICY", str(policy)) in message
+
+
+def test_heads_for_further_tokens_are_left_out(policy):
+    edit_json(policy / "config.json", num_nextn_predict_layers=1)
+    add_weights("mtp.fc.weight", "model.mtp.layers.0.fc.weight", "model.layers.3.eh_proj.weight")(
+        policy
+    )
+    plain = load_model(make_config(), None, CPU).state_dict()
+    model = load_model(make_config(policy), None, CPU).state_dict()
+    assert model.keys() == plain.keys()
+    assert all(torch.equal(model[name], plain[name]) for name in plain)
+    edit_json(policy / "config.json", num_nextn_predict_layers=0)
+    assert "have model.layers.3.eh_proj.weight" in refusal(load_all, make_config(policy))
 
 
 def test_checkpoint_of_another_model(policy):

@@ -289,7 +289,7 @@ class OptimConfig:
     """Decoupled weight decay of matrices (biases and norms are not decayed)."""
     adam_betas: list[float] = key([0.9, 0.999], DECAY)
     """Decay of the first and of the second moment."""
-    adam_epsilon: float = key(1e-8, at_least(0), at_most(1e6))
+    adam_epsilon: float = key(1e-8, above(0), at_most(1e6))
     """Term added to the denominator."""
     max_grad_norm: float = key(1.0, at_least(0), at_most(1e12))
     """Global gradient norm limit; 0 does not clip."""
@@ -335,8 +335,8 @@ class RunConfig:
     resume_from_checkpoint: str = key("auto", resume=SAFE)
     """auto: the newest checkpoint in output_dir; none: start a new run; or a checkpoint folder."""
     allow_changed_data: bool = key(False, resume=SAFE)
-    """Continue although data or the chat template differ, or the folder of the model has moved.
-    Appended rows, and files of data that have moved, need no permission."""
+    """Continue although data, the chat template or frozen weights differ, or the folder of the
+    model has moved. Appended rows, and files of data that have moved, need no permission."""
     timeout_s: float = key(1800.0, above(0), at_most(1e8), resume=SAFE)
     """Seconds a collective may wait for the slowest rank before the job ends."""
 

@@ -17,6 +17,7 @@ from bubblespec.types import Prompt
 
 # Fingerprints of a run's data, by these names in its checkpoints.
 ROWS, HELD_OUT, TEMPLATE = "data.rows", "data.held_out", "data.template"
+WEIGHTS = "model.weights"
 
 
 def build_prompt_set(
@@ -250,14 +251,16 @@ def check_continued(
     is_allowed: bool,
     warn: Callable[[str], None],
 ) -> None:
-    """Compare the data with that of a checkpoint, which may lack fingerprints.
+    """Compare data and frozen weights with those of a checkpoint, which may lack fingerprints.
 
     Warns of appended rows. Raises InputError for other differences unless `is_allowed`."""
     if ROWS not in saved:
         warn(f"warning: {folder} has no fingerprints: whether it had the same data is not checked")
         return
     problem = None
-    if not np.array_equal(saved[TEMPLATE], state[TEMPLATE]):
+    if WEIGHTS in saved and not np.array_equal(saved[WEIGHTS], state[WEIGHTS]):
+        problem = "model.path, model.teacher_path: weights that stay as they are differ from those"
+    elif not np.array_equal(saved[TEMPLATE], state[TEMPLATE]):
         problem = "model.path, model.chat_template_path: the chat template differs from that"
     elif not np.array_equal(saved[HELD_OUT], state[HELD_OUT]):
         problem = "data: held-out rows, their tokens or order differ from those"

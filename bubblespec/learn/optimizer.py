@@ -124,6 +124,10 @@ class Optimizer:
         self.clear()
         return grad_norm, learning_rate
 
+    def has_finite_weights(self) -> bool:
+        """Whether all trained weights are numbers; equal on all ranks."""
+        return all(torch.isfinite(param).all().item() for param in self.params)
+
     def state_dict(self) -> dict | None:
         """Return the number of updates, and by parameter name moments and master, on the CPU.
 

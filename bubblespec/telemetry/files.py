@@ -1,7 +1,6 @@
 """Files that a resumed run continues, JSON lines and a Parquet file per step; samples in both."""
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -13,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from bubblespec.errors import InputError, escape, log
+from bubblespec.folders import keep_aside
 from bubblespec.records import StepRecord
 from bubblespec.samples import Samples
 from bubblespec.types import SampleId, is_sampled
@@ -84,15 +84,6 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in value]
     value = value.item() if isinstance(value, np.generic) else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def keep_aside(path: str) -> None:
-    """Rename a file or folder of an earlier run, so that a new run does not overwrite it."""
-    if not os.path.exists(path) or not os.path.getsize(path):
-        return
-    kept = next(name for n in itertools.count(1) if not os.path.exists(name := f"{path}.{n}"))
-    os.rename(path, kept)
-    log(f"no checkpoint in this folder: the run starts at step 1; the earlier file is now {kept}")
 
 
 def _cut(path: str, num_updates: int) -> list[dict]:
