@@ -1,15 +1,19 @@
 """The code-execution reward against programs that hang, bomb, flood, cheat and pry."""
 
 import os
+import select
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from bubblespec.distributed import worker as worker_process
 from bubblespec.rewards import code as module
 from bubblespec.rewards.code import passes_tests, program_in, run_program
 from tests.helpers.checks import is_alive, pids_in, wait_until
+from tests.helpers.clocks import ClockThatSkips
 
 ADD = "def add(a, b):\n    return a + b\n"
 CHECK = "assert add(1, 2) == 3"
@@ -88,6 +92,22 @@ def test_busy_and_idle_programs_end_at_the_limit(monkeypatch, cpu_s, wall_s, pro
     monkeypatch.setattr(module, "CPU_LIMIT_S", cpu_s)
     monkeypatch.setattr(module, "WALL_LIMIT_S", wall_s)
     assert not run_program(program, "pass")
+
+
+def test_pause_of_all_processes_is_no_limit(monkeypatch):
+    """The clock jumps by an hour while the program is waited for."""
+    clock, waits = ClockThatSkips(), []
+
+    def wait(*arguments):
+        waits.append(arguments)
+        if len(waits) > 1:
+            return select.select(*arguments)
+        clock.skipped += 3600.0
+        return [], [], []
+
+    monkeypatch.setattr(worker_process, "time", clock)
+    monkeypatch.setattr(module, "select", SimpleNamespace(select=wait))
+    assert run_program(ADD, CHECK) and len(waits) > 1
 
 
 FORKS = """

@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 from bubblespec.distributed.processes import fork_with_supervisor
+from bubblespec.distributed.worker import comes_within
 from bubblespec.rewards.functions import per_sample
 from bubblespec.rewards.shipped import text_of
 
@@ -87,8 +88,8 @@ def run_program(program: str, tests: str) -> bool:
         try:
             supervisor.stdin.write(json.dumps(job).encode() + b"\n")
             supervisor.stdin.flush()
-            is_answered = select.select([reader], [], [], WALL_LIMIT_S)[0]
-            return bool(is_answered) and os.read(reader.fileno(), 64) == secret
+            has_ended = comes_within(WALL_LIMIT_S, lambda s: select.select([reader], [], [], s)[0])
+            return has_ended and os.read(reader.fileno(), 64) == secret
         except BrokenPipeError:  # the supervisor was killed
             return False
         finally:
