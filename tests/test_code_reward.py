@@ -1,15 +1,19 @@
 """The code-execution reward against programs that hang, bomb, flood, cheat and pry."""
 
 import os
+import select
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from bubblespec.distributed import worker as worker_process
 from bubblespec.rewards import code as module
 from bubblespec.rewards.code import passes_tests, program_in, run_program
 from tests.helpers.checks import is_alive, pids_in, wait_until
+from tests.helpers.clocks import ClockThatSkips
 
 ADD = "def add(a, b):\n    return a + b\n"
 CHECK = "assert add(1, 2) == 3"
@@ -36,9 +40,17 @@ def grade(text: str, tests, chat: bool = False) -> float | None:
         ("```\nx = 1\n```", "x = 1\n"),
         ("```python\nx = 1\n```\nno,\n```py\nx = 2\ny = 3\n```\n", "x = 2\ny = 3\n"),
         ("```python\nx = 1", "```python\nx = 1"),
+        ("```python\nx = 1\n```\nOutput:\n```\n3\n```", "x = 1\n"),
+        ("```\nx = 1\n```\nRun it:\n```bash\npython a.py\n```", "x = 1\n"),
+        ("```py\ndef f(): pass\n```\nUse it:\n```py\nprint(f())\n```", "def f(): pass\n"),
+        ("```py\ndef f(): x\n```\nNo:\n```Python3\nclass f: y\n```\n", "class f: y\n"),
+        ("1. So:\n   ```python\n   if x:\n     y\n   ```\n2. Done.", "if x:\n  y\n"),
+        ("~~~\nx = 1\n~~~\r\n", "x = 1\n"),
+        ("````md\n```py\nx = 1\n```\n````", "```py\nx = 1\n```\n"),
+        ('```\ndef f():\n    "\n    ```\n    "\n```', 'def f():\n    "\n    ```\n    "\n'),
     ],
 )
-def test_program_is_the_last_code_block_or_all_of_the_text(text, wanted):
+def test_program_is_the_last_definition_or_all_of_the_text(text, wanted):
     assert program_in(text) == wanted
 
 
@@ -55,6 +67,70 @@ def test_program_is_the_last_code_block_or_all_of_the_text(text, wanted):
 )
 def test_passes_tests(text, tests, wanted, chat):
     assert grade(text, tests, chat) == wanted
+
+
+HUMAN_EVAL = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+SUITE = "import unittest\nclass Adds(unittest.TestCase):\n"
+SUITE += "    def test_sum(self):\n        self.assertEqual(add(1, 2), 3)\n"
+MAIN = "if __name__ == '__main__':\n    unittest.main()\n"
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "   ",
+        "x = 1\nassert x == 1",
+        HUMAN_EVAL,  # nothing calls it
+        "def test_sum():\n    assert add(1, 2) == 3",  # as for pytest
+        "try:\n    assert add(1, 2) == 3\nexcept Exception:\n    print('wrong')",
+        "assert add(1, 2) ==",
+    ],
+)
+def test_tests_that_an_empty_program_passes_score_none(tests):
+    assert grade(ADD, tests) is None and grade("0", tests) is None
+    assert not passes_tests.can_score({"tests": tests})
+
+
+def test_tests_that_are_no_text_cannot_score():
+    assert not passes_tests.can_score({"tests": [{"input": 1}]})
+
+
+@pytest.mark.parametrize(
+    "tests, name",
+    [
+        (HUMAN_EVAL, "add"),
+        (SUITE, None),
+        (SUITE + "unittest.main(argv=['x'])", None),
+        (SUITE + MAIN, None),
+        (f"from math import *\n{CHECK}", None),
+        ("y = add(1, 2)\nassert y == 3", None),
+    ],
+)
+def test_suites_are_run(tests, name):
+    def score(program: str) -> list[float | None]:
+        return passes_tests(["p"], [program], [[1]], tests=[tests], entry_point=[name])
+
+    assert passes_tests.can_score({"tests": tests, "entry_point": name})
+    assert score(ADD) == [1.0]
+    for wrong in ("0", "def add(a, b): exit()", ADD + "exit(1)"):
+        assert score(wrong) == [0.0], wrong
+
+
+DATA = """from __future__ import annotations
+import pickle
+from dataclasses import dataclass
+@dataclass
+class Pair:
+    left: int
+    right: int = 0
+assert pickle.loads(pickle.dumps(Pair(1))) == Pair(1)
+"""
+
+
+@pytest.mark.parametrize("program", [DATA + ADD, ADD + "\nexit()"])
+def test_right_program_passes(program):
+    assert grade(program, CHECK) == 1.0
+    assert grade(program, "assert add(1, 2) == 4") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -88,6 +164,22 @@ def test_busy_and_idle_programs_end_at_the_limit(monkeypatch, cpu_s, wall_s, pro
     monkeypatch.setattr(module, "CPU_LIMIT_S", cpu_s)
     monkeypatch.setattr(module, "WALL_LIMIT_S", wall_s)
     assert not run_program(program, "pass")
+
+
+def test_pause_of_all_processes_is_no_limit(monkeypatch):
+    """The clock jumps by an hour while the program is waited for."""
+    clock, waits = ClockThatSkips(), []
+
+    def wait(*arguments):
+        waits.append(arguments)
+        if len(waits) > 1:
+            return select.select(*arguments)
+        clock.skipped += 3600.0
+        return [], [], []
+
+    monkeypatch.setattr(worker_process, "time", clock)
+    monkeypatch.setattr(module, "select", SimpleNamespace(select=wait))
+    assert run_program(ADD, CHECK) and len(waits) > 1
 
 
 FORKS = """

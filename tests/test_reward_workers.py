@@ -1,6 +1,7 @@
 """Reward functions that hang, crash, raise and lie, in worker processes: each costs its sample
 alone, and no process is left. Time-outs are so long that a busy machine does not reach them."""
 
+import math
 import os
 import signal
 import socket
@@ -87,6 +88,7 @@ def test_failure_costs_one_sample_and_is_described(make_workers, tmp_path):
 def clock(monkeypatch) -> ClockThatSkips:
     clock = ClockThatSkips()
     monkeypatch.setattr(worker_process, "time", clock)
+    monkeypatch.setattr(worker_process, "MAX_LOOKS", math.inf)  # what it skips counts
     return clock
 
 
@@ -102,6 +104,30 @@ def test_hanging_worker_is_killed_with_all_children(make_workers, clock, tmp_pat
     assert [answer_of(future).reward for future in hanging] == [timeout] * 3
     assert [answer_of(future).reward for future in others] == [0.0, 1.0, 2.0]
     assert not any(is_alive(pid) for path in notes.values() for pid in pids_in(path))
+
+
+@pytest.mark.parametrize("timeout_s", [2.0, 900.0])
+def test_pause_of_all_processes_is_no_timeout(
+    make_workers, clock, monkeypatch, tmp_path, timeout_s
+):
+    """The clock jumps by many time-outs during one look of the waiting thread."""
+    monkeypatch.setattr(worker_process, "MAX_LOOKS", 2)
+    mark, poll, workers = tmp_path / "mark", Connection.poll, make_workers(timeout_s=PATIENCE_S)
+    assert outcomes(workers, ["value 1"]) == [1.0], "a worker has started"
+    looks = []
+
+    def pause(connection: Connection, seconds: float) -> bool:
+        looks.append(seconds)
+        if len(looks) == 1:
+            clock.skipped += 10 * timeout_s
+            return False
+        mark.touch()
+        return poll(connection, PATIENCE_S)  # the machine may be slow
+
+    monkeypatch.setattr(Connection, "poll", pause)
+    workers.timeout_s = timeout_s
+    assert outcomes(workers, [f"wait {mark}"]) == [1.0]
+    assert sum(looks) <= timeout_s, "looks are shorter than the time-out"
 
 
 def test_workers_are_light_reproducible_and_of_low_priority(make_workers, monkeypatch):

@@ -24,6 +24,9 @@ from bubblespec.distributed.processes import fork_with_supervisor
 from bubblespec.errors import InputError
 
 START_LIMIT_S = 300.0  # to start Python and import what the user has named
+# A wait is made of short looks, and none counts as more than this many: while all processes are
+# paused (SIGSTOP, a container, a laptop), the clock goes on.
+MAX_LOOKS = 2
 # A tenth of a core on which a rank decodes, all of an idle one. At 19 a call may time out.
 NICENESS = 10
 MAX_REPLY_BYTES = 1 << 24
@@ -144,11 +147,9 @@ class Worker:
                 self.supervisor.stdin.write(b"\n")
 
     def _receive(self, limit_s: float) -> Any:
-        deadline = time.monotonic() + limit_s
         try:
-            while (remaining_s := deadline - time.monotonic()) > 0:
-                if self._connection.poll(min(remaining_s, 1.0)):
-                    return json.loads(self._connection.recv_bytes(2 * MAX_REPLY_BYTES))
+            if comes_within(limit_s, self._connection.poll):
+                return json.loads(self._connection.recv_bytes(2 * MAX_REPLY_BYTES))
         except (OSError, EOFError, ValueError) as error:
             raise WorkerFailure(f"its process {self._how_it_ended()}") from error
         raise WorkerTimeout(f"no answer within {limit_s:.6g} s")
@@ -162,6 +163,19 @@ class Worker:
         if code >= 0:
             return f"ended with exit code {code}"
         return f"was ended by {signal.Signals(-code).name}"
+
+
+def comes_within(limit_s: float, poll: Callable[[float], object]) -> bool:
+    """Whether `poll`, which waits for as many seconds, finds something within the limit.
+
+    A jump of the clock counts as at most a quarter of the limit."""
+    waited_s, look_s = 0.0, min(limit_s / 8, 1.0)
+    while waited_s < limit_s:
+        begin_s = time.monotonic()
+        if poll(look_s):
+            return True
+        waited_s += min(time.monotonic() - begin_s, MAX_LOOKS * look_s)
+    return False
 
 
 def close_workers(workers: Sequence[Worker]) -> None:

@@ -50,6 +50,8 @@ def check_references(
     if not functions or not without:
         return
     row = f"{str(without[0].text)!r:.100}, answer {without[0].columns.get('answer')!r:.50}"
+    if "tests" in without[0].columns:
+        row += f", tests {without[0].columns['tests']!r:.100} (an empty program must not pass them)"
     line = f"no reward function can score {len(without)} of {len(prompts)} rows of {source}"
     if len(without) == len(prompts):
         raise InputError(f"reward.functions: {line}; the first is {row}")
