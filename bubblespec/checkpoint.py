@@ -32,7 +32,7 @@ from bubblespec.config.file import config_to_yaml, load_config
 from bubblespec.config.keys import EXACT, ROUNDING
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log, one_line
-from bubblespec.folders import flush, has_content, keep_aside, lock
+from bubblespec.folders import add_old_keys, flush, has_content, keep_aside, lock
 
 STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"
@@ -88,6 +88,7 @@ def save_checkpoint(
             os.makedirs(temporary)
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
+            add_old_keys(temporary, type(model.config).from_dict)
             # torch gives no reason where it cannot write to a file that it has opened itself
             with open(os.path.join(temporary, OPTIMIZER_FILE), "wb") as file:
                 torch.save(optimizer_state, file)
