@@ -197,6 +197,7 @@ def lock_output_dir(config: Config, num_updates: int = 0) -> IO:
         with open(os.path.join(trial, STATE_FILE), "w", encoding="utf-8") as text:
             text.write("{}")
         _commit(trial, f"{trial}-whole")
+        remove_checkpoint(f"{trial}-whole")
         if config.run.resume_from_checkpoint not in ("auto", "none"):
             for folder in list_checkpoints(output_dir):
                 if step_of(folder) > num_updates:
@@ -207,6 +208,7 @@ def lock_output_dir(config: Config, num_updates: int = 0) -> IO:
         flush(resolved + ".tmp")
         os.replace(resolved + ".tmp", resolved)  # never half written: the next start reads it
     except OSError as error:
+        shutil.rmtree(trial, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.remove(resolved + ".tmp")
         reason = f"cannot write to {output_dir}: {error.strerror}"
