@@ -32,7 +32,7 @@ from bubblespec.config.file import config_to_yaml, load_config
 from bubblespec.config.keys import EXACT, ROUNDING
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log, one_line
-from bubblespec.folders import flush, has_content, keep_aside, lock
+from bubblespec.folders import add_old_keys, flush, has_content, keep_aside, lock
 
 STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"
@@ -88,6 +88,7 @@ def save_checkpoint(
             os.makedirs(temporary)
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
+            add_old_keys(temporary, type(model.config).from_dict)
             # torch gives no reason where it cannot write to a file that it has opened itself
             with open(os.path.join(temporary, OPTIMIZER_FILE), "wb") as file:
                 torch.save(optimizer_state, file)
@@ -196,6 +197,7 @@ def lock_output_dir(config: Config, num_updates: int = 0) -> IO:
         with open(os.path.join(trial, STATE_FILE), "w", encoding="utf-8") as text:
             text.write("{}")
         _commit(trial, f"{trial}-whole")
+        remove_checkpoint(f"{trial}-whole")
         if config.run.resume_from_checkpoint not in ("auto", "none"):
             for folder in list_checkpoints(output_dir):
                 if step_of(folder) > num_updates:
@@ -206,6 +208,7 @@ def lock_output_dir(config: Config, num_updates: int = 0) -> IO:
         flush(resolved + ".tmp")
         os.replace(resolved + ".tmp", resolved)  # never half written: the next start reads it
     except OSError as error:
+        shutil.rmtree(trial, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.remove(resolved + ".tmp")
         reason = f"cannot write to {output_dir}: {error.strerror}"

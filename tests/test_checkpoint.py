@@ -35,6 +35,7 @@ from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig, flatte
 from bubblespec.config.keys import EXACT, ROUNDING
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError
+from bubblespec.folders import add_old_keys
 from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.checks import FullDisk, refusal
 
@@ -302,6 +303,59 @@ def test_empty_configuration_beside_checkpoints_resumes(saver, content):
     assert find_checkpoint(saver.config, ALONE) == checkpoint(saver.folder, 1)
     saver.config.run.seed += 1
     assert refusal(find_checkpoint, saver.config, ALONE).startswith("run.seed: 1 here, but 0 in ")
+
+
+SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e4}
+ROTARY = {
+    "Llama": ({"rope_theta": 5e5, "rope_type": "default"}, {"rope_theta": 5e5}),
+    "Qwen2": (SCALED, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 7e4}),
+    "Phi": ({"rope_theta": 3e4, "partial_rotary_factor": 0.25}, {"partial_rotary_factor": 0.25}),
+    "GPTNeoX": (
+        {"rope_theta": 3e4, "partial_rotary_factor": 0.5},
+        {"rotary_emb_base": 3e4, "rotary_pct": 0.5},
+    ),
+    "Gemma3Text": (
+        {
+            "full_attention": SCALED,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+        {"rope_theta": 7e4, "rope_local_base_freq": 2e4, "rope_scaling": SCALED},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_rotary_keys_are_those_of_both_versions(tmp_path, kind):
+    """transformers 4 reads keys of their own; the version here reads what it had written."""
+    given, wanted = ROTARY[kind]
+    make = getattr(transformers, f"{kind}Config")
+    config = make(rope_parameters=given, hidden_size=64, num_attention_heads=4, vocab_size=9)
+    config.save_pretrained(tmp_path)
+    add_old_keys(str(tmp_path), make.from_dict)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    old = {key: saved[key] for key in wanted}
+    if "rope_scaling" in old:
+        wanted = wanted | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    assert old == wanted
+    again = make.from_pretrained(tmp_path)
+    assert again.rope_parameters == config.rope_parameters
+    part = again.to_dict()
+    assert {key: part[key] for key in config.to_dict()} == config.to_dict()
+
+
+def test_tokenizer_class_is_one_of_both_versions(tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained("configs/tiny_policy")
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|think|>"]})
+    tokenizer.save_pretrained(tmp_path)
+    add_old_keys(str(tmp_path), transformers.LlamaConfig.from_dict)
+    saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert saved["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert saved["additional_special_tokens"] == ["<|think|>"]
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "12 + 3 = <|think|>15<|endoftext|>"
+    assert type(again) is type(tokenizer) and again(text) == tokenizer(text)
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert again.all_special_tokens == tokenizer.all_special_tokens
 
 
 # Configurations

@@ -173,6 +173,7 @@ run.seed=18446744073709551616 | | below 18446744073709551616 = 2**64: random num
 rollout.top_p=0 | | above 0
 rollout.temperature=0 | | at least 0.001
 optim.learning_rate=nan | | finite
+optim.adam_epsilon=0 | | above 0
 optim.adam_betas=[1,0.9] | optim.adam_betas[0] | below 1
 optim.adam_betas=[0.9] | | two numbers
 rollout.stop_token_ids=[3,-1] | rollout.stop_token_ids[1] | at least 0

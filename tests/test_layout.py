@@ -34,11 +34,11 @@ CEILINGS = {
     "examples.minimal_loop": 5659,
     "bubblespec.rollout.loop": 3910,
     "bubblespec.rollout.sampler": 7372,
-    "bubblespec.trainer": 12090,
-    "bubblespec.checkpoint": 2280,
+    "bubblespec.trainer": 12150,
+    "bubblespec.checkpoint": 2360,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 26760, "tests": 28300}
+MAX_LINES = {"file": 400, "package": 26840, "tests": 28380}
 
 
 def name_of(path: Path) -> str:
