@@ -4,11 +4,11 @@ import contextlib
 import math
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unicodedata import normalize
 
 from bubblespec.config.imports import import_quietly
@@ -59,10 +59,10 @@ _CHANGES_NUMBER = re.compile(
 )
 
 
-def references_of(answer) -> list[str]:
+def references_of(answer, write: Callable[[Any], str] = str) -> list[str]:
     """Return the accepted answers as texts: one, or those of a list; none that is empty."""
     accepted = answer if isinstance(answer, list | tuple) else [answer]
-    texts = ["" if a is None else _written(a).strip() for a in accepted]
+    texts = ["" if a is None else write(a).strip() for a in accepted]
     return [text for text in texts if text]
 
 
@@ -153,7 +153,7 @@ def math_equivalence(prompts, completions, completion_ids, answer, **columns) ->
 def _has_reference(columns: dict) -> bool:
     answer = columns.get("answer")
     # most are numbers, whose parsing would take minutes for a large data set
-    if any(_NUMBER.fullmatch(_behind_marks(text)) for text in references_of(answer)):
+    if any(_NUMBER.fullmatch(_behind_marks(text)) for text in references_of(answer, _written)):
         return True
     with _cpu_limit():
         return bool(_parse_references(answer))
@@ -195,7 +195,7 @@ def _behind_marks(reference: str) -> str:
 
 
 def _parse_references(answer) -> list[_Parsed]:
-    parsed = [_parse(text) for text in map(_behind_marks, references_of(answer)) if text]
+    parsed = [_parse(text) for text in map(_behind_marks, references_of(answer, _written)) if text]
     return [gold for gold in parsed if gold.expressions]
 
 
