@@ -30,15 +30,14 @@ _FORMS |= {
     r"√\s*(\d+(?:\.\d+)?|[A-Za-z])": r"\sqrt{%s}",
     r"√\s*()": r"\sqrt%s",
 }
-# A number as people and programs write it: 5,000; 1.5e16; 1.5 \times 10^{16}; 1/2; 1\frac{1}{2}
+# A number as programs and people write it: 1.5e16, 5,000, 1 1/2; and LaTeX for the same.
 _NUMBER = re.compile(
-    r"(?P<sign>[-+]?)\s*(?:"
-    r"(?P<mantissa>(?:\d{1,3}(?:[, ]\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
-    r"(?:[eE](?P<e>[-+]?\d{1,3})"
-    r"|\s*(?:\\times|\\cdot|[×*])\s*10\s*\^\s*{?\s*(?P<power>[-+]?\d{1,3})\s*}?)?"
-    r"|(?:(?P<whole>\d{1,300})(?:\s+|(?=\\)))?(?:(?P<top>\d{1,300})\s*/\s*(?P<under>\d{1,300})"
-    r"|\\[dtc]?frac\s*(?:{\s*(?P<above>\d{1,300})\s*}\s*{\s*(?P<below>\d{1,300})\s*}|(?P<a>\d)(?P<c>\d))))"
+    r"([-+]?)\s*(?:((?:\d{1,3}(?:[, ]\d{3})+|\d+)(?:\.\d*)?|\.\d+)(e[-+]?\d{1,3})?"
+    r"|(?:(\d{1,300})\s+)?(\d{1,300})\s*/\s*(0*[1-9]\d{0,300}))",
+    re.IGNORECASE,
 )
+_POWER = re.compile(r"\s*(?:\\times|\\cdot|[×*])\s*10\s*\^\s*{?\s*([-+]?\d+)\s*}?$")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:{\s*(\d+)\s*}\s*{\s*(\d+)\s*}|(\d)(\d))$")
 # What may follow a number: words, letters, \text{...} with a power, or the base in which it is.
 _UNIT = re.compile(
     r"(?<=[\d)}\]])(?:\s*\\(?:text|mathrm|mbox|textrm)\s*{\s*(?P<text>[^{}]*)}(?P<power>\^{?\d}?)?"
@@ -318,19 +317,14 @@ def _tidy(text: str) -> str:
 
 def _number_in(latex: str) -> str | None:
     """Return a number without exponents, groups and a whole part, or None for other text."""
-    found = _NUMBER.fullmatch(latex)
+    text = _FRACTION.sub(r" \1\3/\2\4", _POWER.sub(r"e\1", latex))
+    found = _NUMBER.fullmatch(text.strip())
     if found is None:
         return None
-    sign = found["sign"].replace("+", "")
-    if found["mantissa"]:
-        power = found["e"] or found["power"] or 0
-        number = Decimal(re.sub("[, ]", "", found["mantissa"]) + f"e{power}")
-        return f"{sign}{number:f}"
-    top = int(found["top"] or found["above"] or found["a"])
-    under = int(found["under"] or found["below"] or found["c"])
-    if not under:
-        return None
-    value = Fraction(top, under) + int(found["whole"] or 0)
+    sign, digits, power, whole, top, under = found.groups(default="")
+    if digits:
+        return f"{sign}{Decimal(re.sub('[, ]', '', digits) + power):f}"
+    value = int(whole or 0) + Fraction(int(top), int(under))
     return rf"{sign}\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
