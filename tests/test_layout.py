@@ -38,7 +38,7 @@ CEILINGS = {
     "bubblespec.checkpoint": 2186,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 400, "package": 26608, "tests": 28128}
+MAX_LINES = {"file": 400, "package": 26905, "tests": 28339}
 
 
 def name_of(path: Path) -> str:
