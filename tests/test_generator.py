@@ -197,7 +197,7 @@ def test_tokens_and_logprobs_equal_plain_computation(make_model, model):
         assert (row.finish == "length") == response.is_truncated
         finishes.add(row.finish)
         with torch.no_grad():
-            logprobs = log_distributions(reference, response, 0.8)
+            logprobs = log_distributions(reference, response, RolloutConfig(temperature=0.8))
         logprobs[:4, STOP] = -math.inf  # barred until the response is long enough
         chosen = torch.from_numpy(row.tokens)[:, None]
         kept = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(20)(None, logprobs))

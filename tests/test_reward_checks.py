@@ -129,6 +129,10 @@ def test_rows_without_reference_are_named(capsys):
         check_references, code, prompts_of(tests=[None, []]), "the data"
     )
     assert capsys.readouterr().err == ""
+    suite = "def check(candidate):\n    assert candidate(2) == 3"  # nothing calls it
+    check_references(code, prompts_of(tests=["assert f(2) == 3", suite]), "the data")
+    said = capsys.readouterr().err
+    assert "1 of 2 rows" in said and "tests 'def check(" in said and "an empty program" in said
 
 
 @pytest.mark.parametrize(
@@ -140,11 +144,12 @@ def test_references_are_judged_as_in_a_call(answer):
     assert math_equivalence.can_score({"answer": answer}) == is_scored
 
 
-def test_run_goes_on_without_the_row(data, monkeypatch, tmp_path):  # noqa: F811
-    rows = [*GOOD, {"prompt": "5 + 1 =", "answer": ""}, {"prompt": "6 + 1 =", "answer": "7"}]
-    options = ["reward.functions=[bubblespec.rewards.math_equivalence]", "run.max_steps=3"]
+@pytest.mark.parametrize("name, missing", [("math_equivalence", ""), ("exact_match", None)])
+def test_run_goes_on_without_the_row(data, monkeypatch, tmp_path, name, missing):  # noqa: F811
+    rows = [*GOOD, {"prompt": "5 + 1 =", "answer": missing}, {"prompt": "6 + 1 =", "answer": "7"}]
+    options = [f"reward.functions=[bubblespec.rewards.{name}]", "run.max_steps=3"]
     code, said = run(monkeypatch, tmp_path / "out", *data("rows.jsonl", rows), *options)
     assert code == 0 and "no reward function can score 1 of 6 rows of the data" in said
     assert sum(line.get("reward/left_out", 0) for line in read(tmp_path / "out")) == 1
-    counts = [line.get("rewards/math_equivalence/missing", 0) for line in read(tmp_path / "out")]
+    counts = [line.get(f"rewards/{name}/missing", 0) for line in read(tmp_path / "out")]
     assert sum(counts) == 2, "both responses"

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 
+import math_verify.parser
 import numpy as np
 import pytest
 import reasoning_gym
@@ -143,6 +144,89 @@ def test_final_answer_equals_the_regular_expression():
 def test_math_equivalence(reference, text, wanted):
     is_chat = len(text) % 2 == 0  # by turns
     assert call(math_equivalence, [text], is_chat, answer=[reference]) == [wanted]
+
+
+# reference | right answers in a box | wrong ones
+NOTATIONS = [
+    # numbers with an exponent, as JSON and text
+    (
+        1e-05,
+        ["0.00001", "1e-5", r"10^{-5}", r"1 \times 10^{-5}", r"\frac{1}{100000}"],
+        ["e-5", "0"],
+    ),
+    (2e-07, ["0.0000002", r"2\cdot 10^{-7}"], ["0.0000001", "0", "3e-7"]),
+    (1.5e16, [r"1.5\times10^{16}", "15000000000000000"], ["1.5e15", "15000000000000001"]),
+    (0.30000000000000004, ["0.3"], ["0.4"]),
+    ("3e8", ["300000000", "3E8", "3·10⁸", r"3 \times 10^8", "3e8 m"], ["30000000", "3e9", "24e"]),
+    ("2e-1", ["0.2", "2e - 1"], ["2e-2"]),
+    ("0", ["0.0"], ["1e-7"]),
+    ("1/3", ["0.333333"], ["0.33"]),
+    # lists of accepted answers
+    (["5", "five"], ["5", "five"], ["6", "5, 6"]),
+    ([4, 5.0, None, ""], ["4", "5"], ["6", "[4, 5]"]),
+    # delimiters and the final stop
+    (r"\[12\]", ["12", "12.", r"\(12\)", "**12**", r"\frac{24}{2}"], ["13"]),
+    ("$4$ and $5$", ["4, 5", r"\(5\) and \(4\)"], ["4"]),
+    ("A", ["A.", r"\text{A.}", "(A)"], ["B", "B."]),
+    ("5", ["5.", "It is 5."], ["4."]),
+    # words behind a number
+    ("3", ["3 roots", "3 pairs", r"3\text{ clips}"], ["3 quarters", "3 fifths", "3 dozen"]),
+    ("5", ["5 square feet", "5 km", "5€"], ["5 halves", "5 factorial", "5 squared", "5 more"]),
+    ("4", ["4 months"], ["4 or more", "4 or more.", r"4\text{ or more}", "4 to six", "4 or less"]),
+    ("7", ["7 points"], ["7 tenths", "7 thousandths", r"7 \text{ twentieths}", "7 is wrong"]),
+    ("3 quarters", ["3 quarters"], ["3", "3 halves"]),
+    ("50%", ["50 percent", "0.5"], ["0.05"]),
+    # units and bases
+    ("5 m", ["5", "5 meters", r"5\text{ m}"], ["5 km", r"5\,\text{mm}", "5 minutes and more"]),
+    (r"5\text{ cm}^2", ["5", "5 square cm"], [r"5\text{ cm}", "5 kg"]),
+    ("12 apples", ["12 red apples"], ["12 oranges"]),
+    ("101_2", ["101_{2}", "101"], ["101_3"]),
+    ("2xy", ["2yx"], ["2x"]),
+    # mixed numbers, groups, signs of Unicode
+    ("1.5", ["1 1/2", r"1\frac12", "1½", "3/2"], ["1", "11/2", "1 1/3"]),
+    ("-1.5", ["-1 1/2", "–1½", r"-\frac{3}{2}"], ["-0.5", "1½"]),
+    ("5000", [r"5\,000", "5{,}000", "5 000", r"5,\!000", "5\u202f000"], ["5", r"50\,00", "0"]),
+    ("1/2", ["½", "0.5", "2⁄4"], ["2", "1/0"]),
+    ("-5", ["–5", "−5", "—5", "- 5"], ["5", "–6"]),
+    ("-2", ["–2"], ["3–5"]),
+    (r"\sqrt{12}", ["√12", "2√3", "√(12)", r"2\sqrt3"], ["√3", "12"]),
+    (r"x^2 - 1", ["x² – 1", "(x-1)(x+1)"], ["x² – 2"]),
+    (r"\infty", ["∞"], ["0"]),
+]
+
+
+@pytest.mark.parametrize("reference, right, wrong", NOTATIONS)
+def test_math_equivalence_of_notations(reference, right, wrong):
+    texts = [f"So \\boxed{{{answer}}}." for answer in right + wrong]
+    scores = call(math_equivalence, texts, False, answer=[reference] * len(texts))
+    assert dict(zip(right + wrong, scores, strict=True)) == dict.fromkeys(
+        right, 1.0
+    ) | dict.fromkeys(wrong, 0.0)
+
+
+@both
+@pytest.mark.parametrize("missing", [None, "", "  ", [], [None, ""]])
+def test_missing_reference_gives_no_reward(missing, chat):
+    texts = ["", "None", "[]"]
+    for function in (exact_match, math_equivalence):
+        assert call(function, texts, chat, answer=[missing] * 3) == [None] * 3
+        assert not function.can_score({"answer": missing}) and not function.can_score({})
+    assert call(exact_match, ["a", "b", "c"], chat, answer=[["a", "b"]] * 3) == [1.0, 1.0, 0.0]
+    assert call(reasoning_gym_score, ["5"], chat, task=[None], entry=[{}]) == [None]
+    assert not reasoning_gym_score.can_score({"task": "chain_sum", "entry": None})
+
+
+def test_math_limit_counts_no_wall_time(monkeypatch):
+    """As while all processes are paused."""
+    extract, waits = math_verify.parser.extract_target_from_pred, [3]
+
+    def wait(*arguments, **options):
+        time.sleep(waits.pop() if waits else 0)
+        return extract(*arguments, **options)
+
+    monkeypatch.setattr(math_verify.parser, "extract_target_from_pred", wait)
+    monkeypatch.setattr(module, "MATH_LIMIT_S", 2)
+    assert call(math_equivalence, ["\\boxed{5}"], False, answer=["5"]) == [1.0] and not waits
 
 
 def test_math_equivalence_has_a_time_limit(monkeypatch):

@@ -116,7 +116,8 @@ def test_broken_file_is_one_error_line_with_name(tmp_path, name, content, says):
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
 def test_json_values_are_unchanged(tmp_path, suffix):
-    """Each alone and all in one column, nested and in lists; and as text they match themselves."""
+    """Each alone and all in one column, nested and in lists; and as text they match themselves.
+    An empty one is no reference."""
     texts = ["2024-05-02", "2024-05-02T10:00:00Z", "10:30", "007", "NA", "None", "nan", "", "é"]
     numbers = [7, 2.5, -3, 2**53 + 1, 2**64 + 1, 1e300, 7.0]
     values = [*texts, *numbers, True, False, None, [], {}]
@@ -128,7 +129,7 @@ def test_json_values_are_unchanged(tmp_path, suffix):
     assert repr(loaded) == repr(rows), "types as well"
     answers = [row["answer"] for row in loaded[: len(texts) + len(numbers)]]
     written = texts + [json.dumps(number) for number in numbers]
-    assert exact_match(None, written, None, answers) == [1.0] * len(answers)
+    assert exact_match(None, written, None, answers) == [1.0 if text else None for text in written]
 
 
 def test_csv_cells_are_unchanged_texts(tmp_path):
@@ -137,7 +138,8 @@ def test_csv_cells_are_unchanged_texts(tmp_path):
     rows = [{"prompt": "p", "answer": text} for text in texts]
     loaded = load(write(tmp_path / "rows.csv", rows))
     assert loaded == rows
-    assert exact_match(None, texts, None, [row["answer"] for row in loaded]) == [1.0] * len(texts)
+    scores = exact_match(None, texts, None, [row["answer"] for row in loaded])
+    assert scores == [1.0 if text else None for text in texts]
 
 
 # Forms of files
