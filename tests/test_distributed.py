@@ -4,6 +4,7 @@ is missing is named."""
 import contextlib
 import os
 import signal
+import socket
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ import torch.distributed as dist
 
 from bubblespec.distributed import failures
 from bubblespec.distributed import ranks as distributed
+from bubblespec.distributed.processes import end_early
 from bubblespec.distributed.ranks import Ranks, StopRequested, ranks_from_environment, signals_stop
-from bubblespec.errors import RankTimeout
+from bubblespec.errors import InputError, RankTimeout
 from bubblespec.rollout.board import ProgressBoard, RankState
 from tests.helpers import warm
 from tests.helpers.checks import is_alive, pids_in, wait_until
@@ -59,6 +61,59 @@ def test_signals_only_request_stop(usual_signals, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_signal_of_a_scheduler_requests_stop(number):
+    ranks = Ranks(torch.device("cpu"))
+    with signals_stop(ranks):
+        signal.raise_signal(number)
+        with pytest.raises(StopRequested):
+            ranks.barrier_or_stop()
+    assert ranks.exit_code == 128 + number
+
+
+def as_process_1(path) -> None:
+    os.getpid = lambda: 1
+    end_early()
+    with open("/proc/self/stat") as file:
+        path.write_text(file.read().split()[0])
+    signal.pause()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signal_ends_process_1_with_its_code(tmp_path, number):
+    """From Linux it gets those alone that have a handler."""
+    path = tmp_path / "child"
+    init = warm.start(as_process_1, path)
+    wait_until(lambda: pids_in(path))
+    assert pids_in(path) != [init.pid]
+    os.kill(init.pid, number)
+    init.join(warm.TIMEOUT_S)
+    assert init.exitcode == 128 + number and not any(map(is_alive, pids_in(path)))
+
+
+ADDRESS = SimpleNamespace(family=socket.AF_INET)
+INTERFACES = {"lo": [ADDRESS], "eth0": [ADDRESS], "eth1": [SimpleNamespace(family=17)]}
+
+
+@pytest.mark.parametrize(
+    "backend, right, wrong",
+    [
+        ("gloo", ["lo", "eth0,lo", ""], ["eth", "eth1", "lo,eth1", "ib0"]),
+        ("nccl", ["eth", "ib,eth0", "=eth0", "^ib", "^eth", ""], ["ib", "eth1", "=eth", "=ib0"]),
+    ],
+)
+def test_interface_without_address_is_refused(monkeypatch, backend, right, wrong):
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: INTERFACES)
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    for value in right:
+        monkeypatch.setenv(variable, value)
+        distributed.check_interface(backend)
+    for value in wrong:
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(InputError, match=f"^{variable}: .* {value} .*; here: lo, eth0$"):
+            distributed.check_interface(backend)
 
 
 def test_ignored_signals_stay_ignored(usual_signals):

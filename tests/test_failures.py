@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 import train
 from bubblespec.distributed import failures
 from bubblespec.distributed.failures import write_torchrun_error
+from bubblespec.distributed.processes import STOP_SIGNALS
 from bubblespec.distributed.ranks import ranks_from_environment
 from bubblespec.errors import InputError, RankTimeout
 from tests.helpers.runs import SHORT, launch_with_agent
@@ -84,8 +85,7 @@ def rank_of_one(monkeypatch):
     for name, value in {**address, "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("bubblespec.distributed.ranks.die_with_parent", lambda: None)
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -200,6 +200,8 @@ def test_torchrun_cannot_replace_exit_code(rank_of_one, monkeypatch):
         ({"MASTER_ADDR": None}, 2, "torchrun"),
         ({"WORLD_SIZE": "two"}, 2, "torchrun"),
         ({"WORLD_SIZE": None}, 2, "torchrun"),
+        ({"MASTER_ADDR": "no..host"}, 2, "MASTER_ADDR: the host name 'no..host' has no address"),
+        ({"GLOO_SOCKET_IFNAME": "no0"}, 2, "GLOO_SOCKET_IFNAME: no network interface no0 has an"),
     ],
 )
 def test_failed_start_is_one_error_line(rank_of_one, monkeypatch, capsys, variables, code, said):

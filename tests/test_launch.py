@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from bubblespec.checkpoint import list_checkpoints, step_of
+from bubblespec.errors import InputError
 from bubblespec.tools import launch
 from tests.helpers.checks import PATIENCE_S, wait_until
 from tests.helpers.warm import ROOT, SINGLE_THREADED, python
@@ -112,7 +113,27 @@ def test_code_is_of_the_rank_that_ended_by_itself(monkeypatch):
     assert end.value.code == 2
 
 
-@pytest.mark.parametrize("option, code", [("--nproc-per-node=0", 2), ("--master-port", 3)])
+def test_launcher_needs_no_name_and_hands_on_signals(monkeypatch):
+    """Of this machine, whose own name may have no address."""
+    taken = []
+    monkeypatch.setattr(launch.run, "run", taken.append)
+    monkeypatch.setattr(launch.logging, "disable", lambda level: None)
+    monkeypatch.setattr(launch.socket, "getfqdn", lambda: "no..host")
+    launch.main(CONFIG)
+    (options,) = taken
+    assert options.local_addr == "127.0.0.1"
+    handled = options.signals_to_handle.split(",")
+    assert {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"} == set(handled)
+    with pytest.raises(
+        InputError, match=r"^--local-addr: the host name 'no\.\.host' has no address"
+    ):
+        launch.main(["--nnodes=2", *CONFIG])
+
+
+@pytest.mark.parametrize(
+    "option, code",
+    [("--nproc-per-node=0", 2), ("--master-port", 3), ("--rdzv-endpoint=no..host:1", 2)],
+)
 def test_wrong_option_is_one_line(option, code):
     with socket.create_server(("localhost", 0)) as taken:
         option += "" if "=" in option else f"={taken.getsockname()[1]}"

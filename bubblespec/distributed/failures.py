@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -190,7 +191,7 @@ def log_once(error: EndsRun) -> None:
         if store is not None and store.add("num_errors", 1) > 1:
             store.wait(["error_is_logged"], timedelta(seconds=CONNECT_S))
             return
-    except RuntimeError:  # it may have ended with its rank or launcher
+    except (RuntimeError, InputError):  # it may have ended with its rank or launcher
         store = None
     if store is None and os.environ.get("LOCAL_RANK", "0") != "0":
         return
@@ -225,10 +226,21 @@ def _store_of_launcher() -> tuple[dist.Store, int, int]:
     """Return the key-value store, this rank and the number of ranks.
 
     The launcher makes the store before it starts ranks, and may keep it for restarts: each gets a
-    namespace of its own, as the addresses of dead ranks are in the store."""
+    namespace of its own, as the addresses of dead ranks are in the store. Raises InputError where
+    `check_host` does."""
+    check_host("MASTER_ADDR", os.environ.get("MASTER_ADDR", "localhost"))
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"restart {restart}", store), rank, world_size
+
+
+def check_host(key: str, host: str) -> None:
+    """Raise InputError for a host name without an address, to which torch tries to connect on."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "malformed"
+        raise InputError(f"{key}: the host name '{host}' has no address ({reason})") from error
 
 
 def join_store() -> tuple[dist.Store, int, int]:
@@ -238,6 +250,8 @@ def join_store() -> tuple[dist.Store, int, int]:
     no store comes up."""
     try:
         return _store_of_launcher()
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(f"{one_line(error)}; torchrun sets these variables") from error
     except RuntimeError as error:

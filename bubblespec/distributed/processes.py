@@ -15,6 +15,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None  # a fork must not load it
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS += (signal.SIGUSR1, signal.SIGUSR2)  # as Slurm sends on --signal
 
 
 def die_with_parent(by: int = signal.SIGKILL) -> None:
@@ -25,10 +26,36 @@ def die_with_parent(by: int = signal.SIGKILL) -> None:
 
 def end_early() -> None:
     """Let this process end on Ctrl-C without a traceback, and a rank with its launcher."""
+    if os.getpid() == 1:
+        fork_below_init()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "RANK" in os.environ:
         die_with_parent()
+
+
+def fork_below_init() -> None:
+    """Fork as process 1 of a container, and return in the child alone, in a session of its own.
+
+    Linux withholds signals without a handler from process 1. The parent hands signals on to the
+    child, reaps orphans, and exits as the child ends, after a signal with 128 + its number."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    if child := os.fork():
+
+        def hand_on(number: int, frame) -> None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(child, number)
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, hand_on)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        while (ended := os.wait())[0] != child:
+            pass
+        code = os.waitstatus_to_exitcode(ended[1])
+        os._exit(code if code >= 0 else 128 - code)
+    os.setsid()  # a Ctrl-C comes from the parent alone, not from the terminal, too
+    die_with_parent()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @functools.cache
@@ -91,7 +118,7 @@ def _supervise(child: int, parent: int) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGCHLD, *STOP_SIGNALS):
         signal.signal(number, lambda *_: None)  # it only ends the wait below
     # apart from the end of standard input, which a fork of the parent may hold open
     die_with_parent(signal.SIGTERM)

@@ -1,9 +1,9 @@
 """Ranks: their devices, process group, collectives, time-outs and stop signals.
 
 The other ranks name a rank that hangs or has died, within `run.timeout_s`; a rank that fails ends
-all (failures.py). SIGTERM, SIGINT and SIGHUP end a process at once during set-up. In the training
-loop they only set a flag, which the ranks exchange at the next `Ranks.barrier_or_stop`. A single
-process works too.
+all (failures.py). STOP_SIGNALS end a process at once during set-up. In the training loop they only
+set a flag, which the ranks exchange at the next `Ranks.barrier_or_stop`. A single process works
+too.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -265,6 +266,26 @@ def set_cuda_defaults() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
+def check_interface(backend: str) -> None:
+    """Raise InputError if the backend's variable names no network interface that has an address."""
+    import psutil
+
+    variable, families = f"{backend.upper()}_SOCKET_IFNAME", (socket.AF_INET, socket.AF_INET6)
+    value = os.environ.get(variable, "")
+    if not value or value.startswith("^"):  # NCCL leaves those out
+        return
+    found = psutil.net_if_addrs().items()
+    usable = [name for name, given in found if any(a.family in families for a in given)]
+    # Gloo opens every one. NCCL needs one, and without = takes beginnings of names.
+    needs, compare = (all, str.__eq__) if backend == "gloo" else (any, str.startswith)
+    if value.startswith("="):
+        compare = str.__eq__
+    names = [name.partition(":")[0] for name in value.removeprefix("=").split(",")]
+    if not needs(any(compare(there, name) for there in usable) for name in names):
+        here = ", ".join(usable) or "none"
+        raise InputError(f"{variable}: no network interface {value} has an address; here: {here}")
+
+
 @contextlib.contextmanager
 def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the process group that torchrun describes in the environment; NCCL on GPUs, gloo on CPU.
@@ -279,6 +300,7 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         # end the process before `complete` has said why, so it comes last.
         backend, factor = ("nccl", 2) if target.type == "cuda" else ("gloo", 1)
         limit = timedelta(seconds=factor * timeout_s)
+        check_interface(backend)
         store, rank, world_size = join_store()
         store.set_timeout(limit)
         try:
@@ -309,7 +331,7 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
 
 @contextlib.contextmanager
 def signals_stop(ranks: Ranks) -> Iterator[None]:
-    """Make SIGTERM, SIGINT and SIGHUP set `ranks.must_stop`, so that a save runs to its end.
+    """Make STOP_SIGNALS set `ranks.must_stop`, so that a save runs to its end.
 
     Only a second Ctrl-C, at a rank or at torchrun, ends a rank at once. Signals that a parent has
     set to be ignored (nohup) stay ignored. Processes that the user's code forks have the handlers

@@ -6,8 +6,10 @@ torchrun's options may stand before --config. After an error or Ctrl-C its own l
 would hide what the ranks have printed. After Ctrl-C the ranks have five minutes to save.
 """
 
+import argparse
 import logging
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from bubblespec.distributed.failures import check_host
+from bubblespec.distributed.processes import STOP_SIGNALS
 from bubblespec.errors import InputError, RankTimeout, log, one_line
 from bubblespec.tools import make_parser, refuse_dashes
 
@@ -39,11 +43,13 @@ def main(arguments: list[str]) -> None:
         raise InputError(f"{SCRIPT} does not exist; install the package with pip install -e")
     given = [*arguments[:at], str(SCRIPT), *arguments[at:]]
     launcher = run.get_args_parser()
-    launcher.set_defaults(shutdown_timeout=SAVE_S)
+    signals = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
+    launcher.set_defaults(shutdown_timeout=SAVE_S, signals_to_handle=signals)
     launcher.error = parser.error  # type: ignore[method-assign]  # without torchrun's long usage
     options = launcher.parse_args(given)
     if options.training_script != str(SCRIPT):
         parser.error(f"{options.training_script} must come after --config")
+    set_addresses(options)
     logging.disable(logging.ERROR)  # in this process, which does nothing but launch
     try:
         if run.determine_local_world_size(options.nproc_per_node) < 1:
@@ -66,3 +72,16 @@ def main(arguments: list[str]) -> None:
         raise InputError(f"the launcher's options are wrong: {one_line(error)}") from error
     except Exception as error:  # a port that is taken, or another node that does not come
         raise RankTimeout(f"the ranks could not be started: {one_line(error)}") from error
+
+
+def set_addresses(options: argparse.Namespace) -> None:
+    """Let the ranks of one machine meet on loopback; check the names of several machines.
+
+    torch's agent would try for ever to connect to a name that has no address, its own included.
+    Raises InputError."""
+    if options.nnodes in ("1", "1:1") and not options.local_addr:
+        options.local_addr = "127.0.0.1"
+    endpoint = options.rdzv_endpoint.rpartition(":")[0].strip("[]") or options.rdzv_endpoint
+    check_host("--rdzv-endpoint", endpoint or "localhost")
+    check_host("--master-addr", options.master_addr)
+    check_host("--local-addr", options.local_addr or socket.getfqdn())
