@@ -6,6 +6,7 @@ import datetime
 import gzip
 import json
 import lzma
+import os
 
 import datasets
 import pyarrow
@@ -321,3 +322,91 @@ def test_missing_column_error_names_column(tmp_path, name, source):
     path = write(tmp_path / "rows.jsonl", ROWS)
     message = refusal(lambda: load_rows(path, None, "train", columns={name: source}))
     assert message.startswith(f"data.columns.{name}: some row has no column '{source}'; the")
+
+
+# What is read and what is not
+
+
+def test_replaced_columnar_file_is_read_anew(tmp_path, monkeypatch):
+    """With the former time stamp, and where the cache of `datasets` cannot be written."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/none/cache")
+    others = [row | {"answer": "other"} for row in ROWS]
+    for rows in (ROWS, others):
+        path = write(tmp_path / "rows.parquet", rows)
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+        table = pyarrow.Table.from_pylist(rows)
+        with pyarrow.ipc.new_file(tmp_path / "rows.arrow", table.schema) as file:
+            file.write_table(table)
+        for folder, _, files in os.walk(tmp_path):
+            for name in files:
+                os.utime(os.path.join(folder, name), (1e9, 1e9))
+        for name in (path, tmp_path / "saved", tmp_path / "rows.arrow"):
+            assert load(name) == rows
+
+
+@pytest.mark.parametrize("name", ["data", "data/**/*.jsonl", "data/*/*.jsonl"])
+def test_linked_folders_are_read_once(tmp_path, monkeypatch, name):
+    """Folders that link to themselves and to each other, each twice, and files that are links."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("train", "test"):
+        write(tmp_path / "data" / folder / "rows.jsonl", [{"prompt": folder}])
+        for link in ("a", "b"):
+            (tmp_path / "data" / folder / link).symlink_to("..")
+    (tmp_path / "data" / "latest").symlink_to("test")
+    (tmp_path / "data" / "train" / "same.jsonl").symlink_to("rows.jsonl")
+    for path in (name, str(tmp_path / name)):
+        assert load(path) == [{"prompt": "train"}] * 2
+        assert load_rows(path, None, "test") == [{"prompt": "test"}]
+
+
+def test_unreadable_folder_is_named(tmp_path, monkeypatch):
+    for name in ("open", "shut"):
+        write(tmp_path / name / "rows.jsonl", [{"prompt": name}])
+    scandir = os.scandir
+
+    def refuse_one(folder):
+        if os.path.basename(folder) == "shut":
+            raise PermissionError
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse_one)
+    lines = []
+    assert load_rows(str(tmp_path), None, "train", warn=lines.append) == [{"prompt": "open"}]
+    assert lines[0].endswith("; not read (shut)")
+
+
+@pytest.mark.parametrize("path", ["data", "data/**", "data/**/*.jsonl"])
+@pytest.mark.parametrize("output", ["", "runs/own"])
+def test_what_runs_have_written_is_no_data(tmp_path, path, output):
+    rows = [{"prompt": "own"}]
+    write(tmp_path / "data" / "rows.jsonl", rows)
+    out = tmp_path / "data" / output
+    written = ["metrics.jsonl", "samples.jsonl", "checkpoint-5/state.json", "rollouts/1.jsonl"]
+    for name in written:
+        write(out / name, [{"prompt": "of the run"}])
+    assert output or len(load(tmp_path / path)) > 1, "names alone say nothing"
+    write(out / "trace" / "responses.parquet", rows)
+    (out / "config.yaml").write_text("run: {}\n")
+    assert load(tmp_path / path) == rows
+    assert load(out / "rollouts") == [{"prompt": "of the run"}], "named by itself"
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "all/train/a.jsonl.gz"])
+def test_pointer_to_file_is_named(tmp_path, name):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(POINTER)
+    message = refusal(load, tmp_path / name.partition("/")[0])
+    assert message.startswith("data.path: ") and message.count(str(tmp_path / name)) == 1
+    assert message.endswith("is a pointer of git-lfs, not the file: run `git lfs pull`")
+
+
+@pytest.mark.parametrize("name", ["dataset_dict.json", "state.json"])
+@pytest.mark.parametrize("content", ["", "[]", '{"splits": ["train"]}', POINTER])
+def test_damaged_saved_folder_is_one_line(tmp_path, name, content):
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / name).write_text(content)
+    message = refusal(load, tmp_path)
+    assert message.startswith(f"data.path: {tmp_path} is a damaged folder of save_to_disk: ")

@@ -1,12 +1,14 @@
 """Rows of local files and of hub datasets.
 
-JSON, JSONL, CSV and TSV are read here, because `datasets` converts values: texts that look like
-dates, the numbers of a column that has one fraction, cells of a CSV file. Parquet files, hub
-datasets and folders of `save_to_disk` have types of their own, and are left to `datasets`.
+All files are read here. `datasets` converts values of JSON, JSONL, CSV and TSV: texts that look
+like dates, the numbers of a column that has one fraction, cells of a CSV file. It reads Parquet
+files and folders of `save_to_disk` from a cache that goes by their time stamps, so only the types
+of their columns are left to it. Hub datasets are its own.
 """
 
 import bz2
 import csv
+import fnmatch
 import functools
 import glob
 import gzip
@@ -17,7 +19,8 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bubblespec.errors import InputError, log, one_line
@@ -48,6 +51,11 @@ SPLITS = {
     "validation": {"validation", "valid", "val", "dev"},
     "test": {"test", "testing", "eval", "evaluation"},
 }
+# What a run writes into its folder, which has two of these files from the first step on.
+_OF_RUN = re.compile(
+    r"config\.yaml|(metrics|samples)\.jsonl|checkpoint-.+|rollouts|trace|timeline|profile|tensorboard"
+)
+POINTER = "version https://git-lfs.github.com/"  # how a file begins whose content is elsewhere
 _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*")  # whose name is that of its split
 
 
@@ -88,11 +96,8 @@ def load_rows(
     try:
         if not files:
             rows = list(datasets.load_dataset(path, name, split=split))
-        elif formats[0] in READERS:
-            rows = _take(files, READERS[formats[0]], split)
         else:
-            patterns = {of: list(map(glob.escape, names)) for of, names in files.items()}
-            rows = list(datasets.load_dataset(formats[0], data_files=patterns, split=split))
+            rows = _take(files, READERS[formats[0]], split)
     except InputError as error:
         raise InputError(f"{key}: {error}") from error
     except Exception as error:  # `datasets` raises many kinds
@@ -126,20 +131,23 @@ def _files_by_split(path: str, key: str) -> tuple[dict[str, list[str]], list[str
     And what else is there: other files, and folders that a glob names without reaching into them.
     """
     folder = Path(path)
-    if (saved := folder / "dataset_dict.json").is_file():  # of `save_to_disk`
-        splits = json.loads(saved.read_text(encoding="utf-8"))["splits"]
-        return {split: _saved_files(folder / split) for split in splits}, []
-    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return {"train": _saved_files(folder)}, []
+    try:
+        if (saved := folder / "dataset_dict.json").is_file():  # of `save_to_disk`
+            splits = json.loads(saved.read_text(encoding="utf-8"))["splits"]
+            return {split: _saved_files(folder / split) for split in splits}, []
+        if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+            return {"train": _saved_files(folder)}, []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{path} is a damaged folder of save_to_disk: {one_line(error)}"
+        raise InputError(f"{key}: {problem}") from error
     if folder.is_file():
         return ({"train": [path]}, []) if _suffix(path) in FILE_FORMATS else ({}, [])
-    pattern = os.path.join(glob.escape(path), "**") if folder.is_dir() else path
+    found = _below(path) if folder.is_dir() else _once(_glob(path), path)
     by_split: dict[str, list[str]] = {}
     others = []
-    for name in sorted(glob.glob(pattern, recursive=True)):
-        if os.path.isdir(name):
-            others += [] if "**" in pattern else [name]
-        elif _suffix(name) in FILE_FORMATS and os.path.basename(name) not in DESCRIPTIONS:
+    for name in sorted(name for name in found if not _is_of_run(name, _base(path))):
+        is_known = _suffix(name) in FILE_FORMATS and os.path.basename(name) not in DESCRIPTIONS
+        if is_known and not os.path.isdir(name):
             split = _split_of(os.path.relpath(name, _base(path)))
             by_split.setdefault(split, []).append(name)
         else:
@@ -150,6 +158,89 @@ def _files_by_split(path: str, key: str) -> tuple[dict[str, list[str]], list[str
             raise InputError(f"{key}: {path}: {names}; rename, or give files of one split alone")
         by_split = {"train": by_split[split]}
     return by_split, others
+
+
+def _below(folder: str) -> Iterator[str]:
+    """Yield the files below a folder but hidden ones, and folders that cannot be read.
+
+    A folder that links lead to as well is visited once, by its own name if that is below."""
+    visited, waiting = set(), deque([folder])
+    while waiting:
+        here = waiting.popleft()
+        if (place := os.path.realpath(here)) in visited:
+            continue
+        visited.add(place)
+        try:
+            entries = [entry for entry in os.scandir(here) if not entry.name.startswith(".")]
+        except OSError:
+            yield here
+            continue
+        for entry in entries:
+            if not entry.is_dir():
+                yield entry.path
+            elif entry.is_symlink():
+                waiting.append(entry.path)
+            else:
+                waiting.appendleft(entry.path)
+
+
+def _glob(path: str) -> list[str]:
+    """Return what a glob finds; Python's takes exponential time where folders link to others."""
+    parts = path.split("/")
+    if "**" not in parts:
+        return glob.glob(path)
+    at = parts.index("**")
+    head = "/".join(parts[:at]) or ("/" if path.startswith("/") else ".")
+    pairs = ((folder, name) for folder in glob.glob(head) for name in _below(folder))
+    return [name for folder, name in pairs if _matches(_parts(name, folder), parts[at:])]
+
+
+def _matches(parts: Sequence[str], pattern: list[str]) -> bool:
+    """Whether a relative path matches a pattern, both by their parts."""
+    if not pattern or not parts:
+        return not parts and set(pattern) <= {"**"}
+    if pattern[0] == "**":
+        return _matches(parts, pattern[1:]) or _matches(parts[1:], pattern)
+    return fnmatch.fnmatch(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def _parts(name: str, base: str) -> tuple[str, ...]:
+    return Path(os.path.relpath(name, base)).parts
+
+
+def _once(names: Iterable[str], path: str) -> list[str]:
+    """Return what a glob finds, each file of a folder once, though links may lead there as well."""
+    by_place: dict[tuple[str, str], str] = {}
+    base = _base(path)
+    for name in sorted(names):
+        folder, file = os.path.split(name)
+        place, below = os.path.realpath(folder), os.path.relpath(folder or ".", base)
+        is_direct = place == os.path.normpath(os.path.join(os.path.realpath(base), below))
+        if is_direct or (place, file) not in by_place:
+            by_place[place, file] = name
+    return list(by_place.values())
+
+
+def _is_of_run(name: str, base: str) -> bool:
+    """Whether a run has written a file or folder: below the base, into the run's own folder."""
+    parts = _parts(name, base)
+    folders = [os.path.join(base, *parts[:depth]) for depth in range(len(parts))]
+    return any(
+        _OF_RUN.fullmatch(part) and _is_run(folder)
+        for folder, part in zip(folders, parts, strict=True)
+    )
+
+
+def _is_run(folder: str) -> bool:
+    """Whether a folder is that of a run."""
+    names = ("config.yaml", "metrics.jsonl")
+    return all(os.path.isfile(os.path.join(folder, name)) for name in names)
+
+
+def is_pointer(path: str) -> bool:
+    """Whether a file is what git leaves in place of a large one until `git lfs pull`."""
+    with open(path, "rb") as file:
+        return file.read(len(POINTER)) == POINTER.encode()
 
 
 def _saved_files(folder: Path) -> list[str]:
@@ -192,6 +283,8 @@ def _take(files: dict[str, list[str]], read: Callable[[str], Iterator[dict]], sp
     """Return the rows of a split, of a slice, or of a sum of these. Raises ValueError."""
     import datasets
 
+    for path in (path for paths in files.values() for path in paths if is_pointer(path)):
+        raise InputError(f"{path} is a pointer of git-lfs, not the file: run `git lfs pull`")
     rows = {of: [row for path in paths for row in read(path)] for of, paths in files.items()}
     instruction = datasets.ReadInstruction.from_spec("+".join(rows) if split == "all" else split)
     parts = instruction.to_absolute({of: len(of_split) for of, of_split in rows.items()})
@@ -263,7 +356,38 @@ def _read_csv(path: str, delimiter: str = ",") -> Iterator[dict[str, str]]:
             raise InputError(line) from error
 
 
-READERS = {"json": _read_json, "csv": _read_csv}
+def _read_parquet(path: str) -> Iterator[dict]:
+    """Yield the rows of a Parquet file."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        yield from _typed(file.iter_batches())
+
+
+def _read_arrow(path: str) -> Iterator[dict]:
+    """Yield the rows of an Arrow file in either of its two forms."""
+    import pyarrow
+
+    with open(path, "rb") as file:
+        try:
+            batches: Iterable = pyarrow.ipc.open_stream(file)
+        except pyarrow.ArrowInvalid:
+            file.seek(0)
+            found = pyarrow.ipc.open_file(file)
+            batches = map(found.get_batch, range(found.num_record_batches))
+        yield from _typed(batches)
+
+
+def _typed(batches: Iterable) -> Iterator[dict]:
+    """Yield the rows of Arrow batches, with values as `datasets` gives them."""
+    import datasets
+
+    for batch in batches:
+        table = datasets.table.InMemoryTable.from_batches([batch])
+        yield from datasets.Dataset(table, fingerprint="of no cache")
+
+
+READERS = {"json": _read_json, "csv": _read_csv, "parquet": _read_parquet, "arrow": _read_arrow}
 READERS["tsv"] = functools.partial(_read_csv, delimiter="\t")
 
 
