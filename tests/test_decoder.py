@@ -5,6 +5,7 @@ import pytest
 import torch
 from test_architectures import SERVED
 from transformers import GenerationConfig
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.decoder import ACTIVATIONS, Decoder, NotLikeLlama, is_like_llama, stacked
@@ -12,6 +13,7 @@ from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.engine.model import forward_hidden, output_head, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
+from bubblespec.engine.ops import torch_ops
 from tests.helpers.generation import as_dict, make_engine, make_rows
 from tests.helpers.graphs import Launches, needs_interpreter, stand_in
 from tests.helpers.models import ARCHITECTURES, GQA, VOCAB, config_of, random_model
@@ -184,6 +186,24 @@ def test_rotary_tables_grow_with_the_cache():
         wanted = model.model.rotary_emb(model.lm_head.weight[None, None], position[:, :length])
         for table, of in zip((cos, sin), wanted, strict=True):
             assert torch.equal(table[:length], of[0, :, : table.shape[1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rotation_rounds_as_that_of_transformers(dtype):
+    """To the bit in bfloat16, where each product is rounded before the sum."""
+    size, heads, kv_heads, position = 16, 4, 2, torch.arange(20)
+    decoder = Decoder(model := build("llama", dtype), stacked(model))
+    packing = pack_rows(cache := KVCache(1, 20), np.array([0]), np.array([20]), position.device)
+    qkv = torch.randn(20, heads + 2 * kv_heads, size, dtype=dtype)
+    parts = [part.clone() for part in qkv.split((heads, kv_heads, kv_heads), 1)]
+    rotary = model.model.rotary_emb(model.lm_head.weight[None, None], position[None])
+    wanted = apply_rotary_pos_emb(*(part[None] for part in parts[:2]), *rotary, unsqueeze_dim=2)
+    own = cache.layer(0, *parts[1:])
+    rotation = torch_ops.rotation(decoder.tables(20), packing)
+    query = torch_ops.rope_store(qkv, packing, own, rotation)
+    tolerance = 0 if dtype is torch.bfloat16 else 1e-6
+    for found, of in zip((query, own.keys[0]), wanted, strict=True):
+        torch.testing.assert_close(found, of[0], rtol=tolerance, atol=tolerance)
 
 
 def kernels_of_step(monkeypatch, name: str, num_layers: int) -> list[str]:

@@ -27,7 +27,7 @@ def make_case(random: np.random.Generator) -> tuple[Plan, Texts, np.ndarray]:
     """Return a plan, where its rows stand by then, and whether each has ended."""
     rows = int(random.integers(1, SLOTS + 1))
     prompt = random.integers(1, 12, rows)
-    total = np.minimum(prompt + random.integers(4, 28, rows), MAX_LENGTH)
+    total = np.minimum(prompt + random.integers(4, MAX_LENGTH, rows), MAX_LENGTH)
     length = random.integers(prompt, total)
     known = np.maximum(length - random.integers(0, 6, rows), prompt)
     tokens = [random.integers(10, 20, size) for size in total]

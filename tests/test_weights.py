@@ -148,6 +148,7 @@ def test_replaced_weights_are_stacked_again(capsys, replace, num_lost):
     assert not capsys.readouterr().err
     old = {layers: of.weight.data_ptr() for layers, of in stacks_of(model).items()}
     versions = {layers: version_of(of) for layers, of in stacks_of(model).items()}
+    own = {layers: of.weight._version for layers, of in stacks_of(model).items()}
     before = rows_of(model)
     replace(model)
     join(model)
@@ -158,8 +159,10 @@ def test_replaced_weights_are_stacked_again(capsys, replace, num_lost):
     assert rows_of(model) == fresh_rows(model) != before
     for layers, of in stacks_of(model).items():
         assert (of.weight.data_ptr() == old[layers]) == (replace is not convert)
-        changed = torch.is_floating_point(of.weight) and version_of(of) != versions[layers]
-        assert changed or replace is assign_one
+    changed = [version_of(of) != versions[layers] for layers, of in stacks_of(model).items()]
+    assert sum(changed) == num_lost, "a copy made of the old weights would stay"
+    written = [of.weight._version != own[layers] for layers, of in stacks_of(model).items()]
+    assert sum(written) == num_lost * (replace is not convert)
     change(model)
     assert rows_of(model) == fresh_rows(model)
 

@@ -317,8 +317,8 @@ class Engine(Slots):
 
         All int64; a draft is the part of a proposal beyond what a row may gain in flight."""
         generated, ahead = self.length[slots] - self.prompt_length[slots], self.most[slots]
-        # The token after the draft needs a position too.
-        room = self.limit[slots] - generated - 1 - self.fewest[slots]
+        # The token after the draft needs a position too, whatever the row gains in flight.
+        room = np.maximum(self.limit[slots] - generated - 1 - ahead, 0)
         if self.pages is not None:
             room = np.minimum(room, self.pages.room(self._reach, slots))
         tokens, given = proposer.propose(self._rows_in(slots), generated, room, budget, ahead)

@@ -131,7 +131,7 @@ class DeviceRows:
         state, cache = self.state(num_tokens, num_sequences), self.cache
         length, table = cache.slot_length, cache.block_table(state.ids.device)
         ops.stand(state)
-        ops.fill(state, table, cache.page_size, cache.num_pages * cache.page_size, length)
+        ops.fill(state, table, cache.page_size, cache.num_pages * cache.page_size)
         sizes = max_q, length, cache.split_of(num_tokens, length)
         fields = state.place, state.position, state.first, state.slot, state.used, table
         return state.ids, View(*fields, *sizes)

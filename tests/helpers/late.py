@@ -63,6 +63,7 @@ class LateRunner(ModelRunner):
         self.num_masked += int((~is_open).sum())
         start, count, slots = plan.start.copy(), plan.count.copy(), plan.slots[is_open]
         start[plan.slots] += standing[0] - plan.known[plan.slots]
+        assert ((start + count)[plan.slots] <= standing[1]).all(), "fed beyond the end of a row"
         count[plan.slots] -= sampled - 1 - num_draft
         count[plan.slots[~is_open]] = 0
         num_draft = num_draft[is_open]

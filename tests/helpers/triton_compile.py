@@ -136,7 +136,7 @@ def rows(ops, num_stops: int):
     shapes += [(64,), (64, 4), (64,)]
     state = RowState(*(zeros(*shape, dtype=torch.int32) for shape in shapes))
     triton_rows.stand(state)
-    triton_rows.fill(state, zeros(9, 5, dtype=torch.int32), 16, 640, 64)
+    triton_rows.fill(state, zeros(9, 5, dtype=torch.int32), 16, 640)
     triton_rows.sampled(state, 64)
     token, stops = zeros(64, dtype=torch.int64), zeros(num_stops, dtype=torch.int32)
     triton_rows.accept(state, token, stops)

@@ -81,7 +81,7 @@ def _stand(
     tl.store(standing_ptr + 2 * num_slots + row, num_fed)
 
 
-def fill(rows: RowState, table: torch.Tensor, page_size: int, spare: int, max_keys: int) -> None:
+def fill(rows: RowState, table: torch.Tensor, page_size: int, spare: int) -> None:
     """Write what a forward of B tokens and S sequences reads, as `graphs.padded` does.
 
     table: of the pages; spare: place of tokens that are not fed; rows: fields of these sizes."""
@@ -90,15 +90,15 @@ def fill(rows: RowState, table: torch.Tensor, page_size: int, spare: int, max_ke
     _fill[(triton.cdiv(max(size, sequences + 1), BLOCK),)](
         rows.plan, rows.tokens, rows.state, rows.standing, table, rows.ids, rows.place,
         rows.position, rows.first, rows.slot, rows.used, num_slots, max_length, table.stride(0),
-        page_size, spare, max_keys, size, sequences, BLOCK=BLOCK, num_warps=4,
+        page_size, spare, size, sequences, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _fill(
     plan_ptr, tokens_ptr, state_ptr, standing_ptr, table_ptr, ids_ptr, place_ptr, position_ptr,
-    first_ptr, slot_ptr, used_ptr, num_slots, max_length, table_stride, page_size, spare, max_keys,
-    size, sequences, BLOCK: tl.constexpr,
+    first_ptr, slot_ptr, used_ptr, num_slots, max_length, table_stride, page_size, spare, size,
+    sequences, BLOCK: tl.constexpr,
 ):  # fmt: skip
     num_rows, num_tokens = tl.load(plan_ptr), tl.load(plan_ptr + 1)
     num_sequences = tl.load(plan_ptr + 2)
@@ -134,7 +134,7 @@ def _fill(
     first_ptr_of = rows_ptr + num_tokens + 2 * num_sequences + number
     first_of = tl.load(first_ptr_of, mask=number <= num_sequences, other=0)
     tl.store(slot_ptr + number, of_slot, mask=number < sequences)
-    tl.store(used_ptr + number, tl.minimum(begin + end, max_keys), mask=number < sequences)
+    tl.store(used_ptr + number, begin + end, mask=number < sequences)
     first_of = tl.where(number <= num_sequences, first_of, num_tokens)
     tl.store(first_ptr + number, first_of, mask=number <= sequences)
 
