@@ -5,9 +5,8 @@ Apart from tools/, the only file that imports both the core and the mechanisms."
 import atexit
 import copy
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from bubblespec.checkpoint import (
     refuse_what_does_not_fit,
 )
 from bubblespec.config import Config
-from bubblespec.config.imports import import_function
+from bubblespec.config.imports import import_function, without_input
 from bubblespec.data.prompts import HELD_OUT, check_continued, check_equal, data_state
 from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.distributed.ranks import Ranks
@@ -66,7 +65,7 @@ from bubblespec.rewards.trial import begin_trial, check_prompts, check_weights, 
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.telemetry.metrics import PACKAGES, make_logger
+from bubblespec.telemetry.metrics import PACKAGES, import_logger
 from bubblespec.telemetry.reporter import RunReporter, show_phase
 from bubblespec.trainer import Trainer, check_save_best, find_best
 
@@ -250,12 +249,12 @@ def add_mechanisms(
             tail.companions.append(drafter.moved_to)
 
 
-def load_own(config: Config, ranks: Ranks) -> list[Callable[[dict], object]]:
-    """Import the user's functions, to find mistakes early; return the hook of run.log_to on rank 0.
+def load_own(config: Config, ranks: Ranks) -> list[Any]:
+    """Import the user's functions, to find mistakes early; return that of run.log_to on rank 0.
 
-    Raises InputError."""
+    It is the hook, or the module of a package. Raises InputError."""
     loss, log_to = config.loss, config.run.log_to
-    hooks: list[Callable[[dict], object]] = []
+    hooks: list[Any] = []
     if "." in loss.advantage_estimator:
         load_estimator(loss.advantage_estimator)
     if "." in loss.loss_type:
@@ -267,8 +266,9 @@ def load_own(config: Config, ranks: Ranks) -> list[Callable[[dict], object]]:
     if log_to is not None:
         load = partial(import_function, "run.log_to", log_to, "my_module.log", ("metrics",))
         if log_to in PACKAGES:
-            load = partial(make_logger, log_to, config)
-        ranks.agree(lambda: hooks.append(load()))
+            load = partial(import_logger, log_to)
+        with without_input():
+            ranks.agree(lambda: hooks.append(load()))
     return hooks
 
 

@@ -2,6 +2,7 @@
 all, nothing double after a resume."""
 
 import asyncio
+import io
 import json
 import math
 import os
@@ -21,9 +22,10 @@ from tensorboard.summary.writer import event_file_writer
 from bubblespec.config import Config
 from bubblespec.distributed import ranks as ranks_module
 from bubblespec.distributed.ranks import Ranks, signals_stop
-from bubblespec.errors import one_line
+from bubblespec.errors import InputError, one_line
 from bubblespec.setup import load_own
-from bubblespec.telemetry.metrics import CHARTS, MetricsLogger
+from bubblespec.telemetry.metrics import CHARTS, MetricsLogger, begin_logging
+from bubblespec.telemetry.reporter import RunReporter
 from bubblespec.types import Group, Prompt
 from tests.helpers.checks import FullDisk
 from tests.helpers.rows import LETTERS, record_of, samples_of
@@ -232,27 +234,64 @@ def test_hook_gets_each_line_and_may_fail(tmp_path, capsys):
     assert "ConnectionError: no network" in warnings
 
 
-@pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_lines_go_to_the_package_that_log_to_names(tmp_path, monkeypatch, capsys, package):
-    begun, taken = [], []
-    run = SimpleNamespace(log=lambda metrics, step: taken.append((step, metrics)))
-    module = SimpleNamespace(init=lambda **options: begun.append(options) or run, finish=list)
-    monkeypatch.setitem(sys.modules, package, module)
-    monkeypatch.setenv(f"{package.upper()}_PROJECT", "sums")
+@pytest.fixture(params=["wandb", "trackio"])
+def package(request, tmp_path, monkeypatch):
+    """(the package's stand-in, whose `init` is to be set, and what a reporter gets with it)."""
+    module = SimpleNamespace(finish=list)
+    monkeypatch.setitem(sys.modules, request.param, module)
     config = Config()
-    config.run.output_dir, config.run.log_to = str(tmp_path / "my_run"), package
-    (hook,) = load_own(config, Ranks(torch.device("cpu")))
-    assert not begun, "no run before its first line"
-    log_steps(tmp_path, hook)
+    config.run.output_dir, config.run.log_to = str(tmp_path / "my_run"), request.param
+    return module, config
+
+
+def test_lines_go_to_the_package_that_log_to_names(tmp_path, monkeypatch, package):
+    begun, taken = [], []
+    module, config = package
+    run = SimpleNamespace(log=lambda metrics, step: taken.append((step, metrics)))
+    module.init = lambda **options: begun.append(options) or run
+    monkeypatch.setenv(f"{config.run.log_to.upper()}_PROJECT", "sums")
+    (found,) = load_own(config, Ranks(torch.device("cpu")))
+    assert not begun, "no run before all else is checked"
+    log_steps(tmp_path, begin_logging(found, config))
     (options,) = begun
     assert (options["project"], options["name"], options["resume"]) == ("sums", "my_run", "allow")
-    assert options["config"]["run.log_to"] == package
+    assert options["config"]["run.log_to"] == config.run.log_to
     assert [metrics for _, metrics in taken] == read(tmp_path)
     assert [step for step, _ in taken] == [line["step"] for line in read(tmp_path)]
-    module.init = lambda **options: 1 / 0
-    (hook,) = load_own(config, Ranks(torch.device("cpu")))
-    log_steps(tmp_path, hook)
-    assert capsys.readouterr().err.count("ZeroDivisionError") == 1, "one attempt, one warning"
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A terminal as standard input, at which an answer waits."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("an answer\n"))
+    sys.stdin.isatty = lambda: True
+    return sys.stdin
+
+
+def ask(*_, **options):
+    """As Weights & Biases without a key: ask at a terminal, else raise."""
+    if sys.stdin.isatty():
+        return input()
+    raise LookupError("no key")
+
+
+def test_package_without_a_key_is_one_line_before_files(tmp_path, terminal, package):
+    module, config = package
+    module.init = ask
+    parts = dict.fromkeys(("learner", "tokenizer")) | {"schedule": SimpleNamespace(prompts=[])}
+    parts |= {"functions": [], "num_held_out": 0, "began_s": 0.0, "log_to": module}
+    reporter = RunReporter(config, Ranks(torch.device("cpu")), **parts)
+    begin = f"run.log_to: {config.run.log_to} cannot begin a run: LookupError: no key"
+    with pytest.raises(InputError, match=f"^{begin}(; WANDB_MODE=offline .*)?$"):
+        reporter.start(0, None)
+    assert terminal.read() == "an answer\n" and sys.stdin is terminal
+    assert not any(tmp_path.iterdir())
+
+
+def test_hook_is_not_answered(tmp_path, terminal, capsys):
+    log_steps(tmp_path, ask)
+    assert "run.log_to failed in step 0: LookupError: no key" in capsys.readouterr().err
+    assert terminal.read() == "an answer\n"
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()])

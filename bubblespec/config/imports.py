@@ -63,6 +63,17 @@ def call(function: Callable, *arguments, **named) -> Any:
 
 
 @contextlib.contextmanager
+def without_input() -> Iterator[None]:
+    """Context in which nothing is asked, while other ranks wait: standard input has no terminal."""
+    before = sys.stdin
+    try:
+        with open(os.devnull) as sys.stdin:
+            yield
+    finally:
+        sys.stdin = before
+
+
+@contextlib.contextmanager
 def keep_settings() -> Iterator[None]:
     """Context of the user's code: settings of this process that it changes are set back.
 

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from bubblespec.config import Config, flatten
-from bubblespec.config.imports import call
+from bubblespec.config.imports import call, without_input
 from bubblespec.errors import InputError, is_interrupt, log, one_line
 from bubblespec.records import StepRecord
 from bubblespec.telemetry.files import JsonLines, describe
@@ -38,30 +38,34 @@ CHARTS = {
 }
 
 
-def make_logger(package: str, config: Config) -> Callable[[dict[str, Any]], None]:
-    """Return a function that logs lines of metrics. Raises InputError without the package.
-
-    The run begins with the first line and is named after run.output_dir. Its project is that of
-    WANDB_PROJECT or TRACKIO_PROJECT, else bubblespec."""
+def import_logger(package: str) -> Any:
+    """Import a package of run.log_to. Raises InputError."""
     try:
-        module = importlib.import_module(package)
+        return importlib.import_module(package)
     except ImportError as error:
         problem = f"{package} cannot be imported ({error}); pip install {package}"
         raise InputError(f"run.log_to: {problem}") from error
+
+
+def begin_logging(module: Any, config: Config) -> Callable[[dict[str, Any]], None]:
+    """Begin a run of a package; return a function that logs lines of metrics. Raises InputError.
+
+    It is named after run.output_dir. Its project is that of WANDB_PROJECT or TRACKIO_PROJECT, else
+    bubblespec."""
+    package = config.run.log_to or ""
     project = os.environ.get(f"{package.upper()}_PROJECT", "bubblespec")
     name = os.path.basename(os.path.abspath(config.run.output_dir))
-    runs: list[Any] = []
-
-    def log(metrics: dict[str, Any]) -> None:
-        if not runs:
-            runs.append(None)  # one attempt, as each may wait for a network
-            options = {"config": flatten(config), "resume": "allow"}
-            runs[0] = module.init(project=project, name=name, **options)
-            atexit.register(module.finish)
-        if runs[0] is not None:
-            runs[0].log(metrics, step=metrics["step"])
-
-    return log
+    try:
+        with without_input():
+            run = module.init(project=project, name=name, config=flatten(config), resume="allow")
+    except BaseException as error:  # for want of an account or a network
+        if is_interrupt(error):
+            raise
+        offline = "; WANDB_MODE=offline needs neither key nor network" * (package == "wandb")
+        problem = f"{package} cannot begin a run: {one_line(error)}{offline}"
+        raise InputError(f"run.log_to: {problem}") from error
+    atexit.register(module.finish)
+    return lambda metrics: run.log(metrics, step=metrics["step"])
 
 
 def tag_of(key: str) -> str:
@@ -140,7 +144,8 @@ class MetricsLogger:
         if self._log_to is None:
             return
         try:
-            call(self._log_to, record)
+            with without_input():
+                call(self._log_to, record)
         except BaseException as error:  # the user's own code, which may need a network
             if is_interrupt(error):
                 raise

@@ -3,9 +3,10 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +21,7 @@ from bubblespec.samples import Samples
 from bubblespec.telemetry import report, summary
 from bubblespec.telemetry.files import StepFiles, completion_of, save_rollouts
 from bubblespec.telemetry.flops import mfu
-from bubblespec.telemetry.metrics import MetricsLogger
+from bubblespec.telemetry.metrics import PACKAGES, MetricsLogger, begin_logging
 from bubblespec.telemetry.timeline import gather_lanes, save_timeline
 from bubblespec.telemetry.trace import Recorder
 
@@ -68,7 +69,7 @@ class RunReporter:
     tokenizer: PreTrainedTokenizerBase
     functions: list[str]  # names of the rewards
     num_held_out: int
-    log_to: Callable[[dict], object] | None  # the user's hook of `run.log_to`, on rank 0
+    log_to: Any  # the user's hook, or the module, of `run.log_to`, on rank 0
     began_s: float  # time.monotonic as set-up began
     history: summary.History = field(default_factory=summary.History)
     hinted: set[str] = field(default_factory=set)
@@ -82,8 +83,12 @@ class RunReporter:
         return show_phase(self.ranks, name)
 
     def start(self, num_updates: int, checkpoint: str | None) -> None:
-        """Show what is about to run, and open the files. checkpoint: folder that is resumed."""
+        """Show what is about to run, and open the files. checkpoint: folder that is resumed.
+
+        Raises InputError if the package of run.log_to does not begin a run."""
         config, ranks, prompts = self.config, self.ranks, self.schedule.prompts
+        if config.run.log_to in PACKAGES:
+            ranks.agree(self._begin_logging)
         if ranks.is_main:
             self.logger = MetricsLogger(config.run.output_dir, num_updates, self.log_to)
             if config.run.save_rollouts:
@@ -93,6 +98,9 @@ class RunReporter:
             log(summary.output_text(config, num_updates, checkpoint))
         if config.run.trace:
             self.recorder = Recorder(config, ranks, num_updates)
+
+    def _begin_logging(self) -> None:
+        self.log_to = begin_logging(self.log_to, self.config)
 
     def end_set_up(self) -> None:
         """Show what set-up took."""
