@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from bubblespec.planner.prices import Counts, PriceModel, Prices, counts_of, suggested_prices
+from bubblespec.planner.prices import (
+    LEAST_SHARE,
+    Counts,
+    PriceModel,
+    Prices,
+    counts_of,
+    suggested_prices,
+)
 from bubblespec.records import ForwardRecord, RolloutRecord, Span
 from bubblespec.types import Load
 from tests.helpers.planning import cost_of
@@ -33,6 +40,23 @@ def test_prices_of_whole_rollouts_are_found():
     assert of_tokens[0] == pytest.approx(of_tokens[1], rel=0.15)
 
 
+def test_prices_follow_a_change():
+    """Also that of the constant, of which forwards suggest nothing."""
+    model, errors = PriceModel(), []
+    for number, counts in enumerate(rollouts(160)):
+        seconds = float(np.dot(counts, TRUE)) * (1.0 if number < 80 else 1.5)
+        model.observe(counts, seconds, COST, 100.0, 150.0)
+        errors.append(abs(model.error))
+    assert max(np.mean(errors[60:80]), np.mean(errors[140:])) < 0.08 < errors[80]
+    assert model.prices.rollout_s > 0.3 * TRUE.rollout_s
+
+
+def test_rollout_without_seconds_is_not_priced():
+    model = PriceModel()
+    model.observe(next(rollouts(1)), 0.0, COST, 100.0, 150.0)
+    assert model.prices is None and not model.state_dict()["moments"].any()
+
+
 def test_unseen_prices_are_those_of_forwards():
     model = PriceModel()
     for counts in rollouts(20):
@@ -50,6 +74,8 @@ def test_nothing_is_free():
         model.observe(counts, counts.forwards_s, COST, 100.0, 150.0)
     suggested = suggested_prices(COST, 100.0, 150.0)
     assert 0.0 < model.prices.drafted_s < 0.2 * suggested.drafted_s
+    assert (np.array(model.prices) >= LEAST_SHARE * np.array(suggested)).all()
+    assert suggested == pytest.approx((0.0, 1.0, 1e-5, 1e-4 + 1e-5 + 150e-8, 1e-3))
 
 
 def test_saved_prices_continue_alike():

@@ -67,7 +67,6 @@ class PriceModel:
 
     def __init__(self):
         self._moments = np.zeros((len(Counts._fields), len(Counts._fields) + 1))
-        self._mean_s = 0.0
         self.prices: Prices | None = None
         """None before the first rollout."""
         self.error = np.nan
@@ -87,9 +86,8 @@ class PriceModel:
         weight = 1.0 / ERROR
         new = np.outer(x, np.append(x, weight))
         self._moments = FORGETTING * self._moments + new
-        self._mean_s += (seconds - self._mean_s) * (0.3 if self._mean_s else 1.0)
         suggested = suggested_prices(cost, prompt, context)
-        errors = PRIOR_ERRORS * np.array([self._mean_s, *suggested[1:]])
+        errors = PRIOR_ERRORS * np.array([seconds, *suggested[1:]])
         precision = 1.0 / np.maximum(errors, 1e-12) ** 2
         prior = np.column_stack((np.diag(precision), precision * np.array(suggested)))
         fitted = solve(self._moments + prior)
@@ -99,11 +97,11 @@ class PriceModel:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return sums over rollouts and the latest prices, none before the first rollout."""
         prices = np.array(() if self.prices is None else self.prices)
-        return {"moments": self._moments, "mean_s": np.array(self._mean_s), "prices": prices}
+        return {"moments": self._moments, "prices": prices}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         """Restore a saved state."""
-        self._moments, self._mean_s = state["moments"], float(state["mean_s"])
+        self._moments = state["moments"]
         self.prices = Prices(*state["prices"].tolist()) if len(state["prices"]) else None
 
 
