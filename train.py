@@ -1,15 +1,19 @@
 """Train a language model with synchronous RL: torchrun --nproc_per_node=8 train.py --config FILE
 [section.key=value ...]"""
 
-import argparse
-import logging
 import os
 import sys
 
-from bubblespec.distributed.processes import end_early
+import bubblespec
 
 if __name__ == "__main__":
+    bubblespec.own_folders_last()
+    from bubblespec.distributed.processes import end_early
+
     end_early()  # before imports that take seconds
+
+import argparse
+import logging
 
 import transformers
 
@@ -42,8 +46,6 @@ def train(trainer: Trainer) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Synchronous RL for language models")
-    # Make modules in the working directory importable, ahead of files next to this one.
-    sys.path.insert(0, os.getcwd())
     transformers.utils.logging.disable_progress_bar()
     if os.environ.get("RANK", "0") != "0":
         logging.disable(logging.WARNING)

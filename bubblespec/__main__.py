@@ -1,9 +1,15 @@
 """The commands: python -m bubblespec train|doctor|memory|simulate|play ..."""
 
-import importlib
-import logging
 import os
 import sys
+
+import bubblespec
+
+if __name__ == "__main__":
+    bubblespec.own_folders_last()
+
+import importlib
+import logging
 
 from bubblespec.distributed.processes import end_early
 from bubblespec.errors import EndsRun

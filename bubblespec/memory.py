@@ -5,9 +5,11 @@ step and of a forward are a rule of thumb; a run on a GPU measures the peaks of 
 remaining memory to keys and values.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -34,6 +36,7 @@ from bubblespec.learn.microbatch import pack_responses
 
 AUTO_TP_ROWS = 16
 SHARE_OF_HOST = 0.05  # share of the machine's free memory for drafts, and again for history
+PROCESS, CGROUPS = Path("/proc/self"), Path("/sys/fs/cgroup")
 DRAFT_TOKEN_BYTES, HISTORY_TOKEN_BYTES = 4, 100  # a token of history is in a suffix index, too
 
 
@@ -281,9 +284,44 @@ def free_bytes(device: torch.device) -> float:
 
 def free_host_bytes() -> float:
     """Return this rank's share of the machine's memory that is available without swapping."""
+    return host_bytes()[0] / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def host_bytes() -> tuple[float, float]:
+    """Return the bytes of memory that are available, and all, in the limits of a container."""
     import psutil
 
-    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = psutil.virtual_memory()
+    available, total = float(host.available), float(host.total)
+    for folder, limit_of, used_of, cache_of in control_groups():
+        # A file may be absent, and a limit "max".
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            limit = int((folder / limit_of).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / used_of).read_text()) - int(stat[cache_of])  # freed on demand
+            available, total = min(available, max(limit - used, 0)), min(total, limit)
+    return available, total
+
+
+def control_groups() -> Iterator[tuple[Path, str, str, str]]:
+    """Yield the folder of each control group of this process, and names of figures in it.
+
+    These are the files of the limit and of the use, and in memory.stat the cache of files. In a
+    container the group may be at the root, while its path is that of the host."""
+    try:
+        lines = (PROCESS / "cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        root, names = CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        if kinds:
+            root = CGROUPS / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if not kinds or "memory" in kinds.split(","):
+            parts = Path(path).parts[1:]
+            for depth in range(len(parts) + 1):
+                yield root.joinpath(*parts[:depth]), *names
 
 
 def host_token_budget(ranks: Ranks) -> tuple[int, int]:

@@ -1,13 +1,17 @@
 """The commands beside training."""
 
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 
 from bubblespec.config.file import load_config
+from bubblespec.distributed.worker import Worker
 from bubblespec.errors import InputError
 from bubblespec.tools import COMMANDS, refuse_dashes, usage
-from tests.helpers.warm import launch, python
+from tests.helpers.warm import ROOT, launch, python
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -55,3 +59,29 @@ def test_training_answers_key_with_dashes(command):
         2,
         "error: --run.max_steps 2: write run.max_steps=2\n",
     )
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder whose files have names of Python's modules."""
+    for name in ("queue", "json", "ctypes"):
+        (tmp_path / f"{name}.py").write_text("raise KeyError('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_files_of_the_folder_hide_no_module(folder):
+    command, environment = [sys.executable, "-m", "bubblespec"], {**os.environ, "PYTHONPATH": ROOT}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{usage()}\n"), done.stderr
+
+
+def test_files_of_the_folder_hide_nothing_in_workers(folder, monkeypatch):
+    (folder / "own_echo.py").write_text("def make_answer(argument): return lambda _: argument")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    answers = []
+    worker = Worker("own_echo", "an answer", "a.key")
+    worker.jobs.put(lambda worker: answers.append((worker.start(), worker.ask(b"", 60.0))))
+    worker.jobs.put(None)
+    worker.thread.join()
+    assert answers == [(None, "an answer")]

@@ -113,6 +113,15 @@ def test_code_is_of_the_rank_that_ended_by_itself(monkeypatch):
     assert end.value.code == 2
 
 
+def test_script_of_another_package_is_refused(monkeypatch, tmp_path):
+    """Where pip install has put the package, and another one its own train.py next to it."""
+    script = tmp_path / "train.py"
+    script.write_text("print('another')")
+    monkeypatch.setattr(launch, "SCRIPT", script)
+    with pytest.raises(InputError, match=f"^{script} does not exist, or is not of this package"):
+        launch.main(CONFIG)
+
+
 def test_launcher_needs_no_name_and_hands_on_signals(monkeypatch):
     """Of this machine, whose own name may have no address."""
     taken = []

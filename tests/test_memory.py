@@ -5,6 +5,7 @@ import re
 import sys
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import transformers
@@ -304,6 +305,44 @@ def test_host_token_budget_is_a_share_of_free_memory(monkeypatch):
     assert 0 < whole <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert memory.free_host_bytes() == pytest.approx(whole / 4, rel=0.5)
+
+
+def write_group(folder, names: tuple[str, str, str], *figures: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in zip(names[:2], figures, strict=False):
+        (folder / name).write_text(f"{figure}\n")
+    (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {figures[2]}\n")
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+@pytest.mark.parametrize(
+    "lines, root, names, no_limit",
+    [("3:cpu:/\n0::/a/b\n", "", V2, "max"), ("4:cpu,memory:/a/b\n", "memory", V1, 2**63 - 4096)],
+)
+def test_memory_of_a_container_is_in_its_limits(
+    tmp_path, monkeypatch, lines, root, names, no_limit
+):
+    process, groups = tmp_path / "process", tmp_path / "groups"
+    monkeypatch.setattr(memory, "PROCESS", process)
+    monkeypatch.setattr(memory, "CGROUPS", groups)
+    host = psutil.virtual_memory()._replace(available=6000, total=8000)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: host)
+    assert memory.host_bytes() == (6000, 8000), "without control groups"
+    process.mkdir()
+    (process / "cgroup").write_text(lines)
+    inner, outer = groups / root / "a" / "b", groups / root / "a"
+    write_group(inner, names, no_limit, 50, 0)
+    assert memory.host_bytes() == (6000, 8000)
+    write_group(outer, names, 4000, 3500, 300)
+    assert memory.host_bytes() == (800, 4000), "the cache of files is freed on demand"
+    write_group(groups / root, names, 1000, 1500, 0)  # a container has its own group at the root
+    assert memory.host_bytes() == (0, 1000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    write_group(groups / root, names, 1000, 400, 0)
+    assert memory.free_host_bytes() == 300
 
 
 def small_size() -> int:

@@ -24,7 +24,7 @@ from bubblespec.distributed import ranks as ranks_module
 from bubblespec.distributed.ranks import Ranks, signals_stop
 from bubblespec.errors import InputError, one_line
 from bubblespec.setup import load_own
-from bubblespec.telemetry.metrics import CHARTS, MetricsLogger, begin_logging
+from bubblespec.telemetry.metrics import CHARTS, MetricsLogger, begin_logging, import_logger
 from bubblespec.telemetry.reporter import RunReporter
 from bubblespec.types import Group, Prompt
 from tests.helpers.checks import FullDisk
@@ -258,6 +258,16 @@ def test_lines_go_to_the_package_that_log_to_names(tmp_path, monkeypatch, packag
     assert options["config"]["run.log_to"] == config.run.log_to
     assert [metrics for _, metrics in taken] == read(tmp_path)
     assert [step for step, _ in taken] == [line["step"] for line in read(tmp_path)]
+
+
+def test_folder_named_as_a_package_is_refused(tmp_path, monkeypatch):
+    """As Weights & Biases leaves one behind, where the package is not installed."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(InputError, match=f"run.log_to: .*{tmp_path}/wandb is .*; pip install wan"):
+        import_logger("wandb")
+    del sys.modules["wandb"]
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """A user's functions and classes: what they compute, that mistakes are one line, and that the
 process keeps its settings."""
 
+import asyncio
+import json
 import os
 import sys
 
@@ -9,13 +11,13 @@ import pytest
 import torch
 
 from bubblespec.config import Config
-from bubblespec.config.imports import import_function
+from bubblespec.config.imports import call, import_function
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.sources import DraftSource, Proposals, check_proposals, load_source
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.advantages import estimate_advantages, load_estimator
 from bubblespec.learn.losses import load_loss
-from bubblespec.rewards.functions import Sample, score
+from bubblespec.rewards.functions import Sample, load_reward, score
 from bubblespec.setup import load_own
 from tests.helpers.checks import refusal
 from tests.test_update import (
@@ -131,6 +133,29 @@ def test_bad_estimators_and_hooks_are_refused_before_the_run(give, monkeypatch):
     assert refusal(load_own, config, ALONE).endswith("; pip install trackio")
     # it has no signature
     assert import_function("a.key", "builtins.max", "a.b", ("metrics",)) is max
+
+
+def test_function_of_an_installed_package_names_its_file():
+    """Which has the name of the user's own."""
+    message = refusal(load_reward, "json.my_reward")
+    assert f"no attribute 'my_reward' ({json.__file__})" in message
+
+
+async def in_a_notebook(function) -> list:
+    return [call(function, 3), call(function, 4)]
+
+
+def test_async_function_runs_in_a_notebook():
+    """Whose thread has a running loop; the functions share one of their own."""
+    loops = set()
+
+    async def double(number: int) -> int:
+        loops.add(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return 2 * number
+
+    assert asyncio.run(in_a_notebook(double)) == [6, 8]
+    assert call(double, 5) == 10 and len(loops) == 1
 
 
 SETTINGS = """

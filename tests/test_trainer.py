@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import bubblespec
 import train
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
@@ -181,6 +182,7 @@ def test_user_modules_come_from_working_directory_first(monkeypatch, tmp_path, c
     monkeypatch.setattr(train, "train", lambda function: None)
     config = os.path.abspath("configs/tiny_cpu.yaml")
     monkeypatch.chdir(tmp_path / "here")
+    bubblespec.own_folders_last()
     monkeypatch.setattr(sys, "argv", ["train.py", "--config", config])
     monkeypatch.delenv("RANK", raising=False)
     assert train.main() == 0, capsys.readouterr().err

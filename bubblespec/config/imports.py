@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +28,9 @@ def import_path(key: str, path: str, example: str) -> Any:
     except BaseException as error:  # the module's own code runs here
         if is_interrupt(error):
             raise
-        raise InputError(f"{key}: cannot import '{path}': {one_line(error)}") from error
+        file = getattr(sys.modules.get(module_name), "__file__", None)
+        where = f" ({file})" if file and isinstance(error, AttributeError) else ""
+        raise InputError(f"{key}: cannot import '{path}': {one_line(error)}{where}") from error
 
 
 def import_quietly(name: str) -> ModuleType:
@@ -123,4 +126,9 @@ def awaited(value: Any) -> Any:
         return value
     global _loop
     _loop = _loop or asyncio.new_event_loop()
-    return _loop.run_until_complete(value)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _loop.run_until_complete(value)
+    with ThreadPoolExecutor(1) as pool:  # in a notebook this thread has a loop that is running
+        return pool.submit(_loop.run_until_complete, value).result()

@@ -30,13 +30,19 @@ MAX_LOOKS = 2
 # A tenth of a core on which a rank decodes, all of an idle one. At 19 a call may time out.
 NICENESS = 10
 MAX_REPLY_BYTES = 1 << 24
-# Arguments: sys.path, the worker's connection, the trainer's process, then those of `serve`.
+# Arguments: the folder of this package, of which another may be installed; sys.path, the worker's
+# connection, the trainer's process, then those of `serve`.
 _BOOT = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
+import sys
+sys.path.insert(0, sys.argv[1])
+import bubblespec
+del sys.path[0]
+import json
+sys.path[:] = json.loads(sys.argv[2])
 from bubblespec.distributed.worker import serve
-serve(int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+serve(int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
 """
+_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class WorkerFailure(Exception):
@@ -80,11 +86,11 @@ class Worker:
         # The order of sets of strings depends on this seed: replies must not depend on the worker.
         constants = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
         path = json.dumps([p for p in sys.path if isinstance(p, str)])
-        arguments = [path, str(theirs.fileno()), str(os.getpid()), *self._arguments]
+        arguments = [_FOLDER, path, str(theirs.fileno()), str(os.getpid()), *self._arguments]
         self._connection = Connection(ours.detach())
         with theirs, self._lock:
             self.supervisor = subprocess.Popen(
-                [sys.executable, "-u", "-c", _BOOT, *arguments],
+                [sys.executable, "-P", "-u", "-c", _BOOT, *arguments],
                 bufsize=0,
                 stdin=subprocess.PIPE,  # at its end the supervisor kills them all
                 stdout=2,

@@ -41,7 +41,10 @@ CHARTS = {
 def import_logger(package: str) -> Any:
     """Import a package of run.log_to. Raises InputError."""
     try:
-        return importlib.import_module(package)
+        module = importlib.import_module(package)
+        if not hasattr(module, "init"):  # as a folder of earlier runs
+            raise ImportError(f"{next(iter(module.__path__), package)} is another thing")
+        return module
     except ImportError as error:
         problem = f"{package} cannot be imported ({error}); pip install {package}"
         raise InputError(f"run.log_to: {problem}") from error

@@ -25,7 +25,6 @@ from importlib import metadata
 from itertools import combinations
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -35,7 +34,7 @@ from bubblespec.draft.store import exchange
 from bubblespec.engine.kv_cache import PAGE
 from bubblespec.errors import EndsRun, InputError, RankTimeout, RunFailed, log, one_line
 from bubblespec.loading import load_model, with_dtype
-from bubblespec.memory import max_length, max_slots
+from bubblespec.memory import host_bytes, max_length, max_slots
 from bubblespec.planner.place import place_in_turn
 from bubblespec.rollout.board import ProgressBoard, RankState, SharedTicks, make_transport
 from bubblespec.rollout.loop import RolloutLoop
@@ -64,12 +63,12 @@ def versions(case: Case) -> Iterator[Line]:
 
 def devices(case: Case) -> Iterator[Line]:
     """Describe the devices, their memory and the links between GPUs."""
-    ranks, num_local, host = case.ranks, local_ranks(), psutil.virtual_memory()
+    ranks, num_local, host = case.ranks, local_ranks(), host_bytes()
     hardware = describe_hardware(ranks.device)
     threads, cores = hardware["threads"], hardware["cores"]
     yield ok(
         f"{ranks.world_size} ranks with {threads} threads each; {cores} cores ({hardware['cpu']}) "
-        f"with {host.available / 1e9:.3g} of {host.total / 1e9:.3g} GB of memory free"
+        f"with {host[0] / 1e9:.3g} of {host[1] / 1e9:.3g} GB of memory free"
     )
     if ranks.device.type == "cpu":
         if num_local * threads > cores:

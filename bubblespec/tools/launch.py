@@ -39,8 +39,9 @@ def main(arguments: list[str]) -> None:
         parser.parse_known_args(arguments)  # --help
         parser.error("--config is required")
     at = names.index("--config")
-    if not SCRIPT.exists():
-        raise InputError(f"{SCRIPT} does not exist; install the package with pip install -e")
+    if not (SCRIPT.exists() and "bubblespec" in SCRIPT.read_text(encoding="utf-8")):
+        problem = f"{SCRIPT} does not exist, or is not of this package"
+        raise InputError(f"{problem}; install bubblespec with pip install -e")
     given = [*arguments[:at], str(SCRIPT), *arguments[at:]]
     launcher = run.get_args_parser()
     signals = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
