@@ -2,14 +2,19 @@
 
 import contextlib
 import functools
+import glob
+import itertools
 import os
 import re
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+import jinja2
 import numpy as np
 import torch
 from huggingface_hub import constants
@@ -20,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import chat_template_utils
 
 from bubblespec.config import Config
 from bubblespec.data.prompts import (
@@ -27,11 +33,12 @@ from bubblespec.data.prompts import (
     build_prompt_set,
     fingerprint,
     fingerprints,
+    has_date,
     leave_out,
     make_tokenize,
     reasoning_gym_rows,
 )
-from bubblespec.data.rows import load_rows
+from bubblespec.data.rows import IS_POINTER, POINTER, is_pointer, load_rows
 from bubblespec.data.schedule import PromptSet
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.lora import add_adapter
@@ -39,6 +46,9 @@ from bubblespec.types import Prompt
 
 HUB_TIMEOUT_S = 5.0
 CLEANS_UP_ANYWAY = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+EPOCH = datetime(1970, 1, 1)
+# What templates are given with each chat.
+SET_ANYWAY = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 TASKS_SEED, HELD_OUT_SEED = 1, 501  # of problems made from data.tasks
 # Tensors that a policy may leave out beside those that its class in transformers names: heads that
 # predict further tokens, parts for other input than text, and constants that are computed instead.
@@ -50,8 +60,16 @@ EXTRAS = re.compile(
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, with the configured chat template or its own. Raises InputError."""
+def local_time_s() -> int:
+    """Return the time of this machine's zone, in seconds since the beginning of 1970 there."""
+    return (datetime.now() - EPOCH) // timedelta(seconds=1)
+
+
+def load_tokenizer(config: Config, now_s: int | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, with the configured chat template or its own. Raises InputError.
+
+    now_s: time (`local_time_s`) that a template with a date gets for good, by default that of now.
+    """
     tokenizer = from_pretrained(AutoTokenizer, config, config.model.path)
     if path := config.model.chat_template_path:
         try:
@@ -60,15 +78,59 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         except (OSError, UnicodeDecodeError) as error:
             problem = f"cannot read {path}: {one_line(error)}"
             raise InputError(f"model.chat_template_path: {problem}") from error
+    if isinstance(template := tokenizer.chat_template, str):
+        if template.startswith(POINTER):
+            key = "model.chat_template_path" if path else "model.path"
+            raise InputError(f"{key}: the chat template {IS_POINTER}")
+        # Some editors begin a file with this character.
+        tokenizer.chat_template = template = template.removeprefix("\ufeff")
     if options := config.data.chat_template_kwargs:
+        check_template_options(template, options)
         render = functools.partial(tokenizer.apply_chat_template, **options)
         tokenizer.apply_chat_template = render  # for prompts and turns alike
+    if has_date(template):
+        now = EPOCH + timedelta(seconds=local_time_s() if now_s is None else now_s)
+        tokenizer.apply_chat_template = functools.partial(_at, now, tokenizer.apply_chat_template)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_bpe = backend is not None and type(backend.model).__name__ == "BPE"
     if is_bpe and not getattr(tokenizer, CLEANS_UP_ANYWAY, False):
         # transformers ignores it for such tokenizers, and every process would warn of that.
         tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
+
+
+def _at(now: datetime, render: Callable, *messages, **options):
+    """Render messages by transformers, whose clock, the module's `datetime`, has stopped."""
+    clock = chat_template_utils.datetime
+    chat_template_utils.datetime = SimpleNamespace(now=lambda: now)
+    try:
+        return render(*messages, **options)
+    finally:
+        chat_template_utils.datetime = clock
+
+
+def check_template_options(template: str | dict | None, options: dict) -> None:
+    """Raise InputError for an option that the template, or none of several, reads.
+
+    And for a truth value that is text, since any text is true in a template."""
+    texts = template.values() if isinstance(template, dict) else [template or ""]
+    names: set[str] = set()
+    for text in texts:
+        with contextlib.suppress(jinja2.TemplateSyntaxError):  # rendering shows it
+            found = [word for word in jinja2.Environment().lex(text) if word[1] != "whitespace"]
+            names |= {
+                word
+                for (_, _, before), (_, kind, word) in itertools.pairwise(found)
+                if kind == "name" and before != "."
+            }
+    for name, value in options.items():
+        key = f"data.chat_template_kwargs.{name}"
+        if name not in names - SET_ANYWAY:
+            raise InputError(f"{key}: the chat template of model.path does not read it")
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            raise InputError(
+                f"{key}: '{value}' is text, which is always true; leave out its quotes"
+            )
 
 
 def with_dtype(config: Config, device_type: str) -> Config:
@@ -174,6 +236,9 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
             advice = "has code of its own: read it, then set model.trust_remote_code=true"
             raise InputError(f"{_key_of(config, path)}: {path} {advice}") from error
         reason = f"cannot load {auto_class.__name__} from {path}: {one_line(error)}"
+        files = sorted(filter(os.path.isfile, glob.glob(os.path.join(glob.escape(path), "*"))))
+        if pointer := next(filter(is_pointer, files), None):
+            reason = f"{pointer} {IS_POINTER}"
         if not os.path.isdir(path):
             reason = f"there is no folder {path}"
             if path.count("/") < 2 and path[:1] not in "./~":  # else it is no name of a model
@@ -213,10 +278,7 @@ def check_vocabulary(
     if (largest := max(known, default=0)) >= size:
         excess = f"has token {largest}, but the model has only {size} embeddings"
         raise InputError(f"model.path: the tokenizer of {config.model.path} {excess}")
-    for token in config.rollout.stop_token_ids or []:
-        if token >= size:
-            raise InputError(f"rollout.stop_token_ids: {token} is beyond the model's {size} tokens")
-    known.update(token for token in stop_tokens(config, model, tokenizer) if token < size)
+    known.update(stop_tokens(config, model, tokenizer))
     num_tokens = max(known) + 1
     lines = []
     if excess := size - num_tokens:
@@ -233,16 +295,23 @@ def stop_tokens(
 ) -> tuple[int, ...]:
     """Return the configured stop tokens, or model's and tokenizer's end-of-sequence tokens.
 
-    Raises InputError if there are none."""
-    if config.rollout.stop_token_ids is not None:
-        return tuple(config.rollout.stop_token_ids)
-    of_model = model.generation_config.eos_token_id
-    of_model = of_model if isinstance(of_model, list) else [of_model]
-    stops = {tokenizer.eos_token_id, *of_model} - {None}
-    if not stops:
-        reason = "neither model nor tokenizer has an end-of-sequence token; give one"
-        raise InputError(f"rollout.stop_token_ids: {reason}")
-    return tuple(sorted(stops))
+    Raises InputError if there are none, or if the model has no such token."""
+    key, size = "rollout.stop_token_ids", model.get_input_embeddings().num_embeddings
+    stops, place = config.rollout.stop_token_ids, ""
+    if stops is None:
+        of_model = model.generation_config.eos_token_id
+        of_model = of_model if isinstance(of_model, list) else [of_model]
+        stops = [token for token in (tokenizer.eos_token_id, *of_model) if token is not None]
+        place = ", an eos_token_id of model.path,"
+        if not stops:
+            reason = "neither model nor tokenizer has an end-of-sequence token; give one"
+            raise InputError(f"{key}: {reason}")
+    for token in stops:
+        if type(token) is not int or token < 0:
+            raise InputError(f"{key}: {token!r}{place} is no token id; set ids")
+        if token >= size:
+            raise InputError(f"{key}: {token}{place} is beyond the model's {size} tokens")
+    return tuple(stops if place == "" else sorted(set(stops)))
 
 
 def load_prompts(

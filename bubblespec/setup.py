@@ -25,7 +25,7 @@ from bubblespec.checkpoint import (
 )
 from bubblespec.config import Config
 from bubblespec.config.imports import import_function, without_input
-from bubblespec.data.prompts import HELD_OUT, check_continued, check_equal, data_state
+from bubblespec.data.prompts import DATE, HELD_OUT, check_continued, check_equal, data_state
 from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.distributed.shared_memory import open_collectives
@@ -90,7 +90,9 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         hooks = load_own(config, ranks)
         functions = {path: load_reward(path) for path in config.reward.functions}
         own = {path: load_reward(path, "eval.functions") for path in config.eval.functions}
-        tokenizer = loading.load_tokenizer(config)
+        own_s = ranks.gather(np.array([loading.local_time_s()]))[0]
+        now_s = int(planner.get(DATE, own_s)[0])
+        tokenizer = loading.load_tokenizer(config, now_s)
         model = loading.load_model(config, checkpoint, ranks.device)
         num_tokens, lines = loading.check_vocabulary(config, model, tokenizer)
     with show_phase(ranks, "checking the model"):
@@ -116,7 +118,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         train_prompts, eval_prompts = loading.load_prompts(
             config, tokenizer, tokenize, saved_held_out=planner.get(HELD_OUT), warn=warn
         )
-        data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts)
+        data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts, now_s)
         check_equal(data, ranks.gather)
         base = model if config.model.lora_r else reference
         data |= loading.weights_state(base, teacher_model)

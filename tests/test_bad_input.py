@@ -5,6 +5,7 @@ All the ways in which values, data, rewards and models can be wrong are in the t
 """
 
 import contextlib
+import datetime
 import hashlib
 import io
 import json
@@ -13,6 +14,7 @@ import pickle
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -20,8 +22,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.utils import chat_template_utils
 
 import train
+from bubblespec import loading
 from bubblespec.checkpoint import PLANNER_FILE, STATE_FILE, SUMS_FILE, _digests, load_arrays
 from bubblespec.data.prompts import HELD_OUT, ROWS
 from bubblespec.distributed.ranks import ranks_from_environment
@@ -421,3 +425,47 @@ def test_error_is_printed_once_and_all_ranks_end(tmp_path, overrides, says, has_
     assert len(re.findall(f"error: .*{re.escape(says)}", done.stderr)) == 1, done.stderr[-3000:]
     assert done.stderr.count("error: ") == 1
     assert (tmp_path / "out").exists() == has_started
+
+
+# Data that works
+
+
+def test_columns_may_have_names_of_any_arguments(trained, data, tmp_path):
+    """Of arguments of functions that call the reward, and of those that TRL passes."""
+    names = ("function", "functions", "samples", "self", "key", "logs", "log_metric", "seed")
+    rows = [row | dict.fromkeys(names, "x") for row in GOOD]
+    function = "reward.functions=[tests.helpers.rewards.logs,tests.helpers.rewards.judge]"
+    options = [*data("rows.jsonl", rows), function, "reward.reward_on_error=null"]
+    for num_workers in (0, 1):
+        folder = tmp_path / f"out{num_workers}"
+        said = trained(folder, *options, f"reward.num_workers={num_workers}")
+        assert "warning: reward" not in said
+        line = json.loads((folder / "metrics.jsonl").read_text())
+        assert "logged/mean_size" in line
+
+
+def test_template_with_date_continues_next_day(trained, data, monkeypatch, tmp_path):
+    """With the date of the run's beginning; a new run has that of its own."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ strftime_now('%d') }} {{ messages[0].content }}")
+    overrides = [*data("chat.jsonl", CHAT), f"model.chat_template_path={template}"]
+    states = []
+    for name, step, day in [("out", 1, 8), ("out", 2, 9), ("new", 1, 9)]:
+        clock = SimpleNamespace(now=lambda day=day: datetime.datetime(2026, 7, day, 23, 59))
+        monkeypatch.setattr(chat_template_utils, "datetime", clock)
+        monkeypatch.setattr(loading, "datetime", clock, raising=False)
+        trained(tmp_path / name, *overrides, f"run.max_steps={step}")
+        states.append(load_arrays(str(tmp_path / name / f"checkpoint-{step}"), PLANNER_FILE))
+    first, second, other = (state[ROWS].tolist() for state in states)
+    assert first == second != other
+
+
+@pytest.mark.parametrize("output", ["", "runs/own"])
+def test_output_folder_may_be_below_data(trained, data, tmp_path, output):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    data("data/rows.jsonl", GOOD)
+    for step in (1, 2):
+        path = [f"data.path={folder}", "data.tasks=[]", f"run.max_steps={step}"]
+        said = trained(folder / output, *path, "run.save_rollouts=true", "run.trace=true")
+        assert f"{folder}, split train: 4 rows of 1 file (rows.jsonl)\n" in said

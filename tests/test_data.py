@@ -1,6 +1,7 @@
 """Rows into prompts with stable uids, prompts into the batch of any step."""
 
 import collections
+import json
 import random
 
 import pytest
@@ -8,7 +9,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from bubblespec.config import Config
-from bubblespec.data.prompts import build_prompt_set, make_tokenize, reasoning_gym_rows
+from bubblespec.data.prompts import (
+    DATE,
+    build_prompt_set,
+    data_state,
+    make_tokenize,
+    reasoning_gym_rows,
+    render_text,
+)
 from bubblespec.data.schedule import PromptSet
 from bubblespec.errors import InputError
 from bubblespec.loading import load_tokenizer
@@ -137,6 +145,132 @@ def test_strings_get_bos_once_and_no_eos(processor, before):
     assert tokenize("hi there") == [*before, 3, 4]
     assert tokenize("hi") == [*before, 3]
     assert tokenize(made.decode([*before, 3])) == [*before, 3], "not twice"
+
+
+@pytest.mark.parametrize("model", ["drops", "as bos"])
+@pytest.mark.parametrize("processor, before", [(BOS, [0]), (BOTH, [0, 1]), (None, [])])
+def test_bos_of_tokenizer_without_common_letters(model, processor, before):
+    """Unknown letters have no token at all, or that of BOS."""
+    ids = dict(zip(VOCABULARY.split(), range(6), strict=True))
+    core = Tokenizer(models.WordLevel(ids, unk_token="<s>"))
+    if model == "drops":
+        core.model = models.BPE(ids | {"h": 6, "i": 7}, [])
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.post_processor = processor or processors.Sequence([])
+    tokenize = make_tokenize(PreTrainedTokenizerFast(tokenizer_object=core))
+    assert tokenize("hi") == [*before, *([6, 7] if model == "drops" else [3])]
+
+
+def loaded(folder, template: str | None, **options) -> PreTrainedTokenizerFast:
+    make_tokenizer(VOCABULARY, chat_template=template).save_pretrained(folder)
+    config = Config()
+    config.model.path, config.data.chat_template_kwargs = str(folder), options
+    return load_tokenizer(config)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_byte_order_mark_is_no_part_of_template(tmp_path, is_own):
+    tokenizer = loaded(tmp_path, "\ufeffuser there" if is_own else "hi")
+    if not is_own:
+        (tmp_path / "template").write_text("user there", encoding="utf-8-sig")
+        config = Config()
+        config.model.path, config.model.chat_template_path = (
+            str(tmp_path),
+            str(tmp_path / "template"),
+        )
+        tokenizer = load_tokenizer(config)
+    assert tokenizer.chat_template == "user there" and make_tokenize(tokenizer)([USER]) == [1, 4]
+
+
+READS = "{% generation %}{% set thinks = thinks | default(true) %}{{ messages[0].role }}"
+READS += "{% if thinks == true and day is defined %}{{ message.thinking }}{% endif %}"
+READS += "{% endgeneration %}{# budget #} level"
+
+
+@pytest.mark.parametrize("template", [READS, None])
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"thinks": False, "day": "off"}, None),
+        ({"think": False}, "think: the chat template of model.path does not read it"),
+        ({"day": 1, "thinking": False}, "thinking: the"),
+        ({"budget": 1}, "budget: the"),
+        ({"level": 1}, "level: the"),
+        ({"messages": []}, "messages: the"),
+        ({"tools": []}, "tools: the"),
+        ({"thinks": "false"}, "thinks: 'false' is text, which is always true; leave out its"),
+        ({"thinks": "True"}, "thinks: 'True' is text"),
+    ],
+)
+def test_options_that_no_template_reads_are_refused(tmp_path, template, options, says):
+    if says is None and template is not None:
+        loaded(tmp_path, template, **options)
+        return
+    message = refusal(lambda: loaded(tmp_path, template, **options))
+    says = says if template is not None else f"{next(iter(options))}: the chat template"
+    assert message.startswith("data.chat_template_kwargs." + says)
+
+
+def test_template_gets_one_date_for_good(tmp_path):
+    """Local time in seconds since 1970: by hand, a day has 86400."""
+    make_tokenizer(
+        VOCABULARY + " 01 02", chat_template="hi {{ strftime_now('%d') }}"
+    ).save_pretrained(tmp_path)
+    config = Config()
+    config.model.path = str(tmp_path)
+    for seconds, wanted in [(0, [3, 6]), (86399, [3, 6]), (86400, [3, 7])]:
+        assert make_tokenize(load_tokenizer(config, seconds))([USER]) == wanted
+    state = data_state("{{ strftime_now('%d') }}", [], [], 86400)
+    assert state[DATE].tolist() == [86400] and DATE not in data_state("plain", [], [], 86400)
+
+
+@pytest.mark.parametrize(
+    "name, chat, says",
+    [
+        ("json", [SYSTEM, USER], None),
+        ("json", [USER, {"role": "assistant", "content": None, "tool_calls": [{}]}], None),
+        ("python", [USER], "a chat as text that is not JSON"),
+        ("json", [USER, {"role": "user"}], "not a message with 'role' and 'content'"),
+    ],
+)
+def test_chats_as_text_are_chats_or_refused(name, chat, says):
+    text = " " + json.dumps(chat, indent=1) + "\n" if name == "json" else str(chat)
+    if says is not None:
+        assert says in refusal(lambda: build(["hi", text]))
+        return
+    as_text, as_list = (
+        build_prompt_set([{"prompt": prompt}], lambda _: [1], 9, as_chat=True).prompts[0]
+        for prompt in (text, chat)
+    )
+    assert as_text == as_list and as_text.text == chat
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"role": 1}]', '[{"role": "a", "content": "b"}] is JSON', "[hi]"]
+)
+def test_other_text_in_brackets_is_text(text):
+    assert build([text]).prompts[0].text == text
+
+
+CALLS = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments FILTER }}"
+CALLS += "{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("filtered", ["| tojson", "", "+ ''"])
+@pytest.mark.parametrize("arguments", [{"city": 'Bjørn "x"'}, {}])
+def test_arguments_as_json_text_are_quoted_once(filtered, arguments):
+    """By templates that write them as JSON, and by those that need them as text."""
+    written = json.dumps(arguments, ensure_ascii=False)
+    call = {"type": "function", "function": {"name": "f", "arguments": written}}
+    chat = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER]
+    tokenizer = make_tokenizer(VOCABULARY, chat_template=CALLS.replace("FILTER", filtered))
+    assert render_text(tokenizer, chat) == written
+    assert call["function"]["arguments"] == written, "the prompt itself is unchanged"
+
+
+def test_tool_calls_as_text_are_refused():
+    chat = [USER, {"role": "assistant", "content": "", "tool_calls": "[]"}]
+    assert "whose tool_calls are no list" in refusal(lambda: build([chat]))
 
 
 CHATML = (

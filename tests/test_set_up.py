@@ -400,3 +400,40 @@ def test_libraries_warn_of_nothing_on_the_screen(monkeypatch, tmp_path):
         graphs.rehearse(lambda: None)
     assert [str(warning.message) for warning in shown] == []
     assert not tokenizer.clean_up_tokenization_spaces and modes == ["error", 0]
+
+
+# Stop tokens of the model, and files that git has left out
+
+
+@pytest.mark.parametrize(
+    "found, says",
+    [
+        ([0, 99999], "99999, an eos_token_id of model.path, is beyond the model's 312 tokens"),
+        (312, "312, an eos_token_id of model.path, is beyond"),
+        (-1, "-1, an eos_token_id of model.path, is no token id"),
+        ([0, "1"], "'1', an eos_token_id of model.path, is no token id"),
+        ("</s>", "'</s>', an eos_token_id of model.path, is no token id"),
+        ([[0]], "[0], an eos_token_id of model.path, is no token id"),
+        ([True], "True, an eos_token_id of model.path, is no token id"),
+    ],
+)
+def test_stop_tokens_that_no_model_has_are_refused(policy, found, says):
+    edit_json(policy / "generation_config.json", eos_token_id=found)
+    config = make_config(policy)
+    assert refusal(load_all, config).startswith(f"rollout.stop_token_ids: {says}")
+    config.rollout.stop_token_ids = [311, 0]
+    load_all(config)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "chat"])
+def test_pointer_in_model_folder_is_named(policy, name):
+    name = "chat_template.jinja" if name == "chat" else name
+    content = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
+    (policy / "pytorch_model.bin").write_bytes(content)  # next to what is loaded
+    load_all(make_config(policy))
+    os.remove(policy / "pytorch_model.bin")
+    (policy / name).write_bytes(content)
+    message = refusal(load_all, make_config(policy))
+    assert message.startswith("model.path: ")
+    assert message.endswith("is a pointer of git-lfs, not the file: run `git lfs pull`")
+    assert name in message or name == "chat_template.jinja"

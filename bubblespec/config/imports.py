@@ -59,7 +59,7 @@ def import_function(key: str, path: str, example: str, arguments: tuple[str, ...
     return function
 
 
-def call(function: Callable, *arguments, **named) -> Any:
+def call(function: Callable, /, *arguments, **named) -> Any:
     """Call a user's function, await what it returns, and keep this process's settings."""
     with keep_settings():
         return awaited(function(*arguments, **named))

@@ -1,7 +1,10 @@
 """Prompts: rows, tokenised; and their fingerprints, by which a run resumes on the same data."""
 
+import contextlib
+import copy
 import functools
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -15,9 +18,15 @@ from bubblespec.data.schedule import PromptSet
 from bubblespec.errors import InputError, one_line, shown
 from bubblespec.types import Prompt
 
+# A chat that a file holds as text, as every CSV file does: all of it is a list of messages.
+_CHAT = re.compile(
+    r"""\s*\[\s*\{(?=.*["']role["']\s*:)(?=.*["']content["']\s*:).*\}\s*\]\s*""", re.S
+)
+
 # Fingerprints of a run's data, by these names in its checkpoints.
 ROWS, HELD_OUT, TEMPLATE = "data.rows", "data.held_out", "data.template"
 WEIGHTS = "model.weights"
+DATE = "data.date"  # that a run's template writes, so that prompts are the same on the next day
 
 
 def build_prompt_set(
@@ -32,12 +41,15 @@ def build_prompt_set(
     """Tokenise rows with a `prompt` column; leave out and count prompts that are too long.
 
     `as_chat` wraps string prompts as a user message; `system_prompt` goes in front of chat prompts
-    without one. Lists of text parts become one text. Raises InputError, which names `key`, for an
-    invalid prompt; rows are counted from 0."""
+    without one. Chats in JSON text are chats, and lists of text parts become one text. Raises
+    InputError, which names `key`, for an invalid prompt; rows are counted from 0."""
     prompts, num_dropped = [], 0
     occurrences: Counter[str] = Counter()
     for number, row in enumerate(rows):
         text = row["prompt"]
+        if isinstance(text, str) and _CHAT.fullmatch(text):
+            with contextlib.suppress(ValueError, RecursionError):
+                text = json.loads(text)
         if problem := _find_problem(text):
             raise InputError(f"{key}: the prompt of row {number} {problem}")
         if as_chat and isinstance(text, str):
@@ -91,11 +103,17 @@ def make_tokenize(
 
 @functools.lru_cache(maxsize=4)
 def _ids_before(tokenizer) -> list[int]:
-    """Return the ids that the tokenizer puts in front of every text."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    begins = range(len(whole) - len(bare) + 1)
-    return next(whole[:i] for i in begins if whole[i : i + len(bare)] == bare)
+    """Return the ids that the tokenizer puts in front of every text.
+
+    They are seen in front of one that has tokens, other ones than those around it."""
+    for probe in itertools.chain("a", tokenizer.get_vocab()):
+        bare = tokenizer(probe, add_special_tokens=False)["input_ids"]
+        whole = tokenizer(probe)["input_ids"]
+        begins = range(len(whole) - len(bare) + 1)
+        found = [whole[:i] for i in begins if whole[i : i + len(bare)] == bare]
+        if bare and len(found) == 1:
+            return found[0]
+    return []
 
 
 def render(tokenizer, messages: list[dict], schemas: Sequence[dict] = (), **how) -> list[int]:
@@ -105,15 +123,43 @@ def render(tokenizer, messages: list[dict], schemas: Sequence[dict] = (), **how)
 
 
 def render_text(tokenizer, messages: list[dict], schemas: Sequence[dict] = (), **how) -> str:
-    """Render chat messages by the tokenizer's template, with options `how`. Raises InputError."""
+    """Render chat messages by the tokenizer's template, with options `how`. Raises InputError.
+
+    Arguments of tool calls in JSON text stay text, unless the template puts quotes around it."""
+    how |= {"tools": list(schemas) or None, "tokenize": False}
     try:
-        return tokenizer.apply_chat_template(
-            messages, tools=list(schemas) or None, tokenize=False, **how
-        )
+        text = tokenizer.apply_chat_template(messages, **how)
+        quoted = [json.dumps(of, ensure_ascii=False) for of in _arguments_in_text(messages)]
+        if any(arguments in text for arguments in quoted):
+            return tokenizer.apply_chat_template(_with_parsed_arguments(messages), **how)
+        return text
     except Exception as error:  # a template is a program, and fails in any way
         raise InputError(
             f"model.path: its chat template fails on {messages!r:.300}: {one_line(error)}"
         ) from error
+
+
+def _function_of(call) -> dict:
+    """Return what has the arguments of a tool call."""
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    return function if isinstance(function, dict) else {}
+
+
+def _arguments_in_text(messages: list[dict]) -> list[str]:
+    """Return the arguments of tool calls that are text."""
+    calls = [call for message in messages for call in message.get("tool_calls") or []]
+    found = [_function_of(call).get("arguments") for call in calls]
+    return [arguments for arguments in found if isinstance(arguments, str)]
+
+
+def _with_parsed_arguments(messages: list[dict]) -> list[dict]:
+    """Return messages whose tool calls have no arguments in JSON text."""
+    messages = copy.deepcopy(messages)
+    for message in messages:
+        for function in map(_function_of, message.get("tool_calls") or []):
+            with contextlib.suppress(TypeError, ValueError):
+                function["arguments"] = json.loads(function.get("arguments"))
+    return messages
 
 
 def leave_out(
@@ -178,6 +224,8 @@ def _find_problem(prompt) -> str | None:
         return f"is {prompt!r}, neither a string nor a list of chat messages"
     if not prompt:
         return "is empty"
+    if isinstance(prompt, str) and _CHAT.fullmatch(prompt):
+        return f"is {prompt!r:.200}, a chat as text that is not JSON"
     for message in prompt if isinstance(prompt, list) else []:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             return f"has {message!r}, not a message with 'role' and 'content'"
@@ -190,6 +238,8 @@ def _find_problem(prompt) -> str | None:
             isinstance(content, (str, list)) or (content is None and message.get("tool_calls"))
         ):
             return f"has {message!r}, whose role or content is not text"
+        if not isinstance(message.get("tool_calls") or [], list):
+            return f"has {message!r:.200}, whose tool_calls are no list"
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -202,15 +252,25 @@ def _join_parts(content):
     return "".join(p["text"] for p in content) if isinstance(content, list) else content
 
 
+def has_date(template: str | dict | None) -> bool:
+    """Whether a chat template reads the clock."""
+    return "strftime_now" in plain_text(template)
+
+
 def data_state(
-    template: str | dict | None, prompts: Sequence[Prompt], held_out: Sequence[Prompt]
+    template: str | dict | None,
+    prompts: Sequence[Prompt],
+    held_out: Sequence[Prompt],
+    now_s: int = 0,
 ) -> dict[str, np.ndarray]:
-    """Return fingerprints of rows, in order, and of the chat template, int64."""
+    """Return fingerprints of rows, in order, and of the chat template, int64.
+
+    And the time that a template with a date was given, now_s."""
     return {
         ROWS: fingerprints(prompts),
         HELD_OUT: fingerprints(held_out),
         TEMPLATE: np.array([fingerprint(template)]),
-    }
+    } | ({DATE: np.array([now_s])} if has_date(template) else {})
 
 
 def fingerprints(prompts: Sequence[Prompt]) -> np.ndarray:

@@ -7,6 +7,7 @@ of their columns are left to it. Hub datasets are its own.
 """
 
 import bz2
+import contextlib
 import csv
 import fnmatch
 import functools
@@ -56,6 +57,7 @@ _OF_RUN = re.compile(
     r"config\.yaml|(metrics|samples)\.jsonl|checkpoint-.+|rollouts|trace|timeline|profile|tensorboard"
 )
 POINTER = "version https://git-lfs.github.com/"  # how a file begins whose content is elsewhere
+IS_POINTER = "is a pointer of git-lfs, not the file: run `git lfs pull`"
 _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*")  # whose name is that of its split
 
 
@@ -239,8 +241,9 @@ def _is_run(folder: str) -> bool:
 
 def is_pointer(path: str) -> bool:
     """Whether a file is what git leaves in place of a large one until `git lfs pull`."""
-    with open(path, "rb") as file:
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # else reading it raises
         return file.read(len(POINTER)) == POINTER.encode()
+    return False
 
 
 def _saved_files(folder: Path) -> list[str]:
@@ -284,7 +287,7 @@ def _take(files: dict[str, list[str]], read: Callable[[str], Iterator[dict]], sp
     import datasets
 
     for path in (path for paths in files.values() for path in paths if is_pointer(path)):
-        raise InputError(f"{path} is a pointer of git-lfs, not the file: run `git lfs pull`")
+        raise InputError(f"{path} {IS_POINTER}")
     rows = {of: [row for path in paths for row in read(path)] for of, paths in files.items()}
     instruction = datasets.ReadInstruction.from_spec("+".join(rows) if split == "all" else split)
     parts = instruction.to_absolute({of: len(of_split) for of, of_split in rows.items()})

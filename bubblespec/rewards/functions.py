@@ -155,8 +155,8 @@ def score(
     logs = [({}, []) for _ in samples] if logs is None else logs
     of_trl = _arguments_of_trl(samples[0].progress, logs)
     try:
-        columns = {name: of_trl[name] for name in named_of_trl(function)}
-        columns |= {name: [copy.deepcopy(s.columns.get(name)) for s in samples] for name in names}
+        columns = {name: [copy.deepcopy(s.columns.get(name)) for s in samples] for name in names}
+        columns |= {name: of_trl[name] for name in named_of_trl(function)}  # as in TRL, these win
         if takes_environments(function):
             columns["environments"] = [pickle.loads(s.environment) for s in samples]
         returned = call(
