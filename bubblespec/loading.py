@@ -110,9 +110,9 @@ def _at(now: datetime, render: Callable, *messages, **options):
 
 
 def check_template_options(template: str | dict | None, options: dict) -> None:
-    """Raise InputError for an option that the template, or none of several, reads.
+    """Raise InputError for an option that no template reads, and for a truth value that is text.
 
-    And for a truth value that is text, since any text is true in a template."""
+    Any text that is not empty is true in a template."""
     texts = template.values() if isinstance(template, dict) else [template or ""]
     names: set[str] = set()
     for text in texts:
