@@ -113,7 +113,7 @@ class DataConfig:
     system_prompt: str | None = None
     """System message in front of chat prompts that have none; string prompts need as_chat."""
     chat_template_kwargs: dict[str, Any] = key({})
-    """Options of the chat template, such as {enable_thinking: false}."""
+    """Options that the chat template reads, such as {enable_thinking: false}."""
 
 
 @dataclass
@@ -199,7 +199,7 @@ class RolloutConfig:
     progress_backend: Literal["auto", "shm"] = key("auto", resume=SAFE)
     """How ranks exchange progress: auto (NCCL on GPUs; else shared memory or gloo), or shm only."""
     stop_token_ids: list[int] | None = key(None, at_least(0))
-    """Tokens that end a response (default: the model's and the tokenizer's)."""
+    """Ids that end a response (default: the model's and the tokenizer's); they must be its ids."""
     max_num_seqs: int | str = key("auto", at_least(1, "auto"), at_most(1 << 20), resume=SAFE)
     """Maximum number of rows that one rank decodes at once, drafts included. auto: as many as are
     useful and fit into memory; give a number where float32 tokens must repeat bit for bit."""
