@@ -246,7 +246,7 @@ def test_moved_run_continues_with_equal_data(refusal, trained, data, tmp_path):
 
 @pytest.mark.parametrize("frozen", ["loss.kl_coef=0.1", "model.lora_r=2", "teacher"])
 def test_changed_frozen_weights_are_refused(refusal, trained, tmp_path, frozen):
-    """Of the reference, below an adapter and of a teacher; the policy's are in the checkpoint."""
+    """The reference, an adapter's base, a teacher: the policy's own weights are in the checkpoint."""
     if "lora" in frozen:
         pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
     folder = copy_policy(tmp_path / "policy")
@@ -431,7 +431,7 @@ def test_error_is_printed_once_and_all_ranks_end(tmp_path, overrides, says, has_
 
 
 def test_columns_may_have_names_of_any_arguments(trained, data, tmp_path):
-    """Of arguments of functions that call the reward, and of those that TRL passes."""
+    """Columns named like arguments of what calls the reward, or of what TRL passes."""
     names = ("function", "functions", "samples", "self", "key", "logs", "log_metric", "seed")
     rows = [row | dict.fromkeys(names, "x") for row in GOOD]
     function = "reward.functions=[tests.helpers.rewards.logs,tests.helpers.rewards.judge]"

@@ -259,7 +259,7 @@ CALLS += "{% endfor %}{% endfor %}"
 @pytest.mark.parametrize("filtered", ["| tojson", "", "+ ''"])
 @pytest.mark.parametrize("arguments", [{"city": 'Bjørn "x"'}, {}])
 def test_arguments_as_json_text_are_quoted_once(filtered, arguments):
-    """By templates that write them as JSON, and by those that need them as text."""
+    """Templates that write arguments as JSON, and templates that need text."""
     written = json.dumps(arguments, ensure_ascii=False)
     call = {"type": "function", "function": {"name": "f", "arguments": written}}
     chat = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER]

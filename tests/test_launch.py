@@ -123,7 +123,7 @@ def test_script_of_another_package_is_refused(monkeypatch, tmp_path):
 
 
 def test_launcher_needs_no_name_and_hands_on_signals(monkeypatch):
-    """Of this machine, whose own name may have no address."""
+    """One machine, whose own name may have no address."""
     taken = []
     monkeypatch.setattr(launch.run, "run", taken.append)
     monkeypatch.setattr(launch.logging, "disable", lambda level: None)

@@ -45,7 +45,7 @@ _UNIT = re.compile(
 )
 # Words after a number, such as "dollars per hour", which LaTeX takes for products of letters ...
 _WORDS = re.compile(r"\s+[A-Za-z]{3,}(\s+[A-Za-z]{2,})*")
-# ... but not those that change the number: parts, multiples, arithmetic, comparisons, denials.
+# ... but not words that change the number: parts, multiples, arithmetic, comparisons, denials.
 _CHANGES_NUMBER = re.compile(
     r"\b(?:half|halve|third|quarter|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf)th"
     r"|(?:thir|four|fif|six|seven|eigh|nine)teen(?:th)?|(?:twen|thir|for|fif|six|seven|eigh|nine)t"
@@ -184,7 +184,7 @@ class _Parsed(NamedTuple):
     """What a marked answer or a reference holds."""
 
     expressions: list
-    """Of the library: of the text, then without its unit."""
+    """What the library reads in the text, then without its unit."""
     unit: str = ""
     """What they leave out."""
 
