@@ -246,7 +246,7 @@ def test_moved_run_continues_with_equal_data(refusal, trained, data, tmp_path):
 
 @pytest.mark.parametrize("frozen", ["loss.kl_coef=0.1", "model.lora_r=2", "teacher"])
 def test_changed_frozen_weights_are_refused(refusal, trained, tmp_path, frozen):
-    """The reference, an adapter's base, a teacher: the policy's own weights are in the checkpoint."""
+    """The reference, an adapter's base, a teacher: those of the policy are saved."""
     if "lora" in frozen:
         pytest.importorskip("peft", reason="pip install -r requirements-lora.txt")
     folder = copy_policy(tmp_path / "policy")
