@@ -213,7 +213,7 @@ def updates(bench: Bench) -> Iterator[Figure]:
     logprobs = [np.full(n, -np.log(vocabulary), np.float32) for n in lengths]
     groups = [Group(Prompt(i, "", (1,) * prompt, {}), 0) for i in range(count // 4)]
     nothing = np.zeros(count, bool), np.zeros((count, 1))
-    samples = Samples(groups, 4, responses, logprobs, logprobs, *nothing)
+    samples = Samples(groups, 4, responses, logprobs, *nothing)
     advantages, weights = rng.normal(size=count), []
     for number in range(2):
         model = bench.model(bench.policy).requires_grad_(True)

@@ -79,7 +79,7 @@ class KnownText(Runner):
         token = self.text[slots[row], np.minimum(self.length[slots][row] + offset, MAX_LENGTH - 1)]
         counts = offset <= num_draft[row]
         self.length[slots] += 1 + num_accepted(token[counts], draft, num_draft)
-        drawn = Drawn(token, np.zeros((2, len(token)), np.float32))
+        drawn = Drawn(token, np.zeros(len(token), np.float32))
         self.own_s += time.thread_time() - begin_s
 
         def wait() -> Drawn:

@@ -9,6 +9,7 @@ and histories are saved for speed.
 """
 
 import contextlib
+import copy
 import filecmp
 import glob
 import hashlib
@@ -32,7 +33,7 @@ from bubblespec.config.file import config_to_yaml, load_config
 from bubblespec.config.keys import EXACT, ROUNDING
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError, log, one_line
-from bubblespec.folders import add_old_keys, flush, has_content, keep_aside, lock
+from bubblespec.folders import flush, has_content, keep_aside, lock
 
 STATE_FILE = "trainer_state.json"
 SUMS_FILE = "SHA256SUMS"
@@ -374,3 +375,66 @@ def read_state(folder: str) -> dict:
     path = os.path.join(folder, STATE_FILE)
     with refuse_what_does_not_fit(folder), open(path, encoding="utf-8") as file:
         return json.load(file)
+
+
+def add_old_keys(folder: str, read: Callable[[dict], Any]) -> None:
+    """Write what transformers 4 reads, too, into the files of a saved model and tokenizer.
+
+    It would take the default rotary embeddings without a word, and has no class TokenizersBackend.
+    read: config.json's content to a configuration, which must stay what it is."""
+
+    def add_rotary(path: str) -> None:
+        config = _read_json(path)
+        new = _with_rotary(config)
+        with contextlib.suppress(Exception):  # of a model's own code, which reads none of this
+            if _has(read(copy.deepcopy(new)).to_dict(), read(config).to_dict()):
+                _write_json(path, new)
+
+    def rename_class(path: str) -> None:
+        config = _read_json(path)
+        if config.get("tokenizer_class") == "TokenizersBackend":
+            config["tokenizer_class"] = "PreTrainedTokenizerFast"
+            if isinstance(config.get("extra_special_tokens"), list):
+                config["additional_special_tokens"] = config.pop("extra_special_tokens")
+            _write_json(path, config)
+
+    for name, change in (("config.json", add_rotary), ("tokenizer_config.json", rename_class)):
+        if os.path.isfile(path := os.path.join(folder, name)):  # an adapter has none
+            change(path)
+
+
+def _read_json(path: str) -> dict:
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def _write_json(path: str, content: dict) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, sort_keys=True, ensure_ascii=False)
+        file.write("\n")
+
+
+def _with_rotary(config: dict) -> dict:
+    """Return a configuration, its parts included, with the old keys of rotary embeddings."""
+    config = {k: _with_rotary(v) if isinstance(v, dict) else v for k, v in config.items()}
+    by_layer = config.get("rope_parameters") or {}
+    rope = by_layer.get("full_attention", by_layer)
+    if "rope_theta" not in rope:
+        return config
+    theta, share = rope["rope_theta"], rope.get("partial_rotary_factor")
+    of_all = {"rope_theta": theta, "partial_rotary_factor": share}
+    old = {name: value for name, value in of_all.items() if value is not None}
+    if config.get("model_type") == "gpt_neox":
+        old |= {"rotary_emb_base": theta, "rotary_pct": share}
+    if "sliding_attention" in by_layer:
+        old["rope_local_base_freq"] = by_layer["sliding_attention"]["rope_theta"]
+    if rope["rope_type"] != "default":
+        old["rope_scaling"] = {k: v for k, v in rope.items() if k not in of_all}
+    return config | old
+
+
+def _has(whole: Any, part: Any) -> bool:
+    """Whether a dictionary, and each one in it, has the entries of another one."""
+    if not (isinstance(whole, dict) and isinstance(part, dict)):
+        return whole == part
+    return all(key in whole and _has(whole[key], value) for key, value in part.items())

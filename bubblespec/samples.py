@@ -19,8 +19,6 @@ class Samples:
     """Response tokens with the stop token, int32, one array per sample."""
     logprob: list[np.ndarray]
     """float32, see `Row`."""
-    full_logprob: list[np.ndarray]
-    """float32, see `Row`."""
     is_truncated: np.ndarray
     """Whether the length limit cut the response off, bool [S]."""
     rewards: np.ndarray
@@ -52,7 +50,7 @@ class Samples:
     @property
     def num_sampled(self) -> np.ndarray:
         """Sampled tokens of each response, int64 [S]."""
-        return count_sampled(self.full_logprob)
+        return count_sampled(self.logprob)
 
     def of_groups(self, numbers: list[int]) -> "Samples":
         """Return the samples of some of the groups, in the given order."""
@@ -63,7 +61,6 @@ class Samples:
             size,
             [self.tokens[row] for row in rows],
             [self.logprob[row] for row in rows],
-            [self.full_logprob[row] for row in rows],
             self.is_truncated[rows],
             self.rewards[rows],
         )
@@ -75,7 +72,6 @@ class Samples:
             self.num_generations,
             self.tokens + other.tokens,
             self.logprob + other.logprob,
-            self.full_logprob + other.full_logprob,
             np.concatenate((self.is_truncated, other.is_truncated)),
             np.concatenate((self.rewards, other.rewards)),
         )

@@ -69,9 +69,6 @@ class Row:
     logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     """float32, of each token under the distribution that it was drawn from; NaN for tokens of an
     environment."""
-    full_logprob: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    """float32, of each token under the policy at the sampling temperature, without truncation; NaN
-    like `logprob`."""
     finish: str | None = None
     """"stop", "length", or None while unfinished."""
     draft: "Draft | None" = None

@@ -23,6 +23,7 @@ from bubblespec.checkpoint import (
     STATE_FILE,
     SUMS_FILE,
     _digests,
+    add_old_keys,
     find_checkpoint,
     find_damage,
     list_checkpoints,
@@ -35,7 +36,6 @@ from bubblespec.config import Config, DataConfig, ModelConfig, RunConfig, flatte
 from bubblespec.config.keys import EXACT, ROUNDING
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import InputError
-from bubblespec.folders import add_old_keys
 from bubblespec.learn.optimizer import Optimizer
 from tests.helpers.checks import FullDisk, refusal
 

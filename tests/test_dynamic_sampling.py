@@ -130,8 +130,8 @@ def test_groups_keep_order_when_data_runs_out(monkeypatch, step):
 def test_samples_of_groups_and_joined_are_the_same_samples():
     rng = np.random.default_rng(0)
     groups = [Group(Prompt(uid, "p", (uid,), {}), 3 * uid) for uid in range(4)]
-    arrays = [[rng.normal(size=n).astype(np.float32) for n in range(1, 13)] for _ in range(3)]
-    names = ("tokens", "logprob", "full_logprob", "is_truncated", "rewards")
+    arrays = [[rng.normal(size=n).astype(np.float32) for n in range(1, 13)] for _ in range(2)]
+    names = ("tokens", "logprob", "is_truncated", "rewards")
     columns = (*arrays, rng.random(12) < 0.5, rng.normal(size=(12, 2)))
     whole = Samples(groups, 3, *columns)
     again = whole.of_groups([0]) + whole.of_groups([1, 2, 3])

@@ -182,8 +182,6 @@ def test_gradients_and_metrics_equal_masked_sums(
 
 def test_mask_travels_with_log_probabilities():
     samples = with_observations(make_samples())
-    full = [logprob - 1 for logprob in samples.logprob]  # top_p and top_k set them apart
-    samples = replace(samples, full_logprob=full)
     launch, world, results = launch_of(samples.groups, GENERATIONS), World(2), {}
     rank_of = np.arange(len(samples)) % 2
 
@@ -192,14 +190,13 @@ def test_mask_travels_with_log_probabilities():
         rows = table.make_rows(20)
         for index, row in rows.items():
             row.tokens, row.finish = samples.tokens[index].astype(np.int64), "stop"
-            row.logprob, row.full_logprob = samples.logprob[index], samples.full_logprob[index]
+            row.logprob = samples.logprob[index]
             table.note(index, len(row.tokens), True)
         results[rank] = gather_samples(rows, np.zeros((len(rows), 1)), table, ranks)
 
     world.run(work)
     for found in results.values():
         assert digest(found) == digest(samples)
-        for name in ("logprob", "full_logprob"):
-            for ours, wanted in zip(getattr(found, name), getattr(samples, name), strict=True):
-                np.testing.assert_array_equal(ours, wanted)
-                assert ours.dtype == np.float32
+        for ours, wanted in zip(found.logprob, samples.logprob, strict=True):
+            np.testing.assert_array_equal(ours, wanted)
+            assert ours.dtype == np.float32

@@ -180,7 +180,7 @@ def a_record(step: int, num_prompts: int = 2):
     tokens = [np.array([i % 26], np.int32) for i in range(2 * num_prompts)]
     tokens[2:3] = [np.array([3, 4, 5], np.int32)]
     samples = samples_of(groups, tokens)
-    samples.full_logprob[2] = np.array([0, np.nan, 0])
+    samples.logprob[2] = np.array([0, np.nan, 0])
     rewards = np.arange(2 * num_prompts) / 4
     samples.rewards = np.stack((rewards, np.full(2 * num_prompts, np.nan)), axis=1)
     samples.rewards[:2, 1] = 0.5

@@ -127,7 +127,7 @@ def test_an_evaluation_by_hand(monkeypatch):
         used.append((loop.plan.params, [(*row.id, row.max_new_tokens) for row in rows.values()]))
         for row, length in zip(rows.values(), lengths, strict=True):
             row.tokens, row.finish = np.arange(length), "length" if length == 6 else "stop"
-            row.logprob = row.full_logprob = np.zeros(length, np.float32)
+            row.logprob = np.zeros(length, np.float32)
             loop.plan.scoring.on_finished(row)
         forwards = [ForwardRecord(*[0.0] * 4, Load(0, 0), own_rows, 0, 0) for own_rows in (8, 5)]
         return RolloutRecord(forwards=forwards)

@@ -72,7 +72,7 @@ def trl_loss_and_gradient(model, samples, old: list, reference: list, loss: dict
     prompt_ids = [samples.prompt_of(i).token_ids for i in range(len(samples))]
     prompts, prompt_mask = padded(prompt_ids, "left")
     tokens, mask = padded(samples.tokens, "right")
-    tool_mask = padded([is_sampled(logprob) for logprob in samples.full_logprob], "right")[0]
+    tool_mask = padded([is_sampled(logprob) for logprob in samples.logprob], "right")[0]
     inputs = {"prompt_ids": prompts, "prompt_mask": prompt_mask, "completion_ids": tokens}
     inputs |= {"completion_mask": mask, "tool_mask": tool_mask}
     inputs |= {"advantages": torch.from_numpy(ADVANTAGES), "num_items_in_batch": tool_mask.sum()}
@@ -118,7 +118,7 @@ def test_loss_and_gradient_equal_trl(make_model, tmp_path, name, has_turns):
     by_sample = [[np.zeros(len(tokens)) for tokens in samples.tokens] for _ in range(2)]
     for parts, values in zip(by_sample, (batch.old, batch.reference), strict=True):
         for i, part in zip(batch.order, values.split(batch.lengths.tolist()), strict=True):
-            parts[i][is_sampled(samples.full_logprob[i])] = part
+            parts[i][is_sampled(samples.logprob[i])] = part
     wanted, wanted_gradient, wanted_metrics = trl_loss_and_gradient(
         theirs, samples, *by_sample, CASES[name], tmp_path
     )

@@ -40,7 +40,7 @@ def make_samples(seed: int = 0, generations: int = GENERATIONS) -> Samples:
     logprob = [rng.normal(-3, 0.1, len(t)).astype(np.float32) for t in tokens]
     truncated = np.arange(len(tokens)) % 5 == 2
     groups = [Group(prompt, 0) for prompt in prompts]
-    return samples_of(groups, tokens, logprob=logprob, full_logprob=logprob, is_truncated=truncated)
+    return samples_of(groups, tokens, logprob=logprob, is_truncated=truncated)
 
 
 def make_config(max_tokens: int = 64, **loss) -> Config:
@@ -157,7 +157,7 @@ def test_nonfinite_update_leaves_weights_unchanged(make_model, monkeypatch, wher
             samples, advantages = make_samples(), ADVANTAGES.copy()
             with monkeypatch.context() as patch:
                 if where == "generation":  # without an environment, whose tokens have no number
-                    samples.full_logprob[4][-1] = np.nan
+                    samples.logprob[4][-1] = np.nan
                 elif where == "loss":
                     advantages[4] = np.nan
                 elif where == "gradient":

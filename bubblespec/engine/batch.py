@@ -78,7 +78,7 @@ class Drawn(NamedTuple):
     """Tokens drawn at T positions, on the host; what follows a wrong draft token is invalid."""
 
     token: np.ndarray  # int64 [T]
-    logprobs: np.ndarray  # float [2, T], both log-probabilities of `sample`
+    logprob: np.ndarray  # float [T], see `sample`
 
 
 class Plan(NamedTuple):

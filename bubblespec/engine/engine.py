@@ -252,7 +252,7 @@ class Engine(Slots):
             num_draft, draft = draft_of(plan, standing)
             row, offset = ragged(sampled)
             kept = counts[row] & (offset <= num_draft[row])
-            drawn = Drawn(drawn.token[kept], drawn.logprobs[:, kept])
+            drawn = Drawn(drawn.token[kept], drawn.logprob[kept])
             slots, num_draft, sampled = slots[counts], num_draft[counts], sampled[counts]
         self.most[slots] -= sampled
         self.fewest[slots] -= 1
@@ -342,7 +342,7 @@ class Engine(Slots):
 
         Returns how many tokens each row has gained and how many of them its draft had, int64 [M],
         and the tokens, int64, row after row."""
-        token, logprobs = drawn
+        token, logprob = drawn
         begin = self.length[slots]
         gained, accepted = np.ones(len(slots), np.int64), np.zeros(len(slots), np.int64)
         place = slots * self.max_length + begin  # in flat arrays, which are several times as fast
@@ -352,13 +352,12 @@ class Engine(Slots):
             gained = num_gained(token, accepted, num_draft, stop_token_ids, limit=limit)
             row, offset = ragged(num_draft + 1)
             kept = (offset < gained[row]).nonzero()[0]
-            token, logprobs = token[kept], logprobs.take(kept, axis=1)
+            token, logprob = token[kept], logprob[kept]
             place = place[row[kept]] + offset[kept]
             accepted = np.minimum(accepted, gained)
         self.length[slots] = begin + gained
         self.tokens.ravel()[place] = token
-        for flat, values in zip(self.logprobs.reshape(2, -1), logprobs, strict=True):
-            flat[place] = values
+        self.logprob.ravel()[place] = logprob
         # Keys and values behind the accepted tokens are overwritten before they are read. The last
         # token has none, unless a forward in flight feeds it.
         self.cached[slots] = begin + gained - (self.most[slots] == 0)

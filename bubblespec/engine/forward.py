@@ -23,7 +23,7 @@ from bubblespec.engine.model import forward_hidden, layer_heads, output_head
 from bubblespec.engine.ops import ops_for, torch_ops
 from bubblespec.engine.sampling import Noise, sample
 
-Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see `sampling.sample`
+Sampled = tuple[torch.Tensor, torch.Tensor]  # see `sampling.sample`
 
 
 class GraphMemory:

@@ -148,19 +148,14 @@ def sample(
     num_generated: torch.Tensor,
     params: SamplingParams,
     reduce: Callable = best_and_sum,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample one token for each of T positions.
 
     logits: [T, V]; keys: int32 [T, 4], noise streams; num_generated: int64 [T], response tokens
-    before this one. Returns token int64 [T], and float [T] twice: its log-probability under the
-    distribution it was drawn from, and under the untruncated one (softmax of logits / temperature;
-    of the logits themselves when greedy)."""
-    columns = reduce_chunks(logits, keys, num_generated, params, reduce)
-    _, token, chosen, full_sum, allowed_sum = columns
-    full_logprob = chosen - full_sum
-    if params.temperature == 0.0:
-        return token, torch.zeros_like(full_logprob), full_logprob
-    return token, chosen - allowed_sum, full_logprob
+    before this one. Returns token int64 [T] and its log-probability, float [T], under the
+    distribution that it was drawn from: 0 when greedy."""
+    _, token, chosen, total = reduce_chunks(logits, keys, num_generated, params, reduce)
+    return token, torch.zeros_like(chosen) if params.temperature == 0.0 else chosen - total
 
 
 def reduce_chunks(
@@ -168,8 +163,8 @@ def reduce_chunks(
 ) -> tuple[torch.Tensor, ...]:
     """Compute what sampling reads of T positions, [T] each, in chunks of MAX_LOGITS_AT_ONCE.
 
-    Returns the largest logit with noise, its index, its logit without noise, and the logarithms of
-    the sums of exponentials, of all logits and of allowed ones."""
+    Returns the largest logit with noise, its index, its logit without noise, and the logarithm of
+    the sum of exponentials of allowed logits."""
     rows = max(1, MAX_LOGITS_AT_ONCE[logits.device.type] // logits.shape[1])
     chunks = zip(*(t.split(rows) for t in (logits, keys, num_generated)), strict=True)
     parts = [_reduce_chunk(one, key, num, params, reduce, first) for one, key, num in chunks]
@@ -180,11 +175,8 @@ def reduce_chunks(
 
 def _reduce_chunk(logits, keys, num_generated, params: SamplingParams, reduce: Callable, first):
     logits, allowed = scale_and_restrict(logits, num_generated, params)
-    is_greedy = params.temperature == 0.0
-    best, index, allowed_sum = reduce(allowed, keys, first, is_greedy)
-    chosen = widen(logits.gather(-1, index[:, None])[:, 0])
-    full_sum = allowed_sum if allowed is logits else logits.logsumexp(-1)
-    return best, index, chosen, full_sum, allowed_sum
+    best, index, total = reduce(allowed, keys, first, params.temperature == 0.0)
+    return best, index, widen(logits.gather(-1, index[:, None])[:, 0]), total
 
 
 def widen(logits: torch.Tensor) -> torch.Tensor:
@@ -263,13 +255,13 @@ def draw_among(
     return token[:, 0], best.values[:, 0] - best.values[:, 1]
 
 
-def read(sampled: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Drawn:
+def read(sampled: tuple[torch.Tensor, torch.Tensor]) -> Drawn:
     """Return what `sample` returned, [T] each; the host waits once."""
-    token, *logprobs = to_host(*sampled)
-    return Drawn(token.astype(np.int64, copy=False), np.array(logprobs))
+    token, logprob = to_host(*sampled)
+    return Drawn(token.astype(np.int64, copy=False), logprob)
 
 
 def drawn(wait: Callable[[], np.ndarray]) -> Drawn:
-    """Return the same from a call that returns it as one array, float64 [3, T]."""
-    token, *logprobs = wait()
-    return Drawn(token.astype(np.int64), np.array(logprobs))
+    """Return the same from a call that returns it as one array, float64 [2, T]."""
+    token, logprob = wait()
+    return Drawn(token.astype(np.int64), logprob)

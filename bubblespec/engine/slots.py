@@ -35,7 +35,7 @@ class Slots:
         self.length, self.cached, self.prompt_length, self.limit = np.zeros(
             (4, self.num_slots), np.int64
         )
-        self.logprobs = np.zeros((2, *shape), np.float32)
+        self.logprob = np.zeros(shape, np.float32)
         self.is_paused = np.zeros(self.num_slots, bool)
         # Forwards in flight: the most and the fewest tokens that they add to each slot's row,
         # unless it ends. They are for the row whose ticket they have; a row gets another one
@@ -112,7 +112,6 @@ class Slots:
         unknown = np.full(len(ids), np.nan, np.float32)
         row.tokens = np.concatenate((row.tokens, ids))
         row.logprob = np.concatenate((row.logprob, unknown))
-        row.full_logprob = np.concatenate((row.full_logprob, unknown))
         if row in self.rows:
             self._write_row(self.rows.index(row))
         if row.finish is not None:
@@ -207,7 +206,7 @@ class Slots:
         row, begin = self.rows[slot], self.prompt_length[slot]
         span = slice(begin, begin + len(row.tokens))
         self.tokens[slot, span] = row.tokens
-        self.logprobs[:, slot, span] = (row.logprob, row.full_logprob) if len(row.logprob) else 0.0
+        self.logprob[slot, span] = row.logprob if len(row.logprob) else 0.0
         self.length[slot] = span.stop
         self.is_paused[slot] = row.finish is not None
         self.is_written[slot] = True
@@ -224,7 +223,7 @@ class Slots:
         row = self.rows[slot]
         begin, end = self.prompt_length[slot], self.length[slot]
         row.tokens = self.tokens[slot, begin:end].copy()
-        row.logprob, row.full_logprob = self.logprobs[:, slot, begin:end].copy()
+        row.logprob = self.logprob[slot, begin:end].copy()
         return row
 
     def _refill(self, slot: int) -> None:
@@ -249,7 +248,7 @@ class Slots:
             return
         self.rows[slot] = moved
         self.runner.move(last, int(slot), int(self.cached[last] + self.most[last]))
-        known = self.tokens, *self.logprobs, self.length, self.cached, self.is_paused
+        known = self.tokens, self.logprob, self.length, self.cached, self.is_paused
         limits = self.prompt_length, self.limit, self.prompt_id, self._age
         in_flight = self.most, self.fewest, self.ticket, self.is_written
         for array in (*known, *limits, *in_flight):

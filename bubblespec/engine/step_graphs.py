@@ -152,7 +152,7 @@ class StepGraphs(ForwardGraphs):
     def step(
         self, plan: Plan, texts: Texts, ids: np.ndarray, params: SamplingParams, seed: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launch a step; return hidden states [B, hidden], and float64 [3, T], see `sample`.
+        """Launch a step; return hidden states [B, hidden], and float64 [2, T], see `sample`.
 
         Both are valid until the next step; None where nothing is sampled. ids: int64 [W, 3], of the
         samples of `texts`."""
@@ -183,7 +183,7 @@ class StepGraphs(ForwardGraphs):
     def _sample(
         self, hidden: torch.Tensor, count: int, params: SamplingParams, seed: int
     ) -> torch.Tensor:
-        """Sample behind a forward, append what rows gain, and return float64 [3, count]."""
+        """Sample behind a forward, append what rows gain, and return float64 [2, count]."""
         from bubblespec.engine.ops import triton_rows as ops
 
         state = self.rows.state(0, 0)
@@ -192,9 +192,9 @@ class StepGraphs(ForwardGraphs):
             of[:count] for of in (state.behind, state.words, state.generated)
         )
         logits = self.of.logits(hidden.index_select(0, behind))
-        token, *logprobs = self.of.sample(logits, Noise(words, seed), generated, params)
+        token, logprob = self.of.sample(logits, Noise(words, seed), generated, params)
         ops.accept(state, token, self._stops_of(params))
-        return torch.stack([of.double() for of in (token, *logprobs)])
+        return torch.stack((token.double(), logprob.double()))
 
     def _stops_of(self, params: SamplingParams) -> torch.Tensor:
         ids = params.stop_token_ids

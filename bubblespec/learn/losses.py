@@ -13,8 +13,8 @@ token (GKD, Agarwal et al. 2024, arXiv 2306.13649). As there, no gradient flows 
 
 With top_p, top_k or a minimum length, the policy is the distribution that was sampled from: softmax
 over the tokens that sampling keeps. Which ones is computed again from the logits in training, and
-is a constant in the gradient. The reference and the teacher are restricted to the same tokens, so a
-divergence from them is finite, and 0 where the weights are equal.
+is a constant in the gradient. The reference and the teacher are restricted to the same tokens, in
+place of the whole vocabulary, so a divergence from them is finite, and 0 for equal weights.
 
 Shape legend: M sampled tokens of a micro-batch, S sequences of the global minibatch (all of the
 batch, if that is one minibatch), V vocabulary.

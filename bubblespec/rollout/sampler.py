@@ -345,7 +345,6 @@ def gather_samples(
         num_generations=launch.num_generations,
         tokens=[row.tokens.astype(np.int32) for row in rows],
         logprob=[row.logprob for row in rows],
-        full_logprob=[row.full_logprob for row in rows],
         is_truncated=np.array([row.finish == "length" for row in rows]),
         rewards=all_rewards,
     )

@@ -123,19 +123,19 @@ class RowTable:
 def gather_rows(own: dict[int, Row], table: RowTable, ranks: Ranks) -> dict[int, Row]:
     """Return the rows of all ranks by index: this rank's own objects, and copies of the others.
 
-    The ranks exchange a header, the tokens and both log-probabilities of each row. All of these are
-    exact as float64, NaN as well.
+    The ranks exchange a header, the tokens and their log-probabilities of each row. All of these
+    are exact as float64, NaN as well.
     """
     rows = dict(own)
     numbers: list[ArrayLike] = [np.empty(0)]
     for index, row in own.items():
         header = (index, row.max_new_tokens, FINISHES.index(row.finish), len(row.tokens))
-        numbers += [header, row.tokens, row.logprob, row.full_logprob]
+        numbers += [header, row.tokens, row.logprob]
     for rank, left in enumerate(ranks.gather_ragged(np.concatenate(numbers, dtype=np.float64))):
         while len(left) and rank != ranks.rank:
             index, max_new_tokens, finish, length = left[:4].astype(np.int64).tolist()
-            columns, left = np.split(left[4:], [3 * length])
+            columns, left = np.split(left[4:], [2 * length])
             row = rows[index] = table.make_row(index, max_new_tokens)
             row.finish, row.tokens = FINISHES[finish], columns[:length].astype(np.int64)
-            row.logprob, row.full_logprob = columns[length:].reshape(2, length).astype(np.float32)
+            row.logprob = columns[length:].astype(np.float32)
     return rows

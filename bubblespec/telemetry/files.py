@@ -134,7 +134,7 @@ class StepFiles:
 
 def completion_of(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a sample's text, with an environment's tokens between ⟦ and ⟧."""
-    tokens, sampled = samples.tokens[index], is_sampled(samples.full_logprob[index])
+    tokens, sampled = samples.tokens[index], is_sampled(samples.logprob[index])
     turns = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(sampled)) + 1)
     texts = [str(tokenizer.decode(tokens[turn].tolist())) for turn in turns]
     marked = zip(texts, turns, strict=True)

@@ -71,11 +71,11 @@ class LateRunner(ModelRunner):
         places = np.repeat(is_open, sampled)
         row, offset = ragged(sampled)
         places[is_open[row]] = offset[is_open[row]] <= num_draft.repeat(sampled[is_open])
-        late = Drawn(np.full(len(places), JUNK), np.full((2, len(places)), np.nan))
+        late = Drawn(np.full(len(places), JUNK), np.full(len(places), np.nan))
         if count.any():
             fed = self._batch(plan, start, count, slots, num_draft, draft)
             drawn = super().launch(fed, params)()
-            late.token[places], late.logprobs[:, places] = drawn
+            late.token[places], late.logprob[places] = drawn
             self._append(fed, drawn, params)
         return lambda: late
 

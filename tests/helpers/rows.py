@@ -81,18 +81,18 @@ def samples_of(groups: list[Group], tokens: list[np.ndarray], **fields) -> Sampl
     """Responses with these tokens, as many of each group. fields: where they are not 0."""
     unknown = [np.zeros(len(of_sample), np.float32) for of_sample in tokens]
     zeros = {"is_truncated": np.zeros(len(tokens), bool), "rewards": np.zeros((len(tokens), 1))}
-    zeros |= {"logprob": unknown, "full_logprob": unknown}
+    zeros |= {"logprob": unknown}
     return Samples(groups, len(tokens) // len(groups), tokens=tokens, **zeros | fields)
 
 
 def with_observations(samples: Samples) -> Samples:
     """The same responses as episodes, five of six: an environment has given the beginning, the
     middle, the end, both ends, or all of them."""
-    logprobs = [logprob.copy() for logprob in samples.full_logprob]
+    logprobs = [logprob.copy() for logprob in samples.logprob]
     for i, logprob in enumerate(logprobs):
         third = len(logprob) // 3
         middle, end = slice(third, 2 * third), slice(2 * third, None)
         spans = [[], [slice(third)], [middle], [end], [slice(third), end], [slice(None)]]
         for span in spans[i % 6]:
             logprob[span] = np.nan
-    return replace(samples, logprob=logprobs, full_logprob=logprobs)
+    return replace(samples, logprob=logprobs)

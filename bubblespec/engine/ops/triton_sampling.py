@@ -64,7 +64,7 @@ def sample(
 
 def draw(
     logits: torch.Tensor, noise: Noise, params: SamplingParams
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample as `sampling.sample` does where no token is barred, in one pass over the logits."""
     is_greedy = params.temperature == 0.0
     factor = 1.0 if is_greedy else 1.0 / params.temperature
@@ -75,8 +75,8 @@ def draw(
         is_greedy=is_greedy,
         seed=noise.seed,
     )
-    full_logprob = found.chosen - found.total
-    return found.token, torch.zeros_like(full_logprob) if is_greedy else full_logprob, full_logprob
+    logprob = found.chosen - found.total
+    return found.token, torch.zeros_like(logprob) if is_greedy else logprob
 
 
 def best_and_sum(

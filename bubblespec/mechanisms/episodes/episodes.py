@@ -157,8 +157,7 @@ class Episodes(RowFeed):
             self.counts.failed_calls += observation.num_failed
         if episode.num_turns == 0:
             episode.is_broken = observation.reason is not None
-            unknown = np.full(len(ids), np.nan, np.float32)
-            row.tokens, row.logprob, row.full_logprob = ids, unknown, unknown.copy()
+            row.tokens, row.logprob = ids, np.full(len(ids), np.nan, np.float32)
             self.engine.add([row])
         elif observation.reason is not None:
             self.engine.drop(row)

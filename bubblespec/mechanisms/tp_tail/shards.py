@@ -281,7 +281,7 @@ def sample_shards(
     *,
     vocab_size,
     tp: TPGroup,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample as `sampling.sample` does, from this rank's logits [T, v].
 
     Ranks exchange their best token, its perturbed logit, and sums of exponentials, with top_k or
@@ -295,14 +295,12 @@ def sample_shards(
     own = replace(params, top_p=1.0, top_k=0, stop_token_ids=tuple(stops))
     best, index, *rest = sampling.reduce_chunks(logits, keys, num_generated, own, reduce, first)
     columns = [column.double() for column in (best, index + first, *rest)]
-    best, token, chosen, full_sums, sums = tp.gather(torch.stack(columns, dim=-1)).unbind(-1)
+    best, token, chosen, sums = tp.gather(torch.stack(columns, dim=-1)).unbind(-1)
     winner = best.argmax(0)[None]
     token, chosen = token.gather(0, winner)[0].long(), chosen.gather(0, winner)[0]
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    full_logprob = (chosen - full_sums.logsumexp(0)).to(dtype)
-    if params.temperature == 0.0:
-        return token, torch.zeros_like(full_logprob), full_logprob
-    return token, (chosen - sums.logsumexp(0)).to(dtype), full_logprob
+    logprob = (chosen - sums.logsumexp(0)).to(dtype)
+    return token, torch.zeros_like(logprob) if params.temperature == 0.0 else logprob
 
 
 def _whole(logits: torch.Tensor, vocab_size: int, tp: TPGroup) -> torch.Tensor:

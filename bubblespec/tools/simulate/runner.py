@@ -87,7 +87,7 @@ class SimulatedRunner(Runner):
         slot = batch.slots[row]
         position = np.minimum(batch.generated[row] + offset, self.end[slot])
         token = self.said[slot, position].astype(np.int64)
-        return lambda: Drawn(token, np.zeros((2, len(token))))
+        return lambda: Drawn(token, np.zeros(len(token)))
 
 
 COPY_SHARE = 0.4  # of a copy without a cost of its own, see `CopyModel`
