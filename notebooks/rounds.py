@@ -84,7 +84,7 @@ def play(planner, length_of: Lengths, num_steps: int) -> Played:
             before |= deferred
         tokens = [np.empty(length, np.int32) for length in lengths[chosen].tolist()]
         none = np.empty((len(tokens), 0))
-        columns = (tokens, tokens, tokens, none, none)
+        columns = (tokens, tokens, none, none)
         planner.finish(Samples(groups, n, *columns), deferred)
     return played
 
