@@ -27,7 +27,7 @@ from bubblespec.engine.model import (
     output_head,
     pack_sequences,
 )
-from bubblespec.engine.ops import TYPES, has_kernels
+from bubblespec.engine.ops import TYPES, has_kernels, has_triton
 from bubblespec.engine.sampling import sample
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import MAX_LOGITS, Learner
@@ -163,7 +163,8 @@ def max_slots(config: Config, world_size: int) -> int:
 
 def has_pages(config: Config) -> bool:
     """Whether a GPU run keeps keys and values in pages: that of `has_kernels`."""
-    return getattr(torch, config.model.dtype) in TYPES
+    is_served = getattr(torch, config.model.dtype) in TYPES and has_triton()
+    return is_served and config.model.kernels != "torch"
 
 
 def cache_unit(config: Config, needs: Needs, is_paged: bool) -> tuple[float, int, int]:

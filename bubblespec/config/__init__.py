@@ -54,6 +54,10 @@ class ModelConfig:
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "flash_attn_3"] = "auto"
     """Attention kernel of training on GPUs (generation has its own); auto takes the first of
     flash_attn_3, flash_attn, varlen and sdpa that works."""
+    kernels: Literal["auto", "triton", "torch"] = key("auto", resume=ROUNDING)
+    """What computes on a GPU besides products and attention in training. auto tries each kernel at
+    the start and takes torch's operation in place of one that fails or differs, with a line; triton
+    ends there; torch tries none, generates without CUDA graphs, and is slower."""
     cpu_linear: Literal["auto", "torch"] = key("auto", resume=ROUNDING)
     """Kernels of float32 linear layers on a CPU. auto measures for a second at the start and may
     keep a second copy of the weights; torch makes float32 tokens repeat bit for bit."""

@@ -20,7 +20,7 @@ from bubblespec.engine.batch import Batch, SamplingParams
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.kv_cache import CachePacking
 from bubblespec.engine.model import forward_hidden, layer_heads, output_head
-from bubblespec.engine.ops import ops_for, torch_ops
+from bubblespec.engine.ops import ROWS, SAMPLE, has_kernels, ops_for, torch_ops
 from bubblespec.engine.sampling import Noise, sample
 
 Sampled = tuple[torch.Tensor, torch.Tensor]  # see `sampling.sample`
@@ -77,11 +77,12 @@ class ModelForward:
         """memory: of other forwards' graphs."""
         self.model = model
         weight = self.weight()
-        self.ops = ops_for(weight.device, weight.dtype)
+        self.type = weight.device, weight.dtype
+        self.ops = ops_for(*self.type)
         self.decoder = self.make_decoder()
         self.memory = memory or GraphMemory()
-        # The shapes of torch's operations depend on lengths.
-        self.is_eager = enforce_eager or self.ops is torch_ops
+        # The shapes of torch's attention depend on lengths.
+        self.is_eager = enforce_eager or not has_kernels(*self.type, ROWS)
         self.reduce = self.ops.best_and_sum
         self.fold = fold_of(model)
 
@@ -108,7 +109,7 @@ class ModelForward:
         params: SamplingParams,
     ) -> Sampled:
         """Sample one token at each position from `logits`; see `sampling.sample`."""
-        if self.ops is not torch_ops and not params.truncates:
+        if not params.truncates and has_kernels(*self.type, SAMPLE):
             return self.ops.draw(logits, noise, params)
         return sample(logits, noise.words, num_generated, params, self.reduce_with(noise.seed))
 

@@ -71,6 +71,10 @@ class PaddedPacking(NamedTuple):
     def position(self) -> torch.Tensor:
         return self.view.position
 
+    @property
+    def page_offset(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cache.locate(self.place)
+
 
 class ForwardGraphs:
     """CUDA graphs of forwards alone, whose inputs the host sends. The cache needs a spare page.

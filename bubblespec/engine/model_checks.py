@@ -34,7 +34,7 @@ from bubblespec.engine.model import (
     output_head,
     pack_sequences,
 )
-from bubblespec.engine.ops import TYPES, has_kernels
+from bubblespec.engine.ops import LAYERS, TYPES, has_kernels
 from bubblespec.errors import log, one_line
 
 RECORDER = "bubblespec_recorder"
@@ -297,7 +297,7 @@ def _compare(model: PreTrainedModel, length: int, in_float32: bool) -> frozenset
         vars(model)[IS_LIKE_LLAMA] = differs is None
         if differs is not None and has_kernels(model.device, model.dtype):  # or a kernel fails
             log(f"warning: generation computes transformers' modules: {differs}")
-    if vars(model)[IS_LIKE_LLAMA] and has_kernels(model.device, model.dtype):
+    if vars(model)[IS_LIKE_LLAMA] and has_kernels(model.device, model.dtype, LAYERS):
         differs = _use_own_layers(model, partial(problem, "layers of training", packed))
         if differs is not None:
             log(f"warning: training computes transformers' modules: {differs}")

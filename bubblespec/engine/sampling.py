@@ -36,6 +36,8 @@ EVALUATION = 1 << 31  # the visit of held-out prompts: evaluation shares no stre
 # rounds with bias near that of a random function. The key words added between the rounds are ours.
 _MIXER = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
 _LAST_SHIFT = 14
+# Multipliers of Philox4x32 and what it adds to its key in each round.
+_PHILOX, _WEYL, _LOW = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 0xFFFFFFFF
 # Positions are sampled in chunks of about this many logits: small enough for a processor's cache,
 # large enough for a GPU.
 MAX_LOGITS_AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 26}
@@ -50,14 +52,14 @@ class Noise(NamedTuple):
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     """Compute ten rounds of Philox4x32, uint32 [N, 4], of counters uint32 [N, 4]."""
-    low_bits, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    low_bits, shift = np.uint64(_LOW), np.uint64(32)
     words = counter.T.astype(np.uint64)
     even, odd = words[0::2], words[1::2]
-    multiplier = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+    multiplier = np.array(_PHILOX, np.uint64)[:, None]
     for i in range(10):
         product = even * multiplier
-        round_key = key[0] + i * 0x9E3779B9, key[1] + i * 0xBB67AE85
-        key_words = np.array([[word & 0xFFFFFFFF] for word in round_key], np.uint64)
+        round_key = [(word + i * step) & _LOW for word, step in zip(key, _WEYL, strict=True)]
+        key_words = np.array(round_key, np.uint64)[:, None]
         even = (product >> shift)[::-1] ^ odd ^ key_words
         odd = (product & low_bits)[::-1]
     return np.stack((even, odd), axis=1).reshape(4, -1).T.astype(np.uint32)
@@ -81,8 +83,24 @@ def stream_counters(
 
 def stream_keys(seed: int, *of: np.ndarray) -> np.ndarray:
     """Compute the 128-bit keys of N noise streams, int32 [N, 4]; of: see `stream_counters`."""
-    key = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    return philox4x32(stream_counters(*of), key).view(np.int32)
+    return philox4x32(stream_counters(*of), _halves(seed)).view(np.int32)
+
+
+def _halves(seed: int) -> tuple[int, int]:
+    return seed & _LOW, (seed >> 32) & _LOW
+
+
+def keys_of(counters: torch.Tensor, seed: int) -> torch.Tensor:
+    """Compute keys of noise streams, int32 [N, 4], from counters like these, as `stream_keys` does.
+
+    With integers of 64 bits, whose products wrap around as unsigned ones do."""
+    word0, word1, word2, word3 = (counters.long() & _LOW).unbind(1)
+    for i in range(10):
+        key0, key1 = ((word + i * step) & _LOW for word, step in zip(_halves(seed), _WEYL, strict=True))
+        product0, product1 = word0 * _PHILOX[0], word2 * _PHILOX[1]
+        word0, word1 = ((product1 >> 32) & _LOW) ^ word1 ^ key0, product1 & _LOW
+        word2, word3 = ((product0 >> 32) & _LOW) ^ word3 ^ key1, product0 & _LOW
+    return torch.stack((word0, word1, word2, word3), 1).int()
 
 
 def random_bits(keys: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
@@ -130,13 +148,19 @@ def _xorshift_(x: torch.Tensor, shift: int) -> torch.Tensor:
 
 
 def best_and_sum(
-    logits: torch.Tensor, keys: torch.Tensor, first: int = 0, is_greedy: bool = False
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    first: int = 0,
+    is_greedy: bool = False,
+    seed: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the largest of logits [T, V] with noise, its index, and logsumexp without noise, [T].
 
-    keys: int32 [T, 4]; first: id of the first token, see `random_bits`; is_greedy: without noise.
-    28 passes over the logits; triton_ops.py has it in one."""
+    keys: int32 [T, 4], see `Noise`; first: id of the first token, see `random_bits`; is_greedy:
+    without noise. 28 passes over the logits; triton_ops.py has it in one."""
     logits = widen(logits)
+    if seed is not None and not is_greedy:
+        keys = keys_of(keys, seed)
     ids = torch.arange(first, first + logits.shape[1], dtype=torch.int32, device=logits.device)
     best, index = (logits if is_greedy else add_gumbel(logits, keys, ids)).max(-1)
     return best, index, logits.logsumexp(-1)

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from bubblespec.config.imports import call, import_function
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.model import OutputHead
-from bubblespec.engine.ops import has_kernels
+from bubblespec.engine.ops import HEAD, has_kernels
 from bubblespec.engine.sampling import kept_tokens
 from bubblespec.errors import InputError, one_line, shown
 from bubblespec.learn.optimizer import add_to
@@ -208,7 +208,7 @@ def token_logprobs(
         compute = partial(_truncated_logprob, head=head, policy_head=own_head, params=params)
         tensors = (hidden, target, num_generated) + ((states,) if policy else ())
         return in_chunks(compute, max_logits // (TRUNCATED * len(weight)), *tensors)
-    if has_kernels(weight.device, weight.dtype):
+    if has_kernels(weight.device, weight.dtype, HEAD):
         compute = partial(in_one_pass, head=head, temperature=params.temperature)
         return in_chunks(compute, COMPACT * max_logits // len(weight), hidden, target)[0]
     compute = partial(_logprob, head=head, temperature=params.temperature)
@@ -374,7 +374,7 @@ def compare(
     rows = max_logits // (2 * vocab)
     if params.truncates:
         rows //= TRUNCATED
-    elif all(has_kernels(weight.device, weight.dtype) for weight in weights):
+    elif all(has_kernels(weight.device, weight.dtype, HEAD) for weight in weights):
         return in_chunks(by_kernels, COMPACT * rows, hidden, teacher_hidden, target)
     return in_chunks(of_chunk, rows, hidden, teacher_hidden, target, num_generated)
 

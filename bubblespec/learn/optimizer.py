@@ -16,7 +16,7 @@ import torch
 
 from bubblespec.config import OptimConfig
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.engine.ops import has_kernels
+from bubblespec.engine.ops import MOVE, has_kernels
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
 PIECE = 1 << 24  # elements that a rank sends to rank 0 at a time while saving
@@ -219,7 +219,7 @@ def add_to(total: torch.Tensor, part: torch.Tensor) -> None:
     """Add a gradient to a buffer of its shape, in place.
 
     On a GPU torch reads and writes single numbers where types are mixed; the bits are equal."""
-    if has_kernels(part.device, part.dtype):
+    if has_kernels(part.device, part.dtype, MOVE):
         from bubblespec.engine.ops import triton_training
 
         triton_training.add_to(total, part)
@@ -229,7 +229,7 @@ def add_to(total: torch.Tensor, part: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _copy_masters(params: list[torch.Tensor], masters: list[torch.Tensor], *_) -> None:
-    if not has_kernels(params[0].device, params[0].dtype):
+    if not has_kernels(params[0].device, params[0].dtype, MOVE):
         torch._foreach_copy_(params, masters)
         return
     from bubblespec.engine.ops import triton_training

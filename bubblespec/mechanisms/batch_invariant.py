@@ -27,7 +27,7 @@ from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import CachePacking, LayerCache
-from bubblespec.engine.ops import torch_ops
+from bubblespec.engine.ops import SAMPLE, has_kernels, torch_ops
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import best_and_sum, widen
 from bubblespec.engine.weights import linear_modules
@@ -70,11 +70,15 @@ def make_invariant(model: torch.nn.Module) -> None:
 
 
 def fixed_best_and_sum(
-    logits: torch.Tensor, keys: torch.Tensor, first: int = 0, is_greedy: bool = False
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    first: int = 0,
+    is_greedy: bool = False,
+    seed: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute `sampling.best_and_sum` with a softmax's sum, which adds up each row by itself."""
     logits = widen(logits)
-    best, index, _ = best_and_sum(logits, keys, first, is_greedy)
+    best, index, _ = best_and_sum(logits, keys, first, is_greedy, seed)
     logprob = logits.log_softmax(-1).gather(-1, index[:, None])
     return best, index, (logits.gather(-1, index[:, None]) - logprob)[:, 0]
 
@@ -87,7 +91,7 @@ class InvariantForward(ModelForward):
     def __init__(self, model: torch.nn.Module, enforce_eager: bool = False):
         super().__init__(model, enforce_eager=enforce_eager)
         self.min_tokens = MIN_ROWS
-        if self.ops is torch_ops:
+        if not has_kernels(*self.type, SAMPLE):
             self.reduce = fixed_best_and_sum
 
     def make_decoder(self) -> Decoder:
