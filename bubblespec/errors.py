@@ -4,7 +4,7 @@ import contextlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -98,6 +98,30 @@ def shown(value: object, form: Callable[[Any], str] = repr) -> str:
 def one_line(error: BaseException) -> str:
     """Return an error's kind and the beginning of its message, on one line."""
     return f"{type(error).__name__}: {shown(error, str)}".removesuffix(": ")
+
+
+# In messages of errors after which a GPU computes nothing more in this process.
+LOST = (
+    "illegal memory access",
+    "illegal instruction",
+    "device-side assert",
+    "unspecified launch failure",
+    "misaligned address",
+    "ECC error",
+)
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it was raised from, or while handling, from the last to the first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def device_problem(error: BaseException) -> str | None:
+    """Return one line on an error after which this process cannot use its GPU any more, or None."""
+    found = [own for own in chain_of(error) if any(text in str(own) for text in LOST)]
+    return one_line(found[-1]) if found else None
 
 
 def trace_of(error: BaseException) -> str:
