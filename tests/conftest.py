@@ -57,6 +57,15 @@ def _own_interrupts():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def _own_operations():
+    """Each test begins with all kernels, and leaves them to the next one."""
+    yield
+    from bubblespec.engine import ops
+
+    ops.replaced.clear()
+
+
 @pytest.fixture
 def exact_norms(monkeypatch):
     """RMSNorms in the precision of the model. transformers' compute in float32 whatever that is,

@@ -20,7 +20,7 @@ from bubblespec.engine.batch import Batch, SamplingParams
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.kv_cache import CachePacking
 from bubblespec.engine.model import forward_hidden, layer_heads, output_head
-from bubblespec.engine.ops import ROWS, SAMPLE, has_kernels, ops_for, torch_ops
+from bubblespec.engine.ops import ROWS, SAMPLE, has_kernels, ops_for
 from bubblespec.engine.sampling import Noise, sample
 
 Sampled = tuple[torch.Tensor, torch.Tensor]  # see `sampling.sample`

@@ -96,7 +96,9 @@ def keys_of(counters: torch.Tensor, seed: int) -> torch.Tensor:
     With integers of 64 bits, whose products wrap around as unsigned ones do."""
     word0, word1, word2, word3 = (counters.long() & _LOW).unbind(1)
     for i in range(10):
-        key0, key1 = ((word + i * step) & _LOW for word, step in zip(_halves(seed), _WEYL, strict=True))
+        key0, key1 = (
+            (word + i * step) & _LOW for word, step in zip(_halves(seed), _WEYL, strict=True)
+        )
         product0, product1 = word0 * _PHILOX[0], word2 * _PHILOX[1]
         word0, word1 = ((product1 >> 32) & _LOW) ^ word1 ^ key0, product1 & _LOW
         word2, word3 = ((product0 >> 32) & _LOW) ^ word3 ^ key1, product0 & _LOW

@@ -308,7 +308,9 @@ def problem_of(operation: str, sizes: Sizes) -> str | None:
         return _difference(found, wanted)
     except Exception as error:  # of a compiler, a driver, or a kernel
         if (lost := device_problem(error)) is not None:
-            raise ValueError(f"{KEY}: the kernel of {operation} fails: {lost}; set torch") from error
+            raise ValueError(
+                f"{KEY}: the kernel of {operation} fails: {lost}; set torch"
+            ) from error
         return cause_of(error)
     finally:
         torch.set_rng_state(state)
@@ -325,7 +327,9 @@ def _difference(found: Found, wanted: Found) -> str | None:
         unit = torch.finfo(right.dtype).eps * right.double().abs().max().item()
         size = (got.double() - right.double()).abs().max().item()
         if not size <= MAX_UNITS * unit:  # also where it is no number
-            return f"its results differ from torch's by up to {size:.1e}, and rounding is {unit:.1e}"
+            return (
+                f"its results differ from torch's by up to {size:.1e}, and rounding is {unit:.1e}"
+            )
     return None
 
 
@@ -354,7 +358,9 @@ def choose_operations(
         return []
     if not ops.has_kernels(model.device, model.dtype):
         if kernels == "triton":
-            raise ValueError(f"{KEY}: triton needs a GPU, bfloat16 and the package triton; set auto")
+            raise ValueError(
+                f"{KEY}: triton needs a GPU, bfloat16 and the package triton; set auto"
+            )
         return []
     sizes = sizes_of(model, has_teacher)
     own, lost = {}, ""
