@@ -5,12 +5,12 @@ import pytest
 import torch
 from test_graphs import LENGTH, PAGED, WARM, make_few, make_model, plain_rows
 
-from bubblespec.engine import ops
+from bubblespec.engine import ops, trial
 from bubblespec.engine.model import OWN_HIDDEN, forward_hidden, pack_sequences
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.sampling import keys_of, stream_counters, stream_keys
-from bubblespec.engine.trial import choose_operations, problem_of, sizes_of
+from bubblespec.engine.trial import choose_operations, problem_of, replace, sizes_of
 from tests.helpers.generation import Drafter, as_dict, make_engine
 from tests.helpers.graphs import needs_interpreter, stand_in
 from tests.helpers.models import ARCHITECTURES, config_of, random_model
@@ -23,6 +23,7 @@ else:
 pytestmark = needs_interpreter
 ONE_LAYER = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 FAULTS = [(kernel, how) for kernel in KERNELS for how in ("fails", "differs")]
+NO_PAGES = PAGED | {"page_size": None}
 alone = lambda text: [text]  # noqa: E731
 
 
@@ -44,6 +45,10 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def nothing(own, sizes) -> list:
+    return []
+
+
 def inject(monkeypatch, kernel: str, how: str) -> None:
     if how == "fails":
         fail(monkeypatch, kernel, RuntimeError("out of resource: shared memory"))
@@ -52,23 +57,31 @@ def inject(monkeypatch, kernel: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("kernel, how", FAULTS)
-def test_run_goes_on_with_torch(monkeypatch, model, wanted, kernel, how):
-    """The kernel stays broken: whoever launches it once more fails, or gets other tokens."""
+def test_trial_finds_the_kernel(monkeypatch, model, kernel, how):
+    """The other operations are not tried here: each has passed in another test."""
     stand_in(monkeypatch)
-    inject(monkeypatch, kernel, how)
-    lines = choose_operations("auto", model, True, alone)
     operation = KERNELS[kernel]
-    assert next(iter(ops.replaced)) == operation
+    own = {name: trial.TRIALS[name] if name == operation else nothing for name in ops.OPERATIONS}
+    monkeypatch.setattr(trial, "TRIALS", own)
+    inject(monkeypatch, kernel, how)
+    (line,) = choose_operations("auto", model, True, alone)
     also = {ops.LAYERS} if operation in (ops.ADD_NORM, ops.GATED) else set()
     assert set(ops.replaced) == {operation} | also
-    (line,) = lines
     assert line.startswith("warning: torch computes ") and "model.kernels=torch" in line
     cause = "out of resource" if how == "fails" else "differ from torch's"
     assert cause in line and "\n" not in line
 
+
+@pytest.mark.parametrize("operation", ops.OPERATIONS)
+def test_run_goes_on_with_torch(monkeypatch, model, wanted, operation):
+    """With the same tokens and gradients, and without a launch of the operation's kernels."""
+    stand_in(monkeypatch)
+    replace((operation,), "it fails")
+    for kernel in [name for name, of in KERNELS.items() if of in ops.replaced]:
+        fail(monkeypatch, kernel, AssertionError(f"{kernel} is launched"))
     prepare_model(model, LENGTH)
     assert (OWN_HIDDEN in vars(model)) == (not {ops.ATTEND, ops.LAYERS} & set(ops.replaced))
-    engine = make_engine(model, 6, **PAGED)
+    engine = make_engine(model, 6, **PAGED if operation != ops.ATTEND else NO_PAGES)
     graphs = engine.runner.graphs
     assert (graphs is None) == (operation in (ops.ATTEND, ops.ROWS))
     rows, grads = wanted
@@ -93,11 +106,11 @@ def test_without_a_compiler_torch_computes_everything(monkeypatch, capsys, model
             (line,) = choose_operations("auto", model, False, alone)
             assert line.startswith("warning: torch computes all operations in place of kernels: no")
             assert f"apt install {what} (model.kernels=torch tries nothing else)" in line
-            with pytest.raises(ValueError, match="^model.kernels: triton, but the kernel of att"):
+            with pytest.raises(ValueError, match=r"^model\.kernels: triton, but the kernel of att"):
                 choose_operations("triton", model, False, alone)
             choose_operations("auto", model, False, alone)
             prepare_model(model, LENGTH)
-            engine = make_engine(model, 6, **{**PAGED, "page_size": None})
+            engine = make_engine(model, 6, **NO_PAGES)
             assert engine.runner.forward.ops is torch_ops and engine.runner.pages is None
             assert as_dict(engine.run(make_few(), WARM)) == wanted[0]
     assert capsys.readouterr().err == "", "the model is not blamed"
@@ -132,7 +145,7 @@ def test_torch_is_chosen_without_a_trial(monkeypatch, model, wanted):
     fail(monkeypatch, None, AssertionError("no kernel is launched"))
     assert choose_operations("torch", model, False, alone) == []
     prepare_model(model, LENGTH)
-    engine = make_engine(model, 6, **{**PAGED, "page_size": None})
+    engine = make_engine(model, 6, **NO_PAGES)
     assert as_dict(engine.run(make_few(), WARM)) == wanted[0]
 
 
