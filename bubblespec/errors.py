@@ -4,12 +4,16 @@ import contextlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tqdm import tqdm
 
 MAX_SHOWN = 500  # characters of a message or value of the user's code
+# In messages of torch.OutOfMemoryError, of CUDA's errors, and of cuBLAS at its first call.
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# In CUDA's message for every later call in the capture of a graph that has failed.
+CAPTURE_HAS_FAILED = "previous error during capture"
 
 
 class EndsRun(Exception):
@@ -98,6 +102,36 @@ def shown(value: object, form: Callable[[Any], str] = repr) -> str:
 def one_line(error: BaseException) -> str:
     """Return an error's kind and the beginning of its message, on one line."""
     return f"{type(error).__name__}: {shown(error, str)}".removesuffix(": ")
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Return the error of a chain that says why: the one about memory, if there is one.
+
+    Otherwise the last one raised that is more than CUDA's note that a capture had failed before."""
+    chain = list(_chain_of(error))
+    told = [of for of in chain if CAPTURE_HAS_FAILED not in one_line(of)]
+    return next(filter(is_out_of_memory, chain), (told or chain)[0])
+
+
+def is_out_of_memory(problem: BaseException | str) -> bool:
+    """Whether an error, or a line about one, says that memory has run out.
+
+    Errors behind it in its chain count: code that tidies up after the failure raises others."""
+    if isinstance(problem, str):
+        return any(text in problem for text in OUT_OF_MEMORY)
+    return any(is_out_of_memory(one_line(of)) for of in _chain_of(problem))
+
+
+def _chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from or during, the last one raised first."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        found = waiting.pop(0)
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            waiting += found.__cause__, found.__context__
+            yield found
 
 
 def trace_of(error: BaseException) -> str:
