@@ -10,6 +10,13 @@ from typing import Any
 from tqdm import tqdm
 
 MAX_SHOWN = 500  # characters of a message or value of the user's code
+# In messages of torch.OutOfMemoryError, of CUDA's errors, and of cuBLAS at its first call.
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# In CUDA's message for every later call in the capture of a graph that has failed.
+CAPTURE_HAS_FAILED = "previous error during capture"
+# In messages of errors after which a GPU computes nothing more in this process.
+LOST = ("illegal memory access", "illegal instruction", "device-side assert", "ECC error")
+LOST += ("unspecified launch failure", "misaligned address")
 
 
 class EndsRun(Exception):
@@ -100,28 +107,54 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {shown(error, str)}".removesuffix(": ")
 
 
-# In messages of errors after which a GPU computes nothing more in this process.
-LOST = (
-    "illegal memory access",
-    "illegal instruction",
-    "device-side assert",
-    "unspecified launch failure",
-    "misaligned address",
-    "ECC error",
-)
+def first_cause(error: BaseException) -> BaseException:
+    """Return the error of a chain that says why: the one about memory, if there is one.
+
+    Otherwise the last one raised that is more than CUDA's note that a capture had failed before."""
+    chain = list(_chain_of(error))
+    told = [of for of in chain if CAPTURE_HAS_FAILED not in one_line(of)]
+    return next(filter(is_out_of_memory, chain), (told or chain)[0])
 
 
-def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from, or while handling, from the last to the first."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+def is_out_of_memory(problem: BaseException | str) -> bool:
+    """Whether an error, or a line about one, says that memory has run out.
+
+    Errors behind it in its chain count: code that tidies up after the failure raises others."""
+    if isinstance(problem, str):
+        return any(text in problem for text in OUT_OF_MEMORY)
+    return any(is_out_of_memory(one_line(of)) for of in _chain_of(problem))
 
 
-def device_problem(error: BaseException) -> str | None:
-    """Return one line on an error after which this process cannot use its GPU any more, or None."""
-    found = [own for own in chain_of(error) if any(text in str(own) for text in LOST)]
-    return one_line(found[-1]) if found else None
+def _chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from or during, the last one raised first."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        found = waiting.pop(0)
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            waiting += found.__cause__, found.__context__
+            yield found
+
+
+def gpu_problem(error: BaseException) -> str | None:
+    """Return what a run cannot go on from: memory that has run out, a GPU or a kernel that fails.
+
+    One line with what helps; None for other errors."""
+    if is_out_of_memory(error):
+        return (
+            f"{one_line(first_cause(error))}; a smaller optim.max_tokens_per_microbatch, "
+            "rollout.gpu_memory_utilization or rollout.max_num_seqs needs less"
+        )
+    for own in _chain_of(error):
+        if is_lost(own) or type(own).__module__.startswith("triton."):
+            return f"{one_line(own)}; model.kernels=torch takes torch's operations alone"
+    return None
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a GPU computes nothing more in this process."""
+    return any(text in str(own) for own in _chain_of(error) for text in LOST)
 
 
 def trace_of(error: BaseException) -> str:

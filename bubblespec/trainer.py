@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from bubblespec.checkpoint import (
@@ -21,7 +22,16 @@ from bubblespec.checkpoint import (
 )
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks, StopRequested
-from bubblespec.errors import InputError, RewardsFailed, RunFailed, SaveFailed, log
+from bubblespec.errors import (
+    InputError,
+    RewardsFailed,
+    RunFailed,
+    SaveFailed,
+    gpu_problem,
+    is_lost,
+    log,
+    one_line,
+)
 from bubblespec.learn.learner import Learner
 from bubblespec.planner.stats import state_of
 from bubblespec.records import Span, StepRecord
@@ -67,6 +77,8 @@ class Trainer:
     """Seconds of earlier starts of this run, up to the checkpoint."""
     opened_s: float = 0.0
     """Time at which this start's loop began."""
+    is_updating: bool = False
+    """Whether an update has begun and not ended: weights may be half updated."""
     has_warned_of_missing: bool = False
     """Whether there was a warning of groups without rewards."""
 
@@ -92,12 +104,30 @@ class Trainer:
                 self.save(is_last=isinstance(end, StopRequested))
             if isinstance(end, RewardsFailed):
                 raise
+        except Exception as error:
+            self.rescue(error)
+            raise
         finally:
             gc.unfreeze()
             self.reporter.close()
         newest = os.path.join(self.config.run.output_dir, f"checkpoint-{self.saved}")
         folder = newest if os.path.isdir(newest) else self.checkpoint
         self.reporter.end(self.num_updates, folder, is_stopped)
+
+    def rescue(self, error: Exception) -> None:
+        """Save before the run ends, if what has failed on the GPU leaves the last update whole.
+
+        Not with several ranks: the others wait in a step that this one will not reach."""
+        is_whole = not self.is_updating and self.saved != self.num_updates
+        if not is_whole or self.ranks.world_size > 1 or gpu_problem(error) is None:
+            return
+        self.sampler.engine.release()
+        if self.ranks.device.type == "cuda" and not is_lost(error):
+            torch.cuda.empty_cache()
+        try:
+            self.save(is_last=False)
+        except Exception as second:  # the weights cannot be read any more
+            log(f"warning: checkpoint-{self.num_updates} could not be saved: {one_line(second)}")
 
     def warm_start(self) -> None:
         """Finish the set-up of mechanisms. Raises StopRequested, InputError."""
@@ -141,11 +171,12 @@ class Trainer:
         record.advantages = advantages
         if self.config.rollout.free_cache_engine:
             self.sampler.engine.release()
+        self.is_updating = True
         metrics, spans = self.learner.update(record.samples, advantages, record.step)
         if self.config.reward.overlong_buffer_length:
             penalties = self.sampler.overlong(record.samples.lengths)
             metrics["rewards/overlong_penalty/mean"] = float(penalties.mean())
-        self.num_updates = record.step + 1
+        self.num_updates, self.is_updating = record.step + 1, False
         record.spans.extend(spans)
         now_s = self.ranks.clock.perf_counter()
         record.stages.append(Span("train", record.stages[-1].end_s, now_s))

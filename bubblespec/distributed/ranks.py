@@ -24,7 +24,16 @@ import torch.distributed as dist
 
 from bubblespec.distributed.failures import Watchdog, join_store, leave, log_once
 from bubblespec.distributed.processes import STOP_SIGNALS, die_with_parent, guard_forks
-from bubblespec.errors import EndsRun, InputError, Interrupt, RankTimeout, escape, log
+from bubblespec.errors import (
+    EndsRun,
+    InputError,
+    Interrupt,
+    RankTimeout,
+    RunFailed,
+    escape,
+    gpu_problem,
+    log,
+)
 
 # torch 2.13 renames the collective; 2.11 has the old name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -320,10 +329,15 @@ def ranks_from_environment(device: str, timeout_s: float) -> Iterator[Ranks]:
         for free in ranks.before_end:
             free()
     except BaseException as error:
+        end = error
+        if not isinstance(error, EndsRun) and (problem := gpu_problem(error)) is not None:
+            end = RunFailed(f"{ranks.activity}: {problem}")
         if dist.is_initialized():
-            leave(error)
-        if isinstance(error, EndsRun):
-            log_once(error)
+            leave(end)
+        if isinstance(end, EndsRun):
+            log_once(end)
+        if end is not error:
+            raise end from error
         raise
     if dist.is_initialized():
         dist.destroy_process_group()

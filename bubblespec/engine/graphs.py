@@ -27,9 +27,10 @@ first use.
 Shape legend: N tokens of a forward, B >= N tokens of a graph, S sequences that it has room for.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +39,14 @@ import torch
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import CachePacking, KVCache
 from bubblespec.engine.ops.view import View
-from bubblespec.errors import fallback, first_problem, log, one_line
+from bubblespec.errors import (
+    fallback,
+    first_cause,
+    first_problem,
+    is_out_of_memory,
+    log,
+    one_line,
+)
 
 # Beyond 8 no step is larger than a third: below about 250 tokens reading the weights takes longer
 # than computing with them, so padding costs next to nothing.
@@ -46,7 +54,6 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 GROWTH, STEP = 4 / 3, 64  # of larger sizes
 TILES = (16, 64)  # tokens times query heads of a block
 FIELDS = 6  # of a forward's inputs, see `padded`
-OUT_OF_MEMORY = "out of memory"  # in the message of torch.OutOfMemoryError, and of CUDA's errors
 
 
 class Shape(NamedTuple):
@@ -166,7 +173,7 @@ class ForwardGraphs:
     def clear(self) -> None:
         """Give graphs and their memory back; the next forward captures them again."""
         self._give_up()
-        if self.problem and OUT_OF_MEMORY in self.problem:
+        if self.problem and is_out_of_memory(self.problem):
             self.problem = None
 
     def _forget(self) -> None:
@@ -199,7 +206,7 @@ class ForwardGraphs:
             stage()
 
         problem = attempt(stage)
-        if problem and OUT_OF_MEMORY in problem:
+        if problem and is_out_of_memory(problem):
             problem = attempt(with_free_memory)
         problem = first_problem(problem, self.of.gather_text)
         if problem is None:
@@ -271,11 +278,11 @@ class ForwardGraphs:
 
 
 def attempt(stage: Callable[[], None]) -> str | None:
-    """Run a stage and return one line about its error, or None; the error's tensors are freed."""
+    """Run a stage and return one line about why it failed, or None; the error's tensors are freed."""
     try:
         stage()
     except Exception as error:  # the model's own code runs here, and drivers
-        return one_line(error)
+        return one_line(first_cause(error))
     return None
 
 
@@ -337,9 +344,49 @@ def rehearse(run: Callable[[], object]) -> None:
 def capture(run: Callable[[], object], pool: Any) -> tuple[Callable[[], None], tuple]:
     """Record `run`; return a call that replays it, and the pool with its memory. CUDA only.
 
-    pool: of an earlier capture, to share its memory; see `GraphMemory`."""
-    graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog asks for events meanwhile, in a thread of its own.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    pool: of an earlier capture, to share its memory; see `GraphMemory`. An error of `run` is raised
+    unchanged, and leaves torch as it was: `torch.cuda.graph` would raise another one instead, and
+    leave its stream current."""
+    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    pool = pool or torch.cuda.graph_pool_handle()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # for the pool, which takes no memory that is reserved for others
+    torch.cuda.set_stream(_capture_stream())
+    try:
+        # NCCL's watchdog asks for events meanwhile, in a thread of its own.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         run()
-    return graph.replay, graph.pool()
+        graph.capture_end()
+    except BaseException:
+        _abandon(graph, pool)
+        raise
+    finally:
+        torch.cuda.set_stream(before)
+    return graph.replay, pool
+
+
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """Return the stream of all captures: the allocator shares memory within a stream."""
+    return torch.cuda.Stream()
+
+
+_abandoned: list[torch.cuda.CUDAGraph] = []  # the allocator of pinned memory may still ask them
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple) -> None:
+    """End a capture that has failed, on its stream, and give back what torch holds for it.
+
+    torch gives nothing back where CUDA refuses to end the capture: its allocator then keeps the
+    pool, and until the process ends frees no memory for an allocation that finds none."""
+    _abandoned.append(graph)
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # has ended, or has been invalidated, which ends it too
+        graph.capture_end()
+    graph.reset()
+    with contextlib.suppress(RuntimeError):  # that the pool is in no capture: torch has ended it
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    # In torch 2.11 the generator stays in the capture, and would refuse to draw outside.
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())

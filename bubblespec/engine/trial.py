@@ -29,7 +29,7 @@ from bubblespec.engine.ops.view import Norm
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.sampling import Noise, sample, stream_counters
 from bubblespec.engine.step_graphs import DeviceRows
-from bubblespec.errors import device_problem, fallback, one_line
+from bubblespec.errors import fallback, is_lost, one_line
 from bubblespec.types import Load
 
 TOKENS, EPS, SEED = 7, 1e-6, 2**40 + 17
@@ -307,10 +307,9 @@ def problem_of(operation: str, sizes: Sizes) -> str | None:
         wanted = trial(torch_ops, sizes)
         return _difference(found, wanted)
     except Exception as error:  # of a compiler, a driver, or a kernel
-        if (lost := device_problem(error)) is not None:
-            raise ValueError(
-                f"{KEY}: the kernel of {operation} fails: {lost}; set torch"
-            ) from error
+        if is_lost(error):
+            line = f"{KEY}: the kernel of {operation} fails: {one_line(error)}; set torch"
+            raise ValueError(line) from error
         return cause_of(error)
     finally:
         torch.set_rng_state(state)
