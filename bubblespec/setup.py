@@ -39,6 +39,7 @@ from bubblespec.engine.model import enable_gradient_checkpointing, output_head
 from bubblespec.engine.model_checks import kernel_difference, prepare_model
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
+from bubblespec.engine.trial import choose_operations
 from bubblespec.errors import InputError, log
 from bubblespec.learn.advantages import load_estimator
 from bubblespec.learn.learner import Learner
@@ -96,15 +97,14 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         model = loading.load_model(config, checkpoint, ranks.device)
         num_tokens, lines = loading.check_vocabulary(config, model, tokenizer)
     with show_phase(ranks, "checking the model"):
-        kernel, slower = prepare(config, model, ranks, num_tokens)
+        kernel, warnings = prepare(config, model, ranks, num_tokens)
+        lines += warnings
         reference = make_reference(config, model, checkpoint, ranks)
         teacher = None
         teacher_model = loading.load_teacher(config, tokenizer, num_tokens, ranks.device)
         if teacher_model is not None:
             of_teacher = prepare(config, teacher_model, ranks, num_tokens, "model.teacher_path")
             teacher = Teacher(teacher_model, kernel=of_teacher[0])
-    if slower:
-        lines.append(f"warning: {slower}")
     for line in lines if ranks.is_main else []:
         log(line)
     form = tokenize = None
@@ -280,17 +280,23 @@ def prepare(
     ranks: Ranks,
     num_tokens: int | None = None,
     key: str = "model.path",
-) -> tuple[str, str | None]:
+) -> tuple[str, list[str]]:
     """Prepare the model for packed forwards; return the kernel of training, see `choose_kernel`.
 
-    num_tokens: see `prepare_model`; key: of the model's path. Raises InputError for a model that
-    the engine cannot serve."""
+    Also return warnings of what is slower than it could be. num_tokens: see `prepare_model`; key:
+    of the model's path; the policy's comes first. Raises InputError for a model that the engine
+    cannot serve."""
     attention, is_invariant = config.model.attention, config.model.batch_invariant
     if is_invariant:
         fix_libraries()
         if attention == "auto" and ranks.device.type == "cuda":
             attention = "varlen"  # whose backward can be deterministic
+    lines: list[str] = []
     try:
+        if key == "model.path":
+            has_teacher = config.model.teacher_path is not None
+            kernels, gather = config.model.kernels, ranks.gather_text
+            lines += choose_operations(kernels, model, has_teacher, gather)
         head_sizes = prepare_model(model, max_length(config), num_tokens)
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
@@ -298,9 +304,11 @@ def prepare(
         kernel, slower = choose_kernel(
             attention, model, head_sizes, difference_of, ranks.gather_text
         )
+        if slower is not None:
+            lines.append(f"warning: {slower}")
         if is_invariant and key == "model.path":
             check_invariance(config, model)
-        return kernel, slower
+        return kernel, lines
     except ValueError as error:  # the engine raises these for input errors, without their key
         names_key = str(error).startswith(("rollout.", "model."))
         raise InputError(str(error) if names_key else f"{key}: {error}") from error

@@ -91,7 +91,7 @@ def test_run_goes_on_with_torch(monkeypatch, model, wanted, operation):
         assert (found - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gpt2", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_kernels_pass_their_trials(monkeypatch, name):
     stand_in(monkeypatch)
     sizes = sizes_of(random_model(config_of(*ARCHITECTURES[name]), torch.float32), True)

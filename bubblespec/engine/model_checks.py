@@ -35,7 +35,7 @@ from bubblespec.engine.model import (
     pack_sequences,
 )
 from bubblespec.engine.ops import LAYERS, TYPES, has_kernels
-from bubblespec.errors import log, one_line
+from bubblespec.errors import gpu_problem, log, one_line
 
 RECORDER = "bubblespec_recorder"
 SLOW_WARNING = "warn_if_padding_and_no_attention_mask"
@@ -81,6 +81,8 @@ def prepare_model(
             if longer:
                 _compare(model, longer, in_float32)
     except Exception as error:  # the model's own code runs here
+        if gpu_problem(error) is not None:  # which is not the model's
+            raise
         what = "" if isinstance(error, ValueError) else "its forward over packed tokens fails: "
         raise UnsupportedModel(
             f"{type(model).__name__}: {what}{' '.join(str(error).split())}"

@@ -7,7 +7,7 @@ torch, transformers and numpy, as benchmarks/gpu_suite.py runs without the other
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from bubblespec.engine.decoder import is_like_llama
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache, pack_rows
-from bubblespec.engine.ops import has_triton, torch_ops
+from bubblespec.engine.ops import has_triton, replaced, torch_ops
 from bubblespec.errors import one_line
 from bubblespec.mechanisms.quantized.copy import (
     NO_PRODUCT,
@@ -56,7 +56,7 @@ class Case:
     ranks: Ranks
     model: Any = None  # of transformers, from the check `model` until the run's own is loaded
     kernel: str = "sdpa"
-    slower: str | None = None  # warning if the kernel is a fallback
+    slower: list[str] = field(default_factory=list)  # warnings of what is a fallback
     trainer: Any = None  # the run's `Trainer`, from the check `set-up` on
 
 
@@ -70,11 +70,11 @@ class Check(NamedTuple):
 
 def attention(case: Case) -> Iterator[Line]:
     """Report what generates, and the kernel of training, which `prepare` has compared with SDPA."""
-    if case.slower is not None:
-        yield slower(case.slower)
+    for line in case.slower:
+        yield slower(line.removeprefix("warning: "))
     layers = "written out" if is_like_llama(case.model) else "transformers' modules"
     forward = ModelForward(case.model)
-    if case.ranks.device.type == "cuda" and forward.ops is torch_ops:
+    if case.ranks.device.type == "cuda" and forward.ops is torch_ops and not replaced:
         what = "triton" if not has_triton() else "bfloat16"
         yield slower(f"generation takes torch's operations, without CUDA graphs: no {what}")
     yield ok(f"layers are {layers}; attention in training is {case.kernel}")
