@@ -5,6 +5,7 @@ Apart from tools/, the only file that imports both the core and the mechanisms."
 import atexit
 import copy
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import IO, Any
 
@@ -35,14 +36,24 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import PAGE
-from bubblespec.engine.model import enable_gradient_checkpointing, output_head
+from bubblespec.engine.model import OWN_HIDDEN, enable_gradient_checkpointing, output_head
 from bubblespec.engine.model_checks import kernel_difference, prepare_model
+from bubblespec.engine.ops import HEAD, LAYERS, OPERATIONS, has_kernels
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.trial import choose_operations
-from bubblespec.errors import InputError, log
+from bubblespec.engine.trial import choose_operations, replace
+from bubblespec.errors import (
+    InputError,
+    fallback,
+    first_cause,
+    first_problem,
+    is_lost,
+    log,
+    one_line,
+)
 from bubblespec.learn.advantages import load_estimator
-from bubblespec.learn.learner import Learner
+from bubblespec.learn.agreement import generation_problem, gradient_problem
+from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.losses import Teacher, load_loss
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.mechanisms import cpu_linear as linear
@@ -105,8 +116,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         if teacher_model is not None:
             of_teacher = prepare(config, teacher_model, ranks, num_tokens, "model.teacher_path")
             teacher = Teacher(teacher_model, kernel=of_teacher[0])
-    for line in lines if ranks.is_main else []:
-        log(line)
+    warn_of(lines, ranks)
     form = tokenize = None
     if config.environment.is_used:
         form = load_form(config.environment.factory, config.environment.tools)
@@ -136,6 +146,8 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         stops,
         config.rollout.min_completion_length,
     )
+    with show_phase(ranks, "comparing gradients"):
+        check_gradient(config, model, kernel, params, ranks)
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
@@ -166,7 +178,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         trial = begin_trial(scorer, functions | own, first, size)
     with show_phase(ranks, "timing the engine"):
         product = choose_product(config, ranks, model)
-        engine, max_tp_rows = build_engine(config, learner, ranks, product)
+        engine, max_tp_rows = build_agreeing_engine(config, learner, ranks, product)
         # An environment may add text before the first turn: drafts then need copies of it.
         can_draft_ahead = form is None or not form.adds_text or config.environment.draft
         sampler = make_sampler(
@@ -326,6 +338,72 @@ def make_reference(
     reference = loading.load_model(config, None, device) if checkpoint else copy.deepcopy(model)
     prepare_model(reference, max_length(config), output_head(model).num_tokens)
     return reference.requires_grad_(False)
+
+
+def check_gradient(
+    config: Config, model: PreTrainedModel, kernel: str, params: SamplingParams, ranks: Ranks
+) -> None:
+    """Compare a gradient by kernels with one by transformers' modules; let torch compute, if need be.
+
+    kernel: of attention. Raises InputError if torch's differs, too."""
+    if not has_kernels(model.device, model.dtype):
+        return
+    given = model, kernel, params, max_length(config), MAX_LOGITS
+    problem = agree(partial(gradient_problem, *given), ranks)
+    if problem is None:
+        return
+    if config.model.kernels == "triton":
+        raise InputError(f"model.kernels: triton, but {problem}; set auto")
+    vars(model).pop(OWN_HIDDEN, None)
+    warn_of(replace((LAYERS, HEAD), problem), ranks)
+    if (problem := agree(partial(gradient_problem, *given), ranks)) is not None:
+        raise InputError(f"model.attention: {kernel}: {problem}; set sdpa")
+
+
+def build_agreeing_engine(
+    config: Config, learner: Learner, ranks: Ranks, product: Product | None
+) -> tuple[Engine, int]:
+    """Return `build_engine`'s first result whose texts agree with transformers' modules.
+
+    With CUDA graphs, then eager, then by torch's operations. Raises InputError if none does."""
+    while True:
+        engine, max_tp_rows = build_engine(config, learner, ranks, product)
+        forward = engine.runner.forward
+        if not has_kernels(*forward.type):
+            return engine, max_tp_rows
+        problem = agree(partial(generation_problem, engine.runner, learner.params), ranks)
+        if problem is None:
+            return engine, max_tp_rows
+        engine.release()
+        if config.model.kernels == "triton":
+            raise InputError(f"model.kernels: triton, but {problem}; set auto")
+        if not forward.is_eager:
+            config.rollout.enforce_eager = True
+            line = fallback("forwards are eager", problem, "rollout.enforce_eager=true")
+            warn_of([f"warning: {line}"], ranks)
+        else:
+            warn_of(replace(OPERATIONS, problem), ranks)
+            vars(learner.model).pop(OWN_HIDDEN, None)
+
+
+def agree(find: Callable[[], str | None], ranks: Ranks) -> str | None:
+    """Return the problem that a comparison finds on the first rank with one; errors are problems.
+
+    Raises InputError where a GPU is lost."""
+    lost = False
+    try:
+        own = find()
+    except Exception as error:  # of a kernel, a driver
+        own, lost = one_line(first_cause(error)), is_lost(error)
+    if any(ranks.gather_text("lost" * lost)):
+        raise InputError(f"model.kernels: {own or 'a GPU is lost on another rank'}; set torch")
+    return first_problem(own, ranks.gather_text)
+
+
+def warn_of(lines: list[str], ranks: Ranks) -> None:
+    """Print lines on rank 0."""
+    for line in lines if ranks.is_main else []:
+        log(line)
 
 
 def build_engine(
