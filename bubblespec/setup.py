@@ -343,7 +343,7 @@ def make_reference(
 def check_gradient(
     config: Config, model: PreTrainedModel, kernel: str, params: SamplingParams, ranks: Ranks
 ) -> None:
-    """Compare a gradient by kernels with one by transformers' modules; let torch compute, if need be.
+    """Compare a gradient by kernels with one by transformers' modules; else let torch compute.
 
     kernel: of attention. Raises InputError if torch's differs, too."""
     if not has_kernels(model.device, model.dtype):

@@ -23,6 +23,7 @@ from bubblespec.checkpoint import (
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks, StopRequested
 from bubblespec.errors import (
+    EndsRun,
     InputError,
     RewardsFailed,
     RunFailed,
@@ -105,8 +106,11 @@ class Trainer:
             if isinstance(end, RewardsFailed):
                 raise
         except Exception as error:
+            problem, activity = gpu_problem(error), self.ranks.activity
+            if problem is None or isinstance(error, EndsRun):
+                raise
             self.rescue(error)
-            raise
+            raise RunFailed(f"{activity}: {problem}") from error
         finally:
             gc.unfreeze()
             self.reporter.close()
@@ -119,7 +123,7 @@ class Trainer:
 
         Not with several ranks: the others wait in a step that this one will not reach."""
         is_whole = not self.is_updating and self.saved != self.num_updates
-        if not is_whole or self.ranks.world_size > 1 or gpu_problem(error) is None:
+        if not is_whole or self.ranks.world_size > 1:
             return
         self.sampler.engine.release()
         if self.ranks.device.type == "cuda" and not is_lost(error):

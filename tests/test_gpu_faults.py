@@ -1,0 +1,208 @@
+"""What goes wrong on a GPU behind the trial of kernels: a comparison that finds a difference, memory
+that runs out, a GPU that is lost. The run goes on, or ends in one line with what is whole saved."""
+
+import contextlib
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import train
+from bubblespec import setup, trainer
+from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine import ops
+from bubblespec.engine.engine import Engine
+from bubblespec.engine.model import OWN_HIDDEN
+from bubblespec.errors import InputError
+from bubblespec.learn.learner import Learner
+from bubblespec.rollout.sampler import Sampler
+from tests.helpers.runs import digests, same_weights, weights
+
+ALONE = Ranks(torch.device("cpu"))
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+LOST = RuntimeError("CUDA error: an illegal memory access was encountered")
+OPTIONS = ["model.dtype=float64", "rollout.num_prompts_per_step=4", "rollout.num_generations=4"]
+OPTIONS += ["rollout.max_completion_length=24", "data.size=40", "run.max_steps=3"]
+OPTIONS += ["run.eval_steps=2", "eval.num_prompts=4", "run.save_steps=0", "reward.num_workers=0"]
+
+
+def make_config(**model):
+    model = SimpleNamespace(kernels="auto", **model)
+    rollout = SimpleNamespace(enforce_eager=False, max_prompt_length=8, max_completion_length=8)
+    return SimpleNamespace(model=model, rollout=rollout)
+
+
+def with_problems(problems: list):
+    """A comparison whose results are these, one after the other; errors are raised."""
+
+    def find(*_):
+        problem = problems.pop(0)
+        if isinstance(problem, Exception):
+            raise problem
+        return problem
+
+    return find
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The engines that `build_engine` makes from now on: whether each is eager, and by torch."""
+    made = []
+    monkeypatch.setattr(setup, "has_kernels", lambda *_: ops.ATTEND not in ops.replaced)
+
+    def build_engine(config, *_):
+        is_eager = config.rollout.enforce_eager or ops.ATTEND in ops.replaced
+        made.append("torch" if ops.ATTEND in ops.replaced else "eager" if is_eager else "graphs")
+        forward = SimpleNamespace(type=(), is_eager=is_eager)
+        engine = SimpleNamespace(runner=SimpleNamespace(forward=forward), release=lambda: None)
+        return engine, 0
+
+    monkeypatch.setattr(setup, "build_engine", build_engine)
+    return made
+
+
+def build(monkeypatch, problems: list, config=None):
+    monkeypatch.setattr(setup, "generation_problem", with_problems(problems))
+    learner = SimpleNamespace(params=None, model=SimpleNamespace())
+    vars(learner.model)[OWN_HIDDEN] = None
+    setup.build_agreeing_engine(config or make_config(), learner, ALONE, None)
+    return OWN_HIDDEN in vars(learner.model)
+
+
+def test_engine_falls_back_until_its_texts_agree(monkeypatch, engines, capsys):
+    assert build(monkeypatch, [None]) and engines == ["graphs"]
+    assert capsys.readouterr().err == ""
+    engines.clear()
+    config = make_config()
+    assert build(monkeypatch, ["rollouts differ", None], config) and config.rollout.enforce_eager
+    assert engines == ["graphs", "eager"] and not ops.replaced
+    line = "warning: forwards are eager: rollouts differ (rollout.enforce_eager=true tries"
+    assert capsys.readouterr().err.startswith(line)
+    engines.clear()
+    assert not build(monkeypatch, ["rollouts differ", RuntimeError("a launch")])
+    assert engines == ["graphs", "eager", "torch"] and set(ops.replaced) == set(ops.OPERATIONS)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("warning: forwards are eager") and "RuntimeError: a launch" in second
+    assert second.startswith("warning: torch computes all operations in place of kernels")
+
+
+def test_engine_of_triton_alone_ends_with_a_line(monkeypatch, engines):
+    config = make_config()
+    config.model.kernels = "triton"
+    with pytest.raises(InputError, match=r"^model\.kernels: triton, but rollouts differ; set auto"):
+        build(monkeypatch, ["rollouts differ"], config)
+
+
+def test_lost_gpu_is_not_compared_again(monkeypatch, engines):
+    with pytest.raises(InputError, match=r"^model\.kernels: .*illegal memory access.*; set torch"):
+        build(monkeypatch, [LOST])
+    assert engines == ["graphs"] and not ops.replaced
+
+
+def test_gradients_fall_back_to_modules(monkeypatch, capsys):
+    monkeypatch.setattr(setup, "has_kernels", lambda *_: True)
+    model, config = SimpleNamespace(device=None, dtype=None), make_config()
+
+    def check(*problems) -> bool:
+        vars(model)[OWN_HIDDEN] = None
+        monkeypatch.setattr(setup, "gradient_problem", with_problems(list(problems)))
+        setup.check_gradient(config, model, "varlen", None, ALONE)
+        return OWN_HIDDEN in vars(model)
+
+    assert check(None) and capsys.readouterr().err == ""
+    assert not check("gradients differ", None) and list(ops.replaced) == [ops.LAYERS, ops.HEAD]
+    line = "warning: torch computes layers of training, the head of training in place of kernels"
+    assert capsys.readouterr().err.startswith(f"{line}: gradients differ (model.kernels=torch")
+    with pytest.raises(InputError, match=r"^model\.attention: varlen: they differ; set sdpa$"):
+        check("gradients differ", "they differ")
+    config.model.kernels = "triton"
+    with pytest.raises(InputError, match="triton, but gradients differ"):
+        check("gradients differ")
+
+
+def run(folder, *overrides: str) -> tuple[int, list[str]]:
+    """What `python train.py` does, in this process: its exit code, and what it says."""
+    said, given = io.StringIO(), [f"run.output_dir={folder}", *OPTIONS, *overrides]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(sys, "argv", ["train.py", "--config", "configs/tiny_cpu.yaml", *given])
+        code = train.main()
+    return code, said.getvalue().splitlines()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert run(folder)[0] == 0
+    return folder
+
+
+def fail_at(monkeypatch, owner, name: str, error: Exception, is_due) -> None:
+    original = getattr(owner, name)
+
+    def failing(self, *arguments, **options):
+        if is_due(self, *arguments):
+            raise error
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+def is_in_rollout(engine, *_) -> bool:
+    return PLACE[-1] == 1
+
+
+PLACE = [0]  # the step that is sampled
+
+
+PHASES = {
+    "rollout": (Engine, "step", is_in_rollout, "rollout of step 2", 1),
+    "update": (Learner, "update", lambda *of: of[-1] == 1, "training of step 2", None),
+    "evaluation": (
+        trainer.Trainer, "evaluate", lambda of: of.num_updates == 2, "evaluation after 2", 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("error", [NO_MEMORY, LOST], ids=["memory", "lost"])
+def test_run_ends_in_one_line_and_goes_on_later(monkeypatch, tmp_path, undisturbed, phase, error):
+    owner, name, is_due, activity, saved = PHASES[phase]
+    sample = Sampler.sample
+
+    def noted(sampler, step):
+        PLACE.append(step)
+        return sample(sampler, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "sample", noted)
+        fail_at(patch, owner, name, error, is_due)
+        code, said = run(tmp_path)
+    PLACE.append(0)
+    assert code == 1 and not any("Traceback" in line for line in said), said
+    assert said[-1].startswith(f"error: {activity}") and str(error)[:30] in said[-1]
+    helps = "optim.max_tokens_per_microbatch" if error is NO_MEMORY else "model.kernels=torch"
+    assert helps in said[-1]
+    found = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert found == ([] if saved is None else [f"checkpoint-{saved}"])
+    code, said = run(tmp_path)
+    assert code == 0 and digests(tmp_path) == digests(undisturbed)
+    assert same_weights(weights(tmp_path, 3), weights(undisturbed, 3))
+
+
+@pytest.mark.parametrize("place", ["loading.load_model", "prepare_model", "make_sampler"])
+def test_memory_of_set_up_is_not_the_models_fault(monkeypatch, tmp_path, place):
+    def failing(*_, **__):
+        raise NO_MEMORY
+
+    monkeypatch.setattr(f"bubblespec.setup.{place}", failing)
+    code, said = run(tmp_path)
+    assert code == 1 and said[-1].startswith("error: set-up: OutOfMemoryError: CUDA out of memory")
+    assert not any("Traceback" in line or "UnsupportedModel" in line for line in said)
+
+
+def test_other_errors_keep_their_traceback(monkeypatch, tmp_path):
+    monkeypatch.setattr("bubblespec.setup.make_sampler", lambda *_, **__: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path)
