@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU behind the trial of kernels: a comparison that finds a difference, memory
+"""What goes wrong on a GPU behind the trial of kernels: comparisons that find differences, memory
 that runs out, a GPU that is lost. The run goes on, or ends in one line with what is whole saved."""
 
 import contextlib
@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import train
-from bubblespec import setup, trainer
+from bubblespec import setup
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import ops
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import OWN_HIDDEN
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import Learner
+from bubblespec.rollout.evaluate import Evaluator
 from bubblespec.rollout.sampler import Sampler
 from tests.helpers.runs import digests, same_weights, weights
 
@@ -159,9 +160,7 @@ PLACE = [0]  # the step that is sampled
 PHASES = {
     "rollout": (Engine, "step", is_in_rollout, "rollout of step 2", 1),
     "update": (Learner, "update", lambda *of: of[-1] == 1, "training of step 2", None),
-    "evaluation": (
-        trainer.Trainer, "evaluate", lambda of: of.num_updates == 2, "evaluation after 2", 2,
-    ),
+    "evaluation": (Evaluator, "evaluate", lambda *of: of[-1] == 2, "evaluation after 2", 2),
 }  # fmt: skip
 
 
