@@ -77,13 +77,12 @@ def run_program(bench: Bench, *arguments: str) -> tuple[subprocess.CompletedProc
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             output = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired as error:
-            process.terminate()  # torchrun ends its ranks
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(LEAVE_S)
-            process.kill()
-            error.cmd = " ".join(arguments)
-            raise
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LEAVE_S)
+                process.kill()
     got = subprocess.CompletedProcess(command, process.returncode, *output)
     return got, time.perf_counter() - started
 
