@@ -43,9 +43,22 @@ def test_gpu_tests_are_collected_with_few_packages():
     assert re.search("1 passed, [1-4] skipped", got.stdout), got.stdout
 
 
+# Parts in one process, of which each would import torch for itself.
+IN_ONE_PROCESS = """
+import sys
+from benchmarks import gpu_suite
+
+def launch(name, end_s, arguments, path):
+    gpu_suite.measure(name, end_s, arguments.cpu, arguments.overrides, path)
+
+gpu_suite.launch = launch
+sys.exit(gpu_suite.main())
+"""
+
+
 def test_whole_gpu_suite_runs_with_few_packages(tmp_path):
     out = tmp_path / "cpu.json"
-    suite = "benchmarks/gpu_suite.py", "--cpu", "--minutes", "60", "--json", str(out)
+    suite = "-c", IN_ONE_PROCESS, "--cpu", "--minutes", "60", "--json", str(out)
     got = run_with_few_packages(*suite)
     assert got.returncode == 0, got.stdout + got.stderr
     result = json.loads(out.read_text())

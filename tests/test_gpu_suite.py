@@ -4,7 +4,6 @@ import csv
 import itertools
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from benchmarks.measured_costs import DECODE, read_cases
 from bubblespec import memory
 from bubblespec.engine import graphs
 from bubblespec.learn.learner import Learner
-from bubblespec.tools.simulate.roofline import roofline
+from bubblespec.tools.simulate.roofline import roofline, update_tokens_per_s
 from bubblespec.types import Load
 from tests.helpers.clocks import Clock
 from tests.helpers.graphs import stand_in
@@ -77,7 +76,7 @@ def test_programs_have_figures(run_suite, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu_programs, "run_program", run_program)
     out = tmp_path / "cpu.json"
     override = "rollout.temperature=0.9"
-    assert run_suite("--json", str(out), override, "--only", *PROGRAMS) == 0
+    assert run_suite("--json", str(out), "--minutes", "60", override, "--only", *PROGRAMS) == 0
     assert all(override in arguments for arguments in launched) and len(launched) == 3
     cases = check_figures(json.loads(out.read_text()), capsys.readouterr().out)
     assert cases["doctor", "doctor"]["note"].endswith("0 failed; exit code 0")
@@ -148,8 +147,13 @@ def test_keys_are_not_ignored_in_silence(run_suite, tmp_path):
     }
 
 
-SUITE_OF_DYING_PARTS = """
-import os, signal, sys, time
+DYING_PARTS = """
+import os, signal, subprocess, sys, time
+
+if "stuck" in sys.argv:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10_000)", *sys.argv])
+    time.sleep(10_000)
+
 from benchmarks import gpu_suite
 from benchmarks.gpu_bench import Figure
 
@@ -157,35 +161,33 @@ def killed(bench):
     yield Figure("before", 1.0)
     os.kill(os.getpid(), signal.SIGKILL)
 
-def stuck(bench):
-    signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    time.sleep(10_000)
-    yield
-
 def whole(bench):
     yield Figure("after", 2.0)
 
-parts = {"killed": (killed, 300.0), "stuck": (stuck, 0.1), "whole": (whole, 300.0)}
-gpu_suite.PARTS = {name: gpu_suite.Part(*part) for name, part in parts.items()}
-gpu_suite.STOP_S, gpu_suite.LEAVE_S = (0.0 if "--part" in sys.argv else 15.0), 0.0
+parts = {"stuck": None, "killed": killed, "whole": whole}
+gpu_suite.PARTS = {name: gpu_suite.Part(part, 1.0) for name, part in parts.items()}
 sys.exit(gpu_suite.main())
 """
 
 
-def test_part_that_dies_or_hangs_stops_no_other(tmp_path):
+def test_part_that_dies_or_hangs_stops_no_other(monkeypatch, tmp_path):
     """Each part is a process, of which nothing is left when it has died or was killed."""
     program, out = tmp_path / "suite.py", tmp_path / "out.json"
-    program.write_text(SUITE_OF_DYING_PARTS)
-    command = [sys.executable, str(program), "--cpu", "--json", str(out)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    got = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert got.returncode == 1, got.stderr
+    program.write_text(DYING_PARTS)
+    limits = {"stuck": 0.1, "killed": 500.0, "whole": 500.0}
+    parts = {name: gpu_suite.Part(None, limit_s) for name, limit_s in limits.items()}
+    monkeypatch.setattr(gpu_suite, "PARTS", parts)
+    monkeypatch.setattr(gpu_suite, "STOP_S", 2.0)
+    monkeypatch.setattr(gpu_suite, "LEAVE_S", 0.0)
+    monkeypatch.setattr(sys, "argv", [str(program), "--cpu", "--json", str(out)])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert gpu_suite.main() == 1
     result = json.loads(out.read_text())
     found = {name: [row["value"] for row in part["rows"]] for name, part in result["parts"].items()}
-    assert found == {"killed": [1.0, None], "stuck": [None], "whole": [2.0]}
+    assert found == {"stuck": [None], "killed": [1.0, None], "whole": [2.0]}
     assert result["left_out"] == {
-        "killed": "failed: killed by SIGKILL",
         "stuck": "failed: killed, as it did not stop",
+        "killed": "failed: killed by SIGKILL",
     }
     processes = subprocess.run(["ps", "ax", "-o", "command"], capture_output=True, text=True)
     assert str(program) not in processes.stdout
@@ -307,6 +309,12 @@ def test_peaks_measure_full_micro_batches(monkeypatch):
     assert [row.value for row in rows] == [2e-9, 3e-9] and {row.expected for row in rows} == {1e-9}
 
 
+def decode_load(rows: int, context: int, window: int) -> Load:
+    """Rows that decode, or verify `window` draft tokens each."""
+    wide_rows = rows if window else 0
+    return Load(rows, rows * (window + 1), wide_rows, rows * context, 0, rows * window)
+
+
 def test_guide_lists_measured_and_expected_figures():
     """Measured milliseconds, those of the prototype, and the roofline's estimates."""
     data = ROOT / "docs" / "results" / "data"
@@ -335,4 +343,20 @@ def test_guide_lists_measured_and_expected_figures():
         assert found[case][:2] == pytest.approx([measured[case], prototype[case]], abs=0.006)
         assert found[case][2:] == pytest.approx(estimates, rel=0.02, abs=0.006)
     cases = itertools.product(gpu_forwards.CONTEXTS.items(), gpu_forwards.DECODING_ROWS)
+    small = {}
+    row = r"^\| ([\d.]+B) \| (\d+) \| ([\d,]+) \| ([\d. |]+) \|$"
+    for model, rows, context, figures in re.findall(row, text, re.MULTILINE):
+        case = int(rows), int(context.replace(",", ""))
+        small[model, *case] = [*map(float, figures.split(" | "))]
+        expected = [
+            1e3 * roofline(gpu, model.lower()).seconds(decode_load(*case, window))
+            for gpu in ("rtx4090", "l4")
+            for window in gpu_forwards.WINDOWS
+        ]
+        assert small[model, *case] == pytest.approx(expected, abs=0.06)
+    assert small.keys() == {case for case in found if case[0] != "7B"}
+    speeds = re.search(r"update of the 0.5B ([\d,]+) and ([\d,]+) tokens per second", text)
+    for gpu, speed in zip(("rtx4090", "l4"), speeds.groups(), strict=True):
+        expected = pytest.approx(update_tokens_per_s(gpu, "0.5b"), abs=60)
+        assert int(speed.replace(",", "")) == expected
     assert found.keys() == {(model, rows, context) for (model, context), rows in cases}
