@@ -165,7 +165,8 @@ def smollm2_path() -> str | None:
     if os.path.isdir(folder := os.path.join(ROOT, SMOLLM2)):
         return folder
     try:
-        return snapshot_download(HUB_NAME, allow_patterns=["*.json", "model.safetensors", "*.txt"])
+        files = ["*.json", "*.txt", "model.safetensors"]
+        return snapshot_download(HUB_NAME, allow_patterns=files, etag_timeout=5.0)
     except Exception:  # by version of the hub's client and by the network
         return None
 

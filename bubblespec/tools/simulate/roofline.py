@@ -78,7 +78,7 @@ GPUS = {
     "a100": GPU(2.04e12, 312e12, 300e9, 108, 1.0),
     # Dense, with sums in float32. PCIe 4.0: nothing is known of several of them together.
     "rtx4090": GPU(1.008e12, 165e12, 32e9, 128, 2.24),
-    "l4": GPU(0.3e12, 121e12, 32e9, 58, 1.39),
+    "l4": GPU(0.3e12, 121e12, 32e9, 58, 1.38),
 }
 # Sizes without a name are Qwen2.5's.
 MODELS = {
