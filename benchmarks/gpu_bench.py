@@ -1,6 +1,7 @@
 """Device, models of published shapes with random weights, and expected times of the GPU suite."""
 
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from bubblespec.distributed.ranks import set_cuda_defaults
 from bubblespec.engine.attention import KERNELS, problem_of
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
+from bubblespec.engine.kv_cache import PAGE
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import has_kernels
 from bubblespec.engine.runner import ModelRunner
@@ -27,8 +29,10 @@ SHAPES = {  # SHAPE_KEYS
     "0.5B": (896, 4864, 24, 151_936, 14, 2, True),
     "1.5B": (1536, 8960, 28, 151_936, 12, 2, True),
     "7B": (3584, 18_944, 28, 152_064, 28, 4, False),
+    "SmolLM2-135M": (576, 1536, 30, 49_152, 9, 3, True),
     "tiny": (48, 64, 2, 320, 4, 2, True),
 }
+LEFT_OUT = "left out: "  # begin of the note of such a row
 MAX_LENGTH = 16_384  # positions of a model
 
 
@@ -42,6 +46,11 @@ class Figure(NamedTuple):
     expected: float | None = None  # value by the roofline of this GPU, where there is one
 
 
+def left_out(case: str, reason: str) -> Figure:
+    """Return a row of what was not measured; the suite lists these at its end."""
+    return Figure(case, None, note=f"{LEFT_OUT}{reason}")
+
+
 @dataclass
 class Bench:
     """Device and sizes of all measurements."""
@@ -51,11 +60,18 @@ class Bench:
     kernel: str  # attention kernel of training
     is_small: bool  # whether sizes are tiny, for a CPU
     gpu: str | None = None  # name in `GPUS`
+    memory: float = math.inf  # bytes of the card
+    overrides: tuple[str, ...] = ()  # `section.key=value` of programs
     end_s: float = math.inf  # `time.perf_counter` at which the running part has to end
 
     @property
     def policy(self) -> str:
-        return "tiny" if self.is_small else "1.5B"
+        return "tiny" if self.is_small else "1.5B" if self.has_room else "0.5B"
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a full update of the 1.5B fits, which it does not on cards of 24 to 48 GB."""
+        return self.memory > 60e9
 
     @property
     def is_cuda(self) -> bool:
@@ -73,6 +89,15 @@ class Bench:
 
     def sizes(self, small: tuple, large: tuple) -> tuple:
         return small if self.is_small else large
+
+    def decoding_fits(self, name: str, rows: int, context: int) -> bool:
+        """Whether weights in half precision, keys and values fit on the card."""
+        hidden, intermediate, layers, vocabulary, heads, kv_heads, _ = SHAPES[name]
+        kv = kv_heads * hidden // heads
+        weights = layers * hidden * (2 * hidden + 2 * kv + 3 * intermediate)
+        weights += 2 * hidden * vocabulary  # embedding and head
+        keys_values = rows * (context + PAGE) * 2 * layers * kv
+        return 2 * (weights + keys_values) < 0.85 * self.memory
 
     def raw_model(self, name: str) -> PreTrainedModel:
         """Make a model with random weights."""
@@ -125,9 +150,14 @@ def make_bench(on_cpu: bool) -> Bench:
     set_cuda_defaults()
     device, dtype = torch.device("cuda"), torch.bfloat16
     kernel = next(name for name in KERNELS if problem_of(name, device, dtype, frozenset()) is None)
-    card = torch.cuda.get_device_name().lower()
-    gpu = next((name for name in GPUS if name in card), None)
-    return Bench(device, dtype, kernel, False, gpu)
+    card, memory = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
+    return Bench(device, dtype, kernel, False, gpu_of(card), memory)
+
+
+def gpu_of(card: str) -> str | None:
+    """Return the name in GPUS of a card, by whole words: an L40 is no L4."""
+    words = re.split(r"\W+", card.lower().replace("rtx ", "rtx"))
+    return next((name for name in GPUS if name in words), None)
 
 
 def make_rows(model: PreTrainedModel, count: int, prompt: int, new: int) -> list[Row]:

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import host_time
-from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES, Bench, Figure, make_rows
+from benchmarks.gpu_bench import SHAPE_KEYS, SHAPES, Bench, Figure, left_out, make_rows
 from bubblespec.engine import graphs
 from bubblespec.engine.arrays import packed
 from bubblespec.engine.batch import SamplingParams
@@ -31,6 +31,7 @@ DECODING_ROWS = (16, 128)
 # Further cases: one row, and many that verify at a short context.
 MORE_CASES = {"1.5B": ((1, 512), (64, 512)), "7B": ((1, 4096),), "0.5B": ((1, 400),)}
 WINDOWS = (0, 3, 7)  # draft tokens of each row
+NO_ROOM = "does not fit on this card"
 CALLS = 20  # of a kernel in one graph
 HOST_GAP_US = 20.0  # longer gaps between kernels are the host's
 # By parts of a kernel's name; attention first, as FlashAttention's names tell of CUTLASS.
@@ -47,9 +48,13 @@ def decoding(bench: Bench) -> Iterator[Figure]:
     """Time whole engine steps, sampling included, of rows that decode and of rows that verify."""
     yield from copy_bandwidth(bench)
     for name in bench.sizes(("tiny",), tuple(CONTEXTS)):
-        model = bench.model(name)
         cases = [(rows, CONTEXTS.get(name)) for rows in DECODING_ROWS] + [*MORE_CASES.get(name, ())]
+        model = None
         for rows, context in bench.sizes(((2, 40),), tuple(cases)):
+            if not bench.decoding_fits(name, rows, context):
+                yield left_out(f"{name}, {rows} rows at {context}", NO_ROOM)
+                continue
+            model = model or bench.model(name)
             made = bench.decoding_engine(ModelForward(model), rows, context, WINDOWS[-1])
             case = f"{name}, {rows} rows at {context}"
             yield first_step(made, case)
@@ -183,8 +188,12 @@ def sampling_call(bench: Bench, count: int, params: SamplingParams) -> Callable[
 def profile(bench: Bench) -> Iterator[Figure]:
     """Time kernels of a decode step by kind and the gaps between them, then the host by itself."""
     for name in bench.sizes(("tiny",), ("1.5B", "7B")):
-        model, context = bench.model(name), CONTEXTS.get(name, 40)
+        model, context = None, CONTEXTS.get(name, 40)
         for rows in bench.sizes((2,), DECODING_ROWS):
+            if not bench.decoding_fits(name, rows, context):
+                yield left_out(f"{name}, {rows} rows at {context}", NO_ROOM)
+                continue
+            model = model or bench.model(name)
             yield from step_profile(bench, name, model, rows, context)
     for rows in bench.sizes((8,), (16, 128)):
         forwards = 3 if bench.is_small else 30

@@ -17,9 +17,11 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedModel
 
 from benchmarks import shared
-from benchmarks.gpu_bench import SHAPES, Bench, Figure
+from benchmarks.gpu_bench import SHAPES, Bench, Figure, left_out
 from benchmarks.gpu_forwards import KINDS, kernels_of, time_by_kind
 from benchmarks.paired_rollout import FITTED, fit, paired_steps
 from benchmarks.shared import ROOT
@@ -32,7 +34,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import gradient_peak
 from bubblespec.samples import Samples
-from bubblespec.tools.simulate.roofline import GPUS, MODELS, OWN
+from bubblespec.tools.simulate.roofline import OWN, update_tokens_per_s
 from bubblespec.types import Group, Prompt
 
 UPDATE_KINDS = {
@@ -48,9 +50,12 @@ BEFORE_MS = {"gradients and masters": 157, "logits": 150, "operations of layers"
 BEFORE_MS |= {"attention": 169, "products": 550}
 
 FIRST = "test_triton_ops"
-CONFIG, SMOLLM2 = "configs/tiny_cpu.yaml", "models/smollm2-135m-instruct"
+LEAVE_S = 10.0  # in which a program that has no time left may end
+CONFIG, SMOLLM2_CONFIG = "configs/tiny_cpu.yaml", "configs/smollm2_135m_cpu.yaml"
+SMOLLM2, HUB_NAME = "models/smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
 NEEDED = ("omegaconf", "datasets", "reasoning_gym", "psutil", "accelerate")  # by train.py
 NO_EVALUATION = ["eval.num_prompts=0", "run.eval_steps=0"]
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone")
 ON_GPU = ["model.device=cuda", "model.dtype=bfloat16"]
 LARGE_ROLLOUT = (
     *ON_GPU,
@@ -59,7 +64,7 @@ LARGE_ROLLOUT = (
     "rollout.max_completion_length=512",
     "rollout.max_num_seqs=128",
     "rollout.max_num_batched_tokens=2048",
-    "optim.max_tokens_per_microbatch=8192",
+    "optim.max_tokens_per_microbatch=4096",  # on 24 GB
 )
 SMALL_ROLLOUT = ("rollout.num_prompts_per_step=2", "rollout.max_completion_length=16")
 
@@ -68,8 +73,17 @@ def run_program(bench: Bench, *arguments: str) -> tuple[subprocess.CompletedProc
     """Return what `python arguments` printed, and its seconds. Raises TimeoutExpired."""
     started = time.perf_counter()
     limit_s = max(min(bench.left_s, threading.TIMEOUT_MAX), 1.0)
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": limit_s}
-    got = subprocess.run([sys.executable, *arguments], **options)
+    command, pipe = [sys.executable, *arguments], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            output = process.communicate(timeout=limit_s)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LEAVE_S)
+                process.kill()
+    got = subprocess.CompletedProcess(command, process.returncode, *output)
     return got, time.perf_counter() - started
 
 
@@ -83,15 +97,15 @@ def gpu_test_files() -> list[str]:
 def gpu_tests(bench: Bench) -> Iterator[Figure]:
     """Run the tests marked gpu, the parity of kernels first; keep what is known if time ends."""
     options = ("-v", "--tb=line", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist")
-    started, problem = time.perf_counter(), None
+    started, problem, kind = time.perf_counter(), None, RuntimeError
     try:
         got, _ = run_program(bench, "-m", "pytest", *options, *gpu_test_files())
         output, code = got.stdout or got.stderr, got.returncode
         if code:
             problem = f"pytest ended with exit code {code}"
     except subprocess.TimeoutExpired as error:
-        output = (error.stdout or b"").decode(errors="replace")
-        problem = "pytest: no time was left"
+        output, kind = (error.stdout or b"").decode(errors="replace"), TimeoutError
+        problem = "pytest had no time left"
     lines = (output.strip() or "nothing printed").splitlines()
     seconds, num_passed = time.perf_counter() - started, sum(" PASSED" in line for line in lines)
     note = lines[-1].strip("= ") if problem is None else f"{num_passed} passed"
@@ -100,31 +114,33 @@ def gpu_tests(bench: Bench) -> Iterator[Figure]:
         if line.startswith(("FAILED", "ERROR")) or line.split(" [")[0].endswith("FAILED"):
             yield Figure(line[:100], None, note=line[100:300])
     if problem:
-        raise RuntimeError(problem)
+        raise kind(problem)
 
 
 def paired(bench: Bench) -> Iterator[Figure]:
     """Roll out steps without and with drafts: of SmolLM2, where it is, and of random weights."""
     if lacks := lacking():
-        yield Figure("paired rollouts", None, note=f"not run without {lacks}")
+        yield left_out("paired rollouts", f"needs {lacks}")
         return
     cases: dict[str, tuple[str, list[str]]] = {}
-    smollm2, policy = (os.path.join(ROOT, path) for path in (SMOLLM2, "configs/tiny_policy"))
-    if os.path.isdir(smollm2) and not bench.is_small:
-        keys = [f"model.path={smollm2}", "run.max_steps=30"]
-        cases["SmolLM2-135M"] = "configs/smollm2_135m_cpu.yaml", keys
-    keys = shared.random_policy(policy, SHAPES[bench.policy][3])
-    keys += ["optim.learning_rate=1e-6", f"run.max_steps={2 if bench.is_small else 10}"]
-    cases[f"{bench.policy}, random weights"] = CONFIG, keys
+    path = None if bench.is_small else smollm2_path()
+    if path:
+        cases["SmolLM2-135M"] = SMOLLM2_CONFIG, [f"model.path={path}", "run.max_steps=30"]
+    policy = os.path.join(ROOT, "configs/tiny_policy")
+    for name in [bench.policy] if path or bench.is_small else ["SmolLM2-135M", bench.policy]:
+        keys = shared.random_policy(policy, SHAPES[name][3])
+        keys += ["optim.learning_rate=1e-6", f"run.max_steps={2 if bench.is_small else 10}"]
+        cases[f"{name}, random weights"] = CONFIG, keys
     for number, (name, (path, keys)) in enumerate(cases.items()):
         end_s = time.perf_counter() + bench.left_s / (len(cases) - number)
         steps = []
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             sizes = bench.sizes(SMALL_ROLLOUT, LARGE_ROLLOUT)
             overrides = [f"run.output_dir={folder}", *NO_EVALUATION, *sizes, *keys]
+            overrides += bench.overrides
             config = load_config(os.path.join(ROOT, path), overrides)
             if path == CONFIG:  # the tokenizer is the tiny policy's
-                make = lambda *_: bench.raw_model(bench.policy)  # noqa: E731
+                make = partial(random_model, bench, name.split(",")[0])
                 stack.enter_context(patch.object(loading, "load_model", make))
             trainer = stack.enter_context(shared.open_trainer(config))
             for step in paired_steps(trainer):
@@ -135,6 +151,24 @@ def paired(bench: Bench) -> Iterator[Figure]:
         if fitted := fit(steps):
             note = FITTED.format_map(fitted)
             yield Figure(f"{name}, a forward", fitted["forward"], "ms, fitted", note)
+
+
+def random_model(bench: Bench, name: str, *_) -> PreTrainedModel:
+    """Make a model in place of loading one."""
+    return bench.raw_model(name)
+
+
+def smollm2_path() -> str | None:
+    """Return the folder of SmolLM2-135M: fetched by `make smollm2`, or from the hub or its cache.
+
+    None if neither has it."""
+    if os.path.isdir(folder := os.path.join(ROOT, SMOLLM2)):
+        return folder
+    try:
+        files = ["*.json", "*.txt", "model.safetensors"]
+        return snapshot_download(HUB_NAME, allow_patterns=files, etag_timeout=5.0)
+    except Exception:  # by version of the hub's client and by the network
+        return None
 
 
 def paired_figure(case: str, step: dict) -> Figure:
@@ -155,16 +189,20 @@ def lacking() -> str:
     return ", ".join(name for name in NEEDED if importlib.util.find_spec(name) is None)
 
 
-def programs(bench: Bench) -> Iterator[Figure]:
-    """Run the doctor on all cards, train.py on one, and a reward that raises, which must end it."""
+def program_keys(bench: Bench) -> list[str]:
+    """Return the overrides of a run of the tiny policy."""
+    sizes = [*SMALL_ROLLOUT, "data.size=20"] if bench.is_small else ON_GPU
+    return [*sizes, *bench.overrides]
+
+
+def doctor(bench: Bench) -> Iterator[Figure]:
+    """Run the doctor on all cards."""
     if lacks := lacking():
-        yield Figure("doctor, train.py", None, note=f"not run without {lacks}")
+        yield left_out("doctor", f"needs {lacks}")
         return
-    overrides = [*SMALL_ROLLOUT, "data.size=20"] if bench.is_small else [*ON_GPU]
-    launcher = "-m", "torch.distributed.run", "--standalone"
     cards = f"--nproc_per_node={torch.cuda.device_count() if bench.is_cuda else 1}"
-    doctor = cards, "-m", "bubblespec", "doctor", "--config", CONFIG
-    got, seconds = run_program(bench, *launcher, *doctor, *overrides)
+    command = *LAUNCHER, cards, "-m", "bubblespec", "doctor", "--config", CONFIG
+    got, seconds = run_program(bench, *command, *program_keys(bench))
     lines = re.findall(r"^\w[\w ]* +(ok|slower|failed): (.*)$", got.stdout, re.MULTILINE)
     verdicts = [verdict for verdict, _ in lines]
     note = ", ".join(f"{verdicts.count(name)} {name}" for name in ("ok", "slower", "failed"))
@@ -172,14 +210,23 @@ def programs(bench: Bench) -> Iterator[Figure]:
     for verdict, text in lines:
         if verdict != "ok":
             yield Figure(f"doctor, {verdict}", None, note=text[:200])
+    if got.returncode:
+        raise RuntimeError(f"doctor: {last_line(got)}")
+
+
+def training(bench: Bench) -> Iterator[Figure]:
+    """Run train.py on one card, and a reward that raises, which must end it."""
+    if lacks := lacking():
+        yield left_out("train.py", f"needs {lacks}")
+        return
     steps = 2 if bench.is_small else 5
-    overrides += [f"run.max_steps={steps}", *NO_EVALUATION]
-    train = *launcher, "--nproc_per_node=1", "train.py", "--config", CONFIG, *overrides
+    overrides = [f"run.max_steps={steps}", *NO_EVALUATION, *program_keys(bench)]
+    train = *LAUNCHER, "--nproc_per_node=1", "train.py", "--config", CONFIG, *overrides
     with tempfile.TemporaryDirectory() as folder:
         output = f"run.output_dir={folder}/run"
         got, seconds = run_program(bench, *train, output)
         if got.returncode:
-            raise RuntimeError(f"train.py: {got.stderr.strip().splitlines()[-1:]}")
+            raise RuntimeError(f"train.py: {last_line(got)}")
         with open(os.path.join(folder, "run", "metrics.jsonl"), encoding="utf-8") as file:
             metrics = [json.loads(line) for line in file]
         last = metrics[-1]
@@ -193,13 +240,19 @@ def programs(bench: Bench) -> Iterator[Figure]:
         yield Figure("an exception in a reward ends train.py after", seconds, "s", note)
 
 
+def last_line(got: subprocess.CompletedProcess) -> str:
+    """Return the last line that a program has printed, to explain its exit code."""
+    lines = (got.stderr.strip() or got.stdout.strip()).splitlines()
+    return f"exit code {got.returncode}, {lines[-1] if lines else 'nothing printed'}"
+
+
 def failing_reward(prompts, completions, completion_ids, **columns) -> list[float]:
     return [1 / 0]
 
 
 def updates(bench: Bench) -> Iterator[Figure]:
     """Measure updates in the shapes of a run: memory peaks, tokens per second, and equal bits."""
-    small, large = (16, 48, 8, 256), (512, 3584, 16, 16_384)
+    small, large = (16, 48, 8, 256), (512, 3584, 16, 16_384 if bench.has_room else 4096)
     prompt, response, count, tokens = bench.sizes(small, large)
     config = Config(
         model=ModelConfig(path="none"),
@@ -239,14 +292,11 @@ def updates(bench: Bench) -> Iterator[Figure]:
         weights.append([p.detach().to("cpu", copy=True) for p in model.parameters()])
         if number == 0:
             fed = sum(lengths) + count * prompt
-            expected = None
-            if bench.gpu:  # forward and backward of all products
-                flops = 6 * MODELS[bench.policy.lower()].parameters
-                expected = OWN.peak_share * GPUS[bench.gpu].peak / flops
+            expected = bench.gpu and update_tokens_per_s(bench.gpu, bench.policy.lower())
             note = f"{fed} tokens in {seconds:.2f} s"
             yield Figure("update", fed / seconds, "tokens/s", note, expected)
-            if bench.gpu:
-                share = fed / seconds * flops / GPUS[bench.gpu].peak
+            if expected:
+                share = fed / seconds / expected * OWN.peak_share
                 yield Figure("update, share of peak", share, "", "32% on an H200 before kernels")
             found = kernels_of(bench, partial(learner.update, samples, advantages, 2))
             for kind, ms in time_by_kind(found, UPDATE_KINDS).items():

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_bench import Bench, Figure, make_bench
+from benchmarks.gpu_bench import Bench, Figure, left_out, make_bench
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.forward import ModelForward
@@ -24,9 +24,11 @@ NUM_SUMS = 50  # one after the other in a graph
 def tp_tail(bench: Bench) -> Iterator[Figure]:
     """Time sums over ranks, and steps of one rank and of all together, eager and in graphs.
 
-    Ranks are all cards, with NCCL, or on a CPU two processes. One card has one rank, which has all
-    weights: the overhead of exchanges and sampling."""
+    Ranks are all cards, with NCCL, or on a CPU two processes."""
     world_size = torch.cuda.device_count() if bench.is_cuda else 2
+    if world_size == 1:
+        yield left_out("several ranks", "one GPU only")
+        return
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run_rank, (folder, world_size, bench.is_small), world_size)
         with open(os.path.join(folder, "result"), "rb") as file:

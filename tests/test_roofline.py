@@ -138,6 +138,37 @@ def test_copy_share_grows_with_rows(model):
         assert num_bytes == pytest.approx(0.5 * 0.8 / module.INT8_MEMORY_SHARE)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "memory", "peak", "processors"),
+    [("rtx4090", 1008e9, 165e12, 128), ("l4", 300e9, 121e12, 58)],
+)
+def test_24_gb_cards_follow_their_data_sheets(gpu, memory, peak, processors):
+    """Where one limit is far above the other: weights, keys, products, blocks of attention."""
+    cost, shape = roofline(gpu, "1.5b"), MODELS["1.5b"]
+    others_s = (28 + 12 / 10) * OWN.layer_s + module.SAMPLE_S
+    read_s = cost.seconds(Load(1, 1)) - others_s
+    assert read_s == pytest.approx(2 * shape.parameters / (0.8 * memory), rel=0.005)
+    keys_s = cost.seconds(Load(64, 64, 0, 200_000)) - cost.seconds(Load(64, 64))
+    assert keys_s == pytest.approx(2 * 2 * 28 * 2 * 128 * 200_000 / (0.95 * memory), rel=0.15)
+    prompt_s = cost.layers.seconds(50_000)
+    operations = 2 * 28 * shape.layer_weights * 50_000
+    assert prompt_s == pytest.approx(operations / (OWN.peak_share * peak), rel=0.01)
+    assert module.update_tokens_per_s(gpu, "1.5b") == pytest.approx(
+        OWN.peak_share * peak / (6 * shape.parameters)
+    )
+    a100 = GPUS["a100"].peak / GPUS["a100"].num_processors
+    assert GPUS[gpu].block_time == pytest.approx(a100 / (peak / processors), abs=0.005)
+
+
+def test_24_gb_cards_are_slower_than_those_of_servers():
+    loads = [Load(1, 1), Load(128, 128, 0, 128 * 3072), Load(128, 512, 128, 128 * 3072, 0, 384)]
+    for load in loads:
+        of_cards = [
+            roofline(gpu, "1.5b").seconds(load) for gpu in ("h200", "h100", "a100", "rtx4090", "l4")
+        ]
+        assert of_cards == sorted(of_cards), load
+
+
 def test_ranks_together_share_work_and_pay_for_all_reduces():
     alone, together, eight = (roofline("h200", "7b", ranks) for ranks in (1, 2, 8))
     weights_s = 2 * MODELS["7b"].parameters / (0.8 * GPUS["h200"].memory)

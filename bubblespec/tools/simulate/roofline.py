@@ -24,11 +24,12 @@ class GPU(NamedTuple):
 
     memory: float  # bytes per second
     peak: float  # dense bfloat16 operations per second
-    link: float  # bytes per second of NVLink in each direction
+    link: float  # bytes per second of NVLink, or PCIe, in each direction
     num_processors: int
     block_time: float
     """Time of a block of attention over that on an A100. FlashAttention-2 reaches 73% of the peak
-    of an A100 (Dao 2023) and 35% of that of an H100 (Shah et al. 2024), here by multiprocessor."""
+    of an A100 (Dao 2023) and 35% of that of an H100 (Shah et al. 2024), here by multiprocessor. Ada
+    has the A100's instructions, so it is given the same share."""
 
 
 class Model(NamedTuple):
@@ -75,6 +76,9 @@ GPUS = {
     "h200": GPU(4.8e12, 989e12, 450e9, 132, 0.8),
     "h100": GPU(3.35e12, 989e12, 450e9, 132, 0.8),
     "a100": GPU(2.04e12, 312e12, 300e9, 108, 1.0),
+    # Dense, with sums in float32. PCIe 4.0: nothing is known of several of them together.
+    "rtx4090": GPU(1.008e12, 165e12, 32e9, 128, 2.24),
+    "l4": GPU(0.3e12, 121e12, 32e9, 58, 1.38),
 }
 # Sizes without a name are Qwen2.5's.
 MODELS = {
@@ -235,3 +239,8 @@ def roofline(
 def copy_roofline(gpu: str, model: str) -> GPUCost:
     """Return the cost of a forward of the policy's quantised copy, see `Product`."""
     return roofline(gpu, model, bits=4 if MODELS[model].parameters >= LARGE else 8)
+
+
+def update_tokens_per_s(gpu: str, model: str) -> float:
+    """Return the tokens per second of an update: forward and backward of all products."""
+    return OWN.peak_share * GPUS[gpu].peak / (6 * MODELS[model].parameters)
