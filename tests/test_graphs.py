@@ -17,14 +17,19 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_ops
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_rows
 from tests.helpers.graphs import POOL, Traffic, fail_at, needs_interpreter, stand_in
-from tests.helpers.models import ARCHITECTURES, GQA, config_of, random_model
+from tests.helpers.models import ARCHITECTURES, GQA, SMALL, config_of, random_model
 from tests.helpers.tp import ThreadTPGroup, run_together
 
 pytestmark = needs_interpreter
 LENGTH, SEED = 64, 5
 GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7)
 TRUNCATED = SamplingParams(temperature=0.9, top_p=0.9, stop_token_ids=STOP, min_length=2)
-KINDS = ARCHITECTURES | {"gemma": ("Gemma", {**GQA, "head_dim": 16})}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 9}
+KINDS = ARCHITECTURES | {
+    "gemma": ("Gemma", {**GQA, "head_dim": 16}),
+    "deepseek": ("DeepseekV3", SMALL | LATENT),  # keys of 24, values of 16
+}
 SIZES = {"max_length": LENGTH, "seed": SEED}
 ONE_LAYER = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 PAGED = SIZES | {"max_num_batched_tokens": 16, "page_size": 16}
@@ -65,16 +70,18 @@ def plain_rows(model, params, rows=None) -> dict:
         ("mistral-window", GREEDY, 5, None),
         ("qwen2", TRUNCATED, None, 0.0),
         ("gemma", WARM, None, 0.3),
+        ("deepseek", WARM, 5, 0.3),
     ],
 )
 def test_rows_of_graphs_equal_rows_of_torch(monkeypatch, name, params, num_pages, corrupted):
-    model = make_model(name, **({} if name == "llama" else ONE_LAYER))
+    few = {"num_hidden_layers": 1} if name == "deepseek" else ONE_LAYER
+    model = make_model(name, **({} if name == "llama" else few))
     wanted = plain_rows(model, params)
     captures = stand_in(monkeypatch)
     engine = make_engine(model, 4, **PAGED, num_pages=num_pages)
     placed, place = [], engine.runner.place
     engine.runner.place = lambda *of: placed.append(of) or place(*of)
-    assert (engine.runner.forward.decoder is None) == (name == "gemma")
+    assert (engine.runner.forward.decoder is None) == (name in ("gemma", "deepseek"))
     drafts = None if corrupted is None else Drafter(wanted, corrupted)
     assert as_dict(engine.run(make(), params, drafts)) == wanted
     found = engine.runner.graphs

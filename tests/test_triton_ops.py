@@ -62,16 +62,20 @@ def make_view(sequences, page: int, split: int, max_q: int = 0) -> View:
     return View(place.to(DEVICE), *vectors, table, max_q, int(used.max()), split)
 
 
-def make_cache(view: View, page: int, heads: int, size: int) -> torch.Tensor:
+def make_cache(view: View, page: int, heads: int, size: int, value_size: int = 0):
     """Keys and values of the middle one of three layers; NaN where no sequence has keys."""
-    pages = int(view.table.max()) + 1
-    cache = torch.full((pages, 3, 2, heads, page, size), math.nan, dtype=DTYPE, device=DEVICE)
+    pages, sizes = int(view.table.max()) + 1, (size, value_size or size)
+    flat = torch.full((pages, 3, heads * page * sum(sizes)), math.nan, dtype=DTYPE, device=DEVICE)
+    keys, values = (
+        part.view(pages, 3, heads, page, of)
+        for part, of in zip(flat.split([heads * page * of for of in sizes], -1), sizes, strict=True)
+    )
     for slot, used in zip(view.slot.tolist(), view.used.tolist(), strict=True):
         for position in range(used):
-            cache[view.table[slot, position // page].item(), :, :, :, position % page] = randn(
-                3, 2, heads, size
-            )
-    return cache[:, 1].transpose(2, 3).unbind(1)
+            number, offset = view.table[slot, position // page].item(), position % page
+            for of in (keys, values):
+                of[number, :, :, offset] = randn(3, heads, of.shape[-1])
+    return [of[:, 1].transpose(1, 2) for of in (keys, values)]
 
 
 def attend(query, keys, values, view: View, scaling: float, window: int | None = None):
@@ -105,11 +109,16 @@ def plain_attention(query, keys, values, view: View, scaling: float, window: int
         (8, 256, 64, 64, 65, [(0, 2, 129), (1, 1, 20)]),
         (1, 16, 16, 16, 3, [(0, 16, 40), (1, 2, 90)]),
         (2, 24, 16, 16, None, [(0, 1, 200), (1, 3, 3)]),
+        # Values of another size.
+        (1, (192, 128), 64, 64, None, [(0, 9, 70), (1, 1, 33)]),
+        (2, (24, 16), 16, 32, 20, [(0, 5, 60), (1, 1, 3)]),
+        (3, (16, 40), 16, 16, None, [(0, 2, 10), (1, 1, 16)]),
     ],
 )
 def test_attend_equals_plain_attention(group, size, page, split, window, sequences):
+    size, value_size = size if isinstance(size, tuple) else (size, size)
     view = make_view(sequences, page, split)
-    keys, values = make_cache(view, page, 2, size)
+    keys, values = make_cache(view, page, 2, size, value_size)
     query = randn(2 * group, len(view.place), size).transpose(0, 1)
     how = {"scaling": size**-0.5, "window": window}
     assert_near(
