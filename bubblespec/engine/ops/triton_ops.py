@@ -8,6 +8,7 @@ Shape legend: N tokens, S sequences, H query heads, K key/value heads, G = H / K
 dimension, E that of values, R rotary dimensions, C hidden size, I intermediate size.
 """
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from bubblespec.engine.kv_cache import LayerCache
 from bubblespec.engine.ops.triton_sampling import FUSED
 from bubblespec.engine.ops.triton_sampling import best_and_sum as best_and_sum
 from bubblespec.engine.ops.triton_sampling import draw as draw
-from bubblespec.engine.ops.view import Norm, View
+from bubblespec.engine.ops.view import TILE, Norm, View
 
 
 class Packing(Protocol):
@@ -170,6 +171,21 @@ def _rope_store(
     tl.store(values_ptr + target + (head - H - K) * PAGE * D + d, loaded, mask=is_value)
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a block may have; as many as any where none counts."""
+    if device.type != "cuda":
+        return 1 << 30
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@cache
+def tiling(width: int, value_width: int, rows: int, limit: int) -> tuple[int, int, int]:
+    """Return keys of a block, warps and stages."""
+    block = KEYS // max(width, value_width, 128)
+    return block, 4 if rows * max(width, value_width) <= 64 * 128 else 8, 3
+
+
 def attend(
     query: torch.Tensor,
     packing: Packing,
@@ -177,7 +193,7 @@ def attend(
     scaling: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Attend from queries [N, H, D] to the cache, whose pages hold a multiple of 16 keys; [N, H, E].
+    """Return the attention [N, H, E] of queries [N, H, D] over the cache, in pages of 16 n keys.
 
     A query at position p sees positions k <= p, and with a window those with k > p - window."""
     keys, values, view = cache.keys, cache.values, packing.view
@@ -188,24 +204,25 @@ def attend(
     assert keys.stride(0) == values.stride(0), "a page has both"
     assert query.stride(2) == 1 and view.table.stride(1) == 1
     assert query.dtype.itemsize == 2 or not query.is_cuda, "tensor cores would round float32"
-    widths = [max(triton.next_power_of_2(of), 16) for of in (size, value_size)]
-    whole = page_size & -page_size
-    block = min(KEYS // max(*widths, 128), whole)  # powers of two, so blocks divide the page
-    assert block >= 16 and view.split % block == 0
     group, splits = num_heads // num_kv, triton.cdiv(view.max_keys, view.split)
+    rows = min(max(triton.next_power_of_2(view.max_q * group), 16), TILE)
+    tiles = triton.cdiv(view.max_q * group, rows)
+    widths = [max(triton.next_power_of_2(of), 16) for of in (size, value_size)]
+    block, num_warps, num_stages = tiling(*widths, rows, shared_memory(query.device))
+    block = min(block, page_size & -page_size)  # powers of two, so blocks divide the page
+    assert block >= 16 and view.split % block == 0
     out = query.new_empty(num_tokens, num_heads, value_size)
     # Sums of single splits: weighted values, and the largest score and the sum of weights.
     parts = (num_tokens * num_heads * splits, value_size) if splits > 1 else (1, 1)
     part = torch.empty(parts, dtype=torch.float32, device=query.device)
     weights = torch.empty((2, parts[0]), dtype=torch.float32, device=query.device)
     shape = {"E": value_size, "BLOCK_E": widths[1], "WINDOW": window or 0}
-    rows = max(triton.next_power_of_2(view.max_q * group), 16)
-    _attend[(len(view.slot), num_kv, splits)](
-        query, keys, values, out, part, weights, view.table, view.first, view.slot, view.used,
+    _attend[(len(view.slot) * tiles, num_kv, splits)](
+        query, keys, values, out, part, weights, view.table, view.first, view.slot, view.position,
         scaling, *query.stride()[:2], keys.stride(0), view.table.stride(0), view.split, splits,
-        parts[0], H=num_heads, G=group, D=size, PAGE=page_size, IS_WHOLE=splits == 1,
-        BLOCK_M=rows, BLOCK_N=block, BLOCK_D=widths[0],
-        num_warps=4 if rows * max(widths) <= 64 * 128 else 8, num_stages=3, **shape, **FUSED,
+        parts[0], tiles, H=num_heads, G=group, D=size, PAGE=page_size, IS_WHOLE=splits == 1,
+        BLOCK_M=rows, BLOCK_N=block, BLOCK_D=widths[0], num_warps=num_warps,
+        num_stages=num_stages, **shape, **FUSED,
     )  # fmt: skip
     if splits > 1:
         _merge[(num_tokens, num_heads)](
@@ -218,29 +235,33 @@ def attend(
 @triton.jit
 def _attend(
     query_ptr, keys_ptr, values_ptr, out_ptr, part_ptr, weights_ptr, table_ptr, first_ptr,
-    slot_ptr, used_ptr, scaling, query_stride, head_stride, page_stride, table_stride,
-    split, splits, num_parts, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    slot_ptr, position_ptr, scaling, query_stride, head_stride, page_stride, table_stride,
+    split, splits, num_parts, tiles, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, IS_WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Sum one split of the keys of one key/value head, for all tokens of a sequence.
+    """Sum one split of the keys of one key/value head, for a tile of a sequence's rows.
 
-    The rows of a tile are tokens times the query heads of the key/value head."""
-    sequence, kv_head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    Rows are tokens times the query heads of the key/value head."""
+    sequence, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    kv_head, index = tl.program_id(1), tl.program_id(2)
     first = tl.load(first_ptr + sequence)
-    count = tl.load(first_ptr + sequence + 1) - first
-    used = tl.load(used_ptr + sequence)
-    begin = index * split
-    end = tl.minimum(begin + split, used)
-    if WINDOW > 0:
-        begin = tl.maximum(begin, (used - count + 1 - WINDOW) // BLOCK_N * BLOCK_N)
-    if (count == 0) | (begin >= end):
+    num_rows = (tl.load(first_ptr + sequence + 1) - first) * G
+    if tile * BLOCK_M >= num_rows:
         return
-    row = tl.arange(0, BLOCK_M)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_token = row < num_rows
     token, head = first + row // G, kv_head * G + row % G
-    last = used - count + row // G  # the last position that each row sees
+    position = tl.load(position_ptr + token, mask=is_token, other=0).to(tl.int32)
+    begin = index * split
+    # Keys behind the tile's last token may be anything, also NaN, see below.
+    end = tl.minimum(begin + split, tl.max(position, 0) + 1)
+    if WINDOW > 0:
+        earliest = tl.load(position_ptr + first + tile * BLOCK_M // G).to(tl.int32)
+        begin = tl.maximum(begin, (earliest + 1 - WINDOW) // BLOCK_N * BLOCK_N)
+    if begin >= end:
+        return
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    is_token = row // G < count
     source = token.to(tl.int64) * query_stride + head * head_stride
     is_real = is_token[:, None] & (d < D)[None, :]
     query = tl.load(query_ptr + source[:, None] + d[None, :], mask=is_real, other=0.0)
@@ -259,7 +280,7 @@ def _attend(
         ahead = tl.load(table_ptr + (start + BLOCK_N) // PAGE)
         place = page * page_stride
         offset, key = (start % PAGE + n)[:, None], start + n
-        # Keys beyond the end may be anything, also NaN, and a weight of 0 would not hide that.
+        # A weight of 0 would not hide a NaN.
         inside = (key < end)[:, None]
         is_key, is_value = inside, inside
         if BLOCK_D > D:
@@ -268,10 +289,9 @@ def _attend(
             is_value &= (e < E)[None, :]
         block = tl.load(keys_ptr + place + offset * D + d[None, :], mask=is_key, other=0.0)
         score = tl.dot(query, tl.trans(block)) * (scaling * LOG2_E)
-        sees = key[None, :] <= last[:, None]
+        sees = key[None, :] <= position[:, None]
         if WINDOW > 0:
-            sees &= key[None, :] > last[:, None] - WINDOW
-        # Rows beyond the tokens see keys beyond the end, which are zeros.
+            sees &= key[None, :] > position[:, None] - WINDOW
         score = tl.where(sees, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 
 
+TILE = 64  # most rows, tokens times query heads of a key/value head, that a GPU attends together
+
+
 class Norm(NamedTuple):
     """An RMSNorm: x / sqrt(mean(x^2) + eps) in at least float32, rounded, times the weight."""
 
