@@ -180,15 +180,14 @@ def test_every_number_of_tokens_fits_a_graph(num_slots, largest, fold):
         inputs = np.zeros((FIELDS, shape.tokens + 1), np.int32)
         padded(np.full(tokens, 9), packing, shape, inputs)
         ids, place, position = inputs[:3, : shape.tokens]
-        first, slot, used = inputs[3:, : shape.sequences + 1]
+        first, slot = inputs[3:, : shape.sequences + 1]
         assert (ids[:tokens] == 9).all() and (place[tokens:] == num_slots * 4096).all()
         assert np.array_equal(place[:tokens], packing.index[0] * 4096 + packing.index[1])
         width = np.diff(first)
         assert width.min() >= 0 and width.max() <= shape.max_q and first[-1] == tokens
         sequence = np.arange(shape.sequences).repeat(width)
         assert np.array_equal(slot[sequence], packing.index[0])
-        token = np.arange(tokens) - first[sequence]
-        assert np.array_equal(used[sequence] - width[sequence] + token, position[:tokens])
+        assert np.array_equal(position[:tokens], packing.index[1])
     assert len(shapes) > 8
 
 

@@ -11,9 +11,9 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.kv_cache import SPLIT, WIDE, KVCache, LayerCache, pack_rows
+from bubblespec.engine.kv_cache import SPLIT, KVCache, LayerCache, pack_rows
 from bubblespec.engine.ops import torch_ops
-from bubblespec.engine.ops.view import Norm, View
+from bubblespec.engine.ops.view import TILE, Norm, View
 from bubblespec.engine.sampling import Noise, add_gumbel, random_bits, sample, stream_keys
 
 triton = pytest.importorskip("triton")
@@ -56,10 +56,15 @@ def make_view(sequences, page: int, split: int, max_q: int = 0) -> View:
     first = np.append(0, count.cumsum())
     position = used[token] - count[token] + np.arange(len(token)) - first[token]
     place = table[slot[token], position // page] * page + torch.from_numpy(position % page)
-    vectors = (int32(vector) for vector in (position, first, slot, used))
+    vectors = (int32(vector) for vector in (position, first, slot))
     table = int32(torch.cat((table, spare), 1))
     max_q = max_q or int(count.max())
     return View(place.to(DEVICE), *vectors, table, max_q, int(used.max()), split)
+
+
+def per_sequence(view: View, values: torch.Tensor) -> list[torch.Tensor]:
+    """Split [N] by sequences."""
+    return list(values[: view.first[-1]].split(view.first.diff().tolist()))
 
 
 def make_cache(view: View, page: int, heads: int, size: int, value_size: int = 0):
@@ -70,7 +75,8 @@ def make_cache(view: View, page: int, heads: int, size: int, value_size: int = 0
         part.view(pages, 3, heads, page, of)
         for part, of in zip(flat.split([heads * page * of for of in sizes], -1), sizes, strict=True)
     )
-    for slot, used in zip(view.slot.tolist(), view.used.tolist(), strict=True):
+    ends = [int(of.max()) + 1 if len(of) else 0 for of in per_sequence(view, view.position)]
+    for slot, used in zip(view.slot.tolist(), ends, strict=True):
         for position in range(used):
             number, offset = view.table[slot, position // page].item(), position % page
             for of in (keys, values):
@@ -350,19 +356,18 @@ def test_barred_tokens_are_never_sampled():
 
 
 @pytest.mark.parametrize("is_invariant", [False, True])
-@pytest.mark.parametrize("length", [1, WIDE, WIDE + 1, 40])
+@pytest.mark.parametrize("length", [1, TILE, TILE + 1, 100])
 def test_view_gives_each_token_its_own_keys(is_invariant, length):
     cache, count = KVCache(3, 128), np.array([length, 0, 2])
     cache.is_invariant = is_invariant
     packing = pack_rows(cache, np.array([5, 0, 9]), count, torch.device(DEVICE))
     view = packing.view
     width = view.first.diff().cpu()
-    assert width.sum() == len(view.place) == length + 2 and 0 < width.max() <= view.max_q <= WIDE
-    assert view.max_q == (WIDE if is_invariant else min(max(length, 2), WIDE))
+    assert width.sum() == len(view.place) == length + 2 and 0 < width.max() <= view.max_q
+    assert view.max_q == (TILE if is_invariant else min(max(length, 2), TILE))
     sequence = torch.arange(len(width)).repeat_interleave(width)
-    token = torch.arange(length + 2) - view.first.cpu()[sequence]
-    assert torch.equal(view.used.cpu()[sequence] - width[sequence] + token, view.position.cpu())
     assert view.slot.cpu()[sequence].tolist() == [0] * length + [2] * 2
+    assert view.position.cpu().tolist() == [*range(5, 5 + length), 9, 10]
     assert view.max_keys == max(5 + length, 11) and view.split % SPLIT == 0
 
 

@@ -50,7 +50,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def make_view(max_q: int, max_keys: int) -> View:
-    whole = [zeros(number, dtype=torch.int32) for number in (8, 3, 2, 2)]
+    whole = [zeros(number, dtype=torch.int32) for number in (8, 3, 2)]
     place, table = zeros(8, dtype=torch.int64), zeros(4, 20, dtype=torch.int32)
     return View(place, *whole, table, max_q=max_q, max_keys=max_keys, split=512)
 
@@ -132,7 +132,7 @@ def rows(ops, num_stops: int):
     from bubblespec.engine.ops import triton_rows
     from bubblespec.engine.ops.view import RowState
 
-    shapes = [(8, 64), (4, 8), (8, 4), (512,), (3, 8), (64,), (64,), (64,), (9,), (8,), (8,)]
+    shapes = [(8, 64), (4, 8), (8, 4), (512,), (3, 8), (64,), (64,), (64,), (9,), (8,)]
     shapes += [(64,), (64, 4), (64,)]
     state = RowState(*(zeros(*shape, dtype=torch.int32) for shape in shapes))
     triton_rows.stand(state)

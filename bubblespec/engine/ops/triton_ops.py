@@ -9,7 +9,7 @@ dimension, E that of values, R rotary dimensions, C hidden size, I intermediate 
 """
 
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -176,7 +176,8 @@ def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a block may have; as many as any where none counts."""
     if device.type != "cuda":
         return 1 << 30
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin
 
 
 @cache
