@@ -119,6 +119,11 @@ def plain_attention(query, keys, values, view: View, scaling: float, window: int
         (1, (192, 128), 64, 64, None, [(0, 9, 70), (1, 1, 33)]),
         (2, (24, 16), 16, 32, 20, [(0, 5, 60), (1, 1, 3)]),
         (3, (16, 40), 16, 16, None, [(0, 2, 10), (1, 1, 16)]),
+        # More rows than a tile has: of one token, and of a piece of a prompt.
+        (71, 16, 16, 32, None, [(0, 2, 40), (1, 0, 7), (2, 1, 3)]),
+        (128, 16, 16, 16, 5, [(0, 1, 40), (1, 1, 1)]),
+        (5, 16, 16, 32, None, [(0, 40, 70), (1, 1, 9)]),
+        (16, 16, 16, 16, 20, [(0, 11, 50), (1, 1, 20)]),
     ],
 )
 def test_attend_equals_plain_attention(group, size, page, split, window, sequences):
@@ -140,6 +145,36 @@ def test_attended_bits_do_not_depend_on_other_rows():
     only = view._replace(first=view.first[:2], slot=view.slot[:1], max_keys=32)
     alone = attend(query[:2], keys, values, only, scaling=0.25)
     assert torch.equal(both[:2], alone)
+
+
+def test_attended_bits_do_not_depend_on_the_cut_of_rows():
+    """A piece of a prompt in several tiles, and cut as graphs cut it."""
+    whole, cut = [(0, 50, 90)], [(0, 21, 61), (0, 21, 82), (0, 8, 90)]
+    views = [make_view(whole, 32, 32), make_view(cut, 32, 32)]
+    views[1] = views[1]._replace(table=views[0].table, place=views[0].place)
+    keys, values = make_cache(views[0], 32, 1, 16)
+    query = randn(50, 3, 16)
+    for window in (None, 30):
+        together, apart = (attend(query, keys, values, of, 0.25, window) for of in views)
+        # numpy's products round by a row's place.
+        assert_near(together, apart, 1e-6 if DEVICE == "cpu" else 0.0)
+
+
+def test_attention_reads_nothing_behind_the_tokens_fed():
+    """Of a draft that is not fed whole the rest has position 0, and its keys were never written."""
+    view = make_view([(0, 3, 20), (1, 2, 18)], 16, 16)
+    keys, values = make_cache(view, 16, 2, 16)  # NaN elsewhere
+    for token, place in enumerate(view.place.tolist()):
+        if token in (2, 4):
+            keys[place // 16, place % 16] = values[place // 16, place % 16] = math.nan
+    view.position[2] = view.position[4] = 0
+    query = randn(5, 4, 16)
+    for window in (None, 5):
+        found, wanted = (
+            of(query, keys, values, view, 0.25, window)[[0, 1, 3]]
+            for of in (attend, plain_attention)
+        )
+        assert_near(found, wanted)
 
 
 def norm_of(weight: torch.Tensor, eps: float = 1e-3) -> Norm:
