@@ -173,8 +173,8 @@ def _rope_store(
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a block may have; as many as any where none counts."""
-    if device.type != "cuda":
+    """Return the bytes of shared memory that a block may have."""
+    if device.type != "cuda":  # the interpreter
         return 1 << 30
     properties: Any = torch.cuda.get_device_properties(device)
     return properties.shared_memory_per_block_optin
@@ -182,9 +182,19 @@ def shared_memory(device: torch.device) -> int:
 
 @cache
 def tiling(width: int, value_width: int, rows: int, limit: int) -> tuple[int, int, int]:
-    """Return keys of a block, warps and stages."""
-    block = KEYS // max(width, value_width, 128)
-    return block, 4 if rows * max(width, value_width) <= 64 * 128 else 8, 3
+    """Return how many keys a tile of `rows` rows takes at once, and its warps and stages.
+
+    width, value_width: of keys and values in half precision; limit: bytes of shared memory. Keys
+    depend on widths alone, as another number of them would round differently."""
+    widest = max(width, value_width)
+    keys = KEYS // max(widest, 128)
+    # What the compiler allocates up to Ada, and not less than that of later cards with 99 KB: all
+    # stages but one, queries, and weights. With a stage keys and values share a buffer.
+    bytes_of = {
+        n: 2 * ((n - 1) * keys * (width + value_width) + rows * (width + keys)) for n in (2, 3)
+    }
+    num_stages = max((n for n, size in bytes_of.items() if size <= limit), default=1)
+    return keys, 4 if rows * widest <= 64 * 128 else 8, num_stages
 
 
 def attend(
