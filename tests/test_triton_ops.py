@@ -177,6 +177,28 @@ def test_attention_reads_nothing_behind_the_tokens_fed():
         assert_near(found, wanted)
 
 
+# Bytes of shared memory that Triton 3.9 reports for sm_80, with 1, 2 and 3 stages.
+COMPILED = {  # widths of keys and values, rows
+    (64, 64, 16): (12_288, 20_480, 36_864),
+    (64, 64, 64): (16_384, 24_576, 40_960),
+    (128, 128, 16): (22_528, 38_912, 71_680),
+    (128, 128, 32): (28_672, 45_056, 77_824),
+    (128, 128, 64): (40_960, 57_344, 90_112),
+    (256, 256, 16): (25_600, 41_984, 74_752),
+    (256, 256, 32): (34_816, 51_200, 83_968),
+    (256, 256, 64): (53_248, 69_632, 102_400),
+}
+
+
+@pytest.mark.parametrize("limit", [65_536, 101_376, 166_912, 232_448])
+def test_tiles_fit_the_shared_memory_of_any_card(limit):
+    for (*widths, rows), size in COMPILED.items():
+        keys, _, num_stages = triton_ops.tiling(*widths, rows, limit)
+        assert size[num_stages - 1] <= limit and num_stages >= 1 + (limit > 65_536)
+        assert num_stages == 3 or size[num_stages] > limit
+        assert keys == triton_ops.tiling(*widths, 16, 1 << 20)[0], "of which a token's bits depend"
+
+
 def norm_of(weight: torch.Tensor, eps: float = 1e-3) -> Norm:
     return Norm(weight, eps, torch.tensor(eps))
 

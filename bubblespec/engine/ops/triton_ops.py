@@ -2,7 +2,8 @@
 
 Grids depend only on the sizes of tensors and on bounds of the view, and no operation waits for the
 device, so CUDA graphs can capture them all. A token's bits do not depend on the other tokens of a
-forward, as long as tiles of attention have the same rows: `View.max_q` * G up to a power of two.
+forward, as long as tiles of attention have the same rows: `View.max_q` * G up to a power of two,
+at most TILE.
 
 Shape legend: N tokens, S sequences, H query heads, K key/value heads, G = H / K, D head
 dimension, E that of values, R rotary dimensions, C hidden size, I intermediate size.
