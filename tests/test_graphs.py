@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bubblespec.engine import step_graphs
+from bubblespec.engine import kv_cache, step_graphs
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import FIELDS, TILES, ForwardGraphs, padded
@@ -17,14 +17,19 @@ from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.ops import torch_ops
 from tests.helpers.generation import STOP, Drafter, as_dict, make_engine, make_rows
 from tests.helpers.graphs import POOL, Traffic, fail_at, needs_interpreter, stand_in
-from tests.helpers.models import ARCHITECTURES, GQA, config_of, random_model
+from tests.helpers.models import ARCHITECTURES, GQA, SMALL, config_of, random_model
 from tests.helpers.tp import ThreadTPGroup, run_together
 
 pytestmark = needs_interpreter
 LENGTH, SEED = 64, 5
 GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7)
 TRUNCATED = SamplingParams(temperature=0.9, top_p=0.9, stop_token_ids=STOP, min_length=2)
-KINDS = ARCHITECTURES | {"gemma": ("Gemma", {**GQA, "head_dim": 16})}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 9}
+KINDS = ARCHITECTURES | {
+    "gemma": ("Gemma", {**GQA, "head_dim": 16}),
+    "deepseek": ("DeepseekV3", SMALL | LATENT),  # keys of 24, values of 16
+}
 SIZES = {"max_length": LENGTH, "seed": SEED}
 ONE_LAYER = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 PAGED = SIZES | {"max_num_batched_tokens": 16, "page_size": 16}
@@ -65,16 +70,20 @@ def plain_rows(model, params, rows=None) -> dict:
         ("mistral-window", GREEDY, 5, None),
         ("qwen2", TRUNCATED, None, 0.0),
         ("gemma", WARM, None, 0.3),
+        ("deepseek", WARM, 5, 0.3),
     ],
 )
 def test_rows_of_graphs_equal_rows_of_torch(monkeypatch, name, params, num_pages, corrupted):
-    model = make_model(name, **({} if name == "llama" else ONE_LAYER))
+    few = {"num_hidden_layers": 1} if name == "deepseek" else ONE_LAYER
+    model = make_model(name, **({} if name == "llama" else few))
     wanted = plain_rows(model, params)
     captures = stand_in(monkeypatch)
+    # What earlier rows may have left in pages.
+    monkeypatch.setattr(kv_cache, "_zeros", lambda shape, like: like.new_full(shape, torch.nan))
     engine = make_engine(model, 4, **PAGED, num_pages=num_pages)
     placed, place = [], engine.runner.place
     engine.runner.place = lambda *of: placed.append(of) or place(*of)
-    assert (engine.runner.forward.decoder is None) == (name == "gemma")
+    assert (engine.runner.forward.decoder is None) == (name in ("gemma", "deepseek"))
     drafts = None if corrupted is None else Drafter(wanted, corrupted)
     assert as_dict(engine.run(make(), params, drafts)) == wanted
     found = engine.runner.graphs
@@ -173,15 +182,14 @@ def test_every_number_of_tokens_fits_a_graph(num_slots, largest, fold):
         inputs = np.zeros((FIELDS, shape.tokens + 1), np.int32)
         padded(np.full(tokens, 9), packing, shape, inputs)
         ids, place, position = inputs[:3, : shape.tokens]
-        first, slot, used = inputs[3:, : shape.sequences + 1]
+        first, slot = inputs[3:, : shape.sequences + 1]
         assert (ids[:tokens] == 9).all() and (place[tokens:] == num_slots * 4096).all()
         assert np.array_equal(place[:tokens], packing.index[0] * 4096 + packing.index[1])
         width = np.diff(first)
         assert width.min() >= 0 and width.max() <= shape.max_q and first[-1] == tokens
         sequence = np.arange(shape.sequences).repeat(width)
         assert np.array_equal(slot[sequence], packing.index[0])
-        token = np.arange(tokens) - first[sequence]
-        assert np.array_equal(used[sequence] - width[sequence] + token, position[:tokens])
+        assert np.array_equal(position[:tokens], packing.index[1])
     assert len(shapes) > 8
 
 

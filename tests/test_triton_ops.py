@@ -11,9 +11,9 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.kv_cache import SPLIT, WIDE, KVCache, LayerCache, pack_rows
+from bubblespec.engine.kv_cache import SPLIT, KVCache, LayerCache, pack_rows
 from bubblespec.engine.ops import torch_ops
-from bubblespec.engine.ops.view import Norm, View
+from bubblespec.engine.ops.view import TILE, Norm, View
 from bubblespec.engine.sampling import Noise, add_gumbel, random_bits, sample, stream_keys
 
 triton = pytest.importorskip("triton")
@@ -56,22 +56,32 @@ def make_view(sequences, page: int, split: int, max_q: int = 0) -> View:
     first = np.append(0, count.cumsum())
     position = used[token] - count[token] + np.arange(len(token)) - first[token]
     place = table[slot[token], position // page] * page + torch.from_numpy(position % page)
-    vectors = (int32(vector) for vector in (position, first, slot, used))
+    vectors = (int32(vector) for vector in (position, first, slot))
     table = int32(torch.cat((table, spare), 1))
     max_q = max_q or int(count.max())
     return View(place.to(DEVICE), *vectors, table, max_q, int(used.max()), split)
 
 
-def make_cache(view: View, page: int, heads: int, size: int) -> torch.Tensor:
+def per_sequence(view: View, values: torch.Tensor) -> list[torch.Tensor]:
+    """Split [N] by sequences."""
+    return list(values[: view.first[-1]].split(view.first.diff().tolist()))
+
+
+def make_cache(view: View, page: int, heads: int, size: int, value_size: int = 0):
     """Keys and values of the middle one of three layers; NaN where no sequence has keys."""
-    pages = int(view.table.max()) + 1
-    cache = torch.full((pages, 3, 2, heads, page, size), math.nan, dtype=DTYPE, device=DEVICE)
-    for slot, used in zip(view.slot.tolist(), view.used.tolist(), strict=True):
+    pages, sizes = int(view.table.max()) + 1, (size, value_size or size)
+    flat = torch.full((pages, 3, heads * page * sum(sizes)), math.nan, dtype=DTYPE, device=DEVICE)
+    keys, values = (
+        part.view(pages, 3, heads, page, of)
+        for part, of in zip(flat.split([heads * page * of for of in sizes], -1), sizes, strict=True)
+    )
+    ends = [int(of.max()) + 1 if len(of) else 0 for of in per_sequence(view, view.position)]
+    for slot, used in zip(view.slot.tolist(), ends, strict=True):
         for position in range(used):
-            cache[view.table[slot, position // page].item(), :, :, :, position % page] = randn(
-                3, 2, heads, size
-            )
-    return cache[:, 1].transpose(2, 3).unbind(1)
+            number, offset = view.table[slot, position // page].item(), position % page
+            for of in (keys, values):
+                of[number, :, :, offset] = randn(3, heads, of.shape[-1])
+    return [of[:, 1].transpose(1, 2) for of in (keys, values)]
 
 
 def attend(query, keys, values, view: View, scaling: float, window: int | None = None):
@@ -105,11 +115,21 @@ def plain_attention(query, keys, values, view: View, scaling: float, window: int
         (8, 256, 64, 64, 65, [(0, 2, 129), (1, 1, 20)]),
         (1, 16, 16, 16, 3, [(0, 16, 40), (1, 2, 90)]),
         (2, 24, 16, 16, None, [(0, 1, 200), (1, 3, 3)]),
+        # Values of another size.
+        (1, (192, 128), 64, 64, None, [(0, 9, 70), (1, 1, 33)]),
+        (2, (24, 16), 16, 32, 20, [(0, 5, 60), (1, 1, 3)]),
+        (3, (16, 40), 16, 16, None, [(0, 2, 10), (1, 1, 16)]),
+        # More rows than a tile has: of one token, and of a piece of a prompt.
+        (71, 16, 16, 32, None, [(0, 2, 40), (1, 0, 7), (2, 1, 3)]),
+        (128, 16, 16, 16, 5, [(0, 1, 40), (1, 1, 1)]),
+        (5, 16, 16, 32, None, [(0, 40, 70), (1, 1, 9)]),
+        (16, 16, 16, 16, 20, [(0, 11, 50), (1, 1, 20)]),
     ],
 )
 def test_attend_equals_plain_attention(group, size, page, split, window, sequences):
+    size, value_size = size if isinstance(size, tuple) else (size, size)
     view = make_view(sequences, page, split)
-    keys, values = make_cache(view, page, 2, size)
+    keys, values = make_cache(view, page, 2, size, value_size)
     query = randn(2 * group, len(view.place), size).transpose(0, 1)
     how = {"scaling": size**-0.5, "window": window}
     assert_near(
@@ -125,6 +145,58 @@ def test_attended_bits_do_not_depend_on_other_rows():
     only = view._replace(first=view.first[:2], slot=view.slot[:1], max_keys=32)
     alone = attend(query[:2], keys, values, only, scaling=0.25)
     assert torch.equal(both[:2], alone)
+
+
+def test_attended_bits_do_not_depend_on_the_cut_of_rows():
+    """A piece of a prompt in several tiles, and cut as graphs cut it."""
+    whole, cut = [(0, 50, 90)], [(0, 21, 61), (0, 21, 82), (0, 8, 90)]
+    views = [make_view(whole, 32, 32), make_view(cut, 32, 32)]
+    views[1] = views[1]._replace(table=views[0].table, place=views[0].place)
+    keys, values = make_cache(views[0], 32, 1, 16)
+    query = randn(50, 3, 16)
+    for window in (None, 30):
+        together, apart = (attend(query, keys, values, of, 0.25, window) for of in views)
+        # numpy's products round by a row's place.
+        assert_near(together, apart, 1e-6 if DEVICE == "cpu" else 0.0)
+
+
+def test_attention_reads_nothing_behind_the_tokens_fed():
+    """Of a draft that is not fed whole the rest has position 0, and its keys were never written."""
+    view = make_view([(0, 3, 20), (1, 2, 18)], 16, 16)
+    keys, values = make_cache(view, 16, 2, 16)  # NaN elsewhere
+    for token, place in enumerate(view.place.tolist()):
+        if token in (2, 4):
+            keys[place // 16, place % 16] = values[place // 16, place % 16] = math.nan
+    view.position[2] = view.position[4] = 0
+    query = randn(5, 4, 16)
+    for window in (None, 5):
+        found, wanted = (
+            of(query, keys, values, view, 0.25, window)[[0, 1, 3]]
+            for of in (attend, plain_attention)
+        )
+        assert_near(found, wanted)
+
+
+# Bytes of shared memory that Triton 3.9 reports for sm_80, with 1, 2 and 3 stages.
+COMPILED = {  # widths of keys and values, rows
+    (64, 64, 16): (12_288, 20_480, 36_864),
+    (64, 64, 64): (16_384, 24_576, 40_960),
+    (128, 128, 16): (22_528, 38_912, 71_680),
+    (128, 128, 32): (28_672, 45_056, 77_824),
+    (128, 128, 64): (40_960, 57_344, 90_112),
+    (256, 256, 16): (25_600, 41_984, 74_752),
+    (256, 256, 32): (34_816, 51_200, 83_968),
+    (256, 256, 64): (53_248, 69_632, 102_400),
+}
+
+
+@pytest.mark.parametrize("limit", [65_536, 101_376, 166_912, 232_448])
+def test_tiles_fit_the_shared_memory_of_any_card(limit):
+    for (*widths, rows), size in COMPILED.items():
+        keys, _, num_stages = triton_ops.tiling(*widths, rows, limit)
+        assert size[num_stages - 1] <= limit and num_stages >= 1 + (limit > 65_536)
+        assert num_stages == 3 or size[num_stages] > limit
+        assert keys == triton_ops.tiling(*widths, 16, 1 << 20)[0], "of which a token's bits depend"
 
 
 def norm_of(weight: torch.Tensor, eps: float = 1e-3) -> Norm:
@@ -341,19 +413,18 @@ def test_barred_tokens_are_never_sampled():
 
 
 @pytest.mark.parametrize("is_invariant", [False, True])
-@pytest.mark.parametrize("length", [1, WIDE, WIDE + 1, 40])
+@pytest.mark.parametrize("length", [1, TILE, TILE + 1, 100])
 def test_view_gives_each_token_its_own_keys(is_invariant, length):
     cache, count = KVCache(3, 128), np.array([length, 0, 2])
     cache.is_invariant = is_invariant
     packing = pack_rows(cache, np.array([5, 0, 9]), count, torch.device(DEVICE))
     view = packing.view
     width = view.first.diff().cpu()
-    assert width.sum() == len(view.place) == length + 2 and 0 < width.max() <= view.max_q <= WIDE
-    assert view.max_q == (WIDE if is_invariant else min(max(length, 2), WIDE))
+    assert width.sum() == len(view.place) == length + 2 and 0 < width.max() <= view.max_q
+    assert view.max_q == (TILE if is_invariant else min(max(length, 2), TILE))
     sequence = torch.arange(len(width)).repeat_interleave(width)
-    token = torch.arange(length + 2) - view.first.cpu()[sequence]
-    assert torch.equal(view.used.cpu()[sequence] - width[sequence] + token, view.position.cpu())
     assert view.slot.cpu()[sequence].tolist() == [0] * length + [2] * 2
+    assert view.position.cpu().tolist() == [*range(5, 5 + length), 9, 10]
     assert view.max_keys == max(5 + length, 11) and view.split % SPLIT == 0
 
 

@@ -8,8 +8,8 @@ unpadded forward, up to the rounding of matrix products of another height.
 
 Attention launches a block for each sequence that a graph has room for, also for sequences without
 tokens, and a block has a tile of tokens times query heads. A row that feeds more tokens than fit
-into a tile is several sequences, each of which sees the keys up to its last token. Small tiles are
-for decoding and short drafts, large ones for prompts and long drafts.
+into a tile is several sequences. Small tiles are for decoding and short drafts, large ones for
+prompts and long drafts.
 
 All graphs of forwards are captured at the first forward, before anything is timed, the largest
 first; the others share its memory. Graphs contain the addresses of keys, values and weights:
@@ -37,8 +37,8 @@ import numpy as np
 import torch
 
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.kv_cache import CachePacking, KVCache
-from bubblespec.engine.ops.view import View
+from bubblespec.engine.kv_cache import CachePacking, KVCache, pieces
+from bubblespec.engine.ops.view import TILE, View
 from bubblespec.errors import (
     fallback,
     first_cause,
@@ -52,8 +52,8 @@ from bubblespec.errors import (
 # than computing with them, so padding costs next to nothing.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 GROWTH, STEP = 4 / 3, 64  # of larger sizes
-TILES = (16, 64)  # tokens times query heads of a block
-FIELDS = 6  # of a forward's inputs, see `padded`
+TILES = (16, TILE)  # tokens times query heads of a block
+FIELDS = 5  # of a forward's inputs, see `padded`
 
 
 class Shape(NamedTuple):
@@ -257,15 +257,15 @@ class ForwardGraphs:
         assert self._inputs is not None
         fields = self._inputs[: FIELDS * (shape.tokens + 1)].view(FIELDS, -1)
         ids, place, position = fields[:3, : shape.tokens]
-        first, slot, used = fields[3:, : shape.sequences + 1]
-        return ids, place, position, first, slot[:-1], used[:-1]
+        first, slot = fields[3:, : shape.sequences + 1]
+        return ids, place, position, first, slot[:-1]
 
     def _read(self, shape: Shape) -> tuple[torch.Tensor, View]:
         """Return token ids and the view of a forward's inputs."""
-        ids, place, position, first, slot, used = self._fields(shape)
+        ids, place, position, first, slot = self._fields(shape)
         length, table = self.cache.slot_length, self.cache.block_table(ids.device)
         sizes = shape.max_q, length, self.cache.split_of(shape.tokens, length)
-        return ids, View(place, position, first, slot, used, table, *sizes)
+        return ids, View(place, position, first, slot, table, *sizes)
 
     def _run(self, shape: Shape) -> None:
         ids, view = self._read(shape)
@@ -311,18 +311,18 @@ def graph_shapes(
 
 
 def padded(tokens: np.ndarray, packing: CachePacking, shape: Shape, inputs: np.ndarray) -> None:
-    """Fill in what a graph of B tokens and S sequences reads, int32 [6, B + 1].
+    """Fill in what a graph of B tokens and S sequences reads, int32 [5, B + 1].
 
     Token ids, places in the flattened cache and positions (B each); where the sequences' new tokens
-    begin (S + 1), their rows of the block table and how many keys they have (S each). Sequences are
-    pieces of rows of up to max_q tokens each, then empty ones."""
+    begin (S + 1) and their rows of the block table (S). Sequences are pieces of rows of up to max_q
+    tokens each, then empty ones."""
     ids, place, position = inputs[:3, : shape.tokens]
-    first, table_row, used = inputs[3:, : shape.sequences + 1]
+    first, table_row = inputs[3:, : shape.sequences + 1]
     cache, count = packing.cache, len(tokens)
+    slot, width = pieces(packing.count, shape.max_q)
     ids[:count], position[:count] = tokens, packing.index[1]
     place[:count], place[count:] = cache.places(*packing.index), cache.num_pages * cache.page_size
-    slot, width, keys = packing.pieces(shape.max_q)
-    table_row[: len(slot)], used[: len(slot)] = slot, keys
+    table_row[: len(slot)] = slot
     first[1 : len(slot) + 1] = width.cumsum()
     first[len(slot) + 1 :] = count
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from bubblespec.engine.arrays import ragged, staged, to_device
-from bubblespec.engine.ops.view import View
+from bubblespec.engine.ops.view import TILE, View
 from bubblespec.engine.pages import Pages
 
 SPLIT = 512  # keys; 256 and 1,024 were within 5% for 1 to 128 rows of 4,096 keys on an H200
@@ -31,16 +31,12 @@ MAX_PADDING = 15_000
 # faster to pad and mask. 16 queries of 63 positions take 1.5 times as long as 16 of 64.
 LANES = 16
 PAGE = 256  # positions
-WIDE = 9  # new tokens of a row that a GPU attends together outside graphs
 
 
-def pieces(count: np.ndarray, max_q: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut rows of `count` tokens into sequences of at most max_q, S in all; int64.
-
-    Returns their rows, tokens and ends in the row, [S] each."""
+def pieces(count: np.ndarray, max_q: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut rows of `count` tokens into sequences of at most max_q; int64 [S], rows and tokens."""
     row, piece = ragged(-(-count // max_q))
-    end = np.minimum((piece + 1) * max_q, count[row])
-    return row, end - piece * max_q, end
+    return row, np.minimum(count[row] - piece * max_q, max_q)
 
 
 def _cheapest_cuts(count: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
@@ -349,21 +345,17 @@ class CachePacking:
         mask = mask.view(rows, 1, queries, length)
         return mask if heads_per_kv == 1 else mask.repeat(1, 1, heads_per_kv, 1)
 
-    def pieces(self, max_q: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return slot, tokens and keys of sequences of at most max_q tokens each, int64 [S]."""
-        slot, width, end = pieces(self.count, max_q)
-        return slot, width, self.start[slot] + end
-
     @cached_property
     def view(self) -> View:
         """What triton_ops.py reads of a forward that is in no graph."""
-        max_q = WIDE if self.cache.is_invariant else int(min(self.count.max(), WIDE))
-        slot, tokens, used = self.pieces(max_q)
-        arrays = np.append(0, tokens.cumsum()), slot, used
-        first, slots, keys = (to_device(a.astype(np.int32), self.device) for a in arrays)
+        # Of TILE tokens tiles are whole whatever the number of query heads, as in graphs.
+        max_q = TILE if self.cache.is_invariant else int(min(self.count.max(), TILE))
+        slot, tokens = pieces(self.count, max_q)
+        arrays = np.append(0, tokens.cumsum()), slot
+        first, slots = (to_device(a.astype(np.int32), self.device) for a in arrays)
         table, max_keys = self.cache.block_table(self.device), int(self.ends.max())
         sizes = max_q, max_keys, self.cache.split_of(self.index.shape[1], max_keys)
-        return View(self.place, self.position, first, slots, keys, table, *sizes)
+        return View(self.place, self.position, first, slots, table, *sizes)
 
 
 def pack_rows(

@@ -37,8 +37,8 @@ def packed(plan: Plan, max_q: int) -> np.ndarray:
 
     R, N, S and T; of the R rows fed their slots, known tokens, first positions, new tokens, first
     token of the N, begin and length of the proposal, and first position sampled or -1, each [R];
-    each token's row, [N]; each sequence's row and its end in the row, [S] each, and its first
-    token, [S + 1]; each sampled position's row, [T]; proposals."""
+    each token's row, [N]; each sequence's row, [S], and its first token, [S + 1]; each sampled
+    position's row, [T]; proposals."""
     fed = plan.count.nonzero()[0]
     count, start, known = plan.count[fed], plan.start[fed], plan.known[fed]
     num_proposed, first_sampled = np.zeros_like(fed), np.full(len(fed), -1)
@@ -46,10 +46,10 @@ def packed(plan: Plan, max_q: int) -> np.ndarray:
     num_proposed[where], first_sampled[where] = plan.num_proposed, sampled.cumsum() - sampled
     proposal, first = num_proposed.cumsum() - num_proposed, count.cumsum() - count
     of_rows = fed, known, start, count, first, proposal, num_proposed, first_sampled
-    sequence, width, end = pieces(count, max_q)
+    sequence, width = pieces(count, max_q)
     header = len(fed), int(count.sum()), len(sequence), int(sampled.sum())
     row = np.arange(len(fed))
-    of_tokens = row.repeat(count), sequence, end, (0,), width.cumsum()
+    of_tokens = row.repeat(count), sequence, (0,), width.cumsum()
     behind = row[where].repeat(sampled), plan.proposals
     return np.concatenate((header, *of_rows, *of_tokens, *behind)).astype(np.int32)
 
@@ -67,9 +67,9 @@ class DeviceRows:
         if self._state is None:
             slots, tokens, sequences = self.cache.num_slots, self.max_tokens, self.max_sequences
             # Proposals have as many tokens as are fed, and as many as may be gained in flight.
-            plan = HEADER + ROW_FIELDS * slots + 4 * tokens + 3 * sequences + 1
+            plan = HEADER + ROW_FIELDS * slots + 4 * tokens + 2 * sequences + 1
             shapes = [(slots, self.max_length), (4, slots), (slots, 4), (plan,), (3, slots)]
-            shapes += [(tokens,)] * 3 + [(sequences + 1,), (sequences,), (sequences,)]
+            shapes += [(tokens,)] * 3 + [(sequences + 1,), (sequences,)]
             shapes += [(tokens,), (tokens, 4), (tokens,)]
             made = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]
             self._state = RowState(*made)
@@ -89,7 +89,6 @@ class DeviceRows:
             position=state.position[:num_tokens],
             first=state.first[: num_sequences + 1],
             slot=state.slot[:num_sequences],
-            used=state.used[:num_sequences],
         )
 
     def write(self, texts: Texts, ids: np.ndarray) -> None:
@@ -133,7 +132,7 @@ class DeviceRows:
         ops.stand(state)
         ops.fill(state, table, cache.page_size, cache.num_pages * cache.page_size)
         sizes = max_q, length, cache.split_of(num_tokens, length)
-        fields = state.place, state.position, state.first, state.slot, state.used, table
+        fields = state.place, state.position, state.first, state.slot, table
         return state.ids, View(*fields, *sizes)
 
 

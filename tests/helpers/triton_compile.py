@@ -19,6 +19,8 @@ from bubblespec.engine.kv_cache import LayerCache
 from bubblespec.engine.ops.view import Norm, View
 
 ROOT = Path(__file__).resolve().parents[2]
+# Bytes of shared memory that a block may have, by capability (CUDA C++ Programming Guide).
+LIMITS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 
 class Kernel(NamedTuple):
@@ -39,7 +41,7 @@ def report(cases: list[tuple], cache: Path) -> list[list[Kernel]]:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-m", "tests.helpers.triton_compile", json.dumps(cases)]
     run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=7200
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return [[Kernel(*kernel) for kernel in kernels] for kernels in json.loads(run.stdout)]
@@ -50,16 +52,20 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def make_view(max_q: int, max_keys: int) -> View:
-    whole = [zeros(number, dtype=torch.int32) for number in (8, 3, 2, 2)]
+    whole = [zeros(number, dtype=torch.int32) for number in (8, 3, 2)]
     place, table = zeros(8, dtype=torch.int64), zeros(4, 20, dtype=torch.int32)
     return View(place, *whole, table, max_q=max_q, max_keys=max_keys, split=512)
 
 
-def attend(ops, tokens: int, group: int, size: int, window: int | None = None, keys: int = 4096):
-    """tokens: of a sequence; group: query heads of a key/value head; size: of a head."""
-    cache = zeros(2, 2, 2, 256, size).transpose(2, 3)
-    query = zeros(8, 2 * group, size)
+def attend(ops, tokens: int, group: int, sizes, window: int | None = None, keys: int = 4096):
+    """tokens: of a sequence; group: query heads of a key/value head; sizes: of keys and values."""
+    page = zeros(3, 2 * 256 * sum(sizes))  # of two heads
+    parts = page.split([2 * 256 * size for size in sizes], dim=1)
+    cache = (
+        part.view(3, 2, 256, size).transpose(1, 2) for part, size in zip(parts, sizes, strict=True)
+    )
     packing = SimpleNamespace(view=make_view(tokens, keys))
+    query = zeros(8, 2 * group, sizes[0])
     ops.attend(query, packing, LayerCache(*cache, None), 1.0, window)
 
 
@@ -132,7 +138,7 @@ def rows(ops, num_stops: int):
     from bubblespec.engine.ops import triton_rows
     from bubblespec.engine.ops.view import RowState
 
-    shapes = [(8, 64), (4, 8), (8, 4), (512,), (3, 8), (64,), (64,), (64,), (9,), (8,), (8,)]
+    shapes = [(8, 64), (4, 8), (8, 4), (512,), (3, 8), (64,), (64,), (64,), (9,), (8,)]
     shapes += [(64,), (64, 4), (64,)]
     state = RowState(*(zeros(*shape, dtype=torch.int32) for shape in shapes))
     triton_rows.stand(state)
@@ -169,6 +175,7 @@ def main(cases: list[list]) -> list[list[Kernel]]:
     kernels: list[Kernel] = []
     examined: dict[int, Kernel] = {}  # a kernel is compiled once
     triton.runtime.driver.set_active(driver)
+    triton_ops.shared_memory = lambda device: LIMITS[driver.capability]
     triton.knobs.nvidia.dump_ptxas_log = True
 
     def compile_alone(function, *arguments, grid, warmup, **options):

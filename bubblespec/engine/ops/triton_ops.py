@@ -2,13 +2,15 @@
 
 Grids depend only on the sizes of tensors and on bounds of the view, and no operation waits for the
 device, so CUDA graphs can capture them all. A token's bits do not depend on the other tokens of a
-forward, as long as tiles of attention have the same rows: `View.max_q` * G up to a power of two.
+forward, as long as tiles of attention have the same rows: `View.max_q` * G up to a power of two,
+at most TILE.
 
 Shape legend: N tokens, S sequences, H query heads, K key/value heads, G = H / K, D head
-dimension, R rotary dimensions, C hidden size, I intermediate size.
+dimension, E that of values, R rotary dimensions, C hidden size, I intermediate size.
 """
 
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -18,7 +20,7 @@ from bubblespec.engine.kv_cache import LayerCache
 from bubblespec.engine.ops.triton_sampling import FUSED
 from bubblespec.engine.ops.triton_sampling import best_and_sum as best_and_sum
 from bubblespec.engine.ops.triton_sampling import draw as draw
-from bubblespec.engine.ops.view import Norm, View
+from bubblespec.engine.ops.view import TILE, Norm, View
 
 
 class Packing(Protocol):
@@ -107,7 +109,7 @@ def rope_store(
     cos, sin = (None, None) if rotation is None else rotation
     _, page_size, num_kv, size = keys.shape
     num_heads = qkv.shape[1] - 2 * num_kv
-    assert keys.stride() == values.stride()
+    assert keys.stride() == values.stride(), "a decoder's keys and values have one dimension"
     assert keys.stride()[1:] == (size, page_size * size, 1)
     assert qkv.stride()[1:] == (size, 1)
     query = qkv.new_empty(len(qkv), num_heads, size)
@@ -170,6 +172,32 @@ def _rope_store(
     tl.store(values_ptr + target + (head - H - K) * PAGE * D + d, loaded, mask=is_value)
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a block may have."""
+    if device.type != "cuda":  # the interpreter
+        return 1 << 30
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin
+
+
+@cache
+def tiling(width: int, value_width: int, rows: int, limit: int) -> tuple[int, int, int]:
+    """Return how many keys a tile of `rows` rows takes at once, and its warps and stages.
+
+    width, value_width: of keys and values in half precision; limit: bytes of shared memory. Keys
+    depend on widths alone, as another number of them would round differently."""
+    widest = max(width, value_width)
+    keys = KEYS // max(widest, 128)
+    # What the compiler allocates up to Ada, and not less than that of later cards with 99 KB: all
+    # stages but one, queries, and weights. With a stage keys and values share a buffer.
+    bytes_of = {
+        n: 2 * ((n - 1) * keys * (width + value_width) + rows * (width + keys)) for n in (2, 3)
+    }
+    num_stages = max((n for n, size in bytes_of.items() if size <= limit), default=1)
+    return keys, 4 if rows * widest <= 64 * 128 else 8, num_stages
+
+
 def attend(
     query: torch.Tensor,
     packing: Packing,
@@ -177,33 +205,36 @@ def attend(
     scaling: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Attend from queries [N, H, D] to the cache, whose pages hold a multiple of 16 keys.
+    """Return the attention [N, H, E] of queries [N, H, D] over the cache, in pages of 16 n keys.
 
     A query at position p sees positions k <= p, and with a window those with k > p - window."""
     keys, values, view = cache.keys, cache.values, packing.view
     num_tokens, num_heads, size = query.shape
-    _, page_size, num_kv, _ = keys.shape
-    assert keys.stride() == values.stride()
-    assert keys.stride()[1:] == (size, page_size * size, 1)
+    _, page_size, num_kv, value_size = values.shape
+    for of in (keys, values):
+        assert of.stride()[1:] == (of.shape[3], page_size * of.shape[3], 1)
+    assert keys.stride(0) == values.stride(0), "a page has both"
     assert query.stride(2) == 1 and view.table.stride(1) == 1
     assert query.dtype.itemsize == 2 or not query.is_cuda, "tensor cores would round float32"
-    width, whole = max(triton.next_power_of_2(size), 16), page_size & -page_size
-    block = min(KEYS // max(width, 128), whole)  # powers of two, so blocks divide the page
-    assert block >= 16 and view.split % block == 0
     group, splits = num_heads // num_kv, triton.cdiv(view.max_keys, view.split)
-    out = query.new_empty(query.shape)
+    rows = min(max(triton.next_power_of_2(view.max_q * group), 16), TILE)
+    tiles = triton.cdiv(view.max_q * group, rows)
+    widths = [max(triton.next_power_of_2(of), 16) for of in (size, value_size)]
+    block, num_warps, num_stages = tiling(*widths, rows, shared_memory(query.device))
+    block = min(block, page_size & -page_size)  # powers of two, so blocks divide the page
+    assert block >= 16 and view.split % block == 0
+    out = query.new_empty(num_tokens, num_heads, value_size)
     # Sums of single splits: weighted values, and the largest score and the sum of weights.
-    parts = (num_tokens * num_heads * splits, size) if splits > 1 else (1, 1)
+    parts = (num_tokens * num_heads * splits, value_size) if splits > 1 else (1, 1)
     part = torch.empty(parts, dtype=torch.float32, device=query.device)
     weights = torch.empty((2, parts[0]), dtype=torch.float32, device=query.device)
-    shape = {"D": size, "BLOCK_D": width, "WINDOW": window or 0}
-    rows = max(triton.next_power_of_2(view.max_q * group), 16)
-    _attend[(len(view.slot), num_kv, splits)](
-        query, keys, values, out, part, weights, view.table, view.first, view.slot, view.used,
+    shape = {"E": value_size, "BLOCK_E": widths[1], "WINDOW": window or 0}
+    _attend[(len(view.slot) * tiles, num_kv, splits)](
+        query, keys, values, out, part, weights, view.table, view.first, view.slot, view.position,
         scaling, *query.stride()[:2], keys.stride(0), view.table.stride(0), view.split, splits,
-        parts[0], H=num_heads, G=group, PAGE=page_size, IS_WHOLE=splits == 1,
-        BLOCK_M=rows, BLOCK_N=block, num_warps=4 if rows * width <= 64 * 128 else 8, num_stages=3,
-        **shape, **FUSED,
+        parts[0], tiles, H=num_heads, G=group, D=size, PAGE=page_size, IS_WHOLE=splits == 1,
+        BLOCK_M=rows, BLOCK_N=block, BLOCK_D=widths[0], num_warps=num_warps,
+        num_stages=num_stages, **shape, **FUSED,
     )  # fmt: skip
     if splits > 1:
         _merge[(num_tokens, num_heads)](
@@ -216,37 +247,42 @@ def attend(
 @triton.jit
 def _attend(
     query_ptr, keys_ptr, values_ptr, out_ptr, part_ptr, weights_ptr, table_ptr, first_ptr,
-    slot_ptr, used_ptr, scaling, query_stride, head_stride, page_stride, table_stride,
-    split, splits, num_parts, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    slot_ptr, position_ptr, scaling, query_stride, head_stride, page_stride, table_stride,
+    split, splits, num_parts, tiles, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, IS_WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Sum one split of the keys of one key/value head, for all tokens of a sequence.
+    """Sum one split of the keys of one key/value head, for a tile of a sequence's rows.
 
-    The rows of a tile are tokens times the query heads of the key/value head."""
-    sequence, kv_head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    Rows are tokens times the query heads of the key/value head."""
+    sequence, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    kv_head, index = tl.program_id(1), tl.program_id(2)
     first = tl.load(first_ptr + sequence)
-    count = tl.load(first_ptr + sequence + 1) - first
-    used = tl.load(used_ptr + sequence)
-    begin = index * split
-    end = tl.minimum(begin + split, used)
-    if WINDOW > 0:
-        begin = tl.maximum(begin, (used - count + 1 - WINDOW) // BLOCK_N * BLOCK_N)
-    if (count == 0) | (begin >= end):
+    num_rows = (tl.load(first_ptr + sequence + 1) - first) * G
+    if tile * BLOCK_M >= num_rows:
         return
-    row = tl.arange(0, BLOCK_M)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_token = row < num_rows
     token, head = first + row // G, kv_head * G + row % G
-    last = used - count + row // G  # the last position that each row sees
-    d = tl.arange(0, BLOCK_D)
-    is_real = (row // G < count)[:, None] & (d < D)[None, :]
+    position = tl.load(position_ptr + token, mask=is_token, other=0).to(tl.int32)
+    begin = index * split
+    # Keys behind the tile's last token may be anything, also NaN, see below.
+    end = tl.minimum(begin + split, tl.max(position, 0) + 1)
+    if WINDOW > 0:
+        earliest = tl.load(position_ptr + first + tile * BLOCK_M // G).to(tl.int32)
+        begin = tl.maximum(begin, (earliest + 1 - WINDOW) // BLOCK_N * BLOCK_N)
+    if begin >= end:
+        return
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     source = token.to(tl.int64) * query_stride + head * head_stride
+    is_real = is_token[:, None] & (d < D)[None, :]
     query = tl.load(query_ptr + source[:, None] + d[None, :], mask=is_real, other=0.0)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    summed = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     n = tl.arange(0, BLOCK_N)
     keys_ptr += kv_head * PAGE * D
-    values_ptr += kv_head * PAGE * D
+    values_ptr += kv_head * PAGE * E
     table_ptr += tl.load(slot_ptr + sequence).to(tl.int64) * table_stride
     # A page's number is loaded one iteration early, as Triton would not load the keys early
     # otherwise. After the last block this reads the next column: the table has a spare one.
@@ -255,35 +291,36 @@ def _attend(
         page = ahead.to(tl.int64)
         ahead = tl.load(table_ptr + (start + BLOCK_N) // PAGE)
         place = page * page_stride
-        offset = ((start % PAGE + n) * D)[:, None] + d[None, :]
-        key = start + n
-        # Keys beyond the end may be anything, also NaN, and a weight of 0 would not hide that.
+        offset, key = (start % PAGE + n)[:, None], start + n
+        # A weight of 0 would not hide a NaN.
         inside = (key < end)[:, None]
+        is_key, is_value = inside, inside
         if BLOCK_D > D:
-            inside &= (d < D)[None, :]
-        block = tl.load(keys_ptr + place + offset, mask=inside, other=0.0)
+            is_key &= (d < D)[None, :]
+        if BLOCK_E > E:
+            is_value &= (e < E)[None, :]
+        block = tl.load(keys_ptr + place + offset * D + d[None, :], mask=is_key, other=0.0)
         score = tl.dot(query, tl.trans(block)) * (scaling * LOG2_E)
-        sees = key[None, :] <= last[:, None]
+        sees = key[None, :] <= position[:, None]
         if WINDOW > 0:
-            sees &= key[None, :] > last[:, None] - WINDOW
-        # Rows beyond the tokens see keys beyond the end, which are zeros.
+            sees &= key[None, :] > position[:, None] - WINDOW
         score = tl.where(sees, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(score - base[:, None])
         fade = tl.exp2(top - base)
-        block = tl.load(values_ptr + place + offset, mask=inside, other=0.0)
+        block = tl.load(values_ptr + place + offset * E + e[None, :], mask=is_value, other=0.0)
         summed = summed * fade[:, None] + tl.dot(weight.to(block.dtype), block)
         total = total * fade + tl.sum(weight, 1)
         top = new_top
+    is_real = is_token[:, None] & (e < E)[None, :]
     if IS_WHOLE:
-        target = (token.to(tl.int64) * H + head) * D
+        target = (token.to(tl.int64) * H + head) * E
         summed = (summed / total[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + target[:, None] + d[None, :], summed, mask=is_real)
+        tl.store(out_ptr + target[:, None] + e[None, :], summed, mask=is_real)
     else:
         target = (token.to(tl.int64) * H + head) * splits + index
-        tl.store(part_ptr + target[:, None] * D + d[None, :], summed, mask=is_real)
-        is_token = row // G < count
+        tl.store(part_ptr + target[:, None] * E + e[None, :], summed, mask=is_real)
         tl.store(weights_ptr + target, top, mask=is_token)
         tl.store(weights_ptr + num_parts + target, total, mask=is_token)
 
@@ -291,7 +328,7 @@ def _attend(
 @triton.jit
 def _merge(
     out_ptr, part_ptr, weights_ptr, position_ptr, split, splits, num_parts, H: tl.constexpr,
-    D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Add the splits that one token sees, for one query head."""
     row = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
@@ -299,10 +336,10 @@ def _merge(
     low, high = 0, position // split + 1
     if WINDOW > 0:
         low = tl.maximum(position + 1 - WINDOW, 0) // split
-    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_E)
     top = float("-inf")
     total = 0.0
-    summed = tl.zeros([BLOCK_D], tl.float32)
+    summed = tl.zeros([BLOCK_E], tl.float32)
     for start in range(low, high, BLOCK_S):
         index = start + tl.arange(0, BLOCK_S)
         inside = index < high
@@ -311,13 +348,13 @@ def _merge(
         new_top = tl.maximum(top, tl.max(tops, 0))
         factor, fade = tl.exp2(tops - new_top), tl.exp2(top - new_top)
         totals = tl.load(weights_ptr + num_parts + source, mask=inside, other=0.0)
-        is_part = inside[:, None] & (d < D)[None, :]
-        parts = tl.load(part_ptr + source[:, None] * D + d[None, :], mask=is_part, other=0.0)
+        is_part = inside[:, None] & (e < E)[None, :]
+        parts = tl.load(part_ptr + source[:, None] * E + e[None, :], mask=is_part, other=0.0)
         total = total * fade + tl.sum(totals * factor, 0)
         summed = summed * fade + tl.sum(parts * factor[:, None], 0)
         top = new_top
     summed = (summed / total).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * D + d, summed, mask=d < D)
+    tl.store(out_ptr + row * E + e, summed, mask=e < E)
 
 
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

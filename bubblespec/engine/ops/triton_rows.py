@@ -42,7 +42,7 @@ def _proposals(plan_ptr):
     """Return where the proposals of a plan begin."""
     rows, tokens = tl.load(plan_ptr), tl.load(plan_ptr + 1)
     sequences, sampled = tl.load(plan_ptr + 2), tl.load(plan_ptr + 3)
-    return plan_ptr + HEADER + ROW_FIELDS * rows + tokens + 3 * sequences + 1 + sampled
+    return plan_ptr + HEADER + ROW_FIELDS * rows + tokens + 2 * sequences + 1 + sampled
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def fill(rows: RowState, table: torch.Tensor, page_size: int, spare: int) -> Non
     size, sequences = rows.ids.shape[0], rows.slot.shape[0]
     _fill[(triton.cdiv(max(size, sequences + 1), BLOCK),)](
         rows.plan, rows.tokens, rows.state, rows.standing, table, rows.ids, rows.place,
-        rows.position, rows.first, rows.slot, rows.used, num_slots, max_length, table.stride(0),
+        rows.position, rows.first, rows.slot, num_slots, max_length, table.stride(0),
         page_size, spare, size, sequences, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
@@ -97,7 +97,7 @@ def fill(rows: RowState, table: torch.Tensor, page_size: int, spare: int) -> Non
 @triton.jit
 def _fill(
     plan_ptr, tokens_ptr, state_ptr, standing_ptr, table_ptr, ids_ptr, place_ptr, position_ptr,
-    first_ptr, slot_ptr, used_ptr, num_slots, max_length, table_stride, page_size, spare, size,
+    first_ptr, slot_ptr, num_slots, max_length, table_stride, page_size, spare, size,
     sequences, BLOCK: tl.constexpr,
 ):  # fmt: skip
     num_rows, num_tokens = tl.load(plan_ptr), tl.load(plan_ptr + 1)
@@ -113,6 +113,7 @@ def _fill(
     start = tl.load(standing_ptr + row, mask=is_token, other=0)
     num_fed = tl.load(standing_ptr + 2 * num_slots + row, mask=is_token, other=0)
     is_fed = is_token & (number - first < num_fed)
+    # Tokens that are not fed see the row's first key alone: later ones may not have been written.
     position = tl.where(is_fed, start + number - first, 0)
     is_known = position < tl.load(state_ptr + LENGTH * num_slots + slot, mask=is_fed, other=0)
     text = tl.load(
@@ -128,13 +129,10 @@ def _fill(
     # Sequences, then empty ones.
     is_sequence = number < num_sequences
     of_row = tl.load(rows_ptr + num_tokens + number, mask=is_sequence, other=0)
-    end = tl.load(rows_ptr + num_tokens + num_sequences + number, mask=is_sequence, other=0)
-    begin = tl.load(standing_ptr + of_row, mask=is_sequence, other=0)
     of_slot = tl.load(_row_field(plan_ptr, of_row, SLOT), mask=is_sequence, other=0)
-    first_ptr_of = rows_ptr + num_tokens + 2 * num_sequences + number
+    first_ptr_of = rows_ptr + num_tokens + num_sequences + number
     first_of = tl.load(first_ptr_of, mask=number <= num_sequences, other=0)
     tl.store(slot_ptr + number, of_slot, mask=number < sequences)
-    tl.store(used_ptr + number, begin + end, mask=number < sequences)
     first_of = tl.where(number <= num_sequences, first_of, num_tokens)
     tl.store(first_ptr + number, first_of, mask=number <= sequences)
 
@@ -157,7 +155,7 @@ def _sampled(
     num_sequences = tl.load(plan_ptr + 2)
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_real = number < tl.load(plan_ptr + 3)
-    rows_ptr = plan_ptr + HEADER + ROW_FIELDS * num_rows + num_tokens + 3 * num_sequences + 1
+    rows_ptr = plan_ptr + HEADER + ROW_FIELDS * num_rows + num_tokens + 2 * num_sequences + 1
     row = tl.load(rows_ptr + number, mask=is_real, other=0)
     slot = tl.load(_row_field(plan_ptr, row, SLOT), mask=is_real, other=0)
     known = tl.load(_row_field(plan_ptr, row, KNOWN), mask=is_real, other=0)

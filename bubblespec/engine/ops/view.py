@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+TILE = 64  # most rows, tokens times query heads of a key/value head, that a GPU attends together
+
 
 class Norm(NamedTuple):
     """An RMSNorm: x / sqrt(mean(x^2) + eps) in at least float32, rounded, times the weight."""
@@ -19,14 +21,13 @@ class Norm(NamedTuple):
 class View(NamedTuple):
     """Where the N new tokens of S sequences belong in the cache.
 
-    A row with more than `max_q` tokens is several sequences, each with the keys up to its last
-    token. Tokens behind the last sequence get arbitrary results."""
+    A row with more than `max_q` tokens is several sequences. A token sees the keys up to its
+    position, and tokens behind the last sequence get arbitrary results."""
 
     place: torch.Tensor  # int32 or int64 [N], page * page_size + offset of each token's key
     position: torch.Tensor  # int64 or int32 [N], of each token in its row
     first: torch.Tensor  # int32 [S + 1], offset of each sequence's new tokens
     slot: torch.Tensor  # int32 [S], row of `table` of each sequence
-    used: torch.Tensor  # int32 [S], keys of each sequence, the new tokens' at the end
     table: torch.Tensor  # int32 [slots + 1, pages of a slot + 1], the last column is spare
     max_q: int  # bounds on the new tokens of a sequence, and on its keys
     max_keys: int
@@ -46,7 +47,6 @@ class RowState(NamedTuple):
     position: torch.Tensor  # [B], `View.position`
     first: torch.Tensor  # [S + 1], `View.first`
     slot: torch.Tensor  # [S], `View.slot`
-    used: torch.Tensor  # [S], `View.used`
     behind: torch.Tensor  # [T or more], tokens of the forward behind which it samples
     words: torch.Tensor  # [T or more, 4], counters of the noise there
     generated: torch.Tensor  # [T or more], response tokens before
