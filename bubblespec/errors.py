@@ -112,8 +112,9 @@ def first_cause(error: BaseException) -> BaseException:
 
     Otherwise the last one raised that is more than CUDA's note that a capture had failed before."""
     chain = list(_chain_of(error))
+    of_memory = [of for of in chain if is_out_of_memory(one_line(of))]
     told = [of for of in chain if CAPTURE_HAS_FAILED not in one_line(of)]
-    return next(filter(is_out_of_memory, chain), (told or chain)[0])
+    return (of_memory + told + chain)[0]
 
 
 def is_out_of_memory(problem: BaseException | str) -> bool:

@@ -278,7 +278,7 @@ class ForwardGraphs:
 
 
 def attempt(stage: Callable[[], None]) -> str | None:
-    """Run a stage and return one line on why it failed, or None; the error's tensors are freed."""
+    """Run a stage; return one line about its failure, or None. The error's tensors are freed."""
     try:
         stage()
     except Exception as error:  # the model's own code runs here, and drivers

@@ -169,7 +169,7 @@ def device_rows(own: Any, sizes: Sizes) -> Found:
     places = cache.places(np.array([0, 0, 0, 1, 1, 1, 1]), np.array([5, 6, 7, 0, 1, 2, 3]))
     if own is torch_ops:
         wanted = [[15, 30, 31, 20, 21, 22, 23], places.tolist(), [5, 6, 7, 0, 1, 2, 3]]
-        wanted += [[0, 0, 0, 1, 1, 1, 1], [8, 8, 8, 4, 4, 4, 4], [0, 1, 2, 6], [3, 4, 5, 0]]
+        wanted += [[0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 6], [3, 4, 5, 0]]
         wanted += [[8, 5], [0, 1], [10, 11, 12, 13, 14, 15, 30, 9], [20, 21, 22, 23, 7]]
         return [torch.tensor(of) for of in wanted]
     from bubblespec.engine.ops import triton_rows
@@ -189,7 +189,7 @@ def device_rows(own: Any, sizes: Sizes) -> Found:
     drawn = torch.tensor([30, 9, 8, 7], device=sizes.device)  # the last one is a stop token
     triton_rows.accept(state, drawn, torch.tensor([7], dtype=torch.int32, device=sizes.device))
     of_tokens = np.arange(2).repeat([3, 4])  # a sequence each
-    found = [ids[:7], view.place[:7], view.position[:7], view.slot[of_tokens], view.used[of_tokens]]
+    found = [ids[:7], view.place[:7], view.position[:7], view.slot[of_tokens]]
     found += [state.behind[:4], state.generated[:4], state.state[0, :2], state.state[3, :2]]
     return [of.cpu().long() for of in (*found, state.tokens[0, :8], state.tokens[1, :5])]
 

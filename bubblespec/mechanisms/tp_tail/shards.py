@@ -13,6 +13,7 @@ Shape legend: N packed tokens, T positions sampled, V vocabulary, v of it on thi
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
@@ -57,11 +58,19 @@ class TPGroup:
         is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
         self.can_capture = ranks.device.type == "cuda" and is_nccl
         """Whether sums may be part of a CUDA graph. Gloo's go through the host."""
+        self._captured: dist.ProcessGroup | None = None  # of sums in graphs
+
+    def connect(self, tensor: torch.Tensor) -> None:
+        """Sum over ranks, in place, as graphs will sum tensors of this size."""
+        if self._captured is None:
+            self._captured = group_of_graphs(self.ranks)
+        dist.all_reduce(tensor, group=self._captured)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
         if tensor.device.type == "cuda":  # without a wait: the next gather finds a missing rank
-            dist.all_reduce(tensor)
+            is_captured = torch.cuda.is_current_stream_capturing()
+            dist.all_reduce(tensor, group=self._captured if is_captured else None)
         elif self._shared is not None and tensor.dtype in (torch.float32, torch.float64):
             self._shared.sum_(tensor.view(-1).numpy())
         else:
@@ -80,6 +89,19 @@ class TPGroup:
     def gather_array(self, array: np.ndarray) -> np.ndarray:
         """Gather equally shaped arrays of all ranks, [P, ...]."""
         return (self._shared or self.ranks).gather(array)
+
+
+def group_of_graphs(ranks: Ranks) -> dist.ProcessGroup:
+    """Create a process group for the sums in CUDA graphs; all ranks call this together.
+
+    The ranks' own group must work after an error in the capture of a sum: with it they agree to do
+    without graphs. A communicator of NCCL takes memory on each GPU, between links of NVLink 0.5 to
+    1.6 GB by reports of others."""
+    # The time-out is twice the ranks', as that of their own group: they name a missing rank before.
+    group = dist.new_group(backend="nccl", timeout=timedelta(seconds=2 * ranks.timeout_s))
+    zeros = torch.zeros(1, device=ranks.device)
+    ranks.complete(lambda: dist.all_reduce(zeros, group=group, async_op=True))
+    return group
 
 
 class ShardedForward(ModelForward):
@@ -175,7 +197,7 @@ class ShardedForward(ModelForward):
 
     def connect(self) -> None:
         for zeros in self._zeros:
-            self.tp.sum_(zeros)
+            self.tp.connect(zeros)
         self._zeros = []
 
     def check(self) -> None:
