@@ -15,6 +15,7 @@ from bubblespec.engine.forward import GraphMemory
 from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.errors import CAPTURE_HAS_FAILED, first_cause, is_out_of_memory
+from tests.helpers.documented import says
 from tests.helpers.tp import ThreadTPGroup, run_together
 
 MAIN, SIDE = "the stream of everything else", "the stream of captures"
@@ -214,7 +215,9 @@ def test_failed_capture_leaves_torch_as_it_was(cuda, capsys, number, fault, caus
         assert f"graphs: {cause} (" in made.problem and not made._graphs
         assert forward.num_calls["capture"] == number + 1, "there is no second attempt"
         made.clear()
-    assert capsys.readouterr().err.startswith(f"{WARNING}{cause}")
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"{WARNING}{cause}")
+    assert says("a capture, at any size", printed.splitlines()[0])
 
 
 @pytest.mark.parametrize("number", [0, 9])
