@@ -17,7 +17,7 @@ from tests.helpers.graphs import needs_interpreter, stand_in
 from tests.helpers.models import ARCHITECTURES, config_of, random_model
 
 if ops.has_triton():
-    from tests.helpers.kernels import KERNELS, NO_COMPILER, NO_HEADER, fail, spoil
+    from tests.helpers.broken_kernels import KERNELS, NO_COMPILER, NO_HEADER, fail, spoil
 else:
     KERNELS = {}
 
