@@ -62,7 +62,7 @@ def test_kernels_spill_next_to_nothing(kernels):
             # ptxas spills a few numbers rather than take more registers than fit a block more; of
             # large tiles with windows a few more.
             is_large = case[1] == "attend" and case[2] * case[3] > 32
-            most = {"_attend": 64 if is_large else 16}.get(kernel.name, 0)
+            most = {"_attend": 128 if is_large else 16}.get(kernel.name, 0)
             assert kernel.spilled <= most, (case, kernel)
 
 
