@@ -340,16 +340,16 @@ def test_barred_tokens_are_never_sampled():
 # Against torch_ops.py, with the same arguments
 
 
-@pytest.mark.parametrize("is_invariant", [False, True])
+@pytest.mark.parametrize("fixed_q", [0, 4, 64])
 @pytest.mark.parametrize("length", [1, WIDE, WIDE + 1, 40])
-def test_view_gives_each_token_its_own_keys(is_invariant, length):
+def test_view_gives_each_token_its_own_keys(fixed_q, length):
     cache, count = KVCache(3, 128), np.array([length, 0, 2])
-    cache.is_invariant = is_invariant
+    cache.fixed_q = fixed_q
     packing = pack_rows(cache, np.array([5, 0, 9]), count, torch.device(DEVICE))
     view = packing.view
     width = view.first.diff().cpu()
-    assert width.sum() == len(view.place) == length + 2 and 0 < width.max() <= view.max_q <= WIDE
-    assert view.max_q == (WIDE if is_invariant else min(max(length, 2), WIDE))
+    assert width.sum() == len(view.place) == length + 2 and 0 < width.max() <= view.max_q
+    assert view.max_q == (fixed_q or min(max(length, 2), WIDE))
     sequence = torch.arange(len(width)).repeat_interleave(width)
     token = torch.arange(length + 2) - view.first.cpu()[sequence]
     assert torch.equal(view.used.cpu()[sequence] - width[sequence] + token, view.position.cpu())

@@ -164,11 +164,8 @@ def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
     lengths = row_lengths(runner.num_slots, runner.max_length)
     texts = random.integers(0, vocab_size, (NUM_TEXTS, runner.max_length))
     ids = to_device(texts, runner.device)
-    alone, of_row = (
-        _alone(next(iter(ways.values())), cache, ids),
-        np.arange(len(lengths)) % NUM_TEXTS,
-    )
-    start = np.zeros_like(lengths)
+    alone = _alone(next(iter(ways.values())), cache, ids)
+    of_row, start = np.arange(len(lengths)) % NUM_TEXTS, np.zeros_like(lengths)
     for size in compared_sizes(most, runner.device):
         for way, hidden in ways.items():
             start[start == lengths] = 0
@@ -200,9 +197,9 @@ def compared_sizes(max_num_batched_tokens: int, device: torch.device) -> list[in
 
 
 def row_lengths(num_rows: int, longest: int) -> np.ndarray:
-    """Return the tokens of the rows that are compared: one is long, others fill at most a page."""
+    """Return the tokens of the rows that are compared: the first is long, others have one page."""
     lengths = np.full(num_rows, min(PAGE, longest))
-    lengths[num_rows // 2] = longest
+    lengths[0] = longest
     return lengths
 
 
