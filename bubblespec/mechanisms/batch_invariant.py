@@ -40,7 +40,7 @@ from bubblespec.memory import max_length
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 MIN_ROWS = 64  # of a product on a GPU
 ROWS = 16  # of every product on a CPU
-CPU_SIZES = (1, ROWS + 1, 257)  # forwards compared there, with the largest
+NUM_PARTS, PART = 8, 1 << 15  # numbers for which torch starts a thread of a CPU
 WIDTH = 64  # positions attended are a multiple of it
 AT_ONCE = 64  # queries whose keys are gathered together
 NUM_TEXTS, NUM_ROWS = 3, 32  # that are compared; more rows where the largest forward needs them
@@ -166,7 +166,7 @@ def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
     ids = to_device(texts, runner.device)
     alone = _alone(next(iter(ways.values())), cache, ids)
     of_row, start = np.arange(len(lengths)) % NUM_TEXTS, np.zeros_like(lengths)
-    for size in compared_sizes(most, runner.device):
+    for size in compared_sizes(most, alone.shape[-1], runner.device):
         for way, hidden in ways.items():
             start[start == lengths] = 0
             if (lengths - start).sum() < size:
@@ -184,16 +184,18 @@ def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
     return None
 
 
-def compared_sizes(max_num_batched_tokens: int, device: torch.device) -> list[int]:
-    """Return the tokens of forwards to compare, ascending.
+def compared_sizes(max_num_batched_tokens: int, width: int, device: torch.device) -> list[int]:
+    """Return the tokens of forwards to compare, ascending; width: C.
 
-    On a GPU products have no other numbers of rows than these (`InvariantLinear`, CUDA graphs), and
-    libraries choose a kernel by a product's shape. On a CPU all products have ROWS rows; the other
-    operations are computed in vectors and by threads, and so once with less than one vector of
-    rows, and once with as many rows as there may be."""
+    On a GPU products have these numbers of rows and no others (`InvariantLinear`, CUDA graphs),
+    libraries choose a kernel by a product's shape, and the other kernels compute each token by
+    itself. On a CPU all products have ROWS rows, and torch gives parts of the other operations to
+    threads, so sizes are one row, some rows beside a whole product, and enough for several parts;
+    larger forwards are more of these products and parts."""
     if device.type in ops.DEVICES:
         return graph_sizes(max_num_batched_tokens, MIN_ROWS)
-    return sorted({min(size, max_num_batched_tokens) for size in (*CPU_SIZES, 1 << 24)})
+    sizes = 1, ROWS + 1, max(NUM_PARTS * PART // width, ROWS + 1)
+    return sorted({min(size, max_num_batched_tokens) for size in sizes})
 
 
 def row_lengths(num_rows: int, longest: int) -> np.ndarray:
