@@ -77,7 +77,7 @@ def make_invariant(model: PreTrainedModel, max_num_batched_tokens: int) -> None:
     is_gpu = model.device.type in ops.DEVICES
     sizes = graph_sizes(max_num_batched_tokens, MIN_ROWS) if is_gpu else [ROWS]
     for module in linear_modules(model):
-        if type(module) is torch.nn.Linear:
+        if type(module) in (torch.nn.Linear, InvariantLinear):
             module.__class__ = InvariantLinear
             vars(module)["sizes"] = sizes
 
