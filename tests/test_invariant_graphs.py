@@ -22,8 +22,8 @@ from tests.helpers.models import GQA, VOCAB, config_of, random_model
 pytestmark = needs_interpreter
 MOST, MIN_ROWS = 20, 4  # tokens of the largest and the smallest graph
 GRAPHS = {4, 16, 20}  # tokens of all
-ONE_LAYER = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-ONE_LAYER |= {"max_position_embeddings": 2 * SPLIT}
+ONE_LAYER = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+ONE_LAYER |= {"hidden_size": 32, "max_position_embeddings": 2 * SPLIT}
 
 
 class Products:
@@ -53,6 +53,7 @@ def products(monkeypatch) -> Products:
     stand_in(monkeypatch)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", product_of_tile)
     monkeypatch.setattr(batch_invariant, "MIN_ROWS", MIN_ROWS)
+    monkeypatch.setattr(batch_invariant, "NUM_TEXTS", 2)
     monkeypatch.setattr(batch_invariant, "linear", found := Products())
     return found
 
@@ -65,6 +66,7 @@ def runner_of(num_slots: int, length: int, **options):
 
 
 @torch.inference_mode()
+@pytest.mark.filterwarnings("ignore:invalid value")  # of padding, which is in no sequence
 def test_token_has_the_same_bits_in_every_forward(products):
     """Alone, among others in a graph, in a larger eager forward, next to a row of two splits."""
     runner = runner_of(3, SPLIT + 40)
@@ -75,10 +77,9 @@ def test_token_has_the_same_bits_in_every_forward(products):
     found, long = [], SPLIT + 1  # whose keys are zeros
     for hidden, start, counts in (
         (forward.hidden, [0, 0, 0], [[0, 10, 0]]),
-        (forward.hidden, [0, 0, 0], [[0, 3, 0], [0, 1, 0], [0, 6, 0]]),
         (graphs.hidden, [0, 0, 0], [[1, 3, 1], [1, 1, 1], [9, 6, 0]]),
         (forward.hidden, [long, 0, 3], [[30, 3, 30], [1, 1, 1], [1, 6, 2]]),
-        (graphs.hidden, [long, 0, 3], [[1, 3, 1], [1, 1, 9], [1, 6, 2]]),
+        (graphs.hidden, [long, 0, 3], [[1, 10, 9]]),
     ):
         start, states = np.array(start), []
         for count in np.array(counts):
@@ -98,18 +99,18 @@ def test_rows_have_the_same_bits_with_and_without_graphs(products):
     """Log-probabilities too. Eager products have the sizes of graphs."""
     found, params, prompts = [], SamplingParams(), [(7, 8), (9, 3, 5) * 3]
     for slots, options, draft in (
-        (4, {}, None),
-        (3, {"enforce_eager": True}, lambda row, length: [12] * (length % 3) or None),
+        (2, {}, None),
+        (1, {"enforce_eager": True}, lambda row, length: [12] * (length % 3) or None),
     ):
         engine = Engine(runner_of(slots, 64, **options))
-        rows = engine.run(make_rows(prompts, 2, 4), params, draft and Drafts(draft))
+        rows = engine.run(make_rows(prompts, 1, 4), params, draft and Drafts(draft))
         assert (engine.runner.graphs is None) == bool(options)
         found.append([(row.tokens.tolist(), row.logprob.tolist()) for row in rows])
     assert found[0] == found[1]
     assert products.counts <= set(graph_sizes(MOST, MIN_ROWS)) == GRAPHS
 
 
-@pytest.mark.parametrize("wrong", [0, 16, 20])
+@pytest.mark.parametrize("wrong", [0, 20])
 def test_check_compares_graphs_of_every_size(products, wrong):
     products.wrong = wrong
     found = first_difference(runner_of(3, 12), VOCAB)
