@@ -1,6 +1,7 @@
 """Batch-invariant generation: one row's logits in any company, and whole rows in any engine."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import SamplingParams
+from bubblespec.engine.comparison import feed
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import best_and_sum, stream_keys
 from bubblespec.errors import InputError
@@ -17,7 +19,6 @@ from bubblespec.mechanisms.batch_invariant import (
     InvariantLinear,
     first_difference,
     fixed_best_and_sum,
-    make_invariant,
 )
 from bubblespec.setup import prepare
 from bubblespec.types import Row
@@ -29,17 +30,15 @@ CONFIG = f"{ROOT}/configs/tiny_cpu.yaml"
 TYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture
-def few(monkeypatch):
-    monkeypatch.setattr(batch_invariant, "NUM_OTHERS", (0, 2, 20))
+def small_runner(model, most: int = 40, num_slots: int = 5, length: int = 40):
+    sizes = {"max_num_batched_tokens": most}
+    return make_runner(model, num_slots, length, 0, batch_invariant=True, **sizes)
 
 
 def invariant(make_model, dtype: torch.dtype, name: str = "llama"):
     """Create a model; skip where this processor's kernels depend on more than the shape."""
     model = make_model(name, dtype, 128)
-    make_invariant(model)
-    runner = make_runner(model, 21, 64, 0, batch_invariant=True)
-    if difference := first_difference(runner, VOCAB):
+    if difference := first_difference(small_runner(model), VOCAB):
         pytest.skip(f"this processor's products: {difference}")
     return model
 
@@ -50,7 +49,7 @@ def guess(row: Row, length: int) -> list[int] | None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
-def test_rows_in_any_company_are_bit_identical(make_model, few, name, dtype):
+def test_rows_in_any_company_are_bit_identical(make_model, name, dtype):
     model, found = invariant(make_model, dtype, name), []
     for slots, options, proposer in (
         (12, {}, None),
@@ -70,12 +69,17 @@ def test_forward_equals_the_model_forward(make_model, page_size):
     for name in ("llama", "mistral-window"):
         model = make_model(name, max_length=128)
         plain = make_runner(copy.deepcopy(model), 3, 64, 0, page_size=page_size)
-        make_invariant(model)
         fixed = make_runner(model, 3, 64, 0, batch_invariant=True)
-        tokens = np.random.default_rng(0).integers(0, VOCAB, (3, batch_invariant.LENGTH))
+        ids = torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB, (3, 44)))
+        counts = [[36, 2, 1], [3, 1, 4], [5, 41, 30]]
         with torch.inference_mode():
             got, wanted = (
-                batch_invariant._logits(of, tokens, [3, 5], of.forward.hidden)
+                torch.cat(
+                    [
+                        of.forward.logits(states)
+                        for _, states in feed(of.forward.hidden, of.cache, ids, counts)
+                    ]
+                )
                 for of in (fixed, plain)
             )
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
@@ -85,13 +89,18 @@ def test_forward_equals_the_model_forward(make_model, page_size):
         assert torch.equal(x.grad, layer.weight.sum(0).expand(3, -1))
 
 
-def test_dependence_on_other_rows_is_named(make_model, few):
-    model = make_model(max_length=128)
-    head = model.get_output_embeddings()
-    plain = head.forward
-    head.forward = lambda x: plain(x) * (1 + 1e-9 * len(x))
-    found = first_difference(make_runner(model, 21, 64, 0, batch_invariant=True), VOCAB)
-    assert found.startswith("100% of a row's logits in ") and " others differ from those" in found
+@pytest.mark.parametrize(
+    "layer, what", [("lm_head", "logits"), ("model.layers.1.mlp.down_proj", "hidden states, eager")]
+)
+def test_dependence_of_the_largest_product_is_named(make_model, layer, what):
+    """Neither 64 rows at once nor the smaller forwards show it."""
+    model, most = make_model(max_length=128), 100
+    runner = small_runner(model, most)
+    of = model.get_submodule(layer)
+    plain = of.forward
+    of.forward = lambda x: plain(x) * (1 + 1e-9 * (len(x) == most))
+    found = first_difference(runner, VOCAB)
+    assert re.match(rf"in a forward of 100 tokens \d+% of {what} differ from those of fewer", found)
 
 
 def test_run_with_differing_logits_is_refused(make_model, monkeypatch):

@@ -88,7 +88,7 @@ def test_run_equals_plain_run(
     shape, used = [*TINY, *SHAPES[shape]], used.split("+")
     plain = plain_run(tmp_path_factory, *shape)
     patch = functools.partial(monkeypatch.setattr, raising=False)
-    patch(batch_invariant, "NUM_OTHERS", (0, 2))
+    patch(batch_invariant, "NUM_PARTS", 0)
     if "streamed" in used:
         stream_always(patch)
     if "late" in used:

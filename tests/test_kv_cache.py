@@ -76,7 +76,7 @@ def test_sharing_takes_the_same_operations_for_any_rows(has_pages):
 def test_invariant_sums_are_split_alike_for_any_tokens():
     cache = KVCache(2, 8, 1)
     assert cache.split_of(1, 5 * SPLIT) == SPLIT < cache.split_of(1000, 5 * SPLIT)
-    cache.is_invariant = True
+    cache.fixed_q = 4
     assert cache.split_of(1000, 5 * SPLIT) == SPLIT
 
 

@@ -412,16 +412,16 @@ def test_barred_tokens_are_never_sampled():
 # Against torch_ops.py, with the same arguments
 
 
-@pytest.mark.parametrize("is_invariant", [False, True])
+@pytest.mark.parametrize("fixed_q", [0, 4, TILE])
 @pytest.mark.parametrize("length", [1, TILE, TILE + 1, 100])
-def test_view_gives_each_token_its_own_keys(is_invariant, length):
+def test_view_gives_each_token_its_own_keys(fixed_q, length):
     cache, count = KVCache(3, 128), np.array([length, 0, 2])
-    cache.is_invariant = is_invariant
+    cache.fixed_q = fixed_q
     packing = pack_rows(cache, np.array([5, 0, 9]), count, torch.device(DEVICE))
     view = packing.view
     width = view.first.diff().cpu()
     assert width.sum() == len(view.place) == length + 2 and 0 < width.max() <= view.max_q
-    assert view.max_q == (TILE if is_invariant else min(max(length, 2), TILE))
+    assert view.max_q == (fixed_q or min(max(length, 2), TILE))
     sequence = torch.arange(len(width)).repeat_interleave(width)
     assert view.slot.cpu()[sequence].tolist() == [0] * length + [2] * 2
     assert view.position.cpu().tolist() == [*range(5, 5 + length), 9, 10]

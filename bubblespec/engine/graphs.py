@@ -286,6 +286,20 @@ def attempt(stage: Callable[[], None]) -> str | None:
     return None
 
 
+def tokens_of(tile: int, fold: int) -> int:
+    """Return how many tokens of a sequence a tile holds, each of `fold` query heads."""
+    return max(tile // fold, 1)
+
+
+def graph_sizes(max_num_batched_tokens: int, min_tokens: int = 1) -> list[int]:
+    """Return the tokens of graphs, ascending."""
+    largest, size = max(max_num_batched_tokens, min_tokens), SIZES[-1]
+    sizes = [size for size in SIZES if min_tokens <= size < largest]
+    while (size := -(-int(size * GROWTH) // STEP) * STEP) < largest:
+        sizes.append(size)
+    return [*sizes, largest]
+
+
 def graph_shapes(
     max_num_batched_tokens: int,
     num_slots: int,
@@ -294,14 +308,9 @@ def graph_shapes(
     tiles: tuple[int, ...] = TILES,
 ) -> list[Shape]:
     """Return sizes of graphs, largest first; each number of tokens up to the first fits one."""
-    largest, size = max(max_num_batched_tokens, min_tokens), SIZES[-1]
-    sizes = [size for size in SIZES if min_tokens <= size < largest]
-    while (size := -(-int(size * GROWTH) // STEP) * STEP) < largest:
-        sizes.append(size)
-    sizes.append(largest)
-    small, large = (max(tile // fold, 1) for tile in (tiles[0], tiles[-1]))
+    small, large = (tokens_of(tile, fold) for tile in (tiles[0], tiles[-1]))
     shapes: set[Shape] = set()
-    for size in sizes:
+    for size in graph_sizes(max_num_batched_tokens, min_tokens):
         if small < large and (not shapes or size / GROWTH < num_slots * small):
             shapes.add(Shape(size, min(size, num_slots), small))
         if small == large or size > small:

@@ -97,7 +97,8 @@ class KVCache:
         """num_layers: layers for which the first write takes memory."""
         self.num_slots, self.slot_length, self.num_spare = num_slots, slot_length, num_spare
         self.pages, self.num_layers = pages, num_layers
-        self.is_invariant = False  # whether a token's sums must not depend on other tokens
+        self.fixed_q = 0
+        """`View.max_q` of all forwards, where a token's sums must not depend on other tokens."""
         self.num_pages, self.page_size = num_slots, slot_length
         if pages is not None:
             self.num_pages, self.page_size = pages.num_pages, pages.page_size
@@ -174,7 +175,7 @@ class KVCache:
         """Return how many keys a GPU sums at once, where tokens have at most max_keys keys.
 
         With few tokens splits fill the GPU; with many they only take memory."""
-        is_split = self.is_invariant or num_tokens <= MAX_SPLIT_TOKENS
+        is_split = self.fixed_q > 0 or num_tokens <= MAX_SPLIT_TOKENS
         return SPLIT if is_split else -(-max_keys // SPLIT) * SPLIT
 
     def erase(self, place: torch.Tensor) -> None:
@@ -348,8 +349,7 @@ class CachePacking:
     @cached_property
     def view(self) -> View:
         """What triton_ops.py reads of a forward that is in no graph."""
-        # Of TILE tokens tiles are whole whatever the number of query heads, as in graphs.
-        max_q = TILE if self.cache.is_invariant else int(min(self.count.max(), TILE))
+        max_q = self.cache.fixed_q or int(min(self.count.max(), TILE))
         slot, tokens = pieces(self.count, max_q)
         arrays = np.append(0, tokens.cumsum()), slot
         first, slots = (to_device(a.astype(np.int32), self.device) for a in arrays)

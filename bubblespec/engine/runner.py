@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from bubblespec.engine.arrays import ragged, reading, to_device
 from bubblespec.engine.batch import Batch, Drawn, Plan, Runner, SamplingParams, Texts
 from bubblespec.engine.forward import ModelForward, SlotFollower
+from bubblespec.engine.graphs import TILES, tokens_of
 from bubblespec.engine.kv_cache import PAGE, CachePacking, KVCache
 from bubblespec.engine.ops import torch_ops
 from bubblespec.engine.pages import Pages
@@ -55,7 +56,8 @@ class ModelRunner(Runner):
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         # Its tensors are made at the first forward.
         self.cache = KVCache(num_slots, slot_length, int(on_gpu), pages, layers)
-        self.cache.is_invariant = self.forward.is_invariant
+        if self.forward.is_invariant:  # graphs have these tiles too
+            self.cache.fixed_q = tokens_of(TILES[-1], self.forward.fold)
         self.graphs: StepGraphs | None = None
         if not self.forward.is_eager:
             sizes = max_num_batched_tokens, max_length

@@ -1,16 +1,18 @@
 """Forwards whose logits of a row do not depend on other rows, in any type, to the last bit.
 
 `model.batch_invariant`, for models like Llama: libraries choose a product's kernel, and with it the
-order of its sums, by the number of rows. So products have a fixed number of rows on a CPU, and at
-least 64 on a GPU, where cuBLAS has no workspace to split sums in; and each query is attended by
-itself on a CPU, and over splits of a fixed number of keys on a GPU. `first_difference` compares one
-row among different other rows.
+order of its sums, by the number of rows. So products have a fixed number of rows on a CPU. On a GPU
+cuBLAS has no workspace to split sums in, and products have the few sizes of CUDA graphs, eager ones
+too, from 64 rows on. Each query is attended by itself on a CPU, and on a GPU in tiles of one size,
+over splits of a fixed number of keys, in all forwards. `first_difference` compares rows among
+different other rows in forwards of all sizes that a run has.
 
-Shape legend: N packed tokens, R rows, P positions compared, V vocabulary, L attended positions, H
-query heads, K key/value heads, G = H / K, D head dimension.
+Shape legend: N packed tokens, R rows, K texts, L positions of a text or attended, C hidden size, H
+query heads, D head dimension.
 """
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import cast
 
@@ -21,40 +23,48 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from bubblespec.config import Config
+from bubblespec.engine import ops
 from bubblespec.engine.arrays import to_device
 from bubblespec.engine.comparison import feed
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
-from bubblespec.engine.graphs import ForwardGraphs
-from bubblespec.engine.kv_cache import CachePacking, LayerCache
+from bubblespec.engine.graphs import ForwardGraphs, graph_sizes
+from bubblespec.engine.kv_cache import PAGE, SPLIT, CachePacking, KVCache, LayerCache, pack_rows
 from bubblespec.engine.ops import SAMPLE, has_kernels, torch_ops
+from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import best_and_sum, widen
 from bubblespec.engine.weights import linear_modules
+from bubblespec.memory import max_length
 
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 MIN_ROWS = 64  # of a product on a GPU
 ROWS = 16  # of every product on a CPU
+NUM_PARTS, PART = 8, 1 << 15  # numbers for which torch starts a thread of a CPU
 WIDTH = 64  # positions attended are a multiple of it
 AT_ONCE = 64  # queries whose keys are gathered together
-NUM_OTHERS = (0, 2, 63, 256)  # rows that are fed with the one that is compared
-LENGTH, COMPARED = 44, 8  # tokens of that row, and of these the last
-NUM_SLOTS, SLOT_LENGTH = 257, 384  # for graphs of as many tokens
+NUM_TEXTS, NUM_ROWS = 3, 32  # that are compared; more rows where the largest forward needs them
+LONG = SPLIT + WIDTH  # tokens of the longest row on a GPU: attention adds up two splits
+WIDTHS = (0, 1, 1, 1, 4, 9, 60)  # tokens that rows feed at once
 
 
 class InvariantLinear(torch.nn.Linear):
-    """A linear layer that generates by products of a fixed number of rows."""
+    """A linear layer that generates by products of few numbers of rows."""
+
+    sizes: list[int]  # rows of a product, ascending
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_inference_mode_enabled():
             return linear(x, self.weight, self.bias)
-        rows = x.reshape(-1, x.shape[-1])
-        is_cpu, count = x.device.type == "cpu", len(rows)
-        rows = pad(rows, (0, 0, 0, -count % ROWS if is_cpu else max(MIN_ROWS - count, 0)))
-        parts = rows.split(ROWS) if is_cpu else (rows,)
-        outs = [linear(part, self.weight, self.bias) for part in parts]
+        outs = [self._product(rows) for rows in x.reshape(-1, x.shape[-1]).split(self.sizes[-1])]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out[:count].view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], -1)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        count = len(rows)
+        lacking = self.sizes[bisect_left(self.sizes, count)] - count
+        rows = pad(rows, (0, 0, 0, lacking)) if lacking else rows
+        return linear(rows, self.weight, self.bias)[:count]
 
 
 def fix_libraries() -> None:
@@ -62,11 +72,14 @@ def fix_libraries() -> None:
     os.environ.update(CUBLAS)
 
 
-def make_invariant(model: torch.nn.Module) -> None:
+def make_invariant(model: PreTrainedModel, max_num_batched_tokens: int) -> None:
     """Make linear layers invariant, output head included; parameters stay."""
+    is_gpu = model.device.type in ops.DEVICES
+    sizes = graph_sizes(max_num_batched_tokens, MIN_ROWS) if is_gpu else [ROWS]
     for module in linear_modules(model):
-        if type(module) is torch.nn.Linear:
+        if type(module) in (torch.nn.Linear, InvariantLinear):
             module.__class__ = InvariantLinear
+            vars(module)["sizes"] = sizes
 
 
 def fixed_best_and_sum(
@@ -141,56 +154,119 @@ def attend_alone(
 
 @torch.inference_mode()
 def first_difference(runner: ModelRunner, vocab_size: int) -> str | None:
-    """Describe where logits of a row depend on other rows; None if nowhere.
+    """Describe where hidden states or logits depend on other rows; None if nowhere.
 
-    runner: of NUM_SLOTS slots of SLOT_LENGTH positions; vocab_size: tokens to feed."""
-    random = np.random.default_rng(0)
-    tokens = random.integers(0, vocab_size, (1 + max(NUM_OTHERS), LENGTH))
-    wanted, graphs = None, None
+    A few texts are fed alone, and then as the texts of all slots: for each of `compared_sizes` a
+    forward of so many tokens, in a graph and eager, of rows that decode, verify and prefill, long
+    and short. All its tokens are compared. The rows together must have room for the largest
+    forward. vocab_size: tokens to feed."""
+    forward, cache, most = runner.forward, runner.cache, runner.max_num_batched_tokens
+    ways = {"eager": forward.hidden}
     if runner.graphs is not None:
-        graphs = ForwardGraphs(runner.forward, runner.cache, runner.max_num_batched_tokens)
-    hidden = (graphs or runner.forward).hidden
-    for others in NUM_OTHERS:
-        fed = {"prefill": [], "decoding": [1] * COMPARED, "verification": [3, 5]}
-        for how, widths in fed.items():
-            got = _logits(runner, tokens[: 1 + others], widths, hidden)
-            wanted = got if wanted is None else wanted
-            if not torch.equal(got, wanted):
-                share = (got != wanted).double().mean().item()
-                size = ((got - wanted).abs().max() / wanted.abs().max()).item()
-                return (
-                    f"{share:.0%} of a row's logits in {how} among {others} others differ from "
-                    f"those in prefill alone, by up to {size:.0e} of their size"
-                )
+        ways = {"in a graph": ForwardGraphs(forward, cache, most).hidden, **ways}
+    random = np.random.default_rng(0)
+    lengths = row_lengths(runner.num_slots, runner.max_length)
+    texts = random.integers(0, vocab_size, (NUM_TEXTS, runner.max_length))
+    ids = to_device(texts, runner.device)
+    alone = _alone(next(iter(ways.values())), cache, ids)
+    of_row, start = np.arange(len(lengths)) % NUM_TEXTS, np.zeros_like(lengths)
+    for size in compared_sizes(most, alone.shape[-1], runner.device):
+        for way, hidden in ways.items():
+            start[start == lengths] = 0
+            if (lengths - start).sum() < size:
+                start[:] = 0
+            count = _counts(random, lengths - start, size)
+            packing = pack_rows(cache, start.copy(), count, runner.device)
+            slot, position = packing.index
+            where = to_device(np.array((of_row[slot], position)), runner.device)
+            found = hidden(ids[tuple(where)], packing)[:size].clone()
+            difference = _difference(found, alone[tuple(where)], f"hidden states, {way}")
+            difference = difference or _logits_difference(forward.logits, found)
+            if difference is not None:
+                return f"in a forward of {size} tokens {difference}"
+            start += count
     return None
 
 
-def _logits(
-    runner: ModelRunner, tokens: np.ndarray, widths: list[int], hidden: Callable
-) -> torch.Tensor:
-    """Compute the first row's last logits, [COMPARED, V], fed in the middle of other rows.
+def compared_sizes(max_num_batched_tokens: int, width: int, device: torch.device) -> list[int]:
+    """Return the tokens of forwards to compare, ascending; width: C.
 
-    tokens: [R, LENGTH]; widths: of the forwards after the first; hidden: of a forward."""
-    own, widths = len(tokens) // 2, [LENGTH - sum(widths), *widths]
-    counts = np.minimum(1 + np.arange(len(tokens)) % 4, np.array(widths)[:, None])  # of others
-    counts[:, own] = widths
-    logits = []
-    ids = to_device(np.roll(tokens, own, axis=0), runner.device)
-    for packing, states in feed(hidden, runner.cache, ids, counts):
-        is_own = packing.index[0] == own
-        sampled = is_own.copy()
-        sampled[packing.count.cumsum() - 1] = True
-        found = runner.forward.logits(states[to_device(sampled, runner.device)])
-        logits.append(found[to_device(is_own[sampled], runner.device)])
-    return torch.cat(logits)[-COMPARED:]
+    On a GPU products have these numbers of rows and no others (`InvariantLinear`, CUDA graphs),
+    libraries choose a kernel by a product's shape, and the other kernels compute each token by
+    itself. On a CPU all products have ROWS rows, and torch gives parts of the other operations to
+    threads, so sizes are one row, some rows beside a whole product, and enough for several parts;
+    larger forwards are more of these products and parts."""
+    if device.type in ops.DEVICES:
+        return graph_sizes(max_num_batched_tokens, MIN_ROWS)
+    sizes = 1, ROWS + 1, max(NUM_PARTS * PART // width, ROWS + 1)
+    return sorted({min(size, max_num_batched_tokens) for size in sizes})
+
+
+def row_lengths(num_rows: int, longest: int) -> np.ndarray:
+    """Return the tokens of the rows that are compared: the first is long, others have one page."""
+    lengths = np.full(num_rows, min(PAGE, longest))
+    lengths[0] = longest
+    return lengths
+
+
+def _alone(hidden: Callable, cache: KVCache, ids: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states [K, L, C] of texts [K, L], each fed alone in short pieces."""
+    pieces = [[len(part)] for part in ids[0].split(MIN_ROWS)]
+    fed = (feed(hidden, cache, text[None], pieces) for text in ids)
+    return torch.stack([torch.cat([states for _, states in text]) for text in fed])
+
+
+def _counts(random: np.random.Generator, room: np.ndarray, size: int) -> np.ndarray:
+    """Draw how many tokens of each row to feed, `size` in all, within room int64 [R]."""
+    count = _first(np.minimum(random.choice(WIDTHS, len(room)), room), size)
+    return count + _first(room - count, size - count.sum())
+
+
+def _first(count: np.ndarray, total: int) -> np.ndarray:
+    """Return how many of the first `total` of count [R] things each row has."""
+    return np.diff(np.minimum(count.cumsum(), total), prepend=0)
+
+
+def _logits_difference(logits: Callable, hidden: torch.Tensor) -> str | None:
+    """Describe where logits of hidden states [N, C] depend on how many there are.
+
+    The logits of a few at once are compared with those of all, which a run has room for."""
+    whole = logits(hidden)
+    for few, wanted in zip(whole.split(MIN_ROWS), hidden.split(MIN_ROWS), strict=True):
+        if difference := _difference(few, logits(wanted), "logits"):
+            return difference
+    return None
+
+
+def _difference(found: torch.Tensor, wanted: torch.Tensor, what: str) -> str | None:
+    if torch.equal(found, wanted):
+        return None
+    share = (found != wanted).double().mean().item()
+    size = ((found - wanted).abs().max() / wanted.abs().max()).item()
+    return f"{share:.0%} of {what} differ from those of fewer, by up to {size:.0e} of their size"
 
 
 def check_invariance(config: Config, model: PreTrainedModel) -> None:
-    """Make a model batch-invariant, and compare; raise ValueError with the differences."""
-    make_invariant(model)
+    """Make a model batch-invariant, and compare; raise ValueError with the differences.
+
+    Keys and values take about as much as a run's largest forward writes, and weights are read some
+    dozens of times: seconds."""
+    most = max(config.rollout.max_num_batched_tokens, MIN_ROWS)
+    make_invariant(model, most)
     forward = InvariantForward(model, enforce_eager=config.rollout.enforce_eager)
-    sizes, seed = (NUM_SLOTS, SLOT_LENGTH), config.run.seed
-    runner = ModelRunner(model, *sizes, seed, forward=forward, max_num_batched_tokens=SLOT_LENGTH)
+    is_paged = forward.ops is not torch_ops
+    longest = min(LONG if is_paged else 2 * WIDTH, max_length(config))
+    num_rows = max(NUM_ROWS, -(-most // min(PAGE, longest)))
+    num_pages = int((-(-row_lengths(num_rows, longest) // PAGE)).sum())
+    runner = ModelRunner(
+        model,
+        num_rows,
+        longest,
+        config.run.seed,
+        forward=forward,
+        max_num_batched_tokens=most,
+        pages=Pages.for_rows(num_rows, longest, PAGE, num_pages) if is_paged else None,
+    )
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     difference = first_difference(runner, vocab_size)
     runner.release()

@@ -11,7 +11,7 @@ from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import PAGE
 from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.mechanisms.batch_invariant import InvariantForward
+from bubblespec.mechanisms.batch_invariant import InvariantForward, make_invariant
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward
 from bubblespec.types import Row, SampleId
 from tests.helpers.models import VOCAB
@@ -39,6 +39,7 @@ def make_runner(
         page_size = PAGE
     pages = page_size and Pages.for_rows(num_slots, max_length, page_size, num_pages)
     if batch_invariant:
+        make_invariant(model, max_num_batched_tokens)
         forward = InvariantForward(model, enforce_eager=enforce_eager)
     else:
         make = ModelForward if tp is None else partial(ShardedForward, tp=tp)
