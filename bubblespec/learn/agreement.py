@@ -29,7 +29,6 @@ from bubblespec.engine import attention
 from bubblespec.engine.arrays import packed, to_device
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.kv_cache import PAGE, SPLIT
 from bubblespec.engine.model import OutputHead, forward_hidden, output_head, pack_sequences
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import add_gumbel, kept_tokens, restrict, stream_keys, widen
@@ -69,7 +68,8 @@ def _make_rows(runner: ModelRunner) -> list[Row]:
     new = min(NEW_TOKENS, runner.max_length // 2)
     ends = [40, 40, 13, new + 1]
     if runner.pages is not None:
-        ends += [SPLIT + new // 2, SPLIT + new // 2, PAGE + new // 2]
+        page, split = runner.pages.page_size, runner.cache.split_of(1, runner.max_length)
+        ends += [page + new // 2, split + new // 2, split + new // 2]
     vocab, random = output_head(runner.model).num_tokens, np.random.default_rng(0)
     rows = []
     for number, end in enumerate(sorted(ends)):
