@@ -18,6 +18,7 @@ Shape legend: L tokens of a row, T positions sampled in it, V vocabulary.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -181,7 +182,29 @@ def _values(
     logprob = _logprob(logits, target, kept)
     noisy = logits if params.temperature == 0.0 else add_gumbel(logits, keys, logits.shape[1])
     best, index = noisy.masked_fill(~kept, float("-inf")).max(-1)
-    return torch.stack((logprob, best - noisy.gather(-1, target[:, None])[:, 0]))
+    lost = best - noisy.gather(-1, target[:, None])[:, 0]
+    if params.truncates:
+        lost = torch.minimum(lost, _distance_to_bars(logits, index, num_generated, params))
+    return torch.stack((logprob, lost))
+
+
+def _distance_to_bars(
+    logits: torch.Tensor, index: torch.Tensor, num_generated: torch.Tensor, params: SamplingParams
+) -> torch.Tensor:
+    """Return by how much logits [T, V] would have to change for tokens to be barred, [T].
+
+    index: int64 [T], tokens that are kept."""
+    logits = restrict(logits, num_generated, replace(params, top_k=0, top_p=1.0))
+    chosen = logits.gather(-1, index[:, None])
+    distance = torch.full_like(chosen[:, 0], torch.inf)
+    if 0 < params.top_k < logits.shape[1]:
+        distance = chosen[:, 0] - logits.topk(params.top_k + 1).values[:, -1]
+    if params.top_p < 1.0:
+        kept = restrict(logits, num_generated, replace(params, top_p=1.0))
+        before = (kept.softmax(-1) * (kept > chosen)).sum(-1)
+        odds = torch.logit(torch.full_like(before, params.top_p)) - torch.logit(before)
+        distance = torch.minimum(distance, odds)
+    return distance
 
 
 def _logprob(logits: torch.Tensor, target: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -279,8 +302,10 @@ def _own_modules(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _unit(dtype: torch.dtype) -> float:
-    """Return a unit in the last place of 1; models in float64 compute parts in float32."""
-    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    """Return half a unit in the last place of 1; models in float64 compute parts in float32.
+
+    Added to x, it moves all but powers of two by one unit in the last place."""
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) / 2
 
 
 @contextlib.contextmanager
