@@ -116,9 +116,7 @@ def rows_problem(
     rounding = [other - own for other, (own, _) in zip(moved, wanted, strict=True)]
     overall = float(np.mean(np.concatenate([each**2 for each in rounding])))
     bounds = BOUNDS[model.dtype.itemsize]
-    for number, (row, each, (logprob, lost)) in enumerate(
-        zip(rows, rounding, wanted, strict=True)
-    ):
+    for number, (row, each, (logprob, lost)) in enumerate(zip(rows, rounding, wanted, strict=True)):
         variance = (float((each**2).sum()) + PRIOR * overall) / (len(each) + PRIOR)
         # Log-probabilities are float32.
         unit = float(np.finfo(np.float32).eps) * max(1.0, float(np.abs(logprob).max()))
@@ -141,7 +139,9 @@ def _difference(
     worst = int(error.argmax())
     size, explains = error[worst], f"rounding explains {scale:.2g}"
     if not is_over.all() and is_over.sum() > 1:
-        explains += f"; {is_over.sum()} of {len(error)} tokens by more than {error[is_over].min():.2g}"
+        explains += (
+            f"; {is_over.sum()} of {len(error)} tokens by more than {error[is_over].min():.2g}"
+        )
     what = f"log-probability of token {worst} of row {number} by {size:.2g}"
     if lost[worst] == size:
         what = f"token {worst} of row {number} loses by {size:.2g} against another"
@@ -201,14 +201,17 @@ def _distance_to_bars(
         distance = chosen[:, 0] - logits.topk(params.top_k + 1).values[:, -1]
     if params.top_p < 1.0:
         kept = restrict(logits, num_generated, replace(params, top_p=1.0))
-        before = (kept.softmax(-1) * (kept > chosen)).sum(-1)
+        chance = kept.softmax(-1)
+        before = (chance * (kept >= chosen)).sum(-1) - chance.gather(-1, index[:, None])[:, 0]
         odds = torch.logit(torch.full_like(before, params.top_p)) - torch.logit(before)
         distance = torch.minimum(distance, odds)
     return distance
 
 
 def _logprob(logits: torch.Tensor, target: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    return logits.masked_fill(~kept, losses.BARRED).log_softmax(-1).gather(-1, target[:, None])[:, 0]
+    return (
+        logits.masked_fill(~kept, losses.BARRED).log_softmax(-1).gather(-1, target[:, None])[:, 0]
+    )
 
 
 def gradient_problem(
