@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from bubblespec.engine import attention
 from bubblespec.engine.arrays import packed, to_device
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.engine import Engine
+from bubblespec.engine.engine import Engine, Proposer
 from bubblespec.engine.model import OutputHead, forward_hidden, output_head, pack_sequences
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import add_gumbel, kept_tokens, restrict, stream_keys, widen
@@ -53,15 +53,20 @@ def generation_problem(runner: ModelRunner, params: SamplingParams) -> str | Non
 
     The texts are over a border of pages and of splits where rows may be as long. They are generated
     twice, without drafts, and with drafts that are partly wrong. No slot may have a row."""
-    plain, drafted = (_make_rows(runner) for _ in range(2))
-    engine = Engine(runner)
-    for rows, drafts in ((plain, None), (drafted, _Drafts(plain))):
-        engine.reset()
-        engine.add(rows)
-        while not engine.is_idle:
-            engine.step(params, drafts, PREFILL)
+    engine, plain, drafted = Engine(runner), _make_rows(runner), _make_rows(runner)
+    _generate(engine, plain, params)
+    _generate(engine, drafted, params, _Drafts(plain))
     engine.reset()
     return rows_problem(runner.model, plain + drafted, params, runner.seed)
+
+
+def _generate(
+    engine: Engine, rows: list[Row], params: SamplingParams, drafts: Proposer | None = None
+) -> None:
+    engine.reset()
+    engine.add(rows)
+    while not engine.is_idle:
+        engine.step(params, drafts, PREFILL)
 
 
 def _make_rows(runner: ModelRunner) -> list[Row]:
@@ -72,7 +77,7 @@ def _make_rows(runner: ModelRunner) -> list[Row]:
         page, split = runner.pages.page_size, runner.cache.split_of(1, runner.max_length)
         ends += [page + new // 2, split + new // 2, split + new // 2]
     vocab, random = output_head(runner.model).num_tokens, np.random.default_rng(0)
-    rows = []
+    rows: list[Row] = []
     for number, end in enumerate(sorted(ends)):
         length = max(min(end, runner.max_length) - new, 1)
         prompt = tuple(random.integers(vocab, size=length).tolist())
@@ -82,8 +87,8 @@ def _make_rows(runner: ModelRunner) -> list[Row]:
     return rows
 
 
-class _Drafts:
-    """A `Proposer` of the texts of other rows with the same ids, some tokens replaced."""
+class _Drafts(Proposer):
+    """Proposes the texts of other rows with the same ids, some tokens replaced."""
 
     def __init__(self, rows: list[Row]):
         self.texts = {}
@@ -97,7 +102,7 @@ class _Drafts:
         of = zip(rows, lengths.tolist(), ends.tolist(), strict=True)
         return packed([self.texts[row.id][begin:end] for row, begin, end in of])
 
-    def observe(self, *_) -> None:
+    def observe(self, rows, tokens, num_gained, num_draft, num_accepted) -> None:
         """See `Proposer`."""
 
 
