@@ -14,7 +14,6 @@ from bubblespec.engine.model import OWN_HIDDEN
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn import agreement
 from bubblespec.learn.agreement import generation_problem, gradient_problem, rows_problem
-from bubblespec.types import Row
 from tests.helpers import graphs as stand_ins
 from tests.helpers.generation import make_rows, make_runner
 from tests.helpers.graphs import needs_interpreter
@@ -53,12 +52,12 @@ def runner_of(model, num_slots: int = 4, **options):
 @pytest.fixture
 def on_gpu(monkeypatch):
     """on_gpu(model options) -> a model whose operations are triton's. Pages and splits have few
-    positions, and there is one short text, over two borders of pages and one of splits."""
+    positions, and there is one short text, over a border of pages and splits."""
     from bubblespec.engine.ops import triton_ops
 
     stand_ins.stand_in(monkeypatch)
-    monkeypatch.setattr(triton_ops, "KEYS", 4096)
-    monkeypatch.setattr(kv_cache, "SPLIT", 32)
+    monkeypatch.setattr(triton_ops, "KEYS", 2048)
+    monkeypatch.setattr(kv_cache, "SPLIT", 16)
     monkeypatch.setattr(agreement, "NEW_TOKENS", 6)
     monkeypatch.setattr(agreement, "DRAFT", 3)
     monkeypatch.setattr(agreement, "WRONG", 4)
