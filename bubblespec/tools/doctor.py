@@ -33,6 +33,7 @@ from bubblespec.distributed.ranks import Ranks, cuda_of_driver, ranks_from_envir
 from bubblespec.draft.store import exchange
 from bubblespec.engine.kv_cache import PAGE
 from bubblespec.errors import EndsRun, InputError, RankTimeout, RunFailed, log, one_line
+from bubblespec.learn.agreement import generation_problem, rows_problem
 from bubblespec.loading import load_model, with_dtype
 from bubblespec.memory import host_bytes, max_length, max_slots
 from bubblespec.planner.place import place_in_turn
@@ -166,8 +167,17 @@ def _tick_us(board: ProgressBoard) -> float:
 
 
 def rollouts(case: Case) -> Iterator[Line]:
-    """Compare some responses of the first step without drafts and with partly right drafts."""
+    """Compare rollouts with forwards of transformers' modules, and drafted with plain ones.
+
+    These are rows of random tokens, then some responses of the first step without drafts and with
+    partly right ones."""
     ranks, sampler, rollout = case.ranks, case.trainer.sampler, case.config.rollout
+    learner, seed = case.trainer.learner, case.config.run.seed
+    avoid = "rollout.enforce_eager=true" if ranks.device.type == "cuda" else "model.dtype=float32"
+    if (problem := generation_problem(sampler.engine.runner, sampler.params)) is not None:
+        yield failed(f"{problem}; {avoid}")
+    else:
+        yield ok("log-probabilities and tokens are those of forwards by transformers' modules")
     # The first turns of episodes are compared.
     sampler.mechanisms[:] = [each for each in sampler.mechanisms if each.name != "episodes"]
     longest = min(rollout.max_completion_length, MAX_TOKENS)
@@ -198,14 +208,18 @@ def rollouts(case: Case) -> Iterator[Line]:
     took = f"{plain_s:.2f} s without drafts, {drafted_s:.2f} s with {num_drafts} draft tokens, "
     took += f"{accepted} of them accepted"
     dtype = case.config.model.dtype
-    if not differing:
-        yield ok(f"{responses} are the same with and without drafts: {took}")
-    elif dtype == "bfloat16":
+    rows = [*plain.rows.values(), *drafted.rows.values()]
+    problem = rows_problem(learner.model, rows, sampler.params, seed)
+    if differing and dtype != "bfloat16":
+        tie = " (a near tie, unless another run.seed differs too)" if dtype == "float32" else ""
+        yield failed(f"{differing} of {responses} differ with drafts{tie}; speculative.method=none")
+    elif problem is not None:
+        yield failed(f"{problem}; {avoid}")
+    elif differing:
         rounding = "bfloat16 rounds batches of other shapes differently"
         yield ok(f"{differing / len(rank_of):.0%} of {responses} differ, as {rounding}: {took}")
     else:
-        tie = " (a near tie, unless another run.seed differs too)" if dtype == "float32" else ""
-        yield failed(f"{differing} of {responses} differ with drafts{tie}; speculative.method=none")
+        yield ok(f"{responses} are the same with and without drafts: {took}")
     if "drafter" in case.config.speculative.sources:
         yield ok("the learned drafter was not tried, as it is trained before the first step")
 
@@ -230,6 +244,7 @@ CHECKS: dict[str, Check] = {
     "devices": Check(devices, "model.device=cpu"),
     "model": Check(model, "model.path, model.dtype"),
     "attention": Check(forwards.attention, "model.attention=sdpa", "model"),
+    "gradient": Check(forwards.gradient, "model.attention=sdpa", "model"),
     "graphs": Check(forwards.graphs, "rollout.enforce_eager=true", "model"),
     "quantised copy": Check(forwards.quantized, "speculative.method=bubble+suffix", "model"),
     "TP tail": Check(forwards.tp_tail, "rollout.tp_tail_max_rows=0", "model"),

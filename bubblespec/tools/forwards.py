@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.comparison import CHECKED, cache_for, difference, over_cache, random_tokens
 from bubblespec.engine.decoder import is_like_llama
 from bubblespec.engine.forward import ModelForward
@@ -24,6 +25,8 @@ from bubblespec.engine.graphs import ForwardGraphs
 from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.engine.ops import has_triton, replaced, torch_ops
 from bubblespec.errors import one_line
+from bubblespec.learn.agreement import gradient_problem
+from bubblespec.learn.learner import MAX_LOGITS
 from bubblespec.mechanisms.quantized.copy import (
     NO_PRODUCT,
     Copy,
@@ -32,6 +35,7 @@ from bubblespec.mechanisms.quantized.copy import (
     product_for,
 )
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsupported, no_tp_tail
+from bubblespec.memory import max_length
 
 WARM_UP, NUM_TIMED = 3, 20
 NUM_OBSERVED = 128  # tokens that a copy is compared on
@@ -78,6 +82,17 @@ def attention(case: Case) -> Iterator[Line]:
         what = "triton" if not has_triton() else "bfloat16"
         yield slower(f"generation takes torch's operations, without CUDA graphs: no {what}")
     yield ok(f"layers are {layers}; attention in training is {case.kernel}")
+
+
+def gradient(case: Case) -> Iterator[Line]:
+    """Compare a gradient by the operations of training with one by transformers' modules."""
+    rollout = case.config.rollout
+    params = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
+    sizes = max_length(case.config), MAX_LOGITS
+    if (problem := gradient_problem(case.model, case.kernel, params, *sizes)) is not None:
+        yield failed(f"{problem}; model.attention=sdpa")
+        return
+    yield ok("gradients are those of transformers' modules")
 
 
 @torch.inference_mode()
