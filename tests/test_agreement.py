@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bubblespec.engine import engine as engine_module
-from bubblespec.engine import kv_cache
+from bubblespec.engine import kv_cache, sampling
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.model import OWN_HIDDEN
+from bubblespec.engine.model import OWN_HIDDEN, OutputHead
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn import agreement
 from bubblespec.learn.agreement import generation_problem, gradient_problem, rows_problem
@@ -135,6 +135,30 @@ def test_one_wrong_number_is_found_and_named():
     assert MESSAGE.fullmatch(problem) and "log-probability of token 7 of row 2 by 4" in problem
     rows[2].logprob[7] = np.nan
     assert "token 7 of row 2 by inf" in rows_problem(model, rows, PLAIN, 3)
+
+
+@pytest.mark.parametrize(
+    "params, wanted",
+    [
+        (SamplingParams(top_k=2), [0.7, 0.4]),  # log(0.4 / 0.2), log(0.3 / 0.2)
+        (SamplingParams(top_p=0.5), [np.inf, 0.4]),  # logit(0.5) - logit(0.4)
+        (SamplingParams(top_k=2, top_p=0.6), [0.7, 0.1]),  # 0.4 / 0.7 of the two that are kept
+    ],
+)
+def test_token_near_a_bar_may_lose(params, wanted):
+    """Tokens 0 and 1 are kept, and would not be for slightly other logits; 2 has been drawn."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
+    identity = torch.nn.Linear(4, 4, bias=False, dtype=torch.float64)
+    torch.nn.init.eye_(identity.weight)
+    found = np.zeros(2)
+    for position in range(200):
+        keys = torch.from_numpy(sampling.stream_keys(0, *np.zeros((3, 1), int), [position]))
+        given = logits, torch.tensor([2]), torch.tensor([0]), keys
+        lost = agreement._values(*given, head=OutputHead(identity, 4), params=params)[1].item()
+        kept = sampling.add_gumbel(logits, keys, 4)[0, :2]
+        found[kept.argmax()] = max(found[kept.argmax()], lost)
+    assert found[1] == pytest.approx(wanted[1], abs=0.03)
+    assert found[0] == pytest.approx(wanted[0], abs=0.03) or found[0] > 3 and wanted[0] == np.inf
 
 
 def test_small_difference_of_all_tokens_is_found():

@@ -114,6 +114,8 @@ def rows_problem(
 
     seed: of the noise. Rows have not been continued by an environment."""
     rows = [row for row in rows if len(row.tokens)]
+    if not rows:
+        return None
     with _own_modules(model):
         wanted = [_expected(model, row, params, seed) for row in rows]
         with _rounded(model):
@@ -131,7 +133,7 @@ def rows_problem(
             differs = np.abs(row.logprob - logprob)
         error = np.maximum(np.where(np.isfinite(differs), differs, np.inf), lost)
         for share, multiple in bounds:
-            is_over = error > multiple * scale
+            is_over = ~(error <= multiple * scale)  # also what is no number
             if is_over.sum() > share * len(error) and (share == 0.0 or len(error) >= MIN_TOKENS):
                 problem = _difference(number, error, lost, scale)
                 count = f"{is_over.sum()} of {len(error)}"
@@ -248,11 +250,11 @@ def gradient_problem(
     sizes = _distances(of, wanted, [torch.zeros_like(each) for each in wanted])
     for name, size in differs.items():
         explained = max(rounding[name], unit * sizes[name])
-        if not size <= bound * explained:
+        if not size <= bound * explained:  # or no number
+            whole = max(sizes[name], torch.finfo(torch.float32).tiny)
             return (
                 f"gradients differ from those of transformers' modules: {name} by "
-                f"{size / sizes[name]:.2g} of its size, rounding explains "
-                f"{explained / sizes[name]:.2g}"
+                f"{size / whole:.2g} of its size, rounding explains {explained / whole:.2g}"
             )
     return None
 
