@@ -366,7 +366,7 @@ def build_agreeing_engine(
 ) -> tuple[Engine, int]:
     """Return `build_engine`'s first result whose texts agree with transformers' modules.
 
-    With CUDA graphs, then eager, then by torch's operations; a warning follows if those differ, too.
+    With CUDA graphs, then eager, then by torch's operations, whose differences are a warning.
     Raises InputError where model.kernels allows kernels alone."""
     while True:
         engine, max_tp_rows = build_engine(config, learner, ranks, product)

@@ -83,6 +83,22 @@ def test_failed_checks_leave_other_checks(monkeypatch, capsys):
     assert lines[-1][2].endswith("; speculative.method=none")
 
 
+def test_wrong_rollouts_fail_in_bfloat16(monkeypatch, capsys):
+    """A tenth of the rows may differ there for their rounding, but not by a wrong token."""
+    rollout = Sampler.rollout
+
+    def wrong(sampler, plan):
+        result = rollout(sampler, plan)
+        plan.rows[0].tokens[-1] += 1
+        return result
+
+    monkeypatch.setattr(Sampler, "rollout", wrong)
+    failed, lines = failing(monkeypatch, capsys, "model.dtype=bfloat16")
+    assert failed == "rollouts" and [line[1] for line in lines[-2:]] == ["ok", "failed"]
+    assert lines[-1][2].startswith("rollouts differ from a forward of transformers' modules: ")
+    assert lines[-1][2].endswith("; model.dtype=float32")
+
+
 def test_failed_model_stops_dependent_checks(monkeypatch, capsys):
     failed, lines = failing(monkeypatch, capsys, "model.path=nowhere/at/all")
     assert failed == "model"

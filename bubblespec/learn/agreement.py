@@ -114,6 +114,8 @@ def rows_problem(
 
     seed: of the noise. Rows have not been continued by an environment."""
     rows = [row for row in rows if len(row.tokens)]
+    if not rows:
+        return None
     with _own_modules(model):
         wanted = [_expected(model, row, params, seed) for row in rows]
         with _rounded(model):
@@ -131,26 +133,26 @@ def rows_problem(
             differs = np.abs(row.logprob - logprob)
         error = np.maximum(np.where(np.isfinite(differs), differs, np.inf), lost)
         for share, multiple in bounds:
-            is_over = error > multiple * scale
+            is_over = ~(error <= multiple * scale)  # also what is no number
             if is_over.sum() > share * len(error) and (share == 0.0 or len(error) >= MIN_TOKENS):
-                return _difference(number, error, lost, scale, is_over)
+                problem = _difference(number, error, lost, scale)
+                count = f"{is_over.sum()} of {len(error)}"
+                more = f"; {count} tokens by more than {multiple * scale:.2g}"
+                return problem + more * (share > 0.0)
     return None
 
 
-def _difference(
-    number: int, error: np.ndarray, lost: np.ndarray, scale: float, is_over: np.ndarray
-) -> str:
-    """Return the line that describes a row's errors, float64 [T]."""
+def _difference(number: int, error: np.ndarray, lost: np.ndarray, scale: float) -> str:
+    """Return the line that describes the largest of a row's errors, float64 [T]."""
     worst = int(error.argmax())
-    size, explains = error[worst], f"rounding explains {scale:.2g}"
-    if not is_over.all() and is_over.sum() > 1:
-        explains += (
-            f"; {is_over.sum()} of {len(error)} tokens by more than {error[is_over].min():.2g}"
-        )
-    what = f"log-probability of token {worst} of row {number} by {size:.2g}"
-    if lost[worst] == size:
-        what = f"token {worst} of row {number} loses by {size:.2g} against another"
-    return f"rollouts differ from a forward of transformers' modules: {what}, {explains}"
+    size = f"{error[worst]:.2g}"
+    what = f"log-probability of token {worst} of row {number} by {size}"
+    if lost[worst] == error[worst]:
+        what = f"token {worst} of row {number} loses by {size} against another"
+    return (
+        f"rollouts differ from a forward of transformers' modules: {what}, rounding explains "
+        f"{scale:.2g}"
+    )
 
 
 def _expected(
@@ -248,11 +250,11 @@ def gradient_problem(
     sizes = _distances(of, wanted, [torch.zeros_like(each) for each in wanted])
     for name, size in differs.items():
         explained = max(rounding[name], unit * sizes[name])
-        if not size <= bound * explained:
+        if not size <= bound * explained:  # or no number
+            whole = max(sizes[name], torch.finfo(torch.float32).tiny)
             return (
                 f"gradients differ from those of transformers' modules: {name} by "
-                f"{size / sizes[name]:.2g} of its size, rounding explains "
-                f"{explained / sizes[name]:.2g}"
+                f"{size / whole:.2g} of its size, rounding explains {explained / whole:.2g}"
             )
     return None
 
