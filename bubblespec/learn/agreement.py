@@ -40,7 +40,8 @@ NEW_TOKENS = 24  # of each row
 PREFILL = 200  # prompt tokens of a forward: few enough for keys to be split
 DRAFT, WRONG = 5, 7  # tokens of a draft; of a text every how many are replaced in drafts
 MAX_LOGITS = 1 << 24  # positions x vocabulary that exist at once
-TRAINED = (160, 40, 3)  # tokens of the sequences of a gradient
+# Tokens of the sequences of a gradient; on a GPU so many that a kernel splits its keys.
+TRAINED = {"cuda": (160, 40, 3), "cpu": (40, 10, 3)}
 # Multiples of rounding: shares of a row's tokens that may differ by more, for two bytes and others.
 BOUNDS = {2: ((0.5, 1.5), (0.125, 4.0), (0.0, 15.0)), 4: ((0.0, 100.0),), 8: ((0.0, 100.0),)}
 GRADIENT_BOUND = {2: 3.0, 4: 100.0, 8: 100.0}
@@ -228,9 +229,13 @@ def gradient_problem(
 
     kernel: of attention; max_length: of a sequence in tokens; max_logits: see `token_logprobs`.
     Takes the memory of two gradients in the model's type. Must come before an `Optimizer`."""
-    random, lengths = np.random.default_rng(1), [min(length, max_length) for length in TRAINED]
+    random, lengths = (
+        np.random.default_rng(1),
+        [min(n, max_length) for n in TRAINED[model.device.type]],
+    )
     vocab = output_head(model).num_tokens
-    texts = [to_device(random.integers(vocab, size=n + 1), model.device) for n in lengths]
+    counts = [min(length, max_length) + 1 for length in lengths]
+    texts = [to_device(random.integers(vocab, size=n), model.device) for n in counts]
     of = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def gradient(mean: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
