@@ -229,12 +229,8 @@ def gradient_problem(
 
     kernel: of attention; max_length: of a sequence in tokens; max_logits: see `token_logprobs`.
     Takes the memory of two gradients in the model's type. Must come before an `Optimizer`."""
-    random, lengths = (
-        np.random.default_rng(1),
-        [min(n, max_length) for n in TRAINED[model.device.type]],
-    )
-    vocab = output_head(model).num_tokens
-    counts = [min(length, max_length) + 1 for length in lengths]
+    random, vocab = np.random.default_rng(1), output_head(model).num_tokens
+    counts = [min(length, max_length) + 1 for length in TRAINED[model.device.type]]
     texts = [to_device(random.integers(vocab, size=n), model.device) for n in counts]
     of = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -252,7 +248,7 @@ def gradient_problem(
         with _rounded(model):
             rounding = _distances(of, gradient(modules), wanted)
     bound, unit = GRADIENT_BOUND[model.dtype.itemsize], _unit(model.dtype)
-    sizes = _distances(of, wanted, [torch.zeros_like(each) for each in wanted])
+    sizes = _distances(of, wanted, [each.new_zeros(()) for each in wanted])
     for name, size in differs.items():
         explained = max(rounding[name], unit * sizes[name])
         if not size <= bound * explained:  # or no number
