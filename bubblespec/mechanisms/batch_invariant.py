@@ -20,7 +20,6 @@ from torch import is_inference_mode_enabled
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from bubblespec.config import Config
 from bubblespec.engine.arrays import to_device
 from bubblespec.engine.comparison import feed
 from bubblespec.engine.decoder import Decoder, is_like_llama, stacked
@@ -31,6 +30,8 @@ from bubblespec.engine.ops import SAMPLE, has_kernels, torch_ops
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import best_and_sum, widen
 from bubblespec.engine.weights import linear_modules
+from bubblespec.errors import InputError
+from bubblespec.mechanisms import Run
 
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 MIN_ROWS = 64  # of a product on a GPU
@@ -57,9 +58,14 @@ class InvariantLinear(torch.nn.Linear):
         return out[:count].view(*x.shape[:-1], -1)
 
 
-def fix_libraries() -> None:
-    """Set what cuBLAS reads once, before its first product."""
+def load(run: Run) -> None:
+    """Set what cuBLAS reads once, before its first product, and choose kernels."""
+    if not run.config.model.batch_invariant:
+        return
     os.environ.update(CUBLAS)
+    run.make_forward, run.is_deterministic = InvariantForward, True
+    if run.config.model.attention == "auto" and run.ranks.device.type == "cuda":
+        run.attention = "varlen"  # whose backward can be deterministic
 
 
 def make_invariant(model: torch.nn.Module) -> None:
@@ -97,10 +103,10 @@ class InvariantForward(ModelForward):
     def make_decoder(self) -> Decoder:
         """Return the written-out layers; on a CPU each query is attended by itself.
 
-        Raises ValueError for other models."""
+        Raises InputError for other models."""
         model = cast(PreTrainedModel, self.model)
         if not is_like_llama(model):
-            raise ValueError(
+            raise InputError(
                 f"model.batch_invariant: true needs a model that is built like Llama, which "
                 f"{type(model).__name__} is not; set false"
             )
@@ -185,8 +191,11 @@ def _logits(
     return torch.cat(logits)[-COMPARED:]
 
 
-def check_invariance(config: Config, model: PreTrainedModel) -> None:
-    """Make a model batch-invariant, and compare; raise ValueError with the differences."""
+def prepare(run: Run) -> None:
+    """Make the policy batch-invariant, and compare; raise InputError with the differences."""
+    config, model = run.config, run.model
+    if not config.model.batch_invariant:
+        return
     make_invariant(model)
     forward = InvariantForward(model, enforce_eager=config.rollout.enforce_eager)
     sizes, seed = (NUM_SLOTS, SLOT_LENGTH), config.run.seed
@@ -195,4 +204,4 @@ def check_invariance(config: Config, model: PreTrainedModel) -> None:
     difference = first_difference(runner, vocab_size)
     runner.release()
     if difference is not None:
-        raise ValueError(f"model.batch_invariant: {difference}")
+        raise InputError(f"model.batch_invariant: {difference}")

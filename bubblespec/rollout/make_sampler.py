@@ -34,43 +34,42 @@ def make_sampler(
     *,
     reward_weights: list[float],
     drafts_ahead: bool = True,
+    needs_ticks: bool = False,
+    ends_by_cost: bool = False,
     board: ProgressBoard | None = None,
     cost: CostModel | None = None,
 ) -> Sampler:
     """Create the sampler of a run, on all ranks together.
 
     drafts_ahead: whether idle time may draft samples of coming steps, if speculative.method names
-    bubble; board, cost: given in virtual time, where nothing is measured.
+    bubble; needs_ticks, ends_by_cost: whether mechanisms exchange progress, and whether they finish
+    rollouts by measured costs; board, cost: given in virtual time, where nothing is measured.
     """
     max_draft_tokens, max_history_tokens = VIRTUAL_TOKENS if cost else host_token_budget(ranks)
     sources = config.speculative.sources
-    has_drafts = bool(sources) or config.tail_batching.enabled
-    uses_tail = config.rollout.tp_tail_max_rows != 0 and not config.environment.is_used
-    uses_tail &= ranks.world_size > 1
     if cost is None:
         cost = CostModel()
-        if has_drafts:
+        if config.has_drafts:
             show = log if ranks.is_main else lambda line: None
             profile(engine, params, cost, clock=ranks.clock, show=show)
-    if board is None and (has_drafts or uses_tail or config.optim.stream_gradients):
+    if board is None and (config.has_drafts or needs_ticks):
         board = ProgressBoard(ranks, config.run.timeout_s, config.rollout.progress_backend)
     history = History(max_history_tokens)
     proposer = None
-    if has_drafts:
-        uses_drafts = "bubble" in sources or config.tail_batching.enabled
+    if config.has_drafts:
         proposer = make_proposer(
             sources,
             history,
             cost,
-            has_drafts=uses_drafts,
+            has_drafts=config.keeps_drafts,
             always=config.speculative.planning == "always",
             clock=ranks.clock,
             vocab_size=vocab_size_of(engine),
         )
     guards = Guards()
-    if config.speculative.planning == "by_cost" and not config.tail_batching.enabled:
-        # Without drafts the first guard is for a TP tail that is entered by cost.
-        if sources or (uses_tail and config.rollout.tp_tail_max_rows == "auto"):
+    if config.speculative.planning == "by_cost" and not schedule.defers:
+        # Without drafts the first guard is for a take-over by cost.
+        if sources or ends_by_cost:
             guards[DRAFTS] = Guard()
         if config.rollout.placement != "in_turn" and ranks.world_size > 1:
             guards[PLACEMENT] = Guard()

@@ -263,7 +263,8 @@ def add_quantized(needs: Needs, product: Product | None, model: PreTrainedModel)
     weights = sum(layer.weight.numel() for layer in layers)
     is_grouped = product.bits == 4
     grids = 2 * weights // GROUP if is_grouped else sum(layer.out_features for layer in layers)
-    return replace(needs, quantized=weights * product.bits // 8 + grids * model.dtype.itemsize)
+    size = weights * product.bits // 8 + grids * model.dtype.itemsize
+    return replace(needs, others=needs.others | {"quantised copy of the policy": size})
 
 
 def product_for(model: torch.nn.Module, device: str, bits: int | str) -> Product | None:

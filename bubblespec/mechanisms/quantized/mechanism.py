@@ -24,15 +24,18 @@ from bubblespec.engine.model import output_head
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.weights import linear_of
 from bubblespec.errors import log, one_line
+from bubblespec.mechanisms import Run
 from bubblespec.mechanisms.quantized.copy import (
     NO_PRODUCT,
     Copy,
     CopyRunner,
     Product,
+    add_quantized,
     linear_layers,
     observe_inputs,
     product_for,
 )
+from bubblespec.memory import Needs
 from bubblespec.planner.guard import COPY, DRAFTS
 from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
@@ -175,23 +178,30 @@ def _seconds_of(calls: list[Callable[[], torch.Tensor]]) -> float:
     return statistics.median(seconds) / len(calls)
 
 
-def make_quantized(sampler: Sampler, product: Product | None) -> QuantizedMechanism | None:
-    """Create the copy on all ranks together; None, with a line, where it would not pay.
+def prepare(run: Run) -> None:
+    """Choose the product of the copy."""
+    run.own[NAME] = choose_product(run.config, run.ranks, run.model)
 
-    product: of `choose_product`."""
-    if product is None:
+
+def add_needs(needs: Needs, run: Run) -> Needs:
+    """Add the memory of the copy; before `prepare`, of the one that timings may refuse."""
+    config, product = run.config, run.own.get(NAME)
+    if NAME not in run.own and NAME in config.speculative.sources:
+        product = product_for(run.model, run.ranks.device.type, config.quantized.bits)
+    return add_quantized(needs, product, run.model)
+
+
+def make(run: Run) -> QuantizedMechanism | None:
+    """Create the copy on all ranks together; None, with a line, where it would not pay."""
+    config, ranks, sampler = run.config, run.ranks, run.sampler
+    if sampler.proposer is None or (run.virtual or run.own).get(NAME) is None:
         return None
-    config, ranks, cost = sampler.config, sampler.ranks, sampler.stats.cost
-    runner, prompts = cast(ModelRunner, sampler.engine.runner), sampler.schedule.prompts.prompts[:8]
-    tokens = np.concatenate([prompt.token_ids for prompt in prompts])[:OBSERVED_TOKENS]
-    ids, made = to_device(tokens.astype(np.int64), runner.device), list[Any]()
+    cost, made = sampler.stats.cost, list[Any]()
 
     def speedup() -> float:
-        copy = Copy(runner.model, product, observe_inputs(runner.model, ids))
-        of_copy = CopyRunner(copy, sampler.engine, sampler.params)
-        copy_cost = profile(of_copy, ranks.clock)
-        made[:] = of_copy, copy_cost
-        return float(cost.seconds(1, 1) / copy_cost.seconds(1, 1))
+        of_copy = run.virtual[NAME] if run.virtual else make_runner(sampler, run.own[NAME])
+        made[:] = of_copy, profile(of_copy, ranks.clock)
+        return float(cost.seconds(1, 1) / made[1].seconds(1, 1))
 
     if problem := refusal("its forward", speedup, config, ranks):
         if ranks.is_main:
@@ -199,7 +209,20 @@ def make_quantized(sampler: Sampler, product: Product | None) -> QuantizedMechan
         return None
     of_copy, copy_cost = made
     if of_copy.graphs is not None:
-        runner.followers.append(of_copy)
+        sampler.engine.runner.followers.append(of_copy)
     always = config.speculative.planning == "always"
     source = make_source(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
+    sampler.proposer.add(source)
+    sampler.stats.guards.add(COPY)
+    sampler.stats.chains = source.shortening
+    run.after_update.append(of_copy.copy.note_update)
     return QuantizedMechanism(source)
+
+
+def make_runner(sampler: Sampler, product: Product) -> CopyRunner:
+    """Create the copy, which the inputs of some prompts' tokens calibrate."""
+    runner, prompts = cast(ModelRunner, sampler.engine.runner), sampler.schedule.prompts.prompts[:8]
+    tokens = np.concatenate([prompt.token_ids for prompt in prompts])[:OBSERVED_TOKENS]
+    ids = to_device(tokens.astype(np.int64), runner.device)
+    copy = Copy(runner.model, product, observe_inputs(runner.model, ids))
+    return CopyRunner(copy, sampler.engine, sampler.params)

@@ -26,7 +26,9 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import log
+from bubblespec.mechanisms import Run
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsupported, no_tp_tail
+from bubblespec.memory import Needs, kv_bytes, max_length
 from bubblespec.planner.costs import CostModel, prefill_seconds, rollout_seconds
 from bubblespec.planner.guard import DRAFTS
 from bubblespec.planner.rows import Rows
@@ -40,6 +42,8 @@ from bubblespec.rollout.sampler import Sampler
 from bubblespec.rollout.table import RowTable, gather_rows
 from bubblespec.types import Row, SampleId
 
+NAME = "tp_tail"
+AUTO_ROWS = 16  # of all ranks, with rollout.tp_tail_max_rows=auto
 MIN_TAIL_GAIN = 0.05  # share of the rollout's rest; less is within the error of a cost model
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward
 STOP_INTERVAL = 8  # forwards between two checks for a stop request on any rank
@@ -55,7 +59,7 @@ PIECE_BYTES = 1 << 26  # received by a rank at a time from all ranks
 class TPTail(Mechanism):
     """The engine of all ranks together, and the take-over that uses it."""
 
-    name = "tp_tail"
+    name = NAME
     needs_timings = True
 
     def __init__(
@@ -222,6 +226,40 @@ class OwnersPropose:
 
     def _own(self, rows: list[Row]) -> np.ndarray:
         return np.array([i for i, row in enumerate(rows) if row in self.own_rows], np.int64)
+
+
+def load(run: Run) -> None:
+    """Give rollouts the ticks at which the tail may begin."""
+    rollout = run.config.rollout
+    if rollout.tp_tail_max_rows != 0 and run.ranks.world_size > 1:
+        is_movable = not run.config.environment.is_used
+        run.needs_ticks |= is_movable
+        run.ends_by_cost = is_movable and rollout.tp_tail_max_rows == "auto"
+
+
+def add_needs(needs: Needs, run: Run) -> Needs:
+    """Add the keys and values of the tail's rows, of this rank's heads."""
+    config, size = run.config, run.ranks.world_size
+    if size == 1:
+        return needs
+    rows = config.rollout.tp_tail_max_rows
+    shape = run.model.config.get_text_config(decoder=True)
+    row = kv_bytes(shape, run.model.dtype.itemsize, size) * max_length(config)
+    counts = (AUTO_ROWS, 0) if isinstance(rows, str) else (rows,)
+    return replace(needs, shared_row=row, shared_rows=counts)
+
+
+def make(run: Run) -> TPTail | None:
+    """Create the tail, in virtual time that of `Run.virtual`, with its cost."""
+    if run.virtual is None:
+        tail = make_tp_tail(run.sampler, run.num_shared_rows)
+    else:
+        tail, tp_cost = run.virtual.get(NAME, (None, None))
+        if tp_cost is not None:
+            enter_by_cost(tail, tp_cost, run.sampler)
+    if tail is not None:
+        tail.companions = run.followers
+    return tail
 
 
 def make_tp_tail(sampler: Sampler, max_rows: int) -> TPTail | None:
