@@ -1,4 +1,4 @@
-"""Set-up of a run: model, data, rewards, engine and mechanisms, from a checkpoint if there is one."""
+"""Set-up of a run from its configuration, and from a checkpoint if there is one."""
 
 import copy
 import time
@@ -204,7 +204,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
 
 
 def call(name: str, *given) -> None:
-    """Call the function of this name of each mechanism that has one; see `bubblespec.mechanisms`."""
+    """Call the mechanisms' functions of this name."""
     for function in functions(name):
         function(*given)
 

@@ -32,7 +32,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.kv_cache import PAGE, SPLIT
 from bubblespec.engine.model import OutputHead, forward_hidden, output_head, pack_sequences
 from bubblespec.engine.runner import ModelRunner
-from bubblespec.engine.sampling import add_gumbel, kept_tokens, stream_keys, widen
+from bubblespec.engine.sampling import add_gumbel, kept_tokens, restrict, stream_keys, widen
 from bubblespec.learn import losses
 from bubblespec.types import Row, SampleId
 

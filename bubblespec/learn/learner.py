@@ -71,8 +71,9 @@ def sampled_hidden(
 def deterministic() -> Iterator[None]:
     """Make equal micro-batches have equal gradients: backward passes add in a fixed order.
 
-    Raises RuntimeError for an operation that has no such order. On a GPU, CUBLAS of mechanisms/batch_invariant.py
-    must be set before the first product. Not for generation, which would write keys and values in order.
+    Raises RuntimeError for an operation that has no such order. On a GPU, cuBLAS must have
+    been set so before the first product. Not for generation, which would write keys and values in
+    order.
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,13 +1,13 @@
-"""The mechanisms of a run: each is a file or folder here, and a section or key of the configuration.
+"""The mechanisms of a run: each is a file or folder here, with keys of its own.
 
-`setup.py`, the simulator and the memory table call their functions, in the order of MODULES. A
+Set-up, the simulator and the memory table call their functions in the order of MODULES; each
 mechanism has some of these:
 
     load(run)              before the model is checked and the data is read
     prepare(run)           once the model can be fed
     check(run, prompts)    of the data
-    add_needs(needs, run)  memory.Needs with what the mechanism adds
-    make(run)              Mechanism | None: connects it with the finished sampler and learner
+    add_needs(needs, run)  returns memory.Needs with what the mechanism adds
+    make(run)              connects it with sampler and learner; returns a Mechanism or None
 
 Worker processes import this folder, so it imports nothing heavy here.
 """
@@ -45,48 +45,31 @@ class Run:
 
     config: Config
     ranks: Ranks
-    model: Any = None
-    """The policy; None in virtual time."""
+    model: Any = None  # the policy; None in virtual time
     tokenizer: Any = None
-    state: dict = field(default_factory=dict)
-    """State of the checkpoint, see `read_state`."""
-    checkpoint: str | None = None
-    """Folder that the run resumes."""
-    virtual: dict[str, Any] | None = None
-    """In virtual time, what takes the place of a mechanism's model or processes, by its name."""
+    state: dict = field(default_factory=dict)  # of the checkpoint, see `read_state`
+    checkpoint: str | None = None  # folder that the run resumes
+    virtual: dict[str, Any] | None = None  # in virtual time: stand-ins by the mechanism's name
     sampler: Sampler = field(init=False)
     learner: Learner = field(init=False)
-    own: dict[str, Any] = field(default_factory=dict)
-    """What a mechanism keeps from one of its functions for a later one, by its name."""
-    num_shared_rows: int = 0
-    """Rows that all ranks may decode together, see `choose_slots`."""
+    num_shared_rows: int = 0  # rows that all ranks may decode together, see `choose_slots`
+    own: dict[str, Any] = field(default_factory=dict)  # kept by a mechanism for its later functions
 
-    attention: str = ""
-    """Attention kernel of training; "": that of model.attention."""
+    attention: str | None = None  # kernel of training in place of model.attention
     make_forward: Callable[..., ModelForward] | None = None
     make_schedule: Callable[..., StepSchedule] | None = None
-    tokenize: Callable | None = None
-    """Returns the ids of a prompt; None: the tokenizer's."""
-    is_deterministic: bool = False
-    """Whether backward passes add in a fixed order."""
-    answers_turns: bool = False
-    """Whether responses have tokens that are not sampled."""
-    has_reward: bool = False
-    """Whether `answers_turns` comes with a reward, besides the functions'."""
-    drafts_ahead: bool = True
-    """Whether samples of coming steps can be drafted from their prompts."""
-    needs_ticks: bool = False
-    """Whether ranks exchange progress in rollouts even without drafts."""
-    ends_by_cost: bool = False
-    """Whether measured costs decide when all ranks finish a rollout together."""
-    chosen: dict[str, Any] = field(default_factory=dict)
-    """Choices that a checkpoint keeps in its state, and a resumed run keeps."""
-    set_kernels: Callable[[Any], None] = lambda model: None
-    """Chooses kernels of linear layers for another model that generates."""
-    after_update: list[Callable[[], None]] = field(default_factory=list)
-    """See `Learner.after_update`."""
+    tokenize: Callable | None = None  # ids of a prompt, in place of the tokenizer's
+    is_deterministic: bool = False  # whether backward passes add in a fixed order
+    answers_turns: bool = False  # whether responses have tokens that are not sampled ...
+    has_reward: bool = False  # ... by something that has a reward of its own
+    drafts_ahead: bool = True  # whether rows of coming steps can be begun early
+    needs_ticks: bool = False  # whether ranks exchange progress without drafts, too
+    ends_by_cost: bool = False  # whether a mechanism finishes rollouts where that is cheaper
+    chosen: dict[str, Any] = field(default_factory=dict)  # kept in checkpoints and by resumed runs
+    set_kernels: Callable[[Any], None] = lambda model: None  # of another model that generates
+    after_update: list[Callable[[], None]] = field(default_factory=list)  # see `Learner`
+    # Contexts in which draft sources follow their rows to another engine, given that engine.
     followers: list[Callable] = field(default_factory=list)
-    """Contexts in which draft sources follow rows to another engine, given that engine."""
 
 
 def functions(name: str) -> list[Callable]:

@@ -258,10 +258,11 @@ def check(run: Run, prompts: list[Prompt]) -> None:
 
 def make(run: Run) -> EpisodesMechanism | None:
     """Start the environments' processes; in virtual time, take what stands in for them."""
-    environments: Environments | None = None
     if run.virtual is not None:
-        environments = run.virtual.get(NAME)
-    elif run.config.environment.is_used:
-        environments = Environments(run.config.environment, run.tokenizer)
-        atexit.register(environments.close)
-    return environments and EpisodesMechanism(run.sampler, environments)
+        given = run.virtual.get(NAME)
+        return given and EpisodesMechanism(run.sampler, given)
+    if not run.config.environment.is_used:
+        return None
+    environments = Environments(run.config.environment, run.tokenizer)
+    atexit.register(environments.close)
+    return EpisodesMechanism(run.sampler, environments)

@@ -6,6 +6,7 @@ On a GPU it is made only if a product of it is fast enough by itself.
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,11 +27,11 @@ from bubblespec.engine.weights import linear_of
 from bubblespec.errors import log, one_line
 from bubblespec.mechanisms import Run
 from bubblespec.mechanisms.quantized.copy import (
+    GROUP,
     NO_PRODUCT,
     Copy,
     CopyRunner,
     Product,
-    add_quantized,
     linear_layers,
     observe_inputs,
     product_for,
@@ -97,12 +98,13 @@ class QuantizedMechanism(Mechanism):
 make_source = partial(ChainSource, NAME, prior=PRIOR, longest=MAX_CHAIN_LENGTH, is_last=True)
 
 
-def choose_product(config: Config, ranks: Ranks, model: PreTrainedModel) -> Product | None:
-    """Return the product of the run's copy on all ranks together; None, with a line, without one.
+def prepare(run: Run) -> None:
+    """Choose the product of the copy on all ranks together; none, with a line, without one.
 
     On a GPU only a timing tells whether it is faster than bfloat16."""
-    if "quantized" not in config.speculative.sources:
-        return None
+    config, ranks, model = run.config, run.ranks, run.model
+    if NAME not in config.speculative.sources:
+        return
     product, problem = product_for(model, ranks.device.type, config.quantized.bits), None
     if product is None:
         problem = NO_PRODUCT
@@ -111,11 +113,9 @@ def choose_product(config: Config, ranks: Ranks, model: PreTrainedModel) -> Prod
     elif ranks.device.type == "cuda":
         speedup = partial(product_speedup, product, model)
         problem = refusal(f"a product in {product.name}", speedup, config, ranks)
-    if problem is None:
-        return product
-    if ranks.is_main:
+    run.own[NAME] = product if problem is None else None
+    if problem is not None and ranks.is_main:
         log(f"{NO_COPY}: {problem}")
-    return None
 
 
 def refusal(what: str, speedup: Callable[[], float], config: Config, ranks: Ranks) -> str | None:
@@ -178,17 +178,20 @@ def _seconds_of(calls: list[Callable[[], torch.Tensor]]) -> float:
     return statistics.median(seconds) / len(calls)
 
 
-def prepare(run: Run) -> None:
-    """Choose the product of the copy."""
-    run.own[NAME] = choose_product(run.config, run.ranks, run.model)
-
-
 def add_needs(needs: Needs, run: Run) -> Needs:
-    """Add the memory of the copy; before `prepare`, of the one that timings may refuse."""
-    config, product = run.config, run.own.get(NAME)
-    if NAME not in run.own and NAME in config.speculative.sources:
-        product = product_for(run.model, run.ranks.device.type, config.quantized.bits)
-    return add_quantized(needs, product, run.model)
+    """Add the memory of the copy's linear layers; before `prepare`, as if timings allowed it."""
+    config, model = run.config, run.model
+    if NAME not in config.speculative.sources:
+        return needs
+    product = product_for(model, run.ranks.device.type, config.quantized.bits)
+    if (product := run.own.get(NAME, product)) is None:
+        return needs
+    layers = [linear_of(layer) for layer in linear_layers(model)]
+    weights = sum(layer.weight.numel() for layer in layers)
+    is_grouped = product.bits == 4
+    grids = 2 * weights // GROUP if is_grouped else sum(layer.out_features for layer in layers)
+    size = weights * product.bits // 8 + grids * model.dtype.itemsize
+    return replace(needs, others=needs.others | {"quantised copy of the policy": size})
 
 
 def make(run: Run) -> QuantizedMechanism | None:
@@ -209,7 +212,7 @@ def make(run: Run) -> QuantizedMechanism | None:
         return None
     of_copy, copy_cost = made
     if of_copy.graphs is not None:
-        sampler.engine.runner.followers.append(of_copy)
+        cast(ModelRunner, sampler.engine.runner).followers.append(of_copy)
     always = config.speculative.planning == "always"
     source = make_source(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
     sampler.proposer.add(source)

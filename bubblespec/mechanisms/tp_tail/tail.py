@@ -250,29 +250,30 @@ def add_needs(needs: Needs, run: Run) -> Needs:
 
 
 def make(run: Run) -> TPTail | None:
-    """Create the tail, in virtual time that of `Run.virtual`, with its cost."""
+    """Create the tail; None with one rank, by its key, or where the model cannot be sharded.
+
+    With auto also None where measured forwards show no gain. All ranks must call this together. In
+    virtual time the tail and its costs are given."""
     if run.virtual is None:
-        tail = make_tp_tail(run.sampler, run.num_shared_rows)
+        tail, tp_cost = _shard(run)
     else:
         tail, tp_cost = run.virtual.get(NAME, (None, None))
-        if tp_cost is not None:
-            enter_by_cost(tail, tp_cost, run.sampler)
-    if tail is not None:
-        tail.companions = run.followers
+    if tail is None:
+        return None
+    tail.companions = run.followers
+    if tp_cost is not None:
+        enter_by_cost(tail, tp_cost, run.sampler)
     return tail
 
 
-def make_tp_tail(sampler: Sampler, max_rows: int) -> TPTail | None:
-    """Create the tail; None with one rank, by its key, or where the model cannot be sharded.
-
-    With auto also None where measured forwards show no gain. All ranks must call this together.
-    max_rows: of `choose_slots`."""
-    config, ranks, engine = sampler.config, sampler.ranks, sampler.engine
+def _shard(run: Run) -> tuple[TPTail | None, CostModel | None]:
+    """Return the tail on shards of the policy, and the cost of its forwards with auto."""
+    config, ranks, engine, max_rows = run.config, run.ranks, run.sampler.engine, run.num_shared_rows
     wanted, eager = config.rollout.tp_tail_max_rows, config.rollout.enforce_eager
     is_wanted = max_rows > 0 and not config.model.batch_invariant  # sums over ranks round
     is_wanted &= not config.environment.is_used  # an episode stays where its environment is
-    if ranks.world_size == 1 or not is_wanted or sampler.board is None:
-        return None
+    if ranks.world_size == 1 or not is_wanted:
+        return None, None
     alone = cast(ModelRunner, engine.runner)
     ranks.activity = "set-up of the TP tail"
     try:
@@ -285,16 +286,15 @@ def make_tp_tail(sampler: Sampler, max_rows: int) -> TPTail | None:
     except TPUnsupported as error:
         if wanted != "auto" and ranks.is_main:
             log(f"warning: {no_tp_tail(error)}")
-        return None
-    tail = TPTail(Engine(runner), ranks, tp.gather_array, max_rows)
+        return None, None
+    tail, tp_cost = TPTail(Engine(runner), ranks, tp.gather_array, max_rows), None
     if wanted == "auto":
-        tp_cost = measure(tail.engine, engine, sampler.params, ranks)
+        tp_cost = measure(tail.engine, engine, run.sampler.params, ranks)
         if tp_cost is None:
             tail.engine.release()
-            return None
-        enter_by_cost(tail, tp_cost, sampler)
+            return None, None
     ranks.before_end.append(runner.release)
-    return tail
+    return tail, tp_cost
 
 
 def use_tp_tail(
