@@ -55,7 +55,6 @@ class Needs:
     others: dict[str, int] = field(default_factory=dict)  # models, by what they are
     shared_row: int = 0  # keys and values of one row that all ranks decode together
     shared_rows: tuple[int, ...] = (0,)  # how many there may be, the best number first
-    trains_in_rollouts: bool = False  # whether forwards and gradients alternate
 
     @property
     def lasting(self) -> int:
@@ -66,7 +65,7 @@ class Needs:
         """Return the bytes for keys and values, where `lasting` leaves `room` bytes."""
         if config.rollout.free_cache_engine and room >= self.training:
             return room - self.rollout
-        if self.trains_in_rollouts:
+        if config.trains_in_rollouts:  # forwards and gradients alternate
             return room - self.rollout - self.training
         return room - max(self.rollout, self.training)
 

@@ -142,7 +142,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         kernel=kernel,
         teacher=teacher,
         after_update=run.after_update,
-        is_deterministic=run.is_deterministic,
+        is_deterministic=(run.make_forward or ModelForward).is_invariant,
         answers_turns=run.answers_turns,
     )
     schedule = make_schedule(run, train_prompts)
@@ -163,8 +163,6 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             scorer,
             reward_weights=weights,
             drafts_ahead=run.drafts_ahead,
-            needs_ticks=run.needs_ticks,
-            ends_by_cost=run.ends_by_cost,
         )
         add_mechanisms(run)
         evaluator = make_evaluator(sampler)

@@ -373,6 +373,16 @@ class Config:
         """Whether drafts are kept for coming steps: made in idle time, or of deferred rows."""
         return "bubble" in self.speculative.sources or self.tail_batching.enabled
 
+    @property
+    def trains_in_rollouts(self) -> bool:
+        """Whether gradients are computed in rollouts, too."""
+        return self.optim.stream_gradients
+
+    def rows_together(self, num_ranks: int) -> int | str:
+        """Return how many last rows ranks may decode together, auto: by cost; 0: never."""
+        can = num_ranks > 1 and not self.environment.is_used  # an episode stays on its rank
+        return self.rollout.tp_tail_max_rows if can else 0
+
 
 def flatten(config: Config) -> dict[str, Any]:
     """Return `{"section.key": value}` of a resolved configuration."""

@@ -56,15 +56,12 @@ class Run:
     own: dict[str, Any] = field(default_factory=dict)  # kept by a mechanism for its later functions
 
     attention: str | None = None  # kernel of training in place of model.attention
-    make_forward: Callable[..., ModelForward] | None = None
+    make_forward: type[ModelForward] | None = None
     make_schedule: Callable[..., StepSchedule] | None = None
     tokenize: Callable | None = None  # ids of a prompt, in place of the tokenizer's
-    is_deterministic: bool = False  # whether backward passes add in a fixed order
     answers_turns: bool = False  # whether responses have tokens that are not sampled ...
     has_reward: bool = False  # ... by something that has a reward of its own
     drafts_ahead: bool = True  # whether rows of coming steps can be begun early
-    needs_ticks: bool = False  # whether ranks exchange progress without drafts, too
-    ends_by_cost: bool = False  # whether a mechanism finishes rollouts where that is cheaper
     chosen: dict[str, Any] = field(default_factory=dict)  # kept in checkpoints and by resumed runs
     set_kernels: Callable[[Any], None] = lambda model: None  # of another model that generates
     after_update: list[Callable[[], None]] = field(default_factory=list)  # see `Learner`

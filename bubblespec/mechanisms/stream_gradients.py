@@ -9,7 +9,6 @@ reward that comes late or not at all keeps its group out, which is computed as w
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,6 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import local_weights
 from bubblespec.learn.microbatch import Microbatch, pack_responses
 from bubblespec.mechanisms import Run
-from bubblespec.memory import Needs
 from bubblespec.records import Span, StepRecord
 from bubblespec.rewards.scorer import Scoring
 from bubblespec.rollout.plan import SLICE_S, LocalWork, Mechanism, RolloutPlan
@@ -282,16 +280,6 @@ class StreamGradientsMechanism(Mechanism):
         tokens = record.samples.lengths * has_gradient
         share = tokens @ self.gradients.is_covered / max(tokens.sum(), 1)
         return {"idle/gradients/share": float(share)}
-
-
-def load(run: Run) -> None:
-    """Give rollouts the ticks at which ranks exchange rewards."""
-    run.needs_ticks |= run.config.optim.stream_gradients
-
-
-def add_needs(needs: Needs, run: Run) -> Needs:
-    """Count a gradient step's memory during rollouts."""
-    return replace(needs, trains_in_rollouts=run.config.optim.stream_gradients)
 
 
 def make(run: Run) -> StreamGradientsMechanism | None:

@@ -34,16 +34,13 @@ def make_sampler(
     *,
     reward_weights: list[float],
     drafts_ahead: bool = True,
-    needs_ticks: bool = False,
-    ends_by_cost: bool = False,
     board: ProgressBoard | None = None,
     cost: CostModel | None = None,
 ) -> Sampler:
     """Create the sampler of a run, on all ranks together.
 
     drafts_ahead: whether idle time may draft samples of coming steps, if speculative.method names
-    bubble; needs_ticks, ends_by_cost: whether mechanisms exchange progress, and whether they finish
-    rollouts by measured costs; board, cost: given in virtual time, where nothing is measured.
+    bubble; board, cost: given in virtual time, where nothing is measured.
     """
     max_draft_tokens, max_history_tokens = VIRTUAL_TOKENS if cost else host_token_budget(ranks)
     sources = config.speculative.sources
@@ -52,7 +49,8 @@ def make_sampler(
         if config.has_drafts:
             show = log if ranks.is_main else lambda line: None
             profile(engine, params, cost, clock=ranks.clock, show=show)
-    if board is None and (config.has_drafts or needs_ticks):
+    together = config.rows_together(ranks.world_size)
+    if board is None and (config.has_drafts or together != 0 or config.trains_in_rollouts):
         board = ProgressBoard(ranks, config.run.timeout_s, config.rollout.progress_backend)
     history = History(max_history_tokens)
     proposer = None
@@ -69,7 +67,7 @@ def make_sampler(
     guards = Guards()
     if config.speculative.planning == "by_cost" and not schedule.defers:
         # Without drafts the first guard is for a take-over by cost.
-        if sources or ends_by_cost:
+        if sources or together == "auto":
             guards[DRAFTS] = Guard()
         if config.rollout.placement != "in_turn" and ranks.world_size > 1:
             guards[PLACEMENT] = Guard()

@@ -228,15 +228,6 @@ class OwnersPropose:
         return np.array([i for i, row in enumerate(rows) if row in self.own_rows], np.int64)
 
 
-def load(run: Run) -> None:
-    """Give rollouts the ticks at which the tail may begin."""
-    rollout = run.config.rollout
-    if rollout.tp_tail_max_rows != 0 and run.ranks.world_size > 1:
-        is_movable = not run.config.environment.is_used
-        run.needs_ticks |= is_movable
-        run.ends_by_cost = is_movable and rollout.tp_tail_max_rows == "auto"
-
-
 def add_needs(needs: Needs, run: Run) -> Needs:
     """Add the keys and values of the tail's rows, of this rank's heads."""
     config, size = run.config, run.ranks.world_size
@@ -269,10 +260,9 @@ def make(run: Run) -> TPTail | None:
 def _shard(run: Run) -> tuple[TPTail | None, CostModel | None]:
     """Return the tail on shards of the policy, and the cost of its forwards with auto."""
     config, ranks, engine, max_rows = run.config, run.ranks, run.sampler.engine, run.num_shared_rows
-    wanted, eager = config.rollout.tp_tail_max_rows, config.rollout.enforce_eager
-    is_wanted = max_rows > 0 and not config.model.batch_invariant  # sums over ranks round
-    is_wanted &= not config.environment.is_used  # an episode stays where its environment is
-    if ranks.world_size == 1 or not is_wanted:
+    wanted, eager = config.rows_together(ranks.world_size), config.rollout.enforce_eager
+    # not if invariant: sums over ranks round
+    if wanted == 0 or max_rows == 0 or config.model.batch_invariant:
         return None, None
     alone = cast(ModelRunner, engine.runner)
     ranks.activity = "set-up of the TP tail"

@@ -229,8 +229,6 @@ class _Rank:
             reward_weights=[1.0],
             board=board,
             cost=copy.deepcopy(shared.profiled),
-            needs_ticks=run.needs_ticks,
-            ends_by_cost=run.ends_by_cost,
         )
         add_mechanisms(run)
         ranks.barrier()
