@@ -98,10 +98,8 @@ def test_extended_project_trains_with_exact_tokens(project):
 
 def test_new_mechanism_is_one_file_its_name_and_configuration():
     changed = [path for _, path, _ in blocks() if path.startswith("bubblespec/")]
-    assert changed == [
-        f"bubblespec/{name}.py"
-        for name in ("mechanisms/loop_filter", "mechanisms/__init__", "config/__init__")
-    ]
+    names = ("mechanisms/loop_filter", "mechanisms/__init__", "config/__init__")
+    assert changed == [f"bubblespec/{name}.py" for name in names]
     added = [
         text.count("\n+") + text.startswith("+") for lang, _, text in blocks() if lang == "diff"
     ]
