@@ -59,8 +59,8 @@ class Run:
     make_forward: type[ModelForward] | None = None
     make_schedule: Callable[..., StepSchedule] | None = None
     tokenize: Callable | None = None  # ids of a prompt, in place of the tokenizer's
-    answers_turns: bool = False  # whether responses have tokens that are not sampled ...
-    has_reward: bool = False  # ... by something that has a reward of its own
+    answers_turns: bool = False  # whether responses have tokens that are not sampled
+    has_reward: bool = False  # whether what answers turns has a reward of its own
     drafts_ahead: bool = True  # whether rows of coming steps can be begun early
     chosen: dict[str, Any] = field(default_factory=dict)  # kept in checkpoints and by resumed runs
     set_kernels: Callable[[Any], None] = lambda model: None  # of another model that generates

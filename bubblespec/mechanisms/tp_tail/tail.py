@@ -244,26 +244,22 @@ def make(run: Run) -> TPTail | None:
     """Create the tail; None with one rank, by its key, or where the model cannot be sharded.
 
     With auto also None where measured forwards show no gain. All ranks must call this together. In
-    virtual time the tail and its costs are given."""
-    if run.virtual is None:
-        tail, tp_cost = _shard(run)
-    else:
-        tail, tp_cost = run.virtual.get(NAME, (None, None))
-    if tail is None:
-        return None
-    tail.companions = run.followers
-    if tp_cost is not None:
-        enter_by_cost(tail, tp_cost, run.sampler)
+    virtual time the tail is given."""
+    tail: TPTail | None = _shard(run) if run.virtual is None else run.virtual.get(NAME)
+    if tail is not None:
+        tail.companions = run.followers
+        if tail.cost is not None:
+            enter_by_cost(tail, tail.cost, run.sampler)
     return tail
 
 
-def _shard(run: Run) -> tuple[TPTail | None, CostModel | None]:
-    """Return the tail on shards of the policy, and the cost of its forwards with auto."""
+def _shard(run: Run) -> TPTail | None:
+    """Return the tail on shards of the policy, with auto with the cost of its forwards."""
     config, ranks, engine, max_rows = run.config, run.ranks, run.sampler.engine, run.num_shared_rows
     wanted, eager = config.rows_together(ranks.world_size), config.rollout.enforce_eager
     # not if invariant: sums over ranks round
     if wanted == 0 or max_rows == 0 or config.model.batch_invariant:
-        return None, None
+        return None
     alone = cast(ModelRunner, engine.runner)
     ranks.activity = "set-up of the TP tail"
     try:
@@ -276,15 +272,15 @@ def _shard(run: Run) -> tuple[TPTail | None, CostModel | None]:
     except TPUnsupported as error:
         if wanted != "auto" and ranks.is_main:
             log(f"warning: {no_tp_tail(error)}")
-        return None, None
-    tail, tp_cost = TPTail(Engine(runner), ranks, tp.gather_array, max_rows), None
+        return None
+    tail = TPTail(Engine(runner), ranks, tp.gather_array, max_rows)
     if wanted == "auto":
-        tp_cost = measure(tail.engine, engine, run.sampler.params, ranks)
-        if tp_cost is None:
+        tail.cost = measure(tail.engine, engine, run.sampler.params, ranks)
+        if tail.cost is None:
             tail.engine.release()
-            return None, None
+            return None
     ranks.before_end.append(runner.release)
-    return tail, tp_cost
+    return tail
 
 
 def use_tp_tail(
@@ -337,7 +333,7 @@ def enter_by_cost(tail: TPTail, tp_cost: CostModel, sampler: Sampler) -> None:
         owners, overhead_s = table.rank_of[indices], entering_s + fed_s
         return use_tp_tail(rows, owners, cost, tp_cost, num_slots=num_slots, overhead_s=overhead_s)
 
-    tail.is_worth_it, tail.cost = is_worth_it, tp_cost
+    tail.is_worth_it = is_worth_it
 
 
 def measure(

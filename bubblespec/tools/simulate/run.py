@@ -241,7 +241,7 @@ class _Rank:
             gather = SimulatedRanks(ranks.world, ranks.rank, meeting_s=0.0).gather
             together = shared.engine(ranks, self.texts.of_row, is_tail=True)
             tail = TPTail(together, ranks, gather, shared.tail_rows, has_keys=False)
-            stand_ins["tp_tail"] = tail, shared.tp_cost
+            stand_ins["tp_tail"], tail.cost = tail, shared.tp_cost
         if self.workload.has_tools:
             num_workers = max(config.environment.num_workers, 1)
             stand_ins["episodes"] = SimulatedEnvironments(ranks, self.texts, num_workers)
