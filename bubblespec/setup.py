@@ -116,7 +116,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         data |= loading.weights_state(base, teacher_model)
         if checkpoint:
             check_continued(planner, data, checkpoint, config.run.allow_changed_data, warn)
-        has = {"has_environments": run.answers_turns, "has_reward": run.has_reward}
+        has = {"answers_turns": run.answers_turns, "has_reward": run.has_reward}
         check_prompts(config, rewards, train_prompts, eval_prompts, ranks, own, **has)
         call("check", run, train_prompts.prompts)
     stops = loading.stop_tokens(config, model, tokenizer)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from bubblespec.mechanisms import MODULES
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "bubblespec"
 # A room is a file or a folder of the package. It may import rooms on the floors below it, and
@@ -137,17 +135,16 @@ def test_only_tools_import_mechanisms():
         assert not others, f"{module} imports {sorted(others)}"
 
 
-def words_in_code(path: Path) -> list[tuple[int, str]]:
-    """Names and texts of a file with their lines, without comments and docstrings."""
+def words_in_code(path: Path) -> str:
+    """Names and texts of a file in lower case, without comments and docstrings."""
     source, docs = path.read_text(), set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             docs |= set(range(node.lineno, node.end_lineno + 1))
     kinds = tokenize.NAME, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.NAME)
     found = tokenize.generate_tokens(io.StringIO(source).readline)
-    return [
-        (of.start[0], of.string) for of in found if of.type in kinds and of.start[0] not in docs
-    ]
+    words = [of.string for of in found if of.type in kinds and of.start[0] not in docs]
+    return " ".join(words).lower()
 
 
 # Mechanisms that are named outside mechanisms/, config/ and tools/, by file, and why.
@@ -156,7 +153,6 @@ NAMED = {
     "bubblespec.rewards.functions": {"environment"},
     "bubblespec.rewards.scorer": {"environment"},
     "bubblespec.rewards.trial": {"environment"},
-    "bubblespec.setup": {"environment"},
     # Metrics that the table at the end, TensorBoard's groups and the timeline's legend show.
     "bubblespec.telemetry.metrics": {"quantized", "drafter", "tp_tail"},
     "bubblespec.telemetry.summary": {"quantized", "drafter"},
@@ -172,15 +168,14 @@ NAMED = {
 
 
 def test_mechanisms_are_named_in_their_own_rooms_alone():
-    names = [name.partition(".")[0].removesuffix("s") for name in MODULES] + ["environment"]
+    modules = FILES.keys() - {"bubblespec"}
+    names = {of.removesuffix("s") for of in map(mechanism, modules) if of} | {"environment"}
     found: dict[str, set[str]] = {}
-    for module, path in FILES.items():
-        if module == "bubblespec" or room(module) in ("mechanisms", "config", "tools"):
-            continue
-        for _, text in words_in_code(path):
-            for name in names:
-                if name in text.lower():
-                    found.setdefault(module, set()).add(name)
+    for module in modules:
+        if room(module) not in ("mechanisms", "config", "tools"):
+            words = words_in_code(FILES[module])
+            if named := {name for name in names if name in words}:
+                found[module] = named
     assert found == NAMED
 
 

@@ -78,7 +78,7 @@ def check_prompts(
     ranks: Ranks,
     eval_functions: dict[str, RewardFunction],
     *,
-    has_environments: bool,
+    answers_turns: bool,
     has_reward: bool,
 ) -> None:
     """Raise InputError where functions lack columns or there are too few prompts."""
@@ -89,9 +89,9 @@ def check_prompts(
         columns = prompts[0].columns
         check_columns(columns, config.data.columns.values(), source)
         for path, function in functions.items():
-            check_arguments(path, function, columns, source, has_environments)
+            check_arguments(path, function, columns, source, answers_turns)
         if prompts is eval_prompts:
-            given = columns, source, has_environments, "eval.functions"
+            given = columns, source, answers_turns, "eval.functions"
             for path, function in eval_functions.items():
                 check_arguments(path, function, *given)
         if not has_reward:  # of environments, which may score any row
