@@ -31,7 +31,7 @@ from bubblespec.config.file import load_config
 from bubblespec.distributed.ranks import Ranks, ranks_from_environment
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.mechanisms.drafter.mechanism import add_drafter
+from bubblespec.mechanisms import Run, functions
 from bubblespec.records import StepRecord, total_s
 from bubblespec.setup import build
 from bubblespec.trainer import Trainer
@@ -160,7 +160,9 @@ class Arm:
         counted = self.steps[skip:end]
         total = {name: sum(step[name] for step in counted) for name in SUMS}
         trainer, model = self.trainer, self.trainer.learner.model
-        needs = add_drafter(memory.estimate(trainer.config, model, 1), trainer.config, model, 1)
+        needs = memory.estimate(trainer.config, model, 1)
+        for add in functions("add_needs"):
+            needs = add(needs, Run(trainer.config, trainer.ranks, model))
         engine, slots = trainer.sampler.engine, trainer.sampler.engine.num_slots
         if engine.pages is not None:
             slots = engine.pages.num_pages / memory.cache_unit(trainer.config, needs, True)[2]

@@ -299,9 +299,7 @@ def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
     Data that has moved, or may differ, is left to `check_continued`, which compares its content."""
     is_allowed = config.run.allow_changed_data
     current, classes, rounding = flatten(config), resume_classes(config), []
-    # Keys added since had their defaults. This one had another, which environments alone use.
-    same = () if config.environment.is_used else ("environment.max_observation_length",)
-    saved = flatten(Config()) | saved | {key: current[key] for key in same}
+    saved = flatten(Config()) | saved  # keys added since had their defaults
     for key in sorted(saved):
         if key not in current:
             raise InputError(f"{key}: unknown key in {where}, written by another version")

@@ -8,7 +8,7 @@ remaining memory to keys and values.
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -34,7 +34,6 @@ from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.losses import COMPACT
 from bubblespec.learn.microbatch import pack_responses
 
-AUTO_TP_ROWS = 16
 SHARE_OF_HOST = 0.05  # share of the machine's free memory for drafts, and again for history
 PROCESS, CGROUPS = Path("/proc/self"), Path("/sys/fs/cgroup")
 DRAFT_TOKEN_BYTES, HISTORY_TOKEN_BYTES = 4, 100  # a token of history is in a suffix index, too
@@ -50,22 +49,23 @@ class Needs:
     training: int  # activations and logits of a gradient step
     rollout: int  # activations and logits of a rollout's forward
     slot: int  # keys and values of one row
-    tp_row: int  # keys and values of one row of the TP tail: only those of this rank's heads
     reference: int = 0  # the frozen copy that a KL term compares with
-    drafter: int = 0  # a learned drafter with its optimizer; the mechanism fills it in
-    quantized: int = 0  # a quantised copy of the policy; the mechanism fills it in
     teacher: int = 0  # the model of distillation
+    # Of mechanisms, which fill it in:
+    others: dict[str, int] = field(default_factory=dict)  # models, by what they are
+    shared_row: int = 0  # keys and values of one row that all ranks decode together
+    shared_rows: tuple[int, ...] = (0,)  # how many there may be, the best number first
 
     @property
     def lasting(self) -> int:
-        models = self.weights + self.reference + self.teacher + self.drafter + self.quantized
+        models = self.weights + self.reference + self.teacher + sum(self.others.values())
         return models + self.gradients + self.optimizer
 
     def room_for_cache(self, room: float, config: Config) -> float:
         """Return the bytes for keys and values, where `lasting` leaves `room` bytes."""
         if config.rollout.free_cache_engine and room >= self.training:
             return room - self.rollout
-        if config.optim.stream_gradients:  # forwards and gradients alternate within a rollout
+        if config.trains_in_rollouts:  # forwards and gradients alternate
             return room - self.rollout - self.training
         return room - max(self.rollout, self.training)
 
@@ -83,7 +83,6 @@ def estimate(
     if config.optim.shard_state:
         share = max(share / world_size, max(trained))
     weights = num_bytes(model)
-    whole, part = (kv_bytes(shape, size, ranks) for ranks in (1, world_size))
     # A decoder layer saves about this much per token for its backward: inputs of its projections,
     # norms in float32, queries, keys and values.
     inner = max(of_layers(shape, "intermediate_size", 4 * hidden))
@@ -109,8 +108,7 @@ def estimate(
         optimizer=int(share * grad_size * (3 if in_bfloat16 else 2)),
         training=int(tokens * per_token + head),
         rollout=int(batched * layer + forward),
-        slot=whole * max_length(config),
-        tp_row=part * max_length(config) if world_size > 1 else 0,
+        slot=kv_bytes(shape, size) * max_length(config),
         teacher=0 if teacher is None else num_bytes(teacher),
     )
 
@@ -156,8 +154,7 @@ def max_slots(config: Config, world_size: int) -> int:
     One per row of a rank, and as many again for drafts, deferred prompts, or many short rows placed
     against few long ones."""
     is_placed = world_size > 1 and config.rollout.placement != "in_turn"
-    has_more = "bubble" in config.speculative.sources or config.tail_batching.enabled or is_placed
-    rows = num_rows(config, world_size) * (2 if has_more else 1)
+    rows = num_rows(config, world_size) * (2 if config.keeps_drafts or is_placed else 1)
     return min(rows, config.rollout.max_num_batched_tokens)
 
 
@@ -178,7 +175,7 @@ def cache_unit(config: Config, needs: Needs, is_paged: bool) -> tuple[float, int
 def choose_slots(
     config: Config, learner: Learner, ranks: Ranks, needs: Needs
 ) -> tuple[int, int | None, int]:
-    """Return rollout.max_num_seqs, the number of pages or None, and rollout.tp_tail_max_rows.
+    """Return rollout.max_num_seqs, the number of pages or None, and that of `shared_rows`.
 
     All ranks call it together and get equal figures. Each `auto` becomes what fits into the memory
     that is free once model and optimizer are loaded; pages fill it. Ranks on CPUs use half of the
@@ -199,16 +196,15 @@ def choose_slots(
         needs = replace(needs, rollout=max(forward_peak(config, learner), of_splits))
         kept_free = 1 - rollout.gpu_memory_utilization
         room = free - kept_free * torch.cuda.mem_get_info(device)[1]
-        room -= needs.drafter + needs.quantized
+        room -= sum(needs.others.values())
         room = needs.room_for_cache(room, config)
-    shared = rollout.tp_tail_max_rows if ranks.world_size > 1 else 0
-    for num_tp_rows in (AUTO_TP_ROWS, 0) if isinstance(shared, str) else (shared,):
-        left = room - num_tp_rows * needs.tp_row
+    for num_shared in needs.shared_rows:
+        left = room - num_shared * needs.shared_row
         fitting = int(ranks.gather(np.array([left // unit])).min()) - spare
         if fitting >= needed:
             break
     else:
-        size = needed * unit + num_tp_rows * needs.tp_row
+        size = needed * unit + num_shared * needs.shared_row
         have = f"need {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free next to the model"
         keys = (
             "rollout.max_num_seqs, rollout.max_completion_length, optim.max_tokens_per_microbatch"
@@ -218,10 +214,10 @@ def choose_slots(
             f"lower {keys}, or set optim.shard_state=true"
         )
     if not is_paged:
-        return min(fitting, useful), None, num_tp_rows
+        return min(fitting, useful), None, num_shared
     num_pages = min(fitting, useful * per_row)
     num_slots = min(useful, num_pages // (-(-rollout.max_prompt_length // PAGE) + 1))
-    return max(num_slots, 1), num_pages, num_tp_rows
+    return max(num_slots, 1), num_pages, num_shared
 
 
 def gradient_peak(config: Config, learner: Learner, lengths: list[int] | None = None) -> int:

@@ -59,8 +59,8 @@ class ForwardRecord(NamedTuple):
 ACCEPT_BINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # Source of a proposal: the sample's own draft up to the first difference (aligned), else suffix
 # matches in that draft (own), in another sample's draft or tokens (sibling), in the prompt or the
-# row's tokens (self), in earlier epochs (history); the quantised copy; the learned drafter.
-SOURCES = ("aligned", "own", "sibling", "self", "history", "quantized", "drafter")
+# row's tokens (self), in earlier epochs (history). Sources of mechanisms have their own names.
+SOURCES = ("aligned", "own", "sibling", "self", "history")
 
 
 @dataclass
@@ -92,7 +92,7 @@ class IdleUse:
     expected_s: float = 0.0
     """Predicted seconds saved by the jobs assigned to this rank."""
     saved_s: float = 0.0
-    """Estimated seconds saved in this rollout's step by this use of all ranks."""
+    """Estimated seconds saved in this rollout's step by this use of all ranks; NaN if unknown."""
 
 
 @dataclass

@@ -1,8 +1,5 @@
-"""Set-up of a run: model, data, rewards, engine and mechanisms, from a checkpoint if there is one.
+"""Set-up of a run from its configuration, and from a checkpoint if there is one."""
 
-Apart from tools/, the only file that imports both the core and the mechanisms."""
-
-import atexit
 import copy
 import time
 from collections.abc import Callable
@@ -11,7 +8,7 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from bubblespec import loading
 from bubblespec.checkpoint import (
@@ -56,27 +53,14 @@ from bubblespec.learn.agreement import generation_problem, gradient_problem
 from bubblespec.learn.learner import MAX_LOGITS, Learner
 from bubblespec.learn.losses import Teacher, load_loss
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.mechanisms import cpu_linear as linear
-from bubblespec.mechanisms.batch_invariant import InvariantForward, check_invariance, fix_libraries
-from bubblespec.mechanisms.drafter.mechanism import DrafterMechanism, add_drafter
-from bubblespec.mechanisms.episodes.environments import Environments, check_environment
-from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
-from bubblespec.mechanisms.episodes.forms import load_form
-from bubblespec.mechanisms.episodes.tokens import tokenize_with
-from bubblespec.mechanisms.quantized.copy import Product, add_quantized
-from bubblespec.mechanisms.quantized.mechanism import choose_product, make_quantized
-from bubblespec.mechanisms.stream_gradients import StreamGradientsMechanism
-from bubblespec.mechanisms.tail_batching import TailBatching
-from bubblespec.mechanisms.tp_tail.tail import make_tp_tail
+from bubblespec.mechanisms import Run, functions
 from bubblespec.memory import choose_slots, estimate, max_length
-from bubblespec.planner.guard import COPY
 from bubblespec.planner.stats import load_parts
 from bubblespec.rewards.functions import load_reward
 from bubblespec.rewards.scorer import Scorer
 from bubblespec.rewards.trial import begin_trial, check_prompts, check_weights, end_trial
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
-from bubblespec.rollout.sampler import Sampler
 from bubblespec.telemetry.metrics import PACKAGES, import_logger
 from bubblespec.telemetry.reporter import RunReporter, show_phase
 from bubblespec.trainer import Trainer, check_save_best, find_best
@@ -100,33 +84,31 @@ def build(config: Config, ranks: Ranks) -> Trainer:
             with refuse_what_does_not_fit(checkpoint):
                 planner = load_arrays(checkpoint, PLANNER_FILE)
         hooks = load_own(config, ranks)
-        functions = {path: load_reward(path) for path in config.reward.functions}
+        rewards = {path: load_reward(path) for path in config.reward.functions}
         own = {path: load_reward(path, "eval.functions") for path in config.eval.functions}
         own_s = ranks.gather(np.array([loading.local_time_s()]))[0]
         now_s = int(planner.get(DATE, own_s)[0])
         tokenizer = loading.load_tokenizer(config, now_s)
         model = loading.load_model(config, checkpoint, ranks.device)
         num_tokens, lines = loading.check_vocabulary(config, model, tokenizer)
+        run = Run(config, ranks, model, tokenizer, state, checkpoint)
+        call("load", run)
     with show_phase(ranks, "checking the model"):
-        kernel, warnings = prepare(config, model, ranks, num_tokens)
+        kernel, warnings = prepare(run, model, num_tokens)
         lines += warnings
         reference = make_reference(config, model, checkpoint, ranks)
         teacher = None
         teacher_model = loading.load_teacher(config, tokenizer, num_tokens, ranks.device)
         if teacher_model is not None:
-            of_teacher = prepare(config, teacher_model, ranks, num_tokens, "model.teacher_path")
+            of_teacher = prepare(run, teacher_model, num_tokens, "model.teacher_path")
             teacher = Teacher(teacher_model, kernel=of_teacher[0])
+        call("prepare", run)
     warn_of(lines, ranks)
-    form = tokenize = None
-    if config.environment.is_used:
-        form = load_form(config.environment.factory, config.environment.tools)
-        tokenize = tokenize_with(tokenizer, form)
-    has_reward = form is not None and form.has_reward
-    weights = check_weights(config, has_reward)
+    weights = check_weights(config, run.has_reward)
     with show_phase(ranks, "reading the data"):
         warn = log if ranks.is_main else lambda line: None
         train_prompts, eval_prompts = loading.load_prompts(
-            config, tokenizer, tokenize, saved_held_out=planner.get(HELD_OUT), warn=warn
+            config, tokenizer, run.tokenize, saved_held_out=planner.get(HELD_OUT), warn=warn
         )
         data = data_state(tokenizer.chat_template, train_prompts.prompts, eval_prompts, now_s)
         check_equal(data, ranks.gather)
@@ -134,10 +116,9 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         data |= loading.weights_state(base, teacher_model)
         if checkpoint:
             check_continued(planner, data, checkpoint, config.run.allow_changed_data, warn)
-        check_prompts(config, functions, train_prompts, eval_prompts, ranks, has_reward, own)
-        if form is not None:
-            prompt = train_prompts.prompts[0]
-            check_environment(config.environment, tokenizer, prompt.text, prompt.columns)
+        has = {"answers_turns": run.answers_turns, "has_reward": run.has_reward}
+        check_prompts(config, rewards, train_prompts, eval_prompts, ranks, own, **has)
+        call("check", run, train_prompts.prompts)
     stops = loading.stop_tokens(config, model, tokenizer)
     params = SamplingParams(
         config.rollout.temperature,
@@ -151,12 +132,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    kernels = None
-    if linear.can_choose(config, model):
-        with show_phase(ranks, "timing linear layers"):
-            kernels = linear.choose_packed(ranks, model, state.get("linear"))
-            linear.use_packed(model, kernels["packed"])
-    learner = Learner(
+    learner = run.learner = Learner(
         config=config,
         ranks=ranks,
         model=model,
@@ -165,33 +141,30 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         params=params,
         kernel=kernel,
         teacher=teacher,
+        after_update=run.after_update,
+        is_deterministic=(run.make_forward or ModelForward).is_invariant,
+        answers_turns=run.answers_turns,
     )
-    if kernels is not None:
-        learner.after_update.append(partial(linear.refresh_copies, model))
-    schedule = make_schedule(config, train_prompts)
-    scorer = Scorer(config.reward, functions, tokenizer, ranks, has_reward, own)
+    schedule = make_schedule(run, train_prompts)
+    scorer = Scorer(config.reward, rewards, tokenizer, ranks, run.has_reward, own)
     scorer.progress = (state["step"], config.run.max_steps)
     check_save_best(config, scorer.names)
     trial = {}  # in workers, the trial goes on while the engine is timed
     if ranks.is_main:
         first, size = train_prompts.prompts[0], config.rollout.num_generations
-        trial = begin_trial(scorer, functions | own, first, size)
+        trial = begin_trial(scorer, rewards | own, first, size)
     with show_phase(ranks, "timing the engine"):
-        product = choose_product(config, ranks, model)
-        engine, max_tp_rows = build_agreeing_engine(config, learner, ranks, product)
-        # An environment may add text before the first turn: drafts then need copies of it.
-        can_draft_ahead = form is None or not form.adds_text or config.environment.draft
-        sampler = make_sampler(
+        sampler = run.sampler = make_sampler(
             config,
             ranks,
-            engine,
+            build_agreeing_engine(run),
             params,
             schedule,
             scorer,
             reward_weights=weights,
-            drafts_ahead=can_draft_ahead,
+            drafts_ahead=run.drafts_ahead,
         )
-        add_mechanisms(sampler, learner, tokenizer, max_tp_rows, checkpoint, kernels, product)
+        add_mechanisms(run)
         evaluator = make_evaluator(sampler)
     if checkpoint:
         with refuse_what_does_not_fit(checkpoint):
@@ -218,7 +191,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         data=data,
         eval_prompts=eval_prompts,
         checkpoint=checkpoint,
-        linear=kernels,
+        chosen=run.chosen,
         lock=locks[0] if locks else None,
         num_updates=state["step"],
         saved=state["step"],
@@ -228,39 +201,17 @@ def build(config: Config, ranks: Ranks) -> Trainer:
     )
 
 
-def add_mechanisms(
-    sampler: Sampler,
-    learner: Learner,
-    tokenizer: PreTrainedTokenizerBase,
-    max_tp_rows: int,
-    checkpoint: str | None,
-    kernels: dict | None,
-    product: Product | None,
-) -> None:
-    """Add the run's mechanisms to its sampler, and connect them.
+def call(name: str, *given) -> None:
+    """Call the mechanisms' functions of this name."""
+    for function in functions(name):
+        function(*given)
 
-    kernels: see `choose_packed`; product: see `choose_product`."""
-    config, tail = sampler.config, make_tp_tail(sampler, max_tp_rows)
-    if tail is not None:
-        sampler.mechanisms.append(tail)
-    if config.environment.is_used:
-        environments = Environments(config.environment, tokenizer)
-        atexit.register(environments.close)
-        sampler.mechanisms.append(EpisodesMechanism(sampler, environments))
-    if config.optim.stream_gradients:
-        sampler.mechanisms.append(StreamGradientsMechanism(sampler, learner))
-    if sampler.proposer is not None and (quantized := make_quantized(sampler, product)) is not None:
-        sampler.proposer.add(quantized.source)
-        sampler.mechanisms.append(quantized)
-        sampler.stats.guards.add(COPY)
-        sampler.stats.chains = quantized.source.shortening
-        learner.after_update.append(quantized.copy.note_update)
-    if "drafter" in config.speculative.sources:
-        set_kernels = partial(linear.use_packed, rows=kernels["packed"] if kernels else ())
-        drafter = DrafterMechanism(sampler, learner.model, checkpoint, set_kernels, learner.kernel)
-        sampler.mechanisms.append(drafter)
-        if tail is not None:
-            tail.companions.append(drafter.moved_to)
+
+def add_mechanisms(run: Run) -> None:
+    """Make the run's mechanisms, and add those that take part in rollouts to its sampler."""
+    for make in functions("make"):
+        if (mechanism := make(run)) is not None:
+            run.sampler.mechanisms.append(mechanism)
 
 
 def load_own(config: Config, ranks: Ranks) -> list[Any]:
@@ -287,23 +238,14 @@ def load_own(config: Config, ranks: Ranks) -> list[Any]:
 
 
 def prepare(
-    config: Config,
-    model: PreTrainedModel,
-    ranks: Ranks,
-    num_tokens: int | None = None,
-    key: str = "model.path",
+    run: Run, model: PreTrainedModel, num_tokens: int | None = None, key: str = "model.path"
 ) -> tuple[str, list[str]]:
     """Prepare the model for packed forwards; return the kernel of training, see `choose_kernel`.
 
     Also return warnings of what is slower than it could be. num_tokens: see `prepare_model`; key:
     of the model's path; the policy's comes first. Raises InputError for a model that the engine
     cannot serve."""
-    attention, is_invariant = config.model.attention, config.model.batch_invariant
-    if is_invariant:
-        fix_libraries()
-        if attention == "auto" and ranks.device.type == "cuda":
-            attention = "varlen"  # whose backward can be deterministic
-    lines: list[str] = []
+    config, ranks, lines = run.config, run.ranks, list[str]()
     try:
         if key == "model.path":
             has_teacher = config.model.teacher_path is not None
@@ -313,13 +255,12 @@ def prepare(
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         difference_of = partial(kernel_difference, model)
+        attention = run.attention or config.model.attention
         kernel, slower = choose_kernel(
             attention, model, head_sizes, difference_of, ranks.gather_text
         )
         if slower is not None:
             lines.append(f"warning: {slower}")
-        if is_invariant and key == "model.path":
-            check_invariance(config, model)
         return kernel, lines
     except ValueError as error:  # the engine raises these for input errors, without their key
         names_key = str(error).startswith(("rollout.", "model."))
@@ -361,21 +302,20 @@ def check_gradient(
         warn_of([f"warning: with attention by {kernel} {problem}; doctor checks more"], ranks)
 
 
-def build_agreeing_engine(
-    config: Config, learner: Learner, ranks: Ranks, product: Product | None
-) -> tuple[Engine, int]:
+def build_agreeing_engine(run: Run) -> Engine:
     """Return `build_engine`'s first result whose texts agree with transformers' modules.
 
     With CUDA graphs, then eager, then by torch's operations, whose differences are a warning.
     Raises InputError where model.kernels allows kernels alone."""
+    config, learner, ranks = run.config, run.learner, run.ranks
     while True:
-        engine, max_tp_rows = build_engine(config, learner, ranks, product)
+        engine = build_engine(run)
         forward = engine.runner.forward
         if ranks.device.type != "cuda" and not has_kernels(*forward.type):
-            return engine, max_tp_rows
+            return engine
         problem = agree(partial(generation_problem, engine.runner, learner.params), ranks)
         if problem is None:
-            return engine, max_tp_rows
+            return engine
         if config.model.kernels == "triton":
             raise InputError(f"model.kernels: triton, but {problem}; set auto")
         engine.release()
@@ -388,7 +328,7 @@ def build_agreeing_engine(
             vars(learner.model).pop(OWN_HIDDEN, None)
         else:  # bounds of rounding are no proof, and drafts are still verified by what samples
             warn_of([f"warning: {problem}, also by torch's operations; doctor checks more"], ranks)
-            return engine, max_tp_rows
+            return engine
 
 
 def agree(find: Callable[[], str | None], ranks: Ranks) -> str | None:
@@ -411,19 +351,15 @@ def warn_of(lines: list[str], ranks: Ranks) -> None:
         log(line)
 
 
-def build_engine(
-    config: Config, learner: Learner, ranks: Ranks, product: Product | None
-) -> tuple[Engine, int]:
-    """Return the engine, in the memory that is free now, and the rows of the TP tail.
-
-    product: of the quantised copy."""
-    teacher = learner.teacher and learner.teacher.model
-    needs = estimate(config, learner.model, ranks.world_size, teacher)
-    needs = add_drafter(needs, config, learner.model, ranks.world_size)
-    needs = add_quantized(needs, product, learner.model)
-    num_slots, num_pages, max_tp_rows = choose_slots(config, learner, ranks, needs)
+def build_engine(run: Run) -> Engine:
+    """Return the engine, in the memory that is free now; note the rows of all ranks together."""
+    config, learner, ranks = run.config, run.learner, run.ranks
     model, length = learner.model, max_length(config)
-    make = InvariantForward if config.model.batch_invariant else ModelForward
+    needs = estimate(config, model, ranks.world_size, learner.teacher and learner.teacher.model)
+    for add in functions("add_needs"):
+        needs = add(needs, run)
+    num_slots, num_pages, run.num_shared_rows = choose_slots(config, learner, ranks, needs)
+    make = run.make_forward or ModelForward
     runner = ModelRunner(
         model,
         num_slots,
@@ -433,14 +369,11 @@ def build_engine(
         max_num_batched_tokens=config.rollout.max_num_batched_tokens,
         pages=num_pages and Pages.for_rows(num_slots, length, PAGE, num_pages),
     )
-    return Engine(runner), max_tp_rows
+    return Engine(runner)
 
 
-def make_schedule(config: Config, prompts: PromptSet) -> StepSchedule:
+def make_schedule(run: Run, prompts: PromptSet) -> StepSchedule:
     """Return the rule for which groups make up a step."""
-    rollout, tail, seed = config.rollout, config.tail_batching, config.run.seed
+    rollout, make = run.config.rollout, run.make_schedule or StepSchedule
     num_prompts, size = rollout.num_prompts_per_step, rollout.num_generations
-    if not tail.enabled:
-        return StepSchedule(prompts, seed, num_prompts, size)
-    ratio = tail.over_sampling_ratio
-    return TailBatching(prompts, seed, num_prompts, size, over_sampling_ratio=ratio)
+    return make(prompts, run.config.run.seed, num_prompts, size)

@@ -60,8 +60,8 @@ class Trainer:
     eval_prompts: list[Prompt]
     checkpoint: str | None
     """Folder that the run resumes."""
-    linear: dict | None
-    """Kernels of linear layers, see `cpu_linear.choose_packed`."""
+    chosen: dict[str, Any]
+    """Choices of mechanisms at the start, which a resumed run keeps."""
     lock: IO | None
     """Lock of output_dir, on rank 0."""
     num_updates: int
@@ -203,7 +203,7 @@ class Trainer:
         if sampler.proposer is not None:
             for age, share in sorted(sampler.stats.survival.by_age.items()):
                 metrics[f"drafts/accept_rate/age_{age}"] = share
-            if "bubble" in self.config.speculative.sources or self.config.tail_batching.enabled:
+            if self.config.keeps_drafts:
                 metrics["bubble/store_tokens"] = sampler.store.num_tokens
         self.reporter.report(record, metrics)
 
@@ -284,8 +284,7 @@ class Trainer:
                 "model.dtype"
             )
         self.ranks.activity = f"save after {done} updates"
-        state = {"step": done, "evaluated": self.evaluated, "linear": self.linear}
-        state["best"] = self.best
+        state = {"step": done, "evaluated": self.evaluated, "best": self.best} | self.chosen
         with self.reporter.phase(f"saving checkpoint-{done}"):
             problem = save_checkpoint(
                 self.config,

@@ -14,7 +14,7 @@ from bubblespec.engine.comparison import feed
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import best_and_sum, stream_keys
 from bubblespec.errors import InputError
-from bubblespec.mechanisms import batch_invariant
+from bubblespec.mechanisms import Run, batch_invariant
 from bubblespec.mechanisms.batch_invariant import (
     InvariantLinear,
     first_difference,
@@ -103,13 +103,20 @@ def test_dependence_of_the_largest_product_is_named(make_model, layer, what):
     assert re.match(rf"in a forward of 100 tokens \d+% of {what} differ from those of fewer", found)
 
 
+def make_invariant_run(config, model):
+    run = Run(config, Ranks(torch.device("cpu")), model)
+    batch_invariant.load(run)
+    prepare(run, model)
+    batch_invariant.prepare(run)
+
+
 def test_run_with_differing_logits_is_refused(make_model, monkeypatch):
     overrides = ["model.batch_invariant=true", "rollout.max_completion_length=64"]
     config = load_config(CONFIG, overrides)
     monkeypatch.setattr(batch_invariant, "first_difference", lambda *parts: "1% of logits")
     monkeypatch.setattr("os.environ", {})
     with pytest.raises(InputError, match=r"^model\.batch_invariant: 1% of logits$"):
-        prepare(config, make_model("llama", torch.float64), Ranks(torch.device("cpu")))
+        make_invariant_run(config, make_model("llama", torch.float64))
     assert batch_invariant.os.environ == batch_invariant.CUBLAS
 
 
@@ -118,7 +125,7 @@ def test_model_unlike_llama_is_refused(make_model, monkeypatch):
     config = load_config(CONFIG, overrides)
     monkeypatch.setattr("os.environ", {})
     with pytest.raises(InputError, match=r"^model\.batch_invariant: .*Llama, which GPT2LMHead"):
-        prepare(config, make_model("gpt2", max_length=300), Ranks(torch.device("cpu")))
+        make_invariant_run(config, make_model("gpt2", max_length=300))
 
 
 def test_fixed_sums_equal_plain_sums():

@@ -17,6 +17,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.model import OWN_HIDDEN
 from bubblespec.errors import InputError
 from bubblespec.learn.learner import Learner
+from bubblespec.mechanisms import Run
 from bubblespec.rollout.evaluate import Evaluator
 from bubblespec.rollout.sampler import Sampler
 from tests.helpers.documented import rows, says
@@ -55,12 +56,12 @@ def engines(monkeypatch):
     made = []
     monkeypatch.setattr(setup, "has_kernels", lambda *_: ops.ATTEND not in ops.replaced)
 
-    def build_engine(config, *_):
-        is_eager = config.rollout.enforce_eager or ops.ATTEND in ops.replaced
+    def build_engine(run):
+        is_eager = run.config.rollout.enforce_eager or ops.ATTEND in ops.replaced
         made.append("torch" if ops.ATTEND in ops.replaced else "eager" if is_eager else "graphs")
         forward = SimpleNamespace(type=(), is_eager=is_eager)
         engine = SimpleNamespace(runner=SimpleNamespace(forward=forward), release=lambda: None)
-        return engine, 0
+        return engine
 
     monkeypatch.setattr(setup, "build_engine", build_engine)
     return made
@@ -70,7 +71,9 @@ def build(monkeypatch, problems: list, config=None):
     monkeypatch.setattr(setup, "generation_problem", with_problems(problems))
     learner = SimpleNamespace(params=None, model=SimpleNamespace())
     vars(learner.model)[OWN_HIDDEN] = None
-    setup.build_agreeing_engine(config or make_config(), learner, ON_GPU, None)
+    run = Run(config or make_config(), ON_GPU)
+    run.learner = learner
+    setup.build_agreeing_engine(run)
     return OWN_HIDDEN in vars(learner.model)
 
 

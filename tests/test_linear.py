@@ -242,7 +242,7 @@ def test_choice_can_be_switched_off(monkeypatch, tmp_path, capfd):
     err = capfd.readouterr().err
     assert "timing the engine" in err and "timing linear layers" not in err
     model, auto = trainer.learner.model, config_of("x")
-    assert trainer.linear is None and not any(isinstance(m, PackedLinear) for m in model.modules())
+    assert not trainer.chosen and not any(isinstance(m, PackedLinear) for m in model.modules())
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         assert can_choose(auto, torch.nn.Linear(4, 4, dtype=dtype)) == (dtype == torch.float32)
         assert not can_choose(auto, torch.nn.Linear(4, 4, device="meta", dtype=dtype))
@@ -254,11 +254,11 @@ def test_resumed_run_keeps_the_choice(monkeypatch, tmp_path):
         return train_here(folder, "loss.kl_coef=0.1", *overrides, config=CONFIG, short=OPTIONS)
 
     whole = run(tmp_path / "whole", FAST)
-    assert whole.linear["packed"] == list(range(1, 33))
+    assert whole.chosen["linear"]["packed"] == list(range(1, 33))
     assert not any(isinstance(m, PackedLinear) for m in whole.learner.reference.modules())
     run(tmp_path / "parts", FAST, "run.max_steps=1")
     (folder,) = list_checkpoints(tmp_path / "parts")
-    assert json.loads(json.dumps(whole.linear)) == read_state(folder)["linear"]
+    assert json.loads(json.dumps(whole.chosen["linear"])) == read_state(folder)["linear"]
     continued = run(tmp_path / "parts", PLAIN)
     assert any(isinstance(module, PackedLinear) for module in continued.learner.model.modules())
     assert same_weights(weights(tmp_path / "parts", 2), weights(tmp_path / "whole", 2))

@@ -23,6 +23,7 @@ from bubblespec.engine.sampling import sample
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.lora import add_adapter
 from bubblespec.learn.optimizer import Optimizer
+from bubblespec.mechanisms import Run, functions
 from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.tools.memory import (
     CARDS,
@@ -188,6 +189,13 @@ class Cuda:
         return np.stack([array, *(np.full_like(array, other) for other in self.others)])
 
 
+def with_mechanisms(needs: memory.Needs, config, ranks) -> memory.Needs:
+    run = Run(config, ranks, meta_model(small(), getattr(torch, config.model.dtype)))
+    for add in functions("add_needs"):
+        needs = add(needs, run)
+    return needs
+
+
 def test_slots_fill_free_memory_of_every_gpu(monkeypatch):
     config = make_config()
     learner = make_learner(config)
@@ -196,7 +204,8 @@ def test_slots_fill_free_memory_of_every_gpu(monkeypatch):
     free = peak + 0.1 * 10**9 + 4.5 * needs.slot
 
     def slots(free: float, others: tuple[int, ...] = ()) -> tuple[int, int | None, int]:
-        return memory.choose_slots(config, learner, Cuda(monkeypatch, free, peak, others), needs)
+        cuda = Cuda(monkeypatch, free, peak, others)
+        return memory.choose_slots(config, learner, cuda, with_mechanisms(needs, config, cuda))
 
     assert slots(free) == (4, None, 0)
     assert slots(free + needs.slot) == (5, None, 0)
@@ -224,7 +233,7 @@ def test_pages_fill_free_memory(monkeypatch):
     def chosen(num_pages: int, wanted: int | str = "auto", others=()) -> tuple[int, int, int]:
         config.rollout.max_num_seqs = wanted
         cuda = Cuda(monkeypatch, free + num_pages * page, peak, others)
-        return memory.choose_slots(config, learner, cuda, needs)
+        return memory.choose_slots(config, learner, cuda, with_mechanisms(needs, config, cuda))
 
     assert [chosen(n) for n in (2, 3, 9)] == [(1, 2, 0), (1, 3, 0), (4, 9, 0)]
     assert [chosen(9, n) for n in (3, 5)] == [(3, 6, 0), (4, 9, 0)]

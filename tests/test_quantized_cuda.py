@@ -10,9 +10,9 @@ from bubblespec.config import Config, ModelConfig, QuantizedConfig, SpeculativeC
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine import graphs
 from bubblespec.engine.model_checks import prepare_model
+from bubblespec.mechanisms import Run
 from bubblespec.mechanisms.quantized import copy as products
 from bubblespec.mechanisms.quantized import mechanism
-from bubblespec.mechanisms.quantized.copy import add_quantized
 from bubblespec.memory import estimate
 from tests.helpers.clocks import Clock
 from tests.helpers.models import random_model, small_config
@@ -47,11 +47,12 @@ def test_timing_decides_before_a_copy_is_built(monkeypatch, capfd, model, speedu
     monkeypatch.setattr(mechanism, "product_for", lambda *given: products.INT4)
     config, ranks = config_of(planning), Ranks(torch.device("cpu"))
     ranks.device = torch.device("cuda")
-    product = mechanism.choose_product(config, ranks, model)
-    needs = add_quantized(estimate(config, model, 1), product, model)
+    run = Run(config, ranks, model)
+    mechanism.prepare(run)
+    needs, product = mechanism.add_needs(estimate(config, model, 1), run), run.own["quantized"]
     line = "no quantised copy drafts: a product in int4 is 1.34 times as fast as the policy's"
     assert (line in capfd.readouterr().err) == (speedup == 1.34)
-    assert (product is None) == (needs.quantized == 0) == (speedup == 1.34)
+    assert (product is None) == (not needs.others) == (speedup == 1.34)
 
 
 def test_failing_product_on_any_rank_is_given_up(monkeypatch, capfd, model):
@@ -66,7 +67,9 @@ def test_failing_product_on_any_rank_is_given_up(monkeypatch, capfd, model):
     monkeypatch.setattr(mechanism, "product_speedup", fail)
     ranks = Two(torch.device("cpu"))
     ranks.device = torch.device("cuda")
-    assert mechanism.choose_product(config_of(), ranks, model) is None
+    run = Run(config_of(), ranks, model)
+    mechanism.prepare(run)
+    assert run.own["quantized"] is None
     err = capfd.readouterr().err
     assert "no quantised copy drafts: RuntimeError: no kernel image is available" in err
 

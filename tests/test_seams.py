@@ -1,5 +1,5 @@
 """Objects of the core hold nothing of a mechanism but at the seams of docs/architecture.md: what
-imports do not show, as a method of a mechanism that setup.py hands to the planner."""
+imports do not show, as a method that a mechanism hands to the planner."""
 
 from functools import partial
 from types import ModuleType

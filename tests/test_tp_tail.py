@@ -13,6 +13,7 @@ from bubblespec.draft.sources import DraftSource, History
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
+from bubblespec.mechanisms import Run
 from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.mechanisms.drafter.mechanism import DrafterRunner
 from bubblespec.mechanisms.tp_tail import tail as tp_tail
@@ -22,7 +23,7 @@ from bubblespec.mechanisms.tp_tail.tail import (
     STOP_INTERVAL,
     OwnersPropose,
     TPTail,
-    make_tp_tail,
+    make,
 )
 from bubblespec.planner.costs import KNOTS, CostModel
 from bubblespec.planner.place import place_in_turn
@@ -300,7 +301,9 @@ def set_up_tail(rows, slowdown: float, name: str = "llama") -> list:
         stats = RunStats(shared_cost=CostModel.from_parameters(FORWARDS))
         parts = {"config": config, "ranks": ranks, "engine": engine, "params": PARAMS}
         sampler = SimpleNamespace(**parts, board=board, stats=stats)
-        found[rank] = make_tp_tail(sampler, 16 if rows == "auto" else rows)
+        run = Run(config, ranks, num_shared_rows=16 if rows == "auto" else rows)
+        run.sampler = sampler
+        found[rank] = make(run)
         if found[rank] is not None:
             assert (found[rank].is_worth_it is not None) == (rows == "auto")
 

@@ -86,7 +86,8 @@ def make_learner(model, config, reference=None, ranks=None, teacher=None) -> Lea
         tuple(rollout.stop_token_ids or ()),
         rollout.min_completion_length,
     )
-    return Learner(**parts, teacher=teacher)
+    parts |= {"is_deterministic": config.model.batch_invariant, "teacher": teacher}
+    return Learner(**parts, answers_turns=config.environment.is_used)
 
 
 def gradients(learner: Learner, samples, advantages=ADVANTAGES) -> tuple[list[torch.Tensor], dict]:

@@ -363,6 +363,26 @@ class Config:
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether rows may have drafts to verify."""
+        return bool(self.speculative.sources) or self.tail_batching.enabled
+
+    @property
+    def keeps_drafts(self) -> bool:
+        """Whether drafts are kept for coming steps: made in idle time, or of deferred rows."""
+        return "bubble" in self.speculative.sources or self.tail_batching.enabled
+
+    @property
+    def trains_in_rollouts(self) -> bool:
+        """Whether gradients are computed in rollouts, too."""
+        return self.optim.stream_gradients
+
+    def rows_together(self, num_ranks: int) -> int | str:
+        """Return how many last rows ranks may decode together, auto: by cost; 0: never."""
+        can = num_ranks > 1 and not self.environment.is_used  # an episode stays on its rank
+        return self.rollout.tp_tail_max_rows if can else 0
+
 
 def flatten(config: Config) -> dict[str, Any]:
     """Return `{"section.key": value}` of a resolved configuration."""
@@ -373,8 +393,11 @@ def flatten(config: Config) -> dict[str, Any]:
 def resume_classes(config: Config) -> dict[str, str]:
     """Return `{"section.key": EXACT, ROUNDING or SAFE}`.
 
-    run.max_steps is exact if the learning rate's schedule depends on it."""
+    run.max_steps is exact if the learning rate's schedule depends on it; keys of what a run does
+    not use are safe where their default has changed."""
     classes = {name: f.metadata.get("resume", EXACT) for name, f in keys_of(Config).items()}
     if config.optim.lr_scheduler_type != "constant":
         classes["run.max_steps"] = EXACT
+    if not config.environment.is_used:  # it had another default before
+        classes["environment.max_observation_length"] = SAFE
     return classes

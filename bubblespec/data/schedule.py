@@ -72,7 +72,10 @@ class PromptSet:
 class StepSchedule:
     """The plain rule: every step trains on the next prompts of the data order.
 
-    `TailBatching` is another rule."""
+    Other rules derive from it."""
+
+    defers = False
+    """Whether steps may leave groups to later ones, with their tokens so far as drafts."""
 
     def __init__(self, prompts: PromptSet, seed: int, num_prompts: int, num_generations: int):
         """num_prompts: prompts that a step is trained on; num_generations: responses of each."""

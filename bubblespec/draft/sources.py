@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bubblespec.config.combinations import METHODS
 from bubblespec.config.imports import call, import_path
 from bubblespec.draft.suffix import (
     HISTORY,
@@ -193,7 +194,7 @@ def load_source(path: str, vocab_size: int | None) -> DraftSource:
     if not kinds or not all(isinstance(kind, tuple) and kind for kind in kinds):
         raise InputError(f"{key}: {path}.kinds must be tuples that begin with a name, not {kinds}")
     for name, *_ in kinds:
-        if not isinstance(name, str) or name in SOURCES:
+        if not isinstance(name, str) or name in (*SOURCES, *METHODS):
             problem = f"{name!r} is reserved for the built-in sources"
             raise InputError(f"{key}: {path}.kinds: {problem}; choose another name")
     for kind in kinds:  # checkpoints keep them as JSON

@@ -71,8 +71,9 @@ def sampled_hidden(
 def deterministic() -> Iterator[None]:
     """Make equal micro-batches have equal gradients: backward passes add in a fixed order.
 
-    Raises RuntimeError for an operation that has no such order. On a GPU, `fix_libraries` must come
-    before the first product. Not for generation, which would write keys and values in order.
+    Raises RuntimeError for an operation that has no such order. On a GPU, cuBLAS must have
+    been set so before the first product. Not for generation, which would write keys and values in
+    order.
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -121,6 +122,10 @@ class Learner:
     next forward, the time would be taken for the cost of its rows."""
     teacher: Teacher | None = None
     """Model of distillation; None without it."""
+    is_deterministic: bool = False
+    """Whether backward passes add in a fixed order."""
+    answers_turns: bool = False
+    """Whether responses have tokens that are not sampled: an environment's."""
     early: EarlyGradients | None = None
     on_hidden: Callable[[Microbatch, torch.Tensor], None] | None = None
     """Function called with the policy's hidden states of each micro-batch, [N, hidden]."""
@@ -155,9 +160,9 @@ class Learner:
         RunFailed after more than MAX_SKIPPED_STEPS consecutive steps with such an update.
         """
         has_gradient = self.has_gradient(samples, advantages)
-        # NaN marks a token of an environment. Without environments, it shows a failed generation.
+        # NaN marks a token that was not sampled, or shows a failed generation.
         has_nan = bool((samples.num_sampled < samples.lengths).any())
-        is_broken = has_nan and not self.config.environment.is_used
+        is_broken = has_nan and not self.answers_turns
         is_covered = np.zeros(len(samples), bool)
         early: list[torch.Tensor] = []
         if self.early is not None:
@@ -281,8 +286,7 @@ class Learner:
             kl = losses.kl_penalty(logprob, batch.reference, loss.kl_estimator)
         token_loss = token_loss + loss.kl_coef * kl + loss.distillation_coef * divergence
         total = (weight * token_loss).sum()
-        invariant = self.config.model.batch_invariant
-        with deterministic() if invariant else contextlib.nullcontext():
+        with deterministic() if self.is_deterministic else contextlib.nullcontext():
             total.backward()
         mismatch = (batch.old - batch.generated).abs()
         sums = (t.detach().sum() for t in (*is_clipped, kl, divergence, mismatch))

@@ -22,7 +22,6 @@ from torch import is_inference_mode_enabled
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from bubblespec.config import Config
 from bubblespec.engine import ops
 from bubblespec.engine.arrays import to_device
 from bubblespec.engine.comparison import feed
@@ -35,6 +34,8 @@ from bubblespec.engine.pages import Pages
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import best_and_sum, widen
 from bubblespec.engine.weights import linear_modules
+from bubblespec.errors import InputError
+from bubblespec.mechanisms import Run
 from bubblespec.memory import max_length
 
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
@@ -67,9 +68,14 @@ class InvariantLinear(torch.nn.Linear):
         return linear(rows, self.weight, self.bias)[:count]
 
 
-def fix_libraries() -> None:
-    """Set what cuBLAS reads once, before its first product."""
+def load(run: Run) -> None:
+    """Set what cuBLAS reads once, before its first product, and choose kernels."""
+    if not run.config.model.batch_invariant:
+        return
     os.environ.update(CUBLAS)
+    run.make_forward = InvariantForward
+    if run.config.model.attention == "auto" and run.ranks.device.type == "cuda":
+        run.attention = "varlen"  # whose backward can be deterministic
 
 
 def make_invariant(model: PreTrainedModel, max_num_batched_tokens: int) -> None:
@@ -110,10 +116,10 @@ class InvariantForward(ModelForward):
     def make_decoder(self) -> Decoder:
         """Return the written-out layers; on a CPU each query is attended by itself.
 
-        Raises ValueError for other models."""
+        Raises InputError for other models."""
         model = cast(PreTrainedModel, self.model)
         if not is_like_llama(model):
-            raise ValueError(
+            raise InputError(
                 f"model.batch_invariant: true needs a model that is built like Llama, which "
                 f"{type(model).__name__} is not; set false"
             )
@@ -246,11 +252,14 @@ def _difference(found: torch.Tensor, wanted: torch.Tensor, what: str) -> str | N
     return f"{share:.0%} of {what} differ from those of fewer, by up to {size:.0e} of their size"
 
 
-def check_invariance(config: Config, model: PreTrainedModel) -> None:
-    """Make a model batch-invariant, and compare; raise ValueError with the differences.
+def prepare(run: Run) -> None:
+    """Make the policy batch-invariant, and compare; raise InputError with the differences.
 
     Keys and values take about as much as a run's largest forward writes, and weights are read some
     dozens of times: seconds."""
+    config, model = run.config, run.model
+    if not config.model.batch_invariant:
+        return
     most = max(config.rollout.max_num_batched_tokens, MIN_ROWS)
     make_invariant(model, most)
     forward = InvariantForward(model, enforce_eager=config.rollout.enforce_eager)
@@ -271,4 +280,4 @@ def check_invariance(config: Config, model: PreTrainedModel) -> None:
     difference = first_difference(runner, vocab_size)
     runner.release()
     if difference is not None:
-        raise ValueError(f"model.batch_invariant: {difference}")
+        raise InputError(f"model.batch_invariant: {difference}")

@@ -25,6 +25,8 @@ from torch.nn.functional import linear
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.weights import by_parts, linear_modules, part_of, stacks_of, version_of
+from bubblespec.mechanisms import Run
+from bubblespec.telemetry.reporter import show_phase
 from bubblespec.telemetry.trace import describe_hardware
 
 # Rows of the measured products, and the counts of each; torch's product serves larger ones.
@@ -179,3 +181,14 @@ def choose_packed(ranks: Ranks, model: torch.nn.Module, saved: dict | None) -> d
     is_faster = torch_s >= MARGIN * packed_s
     wins = [rows for rows, wins in zip(ROWS.values(), is_faster, strict=True) if wins]
     return {"hardware": hardware, "packed": [count for rows in wins for count in rows]}
+
+
+def prepare(run: Run) -> None:
+    """Choose the policy's kernels, and renew its copies after updates."""
+    if not can_choose(run.config, run.model):
+        return
+    with show_phase(run.ranks, "timing linear layers"):
+        chosen = run.chosen["linear"] = choose_packed(run.ranks, run.model, run.state.get("linear"))
+        run.set_kernels = partial(use_packed, rows=chosen["packed"])
+        run.set_kernels(run.model)
+    run.after_update.append(partial(refresh_copies, run.model))

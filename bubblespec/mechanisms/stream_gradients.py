@@ -19,6 +19,7 @@ from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import local_weights
 from bubblespec.learn.microbatch import Microbatch, pack_responses
+from bubblespec.mechanisms import Run
 from bubblespec.records import Span, StepRecord
 from bubblespec.rewards.scorer import Scoring
 from bubblespec.rollout.plan import SLICE_S, LocalWork, Mechanism, RolloutPlan
@@ -279,3 +280,10 @@ class StreamGradientsMechanism(Mechanism):
         tokens = record.samples.lengths * has_gradient
         share = tokens @ self.gradients.is_covered / max(tokens.sum(), 1)
         return {"idle/gradients/share": float(share)}
+
+
+def make(run: Run) -> StreamGradientsMechanism | None:
+    """Create the mechanism, if the run streams gradients; there are none in virtual time."""
+    if run.virtual is not None or not run.config.optim.stream_gradients:
+        return None
+    return StreamGradientsMechanism(run.sampler, run.learner)

@@ -10,11 +10,13 @@ far as drafts. Every sample of the data order is trained on exactly once; only t
 
 import math
 from collections import Counter
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from bubblespec.data.schedule import StepSchedule
+from bubblespec.mechanisms import Run
 from bubblespec.samples import Samples
 from bubblespec.types import Group, Launch, SampleId
 
@@ -43,6 +45,8 @@ class Deferred(NamedTuple):
 
 class TailBatching(StepSchedule):
     """Short rounds, and long rounds of what they have deferred."""
+
+    defers = True
 
     def __init__(self, *order, over_sampling_ratio: float | str):
         """order: the arguments of `StepSchedule`; over_sampling_ratio: `TailBatchingConfig`'s."""
@@ -200,3 +204,10 @@ def best_num_launched(longest: np.ndarray, num_prompts: int, num_generations: in
     if fewest * MIN_GAIN > drawn[:, :num_prompts].max(axis=1).mean():
         return num_prompts
     return next(count for count in tokens if tokens[count] <= fewest * MAX_NOISE)
+
+
+def load(run: Run) -> None:
+    """Make short and long rounds the run's rule for what makes up a step."""
+    tail = run.config.tail_batching
+    if tail.enabled:
+        run.make_schedule = partial(TailBatching, over_sampling_ratio=tail.over_sampling_ratio)

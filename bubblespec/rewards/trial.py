@@ -76,21 +76,24 @@ def check_prompts(
     train_prompts: PromptSet,
     eval_prompts: list[Prompt],
     ranks: Ranks,
-    has_reward: bool,
     eval_functions: dict[str, RewardFunction],
+    *,
+    answers_turns: bool,
+    has_reward: bool,
 ) -> None:
     """Raise InputError where functions lack columns or there are too few prompts."""
     sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
     for source, prompts in sources.items():
         if not prompts:
             continue
-        columns, is_used = prompts[0].columns, config.environment.is_used
+        columns = prompts[0].columns
         check_columns(columns, config.data.columns.values(), source)
         for path, function in functions.items():
-            check_arguments(path, function, columns, source, is_used)
+            check_arguments(path, function, columns, source, answers_turns)
         if prompts is eval_prompts:
+            given = columns, source, answers_turns, "eval.functions"
             for path, function in eval_functions.items():
-                check_arguments(path, function, columns, source, is_used, "eval.functions")
+                check_arguments(path, function, *given)
         if not has_reward:  # of environments, which may score any row
             ranks.agree(partial(check_references, functions, prompts, source))
     num_prompts = config.rollout.num_prompts_per_step

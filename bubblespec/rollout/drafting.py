@@ -239,9 +239,9 @@ class Drafting(Mechanism):
             batches[0] = []  # the guard runs the next rollout without drafts
         if not any(batches):
             return
-        # A short round of tail batching has no tail that co-scheduled drafts could shorten, and a
-        # rollout that drafts are compared with must not be slowed down by any.
-        idle_only = config.tail_batching.enabled or DRAFTS in plan.without
+        # Where the slowest groups are deferred, no tail is left that co-scheduled drafts could
+        # shorten, and a rollout that drafts are compared with must not be slowed down by any.
+        idle_only = schedule.defers or DRAFTS in plan.without
         planning = "idle_only" if idle_only else config.speculative.planning
         drafts = plan_drafts(
             batches,

@@ -44,33 +44,30 @@ def make_sampler(
     """
     max_draft_tokens, max_history_tokens = VIRTUAL_TOKENS if cost else host_token_budget(ranks)
     sources = config.speculative.sources
-    has_drafts = bool(sources) or config.tail_batching.enabled
-    uses_tail = config.rollout.tp_tail_max_rows != 0 and not config.environment.is_used
-    uses_tail &= ranks.world_size > 1
     if cost is None:
         cost = CostModel()
-        if has_drafts:
+        if config.has_drafts:
             show = log if ranks.is_main else lambda line: None
             profile(engine, params, cost, clock=ranks.clock, show=show)
-    if board is None and (has_drafts or uses_tail or config.optim.stream_gradients):
+    together = config.rows_together(ranks.world_size)
+    if board is None and (config.has_drafts or together != 0 or config.trains_in_rollouts):
         board = ProgressBoard(ranks, config.run.timeout_s, config.rollout.progress_backend)
     history = History(max_history_tokens)
     proposer = None
-    if has_drafts:
-        uses_drafts = "bubble" in sources or config.tail_batching.enabled
+    if config.has_drafts:
         proposer = make_proposer(
             sources,
             history,
             cost,
-            has_drafts=uses_drafts,
+            has_drafts=config.keeps_drafts,
             always=config.speculative.planning == "always",
             clock=ranks.clock,
             vocab_size=vocab_size_of(engine),
         )
     guards = Guards()
-    if config.speculative.planning == "by_cost" and not config.tail_batching.enabled:
-        # Without drafts the first guard is for a TP tail that is entered by cost.
-        if sources or (uses_tail and config.rollout.tp_tail_max_rows == "auto"):
+    if config.speculative.planning == "by_cost" and not schedule.defers:
+        # Without drafts the first guard is for a take-over by cost.
+        if sources or together == "auto":
             guards[DRAFTS] = Guard()
         if config.rollout.placement != "in_turn" and ranks.world_size > 1:
             guards[PLACEMENT] = Guard()

@@ -5,7 +5,7 @@ carries it out. A rank is idle once it has finished its rows and waits for the s
 it still decodes few rows, drafts may be co-scheduled: their rows join its forwards at little cost.
 
 A mechanism can be switched off without changing what is trained on. `Drafting` is part of the core;
-the others live in bubblespec/mechanisms/, which only setup.py and tools/ import.
+the others live in bubblespec/mechanisms/.
 """
 
 from collections.abc import Callable, Iterable, Sequence

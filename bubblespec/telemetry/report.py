@@ -14,7 +14,6 @@ from bubblespec.records import ACCEPT_BINS, RolloutRecord, StepRecord, total_s
 from bubblespec.samples import Samples, digest, has_rewards, has_zero_std
 
 COUNTS = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
-UNKNOWN_SAVINGS = ("train_drafter",)  # uses of idle time whose savings are unknown
 
 
 def rollout_metrics(record: StepRecord, functions: list[str], *, is_dynamic: bool = False) -> dict:
@@ -186,8 +185,8 @@ def rank_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
     for name in uses:
         metrics[f"idle/{name}/seconds"] = float(by_rank[f"{name}/seconds"].mean())
         metrics[f"idle/{name}/expected_s"] = float(by_rank[f"{name}/expected_s"].sum())
-        if name not in UNKNOWN_SAVINGS:
-            metrics[f"idle/{name}/saved_s"] = float(by_rank[f"{name}/saved_s"].mean())
+        if not np.isnan(saved_s := float(by_rank[f"{name}/saved_s"].mean())):
+            metrics[f"idle/{name}/saved_s"] = saved_s
     return metrics
 
 

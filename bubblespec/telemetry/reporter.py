@@ -122,7 +122,7 @@ class RunReporter:
         is_dynamic = self.config.rollout.dynamic_sampling_max_batches > 1
         metrics |= report.rollout_metrics(record, self.functions, is_dynamic=is_dynamic)
         metrics |= report.rank_metrics(ranks, record, metrics.pop("timing_s/sync"))
-        if self.config.speculative.sources or self.config.tail_batching.enabled:
+        if self.config.has_drafts:
             has_store = "bubble/store_tokens" in metrics
             metrics |= report.speculation_metrics(ranks, record, has_store=has_store)
         metrics |= mfu(self.learner, ranks, record, metrics["timing_s/step"])

@@ -35,6 +35,7 @@ from bubblespec.engine.kv_cache import PAGE
 from bubblespec.errors import EndsRun, InputError, RankTimeout, RunFailed, log, one_line
 from bubblespec.learn.agreement import generation_problem, rows_problem
 from bubblespec.loading import load_model, with_dtype
+from bubblespec.mechanisms import Run
 from bubblespec.memory import host_bytes, max_length, max_slots
 from bubblespec.planner.place import place_in_turn
 from bubblespec.rollout.board import ProgressBoard, RankState, SharedTicks, make_transport
@@ -42,7 +43,7 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.sampler import Rollout
 from bubblespec.rollout.table import RowTable
-from bubblespec.setup import build, prepare
+from bubblespec.setup import build, call, prepare
 from bubblespec.telemetry.trace import describe_hardware
 from bubblespec.tools import forwards, make_parser, parse
 from bubblespec.tools.forwards import Case, Check, Line, failed, ok, slower
@@ -102,7 +103,9 @@ def model(case: Case) -> Iterator[Line]:
     size = f"{sum(p.numel() for p in loaded.parameters()) / 1e6:.3g} M parameters"
     read_s = time.perf_counter() - began_s
     yield ok(f"{config.model.path}: {size} in {config.model.dtype}, read in {read_s:.1f} s")
-    case.kernel, case.slower = prepare(config, loaded, case.ranks)
+    run = Run(config, case.ranks, loaded)
+    call("load", run)
+    case.kernel, case.slower = prepare(run, loaded)
     case.model = loaded
     longest = max_length(config)
     yield ok(f"packed sequences of up to {longest} tokens have the same logits as unpacked ones")

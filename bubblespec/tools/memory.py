@@ -5,6 +5,7 @@ python -m bubblespec memory --config FILE [--world-size N] [section.key=value ..
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from bubblespec.engine.kv_cache import PAGE
 from bubblespec.errors import InputError
 from bubblespec.learn.lora import add_adapter
 from bubblespec.loading import from_pretrained, with_dtype
-from bubblespec.mechanisms.drafter.mechanism import add_drafter
-from bubblespec.mechanisms.quantized.copy import add_quantized, product_for
+from bubblespec.mechanisms import Run, functions
 from bubblespec.tools import make_parser, parse
 
 # Usable bytes of an RTX 4090, an H100 and an H200.
@@ -60,11 +60,11 @@ def needs_of(
 ) -> memory.Needs:
     """Return what a rank needs, mechanisms included."""
     needs = memory.estimate(config, model, world_size, teacher)
-    needs = add_drafter(needs, config, model, world_size)
     device = "cpu" if config.model.device == "cpu" else "cuda"
-    is_used = "quantized" in config.speculative.sources
-    product = product_for(model, device, config.quantized.bits) if is_used else None
-    return add_quantized(needs, product, model)
+    ranks: Any = SimpleNamespace(world_size=world_size, device=torch.device(device))
+    for add in functions("add_needs"):
+        needs = add(needs, Run(config, ranks, model))
+    return needs
 
 
 def fit(config: Config, needs: memory.Needs, world_size: int, total: float) -> tuple[bool, int]:
@@ -125,8 +125,8 @@ def table(
     count = sum(p.numel() for p in model.parameters())
     rows = [(needs.weights, "weights"), (needs.gradients, "gradients")]
     rows += [(needs.optimizer, "optimizer state"), (needs.reference, "reference model of the KL")]
-    rows += [(needs.drafter, "drafter")]
-    rows += [(needs.quantized, "quantised copy of the policy"), (needs.teacher, "teacher")]
+    rows += [(size, name) for name, size in sorted(needs.others.items())]
+    rows += [(needs.teacher, "teacher")]
     rows += [(needs.lasting, "total, for the whole run")]
     rows += [(needs.training, "gradient step, in addition (estimated)")]
     rows += [(needs.rollout, "forward of a rollout, in addition, at another time (estimated)")]

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.chains import ChainRunner, ChainSource, profile
 from bubblespec.engine.arrays import ragged, to_device
@@ -34,6 +33,7 @@ from bubblespec.engine.model import layer_heads
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import widen
 from bubblespec.errors import InputError, log
+from bubblespec.mechanisms import Run
 from bubblespec.mechanisms.drafter.layer import (
     DRAFTER_FOLDER,
     Drafter,
@@ -356,9 +356,10 @@ class DrafterMechanism(Mechanism):
             save_drafter(os.path.join(folder, DRAFTER_FOLDER), drafter, num_updates)
 
 
-def add_drafter(needs: Needs, config: Config, model: PreTrainedModel, world_size: int) -> Needs:
+def add_needs(needs: Needs, run: Run) -> Needs:
     """Add the memory of the drafter, a layer and the projection into it, if the run has one."""
-    if "drafter" not in config.speculative.sources:
+    config, model = run.config, run.model
+    if NAME not in config.speculative.sources:
         return needs
     shape = model.config.get_text_config(decoder=True)
     size, layers = model.dtype.itemsize, shape.num_hidden_layers
@@ -370,8 +371,26 @@ def add_drafter(needs: Needs, config: Config, model: PreTrainedModel, world_size
     slot, numbers = needs.slot, [n * (key + value) for _, n, key, value in layer_heads(shape)]
     own = slot * numbers[last_full_layer(shape)] // sum(numbers)
     if has_pages(config):  # the drafter's own keys and values are in slots
-        drafter += min(max_slots(config, world_size), MAX_ROWS) * own
+        drafter += min(max_slots(config, run.ranks.world_size), MAX_ROWS) * own
     else:
         slot += own
-    tp_row = needs.tp_row * slot // needs.slot
-    return replace(needs, drafter=int(drafter), slot=slot, tp_row=tp_row)
+    shared_row = needs.shared_row * slot // needs.slot
+    others = needs.others | {"drafter": int(drafter)}
+    return replace(needs, others=others, slot=slot, shared_row=shared_row)
+
+
+def make(run: Run) -> DrafterMechanism | None:
+    """Create the mechanism, if the run has a drafter; in virtual time, its source alone."""
+    sampler = run.sampler
+    if NAME not in run.config.speculative.sources or sampler.proposer is None:
+        return None
+    if run.virtual is not None:
+        runner_of = run.virtual[NAME]  # by engine
+        source = make_source(runner_of(sampler.engine), sampler.proposer.cost, run.ranks.clock)
+        sampler.proposer.add(source)
+        run.followers.append(lambda engine: source.moved_to(runner_of(engine)))
+        return None
+    kernel = run.learner.kernel
+    drafter = DrafterMechanism(sampler, run.model, run.checkpoint, run.set_kernels, kernel)
+    run.followers.append(drafter.moved_to)
+    return drafter

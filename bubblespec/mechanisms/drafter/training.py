@@ -14,6 +14,7 @@ the drafter's tokens, L tokens of a sequence.
 """
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ from bubblespec.errors import log
 from bubblespec.learn.microbatch import Microbatch
 from bubblespec.mechanisms.drafter.layer import Drafter
 from bubblespec.records import Span
-from bubblespec.rollout.plan import SLICE_S, LocalWork
+from bubblespec.rollout.plan import SLICE_S, LocalWork, RankView
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Row
 
@@ -278,6 +279,11 @@ class TrainDrafter(LocalWork):
 
     def __init__(self, training: DrafterTraining):
         self.training, self.clock = training, training.clock
+
+    def begin(self, view: RankView) -> None:
+        """Start with a rollout; what later steps save by the training is unknown."""
+        super().begin(view)
+        view.record.idle[self.name].saved_s = math.nan
 
     def next_slice(self) -> tuple[float, float]:
         return self._slice_s(), LITTLE_S * self._slice_s()

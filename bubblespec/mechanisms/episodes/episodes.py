@@ -4,6 +4,7 @@ A row begins with the text that the environment adds to the prompt. At the end o
 pauses it, until the observation comes that follows, or the episode is over.
 """
 
+import atexit
 import random
 from collections.abc import Hashable, Iterable
 from concurrent.futures import Future
@@ -14,13 +15,21 @@ import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
-from bubblespec.mechanisms.episodes.environments import Environments, Observation
+from bubblespec.mechanisms import Run
+from bubblespec.mechanisms.episodes.environments import (
+    Environments,
+    Observation,
+    check_environment,
+)
+from bubblespec.mechanisms.episodes.forms import load_form
+from bubblespec.mechanisms.episodes.tokens import tokenize_with
 from bubblespec.planner.drafts import MAX_LOOKAHEAD
 from bubblespec.records import StepRecord
 from bubblespec.rollout.plan import Mechanism, RankView, RolloutPlan, RowFeed
 from bubblespec.rollout.sampler import Sampler
 from bubblespec.types import Prompt, Row
 
+NAME = "episodes"
 WAIT_S = 1e-3  # until a rank without anything to feed looks after other things
 STOPS = ("done", "no_call", "max_turns", "length", "error")
 
@@ -88,7 +97,7 @@ class Episodes(RowFeed):
     def start(self, view: RankView, proposer: Proposer | None) -> None:
         """Begin an episode for each row of this step."""
         self.engine, self.proposer = view.engine, proposer
-        view.record.extras["episodes"] = self.counts
+        view.record.extras[NAME] = self.counts
         if self.runs_drafts:
             view.begin = partial(self.begin, is_own=False)
         for row in view.unfinished:
@@ -190,7 +199,7 @@ class Episodes(RowFeed):
 class EpisodesMechanism(Mechanism):
     """Rows whose turns an environment answers."""
 
-    name = "episodes"
+    name = NAME
 
     def __init__(self, sampler: Sampler, environments: Environments):
         self.sampler, self.environments = sampler, environments
@@ -209,7 +218,7 @@ class EpisodesMechanism(Mechanism):
         """Return the metrics of the step's episodes, over all ranks.
 
         Frequencies are those of TRL: calls per episode, and the share of the calls that failed."""
-        counts: list[EpisodeCounts] = [rollout.extras["episodes"] for rollout in record.rollouts]
+        counts: list[EpisodeCounts] = [rollout.extras[NAME] for rollout in record.rollouts]
         own = []
         for each in counts:
             *sums, stops = vars(each).values()
@@ -226,3 +235,34 @@ class EpisodesMechanism(Mechanism):
         }
         shares = zip(STOPS, stops, strict=True)
         return metrics | {f"episodes/stop/{reason}": count / total for reason, count in shares}
+
+
+def load(run: Run) -> None:
+    """Load the environment, which decides how prompts become ids. Raises InputError."""
+    config = run.config.environment
+    if run.virtual is not None or not config.is_used:
+        return
+    form = load_form(config.factory, config.tools)
+    run.tokenize = tokenize_with(run.tokenizer, form)
+    run.answers_turns, run.has_reward = True, form.has_reward
+    # An environment may add text before the first turn: drafts then need copies of it.
+    run.drafts_ahead = not form.adds_text or config.draft
+
+
+def check(run: Run, prompts: list[Prompt]) -> None:
+    """Try an episode of the first prompt. Raises InputError."""
+    if run.config.environment.is_used:
+        first = prompts[0]
+        check_environment(run.config.environment, run.tokenizer, first.text, first.columns)
+
+
+def make(run: Run) -> EpisodesMechanism | None:
+    """Start the environments' processes; in virtual time, take what stands in for them."""
+    if run.virtual is not None:
+        given = run.virtual.get(NAME)
+        return given and EpisodesMechanism(run.sampler, given)
+    if not run.config.environment.is_used:
+        return None
+    environments = Environments(run.config.environment, run.tokenizer)
+    atexit.register(environments.close)
+    return EpisodesMechanism(run.sampler, environments)

@@ -42,7 +42,6 @@ from bubblespec.engine.model import OutputHead, output_head
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import widen
 from bubblespec.engine.weights import Linears, linear_of
-from bubblespec.memory import Needs
 
 SMOOTHING = 0.5  # alpha of SmoothQuant
 # Weights from which int4 is near enough; smaller policies gain little by it on a GPU.
@@ -253,17 +252,6 @@ def observe_inputs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[Linears
     hidden = Decoder(model, observed).hidden(tokens, packing)
     observed("out", (output_head(model).linear,))(hidden)
     return largest
-
-
-def add_quantized(needs: Needs, product: Product | None, model: PreTrainedModel) -> Needs:
-    """Add the memory of the copy's linear layers. product: None where the run has no copy."""
-    if product is None:
-        return needs
-    layers = [linear_of(layer) for layer in linear_layers(model)]
-    weights = sum(layer.weight.numel() for layer in layers)
-    is_grouped = product.bits == 4
-    grids = 2 * weights // GROUP if is_grouped else sum(layer.out_features for layer in layers)
-    return replace(needs, quantized=weights * product.bits // 8 + grids * model.dtype.itemsize)
 
 
 def product_for(model: torch.nn.Module, device: str, bits: int | str) -> Product | None:

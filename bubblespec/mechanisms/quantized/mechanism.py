@@ -6,6 +6,7 @@ On a GPU it is made only if a product of it is fast enough by itself.
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -24,7 +25,9 @@ from bubblespec.engine.model import output_head
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.weights import linear_of
 from bubblespec.errors import log, one_line
+from bubblespec.mechanisms import Run
 from bubblespec.mechanisms.quantized.copy import (
+    GROUP,
     NO_PRODUCT,
     Copy,
     CopyRunner,
@@ -33,6 +36,7 @@ from bubblespec.mechanisms.quantized.copy import (
     observe_inputs,
     product_for,
 )
+from bubblespec.memory import Needs
 from bubblespec.planner.guard import COPY, DRAFTS
 from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
@@ -94,12 +98,13 @@ class QuantizedMechanism(Mechanism):
 make_source = partial(ChainSource, NAME, prior=PRIOR, longest=MAX_CHAIN_LENGTH, is_last=True)
 
 
-def choose_product(config: Config, ranks: Ranks, model: PreTrainedModel) -> Product | None:
-    """Return the product of the run's copy on all ranks together; None, with a line, without one.
+def prepare(run: Run) -> None:
+    """Choose the product of the copy on all ranks together; none, with a line, without one.
 
     On a GPU only a timing tells whether it is faster than bfloat16."""
-    if "quantized" not in config.speculative.sources:
-        return None
+    config, ranks, model = run.config, run.ranks, run.model
+    if NAME not in config.speculative.sources:
+        return
     product, problem = product_for(model, ranks.device.type, config.quantized.bits), None
     if product is None:
         problem = NO_PRODUCT
@@ -108,11 +113,9 @@ def choose_product(config: Config, ranks: Ranks, model: PreTrainedModel) -> Prod
     elif ranks.device.type == "cuda":
         speedup = partial(product_speedup, product, model)
         problem = refusal(f"a product in {product.name}", speedup, config, ranks)
-    if problem is None:
-        return product
-    if ranks.is_main:
+    run.own[NAME] = product if problem is None else None
+    if problem is not None and ranks.is_main:
         log(f"{NO_COPY}: {problem}")
-    return None
 
 
 def refusal(what: str, speedup: Callable[[], float], config: Config, ranks: Ranks) -> str | None:
@@ -175,23 +178,33 @@ def _seconds_of(calls: list[Callable[[], torch.Tensor]]) -> float:
     return statistics.median(seconds) / len(calls)
 
 
-def make_quantized(sampler: Sampler, product: Product | None) -> QuantizedMechanism | None:
-    """Create the copy on all ranks together; None, with a line, where it would not pay.
+def add_needs(needs: Needs, run: Run) -> Needs:
+    """Add the memory of the copy's linear layers; before `prepare`, as if timings allowed it."""
+    config, model = run.config, run.model
+    if NAME not in config.speculative.sources:
+        return needs
+    product = product_for(model, run.ranks.device.type, config.quantized.bits)
+    if (product := run.own.get(NAME, product)) is None:
+        return needs
+    layers = [linear_of(layer) for layer in linear_layers(model)]
+    weights = sum(layer.weight.numel() for layer in layers)
+    is_grouped = product.bits == 4
+    grids = 2 * weights // GROUP if is_grouped else sum(layer.out_features for layer in layers)
+    size = weights * product.bits // 8 + grids * model.dtype.itemsize
+    return replace(needs, others=needs.others | {"quantised copy of the policy": size})
 
-    product: of `choose_product`."""
-    if product is None:
+
+def make(run: Run) -> QuantizedMechanism | None:
+    """Create the copy on all ranks together; None, with a line, where it would not pay."""
+    config, ranks, sampler = run.config, run.ranks, run.sampler
+    if sampler.proposer is None or (run.virtual or run.own).get(NAME) is None:
         return None
-    config, ranks, cost = sampler.config, sampler.ranks, sampler.stats.cost
-    runner, prompts = cast(ModelRunner, sampler.engine.runner), sampler.schedule.prompts.prompts[:8]
-    tokens = np.concatenate([prompt.token_ids for prompt in prompts])[:OBSERVED_TOKENS]
-    ids, made = to_device(tokens.astype(np.int64), runner.device), list[Any]()
+    cost, made = sampler.stats.cost, list[Any]()
 
     def speedup() -> float:
-        copy = Copy(runner.model, product, observe_inputs(runner.model, ids))
-        of_copy = CopyRunner(copy, sampler.engine, sampler.params)
-        copy_cost = profile(of_copy, ranks.clock)
-        made[:] = of_copy, copy_cost
-        return float(cost.seconds(1, 1) / copy_cost.seconds(1, 1))
+        of_copy = run.virtual[NAME] if run.virtual else make_runner(sampler, run.own[NAME])
+        made[:] = of_copy, profile(of_copy, ranks.clock)
+        return float(cost.seconds(1, 1) / made[1].seconds(1, 1))
 
     if problem := refusal("its forward", speedup, config, ranks):
         if ranks.is_main:
@@ -199,7 +212,20 @@ def make_quantized(sampler: Sampler, product: Product | None) -> QuantizedMechan
         return None
     of_copy, copy_cost = made
     if of_copy.graphs is not None:
-        runner.followers.append(of_copy)
+        cast(ModelRunner, sampler.engine.runner).followers.append(of_copy)
     always = config.speculative.planning == "always"
     source = make_source(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
+    sampler.proposer.add(source)
+    sampler.stats.guards.add(COPY)
+    sampler.stats.chains = source.shortening
+    run.after_update.append(of_copy.copy.note_update)
     return QuantizedMechanism(source)
+
+
+def make_runner(sampler: Sampler, product: Product) -> CopyRunner:
+    """Create the copy, which the inputs of some prompts' tokens calibrate."""
+    runner, prompts = cast(ModelRunner, sampler.engine.runner), sampler.schedule.prompts.prompts[:8]
+    tokens = np.concatenate([prompt.token_ids for prompt in prompts])[:OBSERVED_TOKENS]
+    ids = to_device(tokens.astype(np.int64), runner.device)
+    copy = Copy(runner.model, product, observe_inputs(runner.model, ids))
+    return CopyRunner(copy, sampler.engine, sampler.params)

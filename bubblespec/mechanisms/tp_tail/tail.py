@@ -26,7 +26,9 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.errors import log
+from bubblespec.mechanisms import Run
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsupported, no_tp_tail
+from bubblespec.memory import Needs, kv_bytes, max_length
 from bubblespec.planner.costs import CostModel, prefill_seconds, rollout_seconds
 from bubblespec.planner.guard import DRAFTS
 from bubblespec.planner.rows import Rows
@@ -40,6 +42,8 @@ from bubblespec.rollout.sampler import Sampler
 from bubblespec.rollout.table import RowTable, gather_rows
 from bubblespec.types import Row, SampleId
 
+NAME = "tp_tail"
+AUTO_ROWS = 16  # of all ranks, with rollout.tp_tail_max_rows=auto
 MIN_TAIL_GAIN = 0.05  # share of the rollout's rest; less is within the error of a cost model
 OVERHEAD_TICKS = 2.0  # from a decision to the first forward
 STOP_INTERVAL = 8  # forwards between two checks for a stop request on any rank
@@ -55,7 +59,7 @@ PIECE_BYTES = 1 << 26  # received by a rank at a time from all ranks
 class TPTail(Mechanism):
     """The engine of all ranks together, and the take-over that uses it."""
 
-    name = "tp_tail"
+    name = NAME
     needs_timings = True
 
     def __init__(
@@ -224,16 +228,37 @@ class OwnersPropose:
         return np.array([i for i, row in enumerate(rows) if row in self.own_rows], np.int64)
 
 
-def make_tp_tail(sampler: Sampler, max_rows: int) -> TPTail | None:
+def add_needs(needs: Needs, run: Run) -> Needs:
+    """Add the keys and values of the tail's rows, of this rank's heads."""
+    config, size = run.config, run.ranks.world_size
+    if size == 1:
+        return needs
+    rows = config.rollout.tp_tail_max_rows
+    shape = run.model.config.get_text_config(decoder=True)
+    row = kv_bytes(shape, run.model.dtype.itemsize, size) * max_length(config)
+    counts = (AUTO_ROWS, 0) if isinstance(rows, str) else (rows,)
+    return replace(needs, shared_row=row, shared_rows=counts)
+
+
+def make(run: Run) -> TPTail | None:
     """Create the tail; None with one rank, by its key, or where the model cannot be sharded.
 
-    With auto also None where measured forwards show no gain. All ranks must call this together.
-    max_rows: of `choose_slots`."""
-    config, ranks, engine = sampler.config, sampler.ranks, sampler.engine
-    wanted, eager = config.rollout.tp_tail_max_rows, config.rollout.enforce_eager
-    is_wanted = max_rows > 0 and not config.model.batch_invariant  # sums over ranks round
-    is_wanted &= not config.environment.is_used  # an episode stays where its environment is
-    if ranks.world_size == 1 or not is_wanted or sampler.board is None:
+    With auto also None where measured forwards show no gain. All ranks must call this together. In
+    virtual time the tail is given."""
+    tail: TPTail | None = _shard(run) if run.virtual is None else run.virtual.get(NAME)
+    if tail is not None:
+        tail.companions = run.followers
+        if tail.cost is not None:
+            enter_by_cost(tail, tail.cost, run.sampler)
+    return tail
+
+
+def _shard(run: Run) -> TPTail | None:
+    """Return the tail on shards of the policy, with auto with the cost of its forwards."""
+    config, ranks, engine, max_rows = run.config, run.ranks, run.sampler.engine, run.num_shared_rows
+    wanted, eager = config.rows_together(ranks.world_size), config.rollout.enforce_eager
+    # not if invariant: sums over ranks round
+    if wanted == 0 or max_rows == 0 or config.model.batch_invariant:
         return None
     alone = cast(ModelRunner, engine.runner)
     ranks.activity = "set-up of the TP tail"
@@ -250,11 +275,10 @@ def make_tp_tail(sampler: Sampler, max_rows: int) -> TPTail | None:
         return None
     tail = TPTail(Engine(runner), ranks, tp.gather_array, max_rows)
     if wanted == "auto":
-        tp_cost = measure(tail.engine, engine, sampler.params, ranks)
-        if tp_cost is None:
+        tail.cost = measure(tail.engine, engine, run.sampler.params, ranks)
+        if tail.cost is None:
             tail.engine.release()
             return None
-        enter_by_cost(tail, tp_cost, sampler)
     ranks.before_end.append(runner.release)
     return tail
 
@@ -309,7 +333,7 @@ def enter_by_cost(tail: TPTail, tp_cost: CostModel, sampler: Sampler) -> None:
         owners, overhead_s = table.rank_of[indices], entering_s + fed_s
         return use_tp_tail(rows, owners, cost, tp_cost, num_slots=num_slots, overhead_s=overhead_s)
 
-    tail.is_worth_it, tail.cost = is_worth_it, tp_cost
+    tail.is_worth_it = is_worth_it
 
 
 def measure(

@@ -12,25 +12,20 @@ from tqdm import tqdm
 
 from bubblespec.config import Config
 from bubblespec.data.schedule import save_visits
-from bubblespec.draft.chains import profile as profile_chains
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import InputError
-from bubblespec.mechanisms.drafter.mechanism import make_source as drafter_source
-from bubblespec.mechanisms.episodes.episodes import EpisodesMechanism
-from bubblespec.mechanisms.quantized.mechanism import MIN_SPEEDUP
-from bubblespec.mechanisms.quantized.mechanism import make_source as quantized_source
+from bubblespec.mechanisms import Run
 from bubblespec.mechanisms.tail_batching import MAX_OVER_SAMPLING, scaled
-from bubblespec.mechanisms.tp_tail.tail import TPTail, enter_by_cost, measure
-from bubblespec.memory import AUTO_TP_ROWS, max_slots
+from bubblespec.mechanisms.tp_tail.tail import AUTO_ROWS, TPTail, measure
+from bubblespec.memory import max_slots
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.guard import COPY
 from bubblespec.planner.prices import Prices
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
 from bubblespec.samples import digest
-from bubblespec.setup import make_schedule
+from bubblespec.setup import add_mechanisms, call, make_schedule
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate.runner import (
     FREE,
@@ -173,16 +168,10 @@ class _Shared:
     tp_cost: CostModel | None = None  # of all ranks together; None: the tail begins by rows
 
     @property
-    def has_drafts(self) -> bool:
-        """Whether rows have drafts to verify."""
-        config = self.config
-        return config.speculative.method != "none" or config.tail_batching.enabled
-
-    @property
     def tail_rows(self) -> int:
         """Largest number of rows of all ranks with which the TP tail begins; 0: no tail."""
         rows = self.config.rollout.tp_tail_max_rows
-        return AUTO_TP_ROWS if isinstance(rows, str) else rows
+        return AUTO_ROWS if isinstance(rows, str) else rows
 
     def engine(self, ranks: SimulatedRanks, text: Text, *, is_tail: bool = False) -> Engine:
         """Create one rank's engine, or its engine of the TP tail."""
@@ -208,7 +197,7 @@ class _Shared:
             self.tp_cost = measure(self.engine(ranks, _blank, is_tail=True), alone, params, ranks)
             if self.tp_cost is None:
                 rollout.tp_tail_max_rows = 0
-        if self.has_drafts:
+        if self.config.has_drafts:
             profile(alone, params, self.profiled, clock=ranks.clock)
 
 
@@ -221,14 +210,16 @@ class _Rank:
         self.workload, self.texts, self.ranks = shared.workload, Texts(shared.workload), ranks
         config, engine = shared.config, shared.engine(ranks, self.texts.of_row)
         stand_ins: list[Any] = [self.workload, self]  # of a PromptSet and a Scorer
-        schedule = make_schedule(config, stand_ins[0])
+        run = Run(config, ranks, virtual=self._stand_ins(shared, engine))
+        call("load", run)
+        schedule = make_schedule(run, stand_ins[0])
         # Sorted so that a prompt's earliest visit is written last and kept.
         visits = Counter(dict(sorted(self.workload.steps, reverse=True)))
         schedule.load_state_dict(schedule.state_dict() | save_visits(visits))
         board = None
-        if shared.has_drafts or shared.tail_rows:
+        if config.has_drafts or shared.tail_rows:
             board = ProgressBoard(ranks, config.run.timeout_s, SimulatedTicks(ranks))
-        self.sampler = make_sampler(
+        self.sampler = run.sampler = make_sampler(
             config,
             ranks,
             engine,
@@ -239,36 +230,25 @@ class _Rank:
             board=board,
             cost=copy.deepcopy(shared.profiled),
         )
-        tail = None
+        add_mechanisms(run)
+        ranks.barrier()
+
+    def _stand_ins(self, shared: _Shared, engine: Engine) -> dict[str, Any]:
+        """Return what mechanisms find in `Run.virtual`."""
+        config, ranks, stand_ins = shared.config, self.ranks, dict[str, Any]()
         if shared.tail_rows:
             # The cost of a forward contains its exchanges.
             gather = SimulatedRanks(ranks.world, ranks.rank, meeting_s=0.0).gather
             together = shared.engine(ranks, self.texts.of_row, is_tail=True)
             tail = TPTail(together, ranks, gather, shared.tail_rows, has_keys=False)
-            if shared.tp_cost is not None:
-                enter_by_cost(tail, shared.tp_cost, self.sampler)
-            self.sampler.mechanisms.append(tail)
+            stand_ins["tp_tail"], tail.cost = tail, shared.tp_cost
         if self.workload.has_tools:
             num_workers = max(config.environment.num_workers, 1)
-            environments: Any = SimulatedEnvironments(ranks, self.texts, num_workers)
-            self.sampler.mechanisms.append(EpisodesMechanism(self.sampler, environments))
-        proposer = self.sampler.proposer
-        if proposer is not None and "quantized" in config.speculative.sources:
-            copies = copy_chains(engine, shared.quantized, shared.copy_cost)
-            copy_cost = profile_chains(copies, ranks.clock)
-            if proposer.cost.seconds(1, 1) >= MIN_SPEEDUP * copy_cost.seconds(1, 1):
-                chains = quantized_source(copies, proposer.cost, copy_cost, clock=ranks.clock)
-                proposer.add(chains)
-                self.sampler.stats.guards.add(COPY)
-                self.sampler.stats.chains = chains.shortening
-        if proposer is not None and "drafter" in config.speculative.sources:
-            drafts = drafter_chains(engine, shared.drafter)
-            source = drafter_source(drafts, proposer.cost, ranks.clock)
-            proposer.add(source)
-            if tail is not None:
-                of_tail = drafter_chains(tail.engine, shared.drafter)
-                tail.companions.append(lambda engine: source.moved_to(of_tail))
-        ranks.barrier()
+            stand_ins["episodes"] = SimulatedEnvironments(ranks, self.texts, num_workers)
+        if "quantized" in config.speculative.sources:
+            stand_ins["quantized"] = copy_chains(engine, shared.quantized, shared.copy_cost)
+        stand_ins["drafter"] = lambda engine: drafter_chains(engine, shared.drafter)
+        return stand_ins
 
     def sees_groups(self, step: int | None) -> bool:
         return False

@@ -138,6 +138,9 @@ class SimulatedChains:
     tokens with a small lead are, and almost all others. Where fewer are right, all leads are
     small."""
 
+    graphs = None
+    copy = SimpleNamespace(renew=lambda clock, limit_s: 0.0, note_update=None)
+
     def __init__(self, engine: Engine, acceptance: float, cost: Cost, *, catches_up: bool = False):
         """cost: of the model's forwards; catches_up: whether it feeds what was verified before."""
         self.engine, self.acceptance, self.cost = engine, acceptance, cost
