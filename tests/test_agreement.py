@@ -57,6 +57,7 @@ def on_gpu(monkeypatch):
 
     stand_ins.stand_in(monkeypatch)
     monkeypatch.setattr(triton_ops, "KEYS", 2048)
+    monkeypatch.setattr(triton_ops, "tiling", triton_ops.tiling.__wrapped__)  # no cache
     monkeypatch.setattr(kv_cache, "SPLIT", 16)
     monkeypatch.setattr(agreement, "NEW_TOKENS", 6)
     monkeypatch.setattr(agreement, "DRAFT", 3)
