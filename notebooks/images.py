@@ -237,7 +237,7 @@ def memory_7b() -> Figure:
     """Draw the memory of one of eight GPUs for configs/qwen2.5_7b.yaml, on two cards."""
     config = load_config(os.path.join(ROOT, "configs", "qwen2.5_7b.yaml"))
     needs = needs_of(config, planned_model(config, config.model.path), RANKS)
-    lasting = (needs.weights, needs.gradients, needs.optimizer, needs.quantized)
+    lasting = (needs.weights, needs.gradients, needs.optimizer, sum(needs.others.values()))
     figure, (axes,) = figure_of(11, 3.8)
     names = []
     for card, total in list(CARDS.items())[1:]:  # a 7B does not fit on the smallest

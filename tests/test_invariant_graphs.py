@@ -14,8 +14,8 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import TILES, ForwardGraphs, graph_sizes
 from bubblespec.engine.kv_cache import PAGE, SPLIT, pack_rows
 from bubblespec.engine.model_checks import prepare_model
-from bubblespec.mechanisms import batch_invariant
-from bubblespec.mechanisms.batch_invariant import check_invariance, first_difference, row_lengths
+from bubblespec.mechanisms import Run, batch_invariant
+from bubblespec.mechanisms.batch_invariant import first_difference, row_lengths
 from tests.helpers.generation import Drafts, make_rows, make_runner
 from tests.helpers.graphs import needs_interpreter, stand_in
 from tests.helpers.models import GQA, VOCAB, config_of, random_model
@@ -124,13 +124,14 @@ def test_check_compares_graphs_of_every_size(products, wrong):
 def test_check_has_room_for_the_largest_forward_alone(monkeypatch):
     """Keys and values of 20,000 tokens, up to a page for each row and two of the long one."""
     config = load_config("configs/tiny_cpu.yaml", ["rollout.max_completion_length=2000"])
+    config.model.batch_invariant = True
     config.rollout.max_num_batched_tokens = most = 20_000
     model = random_model(config_of("Llama", GQA, **ONE_LAYER), torch.float32)
     prepare_model(model, 64)
     stand_in(monkeypatch)
     seen = []
     monkeypatch.setattr(batch_invariant, "first_difference", lambda *of: seen.append(of[0]))
-    check_invariance(config, model)
+    batch_invariant.prepare(Run(config, Ranks(torch.device("cpu")), model))
     (runner,) = seen
     lengths = row_lengths(runner.num_slots, runner.max_length)
     assert lengths.max() > SPLIT and lengths.sum() >= most == runner.max_num_batched_tokens

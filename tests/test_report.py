@@ -154,7 +154,7 @@ def test_idle_time_and_placement_of_two_ranks():
     """Savings of the drafter's training are unknown. Ranks that shared rows have no error."""
     step = record(make_samples([[0.0]] * 4), stages=stages(3.0, 3.0, 0.5, 1.5), expected_s=2.0)
     first, second = RolloutRecord(0.0, 4.0), RolloutRecord(4.0, 4.0)
-    first.idle = {"gradients": IdleUse(1.0, 2.0, 4.0), "train_drafter": IdleUse(0.5, 0.25, 9.0)}
+    first.idle = {"gradients": IdleUse(1.0, 2.0, 4.0), "train_drafter": IdleUse(0.5, 0.25, np.nan)}
     second.idle = {"gradients": IdleUse(0.5, 0.5, 1.0)}
     step.rollouts = [first, second]
     other = TwoRanks([*OTHER.values(), 2.5, 1.5, 3.0, 0.0, 0.0, 0.0])
