@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bubblespec.config.file import load_config
+from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.graphs import TILES, ForwardGraphs, graph_sizes
