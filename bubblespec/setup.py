@@ -45,6 +45,7 @@ from bubblespec.errors import (
     first_cause,
     first_problem,
     is_lost,
+    is_out_of_memory,
     log,
     one_line,
 )
@@ -340,6 +341,9 @@ def agree(find: Callable[[], str | None], ranks: Ranks) -> str | None:
         own = find()
     except Exception as error:  # of a kernel, a driver
         own, lost = one_line(first_cause(error)), is_lost(error)
+        if is_out_of_memory(error):  # no fault of a kernel: a run may take less
+            warn_of([f"warning: not compared with transformers' modules: {own}"], ranks)
+            own = None
     if any(ranks.gather_text("lost" * lost)):
         raise InputError(f"model.kernels: {own or 'a GPU is lost on another rank'}; set torch")
     return first_problem(own, ranks.gather_text)

@@ -115,6 +115,12 @@ def test_lost_gpu_is_not_compared_again(monkeypatch, engines):
     assert engines == ["graphs"] and not ops.replaced
 
 
+def test_no_memory_to_compare_is_no_fault_of_kernels(monkeypatch, engines, capsys):
+    assert build(monkeypatch, [NO_MEMORY]) and engines == ["graphs"] and not ops.replaced
+    line = "warning: not compared with transformers' modules: OutOfMemoryError: CUDA out of"
+    assert capsys.readouterr().err.startswith(line)
+
+
 def test_gradients_fall_back_to_modules(monkeypatch, capsys):
     monkeypatch.setattr(setup, "has_kernels", lambda *_: True)
     model, config = SimpleNamespace(device=None, dtype=None), make_config()
