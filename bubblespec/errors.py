@@ -127,7 +127,7 @@ def is_out_of_memory(problem: BaseException | str) -> bool:
 
 
 def _chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those that it was raised from or during, the last one raised first."""
+    """Yield an error, its cause and its context, and theirs, latest first."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -1,6 +1,7 @@
 """Set-up of a run from its configuration, and from a checkpoint if there is one."""
 
 import copy
+import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +34,7 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import PAGE
-from bubblespec.engine.model import OWN_HIDDEN, enable_gradient_checkpointing, output_head
+from bubblespec.engine.model import enable_gradient_checkpointing, output_head
 from bubblespec.engine.model_checks import kernel_difference, prepare_model
 from bubblespec.engine.ops import HEAD, LAYERS, OPERATIONS, has_kernels
 from bubblespec.engine.pages import Pages
@@ -43,7 +44,6 @@ from bubblespec.errors import (
     InputError,
     fallback,
     first_cause,
-    first_problem,
     is_lost,
     is_out_of_memory,
     log,
@@ -209,7 +209,7 @@ def call(name: str, *given) -> None:
 
 
 def add_mechanisms(run: Run) -> None:
-    """Make the run's mechanisms, and add those that take part in rollouts to its sampler."""
+    """Make the run's mechanisms; those that take part in rollouts go to its sampler."""
     for make in functions("make"):
         if (mechanism := make(run)) is not None:
             run.sampler.mechanisms.append(mechanism)
@@ -288,7 +288,8 @@ def check_gradient(
     """Compare a gradient by kernels with one by transformers' modules; else let torch compute.
 
     kernel: of attention. Raises InputError where model.kernels allows kernels alone."""
-    has_own = OWN_HIDDEN in vars(model) or has_kernels(model.device, model.dtype, HEAD)
+    kernels = LAYERS, HEAD
+    has_own = any(has_kernels(model.device, model.dtype, own) for own in kernels)
     if ranks.device.type != "cuda" and not has_own:
         return
     given = model, kernel, params, max_length(config), MAX_LOGITS
@@ -296,8 +297,7 @@ def check_gradient(
     if problem is not None and config.model.kernels == "triton":
         raise InputError(f"model.kernels: triton, but {problem}; set auto")
     if problem is not None and has_own:
-        vars(model).pop(OWN_HIDDEN, None)
-        warn_of(replace((LAYERS, HEAD), problem), ranks)
+        warn_of(replace(kernels, problem), ranks)
         problem = agree(partial(gradient_problem, *given), ranks)
     if problem is not None:
         warn_of([f"warning: with attention by {kernel} {problem}; doctor checks more"], ranks)
@@ -326,7 +326,6 @@ def build_agreeing_engine(run: Run) -> Engine:
             warn_of([f"warning: {line}"], ranks)
         elif has_kernels(*forward.type):
             warn_of(replace(OPERATIONS, problem), ranks)
-            vars(learner.model).pop(OWN_HIDDEN, None)
         else:  # bounds of rounding are no proof, and drafts are still verified by what samples
             warn_of([f"warning: {problem}, also by torch's operations; doctor checks more"], ranks)
             return engine
@@ -335,18 +334,21 @@ def build_agreeing_engine(run: Run) -> Engine:
 def agree(find: Callable[[], str | None], ranks: Ranks) -> str | None:
     """Return the problem that a comparison finds on the first rank with one; errors are problems.
 
-    Raises InputError where a GPU is lost."""
-    lost = False
+    But memory that runs out is a warning, as a run may take less. Raises InputError where a GPU is
+    lost."""
+    kind, own = "problem", None
     try:
         own = find()
     except Exception as error:  # of a kernel, a driver
-        own, lost = one_line(first_cause(error)), is_lost(error)
-        if is_out_of_memory(error):  # no fault of a kernel: a run may take less
-            warn_of([f"warning: not compared with transformers' modules: {own}"], ranks)
-            own = None
-    if any(ranks.gather_text("lost" * lost)):
-        raise InputError(f"model.kernels: {own or 'a GPU is lost on another rank'}; set torch")
-    return first_problem(own, ranks.gather_text)
+        own = one_line(first_cause(error))
+        kind = "lost" if is_lost(error) else "memory" if is_out_of_memory(error) else kind
+    of_ranks = [json.loads(text) for text in ranks.gather_text(json.dumps([kind, own]))]
+    first = {kind: text for kind, text in reversed(of_ranks) if text}
+    if "lost" in first:
+        raise InputError(f"model.kernels: {first['lost']}; set torch")
+    if "memory" in first:
+        warn_of([f"warning: not compared with transformers' modules: {first['memory']}"], ranks)
+    return first.get("problem")
 
 
 def warn_of(lines: list[str], ranks: Ranks) -> None:

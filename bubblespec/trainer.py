@@ -29,7 +29,6 @@ from bubblespec.errors import (
     RunFailed,
     SaveFailed,
     gpu_problem,
-    is_lost,
     log,
     one_line,
 )
@@ -106,11 +105,9 @@ class Trainer:
             if isinstance(end, RewardsFailed):
                 raise
         except Exception as error:
-            problem, activity = gpu_problem(error), self.ranks.activity
-            if problem is None or isinstance(error, EndsRun):
-                raise
-            self.rescue(error)
-            raise RunFailed(f"{activity}: {problem}") from error
+            if not isinstance(error, EndsRun) and gpu_problem(error) is not None:
+                self.rescue()
+            raise
         finally:
             gc.unfreeze()
             self.reporter.close()
@@ -118,20 +115,22 @@ class Trainer:
         folder = newest if os.path.isdir(newest) else self.checkpoint
         self.reporter.end(self.num_updates, folder, is_stopped)
 
-    def rescue(self, error: Exception) -> None:
+    def rescue(self) -> None:
         """Save before the run ends, if what has failed on the GPU leaves the last update whole.
 
         Not with several ranks: the others wait in a step that this one will not reach."""
         is_whole = not self.is_updating and self.saved != self.num_updates
         if not is_whole or self.ranks.world_size > 1:
             return
-        self.sampler.engine.release()
-        if self.ranks.device.type == "cuda" and not is_lost(error):
-            torch.cuda.empty_cache()
+        activity = self.ranks.activity
         try:
+            self.sampler.engine.release()
+            if self.ranks.device.type == "cuda":
+                torch.cuda.empty_cache()
             self.save(is_last=False)
-        except Exception as second:  # the weights cannot be read any more
+        except Exception as second:  # nothing on the GPU can be read any more
             log(f"warning: checkpoint-{self.num_updates} could not be saved: {one_line(second)}")
+        self.ranks.activity = activity  # for the line about the error
 
     def warm_start(self) -> None:
         """Finish the set-up of mechanisms. Raises StopRequested, InputError."""

@@ -92,6 +92,25 @@ def test_run_goes_on_with_torch(monkeypatch, model, wanted, operation):
         assert (found - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
 
 
+def test_layers_replaced_later_are_computed_by_modules(monkeypatch, model, wanted):
+    """As those of a reference or teacher, which is prepared before gradients are compared."""
+    stand_in(monkeypatch)
+    prepare_model(model, LENGTH)
+    assert OWN_HIDDEN in vars(model)
+    replace((ops.LAYERS,), "gradients differ")
+    fail(monkeypatch, None, AssertionError("no kernel is launched"))
+    for name, found in gradients(model).items():
+        assert torch.equal(found, wanted[1][name]), name
+
+
+def test_rows_are_compared_by_their_own_size():
+    """Attention over many keys is a tenth of that over one: its sign must not hide."""
+    right = torch.tensor([[3.0, -1.0], [0.1, 0.02]]).bfloat16()
+    assert trial._difference([right.clone()], [right]) is None
+    wrong = right * torch.tensor([[1.0], [-1.0]]).bfloat16()
+    assert "50% of its results differ from torch's" in trial._difference([wrong], [right])
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_kernels_pass_their_trials(monkeypatch, name):
     stand_in(monkeypatch)
@@ -105,7 +124,7 @@ def test_without_a_compiler_torch_computes_everything(monkeypatch, capsys, model
         with monkeypatch.context() as patch:
             fail(patch, None, error)
             (line,) = choose_operations("auto", model, False, alone)
-            assert says("the C compiler, or Python.h", line) and f": apt install {what} (" in line
+            assert says("no C compiler, or no Python.h", line) and f": apt install {what} (" in line
             with pytest.raises(ValueError, match=r"the kernel of attention fails: no ") as ends:
                 choose_operations("triton", model, False, alone)
             assert says("any of these, with `model.kernels=triton`", f"error: {ends.value}")

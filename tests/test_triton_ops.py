@@ -161,7 +161,7 @@ def test_attended_bits_do_not_depend_on_the_cut_of_rows():
 
 
 def test_attention_reads_nothing_behind_the_tokens_fed():
-    """Of a draft that is not fed whole the rest has position 0, and its keys were never written."""
+    """Tokens of a draft that are not fed have position 0; nothing has written their keys."""
     view = make_view([(0, 3, 20), (1, 2, 18)], 16, 16)
     keys, values = make_cache(view, 16, 2, 16)  # NaN elsewhere
     for token, place in enumerate(view.place.tolist()):

@@ -33,6 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bubblespec.engine.arrays import ragged, to_device
 from bubblespec.engine.kv_cache import CachePacking
+from bubblespec.engine.ops import LAYERS, is_replaced
 from bubblespec.errors import InputError
 
 # Attributes of a model: what computes whole sequences in place of its modules, and whether layers
@@ -137,7 +138,7 @@ def forward_hidden(
 ) -> torch.Tensor:
     """Return last hidden states [N, hidden] of packed input_ids [N], at the packing's positions."""
     own = vars(model).get(OWN_HIDDEN)
-    if own is not None and isinstance(packing, SequencePacking):
+    if own is not None and isinstance(packing, SequencePacking) and not is_replaced(LAYERS):
         return own(model, input_ids, packing, kernel)
     out = model.base_model(
         input_ids=input_ids[None],

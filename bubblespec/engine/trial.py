@@ -2,8 +2,8 @@
 
 A kernel may fail on a machine that it has not run on: no C compiler, which triton needs for its
 launches, a card with less shared memory, another version. Then torch computes the operation, the
-run goes on, and a line says why. Each kernel is launched here, also those that a run would launch
-late: of splits that are merged, of acceptance, of backward passes.
+run goes on, and a line says why. All kernels are launched here, including those that a run reaches
+late: merging of splits, acceptance, backward passes.
 
 Whether all of them together compute what training computes is compared in learn/agreement.py.
 
@@ -33,14 +33,15 @@ from bubblespec.errors import fallback, is_lost, one_line
 from bubblespec.types import Load
 
 TOKENS, EPS, SEED = 7, 1e-6, 2**40 + 17
-# Differences of single operations, in units of rounding of the largest number. Kernels and torch
-# round at the same places, so that most numbers are equal, and others differ by a unit or two.
-MAX_UNITS = 16
+# Differences of single operations, in units of rounding of a row's largest number. Kernels and
+# torch round to two bytes at the same places: most numbers are equal, others differ by up to four
+# units. float32 are sums over a vocabulary, in other orders: 14 units with 20,000 tokens.
+MAX_UNITS = {2: 16, 4: 1024}  # by the bytes of a number
 KEY = "model.kernels"
 
 
 class Sizes(NamedTuple):
-    """Of a run's model."""
+    """Device, type and sizes of a run's model."""
 
     device: torch.device
     dtype: torch.dtype
@@ -153,9 +154,11 @@ def sampling(own: Any, sizes: Sizes) -> Found:
         params = SamplingParams(temperature)
         if own is torch_ops:
             reduce = lambda *of: own.best_and_sum(*of, seed=SEED)  # noqa: E731
-            found += sample(logits, noise.words, noise.words[:, 0], params, reduce)
+            token, logprob = sample(logits, noise.words, noise.words[:, 0], params, reduce)
         else:
-            found += own.draw(logits, noise, params)
+            token, logprob = own.draw(logits, noise, params)
+        # Without noise several logits may be the largest.
+        found += [logprob, logits.gather(1, token[:, None]) if temperature == 0.0 else token]
     return [*found, *own.best_and_sum(logits, noise.words, 5, False, SEED)]
 
 
@@ -324,12 +327,14 @@ def _difference(found: Found, wanted: Found) -> str | None:
                 share = (got != right).double().mean().item()
                 return f"{share:.0%} of its results differ from torch's"
             continue
-        unit = torch.finfo(right.dtype).eps * right.double().abs().max().item()
-        size = (got.double() - right.double()).abs().max().item()
-        if not size <= MAX_UNITS * unit:  # also where it is no number
-            return (
-                f"its results differ from torch's by up to {size:.1e}, and rounding is {unit:.1e}"
-            )
+        bound = MAX_UNITS[right.itemsize] * torch.finfo(right.dtype).eps
+        got, right = got.double(), right.double()
+        size = (got - right).abs()
+        # By rows: what adds up many keys is smaller than what adds up few.
+        is_far = ~(size <= bound * right.abs().amax(-1, keepdim=True))  # or no number
+        if is_far.any():
+            share, worst = is_far.double().mean().item(), size[is_far].max().item()
+            return f"{share:.0%} of its results differ from torch's, by up to {worst:.1e}"
     return None
 
 

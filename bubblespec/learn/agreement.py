@@ -55,9 +55,11 @@ def generation_problem(runner: ModelRunner, params: SamplingParams) -> str | Non
     The texts are over a border of pages and of splits where rows may be as long. They are generated
     twice, without drafts, and with drafts that are partly wrong. No slot may have a row."""
     engine, plain, drafted = Engine(runner), _make_rows(runner), _make_rows(runner)
-    _generate(engine, plain, params)
-    _generate(engine, drafted, params, _Drafts(plain))
-    engine.reset()
+    try:
+        _generate(engine, plain, params)
+        _generate(engine, drafted, params, _Drafts(plain))
+    finally:
+        engine.reset()
     return rows_problem(runner.model, plain + drafted, params, runner.seed)
 
 

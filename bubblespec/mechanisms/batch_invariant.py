@@ -199,9 +199,9 @@ def compared_sizes(max_num_batched_tokens: int, width: int, device: torch.device
 
     On a GPU products have these numbers of rows and no others (`InvariantLinear`, CUDA graphs),
     libraries choose a kernel by a product's shape, and the other kernels compute each token by
-    itself. On a CPU all products have ROWS rows, and torch gives parts of the other operations to
-    threads, so sizes are one row, some rows beside a whole product, and enough for several parts;
-    larger forwards are more of these products and parts."""
+    itself. On a CPU all products have ROWS rows, and torch divides other large operations among
+    threads. So three sizes are compared there: one row, more than a product's rows, and enough to
+    be divided. Larger forwards repeat these."""
     if device.type in ops.DEVICES:
         return graph_sizes(max_num_batched_tokens, MIN_ROWS)
     sizes = 1, ROWS + 1, max(NUM_PARTS * PART // width, ROWS + 1)

@@ -1,4 +1,4 @@
-"""The table of docs/faults.md on kernels and GPUs, whose lines are those that tests see."""
+"""The table of docs/faults.md on kernels and GPUs, against which tests hold what is printed."""
 
 import re
 from pathlib import Path

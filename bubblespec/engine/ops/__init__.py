@@ -49,7 +49,12 @@ def ops_for(device: torch.device, dtype: torch.dtype) -> ModuleType | SimpleName
 def has_kernels(device: torch.device, dtype: torch.dtype, operation: str = ATTEND) -> bool:
     """Whether kernels compute an operation in this type on this device."""
     is_served = device.type in DEVICES and dtype in TYPES and has_triton()
-    return is_served and ATTEND not in replaced and operation not in replaced
+    return is_served and not is_replaced(operation)
+
+
+def is_replaced(operation: str) -> bool:
+    """Whether torch computes an operation in place of kernels."""
+    return not replaced.keys().isdisjoint((ATTEND, operation))
 
 
 @cache
