@@ -12,7 +12,7 @@ from bubblespec.config import Config, ModelConfig, RolloutConfig
 from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.draft.sources import History
 from bubblespec.draft.store import DraftStore
-from bubblespec.planner.guard import DRAFTS, Guard
+from bubblespec.planner.chooser import DRAFTS, Chooser
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import Span, StepRecord
 from bubblespec.rollout.sampler import Sampler
@@ -91,8 +91,7 @@ def test_useless_groups_are_replaced_by_first_useful_groups(monkeypatch, useful_
             assert rewards[group, number] == reward_of(uid, number, useful_every)
 
 
-def test_rollouts_of_replacements_are_no_comparisons(monkeypatch):
-    """They have no drafts: one without would tell nothing, and one with would seem slow."""
+def test_rollouts_of_replacements_do_without_the_same_parts(monkeypatch):
     taken = []
 
     def prepare(sampler, launch, step, store, without):
@@ -101,13 +100,14 @@ def test_rollouts_of_replacements_are_no_comparisons(monkeypatch):
 
     monkeypatch.setattr(Sampler, "prepare", prepare)
     stats = RunStats()
-    stats.guards[DRAFTS] = Guard()
-    stats.guards[DRAFTS].observe(1.0, 1.0, True)  # a comparison comes next
+    stats.chooser = Chooser([DRAFTS])
+    stats.chooser._off = {3: frozenset([DRAFTS])}
     parts = {"stats": stats, "proposer": object(), "mechanisms": []}
     sampler = Sampler(**dict.fromkeys(Sampler.__dataclass_fields__) | parts)
     launch = Launch([Group(Prompt(0, "", (1,), {}), 0)], 1, 2)
-    plans = [sampler.plan(launch, 3, used) for used in (launch.groups, 2 * launch.groups)]
-    assert taken == [{DRAFTS}, set()] and [plan.is_compared for plan in plans] == [True, False]
+    for used in (launch.groups, 2 * launch.groups):
+        sampler.plan(launch, 3, used)
+    assert taken == [{DRAFTS}, {DRAFTS}]
 
 
 @pytest.mark.parametrize("max_batches", [1, 2, 3])

@@ -159,8 +159,6 @@ NAMED = {
     "bubblespec.telemetry.timeline": {"drafter"},
     # How many queries' keys attention sums in splits, which decides its memory.
     "bubblespec.memory": {"batch_invariant"},
-    # A part that is compared, by its name in checkpoints.
-    "bubblespec.planner.guard": {"quantized"},
     # Variables of a process, and Jinja's class.
     "bubblespec.distributed.ranks": {"environment"},
     "bubblespec.loading": {"environment"},

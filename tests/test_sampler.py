@@ -13,9 +13,8 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.sampling import EVALUATION
 from bubblespec.planner import drafts as drafts_module
-from bubblespec.planner import guard
+from bubblespec.planner.chooser import DRAFTS, Chooser
 from bubblespec.planner.costs import CHAIN_ROWS
-from bubblespec.planner.guard import COPY, DRAFTS, Guard, Guards
 from bubblespec.planner.prices import suggested_prices
 from bubblespec.planner.stats import RunStats
 from bubblespec.records import ForwardRecord, RolloutRecord, Span, StepRecord
@@ -126,14 +125,16 @@ def test_steps_equal_plain_generation(method, planning):
     assert (len(sampler.history.state_dict()["tokens"]) > 0) == ("suffix" in method)
 
 
+OFF = frozenset([DRAFTS])
+
+
 @pytest.fixture
-def no_controls(monkeypatch):
-    """No rollouts without drafts, to compare with."""
-    monkeypatch.setattr(guard, "FIRST_CONTROL", 100)
+def always_drafts(monkeypatch):
+    monkeypatch.setattr(Chooser, "_draw", lambda chooser, step: frozenset())
 
 
 @pytest.mark.parametrize("method", ["bubble+suffix", "none"])
-def test_restored_sampler_continues_alike(method, no_controls):
+def test_restored_sampler_continues_alike(method, always_drafts):
     ends = []
     for is_resumed in (False, True):
         model = new_model()
@@ -156,64 +157,64 @@ def test_restored_sampler_continues_alike(method, no_controls):
     assert ends[0] == ends[1] and (len(ends[0][1]) > 0) == ("bubble" in method)
 
 
-def test_guard_exists_only_where_costs_decide():
+def test_drafts_are_chosen_about_only_where_costs_decide():
     for method in ("bubble", "suffix"):
-        assert set(start(method, new_model()).stats.guards) == {DRAFTS}
+        assert start(method, new_model()).stats.chooser.parts == [DRAFTS]
     for method, planning in (("bubble", "always"), ("bubble", "idle_only")):
-        assert not start(method, new_model(), speculative__planning=planning).stats.guards
+        assert not start(method, new_model(), speculative__planning=planning).stats.chooser.parts
 
 
-def test_paused_guard_disables_drafts(no_controls):
+def test_chosen_steps_do_without_drafts(monkeypatch):
     for is_off in (False, True):
+        off = OFF if is_off else frozenset()
+        monkeypatch.setattr(Chooser, "off", lambda chooser, step, off=off: off)
         sampler = start("bubble", new_model())
-        sampler.stats.guards[DRAFTS]._pause_left = 10 * is_off
         records = [sampler.sample(step).rollouts[0] for step in range(3)]
         assert any(record.drafted_tokens for record in records) != is_off
         assert any(record.acceptance.draft_tokens for record in records) != is_off
 
 
 @pytest.mark.parametrize("method, ends", [("suffix", True), ("bubble", False)])
-def test_responses_of_earlier_visits_end_a_pause_once(no_controls, method, ends):
+def test_responses_of_earlier_visits_are_tried_once(method, ends):
     sampler = start(method, new_model())
     for step in range(3):
-        sampler.stats.guards[DRAFTS]._pause_left = 9
+        sampler.stats.chooser._off = {step: OFF}
         groups = groups_of(step)
-        sampler.plan(Launch(groups, len(groups), 2), step, groups)
-        assert sampler.stats.is_paused != (ends and step == 1)
+        plan = sampler.plan(Launch(groups, len(groups), 2), step, groups)
+        assert (plan.without == OFF) != (ends and step == 1)
 
 
-def test_control_rollout_is_placed_as_if_nothing_was_drafted(no_controls):
+def test_rollout_without_drafts_is_placed_as_if_nothing_was_drafted(always_drafts):
     sampler = start("bubble", new_model())
     for step in range(2):
         sampler.sample(step)
     launch = sampler.schedule.launch(2)
     assert any(sampler.store.get(name) for name in launch.ids)
     with_drafts = sampler.plan(launch, 2, launch.groups).table.rows.drafted
-    sampler.stats.guards[DRAFTS]._until_control = 0
+    sampler.stats.chooser._off[2] = OFF
     assert with_drafts.any() and not sampler.plan(launch, 2, launch.groups).table.rows.drafted.any()
 
 
-def test_control_rollout_only_drafts_when_idle(no_controls, monkeypatch):
+def test_rollout_without_drafts_only_drafts_when_idle(always_drafts, monkeypatch):
     monkeypatch.setattr(drafts_module, "MAX_LOOKAHEAD", 1)  # there is something left to draft
     sampler = start("bubble", new_model(), BoardWithSlowRank(120))
     first = sampler.sample(0).rollouts[0]
-    sampler.stats.guards[DRAFTS]._until_control = 0
+    sampler.stats.chooser._off[1] = OFF
     control = sampler.sample(1).rollouts[0]
-    assert not sampler.stats.guards.without  # that was one rollout
     assert first.drafted_tokens and control.drafted_tokens
     assert not control.acceptance.draft_tokens
     assert not any(forward.own_rows and forward.ahead_rows for forward in control.forwards)
 
 
-def test_no_drafts_are_made_for_control_rollout():
-    """The second rollout is one, and the step after it is drafted for in the first."""
+@pytest.mark.parametrize("has_own", [True, False])
+def test_no_drafts_are_made_for_a_rollout_without(has_own):
+    """Only for the one after it, and for none if the rollout itself has none either."""
     sampler = start("bubble", new_model(), BoardWithSlowRank(120))
-    assert sampler.stats.is_next_without
+    sampler.stats.chooser._off = {0: frozenset() if has_own else OFF, 1: OFF}
     sampler.sample(0)
     coming = [ids_of(batch, 2) for batch in sampler.schedule.upcoming(0, 2)]
     drafted = [any(map(sampler.store.get, names)) for names in coming]
-    assert drafted == [False, True]
-    assert sampler.stats.guards.without == {DRAFTS} and not sampler.stats.is_next_without
+    assert drafted == [False, has_own]
 
 
 def test_deferred_rows_become_drafts():
@@ -253,7 +254,7 @@ def test_evaluation_verifies_last_responses():
     assert by_id(evaluator.generate(HELD_OUT, 2, PARAMS, 5)[0]) == generated(model, HELD_OUT)
 
 
-def test_evaluations_do_not_change_training(no_controls):
+def test_evaluations_do_not_change_training(always_drafts):
     """Steps between evaluations: what training has learned is the same as without them."""
     states = []
     for evaluates in (False, True):
@@ -267,7 +268,8 @@ def test_evaluations_do_not_change_training(no_controls):
             update(model, step)
         state = sampler.state_dict()
         # Seconds of the helper's clock, which moves at every look.
-        states.append({name: a for name, a in state.items() if not name.startswith("stats.guard")})
+        kept = {name: a for name, a in state.items() if not name.startswith("stats.chooser")}
+        states.append(kept)
     assert states[0].keys() == states[1].keys()
     changed = [name for name in states[0] if not np.array_equal(states[0][name], states[1][name])]
     assert changed == [] and len(states[0]["drafts.tokens"])
@@ -333,25 +335,24 @@ def test_costs_count_chains_where_the_next_rollout_has_them():
     """Whether or not the rollout that they are learned from had any."""
     stats, groups = RunStats(cost=fixed_cost()), groups_of(0)
     stats.chains = lambda context: np.full(len(CHAIN_ROWS), 0.5)
-    stats.guards = Guards({DRAFTS: Guard()})
-    stats.guards.add(COPY)
+    stats.chooser = Chooser([DRAFTS])
+    stats.chooser.add("copy")
     launch, seen = Launch(groups, len(groups), 2), set()
     rows = dict(enumerate(make_rows(groups, 2, LIMIT)))
     for row in rows.values():
         row.tokens = np.ones(20, np.int64)
     record = RolloutRecord(began_s=1.0, ended_s=2.0)
-    for _ in range(12):
-        without = stats.guards.without
-        options = {"planning_s": 0.0, "used_share": 0.0, "num_slots": 8, "without": without}
+    for step in range(40):
+        without = stats.chooser.off(step)
+        options = {"planning_s": 0.0, "used_share": 0.0, "num_slots": 8, "step": step}
         stats.observe_rollout(record, launch, rows, ALONE, **options)
-        coming = stats.guards.without
-        has_chains = not coming & {DRAFTS, COPY}
-        assert (stats.cost_without(coming).chains is not None) == has_chains
-        seen.add((COPY in without, has_chains))
+        coming = stats.chooser.off(step + 1)
+        assert (stats.cost_without(coming).chains is not None) == (not coming)
+        seen.add(("copy" in without, not coming))
     assert {(True, True), (False, False)} <= seen
     again = RunStats(chains=stats.chains)
     again.load_state_dict(stats.state_dict())
-    assert again.cost_without(set()).chains.tolist() == [0.5] * len(CHAIN_ROWS)
+    assert again.cost_without(frozenset()).chains.tolist() == [0.5] * len(CHAIN_ROWS)
 
 
 def test_stats_count_shared_forwards():
@@ -365,6 +366,6 @@ def test_stats_count_shared_forwards():
     forwards = [ForwardRecord(n, n + 1.0, 1.0, 0.0, load, 6, 0, 0) for n in range(12)]
     record = RolloutRecord(0.0, 16.0, forwards, shared=[Span("shared", 12.0, 16.0)])
     record.shared_forwards = forwards[:8]
-    options = {"num_slots": 8, "planning_s": 0.5, "used_share": 0.0, "without": frozenset()}
+    options = {"num_slots": 8, "planning_s": 0.5, "used_share": 0.0, "step": 0}
     saved_s = stats.observe_rollout(record, launch, rows, ALONE, **options)
     assert saved_s == pytest.approx(20.0 - 16.5, rel=0.02) and stats.forwards == 20

@@ -96,7 +96,7 @@ def test_tokens_equal_workload_under_every_method(method, num_ranks):
 
 def test_good_drafts_save_forwards_and_idle_time():
     none, ours = (run(method, 2, steps=6, run=1e9) for method in ("none", "bubble+suffix"))
-    # The first step has no drafts, and the guard makes one without them to compare with.
+    # The first step has no drafts.
     drafted = [step.step for step in ours if step.proposed_tokens]
     assert drafted == [2, 3, 4, 5]
     assert sum(ours[n].forwards for n in drafted) < 0.5 * sum(none[n].forwards for n in drafted)

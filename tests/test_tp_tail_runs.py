@@ -62,7 +62,7 @@ def runs(tmp_path_factory):
         train_on_threads(2, *OPTIONS, *keys)
         assert any(call.stops for call in calls) and len(digests(shared)) == 1
         train_on_threads(2, *OPTIONS, *keys)
-    assert len(observed) == 2 * len(digests(shared)), "no guard learns from an evaluation"
+    assert len(observed) == 2 * len(digests(shared)), "nothing is learned from an evaluation"
     return SimpleNamespace(plain=plain, shared=shared, calls=calls)
 
 

@@ -1,6 +1,6 @@
 """The cost of a forward, fitted to the run's forwards, and the seconds of a rollout.
 
-Placement, drafting, the TP tail and the guard all use these estimates."""
+Placement, drafting and the TP tail use these estimates."""
 
 import numpy as np
 

@@ -3,7 +3,7 @@
 The seconds of single forwards (costs.py) leave out what comes with them: the starts and ends of
 rows, proposals, the exchange of drafts and the planning. So the seconds of whole rollouts are
 fitted by what happens in them, drawn towards the prices that forwards suggest. Drafting is planned
-by these prices, and the guard charges a draft in the rollout that it was made for.
+by these prices, and a draft is charged in the rollout that it was made for.
 """
 
 from typing import NamedTuple

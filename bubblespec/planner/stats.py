@@ -1,18 +1,18 @@
-"""Statistics of a run that predict its next step: costs, lengths, survival of drafts, the guard.
+"""Statistics of a run that predict its next step: costs, lengths, survival of drafts, choices.
 
 All but this rank's own cost are the same on every rank, learned from one gather after each rollout.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from bubblespec.distributed.ranks import Ranks
+from bubblespec.planner.chooser import DRAFTS, Chooser
 from bubblespec.planner.costs import CHAIN_ROWS, KNOTS, CostModel
-from bubblespec.planner.guard import COPY, DRAFTS, Guards
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.prices import Counts, PriceModel, counts_of
 from bubblespec.planner.survival import Survival
@@ -53,8 +53,8 @@ class RunStats:
     lengths: LengthModel = field(default_factory=LengthModel)
     pricing: PriceModel = field(default_factory=PriceModel)
     """Prices of the parts of a rollout."""
-    guards: Guards = field(default_factory=Guards)
-    """Guards of drafts with the TP tail, of the quantised copy and of placement; some may lack."""
+    chooser: Chooser = field(default_factory=Chooser)
+    """Choice of what coming rollouts do without."""
     invested_s: float = 0.0
     """Seconds of the rollouts so far that went into drafts in the store."""
     forwards: float = 0.0
@@ -66,32 +66,15 @@ class RunStats:
     modelled_s: float = 0.0
     """Seconds that the model predicts for the latest rollout, in turn and without drafts."""
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether drafts and the TP tail were slower and pause for some rollouts."""
-        return DRAFTS in self.guards and self.guards[DRAFTS].is_paused
-
-    @property
-    def is_next_without(self) -> bool:
-        """Whether the rollout after the next one is made without drafts, for comparison.
-
-        A comparison of something else in the next one postpones that of drafts."""
-        others = self.guards.without - self.guards.paused - {DRAFTS}
-        return DRAFTS in self.guards and self.guards[DRAFTS].is_next_without and not others
-
-    def cost_without(self, off: Container[str]) -> CostModel | None:
-        """Return the mean cost of all ranks in rollouts without some parts, see `Guards`."""
-        has_copy = self.copy_cost is not None and DRAFTS not in off and COPY not in off
-        return self.copy_cost if has_copy else self.shared_cost
+    def cost_without(self, off: frozenset[str]) -> CostModel | None:
+        """Return the mean cost of all ranks in rollouts without some parts, see `Chooser`."""
+        return self.shared_cost if off or self.copy_cost is None else self.copy_cost
 
     def metrics(self) -> dict[str, float]:
-        """Return the guards' decisions for the next rollout, and the error of the prices."""
-        without = self.guards.without
-        metrics: dict[str, float] = {}
-        for name in self.guards:
-            metrics["guard/is_on" if name == DRAFTS else f"guard/{name}"] = int(name not in without)
+        """Return the effects of what is chosen about, and the error of the prices."""
+        metrics = self.chooser.metrics()
         if math.isfinite(self.pricing.error):
-            metrics["guard/price_error"] = self.pricing.error
+            metrics["rollout/price_error"] = self.pricing.error
         return metrics
 
     def observe_rollout(
@@ -104,8 +87,7 @@ class RunStats:
         num_slots: int,
         planning_s: float,
         used_share: float,
-        without: frozenset[str],
-        is_compared: bool = True,
+        step: int,
     ) -> float:
         """Learn a rollout, on all ranks together.
 
@@ -113,13 +95,13 @@ class RunStats:
 
         rows: this rank's by their index in the launch, with their tokens; planning_s: seconds spent
         on drafts outside of the rollout; used_share: of the stored tokens, those of this rollout's
-        drafts; without, is_compared: see `RolloutPlan`.
+        drafts.
         """
+        without = self.chooser.off(step)
         own = np.zeros(1, MEASURED)
         own["cost"] = self.cost.parameters
         own["forwards"] = record.own_forwards + len(record.shared_forwards)
-        # A rollout that drafts are compared with stands for one in a pause, which would neither
-        # plan nor tick.
+        # One rollout without drafts among others plans and ticks for them; several do not.
         extra_s = -record.host_s if DRAFTS in without else planning_s
         own["seconds"] = record.total_s + extra_s
         if self.chains is not None:
@@ -149,27 +131,24 @@ class RunStats:
         self.context = prompt + float(lengths.mean()) / 2
         priced_s = measured_s - float(slowest["chains_s"])
         self.pricing.observe(counts, priced_s, self.shared_cost, prompt, self.context)
-        if is_compared:
-            self._observe_guards(measured_s, counts, used_share, without)
+        self._choose(step, measured_s, counts, used_share)
         if self.chains is not None:
             self.copy_cost = CostModel.from_parameters(self.shared_cost.parameters)
             self.copy_cost.chains = measured["chains"].mean(axis=0)
         return self.modelled_s - measured_s
 
-    def _observe_guards(
-        self, measured_s: float, counts: Counts, used_share: float, without: frozenset[str]
-    ) -> None:
-        """Show the guards a rollout. A draft is charged in the rollout that it was made for."""
+    def _choose(self, step: int, measured_s: float, counts: Counts, used_share: float) -> None:
+        """Choose by one more rollout. A draft is charged in the rollout that it was made for."""
         prices = self.pricing.prices
         if prices is None:
             return
         made_s = counts.drafted * prices.drafted_s + counts.begun * prices.begun_s
         made_s = min(made_s, 0.9 * measured_s)
-        used_s = 0.0 if DRAFTS in without else used_share * self.invested_s
+        used_s = used_share * self.invested_s
         self.invested_s += made_s - used_s
-        self.guards.observe(measured_s - made_s + used_s, self.modelled_s, without)
-        if self.is_paused:
-            self.invested_s = 0.0
+        charged_s = measured_s - made_s + used_s * (DRAFTS not in self.chooser.off(step))
+        expected_s = prices.rollout_s + prices.forward * self.modelled_s
+        self.chooser.observe(step, charged_s, expected_s)
 
     def observe_samples(self, samples: Samples) -> None:
         """Learn lengths from the samples of a step."""
@@ -183,7 +162,7 @@ class RunStats:
         chains = None if self.copy_cost is None else self.copy_cost.chains
         return state_of(self._parts()) | {
             "averages": np.array([self.tokens_per_step, self.forwards]),
-            "guards.invested_s": np.array(self.invested_s),
+            "invested_s": np.array(self.invested_s),
             "shared_cost": cost,
             "chains": np.empty(0) if chains is None else chains,
         }
@@ -192,7 +171,7 @@ class RunStats:
         """Restore a saved state."""
         load_parts(self._parts(), state)
         self.tokens_per_step, self.forwards = map(float, state["averages"])
-        self.invested_s = float(state.get("guards.invested_s", 0.0))
+        self.invested_s = float(state.get("invested_s", 0.0))
         if len(state["shared_cost"]) == CostModel.NUM_TERMS + len(KNOTS):
             self.shared_cost = CostModel.from_parameters(state["shared_cost"])
             if self.chains is not None and len(state.get("chains", ())) == len(CHAIN_ROWS):
@@ -200,8 +179,7 @@ class RunStats:
                 self.copy_cost.chains = state["chains"]
 
     def _parts(self) -> dict:
-        guards = {f"guard.{name}": guard for name, guard in self.guards.items()}
-        return {"lengths": self.lengths, "prices": self.pricing, **guards}
+        return {"lengths": self.lengths, "prices": self.pricing, "chooser": self.chooser}
 
 
 def seconds_in_turn(

@@ -125,7 +125,7 @@ class Survival:
     def merge(self, measured: np.ndarray, has_drafts: bool = True) -> None:
         """End a rollout. measured: the sum of what all ranks have measured.
 
-        has_drafts: whether the guard allowed drafts; else the rollout tells nothing."""
+        has_drafts: whether the rollout could have drafts; else the rollout tells nothing."""
         new = measured[:-2].reshape(4, -1)
         is_untried = (new[OFFERED] > 0) & (new[TRIED] == 0)
         given_up = UNTRIED * np.minimum(1.0, MEMORY / np.maximum(self._past[TRIED], 1.0))

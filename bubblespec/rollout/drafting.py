@@ -16,9 +16,9 @@ import numpy as np
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.draft.proposer import Proposer
 from bubblespec.draft.store import DraftStore, exchange
+from bubblespec.planner.chooser import DRAFTS
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.drafts import choose_lookahead, plan_drafts
-from bubblespec.planner.guard import DRAFTS
 from bubblespec.planner.jobs import Job
 from bubblespec.rollout.plan import LEAST_S, Mechanism, RankView, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
@@ -223,9 +223,12 @@ class Drafting(Mechanism):
         self.sampler, self.proposer = sampler, proposer
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
-        """Plan what to draft in a rollout of a step; nothing while the guard has paused drafts."""
+        """Plan what to draft in a rollout of a step; nothing if this and the next lack drafts."""
         sampler, stats, step = self.sampler, self.sampler.stats, plan.step
-        if step is None or stats.is_paused:
+        if step is None:
+            return
+        is_off, is_next_off = (DRAFTS in stats.chooser.off(of) for of in (step, step + 1))
+        if is_off and is_next_off:
             return
         config, schedule, store = sampler.config, sampler.schedule, sampler.store
         depth = choose_lookahead(
@@ -235,20 +238,20 @@ class Drafting(Mechanism):
             accepted=stats.survival.by_age,
         )
         batches = schedule.upcoming(step, depth, plan.used) if depth else []
-        if batches and stats.is_next_without:
-            batches[0] = []  # the guard runs the next rollout without drafts
+        if batches and is_next_off:
+            batches[0] = []
         if not any(batches):
             return
         # Where the slowest groups are deferred, no tail is left that co-scheduled drafts could
-        # shorten, and a rollout that drafts are compared with must not be slowed down by any.
-        idle_only = schedule.defers or DRAFTS in plan.without
+        # shorten, and the time of a rollout without drafts must not be that of co-scheduled ones.
+        idle_only = schedule.defers or is_off
         planning = "idle_only" if idle_only else config.speculative.planning
         drafts = plan_drafts(
             batches,
             config.rollout.num_generations,
             store.get,
             stats.lengths,
-            cost=stats.cost_without(stats.guards.paused),
+            cost=stats.cost_without(stats.chooser.off(step + 1)),
             rates=stats.survival.rates,
             prices=stats.pricing.prices,
             forwards_per_step=stats.forwards,

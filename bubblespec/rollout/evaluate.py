@@ -96,11 +96,11 @@ class Evaluator:
     def generate(
         self, groups: list[Group], num_generations: int, params: SamplingParams, version: int
     ) -> tuple[Samples, RolloutRecord]:
-        """Generate and score samples of held-out prompts; the guard learns nothing.
+        """Generate and score samples of held-out prompts; no choice is made by them.
 
         version: updates of the weights. Raises StopRequested."""
         sampler, launch = self.sampler, Launch(groups, len(groups), num_generations)
-        plan = sampler.prepare(launch, None, self.store, sampler.stats.guards.paused)
+        plan = sampler.prepare(launch, None, self.store, sampler.stats.chooser.off(version))
         plan.used, plan.params, plan.version = groups, params, version
         if len(self.store) or self.has_chains:
             plan.proposer = self.proposer

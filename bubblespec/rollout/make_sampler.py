@@ -12,8 +12,8 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import log
 from bubblespec.memory import host_token_budget
+from bubblespec.planner.chooser import DRAFTS, Chooser
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.guard import DRAFTS, PLACEMENT, Guard, Guards
 from bubblespec.planner.stats import RunStats
 from bubblespec.planner.survival import Survival
 from bubblespec.rollout.board import ProgressBoard
@@ -64,15 +64,12 @@ def make_sampler(
             clock=ranks.clock,
             vocab_size=vocab_size_of(engine),
         )
-    guards = Guards()
-    if config.speculative.planning == "by_cost" and not schedule.defers:
-        # Without drafts the first guard is for a take-over by cost.
-        if sources or together == "auto":
-            guards[DRAFTS] = Guard()
-        if config.rollout.placement != "in_turn" and ranks.world_size > 1:
-            guards[PLACEMENT] = Guard()
+    # Without drafts the choice is about a take-over by cost.
+    may_choose = (bool(sources) or together == "auto") and not schedule.defers
+    parts = [DRAFTS] if may_choose and config.speculative.planning == "by_cost" else []
     survival = Survival() if proposer is None else proposer.survival
-    stats, store = RunStats(cost, survival, guards=guards), DraftStore(max_draft_tokens)
+    stats = RunStats(cost, survival, chooser=Chooser(parts))
+    store = DraftStore(max_draft_tokens)
     sampler = Sampler(
         config=config,
         ranks=ranks,

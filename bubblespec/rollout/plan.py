@@ -147,9 +147,7 @@ class RolloutPlan:
     expected_s: float = float("nan")
     """Predicted seconds until this rank finishes its rows; NaN if unknown."""
     without: frozenset[str] = frozenset()
-    """What the guards leave out, see `Guards`; without drafts no TP tail is entered by cost."""
-    is_compared: bool = True
-    """Whether guards learn it; rollouts that dynamic sampling adds to a step have no drafts."""
+    """What it does without, see `Chooser`; without drafts no TP tail is entered by cost."""
     proposer: Any = None
     """Source of draft tokens, a `Proposer` (draft/proposer.py), which the loop need not load; None
     without drafts."""

@@ -22,8 +22,8 @@ from bubblespec.draft.store import DraftStore, exchange
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
 from bubblespec.errors import RewardsFailed
+from bubblespec.planner.chooser import DRAFTS
 from bubblespec.planner.costs import rollout_seconds
-from bubblespec.planner.guard import DRAFTS, PLACEMENT
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
 from bubblespec.planner.stats import RunStats, load_parts, state_of
 from bubblespec.records import RolloutRecord, Span, StepRecord
@@ -124,14 +124,13 @@ class Sampler:
         """Return the plan of a rollout of a step, which mechanisms have not amended yet.
 
         used: see `RolloutPlan`."""
-        stats, is_compared = self.stats, used is launch.groups
+        stats = self.stats
         visit = min((group.visit for group in launch.groups), default=0)
-        if visit > stats.visit == 0 and self.matches_texts and stats.is_paused:
-            stats.guards[DRAFTS].try_again()  # responses of the earlier visits are new matches
+        if visit > stats.visit == 0 and self.matches_texts and stats.chooser.off(step):
+            stats.chooser.forget()  # responses of the earlier visits are new matches
         stats.visit = max(stats.visit, visit)
-        without = stats.guards.without if is_compared else stats.guards.paused
+        without = stats.chooser.off(step)
         plan = self.prepare(launch, step, self.store, without)
-        plan.is_compared = is_compared
         plan.used, plan.proposer, plan.version = used, self.proposer, step
         plan.cost = stats.cost if self.needs_timings else None
         cost = stats.cost_without(without)
@@ -154,8 +153,8 @@ class Sampler:
             expected = stats.lengths.predict(launch.groups, launch.num_generations, found)
             if step is not None and DRAFTS in without:  # they are not verified
                 expected = replace(expected, drafted=np.zeros(len(expected)))
-            cost, is_guarded = stats.cost_without(without), PLACEMENT in without
-            if self.is_balanced and cost is not None and not is_guarded:
+            cost = stats.cost_without(without)
+            if self.is_balanced and cost is not None:
                 rank_of = place(
                     up_to_cutoff(expected, launch) if launch.selects else expected,
                     cost,
@@ -255,8 +254,7 @@ class Sampler:
                 num_slots=self.engine.num_slots,
                 planning_s=self.planning_s,
                 used_share=1.0 - self.store.num_tokens / max(num_stored, 1),
-                without=plan.without,
-                is_compared=plan.is_compared,
+                step=plan.step,
             )
             record.modelled_s = self.stats.modelled_s
         if plan.launch.selects:

@@ -23,7 +23,7 @@ NUM_SAMPLES = 4  # prompts of a step, one response each
 PACKAGES = ("wandb", "trackio")  # of run.log_to; they have the same functions
 OWN_GROUP = "z_bubblespec"  # TensorBoard sorts groups by name: after reward, train and all others
 # Beginnings of the keys that only this trainer has.
-OWN = ("rollout/", "bubble/", "drafts/", "quantized/", "drafter/", "idle/", "guard/", "tail/")
+OWN = ("rollout/", "bubble/", "drafts/", "quantized/", "drafter/", "idle/", "chooser/", "tail/")
 OWN += ("tp_tail/",)
 # Metrics by the title of their chart. docs/metrics.md explains the first of each in this order.
 CHARTS = {

@@ -1,5 +1,6 @@
 """The text on the screen, from the numbers of a run. docs/metrics.md explains the metrics."""
 
+import math
 import os
 import statistics
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from bubblespec.telemetry.trace import describe_hardware
 GENERATE = ("timing_s/gen", "timing_s/bubble")
 TRAIN = ("timing_s/train", "timing_s/sync")
 ACCEPTED, WASTED = "rollout/spec_accepted_tokens", "rollout/spec_wasted_tokens"
-MODELLED, HAS_DRAFTS = "rollout/modelled_s", "has_drafts"
+EFFECT, EFFECT_ERROR = "chooser/drafts", "chooser/drafts_error"
 IS_LONG, DEFERRED = "tail/is_long_round", "tail/num_deferred"
 # Rows of the table at the end, as far as a run has them; those of evaluations follow the scores.
 ROWS = ["reward", "divergence", "frac_reward_zero_std", "entropy", "grad_norm"]
@@ -26,7 +27,7 @@ ROWS += ["perf/throughput", "rollout/spec_accept_rate", "quantized/acceptance_ra
 ROWS += ["drafter/accepted_1", IS_LONG, DEFERRED]
 EVAL_ROWS = [f"eval/{name}" for name in ("completions/mean_length", "completions/clipped_ratio")]
 EVAL_ROWS += ["eval/reward/errors", "timing_s/eval"]
-KEPT = {*ROWS, *TRAIN, ACCEPTED, WASTED, MODELLED, "guard/is_on"}
+KEPT = {*ROWS, *TRAIN, ACCEPTED, WASTED, EFFECT, EFFECT_ERROR}
 WIDTH = 100  # characters of a prompt or response
 REFERENCES = ("answer", "solution", "ground_truth", "reference")  # columns, as the field names them
 NUM_TIMED = 10  # latest steps, whose mean tells how long the others will take
@@ -42,27 +43,12 @@ class History:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Add a step. The guard has decided in the step before whether it had drafts."""
-        has_drafts = not self.steps or self.steps[-1].get("guard/is_on") != 0
-        kept = {key: metrics[key] for key in KEPT & metrics.keys()}
-        self.steps.append(kept | {HAS_DRAFTS: has_drafts})
+        """Add a step."""
+        self.steps.append({key: metrics[key] for key in KEPT & metrics.keys()})
 
     def total(self, *keys: str) -> Any:
         """Return the sum of these metrics over the steps."""
         return sum(metrics.get(key, 0) for metrics in self.steps for key in keys)
-
-    def savings(self) -> tuple[float, int] | None:
-        """Return the seconds that drafts saved (negative if they lost), and compared steps.
-
-        The seconds that the cost model expects without drafts, corrected by its median error in
-        steps without drafts, are compared with the measured ones. None before such a step."""
-        timed = [metrics for metrics in self.steps if metrics.get(MODELLED)]
-        pairs = [(m[HAS_DRAFTS], m[MODELLED], sum(m[k] for k in GENERATE)) for m in timed]
-        errors = [measured_s / modelled_s for drafts, modelled_s, measured_s in pairs if not drafts]
-        if not errors or not self.total(ACCEPTED, WASTED):
-            return None
-        error = statistics.median(errors)
-        return sum(error * modelled - s for drafts, modelled, s in pairs if drafts), len(errors)
 
 
 def start_text(
@@ -109,7 +95,7 @@ def step_text(metrics: dict[str, Any], history: History, num_left: int) -> str:
     parts = [", ".join([*named, length_text(metrics)]), f"{step_s:.2f} s: {times}"]
     accepted = metrics.get(ACCEPTED, 0)
     if drafted := accepted + metrics.get(WASTED, 0):
-        parts.append(drafts_text(accepted, drafted, history.savings()))
+        parts.append(drafts_text(accepted, drafted, metrics))
     if DEFERRED in metrics:
         short = f"short round, {metrics[DEFERRED]} prompts wait for a long one"
         parts.append("long round" if metrics[IS_LONG] else short)
@@ -119,12 +105,15 @@ def step_text(metrics: dict[str, Any], history: History, num_left: int) -> str:
     return "; ".join(parts)
 
 
-def drafts_text(accepted: int, drafted: int, savings: tuple[float, int] | None) -> str:
-    """Return how many draft tokens were accepted, and what drafts have saved so far."""
+def drafts_text(accepted: int, drafted: int, latest: dict[str, Any]) -> str:
+    """Return how many draft tokens were accepted, and what drafts do to a rollout's seconds.
+
+    latest: metrics of a step, of whose effect nothing is said while it is not clear."""
     text = f"{accepted:,} of {drafted:,} draft tokens accepted ({accepted / drafted:.0%})"
-    if savings:
-        saved = f"{duration(abs(savings[0]))} {'saved' if savings[0] >= 0 else 'lost'}"
-        text += f", about {saved}, compared with {savings[1]} step(s) without drafts"
+    effect = math.expm1(latest.get(EFFECT, 0.0))
+    if abs(latest.get(EFFECT, 0.0)) > 2 * latest.get(EFFECT_ERROR, math.inf):
+        text += f", with drafts a rollout takes about {abs(effect):.0%} "
+        text += "less time" if effect < 0 else "more time, so most have none"
     return text
 
 
@@ -207,7 +196,7 @@ def end_text(
         text = ", ".join(f"{name} {duration(part_s)}" for name, part_s in parts.items())
         lines.append(f"time: {duration(seconds)}: {text}")
         if drafted := history.total(ACCEPTED, WASTED):
-            text = drafts_text(history.total(ACCEPTED), drafted, history.savings())
+            text = drafts_text(history.total(ACCEPTED), drafted, history.steps[-1])
             lines.append(f"drafts: {text}")
     if checkpoint is not None:
         lines.append(f"checkpoint: {checkpoint} (a folder that from_pretrained loads)")

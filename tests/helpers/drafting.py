@@ -6,7 +6,7 @@ from bubblespec.draft import chains, proposer
 from bubblespec.draft.chains import ChainSource
 from bubblespec.mechanisms.drafter import training
 from bubblespec.mechanisms.drafter.training import TrainDrafter
-from bubblespec.planner import guard
+from bubblespec.planner.chooser import Chooser
 from bubblespec.rollout.board import ProgressBoard
 
 
@@ -20,7 +20,7 @@ def train_always(patch=setattr) -> None:
 def chain_always(patch=setattr) -> None:
     """Chains of five tokens in every forward, whatever they cost, after a short warm start."""
     patch(training, "EPOCHS", 1)
-    patch(guard, "FIRST_CONTROL", 1e9)  # no rollouts without drafts
+    patch(Chooser, "_draw", lambda chooser, step: frozenset())  # no rollouts without drafts
     patch(proposer, "choose_windows", lambda survival, available, *_, **__: available)
     patch(ChainSource, "chance", 1.0)
     patch(chains, "rows_to_continue", lambda chance, *_, **__: np.arange(len(chance)))

@@ -50,8 +50,8 @@ from bubblespec.mechanisms.drafter.training import (
     warm_up,
 )
 from bubblespec.memory import Needs, has_pages, max_slots
+from bubblespec.planner.chooser import DRAFTS
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.guard import DRAFTS
 from bubblespec.records import StepRecord
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
@@ -316,7 +316,7 @@ class DrafterMechanism(Mechanism):
         return training
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
-        """Draft and learn in rollouts of steps, unless the guard leaves drafts out."""
+        """Draft and learn in rollouts of steps, unless drafts are left out."""
         if self.training is None:
             return
         is_used = DRAFTS not in plan.without and plan.step is not None

@@ -37,7 +37,6 @@ from bubblespec.mechanisms.quantized.copy import (
     product_for,
 )
 from bubblespec.memory import Needs
-from bubblespec.planner.guard import COPY, DRAFTS
 from bubblespec.records import RolloutRecord, StepRecord
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
@@ -69,8 +68,7 @@ class QuantizedMechanism(Mechanism):
     def begin_rollout(self, plan: RolloutPlan) -> None:
         """Renew what the share of the last rollouts' seconds allows, if the copy is used."""
         self.source.runner.params = plan.params
-        is_used = plan.without.isdisjoint((DRAFTS, COPY))
-        self.source.is_enabled = is_used and self.source.problem is None
+        self.source.is_enabled = not plan.without and self.source.problem is None
         if plan.step is None or not self.source.is_enabled:
             return
         try:
@@ -216,7 +214,7 @@ def make(run: Run) -> QuantizedMechanism | None:
     always = config.speculative.planning == "always"
     source = make_source(of_copy, cost, copy_cost, always=always, clock=ranks.clock)
     sampler.proposer.add(source)
-    sampler.stats.guards.add(COPY)
+    sampler.stats.chooser.add(NAME)
     sampler.stats.chains = source.shortening
     run.after_update.append(of_copy.copy.note_update)
     return QuantizedMechanism(source)

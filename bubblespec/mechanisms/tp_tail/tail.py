@@ -29,8 +29,8 @@ from bubblespec.errors import log
 from bubblespec.mechanisms import Run
 from bubblespec.mechanisms.tp_tail.shards import ShardedForward, TPGroup, TPUnsupported, no_tp_tail
 from bubblespec.memory import Needs, kv_bytes, max_length
+from bubblespec.planner.chooser import DRAFTS
 from bubblespec.planner.costs import CostModel, prefill_seconds, rollout_seconds
-from bubblespec.planner.guard import DRAFTS
 from bubblespec.planner.rows import Rows
 from bubblespec.planner.windows import choose_windows
 from bubblespec.records import Span, StepRecord, total_s
@@ -83,7 +83,7 @@ class TPTail(Mechanism):
         """Contexts in which draft sources follow the rows to another engine."""
 
     def begin_rollout(self, plan: RolloutPlan) -> None:
-        """Take over the end of the rollout, unless the guard forbids a tail entered by cost."""
+        """Take over the end of the rollout, unless a tail entered by cost is left out."""
         self.off = plan.without
         if self.is_worth_it is None or DRAFTS not in plan.without:
             plan.take_over = self
