@@ -6,8 +6,11 @@ import pytest
 
 from bubblespec.planner import chooser
 from bubblespec.planner.chooser import DRAFTS, Chooser
+from bubblespec.planner.prices import Counts, Prices
+from bubblespec.planner.stats import RunStats
 
 COPY = "copy"
+NOTHING = Counts(1.0, 0.0, 0.0, 0.0, 0.0)
 ALL = frozenset([DRAFTS, COPY])
 
 
@@ -184,3 +187,16 @@ def test_forgotten_choices_begin_again():
     nothing.add(COPY)
     nothing.observe(0, 1.0, 1.0)
     assert not nothing.metrics() and not nothing.off(2), "without drafts nothing is chosen about"
+
+
+def test_draft_is_charged_in_the_rollout_that_it_was_made_for():
+    """At its price, and to none if that rollout does without drafts; the rest stays for later."""
+    stats, seen = RunStats(chooser=Chooser([DRAFTS])), []
+    stats.chooser.observe = lambda *of: seen.append(of)
+    stats.pricing.prices, stats.modelled_s = Prices(1.0, 2.0, 0.0, 0.1, 0.5), 4.5
+    stats.chooser._off = {2: frozenset([DRAFTS])}
+    made = Counts(1.0, 0.0, 0.0, drafted=30.0, begun=2.0)
+    for step, (counts, used_share) in enumerate([(made, 0.0), (made, 0.5), (NOTHING, 1.0)]):
+        stats._choose(step, 12.0, counts, used_share)
+    assert seen == [(0, 8.0, 10.0), (1, 10.0, 10.0), (2, 12.0, 10.0)]
+    assert stats.invested_s == 0.0

@@ -313,7 +313,7 @@ def play_two_ranks(num_steps: int, method="none", **options) -> list[list[StepRe
     return [results[0], results[1]]
 
 
-def test_placement_uses_lengths_of_earlier_epochs():
+def test_placement_uses_lengths_of_earlier_epochs(monkeypatch):
     balanced, in_turn = play_two_ranks(4), play_two_ranks(4, rollout__placement="in_turn")
     for both in (balanced, in_turn):
         for of_ranks in zip(*both, strict=True):
@@ -325,8 +325,9 @@ def test_placement_uses_lengths_of_earlier_epochs():
     assert all(record.owners.tolist() == [0, 0, 1, 1] for record in in_turn[0])
     assert any(record.owners.tolist() != [0, 0, 1, 1] for record in balanced[0][2:])
     assert not any(math.isnan(record.expected_s) for record in balanced[0][2:])
-    for planning, are_whole in (("always", True), ("by_cost", False)):  # compares without drafts
-        matching, _ = play_two_ranks(4, "suffix", speculative__planning=planning)
+    for off, are_whole in ((frozenset(), True), (OFF, False)):
+        monkeypatch.setattr(Chooser, "off", lambda chooser, step, off=off: off)
+        matching, _ = play_two_ranks(4, "suffix")
         owners = [record.owners.reshape(2, 2) for record in matching]
         assert all((ranks[:, 0] == ranks[:, 1]).all() for ranks in owners) == are_whole
 

@@ -98,7 +98,7 @@ def test_good_drafts_save_forwards_and_idle_time():
     none, ours = (run(method, 2, steps=6, run=1e9) for method in ("none", "bubble+suffix"))
     # The first step has no drafts.
     drafted = [step.step for step in ours if step.proposed_tokens]
-    assert drafted == [2, 3, 4, 5]
+    assert drafted == [1, 2, 3, 4, 5]
     assert sum(ours[n].forwards for n in drafted) < 0.5 * sum(none[n].forwards for n in drafted)
     assert ours[-1].drafted_tokens == 0  # there is no step after it
     none, ours = run("none", 2), run("bubble+suffix", 2)

@@ -162,7 +162,7 @@ class RunStats:
         chains = None if self.copy_cost is None else self.copy_cost.chains
         return state_of(self._parts()) | {
             "averages": np.array([self.tokens_per_step, self.forwards]),
-            "invested_s": np.array(self.invested_s),
+            "chooser.invested_s": np.array(self.invested_s),
             "shared_cost": cost,
             "chains": np.empty(0) if chains is None else chains,
         }
@@ -171,7 +171,7 @@ class RunStats:
         """Restore a saved state."""
         load_parts(self._parts(), state)
         self.tokens_per_step, self.forwards = map(float, state["averages"])
-        self.invested_s = float(state.get("invested_s", 0.0))
+        self.invested_s = float(state.get("chooser.invested_s", 0.0))
         if len(state["shared_cost"]) == CostModel.NUM_TERMS + len(KNOTS):
             self.shared_cost = CostModel.from_parameters(state["shared_cost"])
             if self.chains is not None and len(state.get("chains", ())) == len(CHAIN_ROWS):
