@@ -53,11 +53,9 @@ def versions() -> str:
 
 def devices(ranks: Ranks) -> tuple[str, list[str]]:
     """Describe the devices and their memory; also return warnings."""
-    num_local, hardware = (
-        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        describe_hardware(ranks.device),
-    )
-    threads, cores, (free, total) = hardware["threads"], hardware["cores"], host_bytes()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    hardware, (free, total) = describe_hardware(ranks.device), host_bytes()
+    threads, cores = hardware["threads"], hardware["cores"]
     text = f"{ranks.world_size} ranks with {threads} threads each; {cores} cores "
     text += f"({hardware['cpu']}), {free / 1e9:.3g} of {total / 1e9:.3g} GB of memory free"
     if ranks.device.type == "cpu":
@@ -82,7 +80,8 @@ def chosen(trainer: Trainer) -> tuple[str, list[str]]:
     runner = cast(ModelRunner, sampler.engine.runner)
     layers = "written out" if is_like_llama(model) else "transformers' modules"
     by = "torch's operations" if runner.forward.ops is torch_ops else "own kernels"
-    launched = "eager" if runner.forward.is_eager else "CUDA graphs"
+    is_eager = runner.graphs is None or runner.graphs.problem is not None
+    launched = "eager" if is_eager else "CUDA graphs"
     room = f"{max_length(trainer.config)} tokens each"
     if runner.pages is not None:
         room = f"{runner.pages.num_pages} pages of {PAGE} tokens in all"
