@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -33,7 +34,6 @@ from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.samples import Samples
 from bubblespec.telemetry.report import speculation_metrics
-from bubblespec.tools.forwards import seconds_together
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Row
 
@@ -60,9 +60,13 @@ FITTED = (
 
 def timed(trainer: Trainer, action: Callable[[], int]) -> tuple[float, int]:
     """Return the seconds of the slowest rank, and the most forwards that `action` returns."""
-    forwards: list[int] = []
-    seconds = seconds_together(lambda: forwards.append(action()), trainer.ranks)
-    return seconds, int(trainer.ranks.gather(np.array(forwards)).max())
+    ranks = trainer.ranks
+    ranks.barrier()
+    began_s = time.perf_counter()
+    forwards = action()
+    ranks.barrier()
+    seconds = time.perf_counter() - began_s
+    return seconds, int(ranks.gather(np.array([forwards])).max())
 
 
 def make_drafts_useless(trainer: Trainer) -> None:

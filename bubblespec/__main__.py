@@ -1,4 +1,4 @@
-"""The commands: python -m bubblespec train|doctor|memory|simulate|play ..."""
+"""The commands: python -m bubblespec train|doctor|memory|simulate ..."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ import logging
 
 from bubblespec.distributed.processes import end_early
 from bubblespec.errors import EndsRun
-from bubblespec.tools import COMMANDS, usage
+from bubblespec.tools import COMMANDS, GONE, usage
 
 
 def main() -> int:
@@ -24,7 +24,8 @@ def main() -> int:
         if is_help := name in ("-h", "--help", "help"):
             print(usage())
         else:
-            print(f"error: {name} is no command\n{usage()}", file=sys.stderr)
+            problem = GONE.get(name, f"{name} is no command\n{usage()}")
+            print(f"error: {problem}", file=sys.stderr)
         return 0 if is_help else 2
     import transformers  # here and below, as imports take seconds
 

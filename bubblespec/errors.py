@@ -49,19 +49,15 @@ class RewardsFailed(InputError):
 class RunFailed(EndsRun, RuntimeError):
     """Training cannot usefully continue. The message, equal on all ranks, has the reason."""
 
+    def __init__(self, message: str, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code
+
 
 class RankTimeout(EndsRun, RuntimeError):
     """A rank hangs or has died; the message, equal on all other ranks, names it."""
 
     exit_code = 3
-
-
-class SaveFailed(EndsRun, RuntimeError):
-    """The last state of a run could not be saved.
-
-    The message, equal on all ranks, has the reason."""
-
-    exit_code = 4
 
 
 class Interrupt(KeyboardInterrupt):

@@ -42,6 +42,7 @@ from bubblespec.engine.runner import ModelRunner
 from bubblespec.engine.trial import choose_operations, replace
 from bubblespec.errors import (
     InputError,
+    RunFailed,
     fallback,
     first_cause,
     is_lost,
@@ -67,10 +68,12 @@ from bubblespec.telemetry.reporter import RunReporter, show_phase
 from bubblespec.trainer import Trainer, check_save_best, find_best
 
 
-def build(config: Config, ranks: Ranks) -> Trainer:
+def build(config: Config, ranks: Ranks, is_strict: bool = False) -> Trainer:
     """Build a run on all ranks together, from its configuration and newest checkpoint.
 
-    Raises InputError for bad input."""
+    is_strict: whether texts and a gradient are compared with transformers' modules on CPUs as well,
+    and what no fallback mends is no warning. Raises InputError for bad input, and then RunFailed.
+    """
     if ranks.world_size > 1 and ranks.device.type == "cpu":
         ranks.shared = open_collectives(ranks)
     config = loading.with_dtype(config, ranks.device.type)
@@ -92,7 +95,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         tokenizer = loading.load_tokenizer(config, now_s)
         model = loading.load_model(config, checkpoint, ranks.device)
         num_tokens, lines = loading.check_vocabulary(config, model, tokenizer)
-        run = Run(config, ranks, model, tokenizer, state, checkpoint)
+        run = Run(config, ranks, model, tokenizer, state, checkpoint, is_strict=is_strict)
         call("load", run)
     with show_phase(ranks, "checking the model"):
         kernel, warnings = prepare(run, model, num_tokens)
@@ -129,7 +132,7 @@ def build(config: Config, ranks: Ranks) -> Trainer:
         config.rollout.min_completion_length,
     )
     with show_phase(ranks, "comparing gradients"):
-        check_gradient(config, model, kernel, params, ranks)
+        check_gradient(run, kernel, params)
     optimizer = Optimizer(model, config.optim, config.run.max_steps, ranks)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
@@ -282,15 +285,13 @@ def make_reference(
     return reference.requires_grad_(False)
 
 
-def check_gradient(
-    config: Config, model: PreTrainedModel, kernel: str, params: SamplingParams, ranks: Ranks
-) -> None:
+def check_gradient(run: Run, kernel: str, params: SamplingParams) -> None:
     """Compare a gradient by kernels with one by transformers' modules; else let torch compute.
 
     kernel: of attention. Raises InputError where model.kernels allows kernels alone."""
-    kernels = LAYERS, HEAD
+    config, model, ranks, kernels = run.config, run.model, run.ranks, (LAYERS, HEAD)
     has_own = any(has_kernels(model.device, model.dtype, own) for own in kernels)
-    if ranks.device.type != "cuda" and not has_own:
+    if ranks.device.type != "cuda" and not has_own and not run.is_strict:
         return
     given = model, kernel, params, max_length(config), MAX_LOGITS
     problem = agree(partial(gradient_problem, *given), ranks)
@@ -300,7 +301,16 @@ def check_gradient(
         warn_of(replace(kernels, problem), ranks)
         problem = agree(partial(gradient_problem, *given), ranks)
     if problem is not None:
-        warn_of([f"warning: with attention by {kernel} {problem}; doctor checks more"], ranks)
+        tell(f"with attention by {kernel} {problem}", run)
+
+
+def tell(problem: str, run: Run) -> None:
+    """Warn of a difference that torch's operations have, too, or raise RunFailed.
+
+    Bounds of rounding are no proof, and drafts are still verified by what samples."""
+    if run.is_strict:
+        raise RunFailed(problem)
+    warn_of([f"warning: {problem}"], run.ranks)
 
 
 def build_agreeing_engine(run: Run) -> Engine:
@@ -312,7 +322,8 @@ def build_agreeing_engine(run: Run) -> Engine:
     while True:
         engine = build_engine(run)
         forward = engine.runner.forward
-        if ranks.device.type != "cuda" and not has_kernels(*forward.type):
+        own = ranks.device.type == "cuda" or has_kernels(*forward.type)
+        if not own and not run.is_strict:
             return engine
         problem = agree(partial(generation_problem, engine.runner, learner.params), ranks)
         if problem is None:
@@ -326,8 +337,8 @@ def build_agreeing_engine(run: Run) -> Engine:
             warn_of([f"warning: {line}"], ranks)
         elif has_kernels(*forward.type):
             warn_of(replace(OPERATIONS, problem), ranks)
-        else:  # bounds of rounding are no proof, and drafts are still verified by what samples
-            warn_of([f"warning: {problem}, also by torch's operations; doctor checks more"], ranks)
+        else:
+            tell(f"{problem}, also by torch's operations", run)
             return engine
 
 

@@ -27,7 +27,6 @@ from bubblespec.errors import (
     InputError,
     RewardsFailed,
     RunFailed,
-    SaveFailed,
     gpu_problem,
     log,
     one_line,
@@ -87,8 +86,8 @@ class Trainer:
         """Context of the training loop.
 
         On a stop request all ranks save and leave after the current update; a rollout or evaluation
-        in progress is discarded and repeated on resume. Raises RewardsFailed, after a save,
-        RunFailed and SaveFailed.
+        in progress is discarded and repeated on resume. Raises RewardsFailed, after a save, and
+        RunFailed.
         """
         self.opened_s = self.ranks.clock.perf_counter()
         self.reporter.start(self.num_updates, self.checkpoint)
@@ -271,8 +270,8 @@ class Trainer:
     def save(self, is_last: bool) -> None:
         """Save a checkpoint; all ranks continue together once it is on disk.
 
-        After a failure the run continues with a warning. Raises SaveFailed if `is_last`, and
-        RunFailed if weights are not finite: such a checkpoint must not replace earlier ones.
+        After a failure the run continues with a warning, or if `is_last` RunFailed is raised. It
+        is also raised if weights are not finite: such a checkpoint must not replace earlier ones.
         """
         done, sampler = self.num_updates, self.sampler
         newest = f"checkpoint-{self.saved}" if self.saved else "none"
@@ -304,7 +303,7 @@ class Trainer:
             return
         line = f"checkpoint-{done} could not be saved: {problem}; the newest checkpoint is {newest}"
         if is_last:
-            raise SaveFailed(line)
+            raise RunFailed(line, exit_code=4)
         if self.ranks.is_main:
             log(f"warning: {line}; the run continues")
 

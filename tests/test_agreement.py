@@ -191,7 +191,7 @@ def test_gradient_of_a_layer_off_by_a_tenth_is_found(monkeypatch, factor):
     """Only that of training is: the hook is gone when the model's modules come."""
     model, handles = make(std=0.02), []
     weight = model.model.layers[1].self_attn.k_proj.weight
-    forward, own_modules = agreement.forward_hidden, agreement._own_modules
+    forward, own_modules = agreement.forward_hidden, agreement.own_modules
 
     def spoilt(*of):
         handles.append(weight.register_hook(lambda gradient: gradient * factor))
@@ -199,7 +199,7 @@ def test_gradient_of_a_layer_off_by_a_tenth_is_found(monkeypatch, factor):
 
     monkeypatch.setattr(agreement, "forward_hidden", spoilt)
     monkeypatch.setattr(
-        agreement, "_own_modules", lambda model: handles[0].remove() or own_modules(model)
+        agreement, "own_modules", lambda model: handles[0].remove() or own_modules(model)
     )
     problem = gradient_problem(model, "sdpa", PLAIN, MAX_LENGTH, 1 << 20)
     assert (problem is not None) == (factor != 1.0)

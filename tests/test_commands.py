@@ -10,7 +10,7 @@ import pytest
 from bubblespec.config.file import load_config
 from bubblespec.distributed.worker import Worker
 from bubblespec.errors import InputError
-from bubblespec.tools import COMMANDS, refuse_dashes, usage
+from bubblespec.tools import COMMANDS, GONE, refuse_dashes, usage
 from tests.helpers.warm import ROOT, launch, python
 
 
@@ -38,6 +38,11 @@ def test_commands_are_listed_with_examples(arguments):
 def test_unknown_command_lists_commands():
     done = launch(1, ["-m", "bubblespec", "learn"])
     assert (done.returncode, done.stderr) == (2, f"error: learn is no command\n{usage()}\n")
+
+
+def test_commands_that_have_gone_are_answered_with_what_to_use():
+    done = launch(1, ["-m", "bubblespec", "play", "--config", "configs/tiny_episodes.yaml"])
+    assert (done.returncode, done.stderr) == (2, f"error: {GONE['play']}\n")
 
 
 def test_key_with_dashes_is_answered_with_its_form():

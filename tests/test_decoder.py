@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from bubblespec.engine.batch import SamplingParams
-from bubblespec.engine.decoder import ACTIVATIONS, Decoder, NotLikeLlama, is_like_llama, stacked
+from bubblespec.engine.decoder import ACTIVATIONS, Decoder, is_like_llama, stacked
 from bubblespec.engine.forward import ModelForward
 from bubblespec.engine.kv_cache import KVCache, pack_rows
 from bubblespec.engine.model import forward_hidden, output_head, pack_sequences
@@ -174,7 +174,7 @@ def test_activations_of_llama_are_computed(activation):
 @pytest.mark.parametrize("name, lacks", [("gpt2", "embed_tokens"), ("mixtral", "gate_proj")])
 def test_missing_part_of_a_decoder_is_named(name, lacks):
     model = build(name)
-    with pytest.raises(NotLikeLlama, match=f"is not built like Llama: .*{lacks}"):
+    with pytest.raises(ValueError, match=f"is not built like Llama: .*{lacks}"):
         Decoder(model, stacked(model))
 
 

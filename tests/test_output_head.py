@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.comparison import replace_norms
 from bubblespec.engine.engine import Engine
-from bubblespec.engine.model import UnsupportedModel, output_head
+from bubblespec.engine.model import output_head
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.engine.runner import ModelRunner
 from bubblespec.mechanisms.drafter.mechanism import DrafterRunner
@@ -122,7 +122,7 @@ def test_other_change_of_logits_is_refused(change, dtype):
         output.logits = CHANGES[change](output.logits)
 
     model.register_forward_hook(changed)
-    with pytest.raises(UnsupportedModel, match="its logits are not its output head's product"):
+    with pytest.raises(ValueError, match="its logits are not its output head's product"):
         prepare_model(model, LONGEST)
 
 
@@ -132,7 +132,7 @@ def test_constant_before_the_head_is_refused(dtype):
     sizes = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
     sizes |= {"v_head_dim": 16, "dim_model_base": 16, "num_key_value_heads": 4}
     model = build("MiniCPM3", {**GQA, **sizes, "initializer_range": 0.01}, dtype)
-    with pytest.raises(UnsupportedModel, match="differ from the model's own"):
+    with pytest.raises(ValueError, match="differ from the model's own"):
         prepare_model(model, LONGEST)
 
 
@@ -145,7 +145,7 @@ def test_uncalled_head_is_refused(monkeypatch):
         return SimpleNamespace(logits=hidden @ weight.T)
 
     monkeypatch.setattr(type(model), "forward", forward)
-    with pytest.raises(UnsupportedModel, match="does not call its output head exactly once"):
+    with pytest.raises(ValueError, match="does not call its output head exactly once"):
         prepare_model(model, LONGEST)
 
 

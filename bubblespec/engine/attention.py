@@ -8,8 +8,9 @@ and read parts of one product with queries, keys and values in place.
 Shape legend: N packed tokens, H query heads, K key/value heads, D head dimension, V vocabulary.
 """
 
+import contextlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -60,6 +61,16 @@ def bubblespec_attention(
 
 
 AttentionInterface.register(NAME, bubblespec_attention)
+
+
+@contextlib.contextmanager
+def own_modules(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which the model's modules attend with SDPA, or if they cannot, eagerly."""
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(NAME)
 
 
 def _sdpa(packing: SequencePacking, query, key, value, *, scaling, window) -> torch.Tensor:

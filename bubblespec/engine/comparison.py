@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.nn.functional import layer_norm, rms_norm
 from transformers import PreTrainedModel
 
+from bubblespec.engine.attention import own_modules
 from bubblespec.engine.kv_cache import LANES, PAGE, CachePacking, KVCache, pack_rows
 from bubblespec.engine.model import OutputHead
 from bubblespec.engine.ops import ops_for, torch_ops
@@ -92,9 +93,9 @@ def feed(
 
 def own_forward(model: PreTrainedModel, part: torch.nn.Module, tokens: torch.Tensor):
     """Return the output of `part`'s own forward on tokens [T]; raise ValueError if it fails."""
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
-        return part(input_ids=tokens[None], use_cache=False)
+        with own_modules(model):
+            return part(input_ids=tokens[None], use_cache=False)
     except Exception as error:
         raise ValueError(f"its own forward fails even without the engine: {error}") from error
 

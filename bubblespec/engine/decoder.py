@@ -39,10 +39,6 @@ ACTIVATIONS = {
 }
 
 
-class NotLikeLlama(ValueError):
-    """This model lacks a part that a `Decoder` has; the message says which."""
-
-
 class Layer(NamedTuple):
     """One layer. Norms that a family does not have are None."""
 
@@ -76,7 +72,7 @@ class Decoder:
         """product_of: the product of linear layers with one input, outputs one after another.
 
         num_heads: H and K of these products, by default the model's; attend: by
-        default that of the device. Raises NotLikeLlama."""
+        default that of the device. Raises ValueError for a model that lacks a part."""
         base: Any = model.base_model
         config: Any = model.config.get_text_config(decoder=True)
         try:
@@ -87,7 +83,7 @@ class Decoder:
             self.heads, self.kv_heads = num_heads or (heads, kv_heads)
         except (AttributeError, KeyError, ValueError) as error:
             name = type(model).__name__
-            raise NotLikeLlama(f"{name} is not built like Llama: {error}") from error
+            raise ValueError(f"{name} is not built like Llama: {error}") from error
         self.ops = ops_for(self.norm.weight.device, self.norm.weight.dtype)
         self.attend = attend or self.ops.attend
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None

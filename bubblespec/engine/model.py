@@ -41,10 +41,6 @@ from bubblespec.errors import InputError
 OWN_HIDDEN, HAS_CHECKPOINTS = "_bubblespec_own_hidden", "_bubblespec_has_checkpoints"
 
 
-class UnsupportedModel(ValueError):
-    """This model cannot be served by the packed forward; the message says why."""
-
-
 @dataclass(frozen=True)
 class OutputHead:
     """Logits [N, num_tokens] of hidden states [N, hidden]."""
@@ -158,13 +154,13 @@ def output_head(model: PreTrainedModel) -> OutputHead:
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Recompute each layer in the backward pass instead of storing its activations.
 
-    Raises UnsupportedModel. The model stays in evaluation mode: transformers' own switch takes
+    Raises ValueError. The model stays in evaluation mode: transformers' own switch takes
     effect in training mode only, where dropout and router noise would make the trained function
     differ from the one that generated."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
         problem = f"{type(model).__name__} has no layers that can be checkpointed"
-        raise UnsupportedModel(f"model.gradient_checkpointing: {problem}")
+        raise ValueError(f"model.gradient_checkpointing: {problem}")
     vars(model)[HAS_CHECKPOINTS] = True
     for layer in layers:
         layer.forward = functools.partial(_checkpointed, layer.forward)

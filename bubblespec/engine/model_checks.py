@@ -28,7 +28,6 @@ from bubblespec.engine.comparison import (
 from bubblespec.engine.decoder import IS_LIKE_LLAMA, Decoder, stacked
 from bubblespec.engine.model import (
     OWN_HIDDEN,
-    UnsupportedModel,
     forward_hidden,
     of_layers,
     output_head,
@@ -54,7 +53,7 @@ def prepare_model(
 
     Sets evaluation mode for good, and finds the `output_head`. max_length: of prompt plus response,
     in tokens; num_tokens: size of the policy's vocabulary, by default the model's. Returns each
-    pair of sizes of key and value heads. Raises UnsupportedModel."""
+    pair of sizes of key and value heads. Raises ValueError."""
     _check_configuration(model, max_length)
     # For good: the probability ratio compares two forwards of the same weights, so nothing in them
     # may be random.
@@ -84,9 +83,7 @@ def prepare_model(
         if gpu_problem(error) is not None:  # which is not the model's
             raise
         what = "" if isinstance(error, ValueError) else "its forward over packed tokens fails: "
-        raise UnsupportedModel(
-            f"{type(model).__name__}: {what}{' '.join(str(error).split())}"
-        ) from error
+        raise ValueError(f"{type(model).__name__}: {what}{' '.join(str(error).split())}") from error
     model.set_attn_implementation(attention.NAME)
     return head_sizes
 
@@ -132,17 +129,17 @@ def _check_configuration(model: PreTrainedModel, max_length: int) -> None:
     }
     for problem, is_there in problems.items():
         if is_there:
-            raise UnsupportedModel(f"{type(model).__name__}: {problem}")
+            raise ValueError(f"{type(model).__name__}: {problem}")
     limit = min(of_layers(config, "max_position_embeddings", math.inf))
     if max_length > limit:
-        raise UnsupportedModel(
+        raise ValueError(
             f"rollout.max_prompt_length + rollout.max_completion_length = {max_length} exceeds "
             f"the model's {limit} positions"
         )
     for parameters in _rotary(model):
         original: Any = parameters.get("original_max_position_embeddings") or limit
         if parameters.get("rope_type") in ("dynamic", "longrope") and max_length > original:
-            raise UnsupportedModel(
+            raise ValueError(
                 f"{type(model).__name__}: its {parameters['rope_type']} rotary scaling changes "
                 f"with the longest row of a batch beyond {original} tokens, so a row's tokens "
                 f"would depend on its neighbours; keep prompt and response within {original}"
@@ -267,7 +264,6 @@ def _compare(model: PreTrainedModel, length: int, in_float32: bool) -> frozenset
 
     Returns sizes of key/value heads."""
     reference = _reference_logits(model, random_tokens(model, length))
-    model.set_attn_implementation(attention.NAME)
     head, packing = output_head(model), pack_sequences([length] * 2, model.device)
 
     def packed(ids: torch.Tensor) -> torch.Tensor:

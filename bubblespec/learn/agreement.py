@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bubblespec.engine import attention
 from bubblespec.engine.arrays import packed, to_device
+from bubblespec.engine.attention import own_modules
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine, Proposer
 from bubblespec.engine.model import OutputHead, forward_hidden, output_head, pack_sequences
@@ -119,7 +119,7 @@ def rows_problem(
     rows = [row for row in rows if len(row.tokens)]
     if not rows:
         return None
-    with _own_modules(model):
+    with own_modules(model):
         wanted = [_expected(model, row, params, seed) for row in rows]
         with _rounded(model):
             moved = [_expected(model, row, params, seed)[0] for row in rows]
@@ -243,7 +243,7 @@ def gradient_problem(
     own = partial(_mean_of_training, model, texts, kernel, params, max_logits)
     modules = partial(_mean_of_modules, model, texts, params, max_logits)
     found = gradient(own)
-    with _own_modules(model):
+    with own_modules(model):
         wanted = gradient(modules)
         differs = _distances(of, found, wanted)
         del found
@@ -302,16 +302,6 @@ def _mean_of_modules(model, texts, params, max_logits) -> torch.Tensor:
 def _own_hidden(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Return last hidden states [L, hidden] of tokens int64 [L], by the model's modules."""
     return model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
-
-
-@contextlib.contextmanager
-def _own_modules(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which the model's modules attend with SDPA, or if they cannot, eagerly."""
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(attention.NAME)
 
 
 def _unit(dtype: torch.dtype) -> float:

@@ -49,6 +49,7 @@ class Run:
     tokenizer: Any = None
     state: dict = field(default_factory=dict)  # of the checkpoint, see `read_state`
     checkpoint: str | None = None  # folder that the run resumes
+    is_strict: bool = False  # see `build`
     virtual: dict[str, Any] | None = None  # in virtual time: stand-ins by the mechanism's name
     sampler: Sampler = field(init=False)
     learner: Learner = field(init=False)

@@ -37,11 +37,11 @@ COMMANDS = {
         "simulate the rollouts of a run on any number of ranks",
         "--synthetic mean=2000,max=16000,run=500 --ranks 8 --cost-model h200:7b",
     ),
-    "play": Command(
-        "bubblespec.tools.play",
-        "play one episode in the terminal, as the model",
-        "--config configs/tiny_episodes.yaml --prompt 3",
-    ),
+}
+# Of earlier versions, and what does the same.
+GONE = {
+    "play": "play has gone: `transformers serve` and `transformers chat FOLDER` talk to a saved "
+    "checkpoint; run.save_rollouts=true writes whole episodes",
 }
 
 
