@@ -62,7 +62,7 @@ from bubblespec.rewards.scorer import Scorer
 from bubblespec.rewards.trial import begin_trial, check_prompts, check_weights, end_trial
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
-from bubblespec.telemetry.metrics import PACKAGES, import_logger
+from bubblespec.telemetry.files import PACKAGES, import_logger
 from bubblespec.telemetry.reporter import RunReporter, show_phase
 from bubblespec.trainer import Trainer, check_save_best, find_best
 

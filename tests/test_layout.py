@@ -28,7 +28,7 @@ FLOORS = [
     {"distributed", "config"},
     {"records"},
     {"samples", "folders"},
-    {"errors", "types"},
+    {"errors", "types", "metrics"},
 ]
 # Lines of the package to load, by the file that is read: they may only fall.
 CEILINGS = {
@@ -153,9 +153,7 @@ NAMED = {
     "bubblespec.rewards.functions": {"environment"},
     "bubblespec.rewards.scorer": {"environment"},
     "bubblespec.rewards.trial": {"environment"},
-    # Metrics that the table at the end, TensorBoard's groups and the timeline's legend show.
-    "bubblespec.telemetry.metrics": {"quantized", "drafter", "tp_tail"},
-    "bubblespec.telemetry.summary": {"quantized", "drafter"},
+    # The timeline's legend.
     "bubblespec.telemetry.timeline": {"drafter"},
     # How many queries' keys attention sums in splits, which decides its memory.
     "bubblespec.memory": {"batch_invariant"},

@@ -23,8 +23,9 @@ from bubblespec.config import Config
 from bubblespec.distributed import ranks as ranks_module
 from bubblespec.distributed.ranks import Ranks, signals_stop
 from bubblespec.errors import InputError, one_line
+from bubblespec.metrics import CHARTS
 from bubblespec.setup import load_own
-from bubblespec.telemetry.metrics import CHARTS, MetricsLogger, begin_logging, import_logger
+from bubblespec.telemetry.files import MetricsLogger, begin_logging, import_logger
 from bubblespec.telemetry.reporter import RunReporter
 from bubblespec.types import Group, Prompt
 from tests.helpers.checks import FullDisk

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from bubblespec.metrics import EVAL_NAMES
+
 # Sources of drafts that speculative.method may name.
 METHODS = ("bubble", "suffix", "quantized", "drafter")
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -11,7 +13,6 @@ CLIPS = ("loss.epsilon_low", "loss.epsilon_high", "loss.delta")
 OF_REWARDS = ("loss.advantage_estimator", "loss.scale_rewards", "loss.importance_sampling_level")
 OF_REWARDS += ("loss.distillation_coef", "rollout.dynamic_sampling_max_batches")
 OF_REWARDS += ("reward.overlong_buffer_length", *CLIPS)
-EVAL_NAMES = ("reward", "digest", "forwards", "spec_accept_rate")  # of metrics eval/NAME
 
 
 def combination_problems(config) -> Iterator[str]:

@@ -1,16 +1,13 @@
-"""Metrics of one step, under the field's names (TRL's and verl's)."""
+"""A rank's metrics of one step, under the field's names (TRL's and verl's)."""
 
-import json
 import resource
 import sys
-from collections import Counter
-from typing import Any
 
 import numpy as np
 import torch
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.records import ACCEPT_BINS, RolloutRecord, StepRecord, total_s
+from bubblespec.records import RolloutRecord, StepRecord, total_s
 from bubblespec.samples import Samples, digest, has_rewards, has_zero_std
 
 COUNTS = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
@@ -78,60 +75,50 @@ def function_metrics(rewards: np.ndarray, functions: list[str]) -> dict:
 
 
 def evaluation_metrics(
-    ranks: Ranks, samples: Samples, rollout: RolloutRecord, seconds: float, *, has_drafts: bool
+    samples: Samples, rollout: RolloutRecord, seconds: float, *, has_drafts: bool
 ) -> dict:
-    """Return how an evaluation was generated.
+    """Return how an evaluation was generated on this rank.
 
-    Forwards are those of the rank that took most, shared ones included. seconds: of the evaluation;
-    has_drafts: whether its samples may have drafts."""
-    counts, own_forwards = rollout.acceptance, rollout.own_forwards + len(rollout.shared_forwards)
-    own = [own_forwards, counts.draft_tokens, counts.accepted_tokens]
-    forwards, drafted, accepted = ranks.gather(np.array(own)).T
-    metrics = {"eval/digest": digest(samples), "eval/forwards": int(forwards.max())}
-    metrics["timing_s/eval"] = seconds
+    seconds: of the evaluation; has_drafts: whether its samples may have drafts."""
+    counts = rollout.acceptance
+    metrics: dict = {
+        "eval/digest": digest(samples),
+        "eval/forwards": rollout.own_forwards + len(rollout.shared_forwards),
+        "timing_s/eval": seconds,
+    }
     if has_drafts:
-        metrics["eval/spec_accept_rate"] = float(accepted.sum() / max(drafted.sum(), 1))
+        metrics["eval/spec_accept_rate"] = counts.accepted_tokens, counts.draft_tokens
     return metrics
 
 
 def speculation_metrics(ranks: Ranks, record: StepRecord, *, has_store: bool) -> dict:
-    """Return the step's speculation, summed over ranks.
+    """Return the step's speculation on this rank.
 
     has_store: whether drafts are kept for coming steps."""
-    rollouts = record.rollouts
-    own: Any = Counter()  # int, and seconds
-    for rollout in rollouts:
-        counts = rollout.acceptance
-        own["propose_s"] += sum(forward.propose_s for forward in rollout.forwards)
-        own["ahead_tokens"] += rollout.drafted_tokens
-        own.update({name: getattr(counts, name) for name in COUNTS})
-        own.update({f"length/{i}": n for i, n in enumerate(counts.accepted_lengths.tolist())})
-        for name, (proposed, accepted) in counts.by_source.items():
-            own.update({f"proposed/{name}": proposed, f"accepted/{name}": accepted})
-    by_rank = [json.loads(text) for text in ranks.gather_text(json.dumps(own))]
-    sums: Any = Counter()
-    for of_rank in by_rank:
-        sums.update(of_rank)
-    drafted, accepted = sums["draft_tokens"], sums["accepted_tokens"]
-    num_tokens = int(record.generated.num_sampled.sum())
+    rollouts, counts = record.rollouts, [rollout.acceptance for rollout in record.rollouts]
+    fed, gained, drafted, accepted, covered = (
+        sum(getattr(of, name) for of in counts) for name in COUNTS
+    )
+    num_tokens = int(record.generated.num_sampled.sum()) * ranks.is_main  # of all ranks
     metrics = {
-        "rollout/spec_accept_length": sums["gained_tokens"] / max(sums["row_forwards"], 1),
-        "rollout/spec_accept_rate": accepted / max(drafted, 1),
-        "rollout/spec_coverage": sums["covered_tokens"] / max(num_tokens, 1),
+        "rollout/spec_accept_length": (gained, fed),
+        "rollout/spec_accept_rate": (accepted, drafted),
+        "rollout/spec_coverage": (covered, num_tokens),
         "rollout/spec_accepted_tokens": accepted,
         "rollout/spec_wasted_tokens": drafted - accepted,
-        "rollout/spec_accepted_lengths": [sums[f"length/{i}"] for i in range(len(ACCEPT_BINS))],
+        "rollout/spec_accepted_lengths": sum(of.accepted_lengths for of in counts),
         "rollout/modelled_s": sum(rollout.modelled_s for rollout in rollouts),
         "rollout/ticks": sum(rollout.num_ticks for rollout in rollouts),
-        "timing_s/propose": sums["propose_s"] / ranks.world_size,
+        "timing_s/propose": sum(f.propose_s for rollout in rollouts for f in rollout.forwards),
         "timing_s/exchange": total_s(record.spans, "exchange"),
     }
     if has_store:
-        metrics["bubble/drafted_tokens"] = sums["ahead_tokens"]
-    for key in sorted(key for key in sums if key.startswith("proposed/")):
-        name = key.removeprefix("proposed/")
-        metrics[f"drafts/{name}/accept_rate"] = sums[f"accepted/{name}"] / max(sums[key], 1)
-        metrics[f"drafts/{name}/tokens"] = sums[key]
+        metrics["bubble/drafted_tokens"] = sum(rollout.drafted_tokens for rollout in rollouts)
+    for name in sorted({name for of in counts for name in of.by_source}):
+        found = [of.by_source[name] for of in counts if name in of.by_source]
+        num_proposed, num_accepted = map(sum, zip(*found, strict=True))
+        metrics[f"drafts/{name}/accept_rate"] = num_accepted, num_proposed
+        metrics[f"drafts/{name}/tokens"] = num_proposed
     return metrics
 
 
@@ -144,7 +131,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def rank_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
-    """Return where the step's time went, on the mean rank and by rank, and uses of idle time.
+    """Return where this rank's time went, and its uses of idle time.
 
     sync_s: reductions of gradients, within train."""
     rollouts = record.rollouts
@@ -152,41 +139,27 @@ def rank_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
         total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train")
     )
     wait_s = sum(rollout.wait_s for rollout in rollouts)  # within gen
-    own = {"gen": gen - wait_s, "bubble": wait + wait_s, "reward": reward, "train": train - sync_s}
-    own |= {"sync": sync_s, "step": record.seconds, "memory": peak_memory(ranks.device)}
-    own |= {"expected": record.expected_s, "own": sum(rollout.own_s for rollout in rollouts)}
-    own["forwards"] = sum(rollout.own_forwards for rollout in rollouts)
-    uses = sorted({name for rollout in rollouts for name in rollout.idle})
-    for name in uses:
-        for field in ("seconds", "expected_s", "saved_s"):
-            of_rollouts = (r.idle[name] for r in rollouts if name in r.idle)
-            own[f"{name}/{field}"] = sum(getattr(use, field) for use in of_rollouts)
-    by_rank = dict(zip(own, ranks.gather(np.array([*own.values()], np.float64)).T, strict=True))
-
-    step_s, num_tokens = float(by_rank["step"].max()), record.generated.num_tokens
-    wait_share = by_rank["bubble"].sum() / (by_rank["gen"] + by_rank["bubble"]).sum()
-    metrics = {
-        "timing_s/step": step_s,
-        "bubble/ratio": float(wait_share),
-        "perf/throughput": num_tokens / step_s / ranks.world_size,
-        "perf/total_num_tokens": num_tokens,
-        "perf/max_memory_gb": float(by_rank["memory"].max() / 1e9),
-        "rollout/forwards": int(by_rank["forwards"].max()),
+    gen, wait, own_s = gen - wait_s, wait + wait_s, sum(rollout.own_s for rollout in rollouts)
+    metrics: dict = {
+        "timing_s/gen": gen,
+        "timing_s/bubble": wait,
+        "timing_s/reward": reward,
+        "timing_s/train": train - sync_s,
+        "timing_s/sync": sync_s,
+        "timing_s/step": record.seconds,
+        "bubble/ratio": (wait, gen + wait),
+        "perf/total_num_tokens": record.generated.num_tokens,
+        "perf/max_memory_gb": peak_memory(ranks.device) / 1e9,
+        "rollout/forwards": sum(rollout.own_forwards for rollout in rollouts),
     }
-    for name in ("gen", "bubble", "reward", "train", "sync"):
-        metrics[f"timing_s/{name}"] = float(by_rank[name].mean())
-        for rank in range(ranks.world_size) if ranks.world_size > 1 else ():
-            metrics[f"timing_s/{name}/rank_{rank}"] = float(by_rank[name][rank])
     if ranks.world_size > 1:
-        metrics["bubble/slowest_rank"] = int(by_rank["gen"].argmax())
-    error = np.abs(by_rank["expected"] - by_rank["own"]).mean() / max(by_rank["own"].max(), 1e-9)
-    if not np.isnan(error) and not any(rollout.shared for rollout in rollouts):
-        metrics["rollout/placement_error"] = float(error)
-    for name in uses:
-        metrics[f"idle/{name}/seconds"] = float(by_rank[f"{name}/seconds"].mean())
-        metrics[f"idle/{name}/expected_s"] = float(by_rank[f"{name}/expected_s"].sum())
-        if not np.isnan(saved_s := float(by_rank[f"{name}/saved_s"].mean())):
-            metrics[f"idle/{name}/saved_s"] = saved_s
+        metrics["bubble/slowest_rank"] = gen
+    if not any(rollout.shared for rollout in rollouts):
+        metrics["rollout/placement_error"] = abs(record.expected_s - own_s), own_s
+    for name, use in (item for rollout in rollouts for item in rollout.idle.items()):
+        for field, value in vars(use).items():
+            key = f"idle/{name}/{field}"
+            metrics[key] = metrics.get(key, 0.0) + value
     return metrics
 
 

@@ -16,12 +16,19 @@ from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import log
 from bubblespec.learn.learner import Learner
+from bubblespec.metrics import over_ranks
 from bubblespec.records import StepRecord
 from bubblespec.samples import Samples
 from bubblespec.telemetry import report, summary
-from bubblespec.telemetry.files import StepFiles, completion_of, save_rollouts
+from bubblespec.telemetry.files import (
+    PACKAGES,
+    MetricsLogger,
+    StepFiles,
+    begin_logging,
+    completion_of,
+    save_rollouts,
+)
 from bubblespec.telemetry.flops import mfu
-from bubblespec.telemetry.metrics import PACKAGES, MetricsLogger, begin_logging
 from bubblespec.telemetry.timeline import gather_lanes, save_timeline
 from bubblespec.telemetry.trace import Recorder
 
@@ -114,18 +121,21 @@ class RunReporter:
             self.profile = begin_profile(self.ranks)
 
     def report(self, record: StepRecord, metrics: dict[str, float]) -> None:
-        """Report a step. metrics: of everything that is not measured here."""
+        """Report a step. metrics: of this rank, of everything that is not measured here."""
         ranks, run, step = self.ranks, self.config.run, record.step + 1  # counted from 1
         if self.profile is not None:
             save_profile(self.profile, run.output_dir, step, ranks.rank)
             self.profile = None
         is_dynamic = self.config.rollout.dynamic_sampling_max_batches > 1
         metrics |= report.rollout_metrics(record, self.functions, is_dynamic=is_dynamic)
-        metrics |= report.rank_metrics(ranks, record, metrics.pop("timing_s/sync"))
+        metrics |= report.rank_metrics(ranks, record, metrics["timing_s/sync"])
         if self.config.has_drafts:
             has_store = "bubble/store_tokens" in metrics
             metrics |= report.speculation_metrics(ranks, record, has_store=has_store)
-        metrics |= mfu(self.learner, ranks, record, metrics["timing_s/step"])
+        metrics = over_ranks(metrics, ranks.gather_text)
+        step_s = metrics["timing_s/step"]
+        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / step_s / ranks.world_size
+        metrics |= mfu(self.learner, ranks, record, step_s)
         if self.recorder is not None:
             self.recorder.write(record)
         if step in run.timeline_steps:

@@ -7,10 +7,10 @@ from datetime import timedelta
 from typing import Any
 
 from bubblespec.config import Config
-from bubblespec.config.combinations import EVAL_NAMES
 from bubblespec.data.schedule import PromptSet
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.learner import Learner
+from bubblespec.metrics import AT_END, EVAL_AT_END, EVAL_NAMES
 from bubblespec.telemetry.trace import describe_hardware
 
 GENERATE = ("timing_s/gen", "timing_s/bubble")
@@ -18,15 +18,7 @@ TRAIN = ("timing_s/train", "timing_s/sync")
 ACCEPTED, WASTED = "rollout/spec_accepted_tokens", "rollout/spec_wasted_tokens"
 MODELLED, HAS_DRAFTS = "rollout/modelled_s", "has_drafts"
 IS_LONG, DEFERRED = "tail/is_long_round", "tail/num_deferred"
-# Rows of the table at the end, as far as a run has them; those of evaluations follow the scores.
-ROWS = ["reward", "divergence", "frac_reward_zero_std", "entropy", "grad_norm"]
-ROWS += [f"completions/{name}" for name in ("mean_length", "max_length", "clipped_ratio")]
-ROWS += [f"timing_s/{name}" for name in ("step", "gen", "bubble", "reward", "train")]
-ROWS += ["perf/throughput", "rollout/spec_accept_rate", "quantized/acceptance_rate"]
-ROWS += ["drafter/accepted_1", IS_LONG, DEFERRED]
-EVAL_ROWS = [f"eval/{name}" for name in ("completions/mean_length", "completions/clipped_ratio")]
-EVAL_ROWS += ["eval/reward/errors", "timing_s/eval"]
-KEPT = {*ROWS, *TRAIN, ACCEPTED, WASTED, MODELLED, "guard/is_on"}
+KEPT = {*AT_END, *TRAIN, ACCEPTED, WASTED, MODELLED, "guard/is_on"}
 WIDTH = 100  # characters of a prompt or response
 REFERENCES = ("answer", "solution", "ground_truth", "reference")  # columns, as the field names them
 NUM_TIMED = 10  # latest steps, whose mean tells how long the others will take
@@ -226,7 +218,7 @@ def table(history: History) -> list[str]:
     last = history.steps[-num_shown:] + history.evaluations[-1:]
     scores = dict.fromkeys(key for metrics in first + last for key in score_keys(metrics))
     rows = [["mean of steps", f"first {num_shown}", f"last {num_shown}"]]
-    for key in [*ROWS, *scores, *EVAL_ROWS]:
+    for key in [*AT_END, *scores, *EVAL_AT_END]:
         known = [[metrics[key] for metrics in shown if key in metrics] for shown in (first, last)]
         if any(known):
             rows.append([key, *(f"{statistics.fmean(of):,.3f}" if of else "-" for of in known)])
