@@ -4,7 +4,7 @@ import functools
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,44 +25,26 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
-def names_in(names: str) -> Iterator[str]:
-    """Yield the single names of a row."""
-    for name in names.split(", "):
-        before, brace, rest = name.partition("{")
-        choices, _, after = rest.partition("}")
-        for choice in choices.split(","):
-            yield from names_in(f"{before}{choice}{after}") if brace else [before]
+def _pattern(names: str) -> str:
+    text = re.sub(r"\{(.*?)\}", lambda m: f"({m[1].replace(',', '|')})", names)
+    text = text.replace(", ", "|").replace("NAME", "[^/]+")
+    return re.sub(r"(?<=[_@])[KNR]\b", r"\\d+", text)
 
 
-ROWS = {
-    name: row if isinstance(row, dict) else {"text": row}
-    for rows in TABLE.values()
+CHARTS = {row["chart"]: _pattern(names) for names, row in TABLE["Watch first"].items()}
+ROWS = [
+    row | {"pattern": _pattern(names)}
+    for title, rows in TABLE.items()
+    if title != "Watch first"
     for names, row in rows.items()
-    for name in names_in(names)
-}
-_PATTERNS = {
-    name: re.compile(re.sub(r"(?<=[_@])[KNR]\b", r"\\d+", name.replace("NAME", "[^/]+")))
-    for name in ROWS
-}
-CHARTS = {row["chart"]: list(names_in(names)) for names, row in TABLE["Watch first"].items()}
-_AT_END = [
-    name
-    for rows in TABLE.values()
-    for names, row in rows.items()
-    if isinstance(row, dict) and (end := row.get("end"))
-    for name in names_in(names if end is True else end)
 ]
-# Rows of the table at the end, as far as a run has them; those of evaluations follow the scores.
-EVAL_AT_END = [name for name in _AT_END if "eval" in name]
-AT_END = [name for name in _AT_END if "eval" not in name]
-EVAL_NAMES = {name[5:] for name in ROWS if re.fullmatch("eval/[a-z_]+", name)}  # of eval/NAME
+ROWS.sort(key=lambda row: "[^/]" in row["pattern"])  # names before any NAME
 
 
 @functools.cache
-def row_of(key: str) -> dict[str, Any] | None:
-    """Return the row of a metric, or None if the table has none."""
-    matching = (name for name, pattern in _PATTERNS.items() if pattern.fullmatch(key))
-    return ROWS.get(key) or ROWS.get(next(matching, ""))
+def row_of(key: str) -> dict[str, Any]:
+    """Return the row of a metric; an empty one if the table has none."""
+    return next((row for row in ROWS if re.fullmatch(row["pattern"], key)), {})
 
 
 def over_ranks(own: dict[str, Any], gather_text: Callable[[str], list[str]]) -> dict[str, Any]:
@@ -70,10 +52,10 @@ def over_ranks(own: dict[str, Any], gather_text: Callable[[str], list[str]]) -> 
 
     They are reduced by their rows. A rank may lack some, and what is no number is left out. Those
     without a reduction are equal on all ranks already. gather_text: see `Ranks`."""
-    how = {key: row["ranks"] for key in own if (row := row_of(key)) and "ranks" in row}
-    text = json.dumps({key: own[key] for key in how}, default=lambda value: value.tolist())
+    reduced = {key: value for key, value in own.items() if "ranks" in row_of(key)}
+    text = json.dumps(reduced, default=lambda value: value.tolist())
     by_rank = [json.loads(text) for text in gather_text(text)]
-    metrics = {key: value for key, value in own.items() if key not in how}
+    metrics = {key: value for key, value in own.items() if key not in reduced}
     for key in dict.fromkeys(key for of_rank in by_rank for key in of_rank):
         found = np.array([of_rank[key] for of_rank in by_rank if key in of_rank])
         reduction = row_of(key)["ranks"]

@@ -18,7 +18,7 @@ def page() -> str:
         lines = []
         for names, row in rows.items():
             quoted = ", ".join(f"`{name}`" for name in names.split(", "))
-            lines.append(f"| {quoted} | {row if isinstance(row, str) else row['text']} |\n")
+            lines.append(f"| {quoted} | {row['text']} |\n")
         section = rf"(\n## {re.escape(title)}\n(?:(?!\n## ).)*?\|---\|---\|\n)(?:\|[^\n]*\n)*"
         text, found = re.subn(section, lambda m, of=lines: m[1] + "".join(of), text, flags=re.S)
         assert found == 1, title

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from bubblespec.metrics import EVAL_NAMES
+from bubblespec.metrics import row_of
 
 # Sources of drafts that speculative.method may name.
 METHODS = ("bubble", "suffix", "quantized", "drafter")
@@ -139,7 +139,7 @@ def _reward_problems(config) -> Iterator[str]:
             yield f"eval.functions: '{path}' {why}"
         if config.eval.functions.count(path) > 1:
             yield f"eval.functions: '{path}' is listed twice"
-        if name in EVAL_NAMES:
+        if "[^/]" not in row_of(f"eval/{name}")["pattern"]:
             yield f"eval.functions: '{path}' has the name of another metric, eval/{name}"
     num_possible = {len(functions), len(functions) + (config.environment.factory is not None)}
     if weights is not None and len(weights) not in num_possible:

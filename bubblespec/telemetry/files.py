@@ -297,8 +297,7 @@ class TensorBoard:
 
         writer = SummaryWriter(self._folder, purge_step=self._purge_step)
         self._purge_step = None
-        patterns = {title: [f"^{tag_of(key)}$" for key in keys] for title, keys in CHARTS.items()}
-        charts = {title: ["Multiline", tags] for title, tags in patterns.items()}
+        charts = {title: ["Multiline", [f"^{tag_of(of)}$"]] for title, of in CHARTS.items()}
         writer.add_custom_scalars({"Watch first": charts})
         return writer
 

@@ -1,6 +1,7 @@
 """The text on the screen, from the numbers of a run. docs/metrics.md explains the metrics."""
 
 import os
+import re
 import statistics
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -10,7 +11,7 @@ from bubblespec.config import Config
 from bubblespec.data.schedule import PromptSet
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.learner import Learner
-from bubblespec.metrics import AT_END, EVAL_AT_END, EVAL_NAMES
+from bubblespec.metrics import ROWS, row_of
 from bubblespec.telemetry.trace import describe_hardware
 
 GENERATE = ("timing_s/gen", "timing_s/bubble")
@@ -18,7 +19,7 @@ TRAIN = ("timing_s/train", "timing_s/sync")
 ACCEPTED, WASTED = "rollout/spec_accepted_tokens", "rollout/spec_wasted_tokens"
 MODELLED, HAS_DRAFTS = "rollout/modelled_s", "has_drafts"
 IS_LONG, DEFERRED = "tail/is_long_round", "tail/num_deferred"
-KEPT = {*AT_END, *TRAIN, ACCEPTED, WASTED, MODELLED, "guard/is_on"}
+KEPT = {*TRAIN, ACCEPTED, WASTED, MODELLED, "guard/is_on"}
 WIDTH = 100  # characters of a prompt or response
 REFERENCES = ("answer", "solution", "ground_truth", "reference")  # columns, as the field names them
 NUM_TIMED = 10  # latest steps, whose mean tells how long the others will take
@@ -30,13 +31,13 @@ class History:
     """What this process has done so far."""
 
     set_up_s: float = 0.0
-    steps: list[dict[str, Any]] = field(default_factory=list)  # metrics of KEPT
+    steps: list[dict[str, Any]] = field(default_factory=list)  # metrics of KEPT and at the end
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, metrics: dict[str, Any]) -> None:
         """Add a step. The guard has decided in the step before whether it had drafts."""
         has_drafts = not self.steps or self.steps[-1].get("guard/is_on") != 0
-        kept = {key: metrics[key] for key in KEPT & metrics.keys()}
+        kept = {key: of for key, of in metrics.items() if key in KEPT or is_at_end(key)}
         self.steps.append(kept | {HAS_DRAFTS: has_drafts})
 
     def total(self, *keys: str) -> Any:
@@ -149,15 +150,15 @@ def find_hints(config: Config, history: History) -> dict[str, str]:
     return hints
 
 
-def score_keys(metrics: dict[str, Any]) -> list[str]:
-    """Return an evaluation's reward, pass@k and eval.functions."""
-    others = {f"eval/{name}" for name in EVAL_NAMES} - {"eval/reward"}
-    return [k for k in metrics if k.startswith("eval/") and k.count("/") == 1 and k not in others]
+def is_at_end(key: str) -> bool:
+    """Whether the table at the end has a metric."""
+    return "end" in row_of(key)
 
 
 def evaluation_text(step: int, metrics: dict[str, Any]) -> str:
     """Return the result of an evaluation after `step` updates."""
-    scores = [f"{key.removeprefix('eval/')} {metrics[key]:.3f}" for key in score_keys(metrics)]
+    keys = [key for key in metrics if re.fullmatch("eval/[^/]+", key) and is_at_end(key)]
+    scores = [f"{key.removeprefix('eval/')} {metrics[key]:.3f}" for key in keys]
     text = ", ".join([*scores, length_text(metrics, "eval/")])
     return f"evaluation after step {step}: {text} ({duration(metrics['timing_s/eval'])})"
 
@@ -216,12 +217,11 @@ def table(history: History) -> list[str]:
     num_shown = max(1, len(history.steps) // 10)
     first = history.steps[:num_shown] + history.evaluations[:1]
     last = history.steps[-num_shown:] + history.evaluations[-1:]
-    scores = dict.fromkeys(key for metrics in first + last for key in score_keys(metrics))
+    shown = dict.fromkeys(key for of in first + last for key in of if is_at_end(key))
     rows = [["mean of steps", f"first {num_shown}", f"last {num_shown}"]]
-    for key in [*AT_END, *scores, *EVAL_AT_END]:
-        known = [[metrics[key] for metrics in shown if key in metrics] for shown in (first, last)]
-        if any(known):
-            rows.append([key, *(f"{statistics.fmean(of):,.3f}" if of else "-" for of in known)])
+    for key in sorted(shown, key=lambda key: ROWS.index(row_of(key))):
+        known = [[metrics[key] for metrics in steps if key in metrics] for steps in (first, last)]
+        rows.append([key, *(f"{statistics.fmean(of):,.3f}" if of else "-" for of in known)])
     return [f"{name:30}{begin:>14}{end:>14}" for name, begin, end in rows]
 
 
