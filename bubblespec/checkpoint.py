@@ -5,8 +5,7 @@ A folder named checkpoint-N is complete unless the disk fails. SHA256SUMS detect
 
 Noise is a function of a sample's id, and a batch is one of the step and of earlier draws.
 Exactness therefore needs weights, optimizer state, the step number and the schedule's state. Drafts
-and histories are saved for speed.
-"""
+and histories are saved for speed."""
 
 import contextlib
 import copy
@@ -76,8 +75,7 @@ def save_checkpoint(
     is complete, before older ones are deleted (but not the best one).
 
     Return None, or in one line why saving failed (a full disk, for instance), the same on every
-    rank. A failed save leaves nothing, and earlier checkpoints stay.
-    """
+    rank. A failed save leaves nothing, and earlier checkpoints stay."""
     optimizer_state = optimizer.state_dict()  # all ranks together where it is sharded
     step, output_dir = state["step"], config.run.output_dir
     temporary = os.path.join(output_dir, f"{TEMPORARY}{step}")
@@ -186,8 +184,7 @@ def lock_output_dir(config: Config, num_updates: int = 0) -> IO:
 
     Try what a save needs, write the configuration into it, remove unfinished saves, and keep aside
     checkpoints of the branch that is given up by resuming an earlier one after `num_updates`.
-    Raises InputError if another run has locked the folder, or it cannot be written to.
-    """
+    Raises InputError if another run has locked the folder, or it cannot be written to."""
     output_dir = config.run.output_dir
     resolved = os.path.join(output_dir, CONFIG_FILE)
     trial = os.path.join(output_dir, f"{TEMPORARY}trial")
@@ -233,7 +230,6 @@ def _folder_of(output_dir: str, step: int) -> str:
 
 
 def step_of(folder: str) -> int:
-    """Return the N of a folder `checkpoint-N`."""
     return int(folder.rpartition("-")[2])
 
 
@@ -347,8 +343,7 @@ def refuse_what_does_not_fit(folder: str) -> Iterator[None]:
 def load_optimizer(folder: str, optimizer) -> None:
     """Restore the optimizer. Raises InputError.
 
-    The file is mapped: each rank copies its share, and ranks of one machine share its pages.
-    """
+    The file is mapped: each rank copies its share, and ranks of one machine share its pages."""
     path = os.path.join(folder, OPTIMIZER_FILE)
     with refuse_what_does_not_fit(folder):
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -368,8 +363,7 @@ def read_state(folder: str) -> dict:
 
     step: updates done; evaluated: updates before the last evaluation, or -1; best: metric, value
     and step of the best evaluation by run.save_best, or None; progress: sums over the run so far,
-    by name; linear: see `choose_packed`; format; world_size; config: flat.
-    """
+    by name; linear: see `choose_packed`; format; world_size; config: flat."""
     path = os.path.join(folder, STATE_FILE)
     with refuse_what_does_not_fit(folder), open(path, encoding="utf-8") as file:
         return json.load(file)
@@ -432,7 +426,6 @@ def _with_rotary(config: dict) -> dict:
 
 
 def _has(whole: Any, part: Any) -> bool:
-    """Whether a dictionary, and each one in it, has the entries of another one."""
     if not (isinstance(whole, dict) and isinstance(part, dict)):
         return whole == part
     return all(key in whole and _has(whole[key], value) for key, value in part.items())

@@ -26,7 +26,6 @@ class EndsRun(Exception):
     is_logged = False  # whether this rank or another one has printed it
 
     def lines(self) -> list[str]:
-        """Return what is printed: usually one line; an InputError may have several problems."""
         return [f"error: {line}" for line in str(self).splitlines() or [""]]
 
 
@@ -36,7 +35,7 @@ class InputError(EndsRun, ValueError):
     exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows in a notebook instead of a traceback."""
+        """Replace the traceback in a notebook."""
         return self.lines()
 
 
@@ -127,7 +126,6 @@ def is_out_of_memory(problem: BaseException | str) -> bool:
 
 
 def _chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, its cause and its context, and theirs, latest first."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -159,7 +157,6 @@ def is_lost(error: BaseException) -> bool:
 
 
 def trace_of(error: BaseException) -> str:
-    """Return an error's traceback with the beginning of each long message."""
     entries = traceback.format_exception(error)
     limit = 8 * MAX_SHOWN
     return "".join(e if len(e) <= limit else f"{e[:limit]}...\n" for e in entries)

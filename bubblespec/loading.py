@@ -135,7 +135,6 @@ def check_template_options(template: str | dict | None, options: dict) -> None:
 
 
 def with_dtype(config: Config, device_type: str) -> Config:
-    """Replace the precision `auto` by that of the device type."""
     if config.model.dtype != "auto":
         return config
     dtype = "bfloat16" if device_type == "cuda" else "float32"
@@ -249,7 +248,6 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
 
 
 def _key_of(config: Config, path: str) -> str:
-    """Return the configuration key that a model's folder is from."""
     keys = {config.model.path: "model.path", config.model.teacher_path: "model.teacher_path"}
     return keys.get(path, "run.resume_from_checkpoint")
 

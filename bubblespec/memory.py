@@ -2,8 +2,7 @@
 
 Weights, gradients, optimizer state, keys and values follow from shapes. Activations of a gradient
 step and of a forward are a rule of thumb; a run on a GPU measures the peaks of both and gives the
-remaining memory to keys and values.
-"""
+remaining memory to keys and values."""
 
 import contextlib
 import os
@@ -126,7 +125,6 @@ def split_bytes(config: Config, shape: PreTrainedConfig) -> int:
 
 
 def num_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of a model's weights."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
@@ -138,12 +136,10 @@ def kv_bytes(config: PreTrainedConfig, size: int, num_ranks: int = 1) -> int:
 
 
 def max_length(config: Config) -> int:
-    """Return the tokens of the longest prompt and response together."""
     return config.rollout.max_prompt_length + config.rollout.max_completion_length
 
 
 def num_rows(config: Config, world_size: int) -> int:
-    """Return the number of a step's rows per rank."""
     prompts = -(-config.rollout.num_prompts_per_step // world_size)
     return prompts * config.rollout.num_generations
 
@@ -264,7 +260,6 @@ def full_batch(num_tokens: int, config: Config) -> list[int]:
 
 
 def peak_of(action: Callable[[], None], device: torch.device) -> int:
-    """Return the bytes that an action allocates at its peak."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     action()
@@ -272,7 +267,6 @@ def peak_of(action: Callable[[], None], device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the bytes that this rank may still allocate."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused

@@ -1,7 +1,6 @@
 """Records of forwards, spans of time, acceptance of drafts, idle time, rollouts and steps.
 
-Plain data, measured and counted on one rank, for metrics, timelines and the planner.
-"""
+Plain data, measured and counted on one rank, for metrics, timelines and the planner."""
 
 import math
 from collections.abc import Iterable
@@ -24,7 +23,6 @@ class Span(NamedTuple):
 
 
 def total_s(spans: Iterable[Span], kind: str) -> float:
-    """Sum up the seconds of all spans of a kind."""
     return sum(end - begin for name, begin, end in spans if name == kind)
 
 

@@ -29,11 +29,9 @@ class Samples:
 
     @property
     def ids(self) -> list[SampleId]:
-        """Id of each sample."""
         return ids_of(self.groups, self.num_generations)
 
     def prompt_of(self, index: int) -> Prompt:
-        """Return the prompt of sample `index`."""
         return self.groups[index // self.num_generations].prompt
 
     @property
@@ -53,7 +51,6 @@ class Samples:
         return count_sampled(self.logprob)
 
     def of_groups(self, numbers: list[int]) -> "Samples":
-        """Return the samples of some of the groups, in the given order."""
         size = self.num_generations
         rows = [n * size + j for n in numbers for j in range(size)]
         return Samples(
@@ -66,7 +63,6 @@ class Samples:
         )
 
     def __add__(self, other: "Samples") -> "Samples":
-        """Append the groups of another step or rollout."""
         return Samples(
             self.groups + other.groups,
             self.num_generations,
@@ -100,9 +96,7 @@ def has_rewards(rewards: np.ndarray) -> np.ndarray:
 
 
 def has_zero_std(rewards: np.ndarray) -> np.ndarray:
-    """Return which groups have equal rewards, and so no gradient, bool [groups].
-
-    rewards: [groups, generations]."""
+    """Return which groups have equal rewards [groups, generations], and so no gradient, bool."""
     return np.ptp(rewards, axis=1) < 1e-8
 
 

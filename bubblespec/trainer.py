@@ -88,8 +88,7 @@ class Trainer:
 
         On a stop request all ranks save and leave after the current update; a rollout or evaluation
         in progress is discarded and repeated on resume. Raises RewardsFailed, after a save,
-        RunFailed and SaveFailed.
-        """
+        RunFailed and SaveFailed."""
         self.opened_s = self.ranks.clock.perf_counter()
         self.reporter.start(self.num_updates, self.checkpoint)
         # Otherwise a collection takes 0.3 s, on each rank at another time, and makes stragglers.
@@ -186,7 +185,7 @@ class Trainer:
         return metrics
 
     def report(self, record: StepRecord, metrics: dict[str, float]) -> None:
-        """Report a step. metrics: of the update."""
+        """metrics: of the update."""
         sampler, schedule = self.sampler, self.sampler.schedule
         metrics |= sampler.scorer.take_metrics() | schedule.metrics()
         record.logged = sampler.scorer.take_logged()
@@ -207,12 +206,10 @@ class Trainer:
         self.reporter.report(record, metrics)
 
     def progress(self) -> dict[str, float]:
-        """Return sums over the run so far, those before a resume included."""
         elapsed_s = self.elapsed_s + self.ranks.clock.perf_counter() - self.opened_s
         return {"num_tokens": self.num_tokens, "elapsed_s": elapsed_s}
 
     def evaluate_if_due(self) -> None:
-        """Evaluate according to run.eval_steps, unless a resumed run has done so before."""
         run, done = self.config.run, self.num_updates
         is_due = run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps)
         if is_due and self.evaluated != done:
@@ -255,12 +252,10 @@ class Trainer:
             log(f"best {name} so far: {value:.4g} after {done} steps, in checkpoint-{done}")
 
     def link_best(self) -> None:
-        """Let checkpoint-best lead to the best checkpoint so far, if there is one."""
         if self.best is not None:
             link_best(self.config.run.output_dir, self.best)
 
     def save_if_due(self) -> None:
-        """Save according to run.save_steps, and at the end, what is not saved yet."""
         run, done = self.config.run, self.num_updates
         is_last = done == run.max_steps
         if self.saved == done:
@@ -272,8 +267,7 @@ class Trainer:
         """Save a checkpoint; all ranks continue together once it is on disk.
 
         After a failure the run continues with a warning. Raises SaveFailed if `is_last`, and
-        RunFailed if weights are not finite: such a checkpoint must not replace earlier ones.
-        """
+        RunFailed if weights are not finite: such a checkpoint must not replace earlier ones."""
         done, sampler = self.num_updates, self.sampler
         newest = f"checkpoint-{self.saved}" if self.saved else "none"
         if not self.learner.optimizer.has_finite_weights():

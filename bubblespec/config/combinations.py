@@ -16,7 +16,7 @@ OF_REWARDS += ("reward.overlong_buffer_length", *CLIPS)
 
 
 def combination_problems(config) -> Iterator[str]:
-    """Yield a line for each problem, with the key and its nearest valid value."""
+    """Yield a line for each, with the key and its nearest valid value."""
     for holds, name, what in _conditions(config):
         if not holds:
             section, _, key = name.partition(".")
@@ -27,7 +27,6 @@ def combination_problems(config) -> Iterator[str]:
 
 
 def _conditions(config) -> Iterator[tuple[bool, str, str]]:
-    """Yield whether a condition holds, the key that it is on, and its text."""
     rollout, reward, names = config.rollout, config.reward, config.speculative.sources
     num_prompts, max_response = rollout.num_prompts_per_step, rollout.max_completion_length
     slots, total = rollout.max_num_seqs, rollout.max_prompt_length + max_response
@@ -101,7 +100,6 @@ def _loss_problems(config) -> Iterator[str]:
 
 
 def _teacher_problems(config) -> Iterator[str]:
-    """Yield problems of distillation, with rewards and without."""
     loss, path = config.loss, config.model.teacher_path
     is_alone = loss.loss_type == "distillation"
     if path is None and (is_alone or loss.distillation_coef):
@@ -114,7 +112,6 @@ def _teacher_problems(config) -> Iterator[str]:
 
 
 def _changed(config, names: tuple[str, ...]) -> list[str]:
-    """Return which of these keys have another value than their default."""
     changed = []
     for name in names:
         section, _, leaf = name.partition(".")

@@ -41,9 +41,7 @@ def import_quietly(name: str) -> ModuleType:
 
 
 def import_function(key: str, path: str, example: str, arguments: tuple[str, ...] = ()) -> Callable:
-    """Import a function.
-
-    arguments: names of the positional arguments that it must take. Raises InputError."""
+    """arguments: names of the positional ones that it must take. Raises InputError."""
     function = import_path(key, path, example)
     if not callable(function) or isinstance(function, type):
         raise InputError(f"{key}: '{path}' is not a function")
@@ -92,7 +90,6 @@ def keep_settings() -> Iterator[None]:
 
 
 def _settings() -> Iterator[tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Yield a function that reads and one that sets each setting."""
     yield _folder, lambda path: path and os.chdir(path)
     if (numpy := sys.modules.get("numpy")) is not None:
         yield numpy.geterr, lambda value: numpy.seterr(**value)

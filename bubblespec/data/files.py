@@ -102,7 +102,7 @@ def _glob(path: str) -> list[str]:
 
 
 def _matches(parts: Sequence[str], pattern: list[str]) -> bool:
-    """Whether a relative path matches a pattern, both by their parts."""
+    """parts: of a relative path."""
     if not pattern or not parts:
         return not parts and set(pattern) <= {"**"}
     if pattern[0] == "**":
@@ -138,7 +138,6 @@ def _is_of_run(name: str, base: str) -> bool:
 
 
 def _is_run(folder: str) -> bool:
-    """Whether a folder is that of a run."""
     names = ("config.yaml", "metrics.jsonl")
     return all(os.path.isfile(os.path.join(folder, name)) for name in names)
 
@@ -151,7 +150,6 @@ def is_pointer(path: str) -> bool:
 
 
 def _saved_files(folder: Path) -> list[str]:
-    """Return the Arrow files of one saved dataset, in order."""
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     return [str(folder / file["filename"]) for file in state["_data_files"]]
 

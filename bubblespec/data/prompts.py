@@ -117,7 +117,6 @@ def _ids_before(tokenizer) -> list[int]:
 
 
 def render(tokenizer, messages: list[dict], schemas: Sequence[dict] = (), **how) -> list[int]:
-    """Return the ids of `render_text`."""
     text = render_text(tokenizer, messages, schemas, **how)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -146,14 +145,12 @@ def _function_of(call) -> dict:
 
 
 def _arguments_in_text(messages: list[dict]) -> list[str]:
-    """Return the arguments of tool calls that are text."""
     calls = [call for message in messages for call in message.get("tool_calls") or []]
     found = [_function_of(call).get("arguments") for call in calls]
     return [arguments for arguments in found if isinstance(arguments, str)]
 
 
 def _with_parsed_arguments(messages: list[dict]) -> list[dict]:
-    """Return messages whose tool calls have no arguments in JSON text."""
     messages = copy.deepcopy(messages)
     for message in messages:
         for function in map(_function_of, message.get("tool_calls") or []):
@@ -219,7 +216,6 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
 
 
 def _find_problem(prompt) -> str | None:
-    """Return why a prompt is invalid, or None."""
     if not isinstance(prompt, (str, list)):
         return f"is {prompt!r}, neither a string nor a list of chat messages"
     if not prompt:
@@ -248,7 +244,6 @@ def _find_problem(prompt) -> str | None:
 
 
 def _join_parts(content):
-    """Return content whose text parts are one text."""
     return "".join(p["text"] for p in content) if isinstance(content, list) else content
 
 
@@ -280,7 +275,6 @@ def fingerprints(prompts: Sequence[Prompt]) -> np.ndarray:
 
 
 def fingerprint(value) -> int:
-    """Return 63 bits of a hash of a value's content."""
     return hash_text(plain_text(value))
 
 

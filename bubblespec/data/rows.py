@@ -3,8 +3,7 @@
 All files are read here. `datasets` converts values of JSON, JSONL, CSV and TSV: texts that look
 like dates, the numbers of a column that has one fraction, cells of a CSV file. It reads Parquet
 files and folders of `save_to_disk` from a cache that goes by their time stamps, so only the types
-of their columns are left to it. Hub datasets are its own.
-"""
+of their columns are left to it. Hub datasets are its own."""
 
 import bz2
 import csv
@@ -31,7 +30,6 @@ from bubblespec.errors import InputError, log, one_line
 
 
 def _open_zstd(path: str, mode: str, **options) -> io.TextIOWrapper:
-    """Open a text file for reading. options: of TextIOWrapper."""
     import pyarrow  # here, as it takes a tenth of a second
 
     return io.TextIOWrapper(pyarrow.input_stream(path, compression="zstd"), **options)
@@ -190,7 +188,6 @@ def _read_csv(path: str, delimiter: str = ",") -> Iterator[dict[str, str]]:
 
 
 def _read_parquet(path: str) -> Iterator[dict]:
-    """Yield the rows of a Parquet file."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -198,7 +195,7 @@ def _read_parquet(path: str) -> Iterator[dict]:
 
 
 def _read_arrow(path: str) -> Iterator[dict]:
-    """Yield the rows of an Arrow file in either of its two forms."""
+    """path: of either of its two forms."""
     import pyarrow
 
     with open(path, "rb") as file:

@@ -3,8 +3,7 @@
 The batch of step t is a pure function of (seed, t), so any rank can compute the batch of any later
 step, which drafting ahead needs. The schedule depends on the data, the step and the responses that
 were trained on, never on a clock or a rank: any number of ranks on any machine trains on the same
-tokens. Checkpoints save its state.
-"""
+tokens. Checkpoints save its state."""
 
 import functools
 import itertools
@@ -89,7 +88,6 @@ class StepSchedule:
         return []
 
     def launch(self, step: int) -> Launch:
-        """Return the groups that the rollout of a step starts."""
         groups = self._draw(step * self.num_prompts, self.num_prompts, Counter())
         return Launch(groups, self.num_prompts, self.num_generations)
 
@@ -123,11 +121,9 @@ class StepSchedule:
         return self._visits.total() / len(self.prompts)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the finished step."""
         return {}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return all state apart from data and configuration."""
         return save_visits(self._visits)
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
@@ -152,7 +148,6 @@ class StepSchedule:
 
 
 def save_visits(visits: Counter[int]) -> dict[str, np.ndarray]:
-    """Return uids and their visits, int64 [prompts drawn so far]."""
     return {
         "uids": np.array(list(visits), np.int64),
         "visits": np.array(list(visits.values()), np.int64),

@@ -49,11 +49,9 @@ class Watchdog:
         self._store.set(f"at/{self.rank}", f"{self.count} {place}")
 
     def request_stop(self) -> None:
-        """Publish a stop request for ranks that wait outside a collective."""
         self._store.set("stop", "1")
 
     def is_stop_requested(self) -> bool:
-        """Whether any rank has published a stop request."""
         return self._store.check(["stop"])
 
     def fail(

@@ -3,8 +3,7 @@
 The other ranks name a rank that hangs or has died, within `run.timeout_s`; a rank that fails ends
 all (failures.py). STOP_SIGNALS end a process at once during set-up. In the training loop they only
 set a flag, which the ranks exchange at the next `Ranks.barrier_or_stop`. A single process works
-too.
-"""
+too."""
 
 import contextlib
 import ctypes
@@ -82,7 +81,6 @@ class Ranks:
         self.shared: Any = None
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.shared is not None:
             self.gather(np.zeros(1))
         else:
@@ -150,7 +148,6 @@ class Ranks:
         return [row[:size] for row, size in zip(self.gather(padded), sizes, strict=True)]
 
     def gather_text(self, text: str) -> list[str]:
-        """Return the text of every rank, by rank."""
         encoded = np.frombuffer(escape(text).encode(), np.uint8)
         return [row.tobytes().decode() for row in self.gather_ragged(encoded)]
 

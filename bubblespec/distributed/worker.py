@@ -2,8 +2,7 @@
 
 Replies are JSON, within a time limit and a size. A worker that fails is killed with all that it has
 started, and replaced. Workers are started with exec, not forked: the trainer has threads of CUDA
-and of the process group. Between the two is a supervisor process (`fork_with_supervisor`).
-"""
+and of the process group. Between the two is a supervisor process (`fork_with_supervisor`)."""
 
 import contextlib
 import importlib
@@ -147,7 +146,6 @@ class Worker:
         self.end()
 
     def _kill(self) -> None:
-        """Request the supervisor to kill the process with all that it has started."""
         if self.supervisor is not None and self.supervisor.stdin is not None:
             with contextlib.suppress(OSError):  # it has ended
                 self.supervisor.stdin.write(b"\n")
@@ -221,7 +219,6 @@ def serve(descriptor: int, parent: int, module: str, argument: str) -> None:
 
 
 def _requests(connection: Connection) -> Iterator[bytes]:
-    """Yield requests until the trainer closes the connection or has ended."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             yield connection.recv_bytes()

@@ -9,8 +9,7 @@ exactly 1; later minibatches get a forward before it.
 
 Part of an update's gradient may be in the optimizer's buffer before the update begins
 (`EarlyGradients`): a sample's contribution is then known up to a factor that all samples of the
-update share (losses.py), so the sum is scaled once, at the end.
-"""
+update share (losses.py), so the sum is scaled once, at the end."""
 
 import contextlib
 import math
@@ -73,8 +72,7 @@ def deterministic() -> Iterator[None]:
 
     Raises RuntimeError for an operation that has no such order. On a GPU, cuBLAS must have
     been set so before the first product. Not for generation, which would write keys and values in
-    order.
-    """
+    order."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
@@ -94,8 +92,7 @@ class EarlyGradients(Protocol):
     def take(self, samples: Samples) -> tuple[np.ndarray, list[torch.Tensor]]:
         """Hand the gradients over to the update of `samples`, on all ranks together.
 
-        Return which samples some rank covers, bool [S], and `MEASURED` of own micro-batches.
-        """
+        Return which samples some rank covers, bool [S], and `MEASURED` of own micro-batches."""
 
     def observe(self, microbatches: list[Microbatch], seconds: float) -> None:
         """Learn how long forward and backward passes of these micro-batches took."""
@@ -157,8 +154,7 @@ class Learner:
         Return the step's training metrics, equal on all ranks except `timing_s/sync` (this rank's
         seconds in gradient reductions), and a "sync" span for each reduction. An update whose loss,
         gradient or samples' log-probabilities are not finite is skipped, on all ranks alike. Raises
-        RunFailed after more than MAX_SKIPPED_STEPS consecutive steps with such an update.
-        """
+        RunFailed after more than MAX_SKIPPED_STEPS consecutive steps with such an update."""
         has_gradient = self.has_gradient(samples, advantages)
         # NaN marks a token that was not sampled, or shows a failed generation.
         has_nan = bool((samples.num_sampled < samples.lengths).any())
@@ -231,8 +227,7 @@ class Learner:
     ) -> torch.Tensor:
         """Do forward and backward of one micro-batch. Return its `MEASURED`.
 
-        advantages, weights: float64 [S].
-        """
+        advantages, weights: float64 [S]."""
         loss = self.config.loss
         if self.teacher is not None:
             with torch.no_grad():  # first, while the policy keeps no activations
@@ -352,7 +347,7 @@ class Learner:
 
 
 def sum_over_ranks(measured: list[torch.Tensor], ranks: Ranks, factor: float) -> dict[str, float]:
-    """Return the `MEASURED` of an update from each rank's micro-batches; the loss times factor."""
+    """Return the `MEASURED` of an update; the loss times factor."""
     by_batch = np.zeros((1, len(MEASURED)))
     if measured:
         by_batch = torch.stack(measured).double().cpu().numpy()

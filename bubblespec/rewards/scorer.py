@@ -3,8 +3,7 @@
 Reward functions run in worker processes while other rows decode, or in this process when it is
 idle or all rows have finished. A reward that fails is logged, counted, and replaced by
 `reward.reward_on_error`. If a function fails for all responses of a step, on all ranks, the run
-ends, as there is nothing to train on.
-"""
+ends, as there is nothing to train on."""
 
 import atexit
 import json
@@ -72,7 +71,7 @@ class Scorer:
         atexit.register(self.pool.close)
 
     def begin(self, launch: Launch, step: int | None = None) -> "Scoring":
-        """Prepare to score groups that are about to be generated. step: None in an evaluation."""
+        """step: None in an evaluation."""
         return Scoring(self, launch, step)
 
     @property
@@ -99,7 +98,6 @@ class Scorer:
         return metrics
 
     def take_logged(self) -> dict[SampleId, dict]:
-        """Return the columns that functions have logged since the last call."""
         logged, self.logged = self.logged, {}
         return logged
 
@@ -271,7 +269,6 @@ class Scoring:
         return scores
 
     def _answers(self, row: Row) -> list[Answer]:
-        """Return the answer of each score, in the order of the names."""
         calls = [self._calls[row.id][name] for name in self._names]
         return [future.result()[index] for future, index in calls]
 
@@ -317,7 +314,6 @@ class Scoring:
 
 
 def _answered(outcome: Future) -> Future:
-    """Return an environment's reward like a call of a function."""
     reward, _, problem = outcome.result()
     future: Future[list[Answer]] = Future()
     value = reward if problem is None else RewardFailure("environment", problem)

@@ -120,12 +120,10 @@ def answer_format(prompts, completions, completion_ids, **columns) -> list[float
 
 
 def text_of(completion: str | list[dict]) -> str:
-    """Return the text of a completion, which is a string or chat messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def final_answer(text: str) -> str | None:
-    """Return the text in the last `<answer>` tags, or None without any."""
     for part in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = part.partition("<answer>")
         if tag:
@@ -199,7 +197,6 @@ def _parse_references(answer) -> list[_Parsed]:
 
 
 def _is_one_of(text: str, golds: list[_Parsed]) -> bool:
-    """Whether the answer in a completion equals an accepted one."""
     from math_verify import parse
 
     given = _answer_in(text)
@@ -227,7 +224,6 @@ def _is_equal(gold: list, given: list) -> bool:
 
 
 def _answer_in(text: str) -> str | None:
-    """Return the marked answer of a completion, as LaTeX, or None without one."""
     tagged = final_answer(text)
     boxed = _last_boxed(text if tagged is None else tagged)
     if tagged is not None or boxed is not None:
@@ -285,7 +281,6 @@ def _parse(text: str) -> _Parsed:
 
 
 def _parsed(latex: str, drops_units: bool = True) -> list:
-    """Return what the library makes of LaTeX."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     of_latex = LatexExtractionConfig()

@@ -59,7 +59,6 @@ def check_references(
 
 
 def check_weights(config: Config, has_environment: bool) -> list[float]:
-    """Return the weights of the reward functions and of the environment's own reward, if any."""
     count, weights = len(config.reward.functions) + has_environment, config.reward.weights
     if not count and config.loss.loss_type != "distillation":
         problem = "is empty, and environment.factory has no get_reward"

@@ -1,8 +1,7 @@
 """Where a run's numbers and samples go on rank 0: JSON lines, TensorBoard, Parquet files, a hook.
 
 A resumed run continues the files. A full disk does not end a run: lines wait in memory until they
-can be written. TensorBoard's curves then have a gap.
-"""
+can be written. TensorBoard's curves then have a gap."""
 
 import atexit
 import contextlib
@@ -65,7 +64,6 @@ class JsonLines:
         return self._flush()
 
     def close(self) -> None:
-        """Write the waiting lines, and close the file."""
         self._flush()
         self._file.close()
         if self._waiting:
@@ -137,7 +135,6 @@ class StepFiles:
         os.replace(temporary, os.path.join(self.folder, name))
 
     def remove_from(self, first_step: int) -> None:
-        """Remove unfinished files, and those of steps from `first_step` on."""
         for name in sorted(os.listdir(self.folder), reverse=True):  # responses before forwards
             match = STEP_FILE.fullmatch(name)
             if match and (int(match[1]) >= first_step or name.startswith(".")):
@@ -232,10 +229,7 @@ def import_logger(package: str) -> Any:
 
 
 def begin_logging(module: Any, config: Config) -> Callable[[dict[str, Any]], None]:
-    """Begin a run of a package; return a function that logs lines of metrics. Raises InputError.
-
-    It is named after run.output_dir. Its project is that of WANDB_PROJECT or TRACKIO_PROJECT, else
-    bubblespec."""
+    """Begin a run of a package, named after run.output_dir; return its log. Raises InputError."""
     package = config.run.log_to or ""
     project = os.environ.get(f"{package.upper()}_PROJECT", "bubblespec")
     name = os.path.basename(os.path.abspath(config.run.output_dir))
@@ -288,7 +282,6 @@ class TensorBoard:
             self._writer, self._has_failed = None, True
 
     def close(self) -> None:
-        """Close the files, which are complete after each step."""
         if self._writer is not None:
             self._writer.close()
 
@@ -353,6 +346,5 @@ class MetricsLogger:
             self._samples.write(describe(record, index, names, tokenizer))
 
     def close(self) -> None:
-        """Write the lines that still wait, and close the files."""
         for file in (self._lines, self._samples, self._tensorboard):
             file.close()

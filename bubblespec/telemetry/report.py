@@ -77,9 +77,7 @@ def function_metrics(rewards: np.ndarray, functions: list[str]) -> dict:
 def evaluation_metrics(
     samples: Samples, rollout: RolloutRecord, seconds: float, *, has_drafts: bool
 ) -> dict:
-    """Return how an evaluation was generated on this rank.
-
-    seconds: of the evaluation; has_drafts: whether its samples may have drafts."""
+    """seconds: of the evaluation; has_drafts: whether its samples may have drafts."""
     counts = rollout.acceptance
     metrics: dict = {
         "eval/digest": digest(samples),
@@ -92,9 +90,7 @@ def evaluation_metrics(
 
 
 def speculation_metrics(ranks: Ranks, record: StepRecord, *, has_store: bool) -> dict:
-    """Return the step's speculation on this rank.
-
-    has_store: whether drafts are kept for coming steps."""
+    """has_store: whether drafts are kept for coming steps."""
     rollouts, counts = record.rollouts, [rollout.acceptance for rollout in record.rollouts]
     fed, gained, drafted, accepted, covered = (
         sum(getattr(of, name) for of in counts) for name in COUNTS
@@ -123,7 +119,6 @@ def speculation_metrics(ranks: Ranks, record: StepRecord, *, has_store: bool) ->
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return this rank's peak of bytes so far: of the GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -131,9 +126,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def rank_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
-    """Return where this rank's time went, and its uses of idle time.
-
-    sync_s: reductions of gradients, within train."""
+    """Return where this rank's time went. sync_s: reductions of gradients, within train."""
     rollouts = record.rollouts
     gen, wait, reward, train = (
         total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train")

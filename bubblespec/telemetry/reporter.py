@@ -44,7 +44,6 @@ def show_phase(ranks: Ranks, name: str) -> Iterator[None]:
 
 
 def begin_profile(ranks: Ranks) -> torch.profiler.profile:
-    """Begin to record operations of this rank, and kernels on a GPU."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if ranks.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -54,7 +53,7 @@ def begin_profile(ranks: Ranks) -> torch.profiler.profile:
 
 
 def save_profile(running: torch.profiler.profile, output_dir: str, step: int, rank: int) -> None:
-    """End the recording, and write it as the trace of a step (from 1). An error is a warning."""
+    """Write the trace of a step (from 1). An error is a warning."""
     running.stop()
     path = os.path.join(output_dir, "profile", f"step-{step:05d}-rank-{rank}.json")
     try:
@@ -86,7 +85,6 @@ class RunReporter:
     profile: torch.profiler.profile | None = None  # of a step that is profiled
 
     def phase(self, name: str) -> AbstractContextManager:
-        """Context that shows what the run does in it."""
         return show_phase(self.ranks, name)
 
     def start(self, num_updates: int, checkpoint: str | None) -> None:
@@ -110,13 +108,12 @@ class RunReporter:
         self.log_to = begin_logging(self.log_to, self.config)
 
     def end_set_up(self) -> None:
-        """Show what set-up took."""
         self.history.set_up_s = time.monotonic() - self.began_s
         if self.ranks.is_main:
             log(f"set-up took {summary.duration(self.history.set_up_s)}")
 
     def begin_step(self, step: int) -> None:
-        """Begin to profile a step (from 0) of run.profile_steps."""
+        """step: from 0."""
         if step + 1 in self.config.run.profile_steps:
             self.profile = begin_profile(self.ranks)
 
@@ -154,7 +151,7 @@ class RunReporter:
             save_timeline(run.output_dir, step, lanes, self.config.speculative.method)
 
     def show_step(self, step: int, metrics: dict) -> None:
-        """Show a finished step (from 1), and each hint once."""
+        """step: from 1."""
         last = self.config.run.max_steps
         self.history.add(metrics)
         log(f"{step}/{last} steps: {summary.step_text(metrics, self.history, last - step)}")
@@ -176,14 +173,13 @@ class RunReporter:
         log(summary.sample_text(prompt.text, reply, rewards, prompt.columns))
 
     def close(self) -> None:
-        """Close the files, however the run ends."""
         if self.profile is not None:  # of a step that was abandoned
             self.profile.stop()
         if self.logger is not None:
             self.logger.close()
 
     def end(self, num_updates: int, checkpoint: str | None, is_stopped: bool) -> None:
-        """Show the end of a run that is complete or stopped. checkpoint: the newest folder."""
+        """checkpoint: the newest folder."""
         if self.ranks.is_main:
             parts = (time.monotonic() - self.began_s, num_updates, checkpoint, is_stopped)
             log(summary.end_text(self.config, self.history, *parts))

@@ -41,7 +41,6 @@ class History:
         self.steps.append(kept | {HAS_DRAFTS: has_drafts})
 
     def total(self, *keys: str) -> Any:
-        """Return the sum of these metrics over the steps."""
         return sum(metrics.get(key, 0) for metrics in self.steps for key in keys)
 
     def savings(self) -> tuple[float, int] | None:
@@ -61,7 +60,6 @@ class History:
 def start_text(
     config: Config, ranks: Ranks, learner: Learner, prompts: PromptSet, num_held_out: int
 ) -> str:
-    """Return what is about to run."""
     parameters, hardware = list(learner.model.parameters()), describe_hardware(ranks.device)
     num_trained = sum(p.numel() for p in parameters if p.requires_grad)
     size = f"{sum(p.numel() for p in parameters):,} parameters ({num_trained:,} trained)"
@@ -78,7 +76,6 @@ def start_text(
 
 
 def output_text(config: Config, num_updates: int, checkpoint: str | None) -> str:
-    """Return where files are, and whether a run is new, resumed or complete."""
     run, scheduler = config.run, config.optim.lr_scheduler_type
     text = f"a new run of {run.max_steps} steps"
     if num_updates >= run.max_steps:
@@ -93,7 +90,7 @@ def output_text(config: Config, num_updates: int, checkpoint: str | None) -> str
 
 
 def step_text(metrics: dict[str, Any], history: History, num_left: int) -> str:
-    """Return a step's numbers. history: with this step; num_left: steps after it."""
+    """history: with this step; num_left: steps after it."""
     generate_s, train_s = (sum(metrics[key] for key in keys) for keys in (GENERATE, TRAIN))
     step_s = metrics["timing_s/step"]
     rest_s = max(step_s - generate_s - train_s, 0.0)  # rewards, and gathering of samples
@@ -113,7 +110,6 @@ def step_text(metrics: dict[str, Any], history: History, num_left: int) -> str:
 
 
 def drafts_text(accepted: int, drafted: int, savings: tuple[float, int] | None) -> str:
-    """Return how many draft tokens were accepted, and what drafts have saved so far."""
     text = f"{accepted:,} of {drafted:,} draft tokens accepted ({accepted / drafted:.0%})"
     if savings:
         saved = f"{duration(abs(savings[0]))} {'saved' if savings[0] >= 0 else 'lost'}"
@@ -122,13 +118,12 @@ def drafts_text(accepted: int, drafted: int, savings: tuple[float, int] | None) 
 
 
 def length_text(metrics: dict[str, Any], prefix: str = "") -> str:
-    """Return length and clipping of responses. prefix: of the metrics' keys."""
+    """prefix: of the metrics' keys."""
     of = f"{prefix}completions/"
     return f"length {metrics[of + 'mean_length']:,.1f}, clipped {metrics[of + 'clipped_ratio']:.0%}"
 
 
 def find_hints(config: Config, history: History) -> dict[str, str]:
-    """Return advice on what is wrong with a run by its latest steps, by name."""
     hints, latest = {}, history.steps[-EQUAL_STEPS:]
     # other estimators compare responses to different prompts
     compares_groups = config.loss.advantage_estimator in ("grpo", "rloo")
@@ -151,12 +146,10 @@ def find_hints(config: Config, history: History) -> dict[str, str]:
 
 
 def is_at_end(key: str) -> bool:
-    """Whether the table at the end has a metric."""
     return "end" in row_of(key)
 
 
 def evaluation_text(step: int, metrics: dict[str, Any]) -> str:
-    """Return the result of an evaluation after `step` updates."""
     keys = [key for key in metrics if re.fullmatch("eval/[^/]+", key) and is_at_end(key)]
     scores = [f"{key.removeprefix('eval/')} {metrics[key]:.3f}" for key in keys]
     text = ", ".join([*scores, length_text(metrics, "eval/")])
@@ -166,9 +159,7 @@ def evaluation_text(step: int, metrics: dict[str, Any]) -> str:
 def sample_text(
     prompt: str | list[dict], reply: str, rewards: dict[str, float], columns: dict[str, Any]
 ) -> str:
-    """Return one sample.
-
-    prompt, columns: see `Prompt`; rewards: by the function's name, NaN where it does not apply."""
+    """rewards: by the function's name, NaN where it does not apply."""
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
     answers = [(name, str(columns[name])) for name in REFERENCES if columns.get(name) is not None]
     scores = [("reward", ", ".join(f"{name} {value:.3g}" for name, value in rewards.items()))]
@@ -184,9 +175,7 @@ def end_text(
     checkpoint: str | None,
     is_stopped: bool,
 ) -> str:
-    """Return the result of a run, and where its files are.
-
-    seconds: of this process; checkpoint: folder of the newest."""
+    """seconds: of this process; checkpoint: folder of the newest."""
     of, steps = f"{num_updates} of {config.run.max_steps}", history.steps
     lines = table(history) if steps else []
     if steps:
@@ -226,7 +215,6 @@ def table(history: History) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds, from a minute on as hours, minutes and seconds."""
     return f"{seconds:.1f} s" if seconds < 59.95 else str(timedelta(seconds=round(seconds)))
 
 
