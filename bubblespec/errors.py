@@ -40,9 +40,7 @@ class InputError(EndsRun, ValueError):
 
 
 class RewardsFailed(InputError):
-    """A step has rewards that cannot be trained on.
-
-    Raised by all ranks together, so that the run is saved before it ends."""
+    """A step has rewards that cannot be trained on; raised by all ranks, which save before."""
 
 
 class RunFailed(EndsRun, RuntimeError):
@@ -55,10 +53,8 @@ class RankTimeout(EndsRun, RuntimeError):
     exit_code = 3
 
 
-class SaveFailed(EndsRun, RuntimeError):
-    """The last state of a run could not be saved.
-
-    The message, equal on all ranks, has the reason."""
+class SaveFailed(RunFailed):
+    """The last state of a run could not be saved."""
 
     exit_code = 4
 
@@ -77,9 +73,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def log(line: str) -> None:
-    """Print a line to stderr.
-
-    If that is a log on a full disk, the line is lost and the run continues."""
+    """Print a line to stderr; if that is on a full disk, the run continues without it."""
     with contextlib.suppress(OSError):
         tqdm.write(escape(line), file=sys.stderr)  # not into a progress bar
         sys.stderr.flush()
@@ -163,9 +157,7 @@ def trace_of(error: BaseException) -> str:
 
 
 def first_problem(own: str | None, gather_text: Callable[[str], list[str]]) -> str | None:
-    """Return the problem of the first rank that has one, on all ranks; None if there is none.
-
-    gather_text: see `Ranks`."""
+    """Return the problem of the first rank that has one, on all ranks. gather_text: see `Ranks`."""
     return next(filter(None, gather_text(own or "")), None)
 
 

@@ -118,8 +118,7 @@ class Trainer:
         """Save before the run ends, if what has failed on the GPU leaves the last update whole.
 
         Not with several ranks: the others wait in a step that this one will not reach."""
-        is_whole = not self.is_updating and self.saved != self.num_updates
-        if not is_whole or self.ranks.world_size > 1:
+        if self.is_updating or self.saved == self.num_updates or self.ranks.world_size > 1:
             return
         activity = self.ranks.activity
         try:
@@ -258,9 +257,8 @@ class Trainer:
     def save_if_due(self) -> None:
         run, done = self.config.run, self.num_updates
         is_last = done == run.max_steps
-        if self.saved == done:
-            return
-        if is_last or (run.save_steps and done % run.save_steps == 0):
+        is_due = is_last or (run.save_steps and done % run.save_steps == 0)
+        if is_due and self.saved != done:
             self.save(is_last)
 
     def save(self, is_last: bool) -> None:

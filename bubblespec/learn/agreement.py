@@ -217,9 +217,8 @@ def _distance_to_bars(
 
 
 def _logprob(logits: torch.Tensor, target: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    return (
-        logits.masked_fill(~kept, losses.BARRED).log_softmax(-1).gather(-1, target[:, None])[:, 0]
-    )
+    logprobs = logits.masked_fill(~kept, losses.BARRED).log_softmax(-1)
+    return logprobs.gather(-1, target[:, None])[:, 0]
 
 
 def gradient_problem(

@@ -12,6 +12,7 @@ Part of an update's gradient may be in the optimizer's buffer before the update 
 update share (losses.py), so the sum is scaled once, at the end."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -170,12 +171,10 @@ class Learner:
             ranks=self.ranks,
             scales_later=self.early is not None,
         )
-        for microbatches in minibatches[1:]:
-            for batch in microbatches:
-                with torch.no_grad():
-                    batch.old = self._logprobs(
-                        self.model, batch, sampled_hidden(self.model, batch, self.kernel)
-                    )
+        for batch in itertools.chain(*minibatches[1:]):
+            with torch.no_grad():
+                hidden = sampled_hidden(self.model, batch, self.kernel)
+                batch.old = self._logprobs(self.model, batch, hidden)
         totals, grad_norms, spans, num_skipped = [], [], [], 0
         passes = list(zip(minibatches, factors, strict=True)) * self.config.loss.num_iterations
         for microbatches, factor in passes:

@@ -103,8 +103,8 @@ def _cut(path: str, num_updates: int) -> list[dict]:
     with missing, open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(json.JSONDecodeError):  # torn by a kill
-                records.append(json.loads(line))
-    records = [record for record in records if record["step"] <= num_updates]
+                if (record := json.loads(line))["step"] <= num_updates:
+                    records.append(record)
     with open(path + ".tmp", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
     os.replace(path + ".tmp", path)

@@ -48,7 +48,7 @@ class History:
 
         The seconds that the cost model expects without drafts, corrected by its median error in
         steps without drafts, are compared with the measured ones. None before such a step."""
-        timed = [metrics for metrics in self.steps if metrics.get(MODELLED)]
+        timed = (metrics for metrics in self.steps if metrics.get(MODELLED))
         pairs = [(m[HAS_DRAFTS], m[MODELLED], sum(m[k] for k in GENERATE)) for m in timed]
         errors = [measured_s / modelled_s for drafts, modelled_s, measured_s in pairs if not drafts]
         if not errors or not self.total(ACCEPTED, WASTED):
