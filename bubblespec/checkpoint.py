@@ -132,9 +132,7 @@ def _commit(temporary: str, final: str) -> None:
 
 
 def remove_checkpoint(folder: str) -> None:
-    """Delete a checkpoint, if there is one, under a name that no checkpoint has.
-
-    So a kill leaves none that lacks files. The next start deletes the rest."""
+    """Delete a checkpoint, if there is one; renamed first, so that a kill leaves none in part."""
     parent, name = os.path.split(folder)
     renamed = os.path.join(parent, f"{TEMPORARY}old-{name}")
     shutil.rmtree(renamed, ignore_errors=True)
@@ -223,9 +221,8 @@ def step_of(folder: str) -> int:
 def find_checkpoint(config: Config, ranks: Ranks) -> str | None:
     """Return the folder to resume from, the same on all ranks, or None for a fresh start.
 
-    Rank 0 alone reads the files. Raises InputError on all ranks where resuming would not be exact,
-    where output_dir contains a run of another configuration, or checkpoints that are all damaged.
-    """
+    Rank 0 alone reads the files. Raises InputError where resuming would not be exact, and where
+    output_dir has a run of another configuration or checkpoints that are all damaged."""
     return ranks.agree(lambda: _find_checkpoint(config, ranks.world_size))
 
 
@@ -323,9 +320,7 @@ def refuse_what_does_not_fit(folder: str) -> Iterator[None]:
 
 
 def load_optimizer(folder: str, optimizer) -> None:
-    """Restore the optimizer. Raises InputError.
-
-    The file is mapped: each rank copies its share, and ranks of one machine share its pages."""
+    """Restore the optimizer from a mapped file, each rank its share. Raises InputError."""
     path = os.path.join(folder, OPTIMIZER_FILE)
     with refuse_what_does_not_fit(folder):
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

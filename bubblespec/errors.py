@@ -66,8 +66,8 @@ class Interrupt(KeyboardInterrupt):
 def is_interrupt(error: BaseException) -> bool:
     """Whether an exception comes from the keyboard, not from the user's own code.
 
-    In a run the handler of SIGINT raises Interrupt; Python's own handler, which a notebook has,
-    raises what the user's code could have raised."""
+    The handler of a run raises Interrupt; Python's own, of a notebook, what user code could,
+    too."""
     has_own_handler = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     return isinstance(error, Interrupt if has_own_handler else KeyboardInterrupt)
 
@@ -85,9 +85,7 @@ def escape(text: str) -> str:
 
 
 def shown(value: object, form: Callable[[Any], str] = repr) -> str:
-    """Return the beginning of a value's text on one line, whatever the value is.
-
-    The user's code may return and raise objects with megabytes of text, or with none at all."""
+    """Return the beginning of a value's text on one line; the user's may have megabytes or none."""
     try:
         text = " ".join(escape(form(value)).split())
     except Exception:  # of its own __repr__ or __str__
@@ -111,9 +109,7 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def is_out_of_memory(problem: BaseException | str) -> bool:
-    """Whether an error, or a line about one, says that memory has run out.
-
-    Errors behind it in its chain count: code that tidies up after the failure raises others."""
+    """Whether an error, with those behind it, or a line about one, says that memory has run out."""
     if isinstance(problem, str):
         return any(text in problem for text in OUT_OF_MEMORY)
     return any(is_out_of_memory(one_line(of)) for of in _chain_of(problem))

@@ -69,8 +69,7 @@ def local_time_s() -> int:
 def load_tokenizer(config: Config, now_s: int | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer, with the configured chat template or its own. Raises InputError.
 
-    now_s: time (`local_time_s`) that a template with a date gets for good, by default that of now.
-    """
+    now_s: time (`local_time_s`) that a dated template gets for good, by default that of now."""
     tokenizer = from_pretrained(AutoTokenizer, config, config.model.path)
     if path := config.model.chat_template_path:
         try:
@@ -111,9 +110,7 @@ def _at(now: datetime, render: Callable, *messages, **options):
 
 
 def check_template_options(template: str | dict | None, options: dict) -> None:
-    """Raise InputError for an option that no template reads, and for a truth value that is text.
-
-    Any text that is not empty is true in a template."""
+    """Raise InputError for an option that no template reads, and for a truth value that is text."""
     texts = template.values() if isinstance(template, dict) else [template or ""]
     names: set[str] = set()
     for text in texts:
@@ -210,9 +207,7 @@ def load_teacher(
 
 
 def weights_state(*models: PreTrainedModel | None) -> dict[str, np.ndarray]:
-    """Return fingerprints of frozen models, int64: of every bit of their weights.
-
-    Adapters do not count."""
+    """Return fingerprints of every bit of frozen models' weights, without adapters, int64."""
     found = []
     for model in filter(None, models):
         sums = {}

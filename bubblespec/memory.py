@@ -145,10 +145,9 @@ def num_rows(config: Config, world_size: int) -> int:
 
 
 def max_slots(config: Config, world_size: int) -> int:
-    """Return the largest useful number of slots.
+    """Return the largest useful number of slots: one per row of a rank.
 
-    One per row of a rank, and as many again for drafts, deferred prompts, or many short rows placed
-    against few long ones."""
+    And as many for drafts, deferred prompts, or many short rows placed against few long ones."""
     is_placed = world_size > 1 and config.rollout.placement != "in_turn"
     rows = num_rows(config, world_size) * (2 if config.keeps_drafts or is_placed else 1)
     return min(rows, config.rollout.max_num_batched_tokens)
@@ -173,10 +172,10 @@ def choose_slots(
 ) -> tuple[int, int | None, int]:
     """Return rollout.max_num_seqs, the number of pages or None, and that of `shared_rows`.
 
-    All ranks call it together and get equal figures. Each `auto` becomes what fits into the memory
-    that is free once model and optimizer are loaded; pages fill it. Ranks on CPUs use half of the
-    machine's free memory, as nothing measures a gradient step there. Raises InputError where the
-    slots do not fit."""
+    All ranks call it together and get equal figures. Each `auto` becomes what fits into the
+    memory that is free once model and optimizer are loaded; pages fill it. On CPUs that is half
+    of the machine's free memory: nothing measures a gradient step. Raises InputError if slots
+    do not fit."""
     rollout, device = config.rollout, ranks.device
     wanted, free = rollout.max_num_seqs, free_bytes(device)
     useful, is_paged = max_slots(config, ranks.world_size), has_kernels(device, learner.model.dtype)

@@ -89,9 +89,7 @@ def digest(samples: Samples) -> str:
 
 
 def has_rewards(rewards: np.ndarray) -> np.ndarray:
-    """Return which groups have rewards for all samples, bool [groups]; only these are trained on.
-
-    rewards: [groups, generations], NaN where a sample has none."""
+    """Return which groups of rewards [groups, generations] have no NaN, bool; only these train."""
     return ~np.isnan(rewards).any(axis=1)
 
 
@@ -114,8 +112,7 @@ def combine(rewards: np.ndarray, weights: list[float]) -> np.ndarray:
 def overlong_penalty(lengths: np.ndarray, max_length: int, buffer_length: int) -> np.ndarray:
     """Return the soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), float64 [S].
 
-    lengths: response tokens. The penalty is 0 up to max_length - buffer_length, and falls linearly
-    to -1 at max_length."""
+    It is 0 up to max_length - buffer_length response tokens, and falls to -1 at max_length."""
     if buffer_length == 0:
         return np.zeros(len(lengths))
     excess = np.clip(lengths - (max_length - buffer_length), 0, None)

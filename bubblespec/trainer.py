@@ -348,9 +348,7 @@ def find_best(config: Config, state: dict) -> dict | None:
 
 
 def _undo_copy(output_dir: str) -> None:
-    """Replace a checkpoint-best that is a folder, as in a copy that followed links (`cp -rL`).
-
-    It becomes the checkpoint that it is a copy of, unless that is there, too."""
+    """Rename a checkpoint-best that is a folder, as `cp -rL` makes it, to what it is a copy of."""
     link = os.path.join(output_dir, BEST)
     if os.path.islink(link) or not os.path.isdir(link):
         return

@@ -41,9 +41,7 @@ _ALL = _OTHERS | VERL | TRL
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the checked configuration of a YAML file and `section.key=value` overrides.
-
-    Raises InputError."""
+    """Return the checked configuration of a YAML file and overrides. Raises InputError."""
     if not os.path.isfile(path):
         raise InputError(f"--config: no file at {path}")
     from omegaconf import OmegaConf
@@ -75,9 +73,7 @@ def config_to_yaml(config: Config) -> str:
 
 
 def _fill(given: Any, overrides: Sequence[str], source: str) -> Config:
-    """Fill a `Config` from `given` and then the overrides, and check it.
-
-    source: the name of `given` in errors. Raises InputError with all problems."""
+    """Fill a `Config` from `given`, a `source`, and then the overrides, and check it."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -178,9 +174,7 @@ def _put_all(config: Any, given: dict, source: str) -> Iterator[str]:
 
 
 def _put(config: Any, name: str, value: Any) -> Iterator[str]:
-    """Set a key, or yield what is wrong.
-
-    OmegaConf checks the type; its error may lack the whole name."""
+    """Set a key, or yield what is wrong; the error of OmegaConf may lack the whole name."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -16,9 +16,7 @@ from bubblespec.errors import InputError, is_interrupt, one_line, shown
 
 
 def import_path(key: str, path: str, example: str) -> Any:
-    """Import `package.module.name`, the value of `key`.
-
-    example: a valid path, for the message. Raises InputError."""
+    """Import `package.module.name`, the value of `key`, like `example`. Raises InputError."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise InputError(f"{key}: '{path}' is not a dotted path such as {example}")
@@ -117,8 +115,7 @@ _loop: asyncio.AbstractEventLoop | None = None
 def awaited(value: Any) -> Any:
     """Return the value, or its result if it is awaitable.
 
-    All coroutines of a process share one event loop, so that connections which they keep open stay
-    valid."""
+    All coroutines of a process share one event loop: connections that they keep stay valid."""
     if not inspect.isawaitable(value):
         return value
     global _loop

@@ -37,8 +37,8 @@ def above(limit: float) -> Bound:
 def at_most(limit: float, why: str = "") -> Bound:
     """Return an upper bound.
 
-    Without `why` the limit is technical: larger sizes overflow, or exhaust the machine before
-    anything is checked."""
+    Without `why` it is technical: larger sizes overflow, or exhaust the machine before any
+    check."""
     return Bound(lambda value: value <= limit, f"at most {limit}{why and f' ({why})'}")
 
 

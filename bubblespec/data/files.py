@@ -34,8 +34,7 @@ _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*")  # whose name is that o
 def files_by_split(path: str, key: str) -> tuple[dict[str, list[str]], list[str]]:
     """Return the files of known formats at a path, below a folder or of a glob, by split.
 
-    And what else is there: other files, and folders that a glob names without reaching into them.
-    """
+    And what else is there: other files, and folders that a glob names but does not reach into."""
     folder = Path(path)
     try:
         if (saved := folder / "dataset_dict.json").is_file():  # of `save_to_disk`
@@ -155,9 +154,7 @@ def _saved_files(folder: Path) -> list[str]:
 
 
 def _split_of(path: str) -> str:
-    """Return the split that a path has a word of, in its folders or else its name, or else train.
-
-    Several splits are joined by a plus."""
+    """Return the split, or several joined by a plus, that a path has a word of, or else train."""
     if shard := _SHARD.fullmatch(path):
         return shard[1]
     for part in os.path.split(path):

@@ -103,9 +103,7 @@ def make_tokenize(
 
 @functools.lru_cache(maxsize=4)
 def _ids_before(tokenizer) -> list[int]:
-    """Return the ids that the tokenizer puts in front of every text.
-
-    They are seen in front of one that has tokens, other ones than those around it."""
+    """Return the ids that the tokenizer puts in front of every text that has tokens."""
     for probe in itertools.chain("a", tokenizer.get_vocab()):
         bare = tokenizer(probe, add_special_tokens=False)["input_ids"]
         whole = tokenizer(probe)["input_ids"]
@@ -188,9 +186,8 @@ def leave_out(
 def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
     """Return `size` procedural problems from a weighted mixture of reasoning-gym tasks.
 
-    tasks: mappings with `name`, `weight` and `config` (the task's own parameters). Row i is a pure
-    function of (tasks, seed, i): columns `prompt`, `answer`, `task` and `entry` (the gym's item).
-    """
+    tasks: mappings with `name`, `weight` and `config` (its parameters). Row i is a pure function of
+    (tasks, seed, i): columns `prompt`, `answer`, `task` and `entry` (the gym's item)."""
     reasoning_gym = import_quietly("reasoning_gym")
     sources = []
     for number, task in enumerate(tasks):
@@ -258,9 +255,7 @@ def data_state(
     held_out: Sequence[Prompt],
     now_s: int = 0,
 ) -> dict[str, np.ndarray]:
-    """Return fingerprints of rows, in order, and of the chat template, int64.
-
-    And the time that a template with a date was given, now_s."""
+    """Return fingerprints of rows, in order, and template, int64; if that has a date, its now_s."""
     return {
         ROWS: fingerprints(prompts),
         HELD_OUT: fingerprints(held_out),

@@ -59,19 +59,16 @@ class PromptSet:
         return [self.prompts[i] for i in order[index * num_prompts : (index + 1) * num_prompts]]
 
     def extra(self, seed: int, step: int, num_prompts: int, used: set[int]) -> list[Prompt]:
-        """Return up to `num_prompts` further prompts for `step`.
+        """Return up to `num_prompts` further prompts for `step`, a pure function of the arguments.
 
-        A pure function of the arguments. Uids in `used` are left out: their noise keys would be
-        used again."""
+        Uids in `used` are left out: their noise keys would be used again."""
         shuffled = (self.prompts[i] for i in _shuffled(len(self.prompts), seed, _EXTRA + step))
         unused = (prompt for prompt in shuffled if prompt.uid not in used)
         return list(itertools.islice(unused, num_prompts))
 
 
 class StepSchedule:
-    """The plain rule: every step trains on the next prompts of the data order.
-
-    Other rules derive from it."""
+    """The plain rule, from which others derive: every step trains on the next prompts in order."""
 
     defers = False
     """Whether steps may leave groups to later ones, with their tokens so far as drafts."""

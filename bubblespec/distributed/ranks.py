@@ -94,9 +94,7 @@ class Ranks:
             raise StopRequested
 
     def call_until_stop(self, call: Callable[[], None]) -> None:
-        """Call the user's code in this process; abandon it on a stop request to this rank.
-
-        It may wait for processes of its own that the launcher's signal has ended."""
+        """Call the user's code here, until a stop request: it may wait for ended processes."""
         with contextlib.suppress(CallAbandoned):
             try:
                 self.is_interruptible = True
@@ -257,9 +255,7 @@ def cuda_of_driver() -> tuple[int, int] | None:
 
 
 def set_cuda_defaults() -> None:
-    """Change defaults of torch and NCCL, except where the user has set an environment variable.
-
-    Call before anything is on a GPU and before NCCL starts."""
+    """Change defaults of torch and NCCL before both start, where no variable is set."""
     # Training leaves memory in pieces, and keys and values are large. A call instead of the
     # variable, as torch may read that while it is imported.
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):

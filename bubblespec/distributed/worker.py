@@ -55,9 +55,9 @@ class WorkerTimeout(WorkerFailure):
 class Worker:
     """A worker process with its replacements, and the thread that runs its jobs.
 
-    A job is a function of the worker, called in that thread; it is to catch all exceptions. Jobs in
-    the queue when the worker is closed are not run. What user code prints goes to the trainer's
-    standard error."""
+    A job is a function of the worker, called in that thread; it catches all exceptions. Jobs in
+    the queue when the worker is closed are not run. User code prints to the trainer's standard
+    error."""
 
     def __init__(self, module: str, argument: Any, key: str, jobs: SimpleQueue | None = None):
         """Start the thread.
@@ -193,10 +193,7 @@ def close_workers(workers: Sequence[Worker]) -> None:
 
 
 def serve(descriptor: int, parent: int, module: str, argument: str) -> None:
-    """Reply to requests in a worker until the connection closes.
-
-    The function that the module's `make_answer` returns for the argument, JSON, makes the replies.
-    """
+    """Reply to requests until the connection closes, by what the module's `make_answer` returns."""
     fork_with_supervisor(parent, descriptor)
     connection = Connection(descriptor)
     os.set_inheritable(descriptor, False)

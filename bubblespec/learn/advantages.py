@@ -56,10 +56,9 @@ def estimate_advantages(
 ) -> np.ndarray:
     """Return advantages by one of ESTIMATORS or by the user's own function, given `samples`.
 
-    scale_rewards: see `divided`, by default that of the estimator's paper. A single generation has
-    no group to compare with: its advantage is 0, except under reinforce_plus_plus, which has no
-    groups, and under the user's own. Raises InputError if the user's own does not return one finite
-    number per sample."""
+    scale_rewards: see `divided`, by default that of the estimator's paper. A single generation
+    has no group: its advantage is 0, except under reinforce_plus_plus and the user's own.
+    Raises InputError if the user's own does not return one finite number per sample."""
     if "." not in estimator:
         zeros = np.zeros_like(rewards)
         return zeros if rewards.size == 1 else ESTIMATORS[estimator](rewards, scale_rewards)

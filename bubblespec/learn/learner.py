@@ -58,8 +58,7 @@ def sampled_hidden(
 ) -> torch.Tensor:
     """Return hidden states that predict the sampled tokens, [M, hidden], in one packed forward.
 
-    kernel: attention kernel; on_hidden: called with the batch and its hidden states, [N, hidden].
-    """
+    kernel: of attention; on_hidden: called with the batch and its hidden states, [N, hidden]."""
     packing = pack_sequences(batch.sequence_lengths, batch.input_ids.device)
     hidden = forward_hidden(model, batch.input_ids, packing, kernel)
     if on_hidden is not None:
@@ -71,9 +70,8 @@ def sampled_hidden(
 def deterministic() -> Iterator[None]:
     """Make equal micro-batches have equal gradients: backward passes add in a fixed order.
 
-    Raises RuntimeError for an operation that has no such order. On a GPU, cuBLAS must have
-    been set so before the first product. Not for generation, which would write keys and values in
-    order."""
+    Raises RuntimeError for an operation that has no such order. On a GPU, cuBLAS must have been set
+    so before the first product. Not for generation, which would write keys and values in order."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
@@ -224,9 +222,7 @@ class Learner:
     def accumulate_gradient(
         self, batch: Microbatch, advantages: np.ndarray, weights: np.ndarray
     ) -> torch.Tensor:
-        """Do forward and backward of one micro-batch. Return its `MEASURED`.
-
-        advantages, weights: float64 [S]."""
+        """Do forward and backward; return `MEASURED`. advantages, weights: float64 [S]."""
         loss = self.config.loss
         if self.teacher is not None:
             with torch.no_grad():  # first, while the policy keeps no activations
@@ -302,9 +298,8 @@ class Learner:
     def training_metrics(self, totals: list[dict[str, float]]) -> dict[str, float]:
         """Return the metrics of a step from the `MEASURED` of each of its updates.
 
-        The loss is the mean over updates; other means are over the tokens that were trained on in
-        all updates, if there were any. Clips are left out for a single update, whose ratios are 1.
-        """
+        The loss is the mean over updates; other means are over the tokens trained on in all
+        updates, if there were any. Clips are left out for a single update, whose ratios are 1."""
         total = {name: sum(update[name] for update in totals) for name in MEASURED}
         if total["tokens"] == 0:
             return {"loss": 0.0}

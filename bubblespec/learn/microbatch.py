@@ -19,8 +19,8 @@ from bubblespec.types import is_sampled
 class Microbatch:
     """B packed sequences on the device, prompt and response each.
 
-    N tokens are fed, of which M predict a sampled token. Tokens of an environment are fed, and are
-    no targets."""
+    N tokens are fed, of which M predict a sampled token; an environment's are fed, and no
+    targets."""
 
     order: list[int]
     """Index of each sequence among the samples, [B]."""
@@ -50,9 +50,7 @@ class Microbatch:
 def plan_microbatches(
     lengths: np.ndarray, world_size: int, max_tokens: int
 ) -> list[list[list[int]]]:
-    """Return sample indices by rank and micro-batch.
-
-    lengths: tokens of each sample, int64 [S]; 0: not trained on.
+    """Return sample indices by rank and micro-batch. lengths: tokens to train on, int64 [S].
 
     Longest first: to the rank with the fewest tokens so far, and there into the first micro-batch
     with room. A pure function of the lengths, so equal tokens give equal micro-batches."""

@@ -69,8 +69,7 @@ class Optimizer:
     def _make_adamw(self, groups: list[dict], lr: float) -> torch.optim.AdamW:
         """Create AdamW on the parameters, or on float32 masters, copied back after every step.
 
-        Moments are made at once, so that memory that is free afterwards is free for the whole run.
-        """
+        Moments are made at once, so that memory free afterwards is free for the whole run."""
         given = [p for group in groups for p in group["params"]]
         self.updated = {p: p.detach().float() if self.has_masters else p for p in given}
         for param, master in self.updated.items():
@@ -126,10 +125,9 @@ class Optimizer:
         return all(torch.isfinite(param).all().item() for param in self.params)
 
     def state_dict(self) -> dict | None:
-        """Return the number of updates, and by parameter name moments and master, on the CPU.
+        """Return the number of updates, and by parameter name moments and master, on rank 0's CPU.
 
-        Equal whether sharded or not: tensors of other ranks are gathered one by one. Ranks other
-        than 0 get None."""
+        Equal whether sharded or not: tensors of other ranks are gathered one by one."""
         parameters: dict[str, dict[str, torch.Tensor]] = {}
         named = list(zip(self.names, self.params, self.owner, strict=True))
         # Without an update the moments are zeros, and the masters are the weights.
@@ -144,9 +142,7 @@ class Optimizer:
         return {"num_updates": self.num_updates, "parameters": parameters}
 
     def load_state_dict(self, state: dict) -> None:
-        """Load this rank's part of a `state_dict`, of whatever number of ranks.
-
-        Raises ValueError if it is of a model of other shapes."""
+        """Load this rank's part, of any number of ranks. Raises ValueError for other shapes."""
         self.num_updates = state["num_updates"]
         if not self.num_updates:
             return

@@ -132,8 +132,7 @@ def program_in(text: str) -> str:
 def run_program(program: str, tests: str) -> bool:
     """Whether the program, and then the tests, run to their end within the limits.
 
-    A secret number, which the program does not get, reports success: exit codes and printed text do
-    not count."""
+    A secret that the program does not get reports success: exit codes and prints do not count."""
     secret = secrets.token_bytes(16)
     reading, verdict = os.pipe()
     limits = {"CPU": CPU_LIMIT_S, "AS": MEMORY_LIMIT, "FSIZE": FILE_LIMIT, "CORE": 0, "NOFILE": 64}

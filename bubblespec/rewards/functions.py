@@ -123,8 +123,7 @@ def check_arguments(
 ) -> None:
     """Raise InputError if the function cannot be called with samples that have these columns.
 
-    source: of the data, for the error; has_environments: whether responses are episodes; key: that
-    names the function."""
+    source: of the data; has_environments: whether responses are episodes; key: of the function."""
     signature = _signature_of(function)
     given = dict.fromkeys([*ARGUMENTS, *columns, *named_of_trl(function)])
     if has_environments and takes_environments(function):

@@ -116,10 +116,10 @@ class Scorer:
                     self._metrics.setdefault(metric, []).append(value)
 
     def count(self, answers: list[list[Answer]], end_s: float) -> list[str]:
-        """Sum up the answers of all ranks, [rows][functions]. end_s: of this rank's rollouts.
+        """Sum up the answers of all ranks, [rows][functions]; return failed eval.functions.
 
-        Return those of eval.functions that have failed for every row. Raises RewardsFailed, on all
-        ranks, if a reward has."""
+        end_s: of this rank's rollouts. Raises RewardsFailed, on all ranks, if a reward has
+        failed."""
         local = np.zeros_like(self._totals)
         local[2] = len(answers)
         examples = [""] * (len(local) - 3)

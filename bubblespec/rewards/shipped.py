@@ -93,9 +93,7 @@ exact_match.can_score = _has_answer  # type: ignore[attr-defined]  # as `per_sam
 def reasoning_gym_score(
     prompts, completions, completion_ids, task, entry, **columns
 ) -> list[float | None]:
-    """Return the score from 0 to 1 of the final answer by reasoning-gym's scorer of the task.
-
-    None without a task or its entry."""
+    """Return the score of the final answer by reasoning-gym, 0 to 1; None without task or entry."""
     reasoning_gym = import_quietly("reasoning_gym")
     return [
         reasoning_gym.get_score_answer_fn(name)(answer=final_answer(text_of(c)), entry=item)
@@ -135,10 +133,9 @@ def final_answer(text: str) -> str | None:
 def math_equivalence(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
     """Return 1 where the answer equals the column `answer` by the math-verify library, else 0.
 
-    The answer is in the last `<answer>` tags or `\\boxed{}`, else what the library finds at the end
-    of the text; an equation of numbers must be true. None where the reference cannot be parsed. A
-    reference may be a whole solution with the answer behind the last ####, as in GSM8K, or a list
-    of accepted ones."""
+    The answer is in the last `<answer>` tags or `\\boxed{}`, else what the library finds at the
+    end; an equation of numbers must be true. None where the reference cannot be parsed, which may
+    be a solution with the answer behind the last ####, as in GSM8K, or a list of accepted ones."""
     scores: list[float | None] = []
     for completion, reference in zip(completions, answer, strict=True):
         with _cpu_limit():
@@ -161,9 +158,7 @@ math_equivalence.can_score = _has_reference  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def _cpu_limit() -> Iterator[None]:
-    """End calls of the library after MATH_LIMIT_S of CPU time each.
-
-    So it is no time-out that the machine is busy or all processes were paused."""
+    """End calls of the library after MATH_LIMIT_S of CPU time each, however busy the machine is."""
     from math_verify.errors import TimeoutException
 
     def stop(*_) -> None:

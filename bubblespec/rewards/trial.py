@@ -25,9 +25,7 @@ MAX_CHECKED = 1000  # rows: parsing the references of all may take minutes
 
 
 def check_columns(names: Collection[str], renamed: Collection[str], source: str) -> None:
-    """Raise InputError for a column of the data (`source`) with the name of a reward's argument.
-
-    renamed: columns that the configuration renames."""
+    """Raise InputError for a column named as a reward's argument. renamed: by the configuration."""
     for name in ARGUMENTS:
         if name in names and name not in renamed:
             raise InputError(
@@ -39,9 +37,7 @@ def check_columns(names: Collection[str], renamed: Collection[str], source: str)
 def check_references(
     functions: dict[str, RewardFunction], prompts: list[Prompt], source: str
 ) -> None:
-    """Warn of rows of `source` that no function can score by its `can_score`.
-
-    Raises InputError if that is all of them."""
+    """Warn of rows of `source` that no function can score; raise InputError if all of them."""
     checks = [
         getattr(function, "can_score", lambda columns: True) for function in functions.values()
     ]
@@ -105,9 +101,7 @@ def check_prompts(
 def begin_trial(
     scorer: Scorer, functions: dict[str, RewardFunction], prompt: Prompt, num_generations: int
 ) -> dict[str, Future]:
-    """Submit a call of each function on responses to a prompt; return the futures by path.
-
-    Functions that take environments are left out."""
+    """Submit a call of each function on responses to a prompt, but for those of environments."""
     ids = scorer.tokenizer(RESPONSE, add_special_tokens=False)["input_ids"]
     sample, trial = Sample(prompt.text, RESPONSE, ids, prompt.columns, progress=scorer.progress), {}
     for number, (path, function) in enumerate(functions.items()):

@@ -43,9 +43,9 @@ def must_write(option: str, path: str) -> Iterator[None]:
 class JsonLines:
     """A file with one JSON object per line, of one run on rank 0.
 
-    With `num_updates` > 0 it is continued: lines of later steps are cut off, and `records` are the
-    other ones. With 0 an existing file is kept under another name. Raises InputError if it cannot
-    be written."""
+    With `num_updates` > 0 it is continued: lines of later steps are cut off, others are
+    `records`. With 0 an existing file is kept under another name. Raises InputError if it
+    cannot be written."""
 
     def __init__(self, path: str, num_updates: int):
         self.name = os.path.basename(path)
@@ -247,10 +247,7 @@ def begin_logging(module: Any, config: Config) -> Callable[[dict[str, Any]], Non
 
 
 def tag_of(key: str) -> str:
-    """Return the curve of a metric.
-
-    A key without a group is in `train`, as in TRL. The keys that only this trainer has, seconds by
-    rank included, are in one group."""
+    """Return the curve of a metric: without a group in `train`, as in TRL; our own in one group."""
     if "/" not in key:
         return f"train/{key}"
     return f"{OWN_GROUP}/{key}" if key.startswith(OWN_GROUPS) or "/rank_" in key else key
@@ -331,9 +328,7 @@ class MetricsLogger:
             self._has_warned = True
 
     def log_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write an evaluation after `step` updates, as a step is written.
-
-        A resumed run that repeats an evaluation has its line already."""
+        """Write an evaluation after `step` updates; a run that repeats one has its line already."""
         if step not in self._evaluated:
             self.log(step, metrics)
 

@@ -200,9 +200,7 @@ def end_text(
 
 
 def table(history: History) -> list[str]:
-    """Return means over the first and the last tenth of the steps, and two evaluations.
-
-    Each metric is a row; steps without it do not count."""
+    """Return means over the first and the last tenth of the steps that have each metric."""
     num_shown = max(1, len(history.steps) // 10)
     first = history.steps[:num_shown] + history.evaluations[:1]
     last = history.steps[-num_shown:] + history.evaluations[-1:]

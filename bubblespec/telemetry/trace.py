@@ -116,9 +116,7 @@ def _response_columns(record: StepRecord) -> dict[str, Any]:
 
 
 def _own_forwards(rollouts: list[RolloutRecord]) -> np.ndarray:
-    """Return this rank's forwards of a step, float64 [forwards, COLUMNS].
-
-    Times are since the rollout began."""
+    """Return this rank's forwards, float64 [forwards, COLUMNS], timed since the rollout began."""
     forwards = []
     for i, rollout in enumerate(rollouts):
         for is_shared, some in ((False, rollout.forwards), (True, rollout.shared_forwards)):
