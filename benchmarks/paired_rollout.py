@@ -28,11 +28,10 @@ from bubblespec.engine.sampling import EVALUATION
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.metrics import over_ranks
-from bubblespec.records import StepRecord
+from bubblespec.records import Samples, StepRecord
 from bubblespec.rollout.drafting import DraftAhead
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import RolloutPlan
-from bubblespec.samples import Samples
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.tools.forwards import seconds_together
 from bubblespec.trainer import Trainer

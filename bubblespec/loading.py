@@ -28,7 +28,6 @@ from transformers import (
 from transformers.utils import chat_template_utils
 
 from bubblespec.config import Config
-from bubblespec.data.files import IS_POINTER, POINTER, is_pointer
 from bubblespec.data.prompts import (
     WEIGHTS,
     build_prompt_set,
@@ -39,7 +38,7 @@ from bubblespec.data.prompts import (
     make_tokenize,
     reasoning_gym_rows,
 )
-from bubblespec.data.rows import load_rows
+from bubblespec.data.rows import IS_POINTER, POINTER, is_pointer, load_rows
 from bubblespec.data.schedule import PromptSet
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.lora import add_adapter

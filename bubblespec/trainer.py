@@ -34,10 +34,9 @@ from bubblespec.errors import (
 )
 from bubblespec.learn.learner import Learner
 from bubblespec.planner.stats import state_of
-from bubblespec.records import Span, StepRecord
+from bubblespec.records import Span, StepRecord, has_rewards
 from bubblespec.rollout.evaluate import Evaluation, Evaluator, numbers_of_samples
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.samples import has_rewards
 from bubblespec.telemetry.report import short_names
 from bubblespec.types import Group, Prompt
 

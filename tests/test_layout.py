@@ -27,7 +27,7 @@ FLOORS = [
     {"engine"},
     {"distributed", "config"},
     {"records"},
-    {"samples", "folders"},
+    {"folders"},
     {"errors", "types", "metrics"},
 ]
 # Lines of the package to load, by the file that is read: they may only fall.
@@ -152,7 +152,6 @@ NAMED = {
     # A function may have the argument `environments`, as in TRL, and an environment has a reward.
     "bubblespec.rewards.functions": {"environment"},
     "bubblespec.rewards.scorer": {"environment"},
-    "bubblespec.rewards.trial": {"environment"},
     # The timeline's legend.
     "bubblespec.telemetry.timeline": {"drafter"},
     # How many queries' keys attention sums in splits, which decides its memory.

@@ -10,8 +10,7 @@ import torch
 
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.metrics import over_ranks
-from bubblespec.records import Acceptance, IdleUse, RolloutRecord, Span, StepRecord
-from bubblespec.samples import Samples, digest
+from bubblespec.records import Acceptance, IdleUse, RolloutRecord, Samples, Span, StepRecord, digest
 from bubblespec.telemetry import report
 from bubblespec.telemetry.report import (
     evaluation_metrics,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.samples import Samples
+from bubblespec.records import Samples
 from bubblespec.types import Group, Launch, Prompt, SampleId
 
 _EXTRA = 1 << 40  # first epoch of the orders of extra prompts, beyond any real epoch

@@ -10,7 +10,7 @@ import numpy as np
 
 from bubblespec.config.imports import call, import_function
 from bubblespec.errors import InputError, shown
-from bubblespec.samples import Samples
+from bubblespec.records import Samples
 
 KEY = "loss.advantage_estimator"
 

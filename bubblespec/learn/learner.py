@@ -32,8 +32,7 @@ from bubblespec.learn.lora import adapter_disabled
 from bubblespec.learn.losses import Teacher
 from bubblespec.learn.microbatch import Microbatch, is_in_loss, make_minibatches
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.records import Span
-from bubblespec.samples import Samples
+from bubblespec.records import Samples, Span
 
 # Upper bound of sampling/logp_difference/mean at temperature 1; above it something other than
 # rounding is at work. Rounding alone gives 1e-7 in float64 (the generator's are kept in float32),

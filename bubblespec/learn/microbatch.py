@@ -11,7 +11,7 @@ from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.arrays import to_device
 from bubblespec.learn.losses import common_factor, local_weights
-from bubblespec.samples import Samples, count_sampled
+from bubblespec.records import Samples, count_sampled
 from bubblespec.types import is_sampled
 
 

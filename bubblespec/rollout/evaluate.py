@@ -13,9 +13,8 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.sampling import EVALUATION
 from bubblespec.errors import RewardsFailed
 from bubblespec.metrics import over_ranks
-from bubblespec.records import RolloutRecord
+from bubblespec.records import RolloutRecord, Samples, combine, has_rewards
 from bubblespec.rollout.sampler import Sampler, vocab_size_of
-from bubblespec.samples import Samples, combine, has_rewards
 from bubblespec.telemetry.report import evaluation_metrics, function_metrics, short_names
 from bubblespec.types import Draft, Group, Launch, Prompt
 

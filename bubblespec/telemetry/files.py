@@ -21,8 +21,7 @@ from bubblespec.config.imports import call, without_input
 from bubblespec.errors import InputError, escape, is_interrupt, log, one_line
 from bubblespec.folders import keep_aside
 from bubblespec.metrics import CHARTS, OWN_GROUPS
-from bubblespec.records import StepRecord
-from bubblespec.samples import Samples
+from bubblespec.records import Samples, StepRecord
 from bubblespec.types import SampleId, is_sampled
 
 NUM_SAMPLES = 4  # prompts of a step, one response each

@@ -17,8 +17,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import log
 from bubblespec.learn.learner import Learner
 from bubblespec.metrics import over_ranks
-from bubblespec.records import StepRecord
-from bubblespec.samples import Samples
+from bubblespec.records import Samples, StepRecord
 from bubblespec.telemetry import report, summary
 from bubblespec.telemetry.files import (
     PACKAGES,
@@ -28,7 +27,6 @@ from bubblespec.telemetry.files import (
     completion_of,
     save_rollouts,
 )
-from bubblespec.telemetry.flops import mfu
 from bubblespec.telemetry.timeline import gather_lanes, save_timeline
 from bubblespec.telemetry.trace import Recorder
 
@@ -41,15 +39,6 @@ def show_phase(ranks: Ranks, name: str) -> Iterator[None]:
     if ranks.is_main:
         log(f"{name} ...")
     yield
-
-
-def begin_profile(ranks: Ranks) -> torch.profiler.profile:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if ranks.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    running = torch.profiler.profile(activities=activities)
-    running.start()
-    return running
 
 
 def save_profile(running: torch.profiler.profile, output_dir: str, step: int, rank: int) -> None:
@@ -115,7 +104,8 @@ class RunReporter:
     def begin_step(self, step: int) -> None:
         """step: from 0."""
         if step + 1 in self.config.run.profile_steps:
-            self.profile = begin_profile(self.ranks)
+            self.profile = torch.profiler.profile()  # on a GPU of its kernels, too
+            self.profile.start()
 
     def report(self, record: StepRecord, metrics: dict[str, float]) -> None:
         """Report a step. metrics: of this rank, of everything that is not measured here."""
@@ -132,7 +122,7 @@ class RunReporter:
         metrics = over_ranks(metrics, ranks.gather_text)
         step_s = metrics["timing_s/step"]
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / step_s / ranks.world_size
-        metrics |= mfu(self.learner, ranks, record, step_s)
+        metrics |= report.mfu(self.learner, ranks, record, step_s)
         if self.recorder is not None:
             self.recorder.write(record)
         if step in run.timeline_steps:
