@@ -58,13 +58,7 @@ from bubblespec.mechanisms import Run, functions
 from bubblespec.memory import choose_slots, estimate, max_length
 from bubblespec.planner.stats import load_parts
 from bubblespec.rewards.functions import load_reward
-from bubblespec.rewards.scorer import (
-    Scorer,
-    begin_trial,
-    check_prompts,
-    check_weights,
-    end_trial,
-)
+from bubblespec.rewards.scorer import Scorer, begin_trial, check_prompts, check_weights, end_trial
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.telemetry.files import PACKAGES, import_logger

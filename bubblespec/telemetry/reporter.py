@@ -117,7 +117,7 @@ class RunReporter:
         metrics |= report.rollout_metrics(record, self.functions, is_dynamic=is_dynamic)
         metrics |= report.rank_metrics(ranks, record, metrics["timing_s/sync"])
         if self.config.has_drafts:
-            has_store = "bubble/store_tokens" in metrics
+            has_store = self.config.keeps_drafts
             metrics |= report.speculation_metrics(ranks, record, has_store=has_store)
         metrics = over_ranks(metrics, ranks.gather_text)
         step_s = metrics["timing_s/step"]
