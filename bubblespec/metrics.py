@@ -15,11 +15,10 @@ OWN_GROUPS: tuple[str, ...] = tuple(f"{group}/" for group in TABLE.pop("own_grou
 # Of an array with the values of all ranks. `ratio`: of pairs (part, whole), 0 of nothing; `each`:
 # the mean, and every rank's under a name of its own; `mean/max`: of pairs, see placement_error.
 REDUCTIONS: dict[str, Callable[[np.ndarray], Any]] = {
-    "sum": lambda found: found.sum(axis=0),
-    "mean": lambda found: found.mean(axis=0),
-    "max": lambda found: found.max(axis=0),
-    "argmax": lambda found: found.argmax(axis=0),
-    "each": lambda found: found.mean(axis=0),
+    name: functools.partial(getattr(np, name), axis=0) for name in ("sum", "mean", "max", "argmax")
+}
+REDUCTIONS |= {
+    "each": REDUCTIONS["mean"],
     "ratio": lambda found: found[:, 0].sum() / (found[:, 1].sum() or 1),
     "mean/max": lambda found: found[:, 0].mean() / max(found[:, 1].max(), 1e-9),
 }
