@@ -214,7 +214,7 @@ class EpisodesMechanism(Mechanism):
         if plan.scoring is not None:
             plan.scoring.outcomes = episodes.outcomes
 
-    def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
+    def metrics(self, ranks: Ranks, record: StepRecord) -> dict:
         """Return the metrics of the step's episodes on this rank, with TRL's frequencies."""
         counts: list[EpisodeCounts] = [rollout.extras[NAME] for rollout in record.rollouts]
         own = []
