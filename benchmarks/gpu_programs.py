@@ -33,7 +33,7 @@ from bubblespec.engine.batch import SamplingParams
 from bubblespec.learn.learner import Learner
 from bubblespec.learn.optimizer import Optimizer
 from bubblespec.memory import gradient_peak
-from bubblespec.samples import Samples
+from bubblespec.records import Samples
 from bubblespec.tools.simulate.roofline import OWN, update_tokens_per_s
 from bubblespec.types import Group, Prompt
 

@@ -28,11 +28,11 @@ from bubblespec.engine.engine import Engine
 from bubblespec.engine.sampling import EVALUATION
 from bubblespec.errors import InputError
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.records import StepRecord
+from bubblespec.metrics import over_ranks
+from bubblespec.records import Samples, StepRecord
 from bubblespec.rollout.drafting import DraftAhead
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import RolloutPlan
-from bubblespec.samples import Samples
 from bubblespec.telemetry.report import speculation_metrics
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Row
@@ -150,7 +150,8 @@ def paired_step(
     of_step |= {"owners": plan.table.rank_of, "batch_sizes": [len(launch.groups)]}
     of_step |= {"rollouts": [rollout.record], "stages": rollout.stages, "spans": rollout.spans}
     record = StepRecord(step, **of_step, drafts=plan.drafts)
-    result |= speculation_metrics(ranks, record, has_store=True)
+    metrics = speculation_metrics(ranks, record, has_store=True)
+    result |= over_ranks(metrics, ranks.gather_text)
     result["bubble/store_tokens"] = sampler.store.num_tokens
     for age, share in sampler.stats.survival.by_age.items():
         result[f"drafts/accept_rate/age_{age}"] = share

@@ -5,8 +5,7 @@ A folder named checkpoint-N is complete unless the disk fails. SHA256SUMS detect
 
 Noise is a function of a sample's id, and a batch is one of the step and of earlier draws.
 Exactness therefore needs weights, optimizer state, the step number and the schedule's state. Drafts
-and histories are saved for speed.
-"""
+and histories are saved for speed."""
 
 import contextlib
 import copy
@@ -21,6 +20,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -46,15 +46,8 @@ TEMPORARY = "tmp-checkpoint-"  # beginning of names of what is being written or 
 FORMAT = 3
 ADVICE = "set the same to resume, or another run.output_dir for a new run"
 # Errors of reading files that are torn or of another format.
-UNREADABLE: tuple[type[Exception], ...] = (
-    OSError,
-    ValueError,
-    KeyError,
-    RuntimeError,
-    EOFError,
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-)
+UNREADABLE: tuple[type[Exception], ...] = (OSError, ValueError, KeyError, RuntimeError, EOFError)
+UNREADABLE += (zipfile.BadZipFile, pickle.UnpicklingError)
 
 
 def save_checkpoint(
@@ -76,11 +69,11 @@ def save_checkpoint(
     is complete, before older ones are deleted (but not the best one).
 
     Return None, or in one line why saving failed (a full disk, for instance), the same on every
-    rank. A failed save leaves nothing, and earlier checkpoints stay.
-    """
+    rank. A failed save leaves nothing, and earlier checkpoints stay."""
     optimizer_state = optimizer.state_dict()  # all ranks together where it is sharded
     step, output_dir = state["step"], config.run.output_dir
     temporary = os.path.join(output_dir, f"{TEMPORARY}{step}")
+    folder_of = os.path.join(output_dir, "checkpoint-{}").format
     state = {"format": FORMAT, "world_size": ranks.world_size, "config": flatten(config)} | state
 
     def save() -> str | None:
@@ -97,13 +90,12 @@ def save_checkpoint(
                 np.savez(os.path.join(temporary, name), **content)
             for write in writers:
                 write(temporary)
-            with open(os.path.join(temporary, STATE_FILE), "w", encoding="utf-8") as file:
-                json.dump(state, file, indent=1)
-            _commit(temporary, _folder_of(output_dir, step))
+            Path(temporary, STATE_FILE).write_text(json.dumps(state, indent=1), "utf-8")
+            _commit(temporary, folder_of(step))
             then()
             best = {os.path.realpath(os.path.join(output_dir, BEST))}
             if state.get("best"):  # a file system without links has no checkpoint-best
-                best.add(os.path.realpath(_folder_of(output_dir, state["best"]["step"])))
+                best.add(os.path.realpath(folder_of(state["best"]["step"])))
             # Later ones are damaged, or of a continuation that was given up: they do not count.
             saved = [folder for folder in list_checkpoints(output_dir) if step_of(folder) <= step]
             for old in saved[: -config.run.save_total_limit]:
@@ -140,9 +132,7 @@ def _commit(temporary: str, final: str) -> None:
 
 
 def remove_checkpoint(folder: str) -> None:
-    """Delete a checkpoint, if there is one, under a name that no checkpoint has.
-
-    So a kill leaves none that lacks files. The next start deletes the rest."""
+    """Delete a checkpoint, if there is one; renamed first, so that a kill leaves none in part."""
     parent, name = os.path.split(folder)
     renamed = os.path.join(parent, f"{TEMPORARY}old-{name}")
     shutil.rmtree(renamed, ignore_errors=True)
@@ -155,9 +145,8 @@ def remove_checkpoint(folder: str) -> None:
 def find_damage(folder: str) -> str | None:
     """Return the damage of a checkpoint, or None if all files match their checksums."""
     try:
-        with open(os.path.join(folder, SUMS_FILE), encoding="utf-8") as file:
-            lines = [line.rstrip("\n").split("  ", 1) for line in file]
-        wanted = {name: digest for digest, name in lines}
+        lines = Path(folder, SUMS_FILE).read_text("utf-8").splitlines()
+        wanted = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     except (OSError, ValueError) as error:  # ValueError: a line of another form, or not UTF-8
         return f"{SUMS_FILE} cannot be read ({error})"
     if not wanted or list(wanted)[-1] != STATE_FILE:
@@ -186,8 +175,7 @@ def lock_output_dir(config: Config, num_updates: int = 0) -> IO:
 
     Try what a save needs, write the configuration into it, remove unfinished saves, and keep aside
     checkpoints of the branch that is given up by resuming an earlier one after `num_updates`.
-    Raises InputError if another run has locked the folder, or it cannot be written to.
-    """
+    Raises InputError if another run has locked the folder, or it cannot be written to."""
     output_dir = config.run.output_dir
     resolved = os.path.join(output_dir, CONFIG_FILE)
     trial = os.path.join(output_dir, f"{TEMPORARY}trial")
@@ -195,17 +183,15 @@ def lock_output_dir(config: Config, num_updates: int = 0) -> IO:
         os.makedirs(output_dir, exist_ok=True)
         file = lock(os.path.join(os.path.realpath(output_dir), ".lock"), output_dir)
         os.makedirs(trial, exist_ok=True)
-        with open(os.path.join(trial, STATE_FILE), "w", encoding="utf-8") as text:
-            text.write("{}")
+        Path(trial, STATE_FILE).write_text("{}")
         _commit(trial, f"{trial}-whole")
         remove_checkpoint(f"{trial}-whole")
         if config.run.resume_from_checkpoint not in ("auto", "none"):
             for folder in list_checkpoints(output_dir):
                 if step_of(folder) > num_updates:
-                    why = f"the run goes on after {num_updates} updates; a later checkpoint"
-                    keep_aside(folder, why)
-        with open(resolved + ".tmp", "w", encoding="utf-8") as text:
-            text.write(config_to_yaml(config))
+                    later = f"the run goes on after {num_updates} updates; a later checkpoint"
+                    keep_aside(folder, later)
+        Path(resolved + ".tmp").write_text(config_to_yaml(config), "utf-8")
         flush(resolved + ".tmp")
         os.replace(resolved + ".tmp", resolved)  # never half written: the next start reads it
     except OSError as error:
@@ -228,21 +214,15 @@ def list_checkpoints(output_dir: str) -> list[str]:
     return sorted((os.path.join(output_dir, name) for name in names), key=step_of)
 
 
-def _folder_of(output_dir: str, step: int) -> str:
-    return os.path.join(output_dir, f"checkpoint-{step}")
-
-
 def step_of(folder: str) -> int:
-    """Return the N of a folder `checkpoint-N`."""
     return int(folder.rpartition("-")[2])
 
 
 def find_checkpoint(config: Config, ranks: Ranks) -> str | None:
     """Return the folder to resume from, the same on all ranks, or None for a fresh start.
 
-    Rank 0 alone reads the files. Raises InputError on all ranks where resuming would not be exact,
-    where output_dir contains a run of another configuration, or checkpoints that are all damaged.
-    """
+    Rank 0 alone reads the files. Raises InputError where resuming would not be exact, and where
+    output_dir has a run of another configuration or checkpoints that are all damaged."""
     return ranks.agree(lambda: _find_checkpoint(config, ranks.world_size))
 
 
@@ -258,7 +238,15 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
             "run.resume_from_checkpoint=auto to resume"
         )
     if folder == "auto":
-        folder = _newest_whole(existing) or "none"
+        folder = "none"
+        for candidate in reversed(existing):
+            if (damage := find_damage(candidate)) is None:
+                folder = candidate
+                break
+            log(f"warning: {candidate} is damaged: {damage}; trying the previous one")
+        if existing and folder == "none":
+            advice = "remove them to start a new run"
+            raise InputError(f"run.output_dir: all its checkpoints are damaged; {advice}")
     elif folder != "none":
         if not os.path.isfile(os.path.join(folder, STATE_FILE)):
             reason = f"is not a checkpoint (it has no {STATE_FILE})"
@@ -278,19 +266,6 @@ def _find_checkpoint(config: Config, world_size: int) -> str | None:
     for difference in differences:
         log(f"warning: {difference} in {folder}; {weights}")
     return folder
-
-
-def _newest_whole(folders: list[str]) -> str | None:
-    """Return the last undamaged folder; warn of damaged ones, raise InputError if all are."""
-    for folder in reversed(folders):
-        damage = find_damage(folder)
-        if damage is None:
-            return folder
-        log(f"warning: {folder} is damaged: {damage}; trying the previous one")
-    if folders:
-        advice = "remove them to start a new run"
-        raise InputError(f"run.output_dir: all its checkpoints are damaged; {advice}")
-    return None
 
 
 def _check_same_run(config: Config, saved: dict, where: str) -> list[str]:
@@ -345,10 +320,7 @@ def refuse_what_does_not_fit(folder: str) -> Iterator[None]:
 
 
 def load_optimizer(folder: str, optimizer) -> None:
-    """Restore the optimizer. Raises InputError.
-
-    The file is mapped: each rank copies its share, and ranks of one machine share its pages.
-    """
+    """Restore the optimizer from a mapped file, each rank its share. Raises InputError."""
     path = os.path.join(folder, OPTIMIZER_FILE)
     with refuse_what_does_not_fit(folder):
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -368,11 +340,9 @@ def read_state(folder: str) -> dict:
 
     step: updates done; evaluated: updates before the last evaluation, or -1; best: metric, value
     and step of the best evaluation by run.save_best, or None; progress: sums over the run so far,
-    by name; linear: see `choose_packed`; format; world_size; config: flat.
-    """
-    path = os.path.join(folder, STATE_FILE)
-    with refuse_what_does_not_fit(folder), open(path, encoding="utf-8") as file:
-        return json.load(file)
+    by name; linear: see `choose_packed`; format; world_size; config: flat."""
+    with refuse_what_does_not_fit(folder):
+        return json.loads(Path(folder, STATE_FILE).read_text("utf-8"))
 
 
 def add_old_keys(folder: str, read: Callable[[dict], Any]) -> None:
@@ -382,14 +352,14 @@ def add_old_keys(folder: str, read: Callable[[dict], Any]) -> None:
     read: config.json's content to a configuration, which must stay what it is."""
 
     def add_rotary(path: str) -> None:
-        config = _read_json(path)
+        config = json.loads(Path(path).read_text("utf-8"))
         new = _with_rotary(config)
         with contextlib.suppress(Exception):  # of a model's own code, which reads none of this
             if _has(read(copy.deepcopy(new)).to_dict(), read(config).to_dict()):
                 _write_json(path, new)
 
     def rename_class(path: str) -> None:
-        config = _read_json(path)
+        config = json.loads(Path(path).read_text("utf-8"))
         if config.get("tokenizer_class") == "TokenizersBackend":
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
             if isinstance(config.get("extra_special_tokens"), list):
@@ -401,15 +371,9 @@ def add_old_keys(folder: str, read: Callable[[dict], Any]) -> None:
             change(path)
 
 
-def _read_json(path: str) -> dict:
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
-
-
 def _write_json(path: str, content: dict) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, sort_keys=True, ensure_ascii=False)
-        file.write("\n")
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+    Path(path).write_text(f"{text}\n", "utf-8")
 
 
 def _with_rotary(config: dict) -> dict:
@@ -432,7 +396,6 @@ def _with_rotary(config: dict) -> dict:
 
 
 def _has(whole: Any, part: Any) -> bool:
-    """Whether a dictionary, and each one in it, has the entries of another one."""
     if not (isinstance(whole, dict) and isinstance(part, dict)):
         return whole == part
     return all(key in whole and _has(whole[key], value) for key, value in part.items())

@@ -26,7 +26,6 @@ class EndsRun(Exception):
     is_logged = False  # whether this rank or another one has printed it
 
     def lines(self) -> list[str]:
-        """Return what is printed: usually one line; an InputError may have several problems."""
         return [f"error: {line}" for line in str(self).splitlines() or [""]]
 
 
@@ -36,14 +35,12 @@ class InputError(EndsRun, ValueError):
     exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows in a notebook instead of a traceback."""
+        """Replace the traceback in a notebook."""
         return self.lines()
 
 
 class RewardsFailed(InputError):
-    """A step has rewards that cannot be trained on.
-
-    Raised by all ranks together, so that the run is saved before it ends."""
+    """A step has rewards that cannot be trained on; raised by all ranks, which save before."""
 
 
 class RunFailed(EndsRun, RuntimeError):
@@ -67,16 +64,14 @@ class Interrupt(KeyboardInterrupt):
 def is_interrupt(error: BaseException) -> bool:
     """Whether an exception comes from the keyboard, not from the user's own code.
 
-    In a run the handler of SIGINT raises Interrupt; Python's own handler, which a notebook has,
-    raises what the user's code could have raised."""
+    The handler of a run raises Interrupt; Python's own, of a notebook, what user code could,
+    too."""
     has_own_handler = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     return isinstance(error, Interrupt if has_own_handler else KeyboardInterrupt)
 
 
 def log(line: str) -> None:
-    """Print a line to stderr.
-
-    If that is a log on a full disk, the line is lost and the run continues."""
+    """Print a line to stderr; if that is on a full disk, the run continues without it."""
     with contextlib.suppress(OSError):
         tqdm.write(escape(line), file=sys.stderr)  # not into a progress bar
         sys.stderr.flush()
@@ -88,9 +83,7 @@ def escape(text: str) -> str:
 
 
 def shown(value: object, form: Callable[[Any], str] = repr) -> str:
-    """Return the beginning of a value's text on one line, whatever the value is.
-
-    The user's code may return and raise objects with megabytes of text, or with none at all."""
+    """Return the beginning of a value's text on one line; the user's may have megabytes or none."""
     try:
         text = " ".join(escape(form(value)).split())
     except Exception:  # of its own __repr__ or __str__
@@ -114,16 +107,13 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def is_out_of_memory(problem: BaseException | str) -> bool:
-    """Whether an error, or a line about one, says that memory has run out.
-
-    Errors behind it in its chain count: code that tidies up after the failure raises others."""
+    """Whether an error, with those behind it, or a line about one, says that memory has run out."""
     if isinstance(problem, str):
         return any(text in problem for text in OUT_OF_MEMORY)
     return any(is_out_of_memory(one_line(of)) for of in _chain_of(problem))
 
 
 def _chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, its cause and its context, and theirs, latest first."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -155,16 +145,13 @@ def is_lost(error: BaseException) -> bool:
 
 
 def trace_of(error: BaseException) -> str:
-    """Return an error's traceback with the beginning of each long message."""
     entries = traceback.format_exception(error)
     limit = 8 * MAX_SHOWN
     return "".join(e if len(e) <= limit else f"{e[:limit]}...\n" for e in entries)
 
 
 def first_problem(own: str | None, gather_text: Callable[[str], list[str]]) -> str | None:
-    """Return the problem of the first rank that has one, on all ranks; None if there is none.
-
-    gather_text: see `Ranks`."""
+    """Return the problem of the first rank that has one, on all ranks. gather_text: see `Ranks`."""
     return next(filter(None, gather_text(own or "")), None)
 
 

@@ -66,9 +66,7 @@ def has_content(path: str) -> bool:
 
 
 def keep_aside(path: str, why: str = NEW_RUN) -> None:
-    """Rename a file or folder of an earlier run, so that a new run does not overwrite it.
-
-    why: beginning of the line that says so."""
+    """Rename what an earlier run has left. why: beginning of the line that says so."""
     if not os.path.exists(path) or not os.path.getsize(path):
         return
     kept = next(name for n in itertools.count(1) if not os.path.exists(name := f"{path}.{n}"))

@@ -28,7 +28,6 @@ from transformers import (
 from transformers.utils import chat_template_utils
 
 from bubblespec.config import Config
-from bubblespec.data.files import IS_POINTER, POINTER, is_pointer
 from bubblespec.data.prompts import (
     WEIGHTS,
     build_prompt_set,
@@ -39,7 +38,7 @@ from bubblespec.data.prompts import (
     make_tokenize,
     reasoning_gym_rows,
 )
-from bubblespec.data.rows import load_rows
+from bubblespec.data.rows import IS_POINTER, POINTER, is_pointer, load_rows
 from bubblespec.data.schedule import PromptSet
 from bubblespec.errors import InputError, log, one_line
 from bubblespec.learn.lora import add_adapter
@@ -69,8 +68,7 @@ def local_time_s() -> int:
 def load_tokenizer(config: Config, now_s: int | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer, with the configured chat template or its own. Raises InputError.
 
-    now_s: time (`local_time_s`) that a template with a date gets for good, by default that of now.
-    """
+    now_s: time (`local_time_s`) that a dated template gets for good, by default that of now."""
     tokenizer = from_pretrained(AutoTokenizer, config, config.model.path)
     if path := config.model.chat_template_path:
         try:
@@ -111,9 +109,7 @@ def _at(now: datetime, render: Callable, *messages, **options):
 
 
 def check_template_options(template: str | dict | None, options: dict) -> None:
-    """Raise InputError for an option that no template reads, and for a truth value that is text.
-
-    Any text that is not empty is true in a template."""
+    """Raise InputError for an option that no template reads, and for a truth value that is text."""
     texts = template.values() if isinstance(template, dict) else [template or ""]
     names: set[str] = set()
     for text in texts:
@@ -135,7 +131,6 @@ def check_template_options(template: str | dict | None, options: dict) -> None:
 
 
 def with_dtype(config: Config, device_type: str) -> Config:
-    """Replace the precision `auto` by that of the device type."""
     if config.model.dtype != "auto":
         return config
     dtype = "bfloat16" if device_type == "cuda" else "float32"
@@ -211,9 +206,7 @@ def load_teacher(
 
 
 def weights_state(*models: PreTrainedModel | None) -> dict[str, np.ndarray]:
-    """Return fingerprints of frozen models, int64: of every bit of their weights.
-
-    Adapters do not count."""
+    """Return fingerprints of every bit of frozen models' weights, without adapters, int64."""
     found = []
     for model in filter(None, models):
         sums = {}
@@ -249,7 +242,6 @@ def from_pretrained(auto_class, config: Config, path: str, **options):
 
 
 def _key_of(config: Config, path: str) -> str:
-    """Return the configuration key that a model's folder is from."""
     keys = {config.model.path: "model.path", config.model.teacher_path: "model.teacher_path"}
     return keys.get(path, "run.resume_from_checkpoint")
 

@@ -2,8 +2,7 @@
 
 Weights, gradients, optimizer state, keys and values follow from shapes. Activations of a gradient
 step and of a forward are a rule of thumb; a run on a GPU measures the peaks of both and gives the
-remaining memory to keys and values.
-"""
+remaining memory to keys and values."""
 
 import contextlib
 import os
@@ -126,7 +125,6 @@ def split_bytes(config: Config, shape: PreTrainedConfig) -> int:
 
 
 def num_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of a model's weights."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
@@ -138,21 +136,18 @@ def kv_bytes(config: PreTrainedConfig, size: int, num_ranks: int = 1) -> int:
 
 
 def max_length(config: Config) -> int:
-    """Return the tokens of the longest prompt and response together."""
     return config.rollout.max_prompt_length + config.rollout.max_completion_length
 
 
 def num_rows(config: Config, world_size: int) -> int:
-    """Return the number of a step's rows per rank."""
     prompts = -(-config.rollout.num_prompts_per_step // world_size)
     return prompts * config.rollout.num_generations
 
 
 def max_slots(config: Config, world_size: int) -> int:
-    """Return the largest useful number of slots.
+    """Return the largest useful number of slots: one per row of a rank.
 
-    One per row of a rank, and as many again for drafts, deferred prompts, or many short rows placed
-    against few long ones."""
+    And as many for drafts, deferred prompts, or many short rows placed against few long ones."""
     is_placed = world_size > 1 and config.rollout.placement != "in_turn"
     rows = num_rows(config, world_size) * (2 if config.keeps_drafts or is_placed else 1)
     return min(rows, config.rollout.max_num_batched_tokens)
@@ -177,10 +172,10 @@ def choose_slots(
 ) -> tuple[int, int | None, int]:
     """Return rollout.max_num_seqs, the number of pages or None, and that of `shared_rows`.
 
-    All ranks call it together and get equal figures. Each `auto` becomes what fits into the memory
-    that is free once model and optimizer are loaded; pages fill it. Ranks on CPUs use half of the
-    machine's free memory, as nothing measures a gradient step there. Raises InputError where the
-    slots do not fit."""
+    All ranks call it together and get equal figures. Each `auto` becomes what fits into the
+    memory that is free once model and optimizer are loaded; pages fill it. On CPUs that is half
+    of the machine's free memory: nothing measures a gradient step. Raises InputError if slots
+    do not fit."""
     rollout, device = config.rollout, ranks.device
     wanted, free = rollout.max_num_seqs, free_bytes(device)
     useful, is_paged = max_slots(config, ranks.world_size), has_kernels(device, learner.model.dtype)
@@ -264,7 +259,6 @@ def full_batch(num_tokens: int, config: Config) -> list[int]:
 
 
 def peak_of(action: Callable[[], None], device: torch.device) -> int:
-    """Return the bytes that an action allocates at its peak."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     action()
@@ -272,7 +266,6 @@ def peak_of(action: Callable[[], None], device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the bytes that this rank may still allocate."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused

@@ -59,11 +59,10 @@ from bubblespec.mechanisms import Run, functions
 from bubblespec.memory import choose_slots, estimate, max_length
 from bubblespec.planner.stats import load_parts
 from bubblespec.rewards.functions import load_reward
-from bubblespec.rewards.scorer import Scorer
-from bubblespec.rewards.trial import begin_trial, check_prompts, check_weights, end_trial
+from bubblespec.rewards.scorer import Scorer, begin_trial, check_prompts, check_weights, end_trial
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
-from bubblespec.telemetry.metrics import PACKAGES, import_logger
+from bubblespec.telemetry.files import PACKAGES, import_logger
 from bubblespec.telemetry.reporter import RunReporter, show_phase
 from bubblespec.trainer import Trainer, check_save_best, find_best
 

@@ -33,10 +33,9 @@ from bubblespec.errors import (
 )
 from bubblespec.learn.learner import Learner
 from bubblespec.planner.stats import state_of
-from bubblespec.records import Span, StepRecord
+from bubblespec.records import Span, StepRecord, has_rewards
 from bubblespec.rollout.evaluate import Evaluation, Evaluator, numbers_of_samples
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.samples import has_rewards
 from bubblespec.telemetry.report import short_names
 from bubblespec.types import Group, Prompt
 
@@ -87,8 +86,7 @@ class Trainer:
 
         On a stop request all ranks save and leave after the current update; a rollout or evaluation
         in progress is discarded and repeated on resume. Raises RewardsFailed, after a save, and
-        RunFailed.
-        """
+        RunFailed."""
         self.opened_s = self.ranks.clock.perf_counter()
         self.reporter.start(self.num_updates, self.checkpoint)
         # Otherwise a collection takes 0.3 s, on each rank at another time, and makes stragglers.
@@ -118,8 +116,7 @@ class Trainer:
         """Save before the run ends, if what has failed on the GPU leaves the last update whole.
 
         Not with several ranks: the others wait in a step that this one will not reach."""
-        is_whole = not self.is_updating and self.saved != self.num_updates
-        if not is_whole or self.ranks.world_size > 1:
+        if self.is_updating or self.saved == self.num_updates or self.ranks.world_size > 1:
             return
         activity = self.ranks.activity
         try:
@@ -185,7 +182,7 @@ class Trainer:
         return metrics
 
     def report(self, record: StepRecord, metrics: dict[str, float]) -> None:
-        """Report a step. metrics: of the update."""
+        """metrics: of the update."""
         sampler, schedule = self.sampler, self.sampler.schedule
         metrics |= sampler.scorer.take_metrics() | schedule.metrics()
         record.logged = sampler.scorer.take_logged()
@@ -206,12 +203,10 @@ class Trainer:
         self.reporter.report(record, metrics)
 
     def progress(self) -> dict[str, float]:
-        """Return sums over the run so far, those before a resume included."""
         elapsed_s = self.elapsed_s + self.ranks.clock.perf_counter() - self.opened_s
         return {"num_tokens": self.num_tokens, "elapsed_s": elapsed_s}
 
     def evaluate_if_due(self) -> None:
-        """Evaluate according to run.eval_steps, unless a resumed run has done so before."""
         run, done = self.config.run, self.num_updates
         is_due = run.eval_steps and (done % run.eval_steps == 0 or done == run.max_steps)
         if is_due and self.evaluated != done:
@@ -254,25 +249,22 @@ class Trainer:
             log(f"best {name} so far: {value:.4g} after {done} steps, in checkpoint-{done}")
 
     def link_best(self) -> None:
-        """Let checkpoint-best lead to the best checkpoint so far, if there is one."""
         if self.best is not None:
             link_best(self.config.run.output_dir, self.best)
 
     def save_if_due(self) -> None:
-        """Save according to run.save_steps, and at the end, what is not saved yet."""
         run, done = self.config.run, self.num_updates
         is_last = done == run.max_steps
-        if self.saved == done:
-            return
-        if is_last or (run.save_steps and done % run.save_steps == 0):
+        is_due = is_last or (run.save_steps and done % run.save_steps == 0)
+        if is_due and self.saved != done:
             self.save(is_last)
 
     def save(self, is_last: bool) -> None:
         """Save a checkpoint; all ranks continue together once it is on disk.
 
-        After a failure the run continues with a warning, or if `is_last` RunFailed is raised. It
-        is also raised if weights are not finite: such a checkpoint must not replace earlier ones.
-        """
+        After a failure the run continues with a warning, or if `is_last` RunFailed is raised, as it
+        is if weights are not finite: such a checkpoint must not replace earlier ones."""
+
         done, sampler = self.num_updates, self.sampler
         newest = f"checkpoint-{self.saved}" if self.saved else "none"
         if not self.learner.optimizer.has_finite_weights():
@@ -355,9 +347,7 @@ def find_best(config: Config, state: dict) -> dict | None:
 
 
 def _undo_copy(output_dir: str) -> None:
-    """Replace a checkpoint-best that is a folder, as in a copy that followed links (`cp -rL`).
-
-    It becomes the checkpoint that it is a copy of, unless that is there, too."""
+    """Rename a checkpoint-best that is a folder, as `cp -rL` makes it, to what it is a copy of."""
     link = os.path.join(output_dir, BEST)
     if os.path.islink(link) or not os.path.isdir(link):
         return

@@ -1,7 +1,6 @@
 """What is generated: prompts, groups, ids of samples, rows and drafts; and the work of a forward.
 
-Plain data. This module imports no other module of the package.
-"""
+Plain data. This module imports no other module of the package."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

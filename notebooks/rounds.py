@@ -14,8 +14,8 @@ import numpy as np
 from bubblespec.config.file import load_config
 from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.mechanisms.tail_batching import TailBatching
+from bubblespec.records import Samples
 from bubblespec.rollout.table import RowTable
-from bubblespec.samples import Samples
 from bubblespec.types import Group, Launch, Prompt
 
 FILE = os.path.join(os.path.dirname(__file__), "data", "lengths.npz")

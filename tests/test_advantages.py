@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bubblespec.learn.advantages import estimate_advantages
-from bubblespec.samples import has_zero_std
+from bubblespec.records import has_zero_std
 from tests.helpers import reference_step
 
 REWARDS = (

@@ -1,8 +1,7 @@
 """Bad input through the real entry point: one line that names the key, exit code 2, and nothing
 left behind or changed. In this process, but for what concerns several ranks.
 
-All the ways in which values, data, rewards and models can be wrong are in the tests of those.
-"""
+All the ways in which values, data, rewards and models can be wrong are in the tests of those."""
 
 import contextlib
 import datetime

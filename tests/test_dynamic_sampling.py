@@ -14,9 +14,8 @@ from bubblespec.draft.sources import History
 from bubblespec.draft.store import DraftStore
 from bubblespec.planner.chooser import DRAFTS, Chooser
 from bubblespec.planner.stats import RunStats
-from bubblespec.records import Span, StepRecord
+from bubblespec.records import Samples, Span, StepRecord
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.samples import Samples
 from bubblespec.types import Group, Launch, Prompt
 from tests.helpers.rows import record_of, samples_of
 

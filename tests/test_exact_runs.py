@@ -2,8 +2,7 @@
 whatever is used to be faster, on any number of ranks, killed, stopped and resumed.
 
 One reference run per shape: per set of options that decide which tokens are generated. Ranks are
-threads, and in one case processes. Idle tasks run whatever the clock says.
-"""
+threads, and in one case processes. Idle tasks run whatever the clock says."""
 
 import functools
 

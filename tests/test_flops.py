@@ -10,8 +10,8 @@ from test_architectures import SERVED
 from torch.utils.flop_counter import FlopCounterMode
 
 from bubblespec.config import Config
-from bubblespec.telemetry import flops as flops_module
-from bubblespec.telemetry.flops import forward_flops, mfu, peak_flops
+from bubblespec.telemetry import report as flops_module
+from bubblespec.telemetry.report import forward_flops, mfu, peak_flops
 from bubblespec.types import Group, Prompt
 from tests.helpers.models import GQA, config_of, small_config
 from tests.helpers.rows import record_of, samples_of

@@ -27,8 +27,8 @@ FLOORS = [
     {"engine"},
     {"distributed", "config"},
     {"records"},
-    {"samples", "folders"},
-    {"errors", "types"},
+    {"folders"},
+    {"errors", "types", "metrics"},
 ]
 # Lines of the package to load, by the file that is read: they may only fall.
 CEILINGS = {
@@ -152,10 +152,7 @@ NAMED = {
     # A function may have the argument `environments`, as in TRL, and an environment has a reward.
     "bubblespec.rewards.functions": {"environment"},
     "bubblespec.rewards.scorer": {"environment"},
-    "bubblespec.rewards.trial": {"environment"},
-    # Metrics that the table at the end, TensorBoard's groups and the timeline's legend show.
-    "bubblespec.telemetry.metrics": {"quantized", "drafter", "tp_tail"},
-    "bubblespec.telemetry.summary": {"quantized", "drafter"},
+    # The timeline's legend.
     "bubblespec.telemetry.timeline": {"drafter"},
     # How many queries' keys attention sums in splits, which decides its memory.
     "bubblespec.memory": {"batch_invariant"},

@@ -20,9 +20,9 @@ from test_update import (
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from bubblespec.engine.model_checks import prepare_model
+from bubblespec.records import digest
 from bubblespec.rollout.sampler import gather_samples
 from bubblespec.rollout.table import RowTable
-from bubblespec.samples import digest
 from bubblespec.tools.simulate.world import SimulatedRanks, World
 from tests.helpers.reference_step import (
     jensen_shannon,

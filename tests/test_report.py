@@ -1,5 +1,6 @@
 """A step's numbers against hand-worked values."""
 
+import json
 import resource
 from types import SimpleNamespace
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.records import Acceptance, IdleUse, RolloutRecord, Span, StepRecord
-from bubblespec.samples import Samples, digest
+from bubblespec.metrics import over_ranks
+from bubblespec.records import Acceptance, IdleUse, RolloutRecord, Samples, Span, StepRecord, digest
 from bubblespec.telemetry import report
 from bubblespec.telemetry.report import evaluation_metrics, rank_metrics, rollout_metrics
 from bubblespec.types import Group, Prompt
@@ -35,13 +36,15 @@ def record(
 
 
 class TwoRanks:
-    world_size, device = 2, torch.device("cpu")
+    """This rank and another one, of which a dictionary has the metrics."""
 
-    def __init__(self, other: list[float]):
+    world_size, device, is_main = 2, torch.device("cpu"), True
+
+    def __init__(self, other: dict):
         self.other = other
 
-    def gather(self, array: np.ndarray) -> np.ndarray:
-        return np.stack([array, self.other])
+    def gather_text(self, text: str) -> list[str]:
+        return [text, json.dumps(self.other)]
 
 
 def test_rollout_metrics_equal_hand_worked_values():
@@ -93,10 +96,33 @@ def test_evaluation_metrics_cover_both_ranks():
     samples = make_samples([[1.0]] * 4)
     rollout = RolloutRecord(acceptance=Acceptance(draft_tokens=10, accepted_tokens=9))
     wanted = {"eval/digest": digest(samples), "eval/forwards": 7, "timing_s/eval": 2.5}
-    parts = (TwoRanks([7, 30, 15]), samples, rollout, 2.5)
-    assert evaluation_metrics(*parts, has_drafts=False) == wanted
+    ranks = TwoRanks({"eval/forwards": 7, "eval/spec_accept_rate": (15, 30)})
+    parts = samples, rollout, 2.5
+    assert len(evaluation_metrics(*parts, has_drafts=False)) == len(wanted)
     wanted["eval/spec_accept_rate"] = 24 / 40
-    assert evaluation_metrics(*parts, has_drafts=True) == wanted
+    found = evaluation_metrics(*parts, has_drafts=True)
+    assert over_ranks(found, ranks.gather_text) == wanted
+
+
+def test_speculation_of_two_ranks():
+    """A rank may lack a source; what a whole is nothing of is 0."""
+    first = Acceptance(2, 8, 10, 6, 5, {"own": [10, 6]}, np.arange(15))
+    second = Acceptance(1, 1, 5, 0, 3, {"own": [1, 0], "mine": [4, 0]}, np.arange(15))
+    step = record(make_samples([[0.0]] * 4), stages=stages(1.0, 1.0, 1.0, 1.0))
+    step.rollouts = [RolloutRecord(acceptance=of) for of in (first, second)]
+    other = {"rollout/spec_accept_length": (11, 3), "drafts/late/accept_rate": (0, 0)}
+    other["rollout/spec_accepted_lengths"] = [1] * 15
+    ranks = TwoRanks(other)
+    found = report.speculation_metrics(ranks, step, has_store=False)
+    found = over_ranks(found, ranks.gather_text)
+    assert found["rollout/spec_accept_length"] == 20 / 6
+    assert found["rollout/spec_accept_rate"] == 6 / 15 and found["rollout/spec_coverage"] == 8 / 16
+    assert found["rollout/spec_wasted_tokens"] == 9 and "bubble/drafted_tokens" not in found
+    assert found["rollout/spec_accepted_lengths"] == [2 * n + 1 for n in range(15)]
+    rates = {key: value for key, value in found.items() if key.startswith("drafts/")}
+    wanted = {"drafts/mine/accept_rate": 0.0, "drafts/mine/tokens": 4}
+    wanted |= {"drafts/own/accept_rate": 6 / 11, "drafts/own/tokens": 11}
+    assert rates == wanted | {"drafts/late/accept_rate": 0.0}
 
 
 def test_replaced_groups_and_equal_function_names():
@@ -120,32 +146,32 @@ def stages(*seconds: float) -> list:
 
 def test_times_of_one_rank():
     step = record(make_samples([[0.0]] * 4), stages=stages(4.0, 1.0, 0.5, 2.5))
-    found = rank_metrics(Ranks(torch.device("cpu")), step, 0.25)
+    ranks = Ranks(torch.device("cpu"))
+    found = over_ranks(rank_metrics(ranks, step, 0.25), ranks.gather_text)
     seconds = {"gen": 4.0, "bubble": 1.0, "reward": 0.5, "train": 2.25, "sync": 0.25, "step": 8.0}
     wanted = {f"timing_s/{name}": value for name, value in seconds.items()}
     # 1 + 2 + 4 + 9 response tokens, and prompts of 3 and 1 tokens twice each.
-    wanted |= {"perf/throughput": (16 + 8) / 8, "perf/total_num_tokens": 24}
+    wanted["perf/total_num_tokens"] = 16 + 8
     assert 0 < found.pop("perf/max_memory_gb") < 1000
     assert found == wanted | {"bubble/ratio": 0.2, "rollout/forwards": 0}
-
-
-# The second rank's numbers, in the order in which they are gathered.
-OTHER = {"gen": 6.0, "bubble": 0.0, "reward": 0.75, "train": 1.25, "sync": 0.25, "step": 8.25}
-OTHER |= {"memory": 5e12, "expected": 7.0, "own": 6.0, "forwards": 9}
 
 
 def test_times_of_two_ranks():
     waits = [Span("wait", 100.25, 100.5), Span("wait", 102.0, 102.75)]
     step = record(make_samples([[0.0]] * 4), stages=stages(3.0, 3.0, 0.5, 1.5), waits=waits)
-    found = rank_metrics(TwoRanks([*OTHER.values()]), step, 0.5)
-    by_rank = {"gen": (2.0, 6.0), "bubble": (4.0, 0.0), "reward": (0.5, 0.75)}
-    by_rank |= {"train": (1.0, 1.25), "sync": (0.5, 0.25)}
-    for name, seconds in by_rank.items():
-        assert found[f"timing_s/{name}"] == sum(seconds) / 2
-        assert [found[f"timing_s/{name}/rank_{rank}"] for rank in range(2)] == list(seconds)
+    seconds = {"gen": (2.0, 6.0), "bubble": (4.0, 0.0), "reward": (0.5, 0.75)}
+    seconds |= {"train": (1.0, 1.25), "sync": (0.5, 0.25)}
+    other = {f"timing_s/{name}": second for name, (_, second) in seconds.items()}
+    other |= {"timing_s/step": 8.25, "bubble/ratio": (0.0, 6.0), "bubble/slowest_rank": 6.0}
+    other |= {"perf/max_memory_gb": 5e3, "rollout/forwards": 9}
+    other["rollout/placement_error"] = 1.0, 6.0
+    ranks = TwoRanks(other)
+    found = over_ranks(rank_metrics(ranks, step, 0.5), ranks.gather_text)
+    for name, by_rank in seconds.items():
+        assert found[f"timing_s/{name}"] == sum(by_rank) / 2
+        assert [found[f"timing_s/{name}/rank_{rank}"] for rank in range(2)] == list(by_rank)
     assert found["timing_s/step"] == 8.25 and found["bubble/slowest_rank"] == 1
     assert found["bubble/ratio"] == pytest.approx(4 / 12)
-    assert found["perf/throughput"] == 24 / 8.25 / 2
     assert found["perf/max_memory_gb"] == 5000.0 and found["rollout/forwards"] == 9
     assert "rollout/placement_error" not in found, "this rank expected nothing"
 
@@ -157,8 +183,11 @@ def test_idle_time_and_placement_of_two_ranks():
     first.idle = {"gradients": IdleUse(1.0, 2.0, 4.0), "train_drafter": IdleUse(0.5, 0.25, np.nan)}
     second.idle = {"gradients": IdleUse(0.5, 0.5, 1.0)}
     step.rollouts = [first, second]
-    other = TwoRanks([*OTHER.values(), 2.5, 1.5, 3.0, 0.0, 0.0, 0.0])
-    found = rank_metrics(other, step, 0.5)
+    gradients = {"seconds": 2.5, "expected_s": 1.5, "saved_s": 3.0}
+    other = {f"idle/gradients/{field}": value for field, value in gradients.items()}
+    other |= {f"idle/train_drafter/{field}": 0.0 for field in gradients}
+    ranks = TwoRanks(other | {"rollout/placement_error": (1.0, 6.0)})
+    found = over_ranks(rank_metrics(ranks, step, 0.5), ranks.gather_text)
     idle = {key: value for key, value in found.items() if key.startswith("idle/")}
     assert idle == {
         "idle/gradients/seconds": 2.0,
@@ -170,7 +199,7 @@ def test_idle_time_and_placement_of_two_ranks():
     own_s = first.own_s + second.own_s
     assert found["rollout/placement_error"] == (abs(2.0 - own_s) + 1.0) / 2 / max(own_s, 6.0)
     first.shared = [Span("shared", 0.0, 1.0)]
-    assert "rollout/placement_error" not in rank_metrics(other, step, 0.5)
+    assert "rollout/placement_error" not in rank_metrics(ranks, step, 0.5)
 
 
 @pytest.mark.parametrize(

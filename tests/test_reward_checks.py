@@ -9,7 +9,7 @@ import pytest
 
 from bubblespec.rewards import math_equivalence
 from bubblespec.rewards.code import passes_tests
-from bubblespec.rewards.trial import check_references
+from bubblespec.rewards.scorer import check_references
 from bubblespec.types import Prompt
 from tests.helpers.checks import refusal as refused
 from tests.helpers.runs import read

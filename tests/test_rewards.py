@@ -15,6 +15,7 @@ import torch
 
 from bubblespec.data.prompts import reasoning_gym_rows
 from bubblespec.errors import MAX_SHOWN, Interrupt, one_line
+from bubblespec.records import combine, overlong_penalty
 from bubblespec.rewards import shipped as module
 from bubblespec.rewards.code import program_in
 from bubblespec.rewards.functions import (
@@ -32,7 +33,6 @@ from bubblespec.rewards.shipped import (
     math_equivalence,
     reasoning_gym_score,
 )
-from bubblespec.samples import combine, overlong_penalty
 from tests.helpers.checks import refusal
 
 SAMPLES = [Sample("p", "a", [1], {}), Sample("q", "b", [2], {}), Sample("r", "c", [3], {})]

@@ -17,12 +17,11 @@ from bubblespec.planner.chooser import DRAFTS, Chooser
 from bubblespec.planner.costs import CHAIN_ROWS
 from bubblespec.planner.prices import suggested_prices
 from bubblespec.planner.stats import RunStats
-from bubblespec.records import ForwardRecord, RolloutRecord, Span, StepRecord
+from bubblespec.records import ForwardRecord, RolloutRecord, Samples, Span, StepRecord
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.evaluate import make_evaluator
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.samples import Samples
 from bubblespec.tools.simulate.world import SimulatedRanks, SimulatedTicks
 from bubblespec.tools.simulate.world import World as VirtualTime
 from bubblespec.types import Draft, Group, Launch, Load, Row, ids_of

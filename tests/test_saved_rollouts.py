@@ -11,8 +11,7 @@ import torch
 from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import log, one_line
-from bubblespec.telemetry.files import StepFiles, save_rollouts
-from bubblespec.telemetry.metrics import MetricsLogger
+from bubblespec.telemetry.files import MetricsLogger, StepFiles, save_rollouts
 from bubblespec.trainer import Trainer
 from tests.helpers.checks import refusal
 from tests.helpers.rows import LETTERS

@@ -23,7 +23,7 @@ from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.model_checks import prepare_model
 from bubblespec.learn.advantages import estimate_advantages
 from bubblespec.mechanisms.stream_gradients import MicrobatchCost, StreamedGradients, pieces_of
-from bubblespec.samples import Samples
+from bubblespec.records import Samples
 from bubblespec.types import Row
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import with_observations

@@ -12,8 +12,8 @@ from bubblespec.config.file import load_config
 from bubblespec.data.schedule import PromptSet, StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.mechanisms.tail_batching import TailBatching, best_num_launched, scaled
+from bubblespec.records import Samples
 from bubblespec.rewards.scorer import Scoring
-from bubblespec.samples import Samples
 from bubblespec.setup import build
 from bubblespec.types import Launch, ids_of
 from tests.helpers.rows import numbered_prompts, samples_of

@@ -23,12 +23,11 @@ from bubblespec.engine.sampling import EVALUATION
 from bubblespec.learn.learner import Learner
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.stats import RunStats
-from bubblespec.records import ForwardRecord, RolloutRecord
+from bubblespec.records import ForwardRecord, RolloutRecord, digest
 from bubblespec.rewards.functions import load_reward
 from bubblespec.rollout.evaluate import Evaluator, expected_best
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.samples import digest
 from bubblespec.trainer import Trainer
 from bubblespec.types import Group, Load, Prompt
 from tests.helpers.rows import samples_of

@@ -2,8 +2,7 @@
 of the tests).
 
 TRL computes log-probabilities in float32, whatever the model is; that rounding is all that the
-tolerances allow for.
-"""
+tolerances allow for."""
 
 import copy
 import dataclasses

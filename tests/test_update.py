@@ -18,7 +18,7 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import Teacher, policy_loss
 from bubblespec.learn.microbatch import plan_microbatches
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.samples import Samples
+from bubblespec.records import Samples
 from bubblespec.types import Group, Prompt
 from tests.helpers.models import VOCAB
 from tests.helpers.reference_step import Response, minibatch_loss

@@ -2,8 +2,7 @@
 
 A key is declared once: its type and default, its meaning in the docstring below, and in `key(...)`
 its bounds and whether a resumed run may have another value (`resume`; by default it may not). Leaf
-names are TRL's where TRL has one, else verl's. A mistake is an `InputError` naming its key.
-"""
+names are TRL's where TRL has one, else verl's. A mistake is an `InputError` naming its key."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -375,7 +374,6 @@ class Config:
 
     @property
     def trains_in_rollouts(self) -> bool:
-        """Whether gradients are computed in rollouts, too."""
         return self.optim.stream_gradients
 
     def rows_together(self, num_ranks: int) -> int | str:
@@ -385,7 +383,6 @@ class Config:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Return `{"section.key": value}` of a resolved configuration."""
     sections = dataclasses.asdict(config)
     return {f"{s}.{k}": value for s, keys in sections.items() for k, value in keys.items()}
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from bubblespec.metrics import row_of
+
 # Sources of drafts that speculative.method may name.
 METHODS = ("bubble", "suffix", "quantized", "drafter")
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -11,11 +13,10 @@ CLIPS = ("loss.epsilon_low", "loss.epsilon_high", "loss.delta")
 OF_REWARDS = ("loss.advantage_estimator", "loss.scale_rewards", "loss.importance_sampling_level")
 OF_REWARDS += ("loss.distillation_coef", "rollout.dynamic_sampling_max_batches")
 OF_REWARDS += ("reward.overlong_buffer_length", *CLIPS)
-EVAL_NAMES = ("reward", "digest", "forwards", "spec_accept_rate")  # of metrics eval/NAME
 
 
 def combination_problems(config) -> Iterator[str]:
-    """Yield a line for each problem, with the key and its nearest valid value."""
+    """Yield a line for each, with the key and its nearest valid value."""
     for holds, name, what in _conditions(config):
         if not holds:
             section, _, key = name.partition(".")
@@ -26,7 +27,6 @@ def combination_problems(config) -> Iterator[str]:
 
 
 def _conditions(config) -> Iterator[tuple[bool, str, str]]:
-    """Yield whether a condition holds, the key that it is on, and its text."""
     rollout, reward, names = config.rollout, config.reward, config.speculative.sources
     num_prompts, max_response = rollout.num_prompts_per_step, rollout.max_completion_length
     slots, total = rollout.max_num_seqs, rollout.max_prompt_length + max_response
@@ -100,7 +100,6 @@ def _loss_problems(config) -> Iterator[str]:
 
 
 def _teacher_problems(config) -> Iterator[str]:
-    """Yield problems of distillation, with rewards and without."""
     loss, path = config.loss, config.model.teacher_path
     is_alone = loss.loss_type == "distillation"
     if path is None and (is_alone or loss.distillation_coef):
@@ -113,7 +112,6 @@ def _teacher_problems(config) -> Iterator[str]:
 
 
 def _changed(config, names: tuple[str, ...]) -> list[str]:
-    """Return which of these keys have another value than their default."""
     changed = []
     for name in names:
         section, _, leaf = name.partition(".")
@@ -138,7 +136,7 @@ def _reward_problems(config) -> Iterator[str]:
             yield f"eval.functions: '{path}' {why}"
         if config.eval.functions.count(path) > 1:
             yield f"eval.functions: '{path}' is listed twice"
-        if name in EVAL_NAMES:
+        if "[^/]" not in row_of(f"eval/{name}")["pattern"]:
             yield f"eval.functions: '{path}' has the name of another metric, eval/{name}"
     num_possible = {len(functions), len(functions) + (config.environment.factory is not None)}
     if weights is not None and len(weights) not in num_possible:

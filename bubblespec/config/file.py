@@ -2,8 +2,7 @@
 
 All mistakes of a configuration make one `InputError`, with a line each that names the key.
 names.json has names of keys and values in other trainers, for errors and docs/configuration.md.
-OmegaConf is imported where it is used, as tests on GPU machines run without it.
-"""
+OmegaConf is imported where it is used, as tests on GPU machines run without it."""
 
 import contextlib
 import dataclasses
@@ -42,9 +41,7 @@ _ALL = _OTHERS | VERL | TRL
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the checked configuration of a YAML file and `section.key=value` overrides.
-
-    Raises InputError."""
+    """Return the checked configuration of a YAML file and overrides. Raises InputError."""
     if not os.path.isfile(path):
         raise InputError(f"--config: no file at {path}")
     from omegaconf import OmegaConf
@@ -76,9 +73,7 @@ def config_to_yaml(config: Config) -> str:
 
 
 def _fill(given: Any, overrides: Sequence[str], source: str) -> Config:
-    """Fill a `Config` from `given` and then the overrides, and check it.
-
-    source: the name of `given` in errors. Raises InputError with all problems."""
+    """Fill a `Config` from `given`, a `source`, and then the overrides, and check it."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -150,20 +145,17 @@ def _read_override(override: str) -> dict:
 
 
 def _without_types(text: str) -> Any:
-    """Return the content of YAML with all scalars as they are written."""
     import yaml
 
     return yaml.load(text, yaml.BaseLoader)
 
 
 def _sets_rewards(given: dict) -> bool:
-    """Whether this part of a configuration names reward functions."""
     rewards = given.get("reward")
     return isinstance(rewards, dict) and "functions" in rewards
 
 
 def _put_all(config: Any, given: dict, source: str) -> Iterator[str]:
-    """Set the keys of all sections; yield a line for each that cannot be set."""
     for section, values in given.items():
         if not isinstance(section, str):  # YAML reads on, off, yes and no as true and false
             yield f"{source}: the key {section!r} is not text"
@@ -182,9 +174,7 @@ def _put_all(config: Any, given: dict, source: str) -> Iterator[str]:
 
 
 def _put(config: Any, name: str, value: Any) -> Iterator[str]:
-    """Set a key, or yield what is wrong.
-
-    OmegaConf checks the type; its error may lack the whole name."""
+    """Set a key, or yield what is wrong; the error of OmegaConf may lack the whole name."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -257,7 +247,6 @@ def _by_end(end: str) -> str | None:
 
 
 def _escape(value: Any) -> Any:
-    """Escape `${` in all texts, so that it is not read as a reference."""
     if isinstance(value, dict):
         return {k: _escape(v) for k, v in value.items()}
     if isinstance(value, list):

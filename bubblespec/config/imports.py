@@ -16,9 +16,7 @@ from bubblespec.errors import InputError, is_interrupt, one_line, shown
 
 
 def import_path(key: str, path: str, example: str) -> Any:
-    """Import `package.module.name`, the value of `key`.
-
-    example: a valid path, for the message. Raises InputError."""
+    """Import `package.module.name`, the value of `key`, like `example`. Raises InputError."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise InputError(f"{key}: '{path}' is not a dotted path such as {example}")
@@ -41,9 +39,7 @@ def import_quietly(name: str) -> ModuleType:
 
 
 def import_function(key: str, path: str, example: str, arguments: tuple[str, ...] = ()) -> Callable:
-    """Import a function.
-
-    arguments: names of the positional arguments that it must take. Raises InputError."""
+    """arguments: names of the positional ones that it must take. Raises InputError."""
     function = import_path(key, path, example)
     if not callable(function) or isinstance(function, type):
         raise InputError(f"{key}: '{path}' is not a function")
@@ -92,7 +88,6 @@ def keep_settings() -> Iterator[None]:
 
 
 def _settings() -> Iterator[tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Yield a function that reads and one that sets each setting."""
     yield _folder, lambda path: path and os.chdir(path)
     if (numpy := sys.modules.get("numpy")) is not None:
         yield numpy.geterr, lambda value: numpy.seterr(**value)
@@ -120,8 +115,7 @@ _loop: asyncio.AbstractEventLoop | None = None
 def awaited(value: Any) -> Any:
     """Return the value, or its result if it is awaitable.
 
-    All coroutines of a process share one event loop, so that connections which they keep open stay
-    valid."""
+    All coroutines of a process share one event loop: connections that they keep stay valid."""
     if not inspect.isawaitable(value):
         return value
     global _loop

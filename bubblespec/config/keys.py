@@ -31,15 +31,14 @@ def at_least(limit: float, or_else: Any = None) -> Bound:
 
 
 def above(limit: float) -> Bound:
-    """Return a lower bound that is not valid itself."""
     return Bound(lambda value: value > limit, f"above {limit}")
 
 
 def at_most(limit: float, why: str = "") -> Bound:
     """Return an upper bound.
 
-    Without `why` the limit is technical: larger sizes overflow, or exhaust the machine before
-    anything is checked."""
+    Without `why` it is technical: larger sizes overflow, or exhaust the machine before any
+    check."""
     return Bound(lambda value: value <= limit, f"at most {limit}{why and f' ({why})'}")
 
 
@@ -50,9 +49,7 @@ _FINITE = Bound(lambda value: not isinstance(value, float) or math.isfinite(valu
 
 
 def key(default: Any, *bounds: Bound, resume: str = EXACT) -> Any:
-    """Return a field of a section.
-
-    bounds: on its value, or on each element of a list; resume: its class on resume."""
+    """bounds: on its value, or on each element of a list; resume: its class on resume."""
     metadata = {"bounds": bounds, "resume": resume}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
@@ -60,7 +57,6 @@ def key(default: Any, *bounds: Bound, resume: str = EXACT) -> Any:
 
 
 def keys_of(schema: type) -> dict[str, dataclasses.Field]:
-    """Return the field of each "section.key"."""
     types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(schema)}
     return {f"{s}.{f.name}": f for s, type_ in types.items() for f in dataclasses.fields(type_)}
 

@@ -21,7 +21,6 @@ class SpeculativeConfig:
 
     @property
     def sources(self) -> list[str]:
-        """The names in `method`, none of them for none."""
         return [] if self.method == "none" else self.method.split("+")
 
 

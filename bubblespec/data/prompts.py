@@ -103,9 +103,7 @@ def make_tokenize(
 
 @functools.lru_cache(maxsize=4)
 def _ids_before(tokenizer) -> list[int]:
-    """Return the ids that the tokenizer puts in front of every text.
-
-    They are seen in front of one that has tokens, other ones than those around it."""
+    """Return the ids that the tokenizer puts in front of every text that has tokens."""
     for probe in itertools.chain("a", tokenizer.get_vocab()):
         bare = tokenizer(probe, add_special_tokens=False)["input_ids"]
         whole = tokenizer(probe)["input_ids"]
@@ -117,7 +115,6 @@ def _ids_before(tokenizer) -> list[int]:
 
 
 def render(tokenizer, messages: list[dict], schemas: Sequence[dict] = (), **how) -> list[int]:
-    """Return the ids of `render_text`."""
     text = render_text(tokenizer, messages, schemas, **how)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -146,14 +143,12 @@ def _function_of(call) -> dict:
 
 
 def _arguments_in_text(messages: list[dict]) -> list[str]:
-    """Return the arguments of tool calls that are text."""
     calls = [call for message in messages for call in message.get("tool_calls") or []]
     found = [_function_of(call).get("arguments") for call in calls]
     return [arguments for arguments in found if isinstance(arguments, str)]
 
 
 def _with_parsed_arguments(messages: list[dict]) -> list[dict]:
-    """Return messages whose tool calls have no arguments in JSON text."""
     messages = copy.deepcopy(messages)
     for message in messages:
         for function in map(_function_of, message.get("tool_calls") or []):
@@ -191,9 +186,8 @@ def leave_out(
 def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
     """Return `size` procedural problems from a weighted mixture of reasoning-gym tasks.
 
-    tasks: mappings with `name`, `weight` and `config` (the task's own parameters). Row i is a pure
-    function of (tasks, seed, i): columns `prompt`, `answer`, `task` and `entry` (the gym's item).
-    """
+    tasks: mappings with `name`, `weight` and `config` (its parameters). Row i is a pure function of
+    (tasks, seed, i): columns `prompt`, `answer`, `task` and `entry` (the gym's item)."""
     reasoning_gym = import_quietly("reasoning_gym")
     sources = []
     for number, task in enumerate(tasks):
@@ -219,7 +213,6 @@ def reasoning_gym_rows(tasks: Sequence, size: int, seed: int) -> list[dict]:
 
 
 def _find_problem(prompt) -> str | None:
-    """Return why a prompt is invalid, or None."""
     if not isinstance(prompt, (str, list)):
         return f"is {prompt!r}, neither a string nor a list of chat messages"
     if not prompt:
@@ -248,7 +241,6 @@ def _find_problem(prompt) -> str | None:
 
 
 def _join_parts(content):
-    """Return content whose text parts are one text."""
     return "".join(p["text"] for p in content) if isinstance(content, list) else content
 
 
@@ -263,9 +255,7 @@ def data_state(
     held_out: Sequence[Prompt],
     now_s: int = 0,
 ) -> dict[str, np.ndarray]:
-    """Return fingerprints of rows, in order, and of the chat template, int64.
-
-    And the time that a template with a date was given, now_s."""
+    """Return fingerprints of rows, in order, and template, int64; if that has a date, its now_s."""
     return {
         ROWS: fingerprints(prompts),
         HELD_OUT: fingerprints(held_out),
@@ -280,7 +270,6 @@ def fingerprints(prompts: Sequence[Prompt]) -> np.ndarray:
 
 
 def fingerprint(value) -> int:
-    """Return 63 bits of a hash of a value's content."""
     return hash_text(plain_text(value))
 
 

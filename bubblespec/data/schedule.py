@@ -3,8 +3,7 @@
 The batch of step t is a pure function of (seed, t), so any rank can compute the batch of any later
 step, which drafting ahead needs. The schedule depends on the data, the step and the responses that
 were trained on, never on a clock or a rank: any number of ranks on any machine trains on the same
-tokens. Checkpoints save its state.
-"""
+tokens. Checkpoints save its state."""
 
 import functools
 import itertools
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bubblespec.errors import InputError
-from bubblespec.samples import Samples
+from bubblespec.records import Samples
 from bubblespec.types import Group, Launch, Prompt, SampleId
 
 _EXTRA = 1 << 40  # first epoch of the orders of extra prompts, beyond any real epoch
@@ -60,19 +59,16 @@ class PromptSet:
         return [self.prompts[i] for i in order[index * num_prompts : (index + 1) * num_prompts]]
 
     def extra(self, seed: int, step: int, num_prompts: int, used: set[int]) -> list[Prompt]:
-        """Return up to `num_prompts` further prompts for `step`.
+        """Return up to `num_prompts` further prompts for `step`, a pure function of the arguments.
 
-        A pure function of the arguments. Uids in `used` are left out: their noise keys would be
-        used again."""
+        Uids in `used` are left out: their noise keys would be used again."""
         shuffled = (self.prompts[i] for i in _shuffled(len(self.prompts), seed, _EXTRA + step))
         unused = (prompt for prompt in shuffled if prompt.uid not in used)
         return list(itertools.islice(unused, num_prompts))
 
 
 class StepSchedule:
-    """The plain rule: every step trains on the next prompts of the data order.
-
-    Other rules derive from it."""
+    """The plain rule, from which others derive: every step trains on the next prompts in order."""
 
     defers = False
     """Whether steps may leave groups to later ones, with their tokens so far as drafts."""
@@ -89,7 +85,6 @@ class StepSchedule:
         return []
 
     def launch(self, step: int) -> Launch:
-        """Return the groups that the rollout of a step starts."""
         groups = self._draw(step * self.num_prompts, self.num_prompts, Counter())
         return Launch(groups, self.num_prompts, self.num_generations)
 
@@ -123,11 +118,9 @@ class StepSchedule:
         return self._visits.total() / len(self.prompts)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the finished step."""
         return {}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return all state apart from data and configuration."""
         return save_visits(self._visits)
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
@@ -152,7 +145,6 @@ class StepSchedule:
 
 
 def save_visits(visits: Counter[int]) -> dict[str, np.ndarray]:
-    """Return uids and their visits, int64 [prompts drawn so far]."""
     return {
         "uids": np.array(list(visits), np.int64),
         "visits": np.array(list(visits.values()), np.int64),

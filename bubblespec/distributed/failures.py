@@ -49,11 +49,9 @@ class Watchdog:
         self._store.set(f"at/{self.rank}", f"{self.count} {place}")
 
     def request_stop(self) -> None:
-        """Publish a stop request for ranks that wait outside a collective."""
         self._store.set("stop", "1")
 
     def is_stop_requested(self) -> bool:
-        """Whether any rank has published a stop request."""
         return self._store.check(["stop"])
 
     def fail(
@@ -101,8 +99,8 @@ class Watchdog:
     def _missing_ranks(self, deadline: float) -> list[int]:
         """Return the ranks that have not entered this collective, at a time-out.
 
-        After a broken connection, wait until all ranks but one have noticed it, or for a report or
-        the deadline."""
+        After a broken connection, wait for a report, the deadline, or all ranks but one to
+        notice it."""
         self._store.set(f"ended/{self.rank}", "1")
         others = [r for r in range(self.world_size) if r != self.rank]
         while True:
@@ -171,9 +169,7 @@ def write_torchrun_error(error: BaseException) -> None:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals from now on.
-
-    torchrun's SIGTERM, sent once another rank has ended, would replace text and exit code."""
+    """Ignore torchrun's SIGTERM for another rank's end: it would replace text and exit code."""
     for number in STOP_SIGNALS:
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(number, signal.SIG_IGN)
@@ -223,11 +219,10 @@ def _clone_of(store: Any) -> dist.Store:  # `clone` is in no type of torch's
 
 
 def _store_of_launcher() -> tuple[dist.Store, int, int]:
-    """Return the key-value store, this rank and the number of ranks.
+    """Return the key-value store, this rank and the number of ranks. Raises what `check_host` does.
 
-    The launcher makes the store before it starts ranks, and may keep it for restarts: each gets a
-    namespace of its own, as the addresses of dead ranks are in the store. Raises InputError where
-    `check_host` does."""
+    The launcher makes the store before it starts ranks, and may keep it for restarts: each gets
+    a namespace of its own, as the addresses of dead ranks are in the store."""
     check_host("MASTER_ADDR", os.environ.get("MASTER_ADDR", "localhost"))
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_S)))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -246,8 +241,8 @@ def check_host(key: str, host: str) -> None:
 def join_store() -> tuple[dist.Store, int, int]:
     """Return what `_store_of_launcher` does.
 
-    Raises InputError for wrong environment variables, and RankTimeout, which every rank prints, if
-    no store comes up."""
+    Raises InputError for wrong variables, and RankTimeout, which every rank prints, without a
+    store."""
     try:
         return _store_of_launcher()
     except InputError:

@@ -62,8 +62,7 @@ def fork_below_init() -> None:
 def guard_forks() -> dict[int, Any]:
     """Return the signal handlers that forked children get from now on, none at first.
 
-    A child of the main thread also ends with this process. Linux would end those of another thread
-    with that thread."""
+    A child of the main thread ends with this process; Linux would end others with their thread."""
     handlers: dict[int, Any] = {}
     owner, forking = os.getpid(), threading.local()
 

@@ -3,8 +3,7 @@
 The other ranks name a rank that hangs or has died, within `run.timeout_s`; a rank that fails ends
 all (failures.py). STOP_SIGNALS end a process at once during set-up. In the training loop they only
 set a flag, which the ranks exchange at the next `Ranks.barrier_or_stop`. A single process works
-too.
-"""
+too."""
 
 import contextlib
 import ctypes
@@ -82,7 +81,6 @@ class Ranks:
         self.shared: Any = None
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.shared is not None:
             self.gather(np.zeros(1))
         else:
@@ -96,9 +94,7 @@ class Ranks:
             raise StopRequested
 
     def call_until_stop(self, call: Callable[[], None]) -> None:
-        """Call the user's code in this process; abandon it on a stop request to this rank.
-
-        It may wait for processes of its own that the launcher's signal has ended."""
+        """Call the user's code here, until a stop request: it may wait for ended processes."""
         with contextlib.suppress(CallAbandoned):
             try:
                 self.is_interruptible = True
@@ -150,7 +146,6 @@ class Ranks:
         return [row[:size] for row, size in zip(self.gather(padded), sizes, strict=True)]
 
     def gather_text(self, text: str) -> list[str]:
-        """Return the text of every rank, by rank."""
         encoded = np.frombuffer(escape(text).encode(), np.uint8)
         return [row.tobytes().decode() for row in self.gather_ragged(encoded)]
 
@@ -260,9 +255,7 @@ def cuda_of_driver() -> tuple[int, int] | None:
 
 
 def set_cuda_defaults() -> None:
-    """Change defaults of torch and NCCL, except where the user has set an environment variable.
-
-    Call before anything is on a GPU and before NCCL starts."""
+    """Change defaults of torch and NCCL before both start, where no variable is set."""
     # Training leaves memory in pieces, and keys and values are large. A call instead of the
     # variable, as torch may read that while it is imported.
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):

@@ -3,8 +3,7 @@
 The TP tail and all gathers wait for them; ticks of rollouts are polled. A collective of gloo takes
 hundreds of microseconds through sockets and threads. Here a rank writes its numbers, sets a flag,
 waits for the flags of the others and reads: a few microseconds for the sums of a layer of a small
-model. Sums are in the order of ranks, so they are bit-identical.
-"""
+model. Sums are in the order of ranks, so they are bit-identical."""
 
 import contextlib
 import os
@@ -51,7 +50,6 @@ def map_shared(ranks: Ranks, num_bytes: int) -> np.ndarray | None:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this machine has ended, reaped by its parent or not."""
     import psutil
 
     try:

@@ -2,8 +2,7 @@
 
 Replies are JSON, within a time limit and a size. A worker that fails is killed with all that it has
 started, and replaced. Workers are started with exec, not forked: the trainer has threads of CUDA
-and of the process group. Between the two is a supervisor process (`fork_with_supervisor`).
-"""
+and of the process group. Between the two is a supervisor process (`fork_with_supervisor`)."""
 
 import contextlib
 import importlib
@@ -56,9 +55,9 @@ class WorkerTimeout(WorkerFailure):
 class Worker:
     """A worker process with its replacements, and the thread that runs its jobs.
 
-    A job is a function of the worker, called in that thread; it is to catch all exceptions. Jobs in
-    the queue when the worker is closed are not run. What user code prints goes to the trainer's
-    standard error."""
+    A job is a function of the worker, called in that thread; it catches all exceptions. Jobs in
+    the queue when the worker is closed are not run. User code prints to the trainer's standard
+    error."""
 
     def __init__(self, module: str, argument: Any, key: str, jobs: SimpleQueue | None = None):
         """Start the thread.
@@ -147,7 +146,6 @@ class Worker:
         self.end()
 
     def _kill(self) -> None:
-        """Request the supervisor to kill the process with all that it has started."""
         if self.supervisor is not None and self.supervisor.stdin is not None:
             with contextlib.suppress(OSError):  # it has ended
                 self.supervisor.stdin.write(b"\n")
@@ -195,10 +193,7 @@ def close_workers(workers: Sequence[Worker]) -> None:
 
 
 def serve(descriptor: int, parent: int, module: str, argument: str) -> None:
-    """Reply to requests in a worker until the connection closes.
-
-    The function that the module's `make_answer` returns for the argument, JSON, makes the replies.
-    """
+    """Reply to requests until the connection closes, by what the module's `make_answer` returns."""
     fork_with_supervisor(parent, descriptor)
     connection = Connection(descriptor)
     os.set_inheritable(descriptor, False)
@@ -221,7 +216,6 @@ def serve(descriptor: int, parent: int, module: str, argument: str) -> None:
 
 
 def _requests(connection: Connection) -> Iterator[bytes]:
-    """Yield requests until the trainer closes the connection or has ended."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             yield connection.recv_bytes()

@@ -318,23 +318,20 @@ class ChainSource(DraftSource):
         number = is_tried.nonzero()[1]
         self.rates.observe(leads[index][is_tried], number, is_right[is_tried])
 
-    def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Return the mean length of chains and the slowest rank's seconds since the last call.
+    def metrics(self, ranks: Ranks) -> dict:
+        """Return lengths of chains and seconds since the last call, see `Mechanism.metrics`.
 
         Chains of no token are included; the length is left out where no row was asked about."""
-        chosen = ranks.gather(self.chain_lengths).sum(axis=0)
-        own = np.array((self.drafting_s, self.problem is not None))
-        seconds, has_failed = ranks.gather(own).max(axis=0)
-        if has_failed and not self._is_known:  # on any rank
+        self.problem = first_problem(self.problem, ranks.gather_text)
+        if self.problem is not None and not self._is_known:
             self._is_known = True
-            self.problem = first_problem(self.problem, ranks.gather_text)
             if ranks.is_main:
                 log(f"{self.name} drafts no more: {self.problem}")
+        metrics: dict = {f"{self.name}/draft_s": self.drafting_s}
+        if num_chains := int(self.chain_lengths.sum()):
+            tokens = np.arange(len(self.chain_lengths)) @ self.chain_lengths
+            metrics[f"{self.name}/chain_length"] = int(tokens), num_chains
         self.chain_lengths[:], self.drafting_s = 0, 0.0
-        metrics = {f"{self.name}/draft_s": float(seconds)}
-        if chosen.any():
-            mean = np.average(np.arange(len(chosen)), weights=chosen)
-            metrics[f"{self.name}/chain_length"] = float(mean)
         return metrics
 
 

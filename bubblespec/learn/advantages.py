@@ -2,8 +2,7 @@
 
 An estimator is a function of the rewards and of what divides them, with a name in ESTIMATORS, or
 the user's own, a function of samples and rewards that a dotted path names. Throughout, rewards are
-float64 [prompts, generations], and advantages of the same shape.
-"""
+float64 [prompts, generations], and advantages of the same shape."""
 
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from bubblespec.config.imports import call, import_function
 from bubblespec.errors import InputError, shown
-from bubblespec.samples import Samples
+from bubblespec.records import Samples
 
 KEY = "loss.advantage_estimator"
 
@@ -57,11 +56,9 @@ def estimate_advantages(
 ) -> np.ndarray:
     """Return advantages by one of ESTIMATORS or by the user's own function, given `samples`.
 
-    scale_rewards: see `divided`, by default that of the estimator's paper. A single generation has
-    no group to compare with: its advantage is 0, except under reinforce_plus_plus, which has no
-    groups, and under the user's own. Raises InputError if the user's own does not return one finite
-    number per sample.
-    """
+    scale_rewards: see `divided`, by default that of the estimator's paper. A single generation
+    has no group: its advantage is 0, except under reinforce_plus_plus and the user's own.
+    Raises InputError if the user's own does not return one finite number per sample."""
     if "." not in estimator:
         zeros = np.zeros_like(rewards)
         return zeros if rewards.size == 1 else ESTIMATORS[estimator](rewards, scale_rewards)
@@ -80,12 +77,10 @@ def estimate_advantages(
 
 
 def load_estimator(path: str) -> Callable[[Samples | None, np.ndarray], object]:
-    """Return the user's own estimator, a function of samples and rewards. Raises InputError."""
     return import_function(KEY, path, "my_module.my_advantages", ("samples", "rewards"))
 
 
 def centred_by_group(rewards: np.ndarray) -> np.ndarray:
-    """Return rewards less the mean of their group."""
     return rewards - rewards.mean(axis=1, keepdims=True)
 
 
@@ -93,8 +88,7 @@ def divided(centred: np.ndarray, spread: np.ndarray, scale: str) -> np.ndarray:
     """Return centred / (std + 1e-4), with the sample standard deviation of `spread`.
 
     scale: "group", "batch" (Liu et al. 2025, arXiv 2508.08221), or "none" for no division (Dr.
-    GRPO, arXiv 2503.20783).
-    """
+    GRPO, arXiv 2503.20783)."""
     if scale == "batch":
         return centred / (spread.std(ddof=1) + 1e-4)
     if scale == "group" and spread.shape[1] > 1:

@@ -13,8 +13,7 @@ modules do, but not at more: on random models of six families their median diffe
 measured one (tests/test_agreement.py). float32 and float64 are summed in other orders, of which a
 unit in the last place says less; a fault is orders of magnitude larger than 100 units.
 
-Shape legend: L tokens of a row, T positions sampled in it, V vocabulary.
-"""
+Shape legend: L tokens of a row, T positions sampled in it, V vocabulary."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +72,7 @@ def _generate(
 
 
 def _make_rows(runner: ModelRunner) -> list[Row]:
-    """Return rows of random prompts, the same at every call."""
+    """Return random prompts, the same at every call."""
     new = min(NEW_TOKENS, runner.max_length // 2)
     ends = [40, 40, 13, new + 1]
     if runner.pages is not None:
@@ -146,7 +145,6 @@ def rows_problem(
 
 
 def _difference(number: int, error: np.ndarray, lost: np.ndarray, scale: float) -> str:
-    """Return the line that describes the largest of a row's errors, float64 [T]."""
     worst = int(error.argmax())
     size = f"{error[worst]:.2g}"
     what = f"log-probability of token {worst} of row {number} by {size}"
@@ -219,9 +217,8 @@ def _distance_to_bars(
 
 
 def _logprob(logits: torch.Tensor, target: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    return (
-        logits.masked_fill(~kept, losses.BARRED).log_softmax(-1).gather(-1, target[:, None])[:, 0]
-    )
+    logprobs = logits.masked_fill(~kept, losses.BARRED).log_softmax(-1)
+    return logprobs.gather(-1, target[:, None])[:, 0]
 
 
 def gradient_problem(
@@ -273,7 +270,6 @@ def _distances(names, some: list[torch.Tensor], others: list[torch.Tensor]) -> d
 
 
 def _mean_of_training(model, texts, kernel, params, max_logits) -> torch.Tensor:
-    """Compute the mean log-probability of next tokens by the operations of training."""
     packing = pack_sequences([len(text) - 1 for text in texts], model.device)
     hidden = forward_hidden(model, torch.cat([text[:-1] for text in texts]), packing, kernel)
     target = torch.cat([text[1:] for text in texts])
@@ -300,7 +296,6 @@ def _mean_of_modules(model, texts, params, max_logits) -> torch.Tensor:
 
 
 def _own_hidden(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Return last hidden states [L, hidden] of tokens int64 [L], by the model's modules."""
     return model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
 
 

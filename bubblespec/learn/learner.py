@@ -9,10 +9,10 @@ exactly 1; later minibatches get a forward before it.
 
 Part of an update's gradient may be in the optimizer's buffer before the update begins
 (`EarlyGradients`): a sample's contribution is then known up to a factor that all samples of the
-update share (losses.py), so the sum is scaled once, at the end.
-"""
+update share (losses.py), so the sum is scaled once, at the end."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,8 +32,7 @@ from bubblespec.learn.lora import adapter_disabled
 from bubblespec.learn.losses import Teacher
 from bubblespec.learn.microbatch import Microbatch, is_in_loss, make_minibatches
 from bubblespec.learn.optimizer import Optimizer
-from bubblespec.records import Span
-from bubblespec.samples import Samples
+from bubblespec.records import Samples, Span
 
 # Upper bound of sampling/logp_difference/mean at temperature 1; above it something other than
 # rounding is at work. Rounding alone gives 1e-7 in float64 (the generator's are kept in float32),
@@ -58,8 +57,7 @@ def sampled_hidden(
 ) -> torch.Tensor:
     """Return hidden states that predict the sampled tokens, [M, hidden], in one packed forward.
 
-    kernel: attention kernel; on_hidden: called with the batch and its hidden states, [N, hidden].
-    """
+    kernel: of attention; on_hidden: called with the batch and its hidden states, [N, hidden]."""
     packing = pack_sequences(batch.sequence_lengths, batch.input_ids.device)
     hidden = forward_hidden(model, batch.input_ids, packing, kernel)
     if on_hidden is not None:
@@ -71,10 +69,8 @@ def sampled_hidden(
 def deterministic() -> Iterator[None]:
     """Make equal micro-batches have equal gradients: backward passes add in a fixed order.
 
-    Raises RuntimeError for an operation that has no such order. On a GPU, cuBLAS must have
-    been set so before the first product. Not for generation, which would write keys and values in
-    order.
-    """
+    Raises RuntimeError for an operation that has no such order. On a GPU, cuBLAS must have been set
+    so before the first product. Not for generation, which would write keys and values in order."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
@@ -94,8 +90,7 @@ class EarlyGradients(Protocol):
     def take(self, samples: Samples) -> tuple[np.ndarray, list[torch.Tensor]]:
         """Hand the gradients over to the update of `samples`, on all ranks together.
 
-        Return which samples some rank covers, bool [S], and `MEASURED` of own micro-batches.
-        """
+        Return which samples some rank covers, bool [S], and `MEASURED` of own micro-batches."""
 
     def observe(self, microbatches: list[Microbatch], seconds: float) -> None:
         """Learn how long forward and backward passes of these micro-batches took."""
@@ -157,8 +152,7 @@ class Learner:
         Return the step's training metrics, equal on all ranks except `timing_s/sync` (this rank's
         seconds in gradient reductions), and a "sync" span for each reduction. An update whose loss,
         gradient or samples' log-probabilities are not finite is skipped, on all ranks alike. Raises
-        RunFailed after more than MAX_SKIPPED_STEPS consecutive steps with such an update.
-        """
+        RunFailed after more than MAX_SKIPPED_STEPS consecutive steps with such an update."""
         has_gradient = self.has_gradient(samples, advantages)
         # NaN marks a token that was not sampled, or shows a failed generation.
         has_nan = bool((samples.num_sampled < samples.lengths).any())
@@ -174,12 +168,10 @@ class Learner:
             ranks=self.ranks,
             scales_later=self.early is not None,
         )
-        for microbatches in minibatches[1:]:
-            for batch in microbatches:
-                with torch.no_grad():
-                    batch.old = self._logprobs(
-                        self.model, batch, sampled_hidden(self.model, batch, self.kernel)
-                    )
+        for batch in itertools.chain(*minibatches[1:]):
+            with torch.no_grad():
+                hidden = sampled_hidden(self.model, batch, self.kernel)
+                batch.old = self._logprobs(self.model, batch, hidden)
         totals, grad_norms, spans, num_skipped = [], [], [], 0
         passes = list(zip(minibatches, factors, strict=True)) * self.config.loss.num_iterations
         for microbatches, factor in passes:
@@ -229,10 +221,7 @@ class Learner:
     def accumulate_gradient(
         self, batch: Microbatch, advantages: np.ndarray, weights: np.ndarray
     ) -> torch.Tensor:
-        """Do forward and backward of one micro-batch. Return its `MEASURED`.
-
-        advantages, weights: float64 [S].
-        """
+        """Do forward and backward; return `MEASURED`. advantages, weights: float64 [S]."""
         loss = self.config.loss
         if self.teacher is not None:
             with torch.no_grad():  # first, while the policy keeps no activations
@@ -308,9 +297,8 @@ class Learner:
     def training_metrics(self, totals: list[dict[str, float]]) -> dict[str, float]:
         """Return the metrics of a step from the `MEASURED` of each of its updates.
 
-        The loss is the mean over updates; other means are over the tokens that were trained on in
-        all updates, if there were any. Clips are left out for a single update, whose ratios are 1.
-        """
+        The loss is the mean over updates; other means are over the tokens trained on in all
+        updates, if there were any. Clips are left out for a single update, whose ratios are 1."""
         total = {name: sum(update[name] for update in totals) for name in MEASURED}
         if total["tokens"] == 0:
             return {"loss": 0.0}
@@ -352,7 +340,7 @@ class Learner:
 
 
 def sum_over_ranks(measured: list[torch.Tensor], ranks: Ranks, factor: float) -> dict[str, float]:
-    """Return the `MEASURED` of an update from each rank's micro-batches; the loss times factor."""
+    """Return the `MEASURED` of an update; the loss times factor."""
     by_batch = np.zeros((1, len(MEASURED)))
     if measured:
         by_batch = torch.stack(measured).double().cpu().numpy()

@@ -2,8 +2,7 @@
 
 The adapter stays unmerged: the model that generates is, bit for bit, the one that is trained, and
 in bfloat16 merged weights would round most of a small update away. With the adapter off the model
-is its base, so the reference of a KL term needs no second copy of the weights.
-"""
+is its base, so the reference of a KL term needs no second copy of the weights."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,8 +21,7 @@ def add_adapter(
     """Put an adapter into a freshly loaded model, in its dtype, and freeze everything else.
 
     The adapter is that of `checkpoint`, or a new one: B = 0, so the model computes what it did
-    before, and A from `seed`, drawn on the CPU, so equal on all ranks. Raises InputError.
-    """
+    before, and A from `seed`, drawn on the CPU, so equal on all ranks. Raises InputError."""
     try:
         from peft import LoraConfig, load_peft_weights, set_peft_model_state_dict
     except ImportError as error:

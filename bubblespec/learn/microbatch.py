@@ -1,7 +1,6 @@
 """Micro-batches, each one forward and backward.
 
-Minibatches of whole groups are balanced over ranks and packed without padding.
-"""
+Minibatches of whole groups are balanced over ranks and packed without padding."""
 
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from bubblespec.config import Config
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.arrays import to_device
 from bubblespec.learn.losses import common_factor, local_weights
-from bubblespec.samples import Samples, count_sampled
+from bubblespec.records import Samples, count_sampled
 from bubblespec.types import is_sampled
 
 
@@ -20,9 +19,8 @@ from bubblespec.types import is_sampled
 class Microbatch:
     """B packed sequences on the device, prompt and response each.
 
-    N tokens are fed, of which M predict a sampled token. Tokens of an environment are fed, and are
-    no targets.
-    """
+    N tokens are fed, of which M predict a sampled token; an environment's are fed, and no
+    targets."""
 
     order: list[int]
     """Index of each sequence among the samples, [B]."""
@@ -52,13 +50,10 @@ class Microbatch:
 def plan_microbatches(
     lengths: np.ndarray, world_size: int, max_tokens: int
 ) -> list[list[list[int]]]:
-    """Return sample indices by rank and micro-batch.
-
-    lengths: tokens of each sample, int64 [S]; 0: not trained on.
+    """Return sample indices by rank and micro-batch. lengths: tokens to train on, int64 [S].
 
     Longest first: to the rank with the fewest tokens so far, and there into the first micro-batch
-    with room. A pure function of the lengths, so equal tokens give equal micro-batches.
-    """
+    with room. A pure function of the lengths, so equal tokens give equal micro-batches."""
     load = np.zeros(world_size, np.int64)
     plan: list[list[list[int]]] = [[] for _ in range(world_size)]
     rooms: list[list[int]] = [[] for _ in plan]
@@ -85,8 +80,7 @@ def pack_responses(
     """Pack prompts and responses, each without its last token, which predicts nothing.
 
     generated: log-probabilities as the generator has them, NaN for an environment's tokens; at
-    least one is a number. order: see `Microbatch`, by default that of these lists.
-    """
+    least one is a number. order: see `Microbatch`, by default that of these lists."""
     fed = [np.concatenate((p, t[:-1])) for p, t in zip(prompts, tokens, strict=True)]
     sequence_lengths = [len(sequence) for sequence in fed]
     ends = np.cumsum(sequence_lengths)
@@ -120,8 +114,7 @@ def make_minibatches(
     weights: of each sample's tokens, float64 [S]; factors: by which to scale the gradient of each
     minibatch. With `scales_later` it is the factor that the minibatch's samples share, and weights
     lack it; otherwise 1. Minibatches are whole groups, in the order of the batch, whatever the
-    number of ranks. Each is normalised by its own counts, as if it were the whole batch.
-    """
+    number of ranks. Each is normalised by its own counts, as if it were the whole batch."""
     loss, num_sampled, is_used = config.loss, samples.num_sampled, is_in_loss(samples, config)
     prompt_lengths = [len(samples.prompt_of(i).token_ids) for i in range(len(samples))]
     to_train = np.where(has_gradient, samples.lengths + np.array(prompt_lengths), 0)

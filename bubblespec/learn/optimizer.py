@@ -69,8 +69,7 @@ class Optimizer:
     def _make_adamw(self, groups: list[dict], lr: float) -> torch.optim.AdamW:
         """Create AdamW on the parameters, or on float32 masters, copied back after every step.
 
-        Moments are made at once, so that memory that is free afterwards is free for the whole run.
-        """
+        Moments are made at once, so that memory free afterwards is free for the whole run."""
         given = [p for group in groups for p in group["params"]]
         self.updated = {p: p.detach().float() if self.has_masters else p for p in given}
         for param, master in self.updated.items():
@@ -94,14 +93,12 @@ class Optimizer:
         return adamw
 
     def clear(self) -> None:
-        """Set the gradients to 0."""
         self.flat_grad.zero_()
 
     def step(self, step: int, is_finite: bool = True) -> tuple[float, float]:
         """Clip, update, clear. Return the gradient's norm before clipping, and the learning rate.
 
-        Only clear if the gradient is not finite, or the loss was not (`is_finite`).
-        """
+        Only clear if the gradient is not finite, or the loss was not (`is_finite`)."""
         grad_norm = torch.linalg.vector_norm(self.flat_grad).item()
         if not (is_finite and math.isfinite(grad_norm)):
             self.clear()
@@ -125,15 +122,12 @@ class Optimizer:
         return grad_norm, learning_rate
 
     def has_finite_weights(self) -> bool:
-        """Whether all trained weights are numbers; equal on all ranks."""
         return all(torch.isfinite(param).all().item() for param in self.params)
 
     def state_dict(self) -> dict | None:
-        """Return the number of updates, and by parameter name moments and master, on the CPU.
+        """Return the number of updates, and by parameter name moments and master, on rank 0's CPU.
 
-        Equal whether sharded or not: tensors of other ranks are gathered one by one. Ranks other
-        than 0 get None.
-        """
+        Equal whether sharded or not: tensors of other ranks are gathered one by one."""
         parameters: dict[str, dict[str, torch.Tensor]] = {}
         named = list(zip(self.names, self.params, self.owner, strict=True))
         # Without an update the moments are zeros, and the masters are the weights.
@@ -148,10 +142,7 @@ class Optimizer:
         return {"num_updates": self.num_updates, "parameters": parameters}
 
     def load_state_dict(self, state: dict) -> None:
-        """Load this rank's part of a `state_dict`, of whatever number of ranks.
-
-        Raises ValueError if it is of a model of other shapes.
-        """
+        """Load this rank's part, of any number of ranks. Raises ValueError for other shapes."""
         self.num_updates = state["num_updates"]
         if not self.num_updates:
             return
@@ -178,8 +169,7 @@ class Optimizer:
     ) -> torch.Tensor | None:
         """Copy a tensor of rank `owner` to the CPU of rank 0, in pieces; other ranks get None.
 
-        Keys and values leave no room on a GPU for a whole one.
-        """
+        Keys and values leave no room on a GPU for a whole one."""
         if owner == 0:
             return tensor.cpu() if self.ranks.is_main and tensor is not None else None
         whole = None

@@ -20,11 +20,10 @@ from bubblespec.learn.learner import Learner
 from bubblespec.learn.losses import local_weights
 from bubblespec.learn.microbatch import Microbatch, pack_responses
 from bubblespec.mechanisms import Run
-from bubblespec.records import Span, StepRecord
+from bubblespec.records import Samples, Span, StepRecord, count_sampled, has_zero_std
 from bubblespec.rewards.scorer import Scoring
 from bubblespec.rollout.plan import SLICE_S, LocalWork, Mechanism, RolloutPlan
 from bubblespec.rollout.sampler import Sampler
-from bubblespec.samples import Samples, count_sampled, has_zero_std
 from bubblespec.types import Launch, Row, SampleId, is_sampled
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from bubblespec.data.schedule import StepSchedule
 from bubblespec.mechanisms import Run
-from bubblespec.samples import Samples
+from bubblespec.records import Samples
 from bubblespec.types import Group, Launch, SampleId
 
 # auto: how much history it uses, and how clear a gain must be.

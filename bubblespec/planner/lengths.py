@@ -8,7 +8,7 @@ and response lengths of recent responses.
 import numpy as np
 
 from bubblespec.planner.rows import Rows, mean_length_beyond
-from bubblespec.samples import Samples
+from bubblespec.records import Samples
 from bubblespec.types import Draft, Group
 
 NUM_RECENT = 4096  # responses that the line is fitted to

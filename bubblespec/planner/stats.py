@@ -16,8 +16,7 @@ from bubblespec.planner.costs import CHAIN_ROWS, KNOTS, CostModel
 from bubblespec.planner.lengths import LengthModel
 from bubblespec.planner.prices import Counts, PriceModel, counts_of
 from bubblespec.planner.survival import Survival
-from bubblespec.records import RolloutRecord
-from bubblespec.samples import Samples
+from bubblespec.records import RolloutRecord, Samples
 from bubblespec.types import Launch, Row
 
 # Measurements of one rank in a rollout, besides survival and lengths.

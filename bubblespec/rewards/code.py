@@ -4,8 +4,7 @@ The program runs in its own process with limits on CPU time, wall time, memory a
 the trainer's environment or file descriptors, in an empty temporary folder. At the end it is killed
 with all that it has started. That protects the run from a faulty program. **It is not a security
 sandbox**: the program has the user's rights on files and network, and a malicious one can forge a
-success. Run untrusted code in a container or a virtual machine.
-"""
+success. Run untrusted code in a container or a virtual machine."""
 
 import ast
 import builtins
@@ -103,7 +102,6 @@ def _can_tell(checks: str) -> bool:
 
 
 def _global_names(table: symtable.SymbolTable) -> set[str]:
-    """Return the names of globals to which code and its functions refer."""
     own = {s.get_name() for s in table.get_symbols() if s.is_referenced() and s.is_global()}
     return own.union(*map(_global_names, table.get_children()))
 
@@ -134,8 +132,7 @@ def program_in(text: str) -> str:
 def run_program(program: str, tests: str) -> bool:
     """Whether the program, and then the tests, run to their end within the limits.
 
-    A secret number, which the program does not get, reports success: exit codes and printed text do
-    not count."""
+    A secret that the program does not get reports success: exit codes and prints do not count."""
     secret = secrets.token_bytes(16)
     reading, verdict = os.pipe()
     limits = {"CPU": CPU_LIMIT_S, "AS": MEMORY_LIMIT, "FSIZE": FILE_LIMIT, "CORE": 0, "NOFILE": 64}

@@ -11,8 +11,7 @@ no other sample its reward.
 
 A worker's job is one call: a function and one sample, or a group of them. Jobs begin in the order
 in which they come, each in the next worker that is free. A worker that takes too long or dies costs
-its current job alone (distributed/worker.py).
-"""
+its current job alone (distributed/worker.py)."""
 
 import copy
 import inspect
@@ -94,13 +93,11 @@ def sees_groups(function: RewardFunction) -> bool:
 
 
 def takes_environments(function: RewardFunction) -> bool:
-    """Whether the function has an argument `environments`."""
     signature = _signature_of(function)
     return signature is not None and "environments" in signature.parameters
 
 
 def named_of_trl(function: RewardFunction) -> list[str]:
-    """Return which of TRL's further arguments the function names."""
     signature = _signature_of(function)
     return [name for name in OF_TRL if signature and name in signature.parameters]
 
@@ -113,7 +110,6 @@ def _signature_of(function: Callable) -> inspect.Signature | None:
 
 
 def load_reward(path: str, key: str = "reward.functions") -> RewardFunction:
-    """Import `package.module.function`. Raises InputError naming the path and the key."""
     return import_function(key, path, "my_module.my_reward")
 
 
@@ -127,8 +123,7 @@ def check_arguments(
 ) -> None:
     """Raise InputError if the function cannot be called with samples that have these columns.
 
-    source: of the data, for the error; has_environments: whether responses are episodes; key: that
-    names the function."""
+    source: of the data; has_environments: whether responses are episodes; key: of the function."""
     signature = _signature_of(function)
     given = dict.fromkeys([*ARGUMENTS, *columns, *named_of_trl(function)])
     if has_environments and takes_environments(function):
@@ -217,7 +212,6 @@ def _arguments_of_trl(progress: tuple[int, int], logs: list[tuple[dict, list]]) 
 
 
 def _completion_of(sample: Sample) -> str | list[dict]:
-    """Return the completion: a string, or chat messages if the prompt is a chat."""
     if isinstance(sample.prompt, str):
         return sample.completion
     return [{"role": "assistant", "content": sample.completion}]

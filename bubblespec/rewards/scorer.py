@@ -1,35 +1,39 @@
-"""Scoring of a rank's rows.
+"""Scoring of a rank's rows, and checks of reward functions before the first step.
 
 Reward functions run in worker processes while other rows decode, or in this process when it is
 idle or all rows have finished. A reward that fails is logged, counted, and replaced by
 `reward.reward_on_error`. If a function fails for all responses of a step, on all ranks, the run
-ends, as there is nothing to train on.
-"""
+ends, as there is nothing to train on."""
 
 import atexit
 import json
 import sys
 from collections import Counter
+from collections.abc import Collection
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from bubblespec.config import RewardConfig
+from bubblespec.config import Config, RewardConfig
+from bubblespec.data.schedule import PromptSet
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.errors import RewardsFailed, first_problem, log
+from bubblespec.errors import InputError, RewardsFailed, first_problem, log
 from bubblespec.rewards.functions import (
+    ARGUMENTS,
     Answer,
     InProcess,
     RewardFailure,
     RewardFunction,
     RewardWorkers,
     Sample,
+    check_arguments,
     named_of_trl,
     sees_groups,
     takes_environments,
 )
-from bubblespec.types import Launch, Row, SampleId
+from bubblespec.types import Launch, Prompt, Row, SampleId
 
 POLL_STOP_S = 0.2  # how often a waiting rank checks whether the run is to stop
 
@@ -72,7 +76,7 @@ class Scorer:
         atexit.register(self.pool.close)
 
     def begin(self, launch: Launch, step: int | None = None) -> "Scoring":
-        """Prepare to score groups that are about to be generated. step: None in an evaluation."""
+        """step: None in an evaluation."""
         return Scoring(self, launch, step)
 
     @property
@@ -99,7 +103,6 @@ class Scorer:
         return metrics
 
     def take_logged(self) -> dict[SampleId, dict]:
-        """Return the columns that functions have logged since the last call."""
         logged, self.logged = self.logged, {}
         return logged
 
@@ -118,10 +121,10 @@ class Scorer:
                     self._metrics.setdefault(metric, []).append(value)
 
     def count(self, answers: list[list[Answer]], end_s: float) -> list[str]:
-        """Sum up the answers of all ranks, [rows][functions]. end_s: of this rank's rollouts.
+        """Sum up the answers of all ranks, [rows][functions]; return failed eval.functions.
 
-        Return those of eval.functions that have failed for every row. Raises RewardsFailed, on all
-        ranks, if a reward has."""
+        end_s: of this rank's rollouts. Raises RewardsFailed, on all ranks, if a reward has
+        failed."""
         local = np.zeros_like(self._totals)
         local[2] = len(answers)
         examples = [""] * (len(local) - 3)
@@ -271,7 +274,6 @@ class Scoring:
         return scores
 
     def _answers(self, row: Row) -> list[Answer]:
-        """Return the answer of each score, in the order of the names."""
         calls = [self._calls[row.id][name] for name in self._names]
         return [future.result()[index] for future, index in calls]
 
@@ -317,9 +319,119 @@ class Scoring:
 
 
 def _answered(outcome: Future) -> Future:
-    """Return an environment's reward like a call of a function."""
     reward, _, problem = outcome.result()
     future: Future[list[Answer]] = Future()
     value = reward if problem is None else RewardFailure("environment", problem)
     future.set_result([Answer(value, 0.0, 0.0)])
     return future
+
+
+RESPONSE = "0"  # harmless as an answer, a text and a program
+MAX_CHECKED = 1000  # rows: parsing the references of all may take minutes
+
+
+def check_columns(names: Collection[str], renamed: Collection[str], source: str) -> None:
+    """Raise InputError for a column named as a reward's argument. renamed: by the configuration."""
+    for name in ARGUMENTS:
+        if name in names and name not in renamed:
+            raise InputError(
+                f"data.columns: the column '{name}' of {source} is named like an argument of "
+                f"reward functions; rename it, as in data.columns={{my_{name}: {name}}}"
+            )
+
+
+def check_references(
+    functions: dict[str, RewardFunction], prompts: list[Prompt], source: str
+) -> None:
+    """Warn of rows of `source` that no function can score; raise InputError if all of them."""
+    checks = [
+        getattr(function, "can_score", lambda columns: True) for function in functions.values()
+    ]
+    prompts = prompts[:MAX_CHECKED]
+    without = [p for p in prompts if not any(can_score(p.columns) for can_score in checks)]
+    if not functions or not without:
+        return
+    row = f"{str(without[0].text)!r:.100}, answer {without[0].columns.get('answer')!r:.50}"
+    if "tests" in without[0].columns:
+        row += f", tests {without[0].columns['tests']!r:.100} (an empty program must not pass them)"
+    line = f"no reward function can score {len(without)} of {len(prompts)} rows of {source}"
+    if len(without) == len(prompts):
+        raise InputError(f"reward.functions: {line}; the first is {row}")
+    log(f"warning: {line}; these rows are left out of updates; the first is {row}")
+
+
+def check_weights(config: Config, has_environment: bool) -> list[float]:
+    count, weights = len(config.reward.functions) + has_environment, config.reward.weights
+    if not count and config.loss.loss_type != "distillation":
+        problem = "is empty, and environment.factory has no get_reward"
+        raise InputError(f"reward.functions: {problem}; one of the two must score responses")
+    if weights is not None and len(weights) != count:
+        needed = f"{count} are needed, the environment's last" if has_environment else f"{count}"
+        raise InputError(f"reward.weights: {len(weights)} weights, but {needed}")
+    return weights or [1.0] * count
+
+
+def check_prompts(
+    config: Config,
+    functions: dict[str, RewardFunction],
+    train_prompts: PromptSet,
+    eval_prompts: list[Prompt],
+    ranks: Ranks,
+    eval_functions: dict[str, RewardFunction],
+    *,
+    answers_turns: bool,
+    has_reward: bool,
+) -> None:
+    """Raise InputError where functions lack columns or there are too few prompts."""
+    sources = {"the data": train_prompts.prompts, "the held-out data": eval_prompts}
+    for source, prompts in sources.items():
+        if not prompts:
+            continue
+        columns = prompts[0].columns
+        check_columns(columns, config.data.columns.values(), source)
+        for path, function in functions.items():
+            check_arguments(path, function, columns, source, answers_turns)
+        if prompts is eval_prompts:
+            given = columns, source, answers_turns, "eval.functions"
+            for path, function in eval_functions.items():
+                check_arguments(path, function, *given)
+        if not has_reward:  # of environments, which may score any row
+            ranks.agree(partial(check_references, functions, prompts, source))
+    num_prompts = config.rollout.num_prompts_per_step
+    train_prompts.batch(config.run.seed, 0, num_prompts)  # raises where there are too few
+    if num_prompts < ranks.world_size:
+        shortage = f"{num_prompts} prompts for {ranks.world_size} ranks"
+        raise InputError(f"rollout.num_prompts_per_step: {shortage}; each rank needs at least one")
+
+
+def begin_trial(
+    scorer: Scorer, functions: dict[str, RewardFunction], prompt: Prompt, num_generations: int
+) -> dict[str, Future]:
+    """Submit a call of each function on responses to a prompt, but for those of environments."""
+    ids = scorer.tokenizer(RESPONSE, add_special_tokens=False)["input_ids"]
+    sample, trial = Sample(prompt.text, RESPONSE, ids, prompt.columns, progress=scorer.progress), {}
+    for number, (path, function) in enumerate(functions.items()):
+        if not takes_environments(function):
+            size = num_generations if sees_groups(function) else 2  # to see that each has its value
+            trial[path] = scorer.pool.submit(number, [sample] * size)
+    return trial
+
+
+def end_trial(scorer: Scorer, trial: dict[str, Future]) -> None:
+    """Wait for the calls.
+
+    Raises InputError for a function that does not return one value per sample. Other failures are
+    warnings, as real responses may have none."""
+    scorer.pool.run()
+    wait(trial.values(), return_when=FIRST_EXCEPTION)
+    for path, future in trial.items():
+        if future.cancel() or not future.done():
+            continue
+        reward = future.result()[0].reward  # raises where no worker can be started
+        if not isinstance(reward, RewardFailure):
+            continue
+        problem = f"{path}: {reward.message}"
+        if reward.kind == "result":
+            key = "reward" if path in scorer.paths else "eval"
+            raise InputError(f"{key}.functions: {problem}")
+        log(f"warning: reward {problem} ({reward.kind}, in a trial on the response {RESPONSE!r})")

@@ -93,9 +93,7 @@ exact_match.can_score = _has_answer  # type: ignore[attr-defined]  # as `per_sam
 def reasoning_gym_score(
     prompts, completions, completion_ids, task, entry, **columns
 ) -> list[float | None]:
-    """Return the score from 0 to 1 of the final answer by reasoning-gym's scorer of the task.
-
-    None without a task or its entry."""
+    """Return the score of the final answer by reasoning-gym, 0 to 1; None without task or entry."""
     reasoning_gym = import_quietly("reasoning_gym")
     return [
         reasoning_gym.get_score_answer_fn(name)(answer=final_answer(text_of(c)), entry=item)
@@ -120,12 +118,10 @@ def answer_format(prompts, completions, completion_ids, **columns) -> list[float
 
 
 def text_of(completion: str | list[dict]) -> str:
-    """Return the text of a completion, which is a string or chat messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def final_answer(text: str) -> str | None:
-    """Return the text in the last `<answer>` tags, or None without any."""
     for part in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = part.partition("<answer>")
         if tag:
@@ -137,10 +133,9 @@ def final_answer(text: str) -> str | None:
 def math_equivalence(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
     """Return 1 where the answer equals the column `answer` by the math-verify library, else 0.
 
-    The answer is in the last `<answer>` tags or `\\boxed{}`, else what the library finds at the end
-    of the text; an equation of numbers must be true. None where the reference cannot be parsed. A
-    reference may be a whole solution with the answer behind the last ####, as in GSM8K, or a list
-    of accepted ones."""
+    The answer is in the last `<answer>` tags or `\\boxed{}`, else what the library finds at the
+    end; an equation of numbers must be true. None where the reference cannot be parsed, which may
+    be a solution with the answer behind the last ####, as in GSM8K, or a list of accepted ones."""
     scores: list[float | None] = []
     for completion, reference in zip(completions, answer, strict=True):
         with _cpu_limit():
@@ -163,9 +158,7 @@ math_equivalence.can_score = _has_reference  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def _cpu_limit() -> Iterator[None]:
-    """End calls of the library after MATH_LIMIT_S of CPU time each.
-
-    So it is no time-out that the machine is busy or all processes were paused."""
+    """End calls of the library after MATH_LIMIT_S of CPU time each, however busy the machine is."""
     from math_verify.errors import TimeoutException
 
     def stop(*_) -> None:
@@ -199,7 +192,6 @@ def _parse_references(answer) -> list[_Parsed]:
 
 
 def _is_one_of(text: str, golds: list[_Parsed]) -> bool:
-    """Whether the answer in a completion equals an accepted one."""
     from math_verify import parse
 
     given = _answer_in(text)
@@ -227,7 +219,6 @@ def _is_equal(gold: list, given: list) -> bool:
 
 
 def _answer_in(text: str) -> str | None:
-    """Return the marked answer of a completion, as LaTeX, or None without one."""
     tagged = final_answer(text)
     boxed = _last_boxed(text if tagged is None else tagged)
     if tagged is not None or boxed is not None:
@@ -285,7 +276,6 @@ def _parse(text: str) -> _Parsed:
 
 
 def _parsed(latex: str, drops_units: bool = True) -> list:
-    """Return what the library makes of LaTeX."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     of_latex = LatexExtractionConfig()

@@ -12,9 +12,9 @@ from bubblespec.draft.store import DraftStore
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.sampling import EVALUATION
 from bubblespec.errors import RewardsFailed
-from bubblespec.records import RolloutRecord
+from bubblespec.metrics import over_ranks
+from bubblespec.records import RolloutRecord, Samples, combine, has_rewards
 from bubblespec.rollout.sampler import Sampler, vocab_size_of
-from bubblespec.samples import Samples, combine, has_rewards
 from bubblespec.telemetry.report import evaluation_metrics, function_metrics, short_names
 from bubblespec.types import Draft, Group, Launch, Prompt
 
@@ -90,8 +90,8 @@ class Evaluator:
             if num_missing := int(np.isnan(values).sum()):
                 metrics[f"eval/{name}/missing"] = num_missing
         has_drafts = self.proposer is not None
-        metrics |= evaluation_metrics(ranks, samples, rollout, seconds, has_drafts=has_drafts)
-        return Evaluation(samples, rewards, metrics)
+        metrics |= evaluation_metrics(samples, rollout, seconds, has_drafts=has_drafts)
+        return Evaluation(samples, rewards, over_ranks(metrics, ranks.gather_text))
 
     def generate(
         self, groups: list[Group], num_generations: int, params: SamplingParams, version: int

@@ -202,8 +202,10 @@ class Mechanism:
     def end_rollout(self, record: RolloutRecord) -> None:
         """Take in how a rollout of a step went on this rank."""
 
-    def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
-        """Return the mechanism's metrics of a step, the same on all ranks."""
+    def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, Any]:
+        """Return this rank's metrics of a step.
+
+        Those without a reduction in metrics.toml are the same on all ranks, see `over_ranks`."""
         return {}
 
     def save(self, folder: str) -> None:

@@ -26,12 +26,20 @@ from bubblespec.planner.chooser import DRAFTS
 from bubblespec.planner.costs import rollout_seconds
 from bubblespec.planner.place import admission_order, place, place_in_turn, up_to_cutoff
 from bubblespec.planner.stats import RunStats, load_parts, state_of
-from bubblespec.records import RolloutRecord, Span, StepRecord
+from bubblespec.records import (
+    RolloutRecord,
+    Samples,
+    Span,
+    StepRecord,
+    combine,
+    has_rewards,
+    has_zero_std,
+    overlong_penalty,
+)
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import Mechanism, RolloutPlan
 from bubblespec.rollout.table import RowTable, gather_rows
-from bubblespec.samples import Samples, combine, has_rewards, has_zero_std, overlong_penalty
 from bubblespec.types import Draft, Group, Launch, Row
 
 

@@ -1,17 +1,27 @@
-"""Metrics of one step, under the field's names (TRL's and verl's)."""
+"""A rank's metrics of one step, under the field's names (TRL's and verl's)."""
 
-import json
+import re
 import resource
 import sys
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from bubblespec.distributed.ranks import Ranks
-from bubblespec.records import ACCEPT_BINS, RolloutRecord, StepRecord, total_s
-from bubblespec.samples import Samples, digest, has_rewards, has_zero_std
+from bubblespec.engine.model import layer_heads, of_layers
+from bubblespec.learn.learner import Learner
+from bubblespec.records import (
+    RolloutRecord,
+    Samples,
+    StepRecord,
+    digest,
+    has_rewards,
+    has_zero_std,
+    total_s,
+)
 
 COUNTS = ("row_forwards", "gained_tokens", "draft_tokens", "accepted_tokens", "covered_tokens")
 
@@ -78,65 +88,50 @@ def function_metrics(rewards: np.ndarray, functions: list[str]) -> dict:
 
 
 def evaluation_metrics(
-    ranks: Ranks, samples: Samples, rollout: RolloutRecord, seconds: float, *, has_drafts: bool
+    samples: Samples, rollout: RolloutRecord, seconds: float, *, has_drafts: bool
 ) -> dict:
-    """Return how an evaluation was generated.
-
-    Forwards are those of the rank that took most, shared ones included. seconds: of the evaluation;
-    has_drafts: whether its samples may have drafts."""
-    counts, own_forwards = rollout.acceptance, rollout.own_forwards + len(rollout.shared_forwards)
-    own = [own_forwards, counts.draft_tokens, counts.accepted_tokens]
-    forwards, drafted, accepted = ranks.gather(np.array(own)).T
-    metrics = {"eval/digest": digest(samples), "eval/forwards": int(forwards.max())}
-    metrics["timing_s/eval"] = seconds
+    """seconds: of the evaluation; has_drafts: whether its samples may have drafts."""
+    counts = rollout.acceptance
+    metrics: dict = {
+        "eval/digest": digest(samples),
+        "eval/forwards": rollout.own_forwards + len(rollout.shared_forwards),
+        "timing_s/eval": seconds,
+    }
     if has_drafts:
-        metrics["eval/spec_accept_rate"] = float(accepted.sum() / max(drafted.sum(), 1))
+        metrics["eval/spec_accept_rate"] = counts.accepted_tokens, counts.draft_tokens
     return metrics
 
 
 def speculation_metrics(ranks: Ranks, record: StepRecord, *, has_store: bool) -> dict:
-    """Return the step's speculation, summed over ranks.
-
-    has_store: whether drafts are kept for coming steps."""
-    rollouts = record.rollouts
-    own: Any = Counter()  # int, and seconds
-    for rollout in rollouts:
-        counts = rollout.acceptance
-        own["propose_s"] += sum(forward.propose_s for forward in rollout.forwards)
-        own["ahead_tokens"] += rollout.drafted_tokens
-        own.update({name: getattr(counts, name) for name in COUNTS})
-        own.update({f"length/{i}": n for i, n in enumerate(counts.accepted_lengths.tolist())})
-        for name, (proposed, accepted) in counts.by_source.items():
-            own.update({f"proposed/{name}": proposed, f"accepted/{name}": accepted})
-    by_rank = [json.loads(text) for text in ranks.gather_text(json.dumps(own))]
-    sums: Any = Counter()
-    for of_rank in by_rank:
-        sums.update(of_rank)
-    drafted, accepted = sums["draft_tokens"], sums["accepted_tokens"]
-    num_tokens = int(record.generated.num_sampled.sum())
+    """has_store: whether drafts are kept for coming steps."""
+    rollouts, counts = record.rollouts, [rollout.acceptance for rollout in record.rollouts]
+    fed, gained, drafted, accepted, covered = (
+        sum(getattr(of, name) for of in counts) for name in COUNTS
+    )
+    num_tokens = int(record.generated.num_sampled.sum()) * ranks.is_main  # of all ranks
     metrics = {
-        "rollout/spec_accept_length": sums["gained_tokens"] / max(sums["row_forwards"], 1),
-        "rollout/spec_accept_rate": accepted / max(drafted, 1),
-        "rollout/spec_coverage": sums["covered_tokens"] / max(num_tokens, 1),
+        "rollout/spec_accept_length": (gained, fed),
+        "rollout/spec_accept_rate": (accepted, drafted),
+        "rollout/spec_coverage": (covered, num_tokens),
         "rollout/spec_accepted_tokens": accepted,
         "rollout/spec_wasted_tokens": drafted - accepted,
-        "rollout/spec_accepted_lengths": [sums[f"length/{i}"] for i in range(len(ACCEPT_BINS))],
+        "rollout/spec_accepted_lengths": sum(of.accepted_lengths for of in counts),
         "rollout/modelled_s": sum(rollout.modelled_s for rollout in rollouts),
         "rollout/ticks": sum(rollout.num_ticks for rollout in rollouts),
-        "timing_s/propose": sums["propose_s"] / ranks.world_size,
+        "timing_s/propose": sum(f.propose_s for rollout in rollouts for f in rollout.forwards),
         "timing_s/exchange": total_s(record.spans, "exchange"),
     }
     if has_store:
-        metrics["bubble/drafted_tokens"] = sums["ahead_tokens"]
-    for key in sorted(key for key in sums if key.startswith("proposed/")):
-        name = key.removeprefix("proposed/")
-        metrics[f"drafts/{name}/accept_rate"] = sums[f"accepted/{name}"] / max(sums[key], 1)
-        metrics[f"drafts/{name}/tokens"] = sums[key]
+        metrics["bubble/drafted_tokens"] = sum(rollout.drafted_tokens for rollout in rollouts)
+    for name in sorted({name for of in counts for name in of.by_source}):
+        found = [of.by_source[name] for of in counts if name in of.by_source]
+        num_proposed, num_accepted = map(sum, zip(*found, strict=True))
+        metrics[f"drafts/{name}/accept_rate"] = num_accepted, num_proposed
+        metrics[f"drafts/{name}/tokens"] = num_proposed
     return metrics
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return this rank's peak of bytes so far: of the GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -144,52 +139,119 @@ def peak_memory(device: torch.device) -> int:
 
 
 def rank_metrics(ranks: Ranks, record: StepRecord, sync_s: float) -> dict:
-    """Return where the step's time went, on the mean rank and by rank, and uses of idle time.
-
-    sync_s: reductions of gradients, within train."""
+    """Return where this rank's time went. sync_s: reductions of gradients, within train."""
     rollouts = record.rollouts
     gen, wait, reward, train = (
         total_s(record.stages, kind) for kind in ("gen", "wait", "reward", "train")
     )
     wait_s = sum(rollout.wait_s for rollout in rollouts)  # within gen
-    own = {"gen": gen - wait_s, "bubble": wait + wait_s, "reward": reward, "train": train - sync_s}
-    own |= {"sync": sync_s, "step": record.seconds, "memory": peak_memory(ranks.device)}
-    own |= {"expected": record.expected_s, "own": sum(rollout.own_s for rollout in rollouts)}
-    own["forwards"] = sum(rollout.own_forwards for rollout in rollouts)
-    uses = sorted({name for rollout in rollouts for name in rollout.idle})
-    for name in uses:
-        for field in ("seconds", "expected_s", "saved_s"):
-            of_rollouts = (r.idle[name] for r in rollouts if name in r.idle)
-            own[f"{name}/{field}"] = sum(getattr(use, field) for use in of_rollouts)
-    by_rank = dict(zip(own, ranks.gather(np.array([*own.values()], np.float64)).T, strict=True))
-
-    step_s, num_tokens = float(by_rank["step"].max()), record.generated.num_tokens
-    wait_share = by_rank["bubble"].sum() / (by_rank["gen"] + by_rank["bubble"]).sum()
-    metrics = {
-        "timing_s/step": step_s,
-        "bubble/ratio": float(wait_share),
-        "perf/throughput": num_tokens / step_s / ranks.world_size,
-        "perf/total_num_tokens": num_tokens,
-        "perf/max_memory_gb": float(by_rank["memory"].max() / 1e9),
-        "rollout/forwards": int(by_rank["forwards"].max()),
+    gen, wait, own_s = gen - wait_s, wait + wait_s, sum(rollout.own_s for rollout in rollouts)
+    metrics: dict = {
+        "timing_s/gen": gen,
+        "timing_s/bubble": wait,
+        "timing_s/reward": reward,
+        "timing_s/train": train - sync_s,
+        "timing_s/sync": sync_s,
+        "timing_s/step": record.seconds,
+        "bubble/ratio": (wait, gen + wait),
+        "perf/total_num_tokens": record.generated.num_tokens,
+        "perf/max_memory_gb": peak_memory(ranks.device) / 1e9,
+        "rollout/forwards": sum(rollout.own_forwards for rollout in rollouts),
     }
-    for name in ("gen", "bubble", "reward", "train", "sync"):
-        metrics[f"timing_s/{name}"] = float(by_rank[name].mean())
-        for rank in range(ranks.world_size) if ranks.world_size > 1 else ():
-            metrics[f"timing_s/{name}/rank_{rank}"] = float(by_rank[name][rank])
     if ranks.world_size > 1:
-        metrics["bubble/slowest_rank"] = int(by_rank["gen"].argmax())
-    error = np.abs(by_rank["expected"] - by_rank["own"]).mean() / max(by_rank["own"].max(), 1e-9)
-    if not np.isnan(error) and not any(rollout.shared for rollout in rollouts):
-        metrics["rollout/placement_error"] = float(error)
-    for name in uses:
-        metrics[f"idle/{name}/seconds"] = float(by_rank[f"{name}/seconds"].mean())
-        metrics[f"idle/{name}/expected_s"] = float(by_rank[f"{name}/expected_s"].sum())
-        if not np.isnan(saved_s := float(by_rank[f"{name}/saved_s"].mean())):
-            metrics[f"idle/{name}/saved_s"] = saved_s
+        metrics["bubble/slowest_rank"] = gen
+    if not any(rollout.shared for rollout in rollouts):
+        metrics["rollout/placement_error"] = abs(record.expected_s - own_s), own_s
+    for name, use in (item for rollout in rollouts for item in rollout.idle.items()):
+        for field, value in vars(use).items():
+            key = f"idle/{name}/{field}"
+            metrics[key] = metrics.get(key, 0.0) + value
     return metrics
 
 
 def prompt_lengths(samples: Samples) -> np.ndarray:
     """Return the tokens of each group's prompt, int64 [groups]."""
     return np.array([len(group.prompt.token_ids) for group in samples.groups])
+
+
+# Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name; the first match
+# counts.
+PEAK_TFLOPS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100|H200|H800|GH200": 989,
+    "H20": 148,
+    "B200": 2250,
+    "A100|A800": 312,
+    "A40": 150,
+    "L40S": 362,
+    "L4": 121,
+}
+
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configurations
+NUM_ROUTED = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # experts per token
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Return FLOP/s of a GPU in half precision; None if the name is unknown or dtype is wider."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    words = device_name.replace("-", " ")
+    peaks = (peak for names, peak in PEAK_TFLOPS.items() if re.search(rf"\b({names})\b", words))
+    return next((peak * 1e12 for peak in peaks), None)
+
+
+def forward_flops(model: PreTrainedModel) -> Callable[[np.ndarray], float] | None:
+    """Return the FLOPs of a forward of sequences as a function of their lengths, int [S].
+
+    They are 2 per parameter and token, and causal attention, as in PaLM's appendix B (arXiv
+    2204.02311). Input embeddings do not count, and experts by the share that is routed to. None if
+    the model's configuration lacks the experts per token."""
+    num_experts, num_routed = (
+        {n for name in names for n in of_layers(model.config, name) if isinstance(n, int) and n}
+        for names in (NUM_EXPERTS, NUM_ROUTED)
+    )
+    if num_experts and (len(num_experts) > 1 or len(num_routed) != 1):
+        return None
+    share = num_routed.pop() / num_experts.pop() if num_experts else 1.0
+    num_parameters = sum(
+        parameter.numel() * (share if ".experts." in name else 1.0)
+        for name, parameter in model.named_parameters()
+    )
+    head: Any = model.get_output_embeddings()
+    tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    num_parameters -= sum(weight.numel() for weight in tables - {head.weight})
+    # Query heads of all layers, times the mean of the widths of keys and values.
+    width = sum(n * (key + value) / 2 for n, _, key, value in layer_heads(model.config))
+
+    def flops(lengths: np.ndarray) -> float:
+        tokens = lengths.astype(np.float64)
+        return float(2 * num_parameters * tokens.sum() + 2 * width * tokens @ tokens)
+
+    return flops
+
+
+def whole_lengths(samples: Samples) -> np.ndarray:
+    """Return the tokens of each sample with its prompt, int64 [S]."""
+    return np.repeat(prompt_lengths(samples), samples.num_generations) + samples.lengths
+
+
+def mfu(learner: Learner, ranks: Ranks, record: StepRecord, step_s: float) -> dict[str, float]:
+    """Return the share of the GPUs' peak that a step has used; nothing if the peak is unknown.
+
+    Counted are generation, with each group's prompt once, training and a teacher's forwards; not
+    drafts, recomputation and a reference model."""
+    if ranks.device.type != "cuda":
+        return {}
+    peak = peak_flops(torch.cuda.get_device_name(ranks.device), learner.model.dtype)
+    policy = forward_flops(learner.model)
+    teacher = forward_flops(learner.teacher.model) if learner.teacher else (lambda lengths: 0.0)
+    if peak is None or policy is None or teacher is None:
+        return {}
+    generated, trained = record.generated, whole_lengths(record.samples)
+    trained = trained[learner.has_gradient(record.samples, record.advantages)]
+    passes = 2 if learner.config.model.lora_r else 3  # a forward and a backward
+    total = learner.config.loss.num_iterations * (passes * policy(trained) + teacher(trained))
+    total += policy(whole_lengths(generated))
+    total -= (generated.num_generations - 1) * policy(prompt_lengths(generated))
+    return {"perf/mfu": total / (step_s * peak * ranks.world_size)}

@@ -16,12 +16,17 @@ from bubblespec.data.schedule import StepSchedule
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.errors import log
 from bubblespec.learn.learner import Learner
-from bubblespec.records import StepRecord
-from bubblespec.samples import Samples
+from bubblespec.metrics import over_ranks
+from bubblespec.records import Samples, StepRecord
 from bubblespec.telemetry import report, summary
-from bubblespec.telemetry.files import StepFiles, completion_of, save_rollouts
-from bubblespec.telemetry.flops import mfu
-from bubblespec.telemetry.metrics import PACKAGES, MetricsLogger, begin_logging
+from bubblespec.telemetry.files import (
+    PACKAGES,
+    MetricsLogger,
+    StepFiles,
+    begin_logging,
+    completion_of,
+    save_rollouts,
+)
 from bubblespec.telemetry.timeline import gather_lanes, save_timeline
 from bubblespec.telemetry.trace import Recorder
 
@@ -36,18 +41,8 @@ def show_phase(ranks: Ranks, name: str) -> Iterator[None]:
     yield
 
 
-def begin_profile(ranks: Ranks) -> torch.profiler.profile:
-    """Begin to record operations of this rank, and kernels on a GPU."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if ranks.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    running = torch.profiler.profile(activities=activities)
-    running.start()
-    return running
-
-
 def save_profile(running: torch.profiler.profile, output_dir: str, step: int, rank: int) -> None:
-    """End the recording, and write it as the trace of a step (from 1). An error is a warning."""
+    """Write the trace of a step (from 1). An error is a warning."""
     running.stop()
     path = os.path.join(output_dir, "profile", f"step-{step:05d}-rank-{rank}.json")
     try:
@@ -79,7 +74,6 @@ class RunReporter:
     profile: torch.profiler.profile | None = None  # of a step that is profiled
 
     def phase(self, name: str) -> AbstractContextManager:
-        """Context that shows what the run does in it."""
         return show_phase(self.ranks, name)
 
     def start(self, num_updates: int, checkpoint: str | None) -> None:
@@ -103,29 +97,32 @@ class RunReporter:
         self.log_to = begin_logging(self.log_to, self.config)
 
     def end_set_up(self) -> None:
-        """Show what set-up took."""
         self.history.set_up_s = time.monotonic() - self.began_s
         if self.ranks.is_main:
             log(f"set-up took {summary.duration(self.history.set_up_s)}")
 
     def begin_step(self, step: int) -> None:
-        """Begin to profile a step (from 0) of run.profile_steps."""
+        """step: from 0."""
         if step + 1 in self.config.run.profile_steps:
-            self.profile = begin_profile(self.ranks)
+            self.profile = torch.profiler.profile()  # on a GPU of its kernels, too
+            self.profile.start()
 
     def report(self, record: StepRecord, metrics: dict[str, float]) -> None:
-        """Report a step. metrics: of everything that is not measured here."""
+        """Report a step. metrics: of this rank, of everything that is not measured here."""
         ranks, run, step = self.ranks, self.config.run, record.step + 1  # counted from 1
         if self.profile is not None:
             save_profile(self.profile, run.output_dir, step, ranks.rank)
             self.profile = None
         is_dynamic = self.config.rollout.dynamic_sampling_max_batches > 1
         metrics |= report.rollout_metrics(record, self.functions, is_dynamic=is_dynamic)
-        metrics |= report.rank_metrics(ranks, record, metrics.pop("timing_s/sync"))
+        metrics |= report.rank_metrics(ranks, record, metrics["timing_s/sync"])
         if self.config.has_drafts:
-            has_store = "bubble/store_tokens" in metrics
+            has_store = self.config.keeps_drafts
             metrics |= report.speculation_metrics(ranks, record, has_store=has_store)
-        metrics |= mfu(self.learner, ranks, record, metrics["timing_s/step"])
+        metrics = over_ranks(metrics, ranks.gather_text)
+        step_s = metrics["timing_s/step"]
+        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / step_s / ranks.world_size
+        metrics |= report.mfu(self.learner, ranks, record, step_s)
         if self.recorder is not None:
             self.recorder.write(record)
         if step in run.timeline_steps:
@@ -144,7 +141,7 @@ class RunReporter:
             save_timeline(run.output_dir, step, lanes, self.config.speculative.method)
 
     def show_step(self, step: int, metrics: dict) -> None:
-        """Show a finished step (from 1), and each hint once."""
+        """step: from 1."""
         last = self.config.run.max_steps
         self.history.add(metrics)
         log(f"{step}/{last} steps: {summary.step_text(metrics, self.history, last - step)}")
@@ -166,14 +163,13 @@ class RunReporter:
         log(summary.sample_text(prompt.text, reply, rewards, prompt.columns))
 
     def close(self) -> None:
-        """Close the files, however the run ends."""
         if self.profile is not None:  # of a step that was abandoned
             self.profile.stop()
         if self.logger is not None:
             self.logger.close()
 
     def end(self, num_updates: int, checkpoint: str | None, is_stopped: bool) -> None:
-        """Show the end of a run that is complete or stopped. checkpoint: the newest folder."""
+        """checkpoint: the newest folder."""
         if self.ranks.is_main:
             parts = (time.monotonic() - self.began_s, num_updates, checkpoint, is_stopped)
             log(summary.end_text(self.config, self.history, *parts))

@@ -2,16 +2,17 @@
 
 import math
 import os
+import re
 import statistics
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from bubblespec.config import Config
-from bubblespec.config.combinations import EVAL_NAMES
 from bubblespec.data.schedule import PromptSet
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.learn.learner import Learner
+from bubblespec.metrics import ROWS, row_of
 from bubblespec.telemetry.trace import describe_hardware
 
 GENERATE = ("timing_s/gen", "timing_s/bubble")
@@ -19,15 +20,7 @@ TRAIN = ("timing_s/train", "timing_s/sync")
 ACCEPTED, WASTED = "rollout/spec_accepted_tokens", "rollout/spec_wasted_tokens"
 EFFECT, EFFECT_ERROR = "chooser/drafts", "chooser/drafts_error"
 IS_LONG, DEFERRED = "tail/is_long_round", "tail/num_deferred"
-# Rows of the table at the end, as far as a run has them; those of evaluations follow the scores.
-ROWS = ["reward", "divergence", "frac_reward_zero_std", "entropy", "grad_norm"]
-ROWS += [f"completions/{name}" for name in ("mean_length", "max_length", "clipped_ratio")]
-ROWS += [f"timing_s/{name}" for name in ("step", "gen", "bubble", "reward", "train")]
-ROWS += ["perf/throughput", "rollout/spec_accept_rate", "quantized/acceptance_rate"]
-ROWS += ["drafter/accepted_1", IS_LONG, DEFERRED]
-EVAL_ROWS = [f"eval/{name}" for name in ("completions/mean_length", "completions/clipped_ratio")]
-EVAL_ROWS += ["eval/reward/errors", "timing_s/eval"]
-KEPT = {*ROWS, *TRAIN, ACCEPTED, WASTED, EFFECT, EFFECT_ERROR}
+KEPT = {*TRAIN, ACCEPTED, WASTED, EFFECT, EFFECT_ERROR}
 WIDTH = 100  # characters of a prompt or response
 REFERENCES = ("answer", "solution", "ground_truth", "reference")  # columns, as the field names them
 NUM_TIMED = 10  # latest steps, whose mean tells how long the others will take
@@ -39,22 +32,21 @@ class History:
     """What this process has done so far."""
 
     set_up_s: float = 0.0
-    steps: list[dict[str, Any]] = field(default_factory=list)  # metrics of KEPT
+    steps: list[dict[str, Any]] = field(default_factory=list)  # metrics of KEPT and at the end
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, metrics: dict[str, Any]) -> None:
         """Add a step."""
-        self.steps.append({key: metrics[key] for key in KEPT & metrics.keys()})
+        kept = {key: of for key, of in metrics.items() if key in KEPT or is_at_end(key)}
+        self.steps.append(kept)
 
     def total(self, *keys: str) -> Any:
-        """Return the sum of these metrics over the steps."""
         return sum(metrics.get(key, 0) for metrics in self.steps for key in keys)
 
 
 def start_text(
     config: Config, ranks: Ranks, learner: Learner, prompts: PromptSet, num_held_out: int
 ) -> str:
-    """Return what is about to run."""
     parameters, hardware = list(learner.model.parameters()), describe_hardware(ranks.device)
     num_trained = sum(p.numel() for p in parameters if p.requires_grad)
     size = f"{sum(p.numel() for p in parameters):,} parameters ({num_trained:,} trained)"
@@ -71,7 +63,6 @@ def start_text(
 
 
 def output_text(config: Config, num_updates: int, checkpoint: str | None) -> str:
-    """Return where files are, and whether a run is new, resumed or complete."""
     run, scheduler = config.run, config.optim.lr_scheduler_type
     text = f"a new run of {run.max_steps} steps"
     if num_updates >= run.max_steps:
@@ -86,7 +77,7 @@ def output_text(config: Config, num_updates: int, checkpoint: str | None) -> str
 
 
 def step_text(metrics: dict[str, Any], history: History, num_left: int) -> str:
-    """Return a step's numbers. history: with this step; num_left: steps after it."""
+    """history: with this step; num_left: steps after it."""
     generate_s, train_s = (sum(metrics[key] for key in keys) for keys in (GENERATE, TRAIN))
     step_s = metrics["timing_s/step"]
     rest_s = max(step_s - generate_s - train_s, 0.0)  # rewards, and gathering of samples
@@ -118,13 +109,12 @@ def drafts_text(accepted: int, drafted: int, latest: dict[str, Any]) -> str:
 
 
 def length_text(metrics: dict[str, Any], prefix: str = "") -> str:
-    """Return length and clipping of responses. prefix: of the metrics' keys."""
+    """prefix: of the metrics' keys."""
     of = f"{prefix}completions/"
     return f"length {metrics[of + 'mean_length']:,.1f}, clipped {metrics[of + 'clipped_ratio']:.0%}"
 
 
 def find_hints(config: Config, history: History) -> dict[str, str]:
-    """Return advice on what is wrong with a run by its latest steps, by name."""
     hints, latest = {}, history.steps[-EQUAL_STEPS:]
     # other estimators compare responses to different prompts
     compares_groups = config.loss.advantage_estimator in ("grpo", "rloo")
@@ -146,15 +136,13 @@ def find_hints(config: Config, history: History) -> dict[str, str]:
     return hints
 
 
-def score_keys(metrics: dict[str, Any]) -> list[str]:
-    """Return an evaluation's reward, pass@k and eval.functions."""
-    others = {f"eval/{name}" for name in EVAL_NAMES} - {"eval/reward"}
-    return [k for k in metrics if k.startswith("eval/") and k.count("/") == 1 and k not in others]
+def is_at_end(key: str) -> bool:
+    return "end" in row_of(key)
 
 
 def evaluation_text(step: int, metrics: dict[str, Any]) -> str:
-    """Return the result of an evaluation after `step` updates."""
-    scores = [f"{key.removeprefix('eval/')} {metrics[key]:.3f}" for key in score_keys(metrics)]
+    keys = [key for key in metrics if re.fullmatch("eval/[^/]+", key) and is_at_end(key)]
+    scores = [f"{key.removeprefix('eval/')} {metrics[key]:.3f}" for key in keys]
     text = ", ".join([*scores, length_text(metrics, "eval/")])
     return f"evaluation after step {step}: {text} ({duration(metrics['timing_s/eval'])})"
 
@@ -162,9 +150,7 @@ def evaluation_text(step: int, metrics: dict[str, Any]) -> str:
 def sample_text(
     prompt: str | list[dict], reply: str, rewards: dict[str, float], columns: dict[str, Any]
 ) -> str:
-    """Return one sample.
-
-    prompt, columns: see `Prompt`; rewards: by the function's name, NaN where it does not apply."""
+    """rewards: by the function's name, NaN where it does not apply."""
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
     answers = [(name, str(columns[name])) for name in REFERENCES if columns.get(name) is not None]
     scores = [("reward", ", ".join(f"{name} {value:.3g}" for name, value in rewards.items()))]
@@ -180,9 +166,7 @@ def end_text(
     checkpoint: str | None,
     is_stopped: bool,
 ) -> str:
-    """Return the result of a run, and where its files are.
-
-    seconds: of this process; checkpoint: folder of the newest."""
+    """seconds: of this process; checkpoint: folder of the newest."""
     of, steps = f"{num_updates} of {config.run.max_steps}", history.steps
     lines = table(history) if steps else []
     if steps:
@@ -207,23 +191,19 @@ def end_text(
 
 
 def table(history: History) -> list[str]:
-    """Return means over the first and the last tenth of the steps, and two evaluations.
-
-    Each metric is a row; steps without it do not count."""
+    """Return means over the first and the last tenth of the steps that have each metric."""
     num_shown = max(1, len(history.steps) // 10)
     first = history.steps[:num_shown] + history.evaluations[:1]
     last = history.steps[-num_shown:] + history.evaluations[-1:]
-    scores = dict.fromkeys(key for metrics in first + last for key in score_keys(metrics))
+    shown = dict.fromkeys(key for of in first + last for key in of if is_at_end(key))
     rows = [["mean of steps", f"first {num_shown}", f"last {num_shown}"]]
-    for key in [*ROWS, *scores, *EVAL_ROWS]:
-        known = [[metrics[key] for metrics in shown if key in metrics] for shown in (first, last)]
-        if any(known):
-            rows.append([key, *(f"{statistics.fmean(of):,.3f}" if of else "-" for of in known)])
+    for key in sorted(shown, key=lambda key: ROWS.index(row_of(key))):
+        known = [[metrics[key] for metrics in steps if key in metrics] for steps in (first, last)]
+        rows.append([key, *(f"{statistics.fmean(of):,.3f}" if of else "-" for of in known)])
     return [f"{name:30}{begin:>14}{end:>14}" for name, begin, end in rows]
 
 
 def duration(seconds: float) -> str:
-    """Return seconds, from a minute on as hours, minutes and seconds."""
     return f"{seconds:.1f} s" if seconds < 59.95 else str(timedelta(seconds=round(seconds)))
 
 

@@ -1,8 +1,7 @@
 """Timelines of all ranks in chosen steps: a trace for Perfetto or chrome://tracing, and a picture.
 
 A rank notes spans of time by its own clock. Clocks may have different zeros; barriers, which all
-ranks leave at about the same time, show the difference.
-"""
+ranks leave at about the same time, show the difference."""
 
 from __future__ import annotations
 
@@ -61,9 +60,7 @@ def step_spans(spans: list[Span], stages: list[Span]) -> list[tuple[str, float, 
 
 
 def clock_offsets(ranks: Ranks) -> np.ndarray:
-    """Return the seconds that each rank's clock is ahead of rank 0's, float64 [ranks].
-
-    Called by all ranks together."""
+    """Return the seconds that each rank's clock is ahead of rank 0's, float64 [ranks]."""
     times = []
     for _ in range(NUM_BARRIERS):
         ranks.barrier()
@@ -116,7 +113,6 @@ def trace(lanes: list[np.ndarray], title: str) -> dict:
 
 
 def draw(path: str, lanes: list[np.ndarray], title: str) -> None:
-    """Draw one lane per rank over seconds, coloured by kind, as a PNG."""
     from matplotlib.figure import Figure  # here, as it takes half a second
 
     figure = Figure(figsize=(12, 1.5 + 0.4 * len(lanes)), dpi=120, layout="constrained")

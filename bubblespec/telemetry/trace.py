@@ -13,8 +13,7 @@ last extended, -1 without one.
 
 forwards: a row per forward, by rank, batch and time, with the fields of `ForwardRecord` and its
 `Load`; times are seconds since that rank began that batch's rollout. together marks forwards of all
-ranks together (the TP tail), a row on each rank.
-"""
+ranks together (the TP tail), a row on each rank."""
 
 import contextlib
 import json
@@ -117,9 +116,7 @@ def _response_columns(record: StepRecord) -> dict[str, Any]:
 
 
 def _own_forwards(rollouts: list[RolloutRecord]) -> np.ndarray:
-    """Return this rank's forwards of a step, float64 [forwards, COLUMNS].
-
-    Times are since the rollout began."""
+    """Return this rank's forwards, float64 [forwards, COLUMNS], timed since the rollout began."""
     forwards = []
     for i, rollout in enumerate(rollouts):
         for is_shared, some in ((False, rollout.forwards), (True, rollout.shared_forwards)):
@@ -131,7 +128,7 @@ def _own_forwards(rollouts: list[RolloutRecord]) -> np.ndarray:
 
 
 def _forward_columns(step: int, by_rank: list[np.ndarray]) -> dict[str, Any]:
-    """Return the columns of forwards. by_rank: see `_own_forwards`, flat, of each rank."""
+    """by_rank: see `_own_forwards`, flat, of each rank."""
     tables = [numbers.reshape(-1, len(COLUMNS)) for numbers in by_rank]
     ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     columns = {"step": np.full(len(ranks), step), "rank": ranks}

@@ -9,11 +9,10 @@ from bubblespec.data.schedule import PromptSet
 from bubblespec.distributed.ranks import Ranks
 from bubblespec.engine.batch import SamplingParams
 from bubblespec.engine.engine import Engine
-from bubblespec.records import RolloutRecord, StepRecord
+from bubblespec.records import RolloutRecord, Samples, StepRecord
 from bubblespec.rollout.loop import RolloutLoop
 from bubblespec.rollout.plan import RolloutPlan
 from bubblespec.rollout.table import RowTable
-from bubblespec.samples import Samples
 from bubblespec.types import Group, Launch, Prompt, Row
 
 # A tokenizer of letters: 0 is a, 1 is b.

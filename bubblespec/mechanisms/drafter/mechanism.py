@@ -343,7 +343,7 @@ class DrafterMechanism(Mechanism):
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
         """Return how far chains hold, how long they are, and what they take."""
         assert self.training is not None
-        rates = ranks.gather(self.source.rates.accepted).mean(axis=0)
+        rates = self.source.rates.accepted
         metrics = {f"drafter/accepted_{n + 1}": float(rate) for n, rate in enumerate(rates)}
         metrics["drafter/mean_acceptance_length"] = 1.0 + float(rates.sum())
         metrics["drafter/num_updates"] = self.training.num_updates

@@ -214,27 +214,26 @@ class EpisodesMechanism(Mechanism):
         if plan.scoring is not None:
             plan.scoring.outcomes = episodes.outcomes
 
-    def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
-        """Return the metrics of the step's episodes, over all ranks.
-
-        Frequencies are those of TRL: calls per episode, and the share of the calls that failed."""
+    def metrics(self, ranks: Ranks, record: StepRecord) -> dict:
+        """Return the metrics of the step's episodes on this rank, with TRL's frequencies."""
         counts: list[EpisodeCounts] = [rollout.extras[NAME] for rollout in record.rollouts]
         own = []
         for each in counts:
             *sums, stops = vars(each).values()
             own.append([*sums, *stops.values()])
-        sums = ranks.gather(np.array(own, np.float64).sum(axis=0)).sum(axis=0).tolist()
+        sums = np.array(own, np.float64).sum(axis=0).tolist()
         turns, calls, failed, environment_s, waiting_s, idle_s, *stops = sums
-        total = max(sum(stops), 1)
+        total = sum(stops)
         metrics = {
-            "tools/call_frequency": calls / total,
-            "tools/failure_frequency": failed / calls if calls else 0.0,
-            "episodes/turns": turns / total,
-            "episodes/covered_share": 1 - idle_s / waiting_s if waiting_s else 1.0,
-            "timing_s/environment": environment_s / total,
+            "tools/call_frequency": (calls, total),
+            "tools/failure_frequency": (failed, calls),
+            "episodes/turns": (turns, total),
+            "timing_s/environment": (environment_s, total),
         }
+        if waiting_s:
+            metrics["episodes/covered_share"] = waiting_s - idle_s, waiting_s
         shares = zip(STOPS, stops, strict=True)
-        return metrics | {f"episodes/stop/{reason}": count / total for reason, count in shares}
+        return metrics | {f"episodes/stop/{reason}": (count, total) for reason, count in shares}
 
 
 def load(run: Run) -> None:

@@ -85,10 +85,8 @@ class QuantizedMechanism(Mechanism):
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
         """Return how often tokens of chains are right, how long chains are, and what they take."""
-        own = np.array([self.source.rates.mean, self._renewal_s])
-        gathered, self._renewal_s = ranks.gather(own), 0.0
-        metrics = {"quantized/acceptance_rate": float(gathered[:, 0].mean())}
-        metrics["quantized/renew_s"] = float(gathered[:, 1].max())
+        metrics = {"quantized/acceptance_rate": float(self.source.rates.mean)}
+        metrics["quantized/renew_s"], self._renewal_s = self._renewal_s, 0.0
         return metrics | self.source.metrics(ranks)
 
 

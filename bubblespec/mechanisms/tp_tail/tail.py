@@ -89,17 +89,14 @@ class TPTail(Mechanism):
             plan.take_over = self
 
     def metrics(self, ranks: Ranks, record: StepRecord) -> dict[str, float]:
-        """Return the rows, forwards and seconds of shared decoding; nothing in steps without."""
+        """Return rows, forwards and seconds of shared decoding; nothing in steps without."""
         shared = [rollout for rollout in record.rollouts if rollout.shared]
         if not shared:
             return {}
-        own_s = sum(total_s(rollout.shared, "shared") for rollout in shared)
-        own_rows = sum(rollout.extras[ROWS] for rollout in shared)
-        rows, seconds = ranks.gather(np.array([own_rows, own_s])).T
         return {
-            "tp_tail/rows": int(rows.sum()),
+            "tp_tail/rows": sum(rollout.extras[ROWS] for rollout in shared),
             "tp_tail/forwards": sum(len(rollout.shared_forwards) for rollout in shared),
-            "timing_s/tp_tail": float(seconds.mean()),
+            "timing_s/tp_tail": sum(total_s(rollout.shared, "shared") for rollout in shared),
         }
 
     @property

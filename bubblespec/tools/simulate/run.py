@@ -21,10 +21,10 @@ from bubblespec.mechanisms.tp_tail.tail import AUTO_ROWS, TPTail, measure
 from bubblespec.memory import max_slots
 from bubblespec.planner.costs import CostModel
 from bubblespec.planner.prices import Prices
+from bubblespec.records import digest
 from bubblespec.rollout.board import ProgressBoard
 from bubblespec.rollout.make_sampler import make_sampler
 from bubblespec.rollout.profile import profile
-from bubblespec.samples import digest
 from bubblespec.setup import add_mechanisms, call, make_schedule
 from bubblespec.telemetry.timeline import KINDS
 from bubblespec.tools.simulate.runner import (
