@@ -9,9 +9,7 @@ from bubblespec.planner.guard import (
     DRAFTS,
     FIRST_CONTROL,
     FIRST_PAUSE,
-    MIN_COMPARISONS,
     MIN_LOST,
-    PLACEMENT,
     Guard,
     Guards,
 )
@@ -125,13 +123,13 @@ def test_saved_guard_continues_alike():
 
 
 def all_guards() -> Guards:
-    guards = Guards({PLACEMENT: Guard(), DRAFTS: Guard()})
+    guards = Guards({DRAFTS: Guard()})
     guards.add(COPY)
     return guards
 
 
 def test_one_part_is_compared_at_a_time():
-    """Copy and placement only with drafts, and placement once drafts have been compared."""
+    """The copy only with drafts."""
     guards, chosen = all_guards(), []
     for _ in range(60):
         without = guards.without
@@ -143,13 +141,6 @@ def test_one_part_is_compared_at_a_time():
     assert all(len(without) <= 1 for without in before)
     first_copy = chosen.index({COPY})
     assert chosen[first_copy + 1] == {COPY} and all(COPY in of for of in chosen[20:40])
-    of_drafts = [number for number, without in enumerate(chosen) if without == {DRAFTS}]
-    is_of_placement = [PLACEMENT in without for without in chosen]
-    assert (
-        is_of_placement.index(True)
-        > [n for n, of in enumerate(chosen) if DRAFTS in of][MIN_COMPARISONS - 1]
-    )
-    assert of_drafts and guards[PLACEMENT].state_dict()["without"].size
 
 
 def test_nothing_is_compared_directly_behind_a_rollout_without_drafts():

@@ -26,7 +26,7 @@ MEMORY = 48  # latest rollouts kept by setting
 PRIOR_ERROR, PRIOR_ROLLOUTS = 0.1, 4
 MAX_RATIO = 1.3  # of a comparison over the median one; beyond, the rollout was interrupted
 # What may be guarded, in the order in which it is compared; the others while drafts are on.
-DRAFTS, COPY, PLACEMENT = "drafts", "quantized", "placement"
+DRAFTS, COPY = "drafts", "quantized"
 
 
 class Guard:
@@ -156,14 +156,11 @@ class Guards(dict[str, Guard]):
             self[name] = Guard(has_effect_behind=name == COPY)
 
     def _may_learn(self, name: str, without: frozenset[str] | set[str]) -> bool:
-        """Whether a part is compared in a rollout: all but drafts only with drafts made for it.
-
-        Placement waits until it is known what drafts gain, as the first ones gain little."""
+        """Whether a part is compared in a rollout: all but drafts only with drafts made for it."""
         drafts = self.get(DRAFTS)
         if name == DRAFTS or drafts is None:
             return True
-        is_prepared = DRAFTS not in without and not drafts.is_unprepared
-        return is_prepared and (name != PLACEMENT or drafts.has_compared)
+        return DRAFTS not in without and not drafts.is_unprepared
 
     @property
     def paused(self) -> frozenset[str]:
@@ -174,7 +171,7 @@ class Guards(dict[str, Guard]):
     def without(self) -> frozenset[str]:
         """What the next rollout does without: all that pauses, and one part for comparison."""
         off = set(self.paused)
-        for name in (DRAFTS, COPY, PLACEMENT):
+        for name in (DRAFTS, COPY):
             guard = self.get(name)
             if guard is None or name in off or not self._may_learn(name, off):
                 continue

@@ -54,7 +54,7 @@ class RunStats:
     pricing: PriceModel = field(default_factory=PriceModel)
     """Prices of the parts of a rollout."""
     guards: Guards = field(default_factory=Guards)
-    """Guards of drafts with the TP tail, of the quantised copy and of placement; some may lack."""
+    """Guards of drafts with the TP tail and of the quantised copy; either may lack."""
     invested_s: float = 0.0
     """Seconds of the rollouts so far that went into drafts in the store."""
     forwards: float = 0.0

@@ -13,7 +13,7 @@ from bubblespec.engine.engine import Engine
 from bubblespec.errors import log
 from bubblespec.memory import host_token_budget
 from bubblespec.planner.costs import CostModel
-from bubblespec.planner.guard import DRAFTS, PLACEMENT, Guard, Guards
+from bubblespec.planner.guard import DRAFTS, Guard, Guards
 from bubblespec.planner.stats import RunStats
 from bubblespec.planner.survival import Survival
 from bubblespec.rollout.board import ProgressBoard
@@ -65,12 +65,10 @@ def make_sampler(
             vocab_size=vocab_size_of(engine),
         )
     guards = Guards()
-    if config.speculative.planning == "by_cost" and not schedule.defers:
-        # Without drafts the first guard is for a take-over by cost.
-        if sources or together == "auto":
-            guards[DRAFTS] = Guard()
-        if config.rollout.placement != "in_turn" and ranks.world_size > 1:
-            guards[PLACEMENT] = Guard()
+    # Without drafts the guard is for a take-over by cost.
+    is_guarded = config.speculative.planning == "by_cost" and not schedule.defers
+    if is_guarded and (sources or together == "auto"):
+        guards[DRAFTS] = Guard()
     survival = Survival() if proposer is None else proposer.survival
     stats, store = RunStats(cost, survival, guards=guards), DraftStore(max_draft_tokens)
     sampler = Sampler(
